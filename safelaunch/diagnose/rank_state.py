@@ -14,7 +14,15 @@ from safelaunch.diagnose.collectives import Alignment, described, number_of, op_
 from safelaunch.diagnose.conditions import Condition, View, gil_condition, record_claim, thread_condition
 from safelaunch.diagnose.divergence import Histories
 from safelaunch.diagnose.doubts import Doubt
-from safelaunch.diagnose.exits import aborted_in, ended_by_others, gone_condition, is_consequence, one_line
+from safelaunch.diagnose.exits import (
+    aborted_in,
+    ended_by_others,
+    exception_condition,
+    gone_condition,
+    is_consequence,
+    missed_the_store,
+    one_line,
+)
 from safelaunch.diagnose.peers import (
     PeerWait,
     begins_at,
@@ -128,6 +136,9 @@ def _locks_of(process: ProcessEvidence) -> tuple[FileLock, ...]:
 def _seen_from_the_others(facts: Facts, rank: int) -> RankFacts | None:
     """A rank as the others' evidence shows it, where that says more than its own."""
     one = facts.ranks[rank]
+    if one.evidence.exception is not None and missed_the_store(one.evidence, facts.evidence.ranks):
+        failed = exception_condition(one.evidence, one.evidence.exception)
+        return replace(one, wait=None, condition=replace(failed, signs=frozenset({"store-not-reached"}), for_good=True))
     absent = _absent_thread(facts, one)
     if absent is not None or one.wait is not None:
         return replace(one, wait=None, condition=absent) if absent is not None else None

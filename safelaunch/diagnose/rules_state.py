@@ -16,6 +16,7 @@ from safelaunch.diagnose.exits import (
     is_timeout,
     logged_claim,
     nccl_failure,
+    one_line,
 )
 from safelaunch.diagnose.findings import (
     Finding,
@@ -69,6 +70,29 @@ def slow_not_stuck(facts: Facts) -> Ruling:
     text = f"The job is making progress{where}, but {ranks_do(silent, 'has', 'have')} made no step for {least}"
     text += f": {'; '.join(does)}." if does else "."
     return Finding("slow-not-stuck", (Doubt.ONE_LOOK,), text, claims=(*condition_claims(own), *claims))
+
+
+def launcher_failed(facts: Facts) -> Ruling:
+    """What `exec` started raised an exception in its own code before any rank was seen: a launcher, as a rule.
+
+    Its process passes for rank 0 of one, as nothing else has come: it runs no code of the user's, made no step and no
+    call.
+    """
+    launched, one = facts.evidence.launched, next(iter(facts.ranks.values()), None)
+    if launched is None or launched.typed[:1] != ("exec",) or one is None or len(facts.world) > 1:
+        return ""
+    raised, record = one.evidence.exception, one.evidence.flight_record
+    if raised is None or one.step is not None or (record is not None and record.entries):
+        return ""
+    stack = fr.stack_of(one.evidence, raised.frames)
+    program = fr.program_of(stack)
+    if not program:
+        return ""
+    text = f"The launcher ({program}) raised {raised.type}: {one_line(raised.message)}{fr.at(stack.frames[0])},"
+    of_its_own = raised.type.rpartition(".")[2] not in ("CalledProcessError", "ChildFailedError")
+    text += " in its own code: no rank was seen." if of_its_own else " for a process that it started."
+    claim = Claim(f"first exception: {raised.type}", f"ranks/{one.rank}/exception.json")
+    return Finding("rank-exception", (), text, claims=(claim,), signs=frozenset({"launcher"}))
 
 
 def first_failure(facts: Facts) -> Ruling:
