@@ -156,15 +156,15 @@ def was_a_hang(ranks: Iterable[RankEvidence]) -> bool:
     return not failed and any(map(_gave_up, ranks))
 
 
-def missed_the_store(rank: RankEvidence, ranks: Iterable[RankEvidence]) -> bool:
-    """It failed to connect to the store by which ranks find each other, and a peer has reached one and waits there: it
+def missed_the_store(rank: RankEvidence, ranks: Iterable[RankEvidence]) -> list[View]:
+    """The peers that wait at the store by which ranks find each other, where this rank has failed to connect to it: it
     has another address, as that of the attempt before.
     """
     raised = rank.exception
     if raised is None or failure_kind(raised) not in _DIST_TYPES[1:3] or not _NOT_REACHED.search(raised.message):
-        return False
+        return []
     views = (View(one.main, one) for one in ranks if one is not rank and one.exception is None and one.main is not None)
-    return any((wait := view.awaited.peers) is not None and wait.kind == "init" for view in views)
+    return [view for view in views if (wait := view.awaited.peers) is not None and wait.kind == "init"]
 
 
 def failure_kind(exception: RankException) -> str:

@@ -39,6 +39,7 @@ from safelaunch.diagnose.guarding import guard_of, is_scattered
 from safelaunch.diagnose.rank_state import UNKNOWN_OP, Facts, RankFacts, view_of
 from safelaunch.diagnose.standing import seconds_words, silent_s
 from safelaunch.model import Claim
+from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 from safelaunch.reading.guards import way_to
 from safelaunch.reading.kernel import kind_of, thread_samples
@@ -234,7 +235,7 @@ def _store_not_reached(facts: Facts, inside: Sequence[int]) -> Finding | None:
     if not astray:
         return _store_without_answer(facts, views)
     rest = [rank for rank in inside if rank not in astray]
-    there = [rank for rank in rest if rank in views and not _makes_store(views[rank])]
+    there = [rank for rank in rest if rank in views and not calls.makes_store(views[rank].stack)]
     reason = "tries again and again to connect to the store of init_process_group"
     frames = {rank: facts.ranks[rank].frame for rank in astray}
     named = {
@@ -253,7 +254,7 @@ def _store_not_reached(facts: Facts, inside: Sequence[int]) -> Finding | None:
 
 def _store_without_answer(facts: Facts, views: Mapping[int, View]) -> Finding | None:
     """All ranks have come to the store, and it lets none of them go on."""
-    if views.keys() != facts.world or not all(map(_makes_store, views.values())):
+    if views.keys() != facts.world or not all(calls.makes_store(view.stack) for view in views.values()):
         return None
     text = (
         f"{capital(waits_words(facts, sorted(views)))}: all are at its store, which lets none go on. It waits for more"
@@ -263,16 +264,12 @@ def _store_without_answer(facts: Facts, views: Mapping[int, View]) -> Finding | 
     return Finding("init-not-joined", (Doubt.STATE_INFERRED,), text, claims=wait_claims(facts, views), signs=signs)
 
 
-def _makes_store(view: View) -> bool:
-    return bool(view.stack.called) and fr.short(view.stack.called[0].function) == "_create_c10d_store"
-
-
 _NAP_S = 0.05  # who hosts the store looks for the others every 10 ms; who does not reach it waits longer to try again
 
 
 def _connects_again(view: View) -> bool:
     """It sleeps between two attempts to connect to the store, or an attempt gets no answer."""
-    return _makes_store(view) and any(
+    return calls.makes_store(view.stack) and any(
         "(syn_sent)" in thread.fd_target
         or thread.syscall_name == "connect"
         or (kind_of(thread) == "sleep" and thread.ends_s is not None and thread.ends_s - at_s > _NAP_S)

@@ -632,6 +632,9 @@ def test_a_rank_that_failed_at_another_address_than_its_peers_wait_at(message: s
     assert (verdict.outcome, verdict.cause) == ("crash", "rank-exception")
     assert [one.rank for one in verdict.culprits] == [culprit] and "29512" in verdict.summary
     assert any(one.startswith("Print `MASTER_ADDR`") for one in verdict.suggestions)
+    assert verdict.confidence == "high"
+    looking = [rank(n, (MAKES_STORE, *in_init(12)), "poll", step=None) if n != culprit else ranks[n] for n in range(3)]
+    assert diagnose(job(*looking, outcome="crash")).confidence == "medium"  # they may not reach a store either
 
 
 def test_a_store_that_nobody_reaches_names_nobody() -> None:
