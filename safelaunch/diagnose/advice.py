@@ -18,7 +18,7 @@ from safelaunch.diagnose.doubts import confidence_of
 from safelaunch.diagnose.exits import aborted_in, failure_of_rank, has_lost_a_peer, is_timeout
 from safelaunch.diagnose.findings import Finding
 from safelaunch.diagnose.rank_state import Facts, view_of
-from safelaunch.model import Frame, Launched, NextStep, RankException
+from safelaunch.model import Frame, Launched, NextStep, RankEvidence, RankException
 from safelaunch.model.entries import Entries
 from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
@@ -147,8 +147,17 @@ def _says(pattern: re.Pattern[str]) -> Callable[[Scene], bool]:
 
 
 def _without_stack(scene: Scene) -> bool:
+    """Of a rank that was there to be looked at."""
     ranks = scene.facts.ranks.values()
-    return not ranks or any(one.evidence.main is None or not one.evidence.main.stacks for one in ranks)
+    living = [one.evidence for one in ranks if one.evidence.exit is None and not _has_ended(one.evidence)]
+    return not ranks or any(one.main is None or not one.main.stacks for one in living)
+
+
+def _has_ended(rank: RankEvidence) -> bool:
+    states = rank.main.states if rank.main is not None else ()
+    return (bool(states) and states[-1].state in "ZX") or (
+        rank.progress is not None and rank.progress.state == "exited"
+    )
 
 
 SIGNS: Mapping[Sign, Callable[[Scene], bool]] = {
@@ -180,8 +189,11 @@ SIGNS: Mapping[Sign, Callable[[Scene], bool]] = {
     "out-of-memory": lambda scene: any(
         one.type == "MemoryError" or _HOST_MEMORY.search(one.message) for one in scene.raised
     ),
+    "one-rank": lambda scene: len(scene.facts.world) == 1,
     "all-alike": lambda scene: len(scene.named) > 1 and scene.named == scene.facts.world,
-    "not-all-alike": lambda scene: len(scene.named) == 1 or scene.named != scene.facts.world,
+    "not-all-alike": lambda scene: (
+        len(scene.facts.world) > 1 and (len(scene.named) == 1 or scene.named != scene.facts.world)
+    ),
     "foreign-dumps": lambda scene: scene.facts.evidence.launched is None and _without_stack(scene),
     "no-stacks": lambda scene: scene.facts.evidence.launched is not None and _without_stack(scene),
     "build-lock": lambda scene: any(

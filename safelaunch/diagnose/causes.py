@@ -76,6 +76,8 @@ Sign = Literal[
     "gpu-assert",
     "all-alike",
     "not-all-alike",
+    "one-rank",
+    "launcher",
     "foreign-dumps",
     "no-stacks",
     "lost-connection",
@@ -214,6 +216,13 @@ _STORE_KEY = Advice(
     "Find who is to set this key, and under which condition: it has to be set on every path. Give the wait a time"
     " limit: `store.wait([key], timedelta(seconds=60))`.",
     only_if="store-key",
+)
+
+_STORE_ADDRESS = Advice(
+    "Print `MASTER_ADDR` and `MASTER_PORT` (or the `init_method`) right before this line on every rank: the script may"
+    " have changed what torchrun gave it (`node/<host>/env.json`), or kept it from before a restart. Then see whether"
+    " that address answers: `nc -vz HOST PORT` on the rank's node.",
+    only_if="store-not-reached",
 )
 
 _OWN_LOCK = Advice(
@@ -474,12 +483,7 @@ CAUSES: dict[str, Cause] = {
             "If nodes only come late, let torchrun wait longer: `--rdzv-conf=join_timeout=SECONDS`.",
             only_if="nodes-absent",
         ),
-        Advice(
-            "Print `MASTER_ADDR` and `MASTER_PORT` (or the `init_method`) right before this line on every rank: the"
-            " script may have changed what torchrun gave it (`node/<host>/env.json`). Then see whether that address"
-            " answers: `nc -vz HOST PORT` on the rank's node.",
-            only_if="store-not-reached",
-        ),
+        _STORE_ADDRESS,
         Advice(
             "Let every rank reach `init_process_group` before slow or rank-dependent work (downloads, unpacking, "
             "licence checks); do that work after it and end it with a barrier.",
@@ -533,7 +537,8 @@ CAUSES: dict[str, Cause] = {
             only_if="foreign-lock",
         ),
         _STORE_KEY,
-        "Give the call a timeout, and do rank-dependent I/O outside the training loop.",
+        Advice("Give the call a timeout.", only_if="one-rank"),
+        Advice("Give the call a timeout, and do rank-dependent I/O outside the training loop.", unless=("one-rank",)),
         Advice(
             "`lsof -E -p PID` on the rank's node shows who has the other end of a pipe or socket; `safelaunch"
             " --on-stall dump ...` keeps the job alive for that.",
@@ -590,8 +595,11 @@ CAUSES: dict[str, Cause] = {
     "busy-loop": _cause(
         _GROUP_TIMEOUT,
         "Bound the loop at this line, and check its exit condition on this rank.",
-        "If it is honest work (an evaluation, a checkpoint), let the peers know: `safelaunch.phase('eval')` around "
-        "it, or a longer `--max-stall`.",
+        Advice(
+            "If it is honest work (an evaluation, a checkpoint), let the peers know: `safelaunch.phase('eval')` around "
+            "it, or a longer `--max-stall`.",
+            unless=("one-rank",),
+        ),
         own=True,
         of_node="perhaps",
         worker=1,
@@ -625,7 +633,8 @@ CAUSES: dict[str, Cause] = {
             "Make the thread a daemon (`daemon=True`), or stop and join it before the script ends.",
             only_if="outlives",
         ),
-        "Add a timeout, or move the call to where no other rank depends on it.",
+        Advice("Add a timeout.", only_if="one-rank"),
+        Advice("Add a timeout, or move the call to where no other rank depends on it.", unless=("one-rank",)),
         "If the wait is meant, mark it: `safelaunch.pause()` or `safelaunch.phase(...)`, or a longer `--stall-"
         "timeout`.",
         own=True,
@@ -651,7 +660,9 @@ CAUSES: dict[str, Cause] = {
         Advice(
             "Find the `sys.exit()` or `os._exit()` on this rank; to stop early, let all ranks agree first.",
             only_if="somebody-named",
+            unless=("one-rank",),
         ),
+        Advice("Find the `sys.exit()` or `os._exit()` that ended it.", only_if="one-rank"),
         Advice(
             "Its last words are in the rank's `log_tail.txt`.",
             only_if="somebody-named",
@@ -750,13 +761,22 @@ CAUSES: dict[str, Cause] = {
             unless=("unused-parameters", "gpu-memory"),
         ),
         Advice(
+            "Fix what the launcher complains of: its command line, its configuration, what it needs on this node, or"
+            " the error of a process that it started, which is above it in the output.",
+            only_if="launcher",
+        ),
+        Advice("Fix the exception at this line.", only_if="one-rank", unless=("launcher",)),
+        Advice(
             "Fix the exception on this rank; the errors of the other ranks follow from it.",
             only_if="not-all-alike",
+            unless=("store-not-reached",),
         ),
         Advice(
             "If it comes from one sample or one rank only, run that rank's input alone.",
             only_if="not-all-alike",
+            unless=("store-not-reached",),
         ),
+        _STORE_ADDRESS,
         failure=True,
     ),
     "node-lost": _cause(

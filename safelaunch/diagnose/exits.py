@@ -43,6 +43,7 @@ _THEIR_WORDS = re.compile(
 )
 # Parts of torch that read files or the network, and are no communication between ranks.
 _NO_COMMUNICATION = ("/torch/utils/data/", "/torch/hub.py", "/torch/serialization.py", "/torch/utils/tensorboard/")
+_NOT_REACHED = re.compile(r"failed to connect to|while trying to connect to|connection refused", re.IGNORECASE)
 _TIMEOUT = re.compile(r"timed? ?out|failed to pass monitoredbarrier|timeout", re.IGNORECASE)
 _WATCHDOG = re.compile(r"watchdog caught collective operation timeout|watchdog thread terminated", re.IGNORECASE)
 _DIST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError")
@@ -153,7 +154,24 @@ def was_a_hang(ranks: Iterable[RankEvidence]) -> bool:
     The process group's timeout came before the watchdog's; who kept the others waiting is the question all the same.
     """
     ranks = tuple(ranks)
-    return not any(map(failed_by_itself, ranks)) and any(map(_gave_up, ranks))
+    failed = any(failed_by_itself(rank) or missed_the_store(rank, ranks) for rank in ranks)
+    return not failed and any(map(_gave_up, ranks))
+
+
+def missed_the_store(rank: RankEvidence, ranks: Iterable[RankEvidence]) -> list[View]:
+    """The peers that wait at the store by which ranks find each other, where this rank has failed to connect to it: it
+    has another address, as that of the attempt before.
+    """
+    raised = rank.exception
+    if raised is None or failure_kind(raised) not in _DIST_TYPES[1:3] or not _NOT_REACHED.search(raised.message):
+        return []
+    views = (View(one.main, one) for one in ranks if one is not rank and one.exception is None and one.main is not None)
+    return [view for view in views if (wait := view.awaited.peers) is not None and wait.kind == "init"]
+
+
+def failure_kind(exception: RankException) -> str:
+    """``DistNetworkError`` of ``torch.distributed.DistNetworkError``."""
+    return exception.type.rsplit(".", 1)[-1]
 
 
 def failed_by_itself(rank: RankEvidence) -> bool:
@@ -181,7 +199,7 @@ def gone_condition(rank: RankEvidence, view: View | None) -> Condition | None:
     if rank.exception is not None and is_consequence(rank.exception, rank.nccl_log):
         return None
     if rank.exception is not None and rank.exception.type.rsplit(".", 1)[-1] != "SystemExit":
-        return _exception_condition(rank, rank.exception)
+        return exception_condition(rank, rank.exception)
     if rank.exit is None:
         dead = view is not None and bool(view.process.states) and view.process.states[-1].state in "ZX"
         text = "has ended and nobody has reaped it; its exit status is not known"
@@ -193,7 +211,7 @@ def gone_condition(rank: RankEvidence, view: View | None) -> Condition | None:
     return _killed_condition(rank) if rank.exit.returncode < 0 else _exit_condition(rank)
 
 
-def _exception_condition(rank: RankEvidence, exception: RankException) -> Condition:
+def exception_condition(rank: RankEvidence, exception: RankException) -> Condition:
     """One that came from a worker process has been raised again in the rank; the worker's line is the one at fault."""
     claim = Claim(f"first exception: {exception.type}", f"ranks/{rank.rank}/exception.json")
     text = f"raised {exception.type}: {one_line(_essence(exception.message))}"

@@ -17,9 +17,9 @@ from safelaunch.diagnose.doubts import Doubt
 from safelaunch.diagnose.findings import Finding, Parting, capital, ranks_do, ranks_word
 from safelaunch.diagnose.own_words import says_why
 from safelaunch.diagnose.rank_state import Facts, user_stack_of
-from safelaunch.model import Claim, Frame
+from safelaunch.model import Claim, Culprit, Frame
 from safelaunch.reading import frames as fr
-from safelaunch.reading.guards import Guard, Whereabouts, guards_of
+from safelaunch.reading.guards import Guard, Whereabouts, guards_of, way_to
 
 # Findings that say who went another way than its peers, and not why.
 _EXPLAINED = frozenset({"collective-mismatch", "missing-from-collective", "uneven-batches", "group-order", "p2p-cycle"})
@@ -80,7 +80,8 @@ def _drawn(facts: Facts, finding: Finding) -> tuple[Doubt, ...]:
     """Whether several ranks at fault on one side may have drawn for themselves, or decided by data of their own.
 
     Then no rank is wrong. A decision by the rank parts those of a group, of a node, or in an order among all ranks; of
-    few ranks a draw may do so as well.
+    few ranks a draw may do so as well. Who waits in a send or receive has decided nothing: it has a peer. Nor has
+    anybody where the source shows no condition that ranks have passed on one side alone.
     """
     sides: dict[tuple[str, int], set[int]] = {}
     for one in finding.culprits:
@@ -88,9 +89,29 @@ def _drawn(facts: Facts, finding: Finding) -> tuple[Doubt, ...]:
     if Doubt.EITHER_SIDE in finding.doubts or (Doubt.NO_MAJORITY not in finding.doubts and len(sides) > 1):
         return ()
     chances = [_chance(facts, side) for side in sides.values()]
+    if any(_is_in_a_transfer(facts, one) for one in finding.culprits):
+        return (Doubt.MAY_BE_OWED,) if 1.0 in chances else ()
+    if not _may_have_decided(facts, finding):
+        return (Doubt.SEVERAL_PLACES,) if 1.0 in chances else ()
     if 1.0 in chances:
         return (Doubt.NO_PATTERN,)
     return (Doubt.PATTERN_BY_CHANCE,) if max(chances, default=0.0) > CHANCE else ()
+
+
+def _is_in_a_transfer(facts: Facts, one: Culprit) -> bool:
+    wait = facts.ranks[one.rank].wait
+    return wait is not None and wait.kind == "p2p" and wait.frame == one.frame
+
+
+def _may_have_decided(facts: Facts, finding: Finding) -> bool:
+    """Some ranks stand behind a condition, whatever it asks for, that others do not; or the source does not say."""
+    ways = set()
+    for stack in _where_they_wait(facts, finding).values():
+        if not stack or any(not facts.read_source(frame.file) for frame in stack):
+            return True
+        steps = (step for frame in stack for step in way_to(frame, facts.read_source) if not step.loop)
+        ways.add(frozenset((step.guard.file, step.guard.line, step.guard.taken) for step in steps))
+    return len(ways) != 1
 
 
 def unless_drawn(facts: Facts, finding: Finding) -> Finding:

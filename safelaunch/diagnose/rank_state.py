@@ -9,12 +9,20 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from safelaunch.diagnose.causes import BY_ITSELF
+from safelaunch.diagnose.causes import BY_ITSELF, Sign
 from safelaunch.diagnose.collectives import Alignment, described, number_of, op_name
 from safelaunch.diagnose.conditions import Condition, View, gil_condition, record_claim, thread_condition
 from safelaunch.diagnose.divergence import Histories
-from safelaunch.diagnose.doubts import Doubt
-from safelaunch.diagnose.exits import aborted_in, ended_by_others, gone_condition, is_consequence, one_line
+from safelaunch.diagnose.doubts import Doubt, those
+from safelaunch.diagnose.exits import (
+    aborted_in,
+    ended_by_others,
+    exception_condition,
+    gone_condition,
+    is_consequence,
+    missed_the_store,
+    one_line,
+)
 from safelaunch.diagnose.peers import (
     PeerWait,
     begins_at,
@@ -138,6 +146,11 @@ def _locks_of(process: ProcessEvidence) -> tuple[FileLock, ...]:
 def _seen_from_the_others(facts: Facts, rank: int) -> RankFacts | None:
     """A rank as the others' evidence shows it, where that says more than its own."""
     one = facts.ranks[rank]
+    if one.evidence.exception is not None and (peers := missed_the_store(one.evidence, facts.evidence.ranks)):
+        failed = exception_condition(one.evidence, one.evidence.exception)
+        doubts = those({Doubt.STATE_INFERRED: all(calls.makes_store(peer.stack) for peer in peers)})
+        signs: frozenset[Sign] = frozenset({"store-not-reached"})
+        return replace(one, wait=None, condition=replace(failed, signs=signs, doubts=doubts, for_good=True))
     absent = _absent_thread(facts, one)
     if absent is not None or one.wait is not None:
         return replace(one, wait=None, condition=absent) if absent is not None else None

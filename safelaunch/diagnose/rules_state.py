@@ -16,6 +16,7 @@ from safelaunch.diagnose.exits import (
     is_timeout,
     logged_claim,
     nccl_failure,
+    one_line,
 )
 from safelaunch.diagnose.findings import (
     Finding,
@@ -38,6 +39,7 @@ from safelaunch.diagnose.guarding import guard_of, is_scattered
 from safelaunch.diagnose.rank_state import UNKNOWN_OP, Facts, RankFacts, view_of
 from safelaunch.diagnose.standing import seconds_words, silent_s
 from safelaunch.model import Claim
+from safelaunch.reading import calls
 from safelaunch.reading import frames as fr
 from safelaunch.reading.guards import way_to
 from safelaunch.reading.kernel import kind_of, thread_samples
@@ -69,6 +71,29 @@ def slow_not_stuck(facts: Facts) -> Ruling:
     text = f"The job is making progress{where}, but {ranks_do(silent, 'has', 'have')} made no step for {least}"
     text += f": {'; '.join(does)}." if does else "."
     return Finding("slow-not-stuck", (Doubt.ONE_LOOK,), text, claims=(*condition_claims(own), *claims))
+
+
+def launcher_failed(facts: Facts) -> Ruling:
+    """What `exec` started raised an exception in its own code before any rank was seen: a launcher, as a rule.
+
+    Its process passes for rank 0 of one, as nothing else has come: it runs no code of the user's, made no step and no
+    call.
+    """
+    launched, one = facts.evidence.launched, next(iter(facts.ranks.values()), None)
+    if launched is None or launched.typed[:1] != ("exec",) or one is None or len(facts.world) > 1:
+        return ""
+    raised, record = one.evidence.exception, one.evidence.flight_record
+    if raised is None or one.step is not None or (record is not None and record.entries):
+        return ""
+    stack = fr.stack_of(one.evidence, raised.frames)
+    program = fr.program_of(stack)
+    if not program:
+        return ""
+    text = f"The launcher ({program}) raised {raised.type}: {one_line(raised.message)}{fr.at(stack.frames[0])},"
+    of_its_own = raised.type.rpartition(".")[2] not in ("CalledProcessError", "ChildFailedError")
+    text += " in its own code: no rank was seen." if of_its_own else " for a process that it started."
+    claim = Claim(f"first exception: {raised.type}", f"ranks/{one.rank}/exception.json")
+    return Finding("rank-exception", (), text, claims=(claim,), signs=frozenset({"launcher"}))
 
 
 def first_failure(facts: Facts) -> Ruling:
@@ -209,7 +234,7 @@ def _store_not_reached(facts: Facts, inside: Sequence[int]) -> Finding | None:
     if not astray:
         return _store_without_answer(facts, views)
     rest = [rank for rank in inside if rank not in astray]
-    there = [rank for rank in rest if rank in views and not _makes_store(views[rank])]
+    there = [rank for rank in rest if rank in views and not calls.makes_store(views[rank].stack)]
     reason = "tries again and again to connect to the store of init_process_group"
     frames = {rank: facts.ranks[rank].frame for rank in astray}
     named = {
@@ -228,7 +253,7 @@ def _store_not_reached(facts: Facts, inside: Sequence[int]) -> Finding | None:
 
 def _store_without_answer(facts: Facts, views: Mapping[int, View]) -> Finding | None:
     """All ranks have come to the store, and it lets none of them go on."""
-    if views.keys() != facts.world or not all(map(_makes_store, views.values())):
+    if views.keys() != facts.world or not all(calls.makes_store(view.stack) for view in views.values()):
         return None
     text = f"{capital(waits_words(facts, sorted(views)))}: all are blocked at the store. It waits for more"
     text += " ranks than there are, or what answers at its address is no store."
@@ -236,16 +261,12 @@ def _store_without_answer(facts: Facts, views: Mapping[int, View]) -> Finding | 
     return Finding("init-not-joined", (Doubt.STATE_INFERRED,), text, claims=wait_claims(facts, views), signs=signs)
 
 
-def _makes_store(view: View) -> bool:
-    return bool(view.stack.called) and fr.short(view.stack.called[0].function) == "_create_c10d_store"
-
-
 _NAP_S = 0.05  # who hosts the store looks for the others every 10 ms; who does not reach it waits longer to try again
 
 
 def _connects_again(view: View) -> bool:
     """It sleeps between two attempts to connect to the store, or an attempt gets no answer."""
-    return _makes_store(view) and any(
+    return calls.makes_store(view.stack) and any(
         "(syn_sent)" in thread.fd_target
         or thread.syscall_name == "connect"
         or (kind_of(thread) == "sleep" and thread.ends_s is not None and thread.ends_s - at_s > _NAP_S)

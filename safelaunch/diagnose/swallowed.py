@@ -28,6 +28,7 @@ from safelaunch.reading.tracebacks import lines_of
 
 # Findings that say who is behind or went another way, and not why.
 EXPLAINED = frozenset({"collective-mismatch", "missing-from-collective", "uneven-batches", "rank-exited"})
+_MOST_LOOKED_AT = 4  # ranks at fault, and peers, whose functions are read for what they print
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,7 @@ def with_skipped_batch(facts: Facts, finding: Finding) -> Finding:
     Of the records only a call too many contradicts that; where they show a call left out, they agree with it. Who has
     left the loop by that (``break``, ``return``) has left it, whatever it printed.
     """
-    if finding.cause not in EXPLAINED:
-        return finding
-    said = {c.rank: found for c in finding.culprits if (found := _said(facts, c.rank)) is not None}
+    said = _said(facts, [one.rank for one in finding.culprits]) if finding.cause in EXPLAINED - {"rank-exited"} else {}
     if not said or (not finding.doubts and len(said) < len(finding.culprits)):
         return finding
     shifts = [shift for group in facts.alignment.groups() if (shift := facts.histories.shift_in(group)) is not None]
@@ -118,21 +117,22 @@ def _who_said(culprit: Culprit, left: Left, line: str) -> Culprit:
     return structs.replace(culprit, frame=left.frame, reason=_of_print(culprit.rank, (left, line)))
 
 
-def _said(facts: Facts, rank: int) -> tuple[Left, str] | None:
-    """The newest of its lines that no peer has printed, and the statement behind which it left out calls."""
-    lines = lines_of(facts.ranks[rank].evidence.log_tail)
-    called = {(frame.file, frame.line): frame for one in facts.ranks for frame in _lines_called_from(facts, one)}
-    ways = [
-        left
-        for left in (left_by(called.values(), facts.read_source) if lines else ())
-        if any(left.leaves_out(frame) for frame in called.values())
-    ]
-    theirs = {peer: lines_of(one.evidence.log_tail) for peer, one in facts.ranks.items() if peer != rank}
-    for line in reversed(lines):
-        left = next((left for left in ways if left.has_printed(line)), None)
-        if left is not None and not any(left.has_printed(other) for its in theirs.values() for other in its):
-            return left, line
-    return None
+def _said(facts: Facts, named: Sequence[int]) -> dict[int, tuple[Left, str]]:
+    """Rank → the newest of its lines that no peer has printed, and the statement behind which it left out calls."""
+    printed = {rank: lines for rank in named if (lines := lines_of(facts.ranks[rank].evidence.log_tail))}
+    others = [rank for rank in facts.ranks if rank not in named]
+    some = [*list(printed)[:_MOST_LOOKED_AT], *others[:_MOST_LOOKED_AT]] if printed else []
+    called = {(frame.file, frame.line): frame for rank in some for frame in _lines_called_from(facts, rank)}
+    every = left_by(called.values(), facts.read_source)
+    ways = [left for left in every if any(left.leaves_out(frame) for frame in called.values())]
+    found: dict[int, tuple[Left, str]] = {}
+    for rank, lines in printed.items() if ways else ():
+        peers = [facts.ranks[one].evidence.log_tail for one in others or named if one != rank]
+        matches = ((left, line) for line in reversed(lines) for left in ways if left.has_printed(line))
+        own = next((one for one in matches if not any(one[0].is_in(text) for text in peers)), None)
+        if own is not None:
+            found[rank] = own
+    return found
 
 
 def _lines_called_from(facts: Facts, rank: int) -> Iterator[Frame]:

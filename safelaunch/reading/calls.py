@@ -70,6 +70,11 @@ def torch_wait(stack: Stack) -> TorchWait | None:
     return TorchWait("collective", op.lstrip("_"))
 
 
+def makes_store(stack: Stack) -> bool:
+    """In the constructor of the store by which ranks find each other: it hosts one, or looks for it."""
+    return bool(stack.called) and short(stack.called[0].function) == "_create_c10d_store"
+
+
 def under_c10d(stack: Stack) -> bool:
     """A call of c10d is under way, whatever it calls inside: ``wait_tensor`` of a DTensor rests in an operator."""
     return any(_in(f, *_C10D_FILES) for f in stack.called)

@@ -174,6 +174,20 @@ def stack_of(rank: RankEvidence, frames: Sequence[Frame]) -> Stack:
     return Stack(tuple(frames), rank.code_roots)
 
 
+def program_of(stack: Stack) -> str:
+    """The installed program whose own code this is, be it started by name or with ``-m``; empty where any code of the
+    user's runs.
+    """
+    outer = [f for f in stack.frames if not is_pseudo(f.file) and not normal(f.file).endswith(_BOOTSTRAP)]
+    if len(outer) < 2 or outer[-1].function != "<module>":
+        return ""
+    file = normal(outer[-1].file)
+    by_name = re.search(r"/bin/([^/.]+)$", file)  # the script that pip writes for it
+    if any(is_user(frame, stack.code_roots) for frame in outer[: -1 if by_name else None]):
+        return ""
+    return by_name[1] if by_name else basename(_package_root(file) or file)
+
+
 def _installed_main(frames: Sequence[Frame]) -> Frame | None:
     real = [f for f in frames if not is_pseudo(f.file) and not is_ours(f.file) and not is_native(f)]
     outer = [f for f in real if not normal(f.file).endswith(_BOOTSTRAP)]

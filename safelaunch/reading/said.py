@@ -44,6 +44,10 @@ class Left:
             at += len(part)
         return True
 
+    def is_in(self, text: str) -> bool:
+        """Whether a line of ``text`` is one that it printed."""
+        return self.parts[0] in text and any(self.has_printed(line) for line in text.splitlines())
+
     def leaves_out(self, frame: Frame) -> bool:
         return frame.file == self.frame.file and any(frame.line in lines for lines in self.skips)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from evidence import C10D, SITE, at, behind, calls, entry, in_c10d, in_user, job, past, rank, record, waiting
+from evidence import C10D, SITE, at, behind, calls, entry, in_c10d, in_init, in_user, job, past, rank, record, waiting
 from msgspec.structs import replace
 
 from safelaunch.diagnose import diagnose
@@ -21,6 +21,7 @@ from safelaunch.model import (
     RankEvidence,
     RankException,
     RankExit,
+    Verdict,
 )
 
 OLD_TORCH = Launched(torch="2.9.1")  # in which DETAIL works with DDP
@@ -558,3 +559,84 @@ def test_peers_that_end_are_innocent_of_a_call_in_another_group(mine: str, cause
         assert verdict.confidence == "medium"
         assert "Rank 0 made its 3 earlier calls at train.py:41" in verdict.summary
         assert "how this line gets its group" in verdict.suggestions[0]
+
+
+# --- one process: a launcher's error, and no advice about other ranks -----------------------------
+
+LAUNCH = f"{SITE}/accelerate/commands/launch.py"
+BY_NAME = Frame("/opt/venv/bin/accelerate", 8, "<module>")
+BY_MODULE = (Frame(LAUNCH, 1200, "<module>"), Frame("<frozen runpy>", 88, "_run_code"))
+
+
+def of_exec(*frames: Frame, typed: tuple[str, ...] = ("exec", "--", "accelerate", "launch"), **more: Any) -> Verdict:
+    failed = RankException("ValueError", "mpirun was not found", 100.0, frames)
+    one = rank(0, seen=False, step=None, more={"exception": failed, "exit": RankExit(1, 100.5), **more})
+    return diagnose(job(one, outcome="crash", launched=Launched(typed)))
+
+
+@pytest.mark.parametrize(("outer", "name"), [((BY_NAME,), "accelerate"), (BY_MODULE, "accelerate")])
+def test_an_error_of_the_launcher_is_no_ranks(outer: tuple[Frame, ...], name: str) -> None:
+    verdict = of_exec(Frame(LAUNCH, 900, "simple_launcher"), *outer)
+    assert (verdict.cause, verdict.culprits) == ("rank-exception", ())
+    told = f"The launcher ({name}) raised ValueError: mpirun was not found at launch.py:900 (simple_launcher)"
+    assert verdict.summary == f"{told}, in its own code: no rank was seen."
+    assert verdict.suggestions[0].startswith("Fix what the launcher complains of") and len(verdict.suggestions) == 1
+
+
+@pytest.mark.parametrize(
+    ("frames", "typed"),
+    [
+        ((at(7), at(100, "<module>")), ("exec", "--", "python", "train.py")),
+        ((Frame(LAUNCH, 900, "f"), at(7), BY_NAME), ("exec", "--", "accelerate", "launch")),
+        ((Frame(f"{SITE}/torch/nn/modules/module.py", 1, "forward"), at(7)), ("exec", "--", "python", "train.py")),
+        ((Frame(LAUNCH, 900, "simple_launcher"), BY_NAME), ("train.py",)),
+    ],
+)
+def test_an_error_of_the_users_code_is_the_ranks(frames: tuple[Frame, ...], typed: tuple[str, ...]) -> None:
+    verdict = of_exec(*frames, typed=typed)
+    assert [one.rank for one in verdict.culprits] == [0]
+    assert verdict.suggestions == ("Fix the exception at this line.",)
+
+
+@pytest.mark.parametrize("frames", [(), in_user(7)])
+def test_where_the_only_rank_has_ended_nobody_is_sent_to_doctor_or_to_other_ranks(frames: tuple[Frame, ...]) -> None:
+    for code in (-9, 3):
+        one = rank(0, frames, "zombie", seen=bool(frames), more={"exit": RankExit(code, 100.0)})
+        verdict = diagnose(job(one, outcome="crash", launched=Launched(("train.py",))))
+        advice = " ".join(verdict.suggestions)
+        assert verdict.suggestions and "doctor" not in advice and "ranks" not in advice
+
+
+# --- a rank that looks for its peers at another address -----------------------------
+
+NOT_REACHED = [
+    "The client socket has timed out after 60000ms while trying to connect to (127.0.0.1, 29512).",
+    "The client socket has failed to connect to [localhost]:29512 (errno: 111 - Connection refused).",
+]
+MAKES_STORE = Frame(f"{SITE}/torch/distributed/rendezvous.py", 189, "_create_c10d_store")
+
+
+def astray(number: int, message: str) -> RankEvidence:
+    frames = (MAKES_STORE, *in_init(12))
+    failed = RankException("torch.distributed.DistNetworkError", message, 100.0, frames)
+    return rank(number, seen=False, step=None, more={"exception": failed, "exit": RankExit(1, 100.5)})
+
+
+@pytest.mark.parametrize("message", NOT_REACHED)
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_that_failed_at_another_address_than_its_peers_wait_at(message: str, culprit: int) -> None:
+    """As that of the attempt before: its peers have the new one."""
+    ranks = [rank(n, in_init(12), "poll", step=None) for n in range(3)]
+    ranks[culprit] = astray(culprit, message)
+    verdict = diagnose(job(*ranks, outcome="crash"))
+    assert (verdict.outcome, verdict.cause) == ("crash", "rank-exception")
+    assert [one.rank for one in verdict.culprits] == [culprit] and "29512" in verdict.summary
+    assert any(one.startswith("Print `MASTER_ADDR`") for one in verdict.suggestions)
+    assert verdict.confidence == "high"
+    looking = [rank(n, (MAKES_STORE, *in_init(12)), "poll", step=None) if n != culprit else ranks[n] for n in range(3)]
+    assert diagnose(job(*looking, outcome="crash")).confidence == "medium"  # they may not reach a store either
+
+
+def test_a_store_that_nobody_reaches_names_nobody() -> None:
+    verdict = diagnose(job(*(astray(n, NOT_REACHED[1]) for n in range(3)), outcome="crash"))
+    assert not verdict.culprits

@@ -7,6 +7,10 @@ from evidence import C10D, SCRIPT, at, entry, in_c10d, in_user, job, past, rank,
 from msgspec import structs
 
 from safelaunch.diagnose import diagnose
+from safelaunch.diagnose.doubts import Doubt
+from safelaunch.diagnose.findings import Finding, waiting_culprits
+from safelaunch.diagnose.guarding import unless_drawn, with_guards
+from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Frame, HandledException, RankEvidence, RankException, RankExit, Verdict
 
 
@@ -179,6 +183,26 @@ def test_nobody_is_named_where_each_rank_decides_for_itself(odd: set[int], world
     assert verdict.confidence == "medium"
     assert "train.py:41" in verdict.summary and "decide for itself" in verdict.summary
     assert "decide alike" in verdict.suggestions[0]
+
+
+@pytest.mark.parametrize(("op", "named"), [("recv", [1, 4, 6]), ("send", [1, 4, 6]), ("all_gather", [])])
+def test_who_waits_in_a_send_or_receive_has_decided_nothing(op: str, named: list[int]) -> None:
+    """A send or receive has its peer: that its ranks are no pattern says nothing."""
+    ranks = [rank(n, in_c10d(op, 41)) if n in (1, 4, 6) else waiting(n, flight=None) for n in range(8)]
+    facts = Facts.of(job(*ranks))
+    culprits = waiting_culprits(facts, (1, 4, 6))
+    finding = with_guards(facts, Finding("collective-mismatch", (Doubt.STACKS_ALONE,), "They do not meet.", culprits))
+    assert [one.rank for one in unless_drawn(facts, finding).culprits] == named
+    assert (Doubt.MAY_BE_OWED in finding.doubts) is bool(named)
+
+
+def test_where_no_condition_parts_the_ranks_nobody_has_decided_anything() -> None:
+    """``if step % 10 == 0`` is passed by both sides; without the source, nothing excludes a decision."""
+    source = "if step % 10 == 0:\n    gather()\n" + "    more()\n" * 9
+    verdict = verdict_of_odd({1, 4, 6}, source=source)
+    assert [one.rank for one in verdict.culprits] == [1, 4, 6] and verdict.confidence == "medium"
+    assert not any("drawn for itself" in why for why in verdict.doubts)
+    assert not verdict_of_odd({1, 4, 6}).culprits
 
 
 def test_the_members_of_a_group_are_a_pattern() -> None:

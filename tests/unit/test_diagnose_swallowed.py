@@ -9,7 +9,7 @@ import pytest
 from evidence import at, entry, in_c10d, job, rank, record
 
 from safelaunch.diagnose import diagnose
-from safelaunch.model import CaughtException, Collective, Evidence, RankEvidence, Verdict
+from safelaunch.model import CaughtException, Collective, Evidence, RankEvidence, RankExit, Verdict
 
 SECOND = 1_000_000_000
 
@@ -150,6 +150,14 @@ def test_what_its_peers_printed_as_well_explains_nothing() -> None:
     line = "skipping batch: CUDA out of memory"
     assert skipping(line, peers=["skipping batch: CUDA out of memory on another GPU"]).cause == "uneven-batches"
     assert skipping("something else").cause == "uneven-batches"
+
+
+def test_a_rank_that_failed_is_not_explained_by_a_batch_that_it_skipped() -> None:
+    calls = [("all_reduce", 50)] * 5
+    ranks = [waits(n, calls) for n in range(3)]
+    gone = rank(1, seen=False, more={"exit": RankExit(3, 100.0), "log_tail": "skipping batch: a bad one\n"})
+    verdict = diagnose(job(ranks[0], gone, ranks[2], outcome="crash"), lambda path: SKIPS)
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("rank-exited", [1])
 
 
 def test_a_call_too_many_is_not_explained_by_a_batch_that_was_skipped() -> None:
