@@ -11,7 +11,7 @@ from typing import Any
 
 from safelaunch.blame import memory
 from safelaunch.blame.repeats import suspected_gpus
-from safelaunch.errors import StoreError, UsageError
+from safelaunch.errors import StoreError
 from safelaunch.launch.paths import working_directory
 from safelaunch.leases.choose import Inventory
 from safelaunch.leases.claims import MOST_UNLEASED_BYTES
@@ -19,7 +19,7 @@ from safelaunch.leases.holder import Holder
 from safelaunch.leases.inventory import inventory
 from safelaunch.leases.store import Store, store_of
 from safelaunch.leases.users import User, look
-from safelaunch.settings.config import DEFAULT_BUNDLE_DIR, resolve
+from safelaunch.settings.config import bundle_dir_of
 from safelaunch.settings.values import parse_size
 from safelaunch.system.console import redact, say, show, show_json
 
@@ -38,7 +38,8 @@ def main(argv: list[str]) -> int:
         parser().error(f"--gpu-busy-memory: {words.gpu_busy_memory!r} is not a size")
     found = inventory(os.environ)
     held, waiting = _leases(found, store_of(os.environ))
-    blamed = _blamed(_bundle_dir(words.bundle_dir))
+    own = [("--bundle-dir", words.bundle_dir)] if words.bundle_dir else []
+    blamed = _blamed(bundle_dir_of(own, os.environ, working_directory()))
     table = rows(found.gpus, held, _users(found), most_bytes, blamed)
     if words.json:
         show_json(document(table, waiting, found.missing))
@@ -70,15 +71,6 @@ def _blamed(directory: Path) -> frozenset[str]:
     """The UUIDs of the GPUs that the verdicts in a bundle directory make suspect."""
     now = time.time()
     return memory.within(lambda: suspected_gpus(memory.read(directory, now)), frozenset[str]())
-
-
-def _bundle_dir(given: str) -> Path:
-    """As a run here would have it. A broken configuration file is a run's to report."""
-    try:
-        words = [("--bundle-dir", given)] if given else []
-        return resolve(words, os.environ, working_directory(), lambda: None).bundle_dir
-    except UsageError:
-        return working_directory() / DEFAULT_BUNDLE_DIR
 
 
 def _leases(found: Inventory, store: Store) -> tuple[dict[str, Holder], list[Holder]]:

@@ -208,7 +208,7 @@ complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -s j -l calls -d 'p
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -l ranks -x -d 'of these ranks only: 0,4-7 (implies --calls)'
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -l groups -x -d 'of these process groups only, by name or description: 0,tp (implies --calls)'
 complete -c safelaunch -n '_shtab_safelaunch_using diagnose' -l last -x -d 'the last N calls of each rank [50]; 0: all (implies --calls)'
-complete -c safelaunch -n '_shtab_safelaunch_using diagnose; and test $_shtab_safelaunch_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'a directory, or a bundle'"'"'s .tar.gz'
+complete -c safelaunch -n '_shtab_safelaunch_using diagnose; and test $_shtab_safelaunch_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'a directory, or a bundle'"'"'s .tar.gz [safelaunch-bundles/latest]'
 complete -c safelaunch -n '_shtab_safelaunch_using; and test $_shtab_safelaunch_npos -eq 0' -a reproduce -d 'write a small script that hangs in the same way'
 complete -c safelaunch -n '_shtab_safelaunch_using reproduce' -s h -l help -d 'show this help message and exit'
 complete -c safelaunch -n '_shtab_safelaunch_using reproduce' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'where to write the script [standard output]'
