@@ -189,7 +189,7 @@ class Together:
             self._notices.who_has_come(self._page, now)
         seen = self._channel.seen
         covered = seen.page is not None and self._covers(seen.page)
-        self._notices.changes(seen, now, covered=covered, stopping=stopping)
+        self._notices.changes(seen, now, covered=covered, ending=stopping or watch.has_ended)
 
     def is_heard_stopping(self, now: float) -> bool:
         """Whether the others have had time to read that somebody stops the job here, or need none."""
