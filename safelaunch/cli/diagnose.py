@@ -16,10 +16,11 @@ import msgspec
 
 from safelaunch.cli.parsing import Parser
 from safelaunch.errors import SafelaunchError, UsageError
-from safelaunch.launch.paths import working_directory
+from safelaunch.launch.paths import seen_from_here, working_directory
 from safelaunch.model import Claim, ProofEdge, Verdict, format_ranks
 from safelaunch.postmortem.found import Found, Unreadable
 from safelaunch.report import HTML, PERFETTO
+from safelaunch.settings.config import bundle_dir_of
 from safelaunch.settings.values import parse_count
 from safelaunch.system.console import PREFIX, Display, display, folded, json_text, put, room, say, terminal_safe
 from safelaunch.system.printable import clean
@@ -59,14 +60,15 @@ class _Wanted:
 def main(argv: list[str]) -> int:
     """Prints the verdict; returns 0 if it reached one, 1 if the evidence does not suffice, 2 if PATH holds none."""
     words = parser().parse_args(argv)
-    path = working_directory() / words.path
+    called = words.path or _newest()
+    path = working_directory() / called
     targets = _targets(words.html, words.output)
     check_targets(path, targets.values())
     wanted = _Wanted(words.json, _selection(words), tuple(targets))
     collects = gc.isenabled()
     gc.disable()  # hundreds of dumps are millions of objects that live to the end: collecting would double the time
     try:
-        told = _diagnose(path, words.path, wanted)
+        told = _diagnose(path, called, wanted)
     finally:
         if collects:
             gc.enable()
@@ -92,7 +94,7 @@ def parser() -> Parser:
         epilog="Exit code: 0 with a verdict, 1 if the evidence does not suffice, 2 if PATH holds none.",
     )
     add = found.add_argument
-    add("path", metavar="PATH", help="a directory, or a bundle's .tar.gz")
+    add("path", nargs="?", metavar="PATH", help="a directory, or a bundle's .tar.gz [safelaunch-bundles/latest]")
     add("--json", action="store_true", help="print the document of verdict.json on stdout; with --calls, the calls")
     add("--html", metavar="FILE", help="write the report as one HTML file")
     add("-o", "--output", metavar="DIR", help=f"write {', '.join(FILES[:-1])} and {FILES[-1]} into DIR")
@@ -104,6 +106,17 @@ def parser() -> Parser:
         "--groups", metavar="NAMES", help="of these process groups only, by name or description: 0,tp (implies --calls)"
     )
     add("--last", type=_count, metavar="N", help=f"the last N calls of each rank [{LAST}]; 0: all (implies --calls)")
+    return found
+
+
+def _newest() -> str:
+    """The newest bundle of the runs that were started here. Raises UsageError if there is none."""
+    latest = bundle_dir_of((), os.environ, working_directory()) / "latest"
+    if not latest.exists():
+        place = seen_from_here(os.fspath(latest))
+        raise UsageError(f"diagnose: there is no {clean(place)} here.", "Name a bundle, or a folder of dumps.")
+    found = seen_from_here(os.path.realpath(latest))
+    say(f"diagnosing {clean(found)}")
     return found
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from safelaunch.cli.parsing import Parser
-from safelaunch.control.discover import Run, describe, look, our_roots, select
+from safelaunch.control.discover import Run, describe, look, one_of_each_job, our_roots, select
 from safelaunch.control.protocol import DumpAnswer, Request, ask
 from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.paths import RunPaths, working_directory
@@ -50,28 +50,39 @@ def parser() -> Parser:
         description="Writes a bundle of a live run, with a verdict: what each rank is doing right now, on every node "
         "that this one hears. The job continues. Only the bundle's path goes to stdout: cd $(safelaunch dump)",
     )
-    found.add_argument("run", nargs="?", metavar="RUN", help="run id (r4711), name or pid; needed if several are live")
+    found.add_argument("run", nargs="?", metavar="RUN", help="run id (r4711), name or pid [the run started here]")
     found.add_argument("--bundle-dir", metavar="DIR", help="where to write the bundle [the run's own directory]")
     found.add_argument("--json", action="store_true", help="print run, bundle, summary and problem as JSON")
     return found
 
 
 def choose(runs: Sequence[Run], word: str | None, command: str = "dump") -> Run:
-    """The run that is meant. Raises UsageError unless ``word`` names one, SafelaunchError if it can't be reached."""
+    """The run that is meant: without a ``word``, the one that was started in this directory.
+
+    Raises UsageError if several may be meant, or none; SafelaunchError if it can't be reached.
+    """
     alive = [run for run in runs if run.alive]
-    chosen = select(alive, word)
+    chosen = one_of_each_job(select(alive, word) if word is not None else _of_this_directory(alive))
     if word is not None and not chosen:
         raise UsageError(f"{command}: no live run is called {word!r}.", describe(alive))
-    if not chosen:
+    if not alive:
         raise SafelaunchError(
             f"{command}: you have no live run on this node.", f"Run {command} where the job runs, as its user."
         )
-    if len(chosen) > 1:
-        several = "several runs are live" if word is None else f"several live runs are called {word!r}"
-        raise UsageError(f"{command}: {several}; name one by its id.", describe(chosen))
+    if len(chosen) != 1:
+        where = "several live runs were" if chosen else "no live run was"
+        why = f"{where} started in this directory" if word is None else f"several live runs are called {word!r}"
+        raise UsageError(f"{command}: {why}; name one by its id.", describe(chosen or alive))
     if chosen[0].status is None:
         raise SafelaunchError(f"{command}: {chosen[0].id} does not answer: {chosen[0].problem}.")
     return chosen[0]
+
+
+def _of_this_directory(runs: Sequence[Run]) -> Sequence[Run]:
+    """Else those that do not say where they were started."""
+    here = os.fspath(working_directory())
+    silent = [run for run in runs if run.status is None]
+    return [run for run in runs if run.status is not None and run.status.cwd == here] or silent
 
 
 def _dump(run: Run, bundle_dir: str | None) -> DumpAnswer:

@@ -54,7 +54,7 @@ def parser() -> Parser:
         "of all ranks (record.html), and a file for speedscope.",
         epilog="Exit code: 0 with samples, 1 if no rank could be sampled, 2 if RUN names no live run.",
     )
-    made.add_argument("run", nargs="?", metavar="RUN", help="run id (r4711), name or pid; needed if several are live")
+    made.add_argument("run", nargs="?", metavar="RUN", help="run id (r4711), name or pid [the run started here]")
     made.add_argument("--duration", type=_duration, default=10.0, metavar="SECONDS", help="how long to sample [10]")
     made.add_argument("--ranks", type=_ranks, default="", metavar="LIST", help="only these, like 0-3,8 [all]")
     made.add_argument("--compare", metavar="EARLIER", help="an earlier recording, or its folder: what grew, by line")

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from shutil import which
 
 from safelaunch.cli import COMMANDS
 from safelaunch.errors import UsageError
@@ -114,7 +115,11 @@ def _why_no_script(command: CommandLine, options: Collection[str], environ: Mapp
     why = entrypoint.why_missing(command.script, options, environ, torch.python)
     word = command.script[0]
     match = nearest(word, COMMANDS) if why and not command.torchrun and not command.own and "." not in word else ""
-    return f"{word} is neither a script nor a subcommand; did you mean 'safelaunch {match}'?" if match else why
+    if match:
+        return f"{word} is neither a script nor a subcommand; did you mean 'safelaunch {match}'?"
+    if why and which(word, path=environ.get("PATH")) is not None:
+        return f"{word} is a program, not a Python script; to watch what it starts: safelaunch exec -- {word} ..."
+    return why
 
 
 def _restarts(command: CommandLine, environ: Mapping[str, str]) -> bool:

@@ -371,22 +371,17 @@ class Session:
         return self._decoded(slots, found)
 
     def _decoded(self, slots: Sequence[int], found: Sequence[bytes]) -> dict[int, Beat]:
-        """The newest beat of each; one that cannot be read is as if it were not there, and nobody is heard by it.
+        """The newest beat of each. While one cannot be read, the last one counts, by which nobody is heard for long.
 
         Counts only ever grow: what is older than what was read before is a connection's that has been given up, or a
         stranger's.
         """
-        beats = {}
         for slot, data in zip(slots, found, strict=False):
-            try:
-                beat = self._codec.decode(f"b/{slot}", data, Beat)
-            except BadMessage:
-                continue
-            known = self._newest.get(slot)
-            if known is not None and known.incarnation == beat.incarnation and beat.count < known.count:
-                beat = known
-            beats[slot] = self._newest[slot] = beat
-        return beats
+            with suppress(BadMessage):
+                beat, known = self._codec.decode(f"b/{slot}", data, Beat), self._newest.get(slot)
+                if known is None or known.incarnation != beat.incarnation or beat.count >= known.count:
+                    self._newest[slot] = beat
+        return {slot: self._newest[slot] for slot in slots if slot in self._newest}
 
     # --- a crash ----------------------------------------------------------------------------------------------------
 

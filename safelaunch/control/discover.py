@@ -143,9 +143,20 @@ def select(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
     return ()
 
 
+def one_of_each_job(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Of the supervisors of one job on this node, any will do."""
+    return tuple({(run.status.job if run.status is not None else "") or run.id: run for run in runs}.values())
+
+
 def describe(runs: Sequence[Run]) -> str:
     """The existing runs, for an error's last line."""
-    return f"Your runs: {', '.join(run.label for run in runs)}." if runs else "You have no runs on this node."
+    if not runs:
+        return "You have no runs on this node."
+    return f"Your runs: {', '.join(map(_with_directory, runs))}."
+
+
+def _with_directory(run: Run) -> str:
+    return f"{run.id} ({run.name} in {run.status.cwd})" if run.status is not None else run.label
 
 
 def our_roots() -> tuple[Path, ...]:

@@ -82,7 +82,8 @@ class RunStatus(msgspec.Struct, frozen=True):
 
     ``usual_step_s``: 0 while it is not known. ``notes``: what slows the job down. ``early``: the newest early looks,
     oldest first. ``inconsistent``: what --check-every found. ``nodes``: all nodes of a job of several; ``alone``: why
-    they are not known. ``history``: how many seconds ago the slowest rank made which step, oldest first.
+    they are not known. ``history``: how many seconds ago the slowest rank made which step, oldest first. ``job``: what
+    all supervisors of a job of several nodes have in common, and those of another job on this host have not.
     """
 
     run: str
@@ -104,6 +105,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     alone: str = ""
     usual_step_s: float = 0.0
     history: list[tuple[float, int]] = []
+    job: str = ""
 
 
 class StackStatus(msgspec.Struct, frozen=True):

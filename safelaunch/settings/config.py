@@ -190,6 +190,14 @@ def resolve(
     return replace(_settings(values, tuple(env.values()), cwd), idle_presets=composition.idle)
 
 
+def bundle_dir_of(own: Sequence[tuple[str, str | None]], environ: Mapping[str, str], cwd: Path) -> Path:
+    """Where a run here with these options would write bundles. A broken configuration file is a run's to report."""
+    try:
+        return resolve(own, environ, cwd, lambda: None).bundle_dir
+    except UsageError:
+        return cwd / DEFAULT_BUNDLE_DIR
+
+
 def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settings:
     def value(name: str, default: Any) -> Any:
         return values[name].value if name in values else default

@@ -325,6 +325,7 @@ class Live:
             early=[*self._watch.early],
             inconsistent=[*self._watch.inconsistent],
             history=self._history(now),
+            job=self._together.job,
             nodes=self._nodes(now),
             alone=self._together.why_alone if self._watch.unseen and not self._together.is_covered else "",
         )

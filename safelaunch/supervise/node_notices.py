@@ -85,8 +85,11 @@ class NodeNotices:
             "" if page is not None else self._channel.seen.why,
         )
 
-    def changes(self, seen: Seen, now: float, *, covered: bool, stopping: bool) -> None:
-        """What has changed since the last tick. ``covered``: every rank is under a supervisor that is heard now."""
+    def changes(self, seen: Seen, now: float, *, covered: bool, ending: bool) -> None:
+        """What has changed since the last tick. ``covered``: every rank is under a supervisor that is heard now.
+
+        ``ending``: the ranks of this node have ended, or somebody stops the job here, so it judges nothing any more.
+        """
         self._compare(seen.nodes)
         if self._channel.hosts and not self._said_host:
             self._said_host = True
@@ -99,7 +102,7 @@ class NodeNotices:
             if self.apart and covered:
                 self.apart = False
                 say("the other nodes are heard again: one verdict for all")
-            if self.met and silent - self._silent and not stopping:
+            if self.met and silent - self._silent and not ending:
                 self.apart = True
                 say(
                     f"a node has not been heard for {SILENT_S:.0f} s: its safelaunch has stopped, or the node is gone. "
@@ -108,7 +111,7 @@ class NodeNotices:
             self._silent = silent
         elif self.met:
             self._lost_s = self._lost_s or now
-            if now - self._lost_s > LOST_S and not stopping:
+            if now - self._lost_s > LOST_S and not ending:
                 self.met, self.apart = False, True
                 say(f"lost touch with the other nodes ({seen.why}): until they are back, this one judges for itself")
 

@@ -70,7 +70,7 @@ class Settled:
 class Together:
     """This node's part. Everything but ``settle``, ``all_agree`` and ``nodes`` returns at once.
 
-    ``crash``, ``dump``, ``checks``: its part in what the nodes do together about these.
+    ``crash``, ``dump``, ``checks``: its part in what the nodes do together about these. ``job``: where they meet.
     """
 
     def __init__(self, plan: Plan, about: Circumstances, watch: Watch) -> None:
@@ -87,6 +87,7 @@ class Together:
         self._channel: Channel | None = None
         self._notices: NodeNotices | None = None
         self._port: int | None = None
+        self.job = f"{found.address} {found.prefix}" if isinstance(found, Meeting) else ""
         if isinstance(found, Meeting):
             self._meet(plan, found)
         self.crash = JointCrash(self._channel, about, lambda: self.nodes(probing=False))
@@ -188,7 +189,7 @@ class Together:
             self._notices.who_has_come(self._page, now)
         seen = self._channel.seen
         covered = seen.page is not None and self._covers(seen.page)
-        self._notices.changes(seen, now, covered=covered, stopping=stopping)
+        self._notices.changes(seen, now, covered=covered, ending=stopping or watch.has_ended)
 
     def is_heard_stopping(self, now: float) -> bool:
         """Whether the others have had time to read that somebody stops the job here, or need none."""

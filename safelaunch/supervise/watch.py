@@ -215,6 +215,12 @@ class Watch:
             return True
         return False
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether no rank of this attempt has anything more to do: the launcher is about to end, or to start others."""
+        pages = self.last_progress.values()
+        return bool(pages) and all(one.state == "exited" or one.returned_ns or not _lives(one.pid) for one in pages)
+
     def conclude(
         self, suspected: stall.Stall, found: stall.Found, now: float, limits: stall.Limits = stall.UNLIMITED
     ) -> stall.Event | None:

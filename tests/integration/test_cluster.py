@@ -42,6 +42,7 @@ def test_one_node_computes_and_the_other_waits_for_it(tmp_path: Path) -> None:
     said = [result.said for result in results]
     assert [result.code for result in results] == [0, 0], said
     assert all(TOGETHER in text for text in said), said
+    assert not any("lost touch" in text for text in said), said
     assert [result.bundles for result in results] == [(), ()]
 
 

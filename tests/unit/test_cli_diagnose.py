@@ -89,6 +89,24 @@ def test_a_folder_of_files_from_whatever_path_holds(kind: Any, here: Path, capfd
     assert page["timeline"]["lanes"]
 
 
+def test_without_a_path_it_is_the_newest_bundle_here(
+    here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["diagnose"]) == 2
+    assert "there is no safelaunch-bundles/latest here" in capfd.readouterr().err
+    made = bundle(here / "safelaunch-bundles")
+    (made.parent / "latest").symlink_to(made.name)
+    assert main(["diagnose", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert (
+        json.loads(out)["cause"] == "collective-mismatch"
+        and err == "safelaunch: diagnosing safelaunch-bundles/bundle\n"
+    )
+    made.parent.rename(here / "elsewhere")
+    monkeypatch.setenv("SAFELAUNCH_BUNDLE_DIR", "elsewhere")
+    assert main(["diagnose", "--json"]) == 0
+
+
 def test_the_page_of_several_bundles_knows_the_job_and_all_nodes(here: Path) -> None:
     assert main(["diagnose", str(two_bundles(here)), "--html", "page.html"]) == 0
     page = data_of(here / "page.html")

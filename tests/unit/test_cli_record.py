@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from recordings import DATA, recorded
 from test_cli_status_rows import RUNS
 
-from safelaunch.cli import main, record
+from safelaunch.cli import dump, main, record
 from safelaunch.control.protocol import RecordAnswer
 from safelaunch.model.recording import RankRecord
 
@@ -20,6 +20,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RecordAnswer
     """The answer of the only live run."""
     given = [RecordAnswer(recorded("straggler"), str(tmp_path / "bundles"))]
     monkeypatch.setattr(record, "look", lambda _: RUNS[:1])
+    monkeypatch.setattr(dump, "working_directory", lambda: Path("/work"))  # where that run was started
     monkeypatch.setattr(record, "_record", lambda *_: given[0])
     monkeypatch.chdir(tmp_path)
     return given

@@ -48,6 +48,11 @@ def said(words: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, list[str]]
         ("--nnodes 1 --rdvz-id 3 train.py", "there is no option --rdvz-id; did you mean torchrun's --rdzv-id?"),
         ("--wait", "the script is missing (usage: safelaunch [options] script.py [script args...])"),
         ("--nproc-per-node train.py", "the script is missing (usage: safelaunch [options] script.py [script args...])"),
+        (
+            "python train.py",
+            "python is a program, not a Python script; to watch what it starts: safelaunch exec --",
+        ),
+        ("--nproc-per-node=2 torchrun train.py", "torchrun is a program, not"),
         ("-m no_such_module", "there is no module no_such_module"),
         ("--no-python no-such-program", "no-such-program: command not found"),
         ("--standalone --nnodes=2 train.py", "--standalone is for one node, so with --nnodes=2 each node would wait"),

@@ -258,7 +258,7 @@ def test_a_run_is_chosen_by_id_then_pid_then_name(word: str | None, pids: list[i
 def test_status_of_a_run_that_is_not_there_lists_what_is() -> None:
     with pytest.raises(UsageError) as caught:
         status.choose(RUNS[:2], "nope")
-    assert "r10 (train), r11 (eval)" in str(caught.value)
+    assert "r10 (train in /work), r11 (eval in /work)" in str(caught.value)
     with pytest.raises(UsageError, match="You have no runs"):
         status.choose((), "nope")
 
@@ -268,14 +268,43 @@ def test_status_says_when_a_name_means_several(capfd: pytest.CaptureFixture[str]
     assert "2 runs are called 'train': r10, r12" in capfd.readouterr().err
 
 
-def test_dump_needs_one_run() -> None:
+def in_directory(pid: int, cwd: Path | str, **known: object) -> Run:
+    return run(pid, msgspec.structs.replace(run_status(rank(0)), cwd=str(cwd), **known))
+
+
+def test_dump_takes_the_run_of_this_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    here, elsewhere = in_directory(20, tmp_path), in_directory(21, "/elsewhere", name="eval")
+    assert dump.choose((elsewhere, here), None) is here
+    with pytest.raises(UsageError, match="no live run was started in this directory") as none:
+        dump.choose((elsewhere,), None)
+    assert none.value.fix == "Your runs: r21 (eval in /elsewhere)."
+    with pytest.raises(UsageError, match="several live runs were started in this directory") as several:
+        dump.choose((elsewhere, here, in_directory(22, tmp_path)), None)
+    assert "r20" in several.value.fix and "r22" in several.value.fix and "r21" not in several.value.fix
+
+
+def test_dump_takes_either_supervisor_of_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    both = [in_directory(pid, tmp_path, job="localhost:29500 safelaunch/1/a") for pid in (30, 31)]
+    other = in_directory(32, tmp_path, job="localhost:29501 safelaunch/1/a")
+    assert dump.choose(both, None) in both
+    assert dump.choose(both, "train") in both
+    assert dump.choose([*both, other], "30") is both[0]
+    for several in ([*both, other], [in_directory(33, tmp_path), in_directory(34, tmp_path)]):
+        with pytest.raises(UsageError, match="several live runs are called 'train'"):
+            dump.choose(several, "train")
+
+
+def test_dump_needs_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dump, "working_directory", lambda: Path("/work"))
     assert dump.choose(RUNS[:1], None) is RUNS[0]
     assert dump.choose(RUNS, "eval") is RUNS[1]
     dead = run(14, problem="gone", alive=False)
     assert dump.choose((RUNS[0], dead), None) is RUNS[0]
-    with pytest.raises(UsageError, match="several runs are live") as several:
+    with pytest.raises(UsageError, match="several live runs were started") as several:
         dump.choose(RUNS, None)
-    assert "r10 (train), r11 (eval)" in several.value.fix
+    assert "r10 (train in /work), r11 (eval in /work)" in several.value.fix
     with pytest.raises(UsageError, match="called 'train'"):
         dump.choose(RUNS, "train")
     with pytest.raises(UsageError, match="no live run is called 'r14'"):

@@ -116,6 +116,16 @@ def test_at_max_stall_something_that_computes_is_waited_for_no_longer_but_a_paus
     assert (page.phase, page.result) == ("idle", "paused")
 
 
+def test_the_limit_of_one_node_is_not_that_of_a_node_that_says_nothing() -> None:
+    """Its limit may be --stall-timeout, which holds where every rank of the job was seen; alone it is --max-stall."""
+    job = Job(3).open().say(1, at_limit=True).say(3, at_limit=True)
+    assert job.vote("still", "", "still").phase == "looking"
+    assert job.page(LOOKS_S + 3.0).result == "elsewhere"
+    job = Job(3).open().say(1, at_limit=True).say(3, at_limit=True)
+    del job.beats[2]
+    assert job.vote("still", "still").result == "elsewhere"
+
+
 def test_what_moves_while_the_evidence_is_taken_ends_the_incident() -> None:
     job = Job().open()
     assert job.vote("still", "still").phase == "collecting"

@@ -100,6 +100,7 @@ class Watch:
     world_size = 4
     last_progress: ClassVar[dict[int, Progress]] = {}
     attempt = (0, 1)
+    has_ended = False
 
     def missed_s(self, now: float) -> float:
         return 0.0
@@ -476,6 +477,24 @@ def test_what_becomes_of_the_others_is_told_once(
     assert len(said) == 3
     assert "a node has not been heard" in said[0] and "lost touch with the other nodes" in said[1]
     assert "heard again" in said[2]
+
+
+def test_whose_ranks_have_ended_misses_nobody(
+    node: Together, channel: Channel, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a healthy end, the store goes with the node that has it, and the others' torchruns end later."""
+    node.tick(0.0)
+    monkeypatch.setattr(Watch, "has_ended", True)
+    channel.say(page={"silent": (2,), "covered": False})
+    node.tick(1.0)
+    channel.seen = Seen(why="the store at h:1 has closed the connection", lost="closed")
+    for second in range(2, 60):
+        node.tick(float(second))
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(Watch, "has_ended", False)  # torchrun has started ranks anew
+    for second in range(60, 70):
+        node.tick(float(second))
+    assert capfd.readouterr().err.count("lost touch with the other nodes") == 1
 
 
 def test_nodes_of_another_torch_are_told_of_once(
