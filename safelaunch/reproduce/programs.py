@@ -161,6 +161,10 @@ class _Reader:
         assert one.wait is not None
         wait = one.wait
         at = next((n for n, call in enumerate(made) if call.is_at(wait.group, wait.seq)), None)
+        if at is None and wait.kind == "p2p" and wait.op not in FUNCTIONS and not one.evidence.gil.posted:
+            self._note(f"Rank {one.rank} waits for {wait.op} that it began earlier: here for a receive from any rank.")
+            begun = Call("recv", WORLD, _SCALAR, waited_for=False)
+            return RankProgram((*_left(made), begun), End("waits for work", site=wait.frame))
         if at is None:
             return RankProgram((*_left(made), *self._call_of_wait(one)), End("waits"))
         if at == len(made) - 1:
