@@ -349,7 +349,9 @@ class _Roots:
         roots = {r: root for r in there if (root := self._told(r, there[r])) is not None}
         if roots:
             votes = Counter(roots.values())
-            best = max(votes, key=lambda root: (root in there and there[root].completed, votes[root], -root))
+            shows = op_name(one.entry) in ("gather", "scatter")  # its sizes would say if it were the rank itself
+            able = [root for root in votes if root != rank or not shows] or votes
+            best = max(able, key=lambda root: (root in there and there[root].completed, votes[root], -root))
             root = roots.get(rank, best)
             return ranks.index(root) if root in ranks else 0
         if set(there) >= set(ranks) and all(entry.completed for entry in there.values()):
