@@ -76,10 +76,11 @@ def _standing(facts: Facts, rank: int, number: Mapping[int, int]) -> Standing:
     wait = facts.ranks[rank].wait
     if wait is None or wait.kind == "init":
         return Standing("init_process_group" if wait is not None else "")
-    name = wait.op.split(" ")[0]
     members, known = facts.alignment.members(wait.group) if wait.group is not None else (frozenset[int](), False)
     ranks = tuple(sorted(number[one] for one in members if one in number)) if known else None
-    return Standing(FUNCTIONS.get(name, name), ranks, number.get(wait.peer) if wait.peer is not None else None)
+    return Standing(
+        FUNCTIONS.get(wait.op.split(" ")[0], wait.op), ranks, number.get(wait.peer) if wait.peer is not None else None
+    )
 
 
 def differences(recorded: Hang, run: Hang) -> list[str]:

@@ -161,6 +161,10 @@ class _Reader:
         assert one.wait is not None
         wait = one.wait
         at = next((n for n, call in enumerate(made) if call.is_at(wait.group, wait.seq)), None)
+        if at is None and wait.kind == "p2p" and wait.op not in FUNCTIONS and not one.evidence.gil.posted:
+            self._note(f"Rank {one.rank} waits for {wait.op} that it began earlier: here for a receive from any rank.")
+            begun = Call("recv", WORLD, _SCALAR, waited_for=False)
+            return RankProgram((*_left(made), begun), End("waits for work", site=wait.frame))
         if at is None:
             return RankProgram((*_left(made), *self._call_of_wait(one)), End("waits"))
         if at == len(made) - 1:
@@ -345,7 +349,9 @@ class _Roots:
         roots = {r: root for r in there if (root := self._told(r, there[r])) is not None}
         if roots:
             votes = Counter(roots.values())
-            best = max(votes, key=lambda root: (root in there and there[root].completed, votes[root], -root))
+            shows = op_name(one.entry) in ("gather", "scatter")  # its sizes would say if it were the rank itself
+            able = [root for root in votes if root != rank or not shows] or votes
+            best = max(able, key=lambda root: (root in there and there[root].completed, votes[root], -root))
             root = roots.get(rank, best)
             return ranks.index(root) if root in ranks else 0
         if set(there) >= set(ranks) and all(entry.completed for entry in there.values()):

@@ -46,6 +46,15 @@ def test_a_receive_from_one_rank_names_it() -> None:
     assert "dist.recv(torch.zeros(1), src=2)" in text
 
 
+def test_a_wait_for_a_transfer_that_was_begun_earlier_is_one_here() -> None:
+    """gloo records none, and the stack shows only ``work.wait()``: a barrier would be another call."""
+    waits = rank(0, in_user(20), flight=record(*past(3)))
+    source = "\n" * 19 + "work.wait()\n"
+    text = reproduction_of(job(waits, waiting(1), waiting(2)), ALL, lambda path: source).text
+    assert "works.append(dist.irecv(torch.zeros(1)))" in text
+    assert "works[-1].wait()" in text
+
+
 def test_a_send_whose_peer_is_not_known_names_none_in_the_script_either() -> None:
     """As ``group_dst``, it shows the watchdog as little as the recorded one did."""
     sender = rank(0, in_c10d("send", 20), flight=record(*past(3)), call=CallArguments(tag=0))
