@@ -76,8 +76,8 @@ class Beat(Message, frozen=True):
     ``ranks``: those that it sees, of ``world``. ``attempt``: torchrun's restarts, and how often it started the workers.
     ``suspects``: the newest incident that was closed when it began to suspect the job; ``window_s`` between two looks;
     ``at_limit``: the limit of its answer is reached. ``vote``, ``chunks`` of evidence (-1: none yet) and ``agrees`` (it
-    knows the decision) are about ``incident``. ``trouble``: what failed here on its own account, in words. ``agent``: how
-    torchrun is. ``crash``: the number of the crash that its ranks are part of (0: none), ``failed``: the chunks of
+    knows the decision) are about ``incident``. ``trouble``: what failed here on its own account, in words. ``agent``:
+    how torchrun is. ``crash``: the number of the crash that its ranks are part of (0: none), ``failed``: the chunks of
     evidence about it (-1: none yet), ``decided``: the newest crash about which this node has stored a verdict.
     ``step``: the lowest of its ranks; -1: none has stepped. ``asks``: the number of the dump that it asks all others
     for; ``dumped``: the newest that it has answered, and the chunks of its evidence. ``anew``: torchrun has ended its
