@@ -97,7 +97,7 @@ def test_every_json_of_a_command_has_a_schema(command: str, capsys: pytest.Captu
 
 GPU = Gpu("0", "GPU-0", memory_used_bytes=1 << 30, processes=(GpuProcess(5),))
 HOLDER = Holder(7, 1, "trial", "train.py", 1.0, 0)
-GPUS = gpu_rows.rows([GPU, Gpu("1.0", "MIG-1", parent="GPU-1")], {"GPU-0": HOLDER}, {5: User(5, "ann")}, 1 << 28)
+GPUS = gpu_rows.rows([GPU, Gpu("1.0", "MIG-1", parent="GPU-1")], {"GPU-0": HOLDER}, {5: User(5, "ann")})
 RUNS = [run(10, run_status(rank(0), nodes=[NodeStatus("node1", "0")])), run(11, problem="gone", alive=False)]
 STRAGGLER = Recorded(recorded("straggler"), verdict_of(recorded("straggler")))
 CALLS = calls.table(Facts.of(incidents.hang(4).evidence), calls.Selection(last=1))
