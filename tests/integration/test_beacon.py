@@ -708,9 +708,11 @@ SCRIPT = (
     sys.stderr.write("the end\\n")
 """
 )
+# Once more where the supervisor has written into it meanwhile.
+GONE = 'while [ -e "$SAFELAUNCH_RUN_DIR" ]; do rm -rf "$SAFELAUNCH_RUN_DIR" 2>/dev/null; done'
 WRAPPERS = {
-    "no run directory": 'rm -r "$SAFELAUNCH_RUN_DIR"',
-    "a file in its place": 'rm -r "$SAFELAUNCH_RUN_DIR"; : > "$SAFELAUNCH_RUN_DIR"',
+    "no run directory": GONE,
+    "a file in its place": f'{GONE}; : > "$SAFELAUNCH_RUN_DIR"',
     "a file in place of the pages": 'rm -r "$SAFELAUNCH_RUN_DIR/pages"; : > "$SAFELAUNCH_RUN_DIR/pages"',
 }
 WRAPPERS_OF_ONE_RANK = {

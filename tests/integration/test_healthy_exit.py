@@ -43,19 +43,6 @@ def test_two_short_trainings_at_once(tmp_path: Path, pair: int) -> None:
             assert (result.code, result.stderr, result.bundles, result.leftovers) == (0, "", (), ())
 
 
-def test_a_batch_that_differs_from_the_last_run_of_the_name_is_said(tmp_path: Path) -> None:
-    said = []
-    for batch in ("32", "16"):
-        words = ("--run-name", "trial", "--nproc-per-node=1", PROGRAMS / "batches.py", batch)
-        with Job(words, tmp_path) as job:
-            result = job.wait()
-        assert result.code == 0, result.stderr
-        said.append("since the last run" in result.stderr)
-        changed = "batch of a rank 32 → 16: 32 → 16 a step"
-        assert (changed in result.stderr) == (batch == "16")
-    assert said == [False, True]
-
-
 def test_the_script_runs_in_the_active_environment(tmp_path: Path) -> None:
     """As after ``pipx install safelaunch``: the environment of the script has torch, and not safelaunch."""
     there = tmp_path / "user"

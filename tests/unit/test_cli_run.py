@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith(("SAFELAUNCH_", "PET_"))]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", os.fspath(Path(sys.executable).parent), prepend=os.pathsep)
     return tmp_path
 
 

@@ -39,7 +39,9 @@ with FakeTensorMode(), torch.no_grad():
     series.write = lambda: None  # type: ignore[method-assign]  # there are no values
     assert series._device.type == "cuda"
     with Watching():
-        series.take(1, torch.empty(1024, device="cuda"), [(1, torch.empty((), device="cuda")), (2, 0.5)])
+        series.take(
+            checks._Moment(1, 1, 1), torch.empty(1024, device="cuda"), [(1, torch.empty((), device="cuda")), (2, 0.5)]
+        )
     ((_, numbers, _),) = series.pending
     assert numbers.device.type == "cuda" and numbers.numel() == 3 * 3 + 1024 + 2, numbers.shape
     assert fingerprints.magnitudes(torch, [one, None, other], series._device).shape == (3,)
