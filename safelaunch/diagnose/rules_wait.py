@@ -189,7 +189,8 @@ def one_sided(case: Case) -> Ruling:
         if left_out is None and not case.ranks[rank].evidence.gil.posted and _is_outvoted(case, rank, peer):
             text += f", where most are: rank {rank} goes another way than these."
             claims, culprits = wait_claims(case, (rank, peer)), waiting_culprits(case, [rank])
-            return Finding("collective-mismatch", (Doubt.EITHER_SIDE,), text, culprits, claims)
+            other = f"rank {peer} left out the other end of {wait.words}: runner-up"
+            return Finding("collective-mismatch", (Doubt.EITHER_SIDE,), text, culprits, claims, (other,))
         if left_out is None:
             culprits = waiting_culprits(case, (rank, peer))
             text += ": one of them made a call that the other left out."
@@ -211,7 +212,7 @@ def _is_outvoted(case: Case, rank: int, peer: int) -> bool:
     """Most ranks are in one collective with ``peer``, and ``rank`` is the one that they wait for."""
     theirs = next(one for one in case.waits.circle if peer in one.ranks)
     members, _ = case.alignment.members(str(theirs.wait.group))
-    return rank in theirs.blockers and len(theirs.ranks) > 1 and 2 * len(theirs.ranks) > len(members)
+    return rank in theirs.blockers and len(theirs.ranks) > 2 and 2 * len(theirs.ranks) > len(members)
 
 
 def _left_out(case: Case, rank: int, wait: PeerWait) -> Collective | None:

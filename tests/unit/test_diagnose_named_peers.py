@@ -59,7 +59,7 @@ def test_a_send_and_its_receive_with_one_tag_are_no_mismatch_of_tags() -> None:
 
 
 def test_a_peer_that_waits_elsewhere_made_no_call_or_the_rank_one_too_many() -> None:
-    verdict = diagnose(job(receives(0, 1), waiting(1)))
+    verdict = diagnose(job(receives(0, 1), waiting(1), waiting(2)))  # two are no majority: each may follow the other
     assert named(verdict) == ("collective-mismatch", [0, 1], "medium")
     assert "Rank 0 waits in recv from rank 1 at train.py:31 (train), and rank 1 in all_reduce" in verdict.summary
 
