@@ -82,7 +82,7 @@ def parse(data: bytes, *, pid: int, at_s: float, how: str, native: bool = False)
     """Parses the output of ``py-spy dump --json``. Raises ``CaptureError`` for anything else."""
     try:
         threads = from_json(data, list[_SpyThread])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         raise CaptureError(f"{how}: unreadable output: {error}") from error
     return StackSample(
         pid=pid,

@@ -59,7 +59,6 @@ from safelaunch.system.deadline import at_most
 from safelaunch.system.printable import clean_text
 
 INTERRUPTED = 130
-YAML_HINT = "within {...} and [...], text that holds a {placeholder} needs quotes"
 
 
 def main(argv: list[str]) -> int:

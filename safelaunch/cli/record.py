@@ -90,7 +90,7 @@ def _earlier(path: str) -> Recording:
         return decode(file.read_bytes())
     except OSError as error:
         raise UsageError(f"record: {clean(str(file))} cannot be read: {error.strerror or error}.") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise UsageError(f"record: {clean(path)} is no recording: {clean(str(error))}.") from error
 
 

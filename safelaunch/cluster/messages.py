@@ -40,7 +40,6 @@ Result = Literal["", "moving", "active", "stopped", "paused", "elsewhere"]
 
 _Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 _Rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
-_Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 _Name = Annotated[str, Meta(max_length=255)]
 _Text = Annotated[str, Meta(max_length=LONGEST_TEXT)]
 _Slots = Annotated[tuple[_Count, ...], Meta(max_length=4096)]

@@ -110,7 +110,7 @@ class _Bundle:
             return None
         try:
             return from_json(data, kind)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             self.problems.append(f"{name} is damaged: {error}")
         except MemoryError:
             self.problems.append(f"{name} needs more memory than safelaunch allows for one file")

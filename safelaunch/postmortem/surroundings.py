@@ -126,7 +126,7 @@ def _link(name: str, link: Mapping[str, Any]) -> Link:
 def _json(path: Path, kind: type[_T]) -> _T | None:
     try:
         return from_json(_bytes(path), kind)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, RecursionError):
         return None
 
 

@@ -62,10 +62,6 @@ class Slowness:
     workers: WorkerTime | None
     missing: tuple[str, ...]
 
-    @property
-    def mean_kinds(self) -> list[tuple[Kind, float]]:
-        return [(kind, share_of(self.times, kind)) for kind in KINDS]
-
 
 def verdict_of(recording: Recording) -> Slowness:
     stacks = Stacks(recording)

@@ -22,7 +22,6 @@ from safelaunch.system.printable import clean
 
 MOST_LINES, MOST_ROWS, MOST_BRANCHES = 8, 60, 3000
 LEAST_SHARE = 0.001  # of the time, for a box
-_ALIKE = 0.02
 SCRIPT = "record.js"
 
 

@@ -49,7 +49,6 @@ from safelaunch.system.printable import clean, clean_lines, is_clean
 MAX_LINES = 22
 _LOG_LINES = 15
 _STACK_GROUPS = 40
-_STACK_FRAMES = 40
 _NCCL_LINES = 16
 _MEMORY_FRAMES = 6
 

@@ -140,7 +140,7 @@ def recording_of(chunks: list[bytes]) -> Recording:
     try:
         found = from_msgpack(unpacked(chunks), Recording)
         check(found)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError) as error:
+    except (msgspec.DecodeError, RecursionError, OverflowError) as error:
         raise BadMessage(str(error)) from error
     if not all(0 <= rank.rank < MOST_RANKS for rank in found.ranks):
         raise BadMessage("samples of ranks that there cannot be")

@@ -21,19 +21,26 @@ os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_i
 
 
 def from_json(data: bytes | str, kind: type[_T]) -> _T:
-    """``data`` as a ``kind``. Raises msgspec.DecodeError, RecursionError, or UnicodeDecodeError."""
-    return _decoder(msgspec.json.Decoder, kind)(data)
+    """``data`` as a ``kind``. Raises msgspec.DecodeError, or RecursionError."""
+    return _decoded(msgspec.json.Decoder, data, kind)
 
 
 def from_msgpack(data: bytes, kind: type[_T]) -> _T:
-    """``data`` as a ``kind``. Raises msgspec.DecodeError, RecursionError, UnicodeDecodeError, or OverflowError."""
-    return _decoder(msgspec.msgpack.Decoder, kind)(data)
+    """``data`` as a ``kind``. Raises msgspec.DecodeError, RecursionError, or OverflowError."""
+    return _decoded(msgspec.msgpack.Decoder, data, kind)
 
 
 def from_builtins(value: object, kind: type[_T]) -> _T:
     """Dictionaries, lists and scalars as a ``kind``. Raises msgspec.ValidationError."""
     _decoder(msgspec.json.Decoder, kind)
     return msgspec.convert(value, kind)
+
+
+def _decoded(maker: Callable[[type[_T]], Any], data: bytes | str, kind: type[_T]) -> _T:
+    try:
+        return _decoder(maker, kind)(data)
+    except UnicodeDecodeError as error:  # msgspec lets that of a text through
+        raise msgspec.DecodeError(str(error)) from error
 
 
 def _decoder(maker: Callable[[type[_T]], Any], kind: type[_T]) -> Callable[[bytes | str], _T]:

@@ -98,7 +98,7 @@ def decode(data: bytes) -> list[Check]:
         if any(group >= len(one.groups) for one in abouts for _, group in one.tensors):
             raise BadMessage("checks of a group that is not there")
         return [_check(one, abouts[one.about], found.prints[one.prints]) for one in found.checks]
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError, IndexError, struct.error) as error:
+    except (msgspec.DecodeError, RecursionError, OverflowError, IndexError, struct.error) as error:
         raise BadMessage(str(error)) from error
 
 
@@ -110,7 +110,7 @@ def decode_found(data: bytes) -> Found:
     """Raises BadMessage."""
     try:
         return from_msgpack(data, Found)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError) as error:
+    except (msgspec.DecodeError, RecursionError, OverflowError) as error:
         raise BadMessage(str(error)) from error
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import msgspec
+import pytest
 
 import safelaunch
 from safelaunch.system import decoding
+from safelaunch.system.decoding import from_json, from_msgpack
 
 PACKAGE = Path(safelaunch.__file__).parent
 # The first thread stops where msgspec knows Outer by half, until the second has begun to decode it.
@@ -49,6 +54,13 @@ assert found == [Outer(Inner(1), [Inner(2)])] * 2, found
 def test_a_second_thread_waits_until_a_type_is_known() -> None:
     done = subprocess.run([sys.executable, "-c", TWO_THREADS], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("decode", "text"), [(from_json, b'"\xff"'), (from_msgpack, b"\xa1\xff")])
+def test_text_that_is_no_utf_8_is_an_error_as_any_other(decode: Callable[[bytes, type[str]], str], text: bytes) -> None:
+    """Else each reader of strangers' files would have to know of it: a damaged bundle cost the next one its verdict."""
+    with pytest.raises(msgspec.DecodeError):
+        decode(text, str)
 
 
 def test_every_typed_decoding_of_the_product_goes_through_it() -> None:
