@@ -22,11 +22,11 @@ from safelaunch.model import (
     Evidence,
     FlightRecord,
     GroupStatus,
-    NodeEvidence,
     Progress,
     RankEvidence,
 )
 from safelaunch.model.entries import Entries, Kinds
+from safelaunch.model.evidence import all_nodes
 from safelaunch.system.decoding import from_msgpack
 
 MOST_ENTRIES = 4096  # of a rank
@@ -211,23 +211,6 @@ def aged(evidence: Evidence, now_unix_s: float) -> Evidence:
         return rank
 
     return replace(evidence, ranks=tuple(map(one, evidence.ranks)))
-
-
-def all_nodes(halves: Sequence[Evidence]) -> tuple[NodeEvidence, ...]:
-    """What each half says of its own node, and what any says of one that it did not hear.
-
-    Of a node whose own half is not here, what is said of it by the one who knows the most.
-    """
-    every = [node for half in halves for node in half.nodes]
-    kept = {node.slot or node.host: node for node in every if node.here}
-    gone: dict[int | str, NodeEvidence] = {}
-    for node in (node for node in every if not node.here):
-        key = node.slot or node.host
-        if node.is_gone:
-            gone[key] = max(gone.get(key, node), node, key=lambda one: (bool(one.probe or one.store), one.silent_s))
-        else:
-            kept.setdefault(key, node)
-    return (*kept.values(), *gone.values())
 
 
 def _runs(members: tuple[int, ...]) -> Runs:

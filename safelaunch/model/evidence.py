@@ -5,6 +5,7 @@ Times are seconds of ``CLOCK_MONOTONIC`` unless a name says otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from safelaunch.model.nodes import GpuUse, NcclWitness, NodeEvidence, Rendezvous
@@ -134,3 +135,20 @@ class Evidence(Record, frozen=True):
     answer: Answer | None = None  # of the watch, where it has asked
     work: tuple[str, ...] = ()  # what worked between the last two looks, in words
     ends: bool = False  # the time has come to end the job without a proof
+
+
+def all_nodes(halves: Sequence[Evidence]) -> tuple[NodeEvidence, ...]:
+    """What each half says of its own node, and what any says of one that it did not hear.
+
+    Of a node whose own half is not here, what is said of it by the one who knows the most.
+    """
+    every = [node for half in halves for node in half.nodes]
+    kept = {node.slot or node.host: node for node in every if node.here}
+    gone: dict[int | str, NodeEvidence] = {}
+    for node in (node for node in every if not node.here):
+        key = node.slot or node.host
+        if node.is_gone:
+            gone[key] = max(gone.get(key, node), node, key=lambda one: (bool(one.probe or one.store), one.silent_s))
+        else:
+            kept.setdefault(key, node)
+    return (*kept.values(), *gone.values())

@@ -35,6 +35,7 @@ from safelaunch.model import (
     RankFile,
     Rendezvous,
 )
+from safelaunch.model.evidence import all_nodes
 from safelaunch.postmortem.cores import parse_all
 from safelaunch.postmortem.dumps import parse_some
 from safelaunch.postmortem.found import LINK, Found, Unreadable, read_limited, within
@@ -258,8 +259,6 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
     Raises Unreadable if they belong to different jobs: the same rank in two of them, or different world sizes; and to
     different incidents: the job went on between them.
     """
-    from safelaunch.cluster.evidence import all_nodes
-
     seen: dict[int, str] = {}
     for found, name in zip(bundles, names, strict=True):
         for rank in found.evidence.ranks:

@@ -17,7 +17,6 @@ from safelaunch.cluster.evidence import (
     MOST_STEPS,
     Shared,
     aged,
-    all_nodes,
     condensed,
     expanded,
     merged,
@@ -53,6 +52,7 @@ from safelaunch.model import (
     Verdict,
 )
 from safelaunch.model.entries import Entries, Kinds
+from safelaunch.model.evidence import all_nodes
 
 BEAT = Beat("a1", 7, (0, 1), 4, (0, 1), "suspecting", 3, 2.5, False, 4, "still", 2)
 PLAIN, SIGNED = Codec("run"), Codec("run", b"a key of the job")

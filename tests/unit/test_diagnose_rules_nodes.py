@@ -9,7 +9,6 @@ import pytest
 from evidence import SITE, at, behind, in_c10d, in_init, in_user, job, rank, waiting
 from msgspec.structs import replace
 
-from safelaunch.cluster.evidence import all_nodes
 from safelaunch.diagnose import diagnose
 from safelaunch.model import (
     Evidence,
@@ -21,6 +20,7 @@ from safelaunch.model import (
     Rendezvous,
     Verdict,
 )
+from safelaunch.model.evidence import all_nodes
 
 RESET = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 ENGINE = Frame(f"{SITE}/torch/autograd/graph.py", 979, "_engine_run_backward")
