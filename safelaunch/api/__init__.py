@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from safelaunch.api.launching import HangError, Launch, launch
 from safelaunch.api.postmortem import diagnose
-from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.model import BundlePlace, Claim, Culprit, Frame, NodeAtFault, Verdict
+from safelaunch.system.errors import SafelaunchError, UsageError
 
 __all__ = [
     "BundlePlace",

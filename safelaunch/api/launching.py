@@ -18,15 +18,14 @@ from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from safelaunch import errors
 from safelaunch.api.interpreter import command
 from safelaunch.api.options import Options, words_of
 from safelaunch.api.wire import Done, Ended, FromSupervisor, Line, Ready, Refused, Request, Stop, Stopping
 from safelaunch.beacon import entrypoint as ranks
-from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.model import Verdict
-from safelaunch.system import procstat
+from safelaunch.system import errors, procstat
 from safelaunch.system.console import say
+from safelaunch.system.errors import SafelaunchError, UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig

@@ -8,10 +8,10 @@ import subprocess
 import msgspec
 
 from safelaunch.api.interpreter import command
-from safelaunch.errors import UsageError
 from safelaunch.model import Verdict
 from safelaunch.system.console import PREFIX
 from safelaunch.system.decoding import from_json
+from safelaunch.system.errors import UsageError
 
 
 def diagnose(path: str | os.PathLike[str]) -> Verdict:

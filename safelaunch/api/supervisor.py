@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from safelaunch.api.wire import Done, Ended, FromCaller, Line, Ready, Refused, Request, Stop, Stopping
-from safelaunch.errors import SafelaunchError
 from safelaunch.launch import process
 from safelaunch.launch.argv import CommandLine
 from safelaunch.launch.job import EXIT_GAVE_UP, EXIT_HUNG, GRACE_S, Forwarder, Job, JobProcesses
@@ -30,6 +29,7 @@ from safelaunch.supervise.preflight import check
 from safelaunch.supervise.resources import Resources, gather
 from safelaunch.supervise.session import directory_for
 from safelaunch.system.console import redact, say
+from safelaunch.system.errors import SafelaunchError
 
 
 class CallersProcesses(JobProcesses):
@@ -76,7 +76,7 @@ class CallersProcesses(JobProcesses):
 
 def main() -> None:
     """Supervises the job of the process at the other end of the socket, whose descriptor is the only argument."""
-    from safelaunch.redaction.redact import redact_text
+    from safelaunch.system.redaction.redact import redact_text
 
     redact.use(redact_text)
     process.block_signals()

@@ -12,8 +12,8 @@ import msgspec
 
 from safelaunch.capture.sink import Made, Sink
 from safelaunch.model import Artifact
-from safelaunch.redaction.redactor import Redactor
 from safelaunch.system.printable import clean_json
+from safelaunch.system.redaction.redactor import Redactor
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from safelaunch.capture.redaction import without_secrets
 from safelaunch.model import Artifact, GilTest, Progress, RankEvidence, RankExit
-from safelaunch.redaction.evidence import without_secrets
-from safelaunch.redaction.redactor import Redactor
 from safelaunch.system.printable import is_clean
+from safelaunch.system.redaction.redactor import Redactor
 
 from . import flight_dump, flight_recorder, last_words, stacks, worker_server
 from .flight_recorder import FlightCapture

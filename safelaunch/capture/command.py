@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safelaunch.errors import CaptureError
+from safelaunch.system.errors import CaptureError
 
 MAX_OUTPUT_BYTES = 64 << 20
 MOST_SAID = 64 << 10

@@ -43,9 +43,9 @@ from safelaunch.capture.flight_values import (
     text_of,
     types_of,
 )
-from safelaunch.errors import CaptureError
 from safelaunch.model import Collective, FlightRecord, Frame, GroupStatus
 from safelaunch.model.entries import Entries, Kinds, Same, packed, positions
+from safelaunch.system.errors import CaptureError
 from safelaunch.system.pickles import load_pickle
 
 # Backends that ask the device whether an operation has finished. One that they retire otherwise has timed out.

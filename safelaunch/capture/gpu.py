@@ -18,9 +18,9 @@ import msgspec
 
 from safelaunch.capture import command
 from safelaunch.capture.result import Result, attempt
-from safelaunch.errors import CaptureError
 from safelaunch.model import GpuProcess, GpuUse
 from safelaunch.system.decoding import from_json
+from safelaunch.system.errors import CaptureError
 from safelaunch.system.nvml import ask, processes, text
 
 MAX_GPUS = 256

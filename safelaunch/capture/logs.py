@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from safelaunch.capture import command
 from safelaunch.capture.result import Result, attempt, within
-from safelaunch.errors import CaptureError
+from safelaunch.system.errors import CaptureError
 
 STREAMS = {1: "out", 2: "err"}
 MAX_KERNEL_LINES = 200

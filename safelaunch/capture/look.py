@@ -15,8 +15,8 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from safelaunch.errors import CaptureError
 from safelaunch.model import ProcessEvidence, ProcessState, StackSample
+from safelaunch.system.errors import CaptureError
 
 from . import filelocks, other_ends, proc, stacks
 from .parallel import gather, late

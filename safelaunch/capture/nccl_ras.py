@@ -21,9 +21,9 @@ import msgspec
 from safelaunch.capture import sockets
 from safelaunch.capture.node import environment_of
 from safelaunch.capture.result import Result, attempt, within
-from safelaunch.errors import CaptureError
 from safelaunch.model import NcclCommunicator, NcclProcess, NcclState, NcclWitness
 from safelaunch.system.decoding import from_json
+from safelaunch.system.errors import CaptureError
 
 PORT = 28028
 SINCE = (2, 28)

@@ -17,8 +17,8 @@ from typing import Any
 
 from safelaunch.capture import cgroups
 from safelaunch.capture.result import Result, attempt, within
-from safelaunch.errors import CaptureError
-from safelaunch.redaction.redact import shown_env
+from safelaunch.system.errors import CaptureError
+from safelaunch.system.redaction.redact import shown_env
 
 # Packages whose versions matter for a hang, if installed.
 PACKAGES = (

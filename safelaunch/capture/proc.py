@@ -23,10 +23,10 @@ from safelaunch.capture import filelocks, sockets, syscalls
 from safelaunch.capture.cgroups import is_frozen, throttled_ms
 from safelaunch.capture.resting import Resting
 from safelaunch.capture.result import within
-from safelaunch.errors import CaptureError
 from safelaunch.model import FileLock, ProcessState, StackSample, ThreadState
 from safelaunch.reading.kernel import kind_of
 from safelaunch.system import procstat
+from safelaunch.system.errors import CaptureError
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MAX_PATH = 4096

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from safelaunch.errors import CaptureError, Failure
 from safelaunch.model import Artifact
+from safelaunch.system.errors import CaptureError, Failure
 
 T = TypeVar("T")
 

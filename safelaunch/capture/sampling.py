@@ -19,11 +19,11 @@ import msgspec
 from msgspec.structs import replace
 
 from safelaunch.capture import command, proc, stacks, tracing
-from safelaunch.errors import CaptureError
 from safelaunch.launch.process import identify
 from safelaunch.model import Frame
 from safelaunch.model.recording import Numbers, ProcessRecord, ThreadRecord
 from safelaunch.system.decoding import from_json
+from safelaunch.system.errors import CaptureError
 
 FASTEST_HZ, SLOWEST_HZ = 20, 1
 SAMPLE_CPU_S = 0.0006

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import RLock
 
 from safelaunch.model import Artifact
-from safelaunch.redaction.redactor import Redactor
+from safelaunch.system.redaction.redactor import Redactor
 
 Made = tuple[Artifact, bytes | None]  # None: it is missing
 

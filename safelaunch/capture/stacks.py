@@ -22,12 +22,12 @@ import msgspec
 
 from safelaunch.capture import command, proc, tracing, user_source
 from safelaunch.capture.result import Result, attempt
-from safelaunch.errors import CaptureError
 from safelaunch.launch.process import ProcessId, identify
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
 from safelaunch.reading.frames import is_library
 from safelaunch.reading.kernel import WRITES
 from safelaunch.system.decoding import from_json
+from safelaunch.system.errors import CaptureError
 from safelaunch.system.printable import clean
 
 DEADLINE_S = 3.0

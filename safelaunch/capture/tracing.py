@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from safelaunch.errors import CaptureError
+from safelaunch.system.errors import CaptureError
 
 _CAP_SYS_PTRACE = 1 << 19
 _DENIED = ("permission denied", "os error 13", "operation not permitted", "os error 1)", "eperm")

@@ -13,11 +13,11 @@ import stat
 from collections.abc import Iterator
 
 from safelaunch.capture.result import within
-from safelaunch.errors import CaptureError
 from safelaunch.model import Evidence, Frame, RankEvidence
 from safelaunch.model.entries import Entries
 from safelaunch.reading.source import tree_of
-from safelaunch.redaction.redactor import Redactor
+from safelaunch.system.errors import CaptureError
+from safelaunch.system.redaction.redactor import Redactor
 
 DEADLINE_S = 1.0
 MOST_BYTES = 4 << 20

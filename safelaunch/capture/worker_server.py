@@ -12,9 +12,9 @@ import time
 
 import msgspec
 
-from safelaunch.errors import CaptureError, Failure
 from safelaunch.model import GilTest
 from safelaunch.system.decoding import from_json
+from safelaunch.system.errors import CaptureError, Failure
 
 MAX_RESPONSE_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 64 << 10

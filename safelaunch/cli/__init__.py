@@ -30,8 +30,8 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Runs safelaunch; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    from safelaunch.errors import SafelaunchError
     from safelaunch.system.console import redact
+    from safelaunch.system.errors import SafelaunchError
 
     redact.use(_without_secrets)
     _print_whatever_the_encoding()
@@ -59,7 +59,7 @@ def _print_whatever_the_encoding() -> None:
 
 def _without_secrets(text: str) -> str:
     """Removes secrets by the general rules; a job's own secrets are known later. Imported only to print something."""
-    from safelaunch.redaction.redact import redact_text
+    from safelaunch.system.redaction.redact import redact_text
 
     return redact_text(text)
 

@@ -44,19 +44,19 @@ from safelaunch.colaunch.slurm.engine import SlurmEngine
 from safelaunch.colaunch.spec import Template, templates_of
 from safelaunch.colaunch.sweep import Rules, Sweep
 from safelaunch.colaunch.view import Screen, Snapshot
-from safelaunch.errors import PresetError, SpecError, UsageError
 from safelaunch.launch import torchrun
 from safelaunch.launch.argv import CommandLine, split
 from safelaunch.launch.paths import seen_from_here, working_directory
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import store_of
-from safelaunch.redaction.job_secrets import secret_values
-from safelaunch.redaction.redactor import Redactor
 from safelaunch.settings.config import options_of, resolve
 from safelaunch.settings.yamlfile import read_yaml
 from safelaunch.system.console import PREFIX, redact, room, say, show
 from safelaunch.system.deadline import at_most
+from safelaunch.system.errors import PresetError, SpecError, UsageError
 from safelaunch.system.printable import clean_text
+from safelaunch.system.redaction.job_secrets import secret_values
+from safelaunch.system.redaction.redactor import Redactor
 
 INTERRUPTED = 130
 

@@ -18,9 +18,9 @@ from safelaunch.colaunch.slurm import script, strays
 from safelaunch.colaunch.slurm.engine import Site
 from safelaunch.colaunch.slurm.queue import Slurm, SlurmError
 from safelaunch.colaunch.sweep import Before, Rules, Sweep
-from safelaunch.errors import UsageError
-from safelaunch.redaction.redact import redact_env
 from safelaunch.system.console import say
+from safelaunch.system.errors import UsageError
+from safelaunch.system.redaction.redact import redact_env
 
 WITHOUT_END = 1 << 30  # Slurm decides how many run at a time
 TASK = "safelaunch.colaunch.slurm.task"

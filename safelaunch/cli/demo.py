@@ -19,13 +19,13 @@ from pathlib import Path
 from safelaunch.bundle.publishing import check_directory
 from safelaunch.cli import program
 from safelaunch.cli.parsing import Parser
-from safelaunch.errors import UsageError
 from safelaunch.launch import process
 from safelaunch.launch.job import Forwarder
 from safelaunch.model import Verdict
 from safelaunch.settings.yamlfile import did_you_mean
 from safelaunch.system.console import PREFIX, say
 from safelaunch.system.decoding import from_json
+from safelaunch.system.errors import UsageError
 from safelaunch.system.task import Task
 
 

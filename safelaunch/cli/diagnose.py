@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from safelaunch.cli.parsing import Parser
-from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.paths import seen_from_here, working_directory
 from safelaunch.model import Claim, ProofEdge, Verdict, format_ranks
 from safelaunch.postmortem.found import Found, Unreadable
@@ -23,6 +22,7 @@ from safelaunch.report import HTML, PERFETTO
 from safelaunch.settings.config import bundle_dir_of
 from safelaunch.settings.values import parse_count
 from safelaunch.system.console import PREFIX, Display, display, folded, json_text, put, room, say, terminal_safe
+from safelaunch.system.errors import SafelaunchError, UsageError
 from safelaunch.system.printable import clean
 
 if TYPE_CHECKING:  # what shows something is imported for what is asked for: --json needs none of it
@@ -262,8 +262,8 @@ def _files(verdict: Verdict, found: Found, names: Collection[str]) -> dict[str, 
     from safelaunch.capture import user_source
     from safelaunch.diagnose.rank_state import Facts
     from safelaunch.postmortem import surroundings
-    from safelaunch.redaction.redactor import Redactor
     from safelaunch.report import exports, page
+    from safelaunch.system.redaction.redactor import Redactor
 
     about = surroundings.about_all(found.bundles)
     redactor = Redactor()

@@ -12,10 +12,10 @@ import msgspec
 from safelaunch.cli.parsing import Parser
 from safelaunch.control.discover import Run, describe, look, one_of_each_job, our_roots, select
 from safelaunch.control.protocol import DumpAnswer, Request, ask
-from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.paths import RunPaths, working_directory
 from safelaunch.system.console import say, show, show_json
 from safelaunch.system.decoding import from_json
+from safelaunch.system.errors import SafelaunchError, UsageError
 from safelaunch.system.printable import clean
 
 # Two looks (6 s each at most), the evidence (20 s), and the copy to a slow disk (60 s).

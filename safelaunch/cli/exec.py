@@ -9,7 +9,6 @@ from pathlib import Path
 
 from safelaunch.cli.help import width
 from safelaunch.cli.run import start, surroundings
-from safelaunch.errors import UsageError
 from safelaunch.launch import torchrun
 from safelaunch.launch.argv import split
 from safelaunch.launch.paths import working_directory
@@ -20,6 +19,7 @@ from safelaunch.settings.yamlfile import did_you_mean
 from safelaunch.supervise.preflight import check, mistakes_of_exec, without_effect
 from safelaunch.supervise.resources import gather
 from safelaunch.system.console import say, show
+from safelaunch.system.errors import UsageError
 
 ABOUT = (
     "Watches any command whose processes are ranks: another launcher, a shell script that starts torchrun, or a single "

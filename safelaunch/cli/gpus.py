@@ -8,13 +8,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from safelaunch.errors import StoreError
 from safelaunch.leases.choose import Inventory
 from safelaunch.leases.holder import Holder
 from safelaunch.leases.inventory import inventory
 from safelaunch.leases.store import Store, store_of
 from safelaunch.leases.users import User, look
 from safelaunch.system.console import redact, say, show, show_json
+from safelaunch.system.errors import StoreError
 
 from .gpu_rows import COLUMNS, RIGHT, STYLES, Row, document, rows, waiting_line
 from .parsing import Parser

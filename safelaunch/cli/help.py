@@ -11,10 +11,10 @@ from contextlib import suppress
 from importlib import import_module
 
 from safelaunch.cli import COMMANDS
-from safelaunch.errors import UsageError
 from safelaunch.settings.options import HELP_OPTIONS, entries, help_text, wrapped
 from safelaunch.settings.yamlfile import did_you_mean
 from safelaunch.system.console import show
+from safelaunch.system.errors import UsageError
 
 ABOUT = (
     "torchrun that watches the job. When the job hangs or crashes, safelaunch collects every rank's stacks, Flight "

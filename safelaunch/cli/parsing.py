@@ -8,9 +8,9 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-from safelaunch.errors import UsageError
 from safelaunch.settings.yamlfile import did_you_mean
 from safelaunch.system.console import WIDTH, display, folded
+from safelaunch.system.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):

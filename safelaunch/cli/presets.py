@@ -19,8 +19,7 @@ from safelaunch.settings.presets import (
     preset_chain,
 )
 from safelaunch.system.console import display, show, show_json
-
-from ..errors import UsageError
+from safelaunch.system.errors import UsageError
 
 _USAGE = "safelaunch presets [list] [--json] | safelaunch presets show NAME|FILE [--json]"
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from safelaunch.cli import program
 from safelaunch.cli.parsing import Parser
-from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.paths import working_directory
 from safelaunch.postmortem.found import Unreadable
 from safelaunch.reproduce import Extent, Reproduction, Wish, compared, reproduction_of
 from safelaunch.system.console import redact, say, show
+from safelaunch.system.errors import SafelaunchError, UsageError
 from safelaunch.system.printable import clean
 
 WRITTEN, DIFFERS = 0, 1

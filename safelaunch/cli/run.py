@@ -9,7 +9,6 @@ from dataclasses import replace
 from shutil import which
 
 from safelaunch.cli import COMMANDS
-from safelaunch.errors import UsageError
 from safelaunch.launch import entrypoint, torchrun
 from safelaunch.launch.argv import CommandLine, options_given, split
 from safelaunch.launch.mistakes import nodes_never_meet
@@ -23,6 +22,7 @@ from safelaunch.supervise import resources
 from safelaunch.supervise.preflight import check, mistakes_of_torchrun, without_effect
 from safelaunch.supervise.resources import Resources
 from safelaunch.system.console import room, say, show
+from safelaunch.system.errors import UsageError
 
 HELP_TORCHRUN = "--help-torchrun"
 NO_RESTARTS = (

@@ -12,10 +12,10 @@ from safelaunch.colaunch.grid import BUILTIN, MAX_JOBS, Matrix, Params
 from safelaunch.colaunch.jobs import Job, port_marks, port_names
 from safelaunch.colaunch.placeholders import Text
 from safelaunch.colaunch.spec import Template
-from safelaunch.errors import SpecError
-from safelaunch.redaction.names import is_secret_name
 from safelaunch.settings.values import parse_run_name
 from safelaunch.settings.yamlfile import did_you_mean
+from safelaunch.system.errors import SpecError
+from safelaunch.system.redaction.names import is_secret_name
 
 LONGEST_NAME = 64
 _HASH = 6

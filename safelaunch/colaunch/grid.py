@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from safelaunch.colaunch.placeholders import PARAMETER
-from safelaunch.errors import SpecError
+from safelaunch.system.errors import SpecError
 
 MAX_JOBS = 10_000
 BUILTIN = ("name", "job_dir", "sweep_dir")

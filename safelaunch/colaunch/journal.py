@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from safelaunch.colaunch.jobs import Job, Outcome, State
-from safelaunch.errors import UsageError
 from safelaunch.launch.process import ProcessId
+from safelaunch.system.errors import UsageError
 
 Record = Mapping[str, Any]
 NOBODY = ProcessId(0, 0)

@@ -25,12 +25,12 @@ from safelaunch.colaunch.steps import Steps
 from safelaunch.colaunch.sweep import Sweep
 from safelaunch.colaunch.view import JobView
 from safelaunch.control.discover import our_roots
-from safelaunch.errors import ResourceError, StoreError
 from safelaunch.launch import process
 from safelaunch.launch.process import ProcessId
 from safelaunch.leases import ports
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.store import Store
+from safelaunch.system.errors import ResourceError, StoreError
 
 TICK_S = 0.5
 BUSY_TICK_S = 0.1

@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from safelaunch.errors import SpecError
 from safelaunch.settings.yamlfile import did_you_mean
+from safelaunch.system.errors import SpecError
 
 PARAMETER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _TOKEN = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_-]*)\}|[{}]")

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from safelaunch.colaunch.jobs import Job
-from safelaunch.errors import ResourceError
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.lease import Lease
 from safelaunch.model import format_ranks
+from safelaunch.system.errors import ResourceError
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,10 @@ from safelaunch.colaunch.grid import Axis, Matrix, axis
 from safelaunch.colaunch.metrics import check_pattern
 from safelaunch.colaunch.placeholders import Text
 from safelaunch.colaunch.slurm import words as slurm_words
-from safelaunch.errors import SpecError, UsageError
 from safelaunch.settings.options import BY_NAME, WATCHDOG_KEYS
 from safelaunch.settings.values import parse_count, parse_run_name, parse_seconds
 from safelaunch.settings.yamlfile import Node, known_entries, mapping_entries, text_of, texts_of
+from safelaunch.system.errors import SpecError, UsageError
 
 TOP = ("defaults", "matrix", "jobs")
 SHARED = (

@@ -14,7 +14,7 @@ import msgspec
 
 from safelaunch.colaunch.jobs import Metric, Outcome, State, Track
 from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.redaction.redact import redact_env
+from safelaunch.system.redaction.redact import redact_env
 
 NOBODY: Mapping[str, Outcome] = {}
 FIXED = ("state", "exit_code", "duration_s", "attempts", "last_step", "gpus", "bundle", "cause")

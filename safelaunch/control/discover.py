@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 from safelaunch.control.protocol import Request, RunStatus, ask
-from safelaunch.errors import SafelaunchError
 from safelaunch.launch.paths import RunPaths, is_held, is_private, other_roots, run_root
 from safelaunch.launch.process import ProcessId
 from safelaunch.system.decoding import from_json
+from safelaunch.system.errors import SafelaunchError
 
 STATUS_DEADLINE_S = 3.0
 ASK_AT_ONCE = 32

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from safelaunch.errors import SafelaunchError
 from safelaunch.model import EarlyLook, Frame, Inconsistency
 from safelaunch.model.recording import Recording
 from safelaunch.system.decoding import from_json
+from safelaunch.system.errors import SafelaunchError
 
 MAX_LINE = 1 << 20
 LARGEST_ANSWER = 16 * MAX_LINE

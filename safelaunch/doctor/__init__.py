@@ -18,9 +18,9 @@ from safelaunch.bundle.publishing import check_directory
 from safelaunch.capture import gpu
 from safelaunch.capture.parallel import gather
 from safelaunch.control.discover import roots
-from safelaunch.errors import SafelaunchError
 from safelaunch.launch import paths, torchrun
 from safelaunch.settings.config import INTERNAL_ENV, resolve
+from safelaunch.system.errors import SafelaunchError
 
 from . import attach, node, rules, torch_probe, torch_rules, tracing
 from .check import RESULTS, Check, Result, failed, warning

@@ -13,7 +13,7 @@ from pathlib import Path
 from safelaunch.capture import command, stacks
 from safelaunch.capture import tracing as kernel
 from safelaunch.capture.result import within
-from safelaunch.errors import CaptureError
+from safelaunch.system.errors import CaptureError
 
 from .tracing import Place, Rights, Trial
 

@@ -14,8 +14,8 @@ from safelaunch.beacon import layout
 from safelaunch.capture import cgroups
 from safelaunch.capture.result import within
 from safelaunch.control.discover import find
-from safelaunch.errors import CaptureError
 from safelaunch.launch.paths import RunPaths
+from safelaunch.system.errors import CaptureError
 
 from .check import Check
 from .rules import Clock, Disk, cgroup_check, hostname_check, leftover_check, limits_check, port_check, run_root_check

@@ -10,8 +10,8 @@ from typing import Any
 
 from safelaunch import beacon
 from safelaunch.capture import command
-from safelaunch.errors import CaptureError
 from safelaunch.settings.config import INTERNAL_ENV
+from safelaunch.system.errors import CaptureError
 
 from .torch_rules import Probe
 

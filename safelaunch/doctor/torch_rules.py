@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from safelaunch.errors import Failure
+from safelaunch.system.errors import Failure
 
 from .check import Check, failed, ok, warning
 

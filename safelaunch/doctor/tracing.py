@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from safelaunch.errors import Failure
+from safelaunch.system.errors import Failure
 
 from .check import Check, failed, ok, warning
 

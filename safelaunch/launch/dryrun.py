@@ -6,11 +6,11 @@ import os
 import shlex
 
 from safelaunch.launch.plan import Applied, Plan
-from safelaunch.redaction.job_secrets import secret_values
-from safelaunch.redaction.redact import redact_env
-from safelaunch.redaction.redactor import Redactor
 from safelaunch.settings.config import INTERNAL_ENV, STALL_CEILING_S, Settings
 from safelaunch.system.console import command_lines
+from safelaunch.system.redaction.job_secrets import secret_values
+from safelaunch.system.redaction.redact import redact_env
+from safelaunch.system.redaction.redactor import Redactor
 
 
 def describe(plan: Plan, width: int) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safelaunch.errors import UsageError
+from safelaunch.system.errors import UsageError
 
 FLAG_ACTIONS = {"check_env", "store_true", "store_false", "store_const", "help", "version", "count", "append_const"}
 

@@ -9,7 +9,7 @@ from itertools import combinations
 from math import comb
 from typing import Literal
 
-from safelaunch.errors import ResourceError
+from safelaunch.system.errors import ResourceError
 
 MOST_UNUSED_BYTES = 256 << 20  # of memory that is in use on an idle GPU
 # The distance between two GPUs: NVLink, then NVML's topology levels (10 to 50), then unknown.

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from safelaunch.errors import InterruptedWait, ResourceError
 from safelaunch.leases.choose import Pool, Wish, pool_of
 from safelaunch.leases.claims import Claim, Survey, Taken, Terms, refusal, table, what
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.inventory import Asking, inventory
 from safelaunch.leases.store import store_of
+from safelaunch.system.errors import InterruptedWait, ResourceError
 
 OUR_TURN_S = 0.1  # between two attempts of the first in the queue
 LATER_S = 0.3

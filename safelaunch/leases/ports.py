@@ -14,10 +14,10 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from safelaunch.errors import ResourceError
 from safelaunch.leases.holder import Holder
 from safelaunch.leases.lease import Lease
 from safelaunch.leases.store import Store
+from safelaunch.system.errors import ResourceError
 
 FIRST, LAST = 20000, 65535
 LOWEST = 1024

@@ -27,13 +27,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from safelaunch.errors import StoreError
 from safelaunch.leases import files, tickets
 from safelaunch.leases.holder import MOST_BYTES, Holder, decode
 from safelaunch.leases.lease import RANKS, Lease, base_of
 from safelaunch.leases.tickets import Ticket
 from safelaunch.leases.users import look
 from safelaunch.system.console import say
+from safelaunch.system.errors import StoreError
 
 DIRECTORY = "/tmp/safelaunch-leases"
 VARIABLE = "SAFELAUNCH_LEASE_DIR"

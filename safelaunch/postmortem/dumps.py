@@ -10,12 +10,12 @@ from pathlib import Path
 
 from safelaunch.capture import flight_dump, flight_records
 from safelaunch.capture.flight_dump import MAX_RANKS
-from safelaunch.errors import CaptureError
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.model.entries import Entries
 from safelaunch.postmortem.cores import parse_all
 from safelaunch.postmortem.found import Found, Unreadable, read_limited, within
 from safelaunch.system import untrusted_paths
+from safelaunch.system.errors import CaptureError
 
 MAX_FILES = 2 * MAX_RANKS
 # nccl_trace_rank_3, comm_lib_trace_rank_3, myjob-3.json, dump_rank3.pickle: any prefix, the rank, an ending.

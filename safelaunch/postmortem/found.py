@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safelaunch.errors import SafelaunchError
 from safelaunch.model import Evidence
+from safelaunch.system.errors import SafelaunchError
 
 MAX_FILE_BYTES = 256 << 20
 OUTSIDE = "it is a link that leads out of the directory"

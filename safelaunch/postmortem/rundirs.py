@@ -19,9 +19,9 @@ from safelaunch.launch.paths import RunPaths
 from safelaunch.model import Evidence, RankExit
 from safelaunch.postmortem.dumps import read_dumps
 from safelaunch.postmortem.found import Found, Unreadable, read_limited, within
-from safelaunch.redaction.redactor import Redactor
 from safelaunch.roster.progress import AgentEvent, Roster, read_meta
 from safelaunch.system import untrusted_paths
+from safelaunch.system.redaction.redactor import Redactor
 
 MAX_FILES = 8 * 4096  # a page and its companions, for each rank
 MAX_FILE_BYTES = 2 << 20

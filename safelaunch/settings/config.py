@@ -20,7 +20,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from safelaunch.errors import PresetError, UsageError
 from safelaunch.settings.options import BY_FLAG, BY_NAME, OWN_OPTIONS, Option, help_text, options_of
 from safelaunch.settings.presetfile import EnvSetting, read_env, version_matches
 from safelaunch.settings.presets import Composition, Sourced, load_presets
@@ -40,6 +39,7 @@ from safelaunch.settings.yamlfile import (
 )
 from safelaunch.system import untrusted_paths
 from safelaunch.system.console import say
+from safelaunch.system.errors import PresetError, UsageError
 
 __all__ = ["INTERNAL_ENV", "OWN_OPTIONS", "Option", "Settings", "help_text", "options_of", "resolve"]
 

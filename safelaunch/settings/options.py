@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from safelaunch.errors import PresetError, UsageError
 from safelaunch.settings.values import (
     AUTO,
     ON_INCONSISTENT,
@@ -29,6 +28,7 @@ from safelaunch.settings.values import (
     parse_wait,
 )
 from safelaunch.settings.yamlfile import Node, did_you_mean, texts_of
+from safelaunch.system.errors import PresetError, UsageError
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safelaunch.errors import PresetError
 from safelaunch.settings.options import BY_NAME, WATCHDOG_KEYS
 from safelaunch.settings.yamlfile import (
     Node,
@@ -37,6 +36,7 @@ from safelaunch.settings.yamlfile import (
     text_of,
     texts_of,
 )
+from safelaunch.system.errors import PresetError
 
 RUN_DIR = "run_dir"
 

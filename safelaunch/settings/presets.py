@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from safelaunch.errors import PresetError
 from safelaunch.settings.presetfile import EnvSetting, Preset, read_preset, version_matches
 from safelaunch.settings.yamlfile import did_you_mean
+from safelaunch.system.errors import PresetError
 
 __all__ = [
     "Composition",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from safelaunch.errors import PresetError
+from safelaunch.system.errors import PresetError
 
 if TYPE_CHECKING:
     import yaml

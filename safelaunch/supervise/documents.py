@@ -10,7 +10,7 @@ from functools import cache
 from safelaunch.bundle.staging import OURS, Staging
 from safelaunch.capture import user_source
 from safelaunch.model import Artifact, Evidence, Verdict, format_ranks
-from safelaunch.redaction.redactor import Redactor
+from safelaunch.system.redaction.redactor import Redactor
 
 MOST_GROUPS = 1024  # in the manifest
 

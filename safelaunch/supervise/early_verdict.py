@@ -15,9 +15,9 @@ import msgspec
 
 from safelaunch.capture import command
 from safelaunch.cluster.evidence import condensed, received
-from safelaunch.errors import CaptureError
 from safelaunch.model import Evidence, FirstWord
 from safelaunch.system.decoding import from_json, from_msgpack
+from safelaunch.system.errors import CaptureError
 
 DEADLINE_S = 30.0  # of a busy machine, where an interpreter alone takes seconds
 _ROOT = Path(__file__).resolve().parents[2]

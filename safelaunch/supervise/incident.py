@@ -23,9 +23,9 @@ from safelaunch.bundle.staging import OURS, Staging, rewrite, roomier
 from safelaunch.capture import collect
 from safelaunch.capture.memory import KillCounts, deaths_between, kill_counts, kills_of
 from safelaunch.capture.parallel import gather_into
+from safelaunch.capture.redaction import without_secrets
 from safelaunch.capture.sink import Gate, Nowhere
 from safelaunch.capture.user_source import SOURCE_FILE, Excerpts
-from safelaunch.errors import CaptureError
 from safelaunch.launch.paths import Unfinished, may_be_ours
 from safelaunch.model import (
     Artifact,
@@ -41,8 +41,6 @@ from safelaunch.model import (
     Rendezvous,
     Verdict,
 )
-from safelaunch.redaction.evidence import without_secrets
-from safelaunch.redaction.redactor import Redactor
 from safelaunch.roster.progress import read_meta
 from safelaunch.supervise import recall
 from safelaunch.supervise.documents import add_reports, job_of
@@ -51,6 +49,8 @@ from safelaunch.supervise.node_evidence import NodeSaid, collect_node, nccl_logs
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 from safelaunch.system.decoding import from_builtins
+from safelaunch.system.errors import CaptureError
+from safelaunch.system.redaction.redactor import Redactor
 from safelaunch.system.task import Task
 from safelaunch.watch.rhythm import Threshold
 

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 import msgspec
 from msgspec.structs import replace
 
+from safelaunch.capture.redaction import without_secrets
 from safelaunch.cluster.channel import Channel
 from safelaunch.cluster.evidence import Shared, condensed, merged, received
 from safelaunch.cluster.messages import MOST_RANKS, BadMessage, Page, Question, node_count, packed, share_of, unpacked
 from safelaunch.cluster.seen import Answers
 from safelaunch.model import Evidence, RankEvidence
 from safelaunch.model.recording import Recording, bounded, check
-from safelaunch.redaction.evidence import without_secrets
 from safelaunch.supervise.incident import Circumstances
 from safelaunch.supervise.small_files import apart
 from safelaunch.system.decoding import from_msgpack

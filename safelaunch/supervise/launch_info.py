@@ -13,11 +13,11 @@ from safelaunch.bundle.publishing import Keeping
 from safelaunch.launch.job import Job
 from safelaunch.launch.paths import local_bundles, working_directory
 from safelaunch.launch.plan import Plan
-from safelaunch.redaction.job_secrets import left_out, secret_values
-from safelaunch.redaction.redact import shown_env
-from safelaunch.redaction.redactor import Redactor
 from safelaunch.supervise.incident import Circumstances
 from safelaunch.system.console import say
+from safelaunch.system.redaction.job_secrets import left_out, secret_values
+from safelaunch.system.redaction.redact import shown_env
+from safelaunch.system.redaction.redactor import Redactor
 
 
 def circumstances(job: Job) -> Circumstances:

@@ -26,11 +26,9 @@ from safelaunch.control.protocol import (
     StacksAnswer,
     StackStatus,
 )
-from safelaunch.errors import SafelaunchError
 from safelaunch.launch.job import Job
 from safelaunch.launch.paths import working_directory
 from safelaunch.model import BundlePlace, Frame, Progress, RankExit, format_ranks
-from safelaunch.redaction.redactor import Redactor
 from safelaunch.supervise import incident
 from safelaunch.supervise.answer import work_in
 from safelaunch.supervise.incident import Circumstances, Collected, Common, Report
@@ -40,6 +38,8 @@ from safelaunch.supervise.recording import Recordings
 from safelaunch.supervise.together import Together
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
+from safelaunch.system.errors import SafelaunchError
+from safelaunch.system.redaction.redactor import Redactor
 from safelaunch.system.task import Task
 from safelaunch.watch.quiet import UNKNOWN_S, is_quiet
 

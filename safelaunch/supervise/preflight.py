@@ -7,12 +7,12 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from safelaunch.errors import UsageError
 from safelaunch.launch import mistakes, torchrun
 from safelaunch.launch.argv import CommandLine
 from safelaunch.launch.entrypoint import is_given
 from safelaunch.settings.config import Settings
 from safelaunch.settings.options import OPTION_GROUPS
+from safelaunch.system.errors import UsageError
 
 _MOST_BYTES = 1 << 20
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from safelaunch.errors import ResourceError, StoreError, UsageError
 from safelaunch.launch.argv import CommandLine
 from safelaunch.launch.mistakes import has_no_number_of_processes
 from safelaunch.leases.driver import has_driver
 from safelaunch.system.console import say
+from safelaunch.system.errors import ResourceError, StoreError, UsageError
 
 if TYPE_CHECKING:
     from safelaunch.launch.torchrun import Torch
@@ -265,7 +265,7 @@ def _about(command: CommandLine, settings: Settings) -> Holder:
     import shlex
 
     from safelaunch.leases.holder import ourselves
-    from safelaunch.redaction.redact import redact_argv
+    from safelaunch.system.redaction.redact import redact_argv
 
     words = command.script or command.arguments
     return ourselves(settings.run_name or "", shlex.join(redact_argv(list(words))))

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from safelaunch import __version__
 from safelaunch.bundle.publishing import name_of
 from safelaunch.capture.command import helper_reports
+from safelaunch.capture.redaction import without_secrets
 from safelaunch.cluster.channel import Channel
 from safelaunch.cluster.council import SILENT_S
 from safelaunch.cluster.evidence import condensed
@@ -28,7 +29,6 @@ from safelaunch.cluster.seen import Neighbour, Seen, Word
 from safelaunch.cluster.where import Alone, Meeting, hosts_of, meeting
 from safelaunch.launch.plan import Plan
 from safelaunch.model import BundlePlace, Evidence, Lost, NodeEvidence, Rendezvous
-from safelaunch.redaction.evidence import without_secrets
 from safelaunch.settings.config import Settings
 from safelaunch.supervise.answer import proves
 from safelaunch.supervise.incident import Circumstances, Common, judged

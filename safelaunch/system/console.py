@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from safelaunch.errors import SafelaunchError
+from safelaunch.system.errors import SafelaunchError
 
 PREFIX = "safelaunch: "
 WRITE_DEADLINE_S = 2.0

@@ -10,7 +10,7 @@ import io
 import pickle
 from typing import Any
 
-from safelaunch.errors import CaptureError
+from safelaunch.system.errors import CaptureError
 
 MAX_BYTES = 256 << 20
 

@@ -25,9 +25,9 @@ import leaks
 from attack import Attack
 from jobs import Job, Result
 
-from safelaunch.redaction.job_secrets import secret_values
-from safelaunch.redaction.redact import redact_text
-from safelaunch.redaction.redactor import Redactor
+from safelaunch.system.redaction.job_secrets import secret_values
+from safelaunch.system.redaction.redact import redact_text
+from safelaunch.system.redaction.redactor import Redactor
 
 LOUD = Path(__file__).parent / "loud.py"
 MEGABYTE = 1 << 20

@@ -19,10 +19,10 @@ from pathlib import Path
 from jobs import PROGRAMS, Job
 
 from safelaunch.control.protocol import Request, ask
-from safelaunch.errors import SafelaunchError
 from safelaunch.launch.paths import RunPaths
 from safelaunch.launch.process import ProcessId, descendants, identify
 from safelaunch.roster.progress import Roster
+from safelaunch.system.errors import SafelaunchError
 
 STEERED = PROGRAMS / "steered.py"
 HOLDING = (sys.executable, os.fspath(Path(__file__).parent / "holding.py"))  # runs in place of safelaunch

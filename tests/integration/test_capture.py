@@ -21,9 +21,9 @@ import pytest
 
 from safelaunch.capture import gpu, logs, node, proc, resting, stacks, worker_server
 from safelaunch.capture.flight_recorder import flight_record_of
-from safelaunch.errors import CaptureError
 from safelaunch.launch.process import ProcessId, identify
 from safelaunch.model import FileLock, GilTest, ProcessState
+from safelaunch.system.errors import CaptureError
 
 Start = Callable[..., "Program"]
 PATIENCE_S = 90.0

@@ -20,8 +20,8 @@ from jobs import PATIENCE_S, PROGRAMS, Job, Result
 
 from safelaunch.control import protocol
 from safelaunch.diagnose import diagnose
-from safelaunch.errors import SafelaunchError
 from safelaunch.postmortem import locate
+from safelaunch.system.errors import SafelaunchError
 
 EXIT_HUNG = 124
 

@@ -29,12 +29,12 @@ from safelaunch.capture.flight_recorder import FlightCapture
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.model import EarlyLook, Frame, GilTest, ProcessState, Progress, StackSample, Thread, ThreadState
-from safelaunch.redaction.job_secrets import secret_values
-from safelaunch.redaction.redact import shown_env
-from safelaunch.redaction.redactor import Redactor
 from safelaunch.report import report
 from safelaunch.supervise import incident, node_evidence
 from safelaunch.supervise.looks import Looks
+from safelaunch.system.redaction.job_secrets import secret_values
+from safelaunch.system.redaction.redact import shown_env
+from safelaunch.system.redaction.redactor import Redactor
 
 # Built from pieces, so that secret scanners do not report this file.
 ENVIRONMENT = {

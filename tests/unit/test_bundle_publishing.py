@@ -22,7 +22,7 @@ from safelaunch.bundle.onbundle import run as run_command
 from safelaunch.bundle.publishing import Keeping, Published, check_directory, name_of, publish
 from safelaunch.bundle.staging import Staging, cut
 from safelaunch.model import Artifact, Culprit, EarlyLook, Place, Verdict
-from safelaunch.redaction.redactor import Redactor
+from safelaunch.system.redaction.redactor import Redactor
 
 NAME = "train-20260101T000000Z-hang"
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="needs root")

@@ -19,9 +19,9 @@ from safelaunch.bundle import copier
 from safelaunch.bundle.publishing import Keeping, Published, check_directory, publish
 from safelaunch.bundle.staging import Staging
 from safelaunch.cli.run import check
-from safelaunch.errors import UsageError
 from safelaunch.model import Artifact
 from safelaunch.settings.config import Settings
+from safelaunch.system.errors import UsageError
 
 ROOT = pytest.mark.skipif(os.getuid() != 0, reason="takes root to be several users")
 STRANGER = 65534

@@ -17,7 +17,7 @@ from safelaunch.capture.parallel import gather
 from safelaunch.capture.result import Result
 from safelaunch.capture.sink import Made, Nowhere
 from safelaunch.model import Artifact, FlightRecord, GilTest, ProcessState, RankExit, StackSample
-from safelaunch.redaction.redactor import Redactor
+from safelaunch.system.redaction.redactor import Redactor
 
 STATE = ProcessState(7, 1, 5, 0.0, "python", ("python",), "S")
 

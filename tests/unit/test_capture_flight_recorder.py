@@ -19,8 +19,8 @@ from safelaunch.capture import flight_dump, flight_recorder, flight_records
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, record_of
 from safelaunch.capture.flight_recorder import flight_record_of, kept_at_exit
 from safelaunch.capture.worker_server import Unanswered
-from safelaunch.errors import CaptureError
 from safelaunch.model import Collective, Frame, GroupStatus
+from safelaunch.system.errors import CaptureError
 
 # torch 2.13 on gloo: the group is "0" in entries and "" in pg_config, the state never changes.
 GLOO_ENTRY: dict[str, Any] = {

@@ -21,9 +21,9 @@ from test_postmortem import dumps, mismatching
 
 from safelaunch.capture.flight_dump import MAX_RANKS, parse_json, parse_pickle, record_of
 from safelaunch.diagnose import diagnose
-from safelaunch.errors import CaptureError
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.postmortem import locate
+from safelaunch.system.errors import CaptureError
 
 FIELDS = sorted({*GLOO_ENTRY, *NCCL["entries"][0]})
 

@@ -15,8 +15,8 @@ from ras_service import Fault, Process, Service, as_json, as_text
 from safelaunch.capture import nccl_ras, sockets
 from safelaunch.capture.nccl_ras import ask, parse, port_of, version_in, version_of
 from safelaunch.capture.result import Result
-from safelaunch.errors import CaptureError
 from safelaunch.model import NcclCommunicator, NcclProcess
+from safelaunch.system.errors import CaptureError
 
 HEALTHY = (Process(0, 100), Process(1, 101, gpu=1))
 SICK = (Process(0, 100), Process(1, 101, gpu=1, state="unresponsive"), Process(2, 102, gpu=2, state="dead"))

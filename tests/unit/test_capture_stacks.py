@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from safelaunch.capture import command, proc, stacks, tracing
-from safelaunch.errors import CaptureError
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
+from safelaunch.system.errors import CaptureError
 from safelaunch.system.task import Task
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from safelaunch.capture import gpu, logs, node, worker_server
 from safelaunch.capture.result import Result, attempt
-from safelaunch.errors import CaptureError
+from safelaunch.system.errors import CaptureError
 
 SECOND = 1_000_000_000
 

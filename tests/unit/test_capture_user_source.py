@@ -9,7 +9,7 @@ import pytest
 
 from safelaunch.capture import user_source
 from safelaunch.model import Evidence, Frame, RankEvidence, RankException
-from safelaunch.redaction.redactor import Redactor
+from safelaunch.system.redaction.redactor import Redactor
 
 
 def test_lines_are_counted_from_one(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ import pytest
 
 from safelaunch.cli import COMMANDS, main, program
 from safelaunch.cli import help as command
-from safelaunch.errors import UsageError
 from safelaunch.settings.options import OPTION_GROUPS, OWN_OPTIONS
 from safelaunch.system.console import command_lines, folded
+from safelaunch.system.errors import UsageError
 
 
 def test_without_words_a_short_help_and_the_code_of_a_command_that_started_nothing(

@@ -20,10 +20,10 @@ from safelaunch.cli.status_rows import COLUMNS, rate, rows, since, stragglers, t
 from safelaunch.control import discover
 from safelaunch.control.discover import Found, Run, select
 from safelaunch.control.protocol import DumpAnswer, NodeStatus, RankStatus, RunStatus
-from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.process import ProcessId
 from safelaunch.model import Progress
 from safelaunch.supervise import live
+from safelaunch.system.errors import SafelaunchError, UsageError
 
 
 def rank(number: int, **known: object) -> RankStatus:

@@ -17,8 +17,8 @@ from safelaunch.colaunch.journal import Attempt, Journal, attempts, parse
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.resume import history, recovered, wait_for_remains
 from safelaunch.colaunch.sweep import Rules, Sweep
-from safelaunch.errors import SafelaunchError, UsageError
 from safelaunch.launch.process import ProcessId, identify
+from safelaunch.system.errors import SafelaunchError, UsageError
 
 GONE = ProcessId(2**22 - 7, 1)
 DONE = Outcome("succeeded", 0, 1.5, 40, ("GPU-1",), "", {"loss": 0.5, "tag": "é"})

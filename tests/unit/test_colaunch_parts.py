@@ -35,12 +35,12 @@ from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Gpus, Share, Slots, check_fits, default_slots, share_out
 from safelaunch.colaunch.steps import slowest, wrong_cause
 from safelaunch.colaunch.view import JobView, Snapshot
-from safelaunch.errors import UsageError
 from safelaunch.leases import gpus
 from safelaunch.leases.choose import Gpu, Inventory
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import Store
 from safelaunch.model import Inconsistency, Progress, format_ranks
+from safelaunch.system.errors import UsageError
 
 
 def job(name: str = "a", *words: str, **more: object) -> Job:

@@ -28,8 +28,8 @@ from safelaunch.colaunch.slurm.judge import Listed, Standing, judge, spare, stat
 from safelaunch.colaunch.slurm.queue import SlurmError
 from safelaunch.colaunch.slurm.script import Attempt, Batch, Programs, alike, batch_name, command, script
 from safelaunch.colaunch.sweep import Rules, Sweep
-from safelaunch.errors import SpecError
 from safelaunch.launch.process import ProcessId
+from safelaunch.system.errors import SpecError
 
 GOLDEN = Path(__file__).parent / "golden"
 PATHS = SweepPaths(Path("/sweeps/s"))

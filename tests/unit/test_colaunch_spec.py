@@ -15,8 +15,8 @@ from safelaunch.colaunch.grid import Matrix, axis, parse_grid
 from safelaunch.colaunch.jobs import Job
 from safelaunch.colaunch.placeholders import Text
 from safelaunch.colaunch.spec import Template, templates_of
-from safelaunch.errors import UsageError
 from safelaunch.settings.yamlfile import parse_yaml
+from safelaunch.system.errors import UsageError
 
 PLACES = Places("/s", "/s/jobs", "/w")
 

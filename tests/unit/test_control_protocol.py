@@ -15,7 +15,7 @@ import pytest
 
 from safelaunch.control import protocol as control
 from safelaunch.control.protocol import Client, Request, Server, ask
-from safelaunch.errors import SafelaunchError
+from safelaunch.system.errors import SafelaunchError
 
 BIG = "x" * (4 << 20)  # more than a socket holds
 

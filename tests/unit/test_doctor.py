@@ -18,8 +18,8 @@ from safelaunch.doctor.check import Check, failed, ok, warning
 from safelaunch.doctor.rules import GIB, MIB, Clock, Disk
 from safelaunch.doctor.torch_rules import Probe
 from safelaunch.doctor.tracing import Rights, Trial
-from safelaunch.errors import Failure, UsageError
 from safelaunch.system.console import Display
+from safelaunch.system.errors import Failure, UsageError
 
 DENIED = Trial("permission denied: CAP_SYS_PTRACE is missing", kind="denied")
 WELL = Trial("", 0.02)

@@ -16,10 +16,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from safelaunch.cli.run import misplaced
-from safelaunch.errors import UsageError
 from safelaunch.launch.argv import CommandLine, options_given, split
 from safelaunch.launch.torchrun import KNOWN
 from safelaunch.settings.config import OWN_OPTIONS
+from safelaunch.system.errors import UsageError
 
 OWN = {option.flag: option.takes_value for option in OWN_OPTIONS}
 

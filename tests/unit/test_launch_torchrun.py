@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.errors import UsageError
 from safelaunch.launch import torchrun
+from safelaunch.system.errors import UsageError
 
 
 def real() -> dict[str, bool]:

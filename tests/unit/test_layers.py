@@ -103,7 +103,7 @@ THIRD_PARTY = {
         "model",
         "system.decoding",
         "blame.memory",
-        "redaction.*",
+        "system.redaction.*",
         "leases.said",
         "cluster.*",
         "roster.*",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from safelaunch.errors import ResourceError
 from safelaunch.leases.choose import (
     NVLINK,
     SAME_NODE,
@@ -17,6 +16,7 @@ from safelaunch.leases.choose import (
     users_of,
     wish_of,
 )
+from safelaunch.system.errors import ResourceError
 
 GPUS = tuple(Gpu(str(n), f"GPU-{n}{n}{n}") for n in range(8))
 MIG = (

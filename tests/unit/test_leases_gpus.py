@@ -16,7 +16,6 @@ import pytest
 import stub
 
 from safelaunch.cli import gpu_rows, gpus
-from safelaunch.errors import InterruptedWait, ResourceError
 from safelaunch.leases.choose import NVLINK, Gpu, GpuProcess, Inventory, pool_of, wish_of
 from safelaunch.leases.claims import Claim, Survey, Taken, Terms
 from safelaunch.leases.driver import has_driver
@@ -26,6 +25,7 @@ from safelaunch.leases.holder import Holder, ourselves
 from safelaunch.leases.inventory import inventory
 from safelaunch.leases.store import Store
 from safelaunch.leases.users import User, look
+from safelaunch.system.errors import InterruptedWait, ResourceError
 
 FOUR = Inventory(tuple(Gpu(str(n), f"GPU-{n}") for n in range(4)))
 

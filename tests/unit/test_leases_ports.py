@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.errors import ResourceError
 from safelaunch.leases import ports
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.store import Store
+from safelaunch.system.errors import ResourceError
 
 ABOUT = ourselves("", "train.py")
 

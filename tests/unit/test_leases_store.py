@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from safelaunch.beacon import leases as beacon
-from safelaunch.errors import StoreError
 from safelaunch.leases import store as store_module
 from safelaunch.leases.holder import MAGIC, Holder, decode, ourselves
 from safelaunch.leases.lease import HANDED_OVER, Lease, inherited
 from safelaunch.leases.store import Store
+from safelaunch.system.errors import StoreError
 
 A, B = "GPU-aaaa", "GPU-bbbb"
 ROOT = pytest.mark.skipif(os.getuid() != 0, reason="takes root to be several users")

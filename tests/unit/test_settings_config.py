@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from safelaunch.cli import colaunch_options, demo, dump
-from safelaunch.errors import PresetError, UsageError
 from safelaunch.settings.config import (
     BY_FLAG,
     HOOK_ENV,
@@ -32,6 +31,7 @@ from safelaunch.settings.values import (
     parse_seconds,
     parse_stall_timeout,
 )
+from safelaunch.system.errors import PresetError, UsageError
 
 NOT_ASKED = "torch's version must not be asked for"
 

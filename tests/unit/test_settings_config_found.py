@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from safelaunch.errors import PresetError
 from safelaunch.settings import config
 from safelaunch.settings.config import CONFIG_FILE, PYPROJECT, Settings, resolve
+from safelaunch.system.errors import PresetError
 
 ROOT = pytest.mark.skipif(os.getuid() != 0, reason="takes root to be several users")
 STRANGER = 65534

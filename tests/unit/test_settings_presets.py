@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from safelaunch.cli import presets as command
-from safelaunch.errors import PresetError, UsageError
 from safelaunch.settings.presetfile import EnvSetting, version_matches
 from safelaunch.settings.presets import find_builtin_dir, list_presets, load_presets
+from safelaunch.system.errors import PresetError, UsageError
 
 SHIPPED = [
     "collective-timing",

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.errors import UsageError
 from safelaunch.launch.argv import CommandLine
 from safelaunch.launch.torchrun import KNOWN, Torch, binds_any_port
 from safelaunch.leases.choose import Gpu, Inventory, pool_of, wish_of
 from safelaunch.settings.config import Settings
 from safelaunch.supervise import resources
+from safelaunch.system.errors import UsageError
 
 
 def command(words: str, script: str = "train.py") -> CommandLine:

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from safelaunch.colaunch.slurm.judge import Listed
-from safelaunch.errors import SafelaunchError
+from safelaunch.system.errors import SafelaunchError
 
 T = TypeVar("T")
 PATIENCE_S = 120.0

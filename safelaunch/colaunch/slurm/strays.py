@@ -10,7 +10,7 @@ from safelaunch.colaunch.journal import Attempt, Journal
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.slurm.claims import AttemptFiles
 from safelaunch.colaunch.slurm.queue import Slurm
-from safelaunch.errors import SafelaunchError
+from safelaunch.system.errors import SafelaunchError
 
 LOOK_EVERY_S = 1.0
 GIVE_UP_AFTER_S = 120.0  # KillWait is 30 s by default

@@ -22,9 +22,9 @@ from safelaunch.colaunch.bundles import newest
 from safelaunch.colaunch.jobs import Pace, threads
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.slurm.claims import AttemptFiles, Claim, End
-from safelaunch.errors import SafelaunchError
 from safelaunch.launch.process import ProcessId, identify
 from safelaunch.system.console import say
+from safelaunch.system.errors import SafelaunchError
 
 # Every job pays for what is imported here before its own safelaunch starts; the rest is imported where it is used.
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 
 from safelaunch.colaunch.placeholders import Text
-from safelaunch.errors import SpecError
 from safelaunch.settings.yamlfile import did_you_mean
+from safelaunch.system.errors import SpecError
 
 # The keys of 'slurm', each a word of its own.
 KEYS = ("partition", "account", "time", "qos", "sbatch")

@@ -10,7 +10,7 @@ import msgspec
 
 from safelaunch.model import Artifact, Collective, FlightRecord, Frame, ProcessState, Verdict
 from safelaunch.model.entries import Entries, Kinds
-from safelaunch.redaction.redactor import Redactor, remembered, same_or
+from safelaunch.system.redaction.redactor import Redactor, remembered, same_or
 
 T = TypeVar("T")
 

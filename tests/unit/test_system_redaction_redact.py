@@ -12,10 +12,10 @@ from urllib.parse import quote
 import leaks
 import pytest
 
-from safelaunch.redaction.job_secrets import left_out, secret_values
-from safelaunch.redaction.names import is_secret_name
-from safelaunch.redaction.redact import NOT_SHOWN, REDACTED, redact_argv, redact_env, redact_text, shown_env
-from safelaunch.redaction.redactor import Redactor
+from safelaunch.system.redaction.job_secrets import left_out, secret_values
+from safelaunch.system.redaction.names import is_secret_name
+from safelaunch.system.redaction.redact import NOT_SHOWN, REDACTED, redact_argv, redact_env, redact_text, shown_env
+from safelaunch.system.redaction.redactor import Redactor
 
 SECRET_NAMES = [
     "HF_TOKEN",

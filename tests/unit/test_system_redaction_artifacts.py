@@ -13,8 +13,8 @@ import leaks
 import pytest
 
 import safelaunch
-from safelaunch.redaction.redactor import Redactor
 from safelaunch.system import console
+from safelaunch.system.redaction.redactor import Redactor
 
 PACKAGE = Path(safelaunch.__file__).parent
 

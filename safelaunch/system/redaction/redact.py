@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 
-from safelaunch.redaction.names import Kind, is_secret_name, is_shown, kind_of
-from safelaunch.redaction.readings import readings
-from safelaunch.redaction.shapes import Span, shapes_in
+from safelaunch.system.redaction.names import Kind, is_secret_name, is_shown, kind_of
+from safelaunch.system.redaction.readings import readings
+from safelaunch.system.redaction.shapes import Span, shapes_in
 
 REDACTED = "[redacted]"
 NOT_SHOWN = "[not shown]"

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from safelaunch.redaction.job_secrets import COMMON_WORDS, is_mixed, is_telling
-from safelaunch.redaction.readings import listed_in, readings
-from safelaunch.redaction.redact import by_rule, encoded_in, from_base64, merged, redact_argv, replaced
-from safelaunch.redaction.shapes import Span, shapes_in
+from safelaunch.system.redaction.job_secrets import COMMON_WORDS, is_mixed, is_telling
+from safelaunch.system.redaction.readings import listed_in, readings
+from safelaunch.system.redaction.redact import by_rule, encoded_in, from_base64, merged, redact_argv, replaced
+from safelaunch.system.redaction.shapes import Span, shapes_in
 
 _EDGE = 6  # characters of a value that tell it where the text was cut there
 _ENOUGH = 10  # characters of a value that tell it where it was cut and nothing says so
