@@ -15,7 +15,6 @@ if _TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any as _Any
 
-    from safelaunch import schemas
     from safelaunch.api import (
         BundlePlace,
         Claim,
@@ -30,6 +29,8 @@ if _TYPE_CHECKING:
         diagnose,
         launch,
     )
+    from safelaunch.beacon import probes
+    from safelaunch.model import schemas
 
 __version__ = "0.1.0"
 __all__ = [
@@ -47,16 +48,18 @@ __all__ = [
     "launch",
     "pause",
     "phase",
+    "probes",
     "schemas",
     "step",
 ]
+_MODULES = {"probes": "safelaunch.beacon.probes", "schemas": "safelaunch.model.schemas"}
 
 
 def __getattr__(name: str) -> _Any:
     from importlib import import_module
 
-    if name == "schemas":
-        return import_module("safelaunch.schemas")
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name in __all__:
         return getattr(import_module("safelaunch.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

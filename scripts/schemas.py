@@ -1,4 +1,4 @@
-"""Writes the JSON Schemas in ``safelaunch/schemas`` from the records that the documents are written from.
+"""Writes the JSON Schemas in ``safelaunch/model/schemas`` from the records that the documents are written from.
 
 ``--check``: writes nothing, and exits with 1 where a file differs.
 """

@@ -84,7 +84,6 @@ WRITERS = {
     "supervise.early_verdict": "evidence, already cleaned, for a process of ours, and its answer through a pipe",
     "leases.*": "locks and who holds them: a command line that redact_argv has cleaned",
     "postmortem.locate": "unpacks somebody's bundle to read it",
-    "probes": "what a script asks for, on its own stdout",
     "beacon.*": "inside the ranks: what they say, before anything is taken out",
 }
 _PRINTS = {"print", "write_text", "write_bytes"}
