@@ -41,8 +41,8 @@ from benchlib import (
     workplace,
 )
 
-from safelaunch.launch.paths import RunPaths, create_run
-from safelaunch.launch.plan import injection
+from safelaunch.job.paths import RunPaths, create_run
+from safelaunch.job.plan import injection
 
 TRAIN = """
 import os, sys, time

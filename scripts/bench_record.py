@@ -43,7 +43,7 @@ from benchlib import (
 
 from safelaunch.control.discover import find, our_roots
 from safelaunch.control.protocol import RecordAnswer, Request, ask
-from safelaunch.launch.paths import RunPaths
+from safelaunch.job.paths import RunPaths
 from safelaunch.roster.progress import Roster
 
 TRAIN = """

@@ -29,8 +29,8 @@ VERSIONS = ("2.6.0", "2.9.1", "2.13.0")
 # the worker server, the Flight Recorder, the names of c10d's frames, the store. One test of each kind, or all of a
 # quick file.
 SMOKE = (
-    "tests/unit/test_launch_argv.py",
-    "tests/unit/test_launch_torchrun.py",
+    "tests/unit/test_job_argv.py",
+    "tests/unit/test_job_torchrun.py",
     "tests/unit/test_cluster_store.py",
     "tests/unit/test_cluster_hosting.py",
     "tests/integration/test_differential.py",

@@ -19,7 +19,7 @@ from safelaunch.cli import COMMANDS
 from safelaunch.cli.completion import SHELLS
 from safelaunch.cli.exec import ABOUT as ABOUT_EXEC
 from safelaunch.cli.help import ABOUT, EXAMPLES, EXIT_CODES, TORCHRUN, USAGE
-from safelaunch.launch.torchrun import KNOWN
+from safelaunch.job.torchrun import KNOWN
 from safelaunch.settings.options import ELSEWHERE, HELP_OPTIONS, OPTION_GROUPS, Option
 from safelaunch.system.console import folded
 

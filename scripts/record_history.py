@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 
 from jobs import Job
 
-from safelaunch.launch.paths import RunPaths
+from safelaunch.job.paths import RunPaths
 from safelaunch.roster.progress import Roster
 
 RECORDED = Path(__file__).parents[1] / "tests" / "unit" / "recorded"

@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from safelaunch.api.wire import Done, Ended, FromCaller, Line, Ready, Refused, Request, Stop, Stopping
-from safelaunch.launch import process
-from safelaunch.launch.argv import CommandLine
-from safelaunch.launch.job import EXIT_GAVE_UP, EXIT_HUNG, GRACE_S, Forwarder, Job, JobProcesses
-from safelaunch.launch.paths import RunPaths, run_root, working_directory
-from safelaunch.launch.plan import Plan, Surroundings, build_beside, in_directory
-from safelaunch.launch.process import ProcessId
-from safelaunch.launch.torchrun import Torch
+from safelaunch.job import process
+from safelaunch.job.argv import CommandLine
+from safelaunch.job.job import EXIT_GAVE_UP, EXIT_HUNG, GRACE_S, Forwarder, Job, JobProcesses
+from safelaunch.job.paths import RunPaths, run_root, working_directory
+from safelaunch.job.plan import Plan, Surroundings, build_beside, in_directory
+from safelaunch.job.process import ProcessId
+from safelaunch.job.torchrun import Torch
 from safelaunch.roster.progress import EventReader
 from safelaunch.settings.config import Settings, resolve
 from safelaunch.supervise.preflight import check

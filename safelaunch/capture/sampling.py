@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from safelaunch.capture import command, proc, stacks, tracing
-from safelaunch.launch.process import identify
+from safelaunch.job.process import identify
 from safelaunch.model import Frame
 from safelaunch.model.recording import Numbers, ProcessRecord, ThreadRecord
 from safelaunch.system.decoding import from_json

@@ -22,7 +22,7 @@ import msgspec
 
 from safelaunch.capture import command, proc, tracing, user_source
 from safelaunch.capture.result import Result, attempt
-from safelaunch.launch.process import ProcessId, identify
+from safelaunch.job.process import ProcessId, identify
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
 from safelaunch.reading.frames import is_library
 from safelaunch.reading.kernel import WRITES

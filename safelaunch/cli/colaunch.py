@@ -44,9 +44,9 @@ from safelaunch.colaunch.slurm.engine import SlurmEngine
 from safelaunch.colaunch.spec import Template, templates_of
 from safelaunch.colaunch.sweep import Rules, Sweep
 from safelaunch.colaunch.view import Screen, Snapshot
-from safelaunch.launch import torchrun
-from safelaunch.launch.argv import CommandLine, split
-from safelaunch.launch.paths import seen_from_here, working_directory
+from safelaunch.job import torchrun
+from safelaunch.job.argv import CommandLine, split
+from safelaunch.job.paths import seen_from_here, working_directory
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import store_of
 from safelaunch.settings.config import options_of, resolve

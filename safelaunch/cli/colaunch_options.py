@@ -10,7 +10,7 @@ from typing import TypeVar
 from safelaunch.cli.parsing import Parser
 from safelaunch.colaunch.grid import Axis, parse_grid
 from safelaunch.colaunch.metrics import check_pattern
-from safelaunch.launch.torchrun import KNOWN
+from safelaunch.job.torchrun import KNOWN
 from safelaunch.settings.options import BY_FLAG
 from safelaunch.settings.values import parse_count, parse_seconds
 from safelaunch.system.errors import UsageError

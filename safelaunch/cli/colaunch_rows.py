@@ -13,7 +13,7 @@ from safelaunch.colaunch.jobs import Job, Metric, Track, port_names
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Pool
 from safelaunch.colaunch.view import JobView, Snapshot
-from safelaunch.launch.paths import seen_from_here
+from safelaunch.job.paths import seen_from_here
 from safelaunch.system.console import command_lines
 from safelaunch.system.printable import clean
 

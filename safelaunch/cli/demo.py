@@ -19,8 +19,8 @@ from pathlib import Path
 from safelaunch.bundle.publishing import check_directory
 from safelaunch.cli import program
 from safelaunch.cli.parsing import Parser
-from safelaunch.launch import process
-from safelaunch.launch.job import Forwarder
+from safelaunch.job import process
+from safelaunch.job.job import Forwarder
 from safelaunch.model import Verdict
 from safelaunch.settings.yamlfile import did_you_mean
 from safelaunch.system.console import PREFIX, say

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from safelaunch.cli.parsing import Parser
-from safelaunch.launch.paths import seen_from_here, working_directory
+from safelaunch.job.paths import seen_from_here, working_directory
 from safelaunch.model import Claim, ProofEdge, Verdict, format_ranks
 from safelaunch.postmortem.found import Found, Unreadable
 from safelaunch.report import HTML, PERFETTO

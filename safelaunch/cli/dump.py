@@ -12,7 +12,7 @@ import msgspec
 from safelaunch.cli.parsing import Parser
 from safelaunch.control.discover import Run, describe, look, one_of_each_job, our_roots, select
 from safelaunch.control.protocol import DumpAnswer, Request, ask
-from safelaunch.launch.paths import RunPaths, working_directory
+from safelaunch.job.paths import RunPaths, working_directory
 from safelaunch.system.console import say, show, show_json
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import SafelaunchError, UsageError

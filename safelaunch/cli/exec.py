@@ -9,10 +9,10 @@ from pathlib import Path
 
 from safelaunch.cli.help import width
 from safelaunch.cli.run import start, surroundings
-from safelaunch.launch import torchrun
-from safelaunch.launch.argv import split
-from safelaunch.launch.paths import working_directory
-from safelaunch.launch.plan import build_exec
+from safelaunch.job import torchrun
+from safelaunch.job.argv import split
+from safelaunch.job.paths import working_directory
+from safelaunch.job.plan import build_exec
 from safelaunch.settings.config import help_text, options_of, resolve
 from safelaunch.settings.options import wrapped
 from safelaunch.settings.yamlfile import did_you_mean

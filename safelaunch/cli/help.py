@@ -65,7 +65,7 @@ def _torchrun() -> int:
     import os
     import subprocess
 
-    from safelaunch.launch import torchrun
+    from safelaunch.job import torchrun
 
     python = torchrun.find(os.environ).python
     return subprocess.call([python, os.fspath(torchrun.launcher(python)), "--help"])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safelaunch.cli import program
 from safelaunch.cli.parsing import Parser
-from safelaunch.launch.paths import working_directory
+from safelaunch.job.paths import working_directory
 from safelaunch.postmortem.found import Unreadable
 from safelaunch.reproduce import Extent, Reproduction, Wish, compared, reproduction_of
 from safelaunch.system.console import redact, say, show

@@ -9,12 +9,12 @@ from dataclasses import replace
 from shutil import which
 
 from safelaunch.cli import COMMANDS
-from safelaunch.launch import entrypoint, torchrun
-from safelaunch.launch.argv import CommandLine, options_given, split
-from safelaunch.launch.mistakes import nodes_never_meet
-from safelaunch.launch.paths import run_root, working_directory
-from safelaunch.launch.plan import Plan, Surroundings, build
-from safelaunch.launch.torchrun import Torch
+from safelaunch.job import entrypoint, torchrun
+from safelaunch.job.argv import CommandLine, options_given, split
+from safelaunch.job.mistakes import nodes_never_meet
+from safelaunch.job.paths import run_root, working_directory
+from safelaunch.job.plan import Plan, Surroundings, build
+from safelaunch.job.torchrun import Torch
 from safelaunch.settings.config import OWN_OPTIONS, Settings, resolve
 from safelaunch.settings.options import BY_FLAG
 from safelaunch.settings.yamlfile import nearest
@@ -149,7 +149,7 @@ def start(plan: Plan, given: Resources, again: Callable[[Resources], tuple[Plan,
     ``again``: see ``session.run``.
     """
     if plan.settings.dry_run:
-        from safelaunch.launch.dryrun import describe
+        from safelaunch.job.dryrun import describe
 
         show(describe(plan, room()), fold=True)
         return 0

@@ -14,7 +14,7 @@ import msgspec
 
 from safelaunch.control.discover import Run, describe, look, our_roots, select
 from safelaunch.control.protocol import DumpAnswer, Request, RunStatus, StacksAnswer, StackStatus, ask
-from safelaunch.launch.paths import RunPaths
+from safelaunch.job.paths import RunPaths
 from safelaunch.report.early import in_status
 from safelaunch.system.console import display, redact, say, show, show_json
 from safelaunch.system.decoding import from_json

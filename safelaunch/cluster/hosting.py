@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from safelaunch.cluster.store import Address
-from safelaunch.launch import process
+from safelaunch.job import process
 
 PROGRAM = Path(__file__).with_name("host_store.py")
 ENDS_S = 1.0

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from safelaunch.cluster.store import Address
-from safelaunch.launch.argv import CommandLine
+from safelaunch.job.argv import CommandLine
 
 C10D_PORT, STATIC_PORT = 29400, 29500  # torchrun's own, where none is given
 MOST_HOSTS = 4096

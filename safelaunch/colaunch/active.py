@@ -14,8 +14,8 @@ from safelaunch.colaunch.jobs import Job, Metric, Outcome, Pace, State, Track
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.pool import Share
 from safelaunch.colaunch.view import JobView
-from safelaunch.launch.job import EXIT_GAVE_UP, EXIT_HUNG
-from safelaunch.launch.process import ProcessId
+from safelaunch.job.job import EXIT_GAVE_UP, EXIT_HUNG
+from safelaunch.job.process import ProcessId
 
 # The guardian of a killed supervisor ends its job: SIGTERM, 5 s, SIGKILL.
 LINGER_S = 8.0

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from safelaunch.colaunch.jobs import Job, Outcome, State
-from safelaunch.launch.process import ProcessId
+from safelaunch.job.process import ProcessId
 from safelaunch.system.errors import UsageError
 
 Record = Mapping[str, Any]

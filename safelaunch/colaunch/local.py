@@ -25,8 +25,8 @@ from safelaunch.colaunch.steps import Steps
 from safelaunch.colaunch.sweep import Sweep
 from safelaunch.colaunch.view import JobView
 from safelaunch.control.discover import our_roots
-from safelaunch.launch import process
-from safelaunch.launch.process import ProcessId
+from safelaunch.job import process
+from safelaunch.job.process import ProcessId
 from safelaunch.leases import ports
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.store import Store

@@ -12,7 +12,7 @@ from safelaunch.colaunch.jobs import Job, Outcome
 from safelaunch.colaunch.journal import Attempt
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.sweep import Before
-from safelaunch.launch.process import ProcessId, descendants
+from safelaunch.job.process import ProcessId, descendants
 from safelaunch.system.errors import SafelaunchError
 
 KILL_AFTER_S = 45.0  # the job got SIGTERM when its colaunch was killed; torchrun may take 30 s

@@ -17,7 +17,7 @@ from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.signals import Signals
 from safelaunch.colaunch.sweep import Sweep
 from safelaunch.colaunch.view import Screen, Snapshot
-from safelaunch.launch.paths import seen_from_here
+from safelaunch.job.paths import seen_from_here
 
 SUMMARY_EVERY_S = 2.0
 

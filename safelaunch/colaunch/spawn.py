@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from safelaunch.launch.process import ProcessId, fork
+from safelaunch.job.process import ProcessId, fork
 
 PR_SET_PDEATHSIG = 1
 EXIT_FILE = "SAFELAUNCH_EXIT_FILE"

@@ -14,8 +14,8 @@ import msgspec
 
 from safelaunch.colaunch.jobs import Pace
 from safelaunch.control import discover
-from safelaunch.launch.paths import RunPaths
-from safelaunch.launch.process import ProcessId
+from safelaunch.job.paths import RunPaths
+from safelaunch.job.process import ProcessId
 from safelaunch.model import EarlyLook, Inconsistency, Progress
 from safelaunch.roster.progress import Roster
 from safelaunch.system.decoding import from_json

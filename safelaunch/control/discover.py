@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from safelaunch.control.protocol import Request, RunStatus, ask
-from safelaunch.launch.paths import RunPaths, is_held, is_private, other_roots, run_root
-from safelaunch.launch.process import ProcessId
+from safelaunch.job.paths import RunPaths, is_held, is_private, other_roots, run_root
+from safelaunch.job.process import ProcessId
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import SafelaunchError
 

@@ -18,7 +18,7 @@ from safelaunch.bundle.publishing import check_directory
 from safelaunch.capture import gpu
 from safelaunch.capture.parallel import gather
 from safelaunch.control.discover import roots
-from safelaunch.launch import paths, torchrun
+from safelaunch.job import paths, torchrun
 from safelaunch.settings.config import INTERNAL_ENV, resolve
 from safelaunch.system.errors import SafelaunchError
 

@@ -14,7 +14,7 @@ from safelaunch.beacon import layout
 from safelaunch.capture import cgroups
 from safelaunch.capture.result import within
 from safelaunch.control.discover import find
-from safelaunch.launch.paths import RunPaths
+from safelaunch.job.paths import RunPaths
 from safelaunch.system.errors import CaptureError
 
 from .check import Check

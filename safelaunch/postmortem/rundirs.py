@@ -15,7 +15,7 @@ from safelaunch.beacon import layout
 from safelaunch.capture import collect
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.capture.sink import Nowhere
-from safelaunch.launch.paths import RunPaths
+from safelaunch.job.paths import RunPaths
 from safelaunch.model import Evidence, RankExit
 from safelaunch.postmortem.dumps import read_dumps
 from safelaunch.postmortem.found import Found, Unreadable, read_limited, within

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from safelaunch import beacon
-from safelaunch.launch import process
+from safelaunch.job import process
 from safelaunch.system import procstat
 
 INJECT = os.fspath(Path(beacon.__file__).parent / "inject")

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from safelaunch.beacon import layout
-from safelaunch.launch.paths import RunPaths
+from safelaunch.job.paths import RunPaths
 from safelaunch.model import Progress
 from safelaunch.system.decoding import from_json
 

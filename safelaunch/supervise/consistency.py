@@ -8,7 +8,7 @@ from contextlib import suppress
 import msgspec
 
 from safelaunch.beacon import layout
-from safelaunch.launch.paths import RunPaths
+from safelaunch.job.paths import RunPaths
 from safelaunch.model import Inconsistency, format_ranks
 from safelaunch.roster.checks import Series
 from safelaunch.supervise.joint_checks import Part

@@ -17,7 +17,7 @@ from msgspec import structs
 from safelaunch.bundle.onbundle import variables_of_look
 from safelaunch.capture.look import Look, Target
 from safelaunch.capture.redaction import without_secrets
-from safelaunch.launch.paths import RunPaths
+from safelaunch.job.paths import RunPaths
 from safelaunch.model import EarlyLook, RankExit
 from safelaunch.report import early as shown
 from safelaunch.supervise import answer, early_verdict, incident

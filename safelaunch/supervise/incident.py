@@ -26,7 +26,7 @@ from safelaunch.capture.parallel import gather_into
 from safelaunch.capture.redaction import without_secrets
 from safelaunch.capture.sink import Gate, Nowhere
 from safelaunch.capture.user_source import SOURCE_FILE, Excerpts
-from safelaunch.launch.paths import Unfinished, may_be_ours
+from safelaunch.job.paths import Unfinished, may_be_ours
 from safelaunch.model import (
     Artifact,
     EarlyLook,

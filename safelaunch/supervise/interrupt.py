@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from msgspec import structs
 
-from safelaunch.launch.job import HOLD_S
+from safelaunch.job.job import HOLD_S
 from safelaunch.model import Answer, Outcome
 from safelaunch.supervise import incident
 from safelaunch.supervise.answer import proves, work_in

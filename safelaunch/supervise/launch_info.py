@@ -10,9 +10,9 @@ import time
 from safelaunch import __version__
 from safelaunch.bundle.onbundle import Notifier
 from safelaunch.bundle.publishing import Keeping
-from safelaunch.launch.job import Job
-from safelaunch.launch.paths import local_bundles, working_directory
-from safelaunch.launch.plan import Plan
+from safelaunch.job.job import Job
+from safelaunch.job.paths import local_bundles, working_directory
+from safelaunch.job.plan import Plan
 from safelaunch.supervise.incident import Circumstances
 from safelaunch.system.console import say
 from safelaunch.system.redaction.job_secrets import left_out, secret_values

@@ -26,8 +26,8 @@ from safelaunch.control.protocol import (
     StacksAnswer,
     StackStatus,
 )
-from safelaunch.launch.job import Job
-from safelaunch.launch.paths import working_directory
+from safelaunch.job.job import Job
+from safelaunch.job.paths import working_directory
 from safelaunch.model import BundlePlace, Frame, Progress, RankExit, format_ranks
 from safelaunch.supervise import incident
 from safelaunch.supervise.answer import work_in

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safelaunch.capture import command
-from safelaunch.launch import controlgroup, process
-from safelaunch.launch.job import (
+from safelaunch.job import controlgroup, process
+from safelaunch.job.job import (
     EXIT_GAVE_UP,
     EXIT_HUNG,
     EXIT_INCONSISTENT,
@@ -24,7 +24,7 @@ from safelaunch.launch.job import (
     Job,
     JobProcesses,
 )
-from safelaunch.launch.paths import sweep, sweep_unfinished, working_directory
+from safelaunch.job.paths import sweep, sweep_unfinished, working_directory
 from safelaunch.model import RankExit
 from safelaunch.roster.progress import AgentEvent, Roster
 from safelaunch.settings.config import STALL_CEILING_S, Settings

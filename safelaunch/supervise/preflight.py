@@ -7,9 +7,9 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from safelaunch.launch import mistakes, torchrun
-from safelaunch.launch.argv import CommandLine
-from safelaunch.launch.entrypoint import is_given
+from safelaunch.job import mistakes, torchrun
+from safelaunch.job.argv import CommandLine
+from safelaunch.job.entrypoint import is_given
 from safelaunch.settings.config import Settings
 from safelaunch.settings.options import OPTION_GROUPS
 from safelaunch.system.errors import UsageError

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from safelaunch.launch.argv import CommandLine
-from safelaunch.launch.mistakes import has_no_number_of_processes
+from safelaunch.job.argv import CommandLine
+from safelaunch.job.mistakes import has_no_number_of_processes
 from safelaunch.leases.driver import has_driver
 from safelaunch.system.console import say
 from safelaunch.system.errors import ResourceError, StoreError, UsageError
 
 if TYPE_CHECKING:
-    from safelaunch.launch.torchrun import Torch
+    from safelaunch.job.torchrun import Torch
     from safelaunch.leases.choose import Gpu, Inventory, Ranks, Wish
     from safelaunch.leases.claims import Claim, Survey
     from safelaunch.leases.holder import Holder
@@ -338,7 +338,7 @@ def _is_one_node(command: CommandLine, environ: Mapping[str, str]) -> bool:
 
 def _takes_the_common_port(command: CommandLine, environ: Mapping[str, str], torch: Torch) -> bool:
     """Whether torchrun would bind 29500 because no option names a port; newer versions bind port 0."""
-    from safelaunch.launch.torchrun import binds_any_port
+    from safelaunch.job.torchrun import binds_any_port
 
     if not command.script or not _is_one_node(command, environ) or binds_any_port(torch.package):
         return False

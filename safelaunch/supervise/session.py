@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from safelaunch.launch import controlgroup, process
-from safelaunch.launch.guardian import Guardian
-from safelaunch.launch.job import Job, JobProcesses
-from safelaunch.launch.paths import RunPaths, create_run
-from safelaunch.launch.plan import Plan, in_directory
-from safelaunch.launch.process import ProcessId
+from safelaunch.job import controlgroup, process
+from safelaunch.job.guardian import Guardian
+from safelaunch.job.job import Job, JobProcesses
+from safelaunch.job.paths import RunPaths, create_run
+from safelaunch.job.plan import Plan, in_directory
+from safelaunch.job.process import ProcessId
 from safelaunch.supervise.resources import Resources
 from safelaunch.system.console import say
 
@@ -153,7 +153,7 @@ def _without_beacon(plan: Plan) -> dict[str, str]:
 
 def _only_forward(processes: JobProcesses) -> int:
     """Runs an unwatched job: forwards signals, and returns its wait status."""
-    from safelaunch.launch.job import Forwarder
+    from safelaunch.job.job import Forwarder
 
     forwarder = Forwarder(processes.agent.pid)
     while (status := processes.ended()) is None:

@@ -27,7 +27,7 @@ from safelaunch.cluster.keyfile import BadKeyFile, read_key
 from safelaunch.cluster.messages import Decision, Node, Page, Result, Vote, node_count, share_of
 from safelaunch.cluster.seen import Neighbour, Seen, Word
 from safelaunch.cluster.where import Alone, Meeting, hosts_of, meeting
-from safelaunch.launch.plan import Plan
+from safelaunch.job.plan import Plan
 from safelaunch.model import BundlePlace, Evidence, Lost, NodeEvidence, Rendezvous
 from safelaunch.settings.config import Settings
 from safelaunch.supervise.answer import proves

@@ -42,7 +42,7 @@ RUNS_S = 4.0
 LEAVES_S = 25.0
 MOMENTS_S = {"start": 1.5, "ranks": 0.8}  # latest moment after the start, or after all ranks run
 NO_GROUP = 'umount -l /sys/fs/cgroup/unified 2>/dev/null; umount -l /sys/fs/cgroup 2>/dev/null; exec "$0" "$@"'
-UNKNOWABLE = "nobody has seen what has just lost parents, session and environment (see launch/guardian.py)"
+UNKNOWABLE = "nobody has seen what has just lost parents, session and environment (see job/guardian.py)"
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from pages import blocks
 
 from safelaunch.cluster.store import Address
 from safelaunch.cluster.where import Meeting, meeting
-from safelaunch.launch.argv import CommandLine, split
-from safelaunch.launch.torchrun import KNOWN
+from safelaunch.job.argv import CommandLine, split
+from safelaunch.job.torchrun import KNOWN
 from safelaunch.settings.options import OWN_OPTIONS, options_of
 
 OWN = {option.flag: option.takes_value for option in OWN_OPTIONS}

@@ -16,7 +16,7 @@ from jobs import PROGRAMS
 from row import HUNG, KILLED, NAMED, RESTARTS, TRAINS, Promise, Row, nothing
 from scene import RESTARTING, TRAINING, Kind, Scene, Setting, at_suspicion, at_training, goes_on, pass_time
 
-from safelaunch.launch.process import identify
+from safelaunch.job.process import identify
 
 HOUR_S = 3600.0
 ALONE = Kind("alone", ranks=1)

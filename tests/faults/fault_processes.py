@@ -12,8 +12,8 @@ from dataclasses import replace
 from row import CRASHES, DIES, HUNG, KILLED, NAMED, RESTARTS, TRAINS, Promise, Row
 from scene import LOADING, RESTARTING, TRAINING, Kind, Scene, pass_time, safelaunch_command
 
-from safelaunch.launch.paths import sweep
-from safelaunch.launch.process import ProcessId
+from safelaunch.job.paths import sweep
+from safelaunch.job.process import ProcessId
 
 STOPPED_S = 6.5  # longer than the gap that the watchdog takes for a suspended machine
 IMPATIENT = replace(TRAINING, own=("--startup-timeout=3",))

@@ -14,7 +14,7 @@ from jobs import PROGRAMS
 from node_row import CULPRIT, HANGS, Moment, NodeRow, Nodes, Promise
 from scene import FAST_S, Setting
 
-from safelaunch.launch.process import ProcessId, identify
+from safelaunch.job.process import ProcessId, identify
 
 LEADER, OTHER = 0, 1
 WHERE = {LEADER: "leader's node", OTHER: "another node"}

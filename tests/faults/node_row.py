@@ -23,7 +23,7 @@ from row import Outcome, own_faults
 from scene import FAST_S, HOLDING, POLL_S, STEERED, TRAINING, Kind, Scene, Setting, let_the_copy_go_on, wait_for
 
 from safelaunch.cluster.store import Address, Store, StoreError
-from safelaunch.launch.process import ProcessId, identify
+from safelaunch.job.process import ProcessId, identify
 
 Moment = Literal["start", "training", "suspicion", "capture", "publishing", "ending"]
 HANGS: tuple[Moment, ...] = ("suspicion", "capture", "publishing", "ending")

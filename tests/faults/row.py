@@ -15,7 +15,7 @@ from jobs import Bundle, Result
 from scene import HOLDING, MOMENTS, TRAINING, Kind, MissedMoment, Scene, Setting, let_the_copy_go_on
 
 import safelaunch
-from safelaunch.launch.paths import run_root
+from safelaunch.job.paths import run_root
 
 KILLED = -9
 HUNG = 124

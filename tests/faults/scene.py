@@ -19,8 +19,8 @@ from pathlib import Path
 from jobs import PROGRAMS, Job
 
 from safelaunch.control.protocol import Request, ask
-from safelaunch.launch.paths import RunPaths
-from safelaunch.launch.process import ProcessId, descendants, identify
+from safelaunch.job.paths import RunPaths
+from safelaunch.job.process import ProcessId, descendants, identify
 from safelaunch.roster.progress import Roster
 from safelaunch.system.errors import SafelaunchError
 

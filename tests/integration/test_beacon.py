@@ -21,7 +21,7 @@ from jobs import PROGRAMS, Job, Result
 
 from safelaunch.beacon import layout, ring
 from safelaunch.capture import worker_server
-from safelaunch.launch.paths import RunPaths
+from safelaunch.job.paths import RunPaths
 from safelaunch.roster.progress import Page, Roster, read_meta
 
 pytestmark = pytest.mark.torch
@@ -559,7 +559,7 @@ def test_who_the_rank_is(start: Start) -> None:
         import subprocess
         inside = subprocess.run([sys.executable, "-c", "import sys; print([n for n in sys.modules if 'beacon' in n])"],
             capture_output=True, text=True)
-        from safelaunch.launch.paths import RunPaths
+        from safelaunch.job.paths import RunPaths
         from safelaunch.roster.progress import Roster
         roster = Roster(RunPaths(RUN_DIR))
         roster.refresh()

@@ -21,7 +21,7 @@ import pytest
 
 from safelaunch.capture import gpu, logs, node, proc, resting, stacks, worker_server
 from safelaunch.capture.flight_recorder import flight_record_of
-from safelaunch.launch.process import ProcessId, identify
+from safelaunch.job.process import ProcessId, identify
 from safelaunch.model import FileLock, GilTest, ProcessState
 from safelaunch.system.errors import CaptureError
 

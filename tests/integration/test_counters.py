@@ -16,7 +16,7 @@ import pytest
 
 from safelaunch.capture import counters, sockets
 from safelaunch.capture.counters import Counters
-from safelaunch.launch.process import identify
+from safelaunch.job.process import identify
 from safelaunch.watch.work import Background, Work, found, learn
 
 PATIENCE_S = 90.0

@@ -16,8 +16,8 @@ import pytest
 from jobs import PROGRAMS, TAG, Job
 
 from safelaunch.capture.proc import state_letter
-from safelaunch.launch import controlgroup
-from safelaunch.launch.paths import run_root
+from safelaunch.job import controlgroup
+from safelaunch.job.paths import run_root
 
 pytestmark = pytest.mark.torch
 

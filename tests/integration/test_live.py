@@ -18,7 +18,7 @@ import stub
 from jobs import PROGRAMS, Bundle, Job
 from stub import GIB
 
-from safelaunch.launch.paths import RunPaths
+from safelaunch.job.paths import RunPaths
 from safelaunch.roster.progress import Roster
 from safelaunch.supervise import pollers
 from safelaunch.supervise.watch import Watch

@@ -9,7 +9,7 @@ import msgspec
 from safelaunch.cli.status_screen import View, screen
 from safelaunch.control.discover import Found, Run
 from safelaunch.control.protocol import NodeStatus, RankStatus, RunStatus, StackStatus
-from safelaunch.launch.process import ProcessId
+from safelaunch.job.process import ProcessId
 from safelaunch.model import EarlyLook, Frame, Place
 
 NOW = 1_800_000_000.0

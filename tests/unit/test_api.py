@@ -27,7 +27,7 @@ import safelaunch
 safelaunch.step()
 print(*sorted(set(sys.modules) - before))
 print([name for name in sys.modules if name.startswith("safelaunch.")])
-import safelaunch.launch.argv, safelaunch.diagnose.causes
+import safelaunch.job.argv, safelaunch.diagnose.causes
 for found in (safelaunch.launch, safelaunch.diagnose):
     print(found.__name__, callable(found))
 from safelaunch.diagnose import diagnose, rules

@@ -15,7 +15,7 @@ from recordings import DATA
 
 from safelaunch.capture import command, sampling
 from safelaunch.capture.sampling import Sampled, from_folded, from_trace, rate_for, records_of, sample
-from safelaunch.launch.process import identify
+from safelaunch.job.process import identify
 from safelaunch.model.recording import Numbers, ProcessRecord
 
 SPIN = "def spin():\n while True:\n  pass\nprint(flush=True)\nspin()"

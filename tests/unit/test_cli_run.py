@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.cli import main
-from safelaunch.launch import torchrun
+from safelaunch.job import torchrun
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from safelaunch.cli.status_rows import COLUMNS, rate, rows, since, stragglers, t
 from safelaunch.control import discover
 from safelaunch.control.discover import Found, Run, select
 from safelaunch.control.protocol import DumpAnswer, NodeStatus, RankStatus, RunStatus
-from safelaunch.launch.process import ProcessId
+from safelaunch.job.process import ProcessId
 from safelaunch.model import Progress
 from safelaunch.supervise import live
 from safelaunch.system.errors import SafelaunchError, UsageError

@@ -14,7 +14,7 @@ import pytest
 
 from safelaunch.cluster.hosting import StoreHost, is_this_host
 from safelaunch.cluster.store import Address, Store
-from safelaunch.launch import process
+from safelaunch.job import process
 from safelaunch.leases.ports import listening
 
 STARTS_S = 100.0  # torch is imported

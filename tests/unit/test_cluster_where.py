@@ -6,7 +6,7 @@ import pytest
 
 from safelaunch.cluster.store import Address
 from safelaunch.cluster.where import MOST_HOSTS, Alone, Meeting, first_host, hosts_of, meeting
-from safelaunch.launch.argv import CommandLine
+from safelaunch.job.argv import CommandLine
 
 
 def found(*words: str, **environ: str) -> str:

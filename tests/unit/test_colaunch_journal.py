@@ -17,7 +17,7 @@ from safelaunch.colaunch.journal import Attempt, Journal, attempts, parse
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.resume import history, recovered, wait_for_remains
 from safelaunch.colaunch.sweep import Rules, Sweep
-from safelaunch.launch.process import ProcessId, identify
+from safelaunch.job.process import ProcessId, identify
 from safelaunch.system.errors import SafelaunchError, UsageError
 
 GONE = ProcessId(2**22 - 7, 1)

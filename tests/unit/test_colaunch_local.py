@@ -26,8 +26,8 @@ from safelaunch.colaunch.signals import Signals
 from safelaunch.colaunch.spawn import Command
 from safelaunch.colaunch.sweep import Rules, Sweep
 from safelaunch.colaunch.view import Snapshot
-from safelaunch.launch import process
-from safelaunch.launch.process import ProcessId
+from safelaunch.job import process
+from safelaunch.job.process import ProcessId
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.store import Store

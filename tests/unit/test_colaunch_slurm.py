@@ -28,7 +28,7 @@ from safelaunch.colaunch.slurm.judge import Listed, Standing, judge, spare, stat
 from safelaunch.colaunch.slurm.queue import SlurmError
 from safelaunch.colaunch.slurm.script import Attempt, Batch, Programs, alike, batch_name, command, script
 from safelaunch.colaunch.sweep import Rules, Sweep
-from safelaunch.launch.process import ProcessId
+from safelaunch.job.process import ProcessId
 from safelaunch.system.errors import SpecError
 
 GOLDEN = Path(__file__).parent / "golden"

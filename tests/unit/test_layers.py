@@ -52,7 +52,7 @@ LAYERS = (
 ORDER = {name: number for number, (name, _) in enumerate(LAYERS)}
 # Takes values and returns values: no clock, no process, no file, no environment.
 PURE = {
-    "launch.argv",
+    "job.argv",
     "watch.stall",
     "watch.rhythm",
     "watch.pulse",
@@ -144,7 +144,7 @@ THIRD_PARTY = {
     },
     "pynvml": {"leases.inventory", "capture.gpu"},
     "rich": {"report.report", "cli.*"},
-    "psutil": {"capture.*", "launch.process", "cli.*"},
+    "psutil": {"capture.*", "job.process", "cli.*"},
     "tomli": {"settings.yamlfile", "settings.config"},
 }
 
@@ -226,7 +226,7 @@ def layer(name: str) -> int:
 def test_the_parser_of_imports_sees_them() -> None:
     """So that the tests below cannot pass by seeing nothing."""
     seen = {(found.by, found.module) for found in all_imports()}
-    assert {("watch.stall", "dataclasses"), ("roster.progress", "beacon.layout"), ("cli.run", "launch.plan")} <= seen
+    assert {("watch.stall", "dataclasses"), ("roster.progress", "beacon.layout"), ("cli.run", "job.plan")} <= seen
     assert {("beacon.rank", "beacon.marks"), ("settings.yamlfile", "yaml"), ("supervise.watch", "watch.stall")} <= seen
     assert Import("supervise.session", "supervise.loop", ours=True, late=True) in all_imports()
     assert len(MODULES) > 50

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from safelaunch.beacon import layout, page
 from safelaunch.cli import main
 from safelaunch.diagnose import diagnose
-from safelaunch.launch.paths import RunPaths, create_run
+from safelaunch.job.paths import RunPaths, create_run
 from safelaunch.model import (
     Collective,
     Evidence,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.beacon import layout, page
-from safelaunch.launch.paths import RunPaths
+from safelaunch.job.paths import RunPaths
 from safelaunch.roster.progress import Roster
 
 

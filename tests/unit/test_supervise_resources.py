@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.launch.argv import CommandLine
-from safelaunch.launch.torchrun import KNOWN, Torch, binds_any_port
+from safelaunch.job.argv import CommandLine
+from safelaunch.job.torchrun import KNOWN, Torch, binds_any_port
 from safelaunch.leases.choose import Gpu, Inventory, pool_of, wish_of
 from safelaunch.settings.config import Settings
 from safelaunch.supervise import resources

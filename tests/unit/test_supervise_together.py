@@ -16,8 +16,8 @@ from safelaunch.cluster.council import SILENT_S
 from safelaunch.cluster.evidence import aged, condensed
 from safelaunch.cluster.messages import Beat, Decision, Node, Page, Question, Result, packed
 from safelaunch.cluster.seen import Answers, Neighbour, Seen, Word
-from safelaunch.launch.argv import CommandLine
-from safelaunch.launch.plan import Plan
+from safelaunch.job.argv import CommandLine
+from safelaunch.job.plan import Plan
 from safelaunch.model import BundlePlace, Evidence, Frame, Progress, RankEvidence, RankException
 from safelaunch.model.recording import RankRecord, Recording
 from safelaunch.settings.config import Settings

@@ -71,15 +71,15 @@ WRITERS = {
     "colaunch.slurm.claims": "ids and outcomes of jobs",
     "colaunch.slurm.engine": "what a job runs with, in private files of the sweep",
     "supervise.consistency": "names of parameters, in the run directory",
-    "launch.paths": "whose a run directory is",
-    "launch.guardian": "pids for the guardian",
-    "launch.guarding": "pids and wait statuses for the supervisor, its own name",
-    "launch.remains": "pids of the job",
-    "launch.controlgroup": "pids into the kernel's files",
+    "job.paths": "whose a run directory is",
+    "job.guardian": "pids for the guardian",
+    "job.guarding": "pids and wait statuses for the supervisor, its own name",
+    "job.remains": "pids of the job",
+    "job.controlgroup": "pids into the kernel's files",
     "cli.diagnose": "what console has already passed, in the child that read it",
     "postmortem.guard": "a child's answer, through a pipe",
     "postmortem.rundirs": "copies of dumps, to read them",
-    "launch.process": "an errno, and a go, through pipes",
+    "job.process": "an errno, and a go, through pipes",
     "supervise.early": "early looks, already cleaned, for status",
     "supervise.early_verdict": "evidence, already cleaned, for a process of ours, and its answer through a pipe",
     "leases.*": "locks and who holds them: a command line that redact_argv has cleaned",
@@ -107,7 +107,7 @@ def test_nothing_writes_or_prints_past_the_place_that_decides() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         inside = path.relative_to(PACKAGE)
         module = ".".join([*inside.parts[:-1], *([] if inside.stem == "__init__" else [inside.stem])])
-        if inside.as_posix().startswith(("demos/", "launch/launcher/")):
+        if inside.as_posix().startswith(("demos/", "job/launcher/")):
             continue
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         if lines := [call.lineno for call in calls if _writes(call)]:

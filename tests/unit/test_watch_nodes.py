@@ -13,7 +13,7 @@ import pytest
 
 from safelaunch.beacon import layout, page
 from safelaunch.capture.counters import Counters
-from safelaunch.launch.paths import RunPaths
+from safelaunch.job.paths import RunPaths
 from safelaunch.roster.progress import Roster
 from safelaunch.supervise.watch import Watch
 from safelaunch.watch.stall import Policy

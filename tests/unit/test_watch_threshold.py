@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from safelaunch.launch.process import identify
+from safelaunch.job.process import identify
 from safelaunch.model import Progress
 from safelaunch.supervise.watch import Watch
 from safelaunch.watch import stall

@@ -8,7 +8,7 @@ from typing import Literal
 
 from safelaunch.colaunch.jobs import State
 from safelaunch.colaunch.slurm.claims import Claim, End
-from safelaunch.launch.job import EXIT_GAVE_UP, EXIT_HUNG
+from safelaunch.job.job import EXIT_GAVE_UP, EXIT_HUNG
 
 # Slurm's names for a job that has ended, see squeue(1). All others may still run.
 FINAL = frozenset(

@@ -22,7 +22,7 @@ from safelaunch.colaunch.bundles import newest
 from safelaunch.colaunch.jobs import Pace, threads
 from safelaunch.colaunch.paths import SweepPaths
 from safelaunch.colaunch.slurm.claims import AttemptFiles, Claim, End
-from safelaunch.launch.process import ProcessId, identify
+from safelaunch.job.process import ProcessId, identify
 from safelaunch.system.console import say
 from safelaunch.system.errors import SafelaunchError
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from safelaunch.control import discover
-from safelaunch.launch import paths
-from safelaunch.launch.argv import CommandLine
-from safelaunch.launch.paths import (
+from safelaunch.job import paths
+from safelaunch.job.argv import CommandLine
+from safelaunch.job.paths import (
     RunPaths,
     Unfinished,
     create_run,
@@ -24,8 +24,8 @@ from safelaunch.launch.paths import (
     sweep,
     sweep_unfinished,
 )
-from safelaunch.launch.plan import Plan, Surroundings, build, in_directory
-from safelaunch.launch.torchrun import Torch
+from safelaunch.job.plan import Plan, Surroundings, build, in_directory
+from safelaunch.job.torchrun import Torch
 from safelaunch.settings.config import Settings
 from safelaunch.settings.presetfile import EnvSetting
 

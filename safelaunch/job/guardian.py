@@ -38,10 +38,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from safelaunch.beacon import layout
-from safelaunch.launch import guarding, process
-from safelaunch.launch.controlgroup import ControlGroup
-from safelaunch.launch.paths import RunPaths
-from safelaunch.launch.process import ProcessId
+from safelaunch.job import guarding, process
+from safelaunch.job.controlgroup import ControlGroup
+from safelaunch.job.paths import RunPaths
+from safelaunch.job.process import ProcessId
 from safelaunch.system import procstat
 
 TRIES = 3
@@ -270,7 +270,7 @@ def _lifelines(run: RunPaths) -> tuple[int, int]:
 def _code(call: str) -> str:
     """The program for a new interpreter."""
     root = os.fspath(Path(__file__).resolve().parents[2])
-    return f"import sys; sys.path.insert(0, {root!r}); from safelaunch.launch import guarding; guarding.{call}"
+    return f"import sys; sys.path.insert(0, {root!r}); from safelaunch.job import guarding; guarding.{call}"
 
 
 def _spawn(call: str) -> int:

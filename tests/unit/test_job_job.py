@@ -10,9 +10,9 @@ import textwrap
 
 import pytest
 
-from safelaunch.launch import job
-from safelaunch.launch.job import Forwarder, JobProcesses
-from safelaunch.launch.process import Children, ProcessId
+from safelaunch.job import job
+from safelaunch.job.job import Forwarder, JobProcesses
+from safelaunch.job.process import Children, ProcessId
 
 
 class FakeGuardian:
@@ -46,7 +46,7 @@ def test_children_are_listed_again_when_one_has_come_or_gone() -> None:
     """In a process of its own: this one may have threads, whose children another list has."""
     source = """
         import os, signal
-        from safelaunch.launch.process import Children
+        from safelaunch.job.process import Children
         children = Children()
         print(children.new())
         first = os.posix_spawn("/bin/sleep", ["sleep", "1000"], {})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.launch.entrypoint import why_missing
+from safelaunch.job.entrypoint import why_missing
 
 ENVIRON = {"PATH": os.environ.get("PATH", os.defpath)}
 

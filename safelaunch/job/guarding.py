@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from safelaunch.beacon import layout
-from safelaunch.launch import process
-from safelaunch.launch.controlgroup import ControlGroup
-from safelaunch.launch.paths import RunPaths, discard_unfinished
-from safelaunch.launch.process import ProcessId
-from safelaunch.launch.remains import Remains, members_of, note, parse
+from safelaunch.job import process
+from safelaunch.job.controlgroup import ControlGroup
+from safelaunch.job.paths import RunPaths, discard_unfinished
+from safelaunch.job.process import ProcessId
+from safelaunch.job.remains import Remains, members_of, note, parse
 
 NAME = "sl-guardian"
 GO, WELL = b"go", b"well"

@@ -11,10 +11,10 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from safelaunch.launch import process
-from safelaunch.launch.controlgroup import ControlGroup
-from safelaunch.launch.paths import RunPaths
-from safelaunch.launch.process import ProcessId
+from safelaunch.job import process
+from safelaunch.job.controlgroup import ControlGroup
+from safelaunch.job.paths import RunPaths
+from safelaunch.job.process import ProcessId
 from safelaunch.system import procstat
 
 

@@ -16,8 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from safelaunch.cli.run import misplaced
-from safelaunch.launch.argv import CommandLine, options_given, split
-from safelaunch.launch.torchrun import KNOWN
+from safelaunch.job.argv import CommandLine, options_given, split
+from safelaunch.job.torchrun import KNOWN
 from safelaunch.settings.config import OWN_OPTIONS
 from safelaunch.system.errors import UsageError
 

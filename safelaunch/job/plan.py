@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safelaunch.beacon import layout
-from safelaunch.launch.argv import CommandLine
-from safelaunch.launch.torchrun import Torch, launcher
+from safelaunch.job.argv import CommandLine
+from safelaunch.job.torchrun import Torch, launcher
 from safelaunch.settings.config import Settings
 from safelaunch.settings.presetfile import EnvSetting
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.launch import process
-from safelaunch.launch.process import ProcessId, descendants, end_all, identify
+from safelaunch.job import process
+from safelaunch.job.process import ProcessId, descendants, end_all, identify
 
 Run = Callable[..., "subprocess.Popen[str]"]
 
@@ -309,7 +309,7 @@ def test_a_job_starts_in_its_own_session_with_default_signals_and_the_mask_befor
     """In a child of ours: blocking signals here would reach into the test runner. ``cat`` changes nothing itself."""
     source = f"""
         import os, signal, sys
-        from safelaunch.launch import process
+        from safelaunch.job import process
         mask = process.block_signals()
         assert set(process.FORWARDED) <= signal.pthread_sigmask(signal.SIG_BLOCK, [])
         argv = [{shutil.which("cat")!r}, "/proc/self/status", "/proc/self/stat", "/proc/self/environ"]
@@ -331,7 +331,7 @@ def test_an_interrupt_before_the_job_is_itself_is_not_lost() -> None:
     """It waits for the child to unblock it, right before the exec."""
     source = f"""
         import os, signal, sys
-        from safelaunch.launch import process
+        from safelaunch.job import process
         mask = process.block_signals()
         interrupt = lambda member: os.kill(member.pid, signal.SIGINT)
         pid = process.start([{shutil.which("sleep")!r}, "60"], {{}}, mask, interrupt)
@@ -345,7 +345,7 @@ def test_a_job_does_not_start_when_we_are_killed_before_anybody_knows_of_it(tmp_
     started = tmp_path / "started"
     source = f"""
         import os, signal
-        from safelaunch.launch import process
+        from safelaunch.job import process
         def tell(member):
             print(member.pid, member.start_ticks, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -360,7 +360,7 @@ def test_a_job_does_not_start_when_we_are_killed_before_anybody_knows_of_it(tmp_
 
 def test_a_job_that_cannot_be_started_says_why() -> None:
     source = """
-        from safelaunch.launch import process
+        from safelaunch.job import process
         try:
             process.start(["/no/such/program"], {}, [])
         except OSError as error:
@@ -387,7 +387,7 @@ def test_reap(run: Run) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSEGV, signal.SIGABRT])
 def test_ending_as_the_job_did(signum: signal.Signals) -> None:
-    source = f"from safelaunch.launch.process import end_as; raise SystemExit(end_as({int(signum)}))"
+    source = f"from safelaunch.job.process import end_as; raise SystemExit(end_as({int(signum)}))"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (-signum, "")
 
@@ -400,7 +400,7 @@ def test_an_exit_code_is_kept(code: int) -> None:
 def test_the_subreaper_adopts_orphans() -> None:
     source = """
         import os, subprocess, sys, time
-        from safelaunch.launch import process
+        from safelaunch.job import process
         process.become_subreaper()
         middle = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', '" + \\
             "import time; time.sleep(1000)'], start_new_session=True, stdout=-3, stderr=-3).pid)"

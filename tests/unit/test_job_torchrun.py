@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.launch import torchrun
+from safelaunch.job import torchrun
 from safelaunch.system.errors import UsageError
 
 

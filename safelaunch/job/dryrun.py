@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 
-from safelaunch.launch.plan import Applied, Plan
+from safelaunch.job.plan import Applied, Plan
 from safelaunch.settings.config import INTERNAL_ENV, STALL_CEILING_S, Settings
 from safelaunch.system.console import command_lines
 from safelaunch.system.redaction.job_secrets import secret_values

@@ -14,19 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.launch import controlgroup, process
-from safelaunch.launch.controlgroup import ControlGroup, locate
-from safelaunch.launch.paths import RunPaths, create_run
-from safelaunch.launch.process import ProcessId
-from safelaunch.launch.remains import Remains, note, parse
+from safelaunch.job import controlgroup, process
+from safelaunch.job.controlgroup import ControlGroup, locate
+from safelaunch.job.paths import RunPaths, create_run
+from safelaunch.job.process import ProcessId
+from safelaunch.job.remains import Remains, note, parse
 
 SUPERVISOR = """
     import os, signal, sys, time
     from functools import partial
     from pathlib import Path
-    from safelaunch.launch import process
-    from safelaunch.launch.guardian import Guardian
-    from safelaunch.launch.paths import create_run
+    from safelaunch.job import process
+    from safelaunch.job.guardian import Guardian
+    from safelaunch.job.paths import create_run
     mask = process.block_signals()
     run = create_run(Path({root!r}), os.getpid(), os.getuid())
     guardian = Guardian(run, [], None)
@@ -217,7 +217,7 @@ def test_a_record_that_is_not_one(run: RunPaths) -> None:
 
 def test_another_name() -> None:
     source = """
-        from safelaunch.launch.guarding import disguise
+        from safelaunch.job.guarding import disguise
         disguise("sl-guardian")
         print(open("/proc/self/cmdline").read().rstrip("\\0"), open("/proc/self/comm").read(), end="")
     """

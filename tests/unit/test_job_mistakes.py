@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.launch import mistakes, torchrun
-from safelaunch.launch.argv import CommandLine, split
-from safelaunch.launch.torchrun import KNOWN
+from safelaunch.job import mistakes, torchrun
+from safelaunch.job.argv import CommandLine, split
+from safelaunch.job.torchrun import KNOWN
 
 
 def command(words: str) -> CommandLine:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeGuard
 
-from safelaunch.launch.argv import CommandLine
-from safelaunch.launch.entrypoint import is_given
+from safelaunch.job.argv import CommandLine
+from safelaunch.job.entrypoint import is_given
 
 RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 _STARTERS = {"Process", "spawn", "start_processes", "Popen", "fork", "mp", "multiprocessing", "subprocess"}

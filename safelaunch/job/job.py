@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from safelaunch.launch import process
-from safelaunch.launch.guardian import Guardian
-from safelaunch.launch.paths import RunPaths
-from safelaunch.launch.plan import Plan
-from safelaunch.launch.process import FORWARDED, SI_KERNEL, ProcessId
+from safelaunch.job import process
+from safelaunch.job.guardian import Guardian
+from safelaunch.job.paths import RunPaths
+from safelaunch.job.plan import Plan
+from safelaunch.job.process import FORWARDED, SI_KERNEL, ProcessId
 
 EXIT_INCONSISTENT = 123
 EXIT_HUNG = 124
