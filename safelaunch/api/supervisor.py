@@ -23,10 +23,10 @@ from safelaunch.job.paths import RunPaths, run_root, working_directory
 from safelaunch.job.plan import Plan, Surroundings, build_beside, in_directory
 from safelaunch.job.process import ProcessId
 from safelaunch.job.torchrun import Torch
+from safelaunch.leases.resources import Resources, gather
 from safelaunch.roster.progress import EventReader
 from safelaunch.settings.config import Settings, resolve
 from safelaunch.supervise.preflight import check
-from safelaunch.supervise.resources import Resources, gather
 from safelaunch.supervise.session import directory_for
 from safelaunch.system.console import redact, say
 from safelaunch.system.errors import SafelaunchError

@@ -15,12 +15,12 @@ from safelaunch.job.mistakes import nodes_never_meet
 from safelaunch.job.paths import run_root, working_directory
 from safelaunch.job.plan import Plan, Surroundings, build
 from safelaunch.job.torchrun import Torch
+from safelaunch.leases import resources
+from safelaunch.leases.resources import Resources
 from safelaunch.settings.config import OWN_OPTIONS, Settings, resolve
 from safelaunch.settings.options import BY_FLAG
 from safelaunch.settings.yamlfile import nearest
-from safelaunch.supervise import resources
 from safelaunch.supervise.preflight import check, mistakes_of_torchrun, without_effect
-from safelaunch.supervise.resources import Resources
 from safelaunch.system.console import room, say, show
 from safelaunch.system.errors import UsageError
 

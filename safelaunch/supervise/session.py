@@ -17,7 +17,7 @@ from safelaunch.job.job import Job, JobProcesses
 from safelaunch.job.paths import RunPaths, create_run
 from safelaunch.job.plan import Plan, in_directory
 from safelaunch.job.process import ProcessId
-from safelaunch.supervise.resources import Resources
+from safelaunch.leases.resources import Resources
 from safelaunch.system.console import say
 
 MORE_PORTS = 3

@@ -10,9 +10,9 @@ import pytest
 
 from safelaunch.job.argv import CommandLine
 from safelaunch.job.torchrun import KNOWN, Torch, binds_any_port
+from safelaunch.leases import resources
 from safelaunch.leases.choose import Gpu, Inventory, pool_of, wish_of
 from safelaunch.settings.config import Settings
-from safelaunch.supervise import resources
 from safelaunch.system.errors import UsageError
 
 
