@@ -69,22 +69,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-class _Package(type(_sys)):  # type: ignore[misc]  # the class of modules
-    """Keeps ``launch`` and ``diagnose`` the functions, although packages of ours have these names too.
-
-    The import system sets a package as an attribute of its parent: that is left out here. Where a test replaces one of
-    the functions, it is replaced. Of what is in the packages, say ``from safelaunch.diagnose import rules``: ``import
-    safelaunch.diagnose.rules as rules`` asks the function.
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in ("launch", "diagnose") and isinstance(value, type(_sys))):
-            super().__setattr__(name, value)
-
-
-_sys.modules[__name__].__class__ = _Package
-
-
 def _marks() -> _Any:
     """Returns this rank's beacon, if any. The beacon is loaded before the script, never by it."""
     return _sys.modules.get("_safelaunch_beacon.marks")

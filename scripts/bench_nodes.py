@@ -40,8 +40,8 @@ from safelaunch.cluster.messages import Decision, Node
 from safelaunch.cluster.seen import Seen
 from safelaunch.cluster.store import Address
 from safelaunch.cluster.where import Meeting
-from safelaunch.diagnose import diagnose
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
+from safelaunch.verdict.diagnose import diagnose
 
 sys.path.insert(0, os.fspath(Path(__file__).resolve().parent.parent / "tests" / "unit"))
 

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 
 from verdict_corpus import synthetic_jobs
 
-from safelaunch.diagnose import diagnose
 from safelaunch.model import Verdict
+from safelaunch.verdict.diagnose import diagnose
 
 LEVELS = ("high", "medium", "low")
 OUTCOMES = ("right", "nobody", "wrong")

@@ -345,9 +345,9 @@ CHECKS = {
     "detect-nodes": _bench("detect_nodes", 6),
     "rhythm": _script("scripts/bench_rhythm.py", 1, read_rhythm, "tests/unit/histories.py"),
     "paper": Check(
-        ((PYTHON, "-m", "pytest", "-q", "-n", "2", "tests/unit/test_diagnose_synthetic.py", "--junitxml", "{out}"),),
+        ((PYTHON, "-m", "pytest", "-q", "-n", "2", "tests/unit/test_verdict_synthetic.py", "--junitxml", "{out}"),),
         read_paper,
-        ("tests/unit/test_diagnose_synthetic.py", "tests/unit/synthetic.py"),
+        ("tests/unit/test_verdict_synthetic.py", "tests/unit/synthetic.py"),
         60,
         {"SAFELAUNCH_EXAMPLES": "1000"},
     ),

@@ -122,7 +122,9 @@ def make_corpus(before: Path, corpus: Path, words: argparse.Namespace) -> None:
 def _diagnoses(test: Path) -> bool:
     """Whether a test file reaches verdicts. Excludes the property tests, which only add more generated jobs."""
     text = test.read_text()
-    return "safelaunch.diagnose import" in text and "from synthetic import" not in text
+    return (
+        "safelaunch.verdict" in text or "safelaunch.diagnose import" in text
+    ) and "from synthetic import" not in text
 
 
 def verdicts(checkouts: list[Path], corpus: Path, scratch: Path) -> list[dict[tuple[str, str, int], dict[str, Any]]]:

@@ -18,9 +18,9 @@ import incidents
 from browser import Browser, found
 
 from safelaunch.capture import user_source
-from safelaunch.diagnose import diagnose
 from safelaunch.postmortem import locate, surroundings
 from safelaunch.report import page
+from safelaunch.verdict.diagnose import diagnose
 
 # name → width, dark, phone, printed
 SHOTS = {

@@ -16,10 +16,10 @@ from safelaunch import schemas
 from safelaunch.cli import doctor, dump, gpu_rows, presets
 from safelaunch.cli.status import AnsweringRun, SilentRun
 from safelaunch.colaunch.summary import Summary
-from safelaunch.diagnose.causes import CAUSES
 from safelaunch.model import Verdict
 from safelaunch.report.calls import CallDocument
 from safelaunch.report.recording import RecordDocument
+from safelaunch.verdict.causes import CAUSES
 
 # The records of a document; ``list``: it is a list of them.
 DOCUMENTS: dict[str, tuple[tuple[type, ...], str]] = {

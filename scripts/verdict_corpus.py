@@ -145,7 +145,7 @@ def pytest_configure() -> None:
     """Makes ``diagnose`` and the writer of dumps save their input. Runs before any test module is imported."""
     sys.path.insert(0, str(UNIT))
     folder = Path(os.environ[FOLDER])
-    package = importlib.import_module("safelaunch.diagnose")
+    package = first_of("verdict.diagnose", "diagnose")
     package.diagnose = kept_evidence(package.diagnose, folder)  # type: ignore[attr-defined]
     formats = importlib.import_module("nccl_formats")
     formats.write = kept_folder(formats.write, folder / "dumps")  # type: ignore[attr-defined]
@@ -183,8 +183,8 @@ def kept_folder(write_dumps: Callable[..., Path], folder: Path) -> Callable[...,
 
 def diagnose_all(folder: Path, results: Path) -> int:
     """Writes a line of JSON for each case and each path in ``paths.json``: its verdict or exception."""
-    diagnose, evidence_type = find("diagnose", "diagnose"), find("model", "Evidence")
-    for name in ("cli.diagnose", "postmortem.locate", "bundle.report", "session.sources"):
+    diagnose, evidence_type = find("diagnose", "verdict", "diagnose"), find("Evidence", "model")
+    for name in ("cli.diagnose", "bundle.reading.locate", "postmortem.locate", "bundle.report", "session.sources"):
         with suppress(ImportError):  # imported here so that the forks need not
             importlib.import_module(f"safelaunch.{name}")
     with results.open("w") as file:
@@ -202,14 +202,22 @@ def diagnose_all(folder: Path, results: Path) -> int:
     return 0
 
 
-def find(package: str, name: str) -> Any:
-    """Finds ``name`` in ``safelaunch.<package>`` or in any module below it."""
-    top = importlib.import_module(f"safelaunch.{package}")
+def first_of(*modules: str) -> Any:
+    """The first of these modules below safelaunch that this version has."""
+    for name in modules:
+        with suppress(ModuleNotFoundError):
+            return importlib.import_module(f"safelaunch.{name}")
+    raise SystemExit(f"{ROOT} has none of {', '.join(modules)}")
+
+
+def find(name: str, *packages: str) -> Any:
+    """Finds ``name`` in the first of ``packages`` that this version has, or in any module below it."""
+    top = first_of(*packages)
     below = pkgutil.walk_packages(getattr(top, "__path__", ()), f"{top.__name__}.")
     for module in itertools.chain([top], (importlib.import_module(one.name) for one in below)):
         if callable(found := getattr(module, name, None)):
             return found
-    raise SystemExit(f"safelaunch.{package} of {ROOT} has no {name}")
+    raise SystemExit(f"{top.__name__} of {ROOT} has no {name}")
 
 
 def verdict_on(case: Case, diagnose: Callable[..., Any], evidence_type: type) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from safelaunch.capture.cgroups import is_frozen, throttled_ms
 from safelaunch.capture.resting import Resting
 from safelaunch.capture.result import within
 from safelaunch.model import FileLock, ProcessState, StackSample, ThreadState
-from safelaunch.reading.kernel import kind_of
 from safelaunch.system import procstat
 from safelaunch.system.errors import CaptureError
+from safelaunch.verdict.reading.kernel import kind_of
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MAX_PATH = 4096

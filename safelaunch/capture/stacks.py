@@ -24,11 +24,11 @@ from safelaunch.capture import command, proc, tracing, user_source
 from safelaunch.capture.result import Result, attempt
 from safelaunch.job.process import ProcessId, identify
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
-from safelaunch.reading.frames import is_library
-from safelaunch.reading.kernel import WRITES
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.printable import clean
+from safelaunch.verdict.reading.frames import is_library
+from safelaunch.verdict.reading.kernel import WRITES
 
 DEADLINE_S = 3.0
 READS = 3  # of a process whose threads run while they are read

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from safelaunch.capture.result import within
 from safelaunch.model import Evidence, Frame, RankEvidence
 from safelaunch.model.entries import Entries
-from safelaunch.reading.source import tree_of
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.redaction.redactor import Redactor
+from safelaunch.verdict.reading.source import tree_of
 
 DEADLINE_S = 1.0
 MOST_BYTES = 4 << 20

@@ -214,8 +214,8 @@ def _diagnose(path: Path, called: str, wanted: _Wanted) -> _Told:
 
 def _read(folder: Path, scratch: Path, path: Path, wanted: _Wanted) -> _Told:
     """Reads PATH, in the child."""
-    from safelaunch.diagnose import diagnose
     from safelaunch.postmortem import locate
+    from safelaunch.verdict.diagnose import diagnose
 
     found = locate.read_folder(folder, scratch)
     if wanted.table is not None and not wanted.files:
@@ -235,8 +235,8 @@ def _read(folder: Path, scratch: Path, path: Path, wanted: _Wanted) -> _Told:
 
 def _calls(found: Found, chosen: Selection, *, as_json: bool) -> _Told:
     """The table of calls: exit code 0 if it has any."""
-    from safelaunch.diagnose.rank_state import Facts
     from safelaunch.report import calls
+    from safelaunch.verdict.rank_state import Facts
 
     shown = calls.table(Facts.of(found.evidence), chosen)
     code = REACHED if shown.rows else NOT_ENOUGH
@@ -260,10 +260,10 @@ def _files(verdict: Verdict, found: Found, names: Collection[str]) -> dict[str, 
     if not names:
         return {}
     from safelaunch.capture import user_source
-    from safelaunch.diagnose.rank_state import Facts
     from safelaunch.postmortem import surroundings
     from safelaunch.report import exports, page
     from safelaunch.system.redaction.redactor import Redactor
+    from safelaunch.verdict.rank_state import Facts
 
     about = surroundings.about_all(found.bundles)
     redactor = Redactor()

@@ -11,7 +11,6 @@ import msgspec
 
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.capture.user_source import SOURCE_FILE
-from safelaunch.diagnose.exits import failed_by_itself, has_lost_a_peer
 from safelaunch.model import (
     Answer,
     BundlePlace,
@@ -41,6 +40,7 @@ from safelaunch.postmortem.found import LINK, Found, Unreadable, read_limited, w
 from safelaunch.system import untrusted_paths
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
+from safelaunch.verdict.exits import failed_by_itself, has_lost_a_peer
 
 _T = TypeVar("_T")
 MAX_RECORD_BYTES = 64 << 20

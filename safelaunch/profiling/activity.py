@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from safelaunch.model import Frame
-from safelaunch.reading.calls import leaving, loader_on_stack, loader_wait, torch_wait, under_c10d
-from safelaunch.reading.frames import Stack, normal, short
+from safelaunch.verdict.reading.calls import leaving, loader_on_stack, loader_wait, torch_wait, under_c10d
+from safelaunch.verdict.reading.frames import Stack, normal, short
 
 Kind = Literal[
     "collective",

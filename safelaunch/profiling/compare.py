@@ -14,7 +14,7 @@ from safelaunch.model import Frame, format_ranks
 from safelaunch.model.recording import Recording
 from safelaunch.profiling.shares import Place, RankTime, frame_of, mean, place_share, times_of
 from safelaunch.profiling.verdict import split
-from safelaunch.reading.frames import basename
+from safelaunch.verdict.reading.frames import basename
 
 LEAST = 0.05  # of the earlier time of a step
 SIGMAS = 3.0

@@ -10,8 +10,8 @@ from math import sqrt
 from safelaunch.model import Frame
 from safelaunch.model.recording import ProcessRecord, RankRecord, Recording, ThreadRecord
 from safelaunch.profiling.activity import WAITS, Activity, Kind, activity_of
-from safelaunch.reading.calls import worker_idle
-from safelaunch.reading.frames import Stack
+from safelaunch.verdict.reading.calls import worker_idle
+from safelaunch.verdict.reading.frames import Stack
 
 WORKER = "dataloader worker"
 

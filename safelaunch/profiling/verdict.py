@@ -28,7 +28,7 @@ from safelaunch.profiling.shares import (
     times_of,
     workers_of,
 )
-from safelaunch.reading.frames import at, place
+from safelaunch.verdict.reading.frames import at, place
 
 Slow = Literal["late-rank", "data-loading", "gil", "communication", "checkpoint", "script"]
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypedDict
 
-from safelaunch.diagnose.collectives import describe, op_name
-from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Collective, FlightRecord, format_ranks
 from safelaunch.model.entries import Entries
-from safelaunch.reading.frames import place, stack_of
 from safelaunch.system.printable import clean
+from safelaunch.verdict.collectives import describe, op_name
+from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.reading.frames import place, stack_of
 
 NOT_CALLED = "not called"
 Slot = tuple[str, bool, int, int]  # group, whether it is a send or receive, number, which of those with that number

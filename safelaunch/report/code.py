@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from safelaunch.diagnose.guarding import whereabouts
-from safelaunch.diagnose.rank_state import Facts, child_views, user_stack_of, view_of
 from safelaunch.model import Culprit, Evidence, Frame, Verdict, format_ranks
 from safelaunch.model.entries import Entries
-from safelaunch.reading.frames import place, stack_of
-from safelaunch.reading.guards import Step, way_to
 from safelaunch.report.overview import frames_at_fault
+from safelaunch.verdict.guarding import whereabouts
+from safelaunch.verdict.rank_state import Facts, child_views, user_stack_of, view_of
+from safelaunch.verdict.reading.frames import place, stack_of
+from safelaunch.verdict.reading.guards import Step, way_to
 
 MOST_SIDES = 6
 MOST_PLACES = 3  # of one side, with source: its line and the callers that lead to it

@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from safelaunch import __version__
-from safelaunch.diagnose.collectives import describe, op_name
-from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Collective, RankEvidence
 from safelaunch.model.entries import Entries
-from safelaunch.reading.frames import stack_of
 from safelaunch.report.calls import state
 from safelaunch.report.timeline import LONGEST_S
+from safelaunch.verdict.collectives import describe, op_name
+from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.reading.frames import stack_of
 
 MOST_EVENTS = 40_000
 LEAST_CALLS = 8  # of a rank

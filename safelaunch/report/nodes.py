@@ -8,11 +8,11 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import format_ranks
 from safelaunch.report.about import About, Gpu, Link, NodeFiles
 from safelaunch.report.tables import hosts_word
 from safelaunch.system.printable import clean
+from safelaunch.verdict.rank_state import Facts
 
 FULL = 0.95
 MOST_LINE = 300

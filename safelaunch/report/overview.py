@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from safelaunch.diagnose.conditions import View
-from safelaunch.diagnose.findings import ranks_word
-from safelaunch.diagnose.rank_state import Facts, RankFacts, child_views, view_of
 from safelaunch.model import Culprit, Evidence, Frame, RankEvidence, format_ranks
-from safelaunch.reading.frames import is_ours, own_part
 from safelaunch.report.tables import hosts_word
 from safelaunch.report.tree import Branch, stack_tree
+from safelaunch.verdict.conditions import View
+from safelaunch.verdict.findings import ranks_word
+from safelaunch.verdict.rank_state import Facts, RankFacts, child_views, view_of
+from safelaunch.verdict.reading.frames import is_ours, own_part
 
 ReadLine = Callable[[str, int], "str | None"]  # (file, line number from 1) → that line of the source, if readable
 

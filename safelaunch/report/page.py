@@ -19,10 +19,7 @@ from importlib import resources
 from math import isfinite
 from typing import Any
 
-from safelaunch.diagnose.belonging import mesh
-from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Artifact, Evidence, Verdict, format_ranks
-from safelaunch.reading.source import ReadSource
 from safelaunch.report import code, contract, nodes, ranks, steps, timeline
 from safelaunch.report.about import About
 from safelaunch.report.overview import merged_stacks, range_of
@@ -41,6 +38,9 @@ from safelaunch.report.report import (
 from safelaunch.report.tables import Frames, Paths, hosts_word
 from safelaunch.report.tree import Branch
 from safelaunch.system.printable import clean, clean_json
+from safelaunch.verdict.belonging import mesh
+from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.reading.source import ReadSource
 
 MOST_COMMAND = 4000
 _MOST_BRANCHES = 3000

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-from safelaunch.diagnose.collectives import describe, number_of
-from safelaunch.diagnose.columns import Window
-from safelaunch.diagnose.conditions import View
-from safelaunch.diagnose.rank_state import Facts, RankFacts, child_views, view_of
 from safelaunch.model import Artifact, Collective, RankEvidence, Verdict, format_ranks
 from safelaunch.report.overview import Alike, alike, main_frames, row_of, without_ours
 from safelaunch.report.tables import Frames
 from safelaunch.system.printable import clean_lines, is_clean
+from safelaunch.verdict.collectives import describe, number_of
+from safelaunch.verdict.columns import Window
+from safelaunch.verdict.conditions import View
+from safelaunch.verdict.rank_state import Facts, RankFacts, child_views, view_of
 
 MOST_CHILDREN = 12
 MOST_THREADS = 40

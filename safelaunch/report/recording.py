@@ -16,9 +16,9 @@ from safelaunch.profiling.compare import Comparison
 from safelaunch.profiling.compare import where as change_words
 from safelaunch.profiling.shares import Place, RankTime, Stacks, frame_of, mean, place_share
 from safelaunch.profiling.verdict import Finding, Slowness, percent
-from safelaunch.reading.frames import place
 from safelaunch.report.tables import Frames, Paths
 from safelaunch.system.printable import clean
+from safelaunch.verdict.reading.frames import place
 
 MOST_LINES, MOST_ROWS, MOST_BRANCHES = 8, 60, 3000
 LEAST_SHARE = 0.001  # of the time, for a box

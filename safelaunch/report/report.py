@@ -13,9 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from safelaunch.diagnose.belonging import mesh
-from safelaunch.diagnose.rank_state import Facts
-from safelaunch.diagnose.shortage import of_rank
 from safelaunch.model import (
     Artifact,
     Claim,
@@ -29,7 +26,6 @@ from safelaunch.model import (
     Verdict,
     format_ranks,
 )
-from safelaunch.reading.device_memory import words
 from safelaunch.report import contract
 from safelaunch.report.early import in_status
 from safelaunch.report.overview import (
@@ -45,6 +41,10 @@ from safelaunch.report.overview import (
 from safelaunch.report.tree import tree_lines
 from safelaunch.system.console import PREFIX
 from safelaunch.system.printable import clean, clean_lines, is_clean
+from safelaunch.verdict.belonging import mesh
+from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.reading.device_memory import words
+from safelaunch.verdict.shortage import of_rank
 
 MAX_LINES = 22
 _LOG_LINES = 15

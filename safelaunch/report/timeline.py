@@ -7,12 +7,12 @@ from collections.abc import Collection, Hashable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from safelaunch.diagnose.collectives import number_of, op_name
-from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Collective, FlightRecord, Frame, format_ranks
 from safelaunch.model.entries import Entries
-from safelaunch.reading.frames import stack_of
 from safelaunch.report.tables import Frames
+from safelaunch.verdict.collectives import number_of, op_name
+from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.reading.frames import stack_of
 
 MOST_CALLS = 96  # of a lane
 MOST_LANES = 160

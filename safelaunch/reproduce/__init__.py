@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from safelaunch.diagnose import diagnose
-from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Evidence, Verdict
-from safelaunch.reading.source import ReadSource
 from safelaunch.reproduce.compare import Hang, compared, hang_of
 from safelaunch.reproduce.places import records_tell
 from safelaunch.reproduce.program import Program
@@ -27,6 +24,9 @@ from safelaunch.reproduce.smaller import (
     with_small_tensors,
 )
 from safelaunch.reproduce.text import Head, script
+from safelaunch.verdict.diagnose import diagnose
+from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.reading.source import ReadSource
 
 __all__ = ["Extent", "Hang", "Reproduction", "Wish", "compared", "reproduction_of"]
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from safelaunch.diagnose import diagnose
-from safelaunch.diagnose.findings import ranks_word
-from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Evidence, RankEvidence
-from safelaunch.reading.source import ReadSource
 from safelaunch.reproduce.gloo import FUNCTIONS
+from safelaunch.verdict.diagnose import diagnose
+from safelaunch.verdict.findings import ranks_word
+from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.reading.source import ReadSource
 
 # What makes a rank stand, by the cause of the replay, where it cannot be the recorded one.
 _STAND_INS = {

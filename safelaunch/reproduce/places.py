@@ -11,11 +11,11 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from msgspec import structs
 
-from safelaunch.diagnose import diagnose
 from safelaunch.model import Evidence, FlightRecord, Frame, RankEvidence
 from safelaunch.reproduce.families import in_families
 from safelaunch.reproduce.fold import Node, done
 from safelaunch.reproduce.program import Program
+from safelaunch.verdict.diagnose import diagnose
 
 Told = tuple[str, list[int]]  # cause and culprits
 

@@ -8,11 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from safelaunch.diagnose.collectives import elements, number_of, op_name
-from safelaunch.diagnose.comparable import Block
-from safelaunch.diagnose.findings import ranks_word
-from safelaunch.diagnose.rank_state import Facts, RankFacts
-from safelaunch.diagnose.transfers import is_root
 from safelaunch.model import UNKNOWN_SIZES, Collective
 from safelaunch.reproduce.gloo import FUNCTIONS, returns
 from safelaunch.reproduce.order import passable
@@ -29,6 +24,11 @@ from safelaunch.reproduce.program import (
     Sizes,
 )
 from safelaunch.reproduce.recorded import Extent, Meeting, Recorded, recorded
+from safelaunch.verdict.collectives import elements, number_of, op_name
+from safelaunch.verdict.comparable import Block
+from safelaunch.verdict.findings import ranks_word
+from safelaunch.verdict.rank_state import Facts, RankFacts
+from safelaunch.verdict.transfers import is_root
 
 _SCALAR = ((1,),)
 _MOST_ROOTS = 512  # that are tried

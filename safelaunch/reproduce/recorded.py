@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from safelaunch.diagnose.collectives import op_name, signature
-from safelaunch.diagnose.columns import Window
-from safelaunch.diagnose.rank_state import Facts
-from safelaunch.diagnose.transfers import Transfer
 from safelaunch.model import Collective
+from safelaunch.verdict.collectives import op_name, signature
+from safelaunch.verdict.columns import Window
+from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.transfers import Transfer
 
 _LONGEST_ROUND = 256
 _FEW = 2  # calls before the parting in place of a round, where they do not repeat

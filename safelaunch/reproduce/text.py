@@ -13,13 +13,13 @@ from itertools import groupby, pairwise
 from shlex import quote
 
 from safelaunch.model import Frame
-from safelaunch.reading.frames import basename, is_pseudo, short
 from safelaunch.reproduce import fold
 from safelaunch.reproduce.families import Families, in_families
 from safelaunch.reproduce.gloo import TYPES
 from safelaunch.reproduce.places import places_matter
 from safelaunch.reproduce.program import BARE, OUTSIDE, TRANSFERS, WORLD, Call, End, Program, RankProgram, Sizes
 from safelaunch.system.redaction.redact import redact_text
+from safelaunch.verdict.reading.frames import basename, is_pseudo, short
 
 _WIDTH = 118
 _INDENT = "    "

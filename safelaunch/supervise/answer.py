@@ -47,9 +47,9 @@ def work_in(looks: Looks, background: Background) -> tuple[Work, ...]:
 
 def _awaited(rank: RankLook) -> tuple[set[int], set[int]]:
     """The pids of the processes whose main thread waits for peers or a device, and of those that a main one awaits."""
-    from safelaunch.reading.calls import awaited, device_wait
-    from safelaunch.reading.frames import Stack, python_frames
-    from safelaunch.reading.kernel import kind_of
+    from safelaunch.verdict.reading.calls import awaited, device_wait
+    from safelaunch.verdict.reading.frames import Stack, python_frames
+    from safelaunch.verdict.reading.kernel import kind_of
 
     main = rank.main
     thread = main.stack.value.main_thread if main is not None and main.stack.value is not None else None
@@ -104,8 +104,8 @@ def _hidden(number: int, process: ProcessLook) -> Iterator[str]:
 
 def proves(evidence: Evidence) -> bool:
     """Whether the evidence proves that the job is dead; a fault of a rule's proves nothing."""
-    from safelaunch.diagnose.proof import prove
-    from safelaunch.diagnose.waits import Case
+    from safelaunch.verdict.proof import prove
+    from safelaunch.verdict.waits import Case
 
     try:
         return bool(prove(Case.of(replace(evidence, outcome="hang"))))
@@ -118,8 +118,8 @@ def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: b
 
     ``mark_s``: since when it makes no step.
     """
-    from safelaunch.diagnose.proof import limit_of, prove
-    from safelaunch.diagnose.waits import Case
+    from safelaunch.verdict.proof import limit_of, prove
+    from safelaunch.verdict.waits import Case
 
     last = looks.taken[-1]
     if all_are_stopped(last):

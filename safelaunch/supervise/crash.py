@@ -281,7 +281,7 @@ def _with_notes(found: Collected, notes: tuple[str, ...]) -> Collected:
 
 def own_failure(host: str, exits: Mapping[int, int], exceptions: Mapping[int, RankException]) -> str:
     """What failed here, where that is no consequence of what failed elsewhere; empty where nothing is known to have."""
-    from safelaunch.diagnose.exits import is_consequence, one_line, signal_name  # late: most jobs never fail
+    from safelaunch.verdict.exits import is_consequence, one_line, signal_name  # late: most jobs never fail
 
     for rank, exception in sorted(exceptions.items()):
         if not is_consequence(exception):

@@ -56,10 +56,10 @@ def add_reports(
 
     Returns the dimensions of the job's mesh, by name.
     """
-    from safelaunch.diagnose.belonging import mesh
-    from safelaunch.diagnose.rank_state import Facts
     from safelaunch.postmortem import surroundings
     from safelaunch.report import HTML, PERFETTO, exports, page, report
+    from safelaunch.verdict.belonging import mesh
+    from safelaunch.verdict.rank_state import Facts
 
     said = redactor.said
 

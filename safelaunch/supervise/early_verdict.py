@@ -55,8 +55,8 @@ def ask(evidence: Evidence, active: Collection[int] | None, place: Path, *, prov
 def main(place: str) -> None:
     """Prints the answer to the question in the file ``place``."""
     from safelaunch.capture import user_source
-    from safelaunch.diagnose import first_word
     from safelaunch.supervise import answer
+    from safelaunch.verdict import first_word
 
     question = from_msgpack(Path(place).read_bytes(), _Question)
     evidence, _ = received(question.evidence)

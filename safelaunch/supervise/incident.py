@@ -463,7 +463,7 @@ def _without_stacks(looks: Looks) -> str:
 
 def _verdict(evidence: Evidence, source: Excerpts) -> Verdict:
     """The diagnosis. A failing rule costs the verdict, but neither the bundle nor the action on the job."""
-    from safelaunch.diagnose import diagnose  # late: a run that never stalls does not pay for it
+    from safelaunch.verdict.diagnose import diagnose  # late: a run that never stalls does not pay for it
 
     try:
         return diagnose(evidence, read_source=source.text)

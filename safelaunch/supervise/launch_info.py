@@ -93,7 +93,7 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
 
 def _typed_by_user(plan: Plan) -> tuple[str, ...]:
     """Empty for a demo: its command is safelaunch's own, and there is nothing to mend and run again."""
-    from safelaunch.reading.frames import is_demo
+    from safelaunch.verdict.reading.frames import is_demo
 
     return () if any(map(is_demo, plan.script[:1])) else plan.typed
 

@@ -15,11 +15,11 @@ import yaml
 from pages import DOCS, PAGES, ROOT, blocks, sections, table
 
 from safelaunch.cli import COMMANDS, main
-from safelaunch.diagnose.causes import CAUSES
-from safelaunch.diagnose.doubts import Doubt
-from safelaunch.diagnose.rules import OWN, RULES
 from safelaunch.settings.config import MAX_STALL_FACTOR, Settings
 from safelaunch.settings.options import OWN_OPTIONS, Option
+from safelaunch.verdict.causes import CAUSES
+from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.rules import OWN, RULES
 
 sys.path.insert(0, str(ROOT / "scripts"))
 

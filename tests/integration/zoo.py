@@ -19,9 +19,9 @@ import msgspec
 from jobs import PATIENCE_S, PROGRAMS, Job, Result
 
 from safelaunch.control import protocol
-from safelaunch.diagnose import diagnose
 from safelaunch.postmortem import locate
 from safelaunch.system.errors import SafelaunchError
+from safelaunch.verdict.diagnose import diagnose
 
 EXIT_HUNG = 124
 

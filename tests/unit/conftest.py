@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from safelaunch.diagnose.findings import Finding, Ruling
-from safelaunch.diagnose.rules import Rule
-from safelaunch.diagnose.waits import Case
+from safelaunch.verdict.findings import Finding, Ruling
+from safelaunch.verdict.rules import Rule
+from safelaunch.verdict.waits import Case
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from evidence import C10D, LOGGER, SITE, at, entry, in_c10d, in_user, job, process, rank, record
 from msgspec.structs import replace
 
-from safelaunch.diagnose import diagnose
 from safelaunch.model import (
     Artifact,
     Collective,
@@ -26,6 +25,7 @@ from safelaunch.model import (
 )
 from safelaunch.model.entries import Entries, Kinds
 from safelaunch.report.about import About, Gpu, GpuProcess, Launch, Link, NodeFiles
+from safelaunch.verdict.diagnose import diagnose
 
 SOURCE = """\
 import torch

@@ -20,10 +20,10 @@ from test_capture_flight_recorder import GLOO, GLOO_ENTRY, NCCL, as_json
 from test_postmortem import dumps, mismatching
 
 from safelaunch.capture.flight_dump import MAX_RANKS, parse_json, parse_pickle, record_of
-from safelaunch.diagnose import diagnose
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.postmortem import locate
 from safelaunch.system.errors import CaptureError
+from safelaunch.verdict.diagnose import diagnose
 
 FIELDS = sorted({*GLOO_ENTRY, *NCCL["entries"][0]})
 

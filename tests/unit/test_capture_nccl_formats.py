@@ -15,12 +15,12 @@ from nccl_formats import FORMATS, NEWEST, Format, Hooked, Op, Recorder, State, T
 from safelaunch.capture import flight_records
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, to_json
 from safelaunch.capture.flight_records import merged
-from safelaunch.diagnose import diagnose
-from safelaunch.diagnose.collectives import Alignment
-from safelaunch.diagnose.comparable import Block, settled
-from safelaunch.diagnose.doubts import Doubt
 from safelaunch.model import RankEvidence, Verdict
 from safelaunch.postmortem import locate
+from safelaunch.verdict.collectives import Alignment
+from safelaunch.verdict.comparable import Block, settled
+from safelaunch.verdict.diagnose import diagnose
+from safelaunch.verdict.doubts import Doubt
 
 WORLD = {"0": (0, 1, 2, 3)}
 GRID = {"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}  # two tensor, two data groups

@@ -21,7 +21,6 @@ from safelaunch.cli import COMMANDS, doctor, dump, gpu_rows, main, status
 from safelaunch.colaunch.jobs import Job, Outcome, Track
 from safelaunch.colaunch.summary import document
 from safelaunch.control.protocol import NodeStatus
-from safelaunch.diagnose.rank_state import Facts
 from safelaunch.doctor.check import failed, ok
 from safelaunch.leases.choose import Gpu, GpuProcess
 from safelaunch.leases.holder import Holder
@@ -32,6 +31,7 @@ from safelaunch.report import calls
 from safelaunch.report.recording import Recorded
 from safelaunch.report.recording import document as record_document
 from safelaunch.system.console import json_text
+from safelaunch.verdict.rank_state import Facts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import schemas as writer

@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from safelaunch.beacon import layout, page
 from safelaunch.cli import main
-from safelaunch.diagnose import diagnose
 from safelaunch.job.paths import RunPaths, create_run
 from safelaunch.model import (
     Collective,
@@ -38,6 +37,7 @@ from safelaunch.model import (
 )
 from safelaunch.postmortem import locate
 from safelaunch.postmortem.found import Unreadable
+from safelaunch.verdict.diagnose import diagnose
 
 SLEEPER = rank(1, in_user(7, "load"), "sleep", flight=behind())
 

@@ -19,9 +19,9 @@ from test_postmortem import dumps, hang, mismatching, run_directory, verdict_at,
 
 from safelaunch.beacon import layout
 from safelaunch.cli import main
-from safelaunch.diagnose import diagnose
 from safelaunch.postmortem import locate
 from safelaunch.postmortem.found import Unreadable
+from safelaunch.verdict.diagnose import diagnose
 
 ZEROS = gzip.compress(bytes(16 << 20))  # members of a gzip file stand one after the other
 

@@ -10,11 +10,11 @@ from evidence import WORKER_IDLE, at, behind, in_loader, in_user, in_worker, job
 from markdown_it import MarkdownIt
 from msgspec.structs import replace
 
-from safelaunch.diagnose import diagnose
-from safelaunch.diagnose.causes import CAUSES
 from safelaunch.model import Artifact, Claim, Evidence, Frame, RankException, RankExit, Verdict
 from safelaunch.report import page, report
 from safelaunch.report.overview import culprit_lines
+from safelaunch.verdict.causes import CAUSES
+from safelaunch.verdict.diagnose import diagnose
 
 BUNDLE = "/home/me/safelaunch-bundles/train-20261120T102233Z-hang"
 EVIL = "\x1b]0;owned\x07\x1b[2J<script>alert(1)</script>|`*x*\r\n# no\u202e"

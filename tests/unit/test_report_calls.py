@@ -8,9 +8,9 @@ import incidents
 from evidence import entry, job, rank, record
 from msgspec.structs import replace
 
-from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Evidence, RankEvidence
 from safelaunch.report.calls import NOT_CALLED, Selection, document, in_order, lines, table
+from safelaunch.verdict.rank_state import Facts
 
 
 def of(number: int, *what: tuple[str, int, str], first: int = 0) -> RankEvidence:

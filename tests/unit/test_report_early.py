@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from test_postmortem import _json, write_bundle
 from test_report import EVIL
 
-from safelaunch.diagnose import diagnose
 from safelaunch.model import EarlyLook, Evidence, Place
 from safelaunch.postmortem import locate
 from safelaunch.report import page, report
 from safelaunch.report.early import in_status, line
+from safelaunch.verdict.diagnose import diagnose
 
 HERE = (Place(1, at(7, "load")),)
 LOOK = EarlyLook(1_795_363_200.0, 7.4, 0.048, words="rank 1 is asleep in train.py:7 (load)", places=HERE)

@@ -10,9 +10,9 @@ import pytest
 from evidence import entry, in_user, job, rank, record
 from msgspec.structs import replace
 
-from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Evidence
 from safelaunch.report import exports
+from safelaunch.verdict.rank_state import Facts
 
 
 def trace_of(evidence: Evidence) -> list[dict[str, Any]]:

@@ -18,14 +18,14 @@ import test_capture_nccl_formats as nccl
 from evidence import behind, entry, in_user, job, past, progress, rank, record, waiting
 from msgspec.structs import replace
 
-from safelaunch.diagnose import diagnose
-from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Culprit, Frame, Launched, RankException, RankExit
 from safelaunch.postmortem import locate
 from safelaunch.report import page, report
 from safelaunch.report.about import About, Gpu, GpuProcess, Launch, NodeFiles
 from safelaunch.report.overview import RankRow, alike
 from safelaunch.report.tables import hosts_word
+from safelaunch.verdict.diagnose import diagnose
+from safelaunch.verdict.rank_state import Facts
 
 pytestmark = pytest.mark.xdist_group("chromium")  # one Chromium, and each page made once
 

@@ -9,12 +9,12 @@ import pytest
 import synthetic
 from replayed import Called, replayed
 
-from safelaunch.diagnose import diagnose
-from safelaunch.diagnose.collectives import op_name
-from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Evidence
 from safelaunch.reproduce import Extent, Wish, reproduction_of
 from safelaunch.reproduce.recorded import Recorded, recorded
+from safelaunch.verdict.collectives import op_name
+from safelaunch.verdict.diagnose import diagnose
+from safelaunch.verdict.rank_state import Facts
 
 KINDS = ("stop", "skip", "extra", "swap", "shape", "op", "group")
 VARIANTS = ("plain", "no stacks", "sends", "window", "sends, no stacks", "window, no stacks")

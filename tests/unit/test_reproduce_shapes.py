@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from evidence import calls, in_c10d, in_user, job, past, rank, record, waiting
 from replayed import replayed
-from test_diagnose_rules_groups import NEW_GROUP
+from test_verdict_rules_groups import NEW_GROUP
 
 from safelaunch.model import CallArguments, Evidence, GilTest
 from safelaunch.reproduce import Extent, Wish, reproduction_of

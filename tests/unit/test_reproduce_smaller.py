@@ -9,13 +9,13 @@ from nccl_formats import Recorder, write
 from replayed import replayed
 from test_reproduce_programs import KINDS, generated
 
-from safelaunch.diagnose import diagnose
-from safelaunch.diagnose.rank_state import Facts
 from safelaunch.model import Evidence
 from safelaunch.postmortem import locate
 from safelaunch.reproduce import Extent, Wish, reproduction_of
 from safelaunch.reproduce.programs import program_of
 from safelaunch.reproduce.smaller import of_ranks
+from safelaunch.verdict.diagnose import diagnose
+from safelaunch.verdict.rank_state import Facts
 
 FEWEST = Wish(Extent(), fewest=True)
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from evidence import job, waiting
 
-from safelaunch.diagnose import diagnose
 from safelaunch.model import Evidence
+from safelaunch.verdict.diagnose import diagnose
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 

@@ -1,0 +1,137 @@
+"""Where the ranks at fault belong: their process groups (a pipeline stage, a tensor group) and their GPUs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import msgspec
+
+from safelaunch.model import Claim, RankEvidence
+from safelaunch.model.entries import Entries
+from safelaunch.verdict.collectives import DEFAULT_GROUPS, label_of
+from safelaunch.verdict.findings import Finding, ranks_word
+from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.waits import Case
+
+MOST_RANKS, MOST_GROUPS = 4, 6
+
+
+@dataclass(frozen=True)
+class _Group:
+    name: str
+    ranks: tuple[int, ...]
+
+    @property
+    def words(self) -> str:
+        return f"{self.name} ({ranks_word(self.ranks)})"
+
+
+def with_belonging(case: Case, finding: Finding) -> Finding:
+    """Adds the groups and the GPUs of the ranks at fault. Where these are all ranks of one group, and no others, the
+    summary says so: what that group alone does is then where to look."""
+    named = sorted({one.rank for one in finding.culprits})
+    if not named:
+        return finding
+    claims = [claim for rank in named[:MOST_RANKS] for claim in _claims(case, rank)]
+    whole = next((group for group in _groups(case, named[0]) if list(group.ranks) == named), None)
+    if whole is None or len(named) < 2:
+        return replace(finding, claims=(*finding.claims, *claims))
+    text = f"{finding.summary} These are all ranks of group {whole.name}."
+    return replace(finding, summary=text, claims=(*finding.claims, *claims))
+
+
+def _claims(case: Case, rank: int) -> Iterator[Claim]:
+    groups = _groups(case, rank)
+    if groups:
+        words = ", ".join(group.words for group in groups[:MOST_GROUPS])
+        record = case.ranks[rank].evidence.flight_record
+        told = record is not None and any(record.groups.values())
+        dimensions = mesh(case)
+        shape = f", of the mesh {' x '.join(f'{name} {size}' for name, size in dimensions)}" if dimensions else ""
+        yield Claim(f"rank {rank} is in {words}{shape}", f"ranks/{rank}/{'flight_recorder' if told else 'rank'}.json")
+    gpu = case.ranks[rank].evidence.gpu
+    if gpu:
+        yield Claim(f"rank {rank} has GPU {gpu}, by its CUDA_VISIBLE_DEVICES and LOCAL_RANK", f"ranks/{rank}/rank.json")
+
+
+def _groups(case: Case, rank: int) -> Sequence[_Group]:
+    """The groups that the rank is in with others, but not with all, the smallest first; of equal ones the first."""
+    labels = _labels(case, rank)
+    found: dict[tuple[int, ...], _Group] = {}
+    for name, ranks in _members(case, rank).items():
+        members = tuple(sorted(ranks))
+        if rank in members and 1 < len(members) < len(case.world):
+            found.setdefault(members, _Group(labels.get(name) or f"'{name.partition(' of ranks ')[0]}'", members))
+    return sorted(found.values(), key=lambda group: (len(group.ranks), group.ranks))
+
+
+def with_group_names(case: Case, finding: Finding) -> Finding:
+    """Puts what people call a group before the name that torch gave it: ``group mesh_tp ('11')``."""
+    called: dict[str, set[str]] = {}
+    for rank in case.ranks:
+        for name, label in _labels(case, rank).items():
+            called.setdefault(name, set()).add(label)
+    sure = {name: min(labels) for name, labels in called.items() if len(labels) == 1}
+
+    def named(text: str) -> str:
+        return _QUOTED.sub(lambda found: _with_label(found[0], found[1], sure.get(found[1], "")), text)
+
+    return replace(
+        finding,
+        summary=named(finding.summary),
+        claims=tuple(msgspec.structs.replace(one, claim=named(one.claim)) for one in finding.claims),
+        culprits=tuple(msgspec.structs.replace(one, reason=named(one.reason)) for one in finding.culprits),
+        ruled_out=tuple(map(named, finding.ruled_out)),
+    )
+
+
+_QUOTED = re.compile(r"\bgroup '([^']{1,64})'")
+
+
+def _with_label(text: str, name: str, label: str) -> str:
+    return f"group {label} ('{name}')" if label and not label.startswith("'") else text
+
+
+def _members(facts: Facts, rank: int) -> Mapping[str, tuple[int, ...]]:
+    """Of each group that the rank's record lists; without a record, of those that the rank tells itself."""
+    record = facts.alignment.records.get(rank)
+    return record.groups if record is not None else facts.ranks[rank].evidence.gil.groups
+
+
+def _labels(facts: Facts, rank: int) -> dict[str, str]:
+    """Name → what people call a group: its description, by the rank itself or by its calls."""
+    record, told = facts.alignment.records.get(rank), _told(facts.ranks[rank].evidence)
+    used = Entries.of(record.entries).used().values() if record is not None else ()
+    return {**told, **{kind.group: told.get(kind.group) or label_of(kind) for kind in used}}
+
+
+def _told(rank: RankEvidence) -> dict[str, str]:
+    return {name: text for name, text in rank.gil.called.items() if text not in ("undefined", *DEFAULT_GROUPS)}
+
+
+# --- device meshes ----------------------------------------------------------------------------------------------------
+
+_OF_A_MESH = "mesh_"  # begins the description of a DeviceMesh's groups; its dimension's name follows
+
+
+def mesh(facts: Facts) -> tuple[tuple[str, int], ...]:
+    """Dimensions and sizes of the DeviceMesh over all ranks, the outermost first; empty where no such mesh is seen.
+
+    A mesh leaves its name only in the descriptions of its groups. Those of flattened dimensions are made after them.
+    """
+    found = {_dimensions(facts, rank) for rank in facts.ranks} - {()}
+    return found.pop() if len(found) == 1 else ()
+
+
+def _dimensions(facts: Facts, rank: int) -> tuple[tuple[str, int], ...]:
+    labels, dimensions = _labels(facts, rank), []
+    for name, members in _members(facts, rank).items():
+        label = labels.get(name, "")
+        if label.startswith(_OF_A_MESH) and rank in members:
+            dimensions.append((label.removeprefix(_OF_A_MESH), len(members)))
+            if prod(size for _, size in dimensions) == facts.evidence.world_size:
+                return tuple(dimensions)
+    return ()

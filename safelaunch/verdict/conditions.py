@@ -1,0 +1,431 @@
+"""What one thread does by its own doing: asleep, blocked, spinning, waiting for a lock.
+
+Pure functions from the kernel's view and the stack of a thread to a :class:`Condition`. Whether other ranks wait for
+it is not asked here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from safelaunch.model import Claim, Frame, OtherEnd, ProcessEvidence, RankEvidence, StackSample, Thread
+from safelaunch.verdict.causes import Sign
+from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.reading import calls
+from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading.handlers import Interruption, interruption
+from safelaunch.verdict.reading.kernel import KernelWait, kernel_wait, polled_lock, wait_words
+from safelaunch.verdict.reading.polls import Poll, poll_at
+from safelaunch.verdict.reading.source import LockHeld, LockTaken, ReadSource, lock_at, locks_held
+from safelaunch.verdict.reading.store_keys import StoreKey, store_key_at
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A cause of the catalogue, with the clause that explains it (``is asleep in train.py:41 (load)``).
+
+    ``lock``: the thread waits for a lock of its own process, which may have a further cause in another thread.
+    ``locks``: it waits for a lock on this file, ``locked_by`` this process, of the host ``locked_on`` where that is not
+    its own. ``ends``: who else has the other end of the pipe or connection that it waits at, and ``owed_by`` the one of
+    these that is another rank's. ``poll``: what it asks for again and again. ``key``: of c10d's store, which it waits
+    for. ``for_good``: it will not go on, whatever any other process does or sends, and no time limit ends it soon.
+    Without that, it may be waiting for a rank that nobody saw.
+    ``doubts``: what makes it less than sure.
+    """
+
+    cause: str
+    reason: str
+    frame: Frame | None = None
+    pid: int = 0
+    process: str = "main"
+    doubts: tuple[Doubt, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    lock: calls.LockWait | None = None
+    locks: str = ""
+    locked_by: int | None = None
+    locked_on: str = ""
+    ends: tuple[OtherEnd, ...] = ()
+    owed_by: int | None = None
+    poll: Poll | None = None
+    key: StoreKey | None = None
+    signs: frozenset[Sign] = frozenset()
+    for_good: bool = False
+
+
+def record_claim(rank: int, text: str) -> Claim:
+    return Claim(text, f"ranks/{rank}/flight_recorder.json")
+
+
+# A sleep or a wait that is over sooner may be one of a loop that polls. As long as --max-stall, which then decides.
+FOR_GOOD_S = 1800.0
+
+
+@dataclass(frozen=True)
+class View:
+    """One thread of a process of ``rank``, its main one or a child.
+
+    ``other``: the thread; None for the main one, of which the kernel tells even where no stack could be read.
+    """
+
+    process: ProcessEvidence
+    rank: RankEvidence
+    other: Thread | None = None
+    read_source: ReadSource | None = None
+
+    @cached_property
+    def sample(self) -> StackSample | None:
+        """The newest sample with Python stacks, one of the interpreter alone where there is one."""
+        plain = [s for s in self.process.stacks if not s.native]
+        samples = plain or list(self.process.stacks)
+        return samples[-1] if samples else None
+
+    @property
+    def thread(self) -> Thread | None:
+        return self.other or (self.sample.main_thread if self.sample else None)
+
+    @cached_property
+    def stack(self) -> fr.Stack:
+        return self.stack_of(self.thread)
+
+    def stack_of(self, thread: Thread | None) -> fr.Stack:
+        return fr.stack_of(self.rank, fr.python_frames(thread) if thread is not None else ())
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        return self.stack.frames
+
+    @property
+    def all_frames(self) -> tuple[Frame, ...]:
+        """Of all its threads: those of a forked child go on into what its parent did."""
+        threads = self.sample.threads if self.sample else ()
+        return tuple(frame for thread in threads for frame in thread.frames)
+
+    @property
+    def user_frame(self) -> Frame | None:
+        return self.stack.user_frame
+
+    @property
+    def place(self) -> str:
+        return fr.place(self.user_frame)
+
+    @property
+    def folder(self) -> str:
+        return f"ranks/{self.rank.rank}"
+
+    @cached_property
+    def wait(self) -> KernelWait:
+        return kernel_wait(self.process, self.other.os_tid if self.other else None)
+
+    @cached_property
+    def awaited(self) -> calls.Awaited:
+        found = calls.awaited(self.stack, self.wait.kind)
+        polls = self.poll is not None and self.poll.of == "process" and not found.processes
+        return replace(found, processes="child") if polls else found
+
+    @cached_property
+    def poll(self) -> Poll | None:
+        """What the loop of its innermost line asks for again and again: a sleep is the line's own call, or it spins."""
+        if self.read_source is None or self.stack.called or not (self.wait.again or self.wait.busy):
+            return None
+        found = poll_at(self.stack.user_frames, self.read_source, asleep=self.wait.again)
+        return found if self.wait.again or (found is not None and found.of == "work") else None
+
+    @cached_property
+    def store_key(self) -> StoreKey | None:
+        """What its innermost line would wait for in a store, whose calls have no Python frames."""
+        if self.read_source is None or self.user_frame is None or self.stack.called or self.thread is None:
+            return None
+        return store_key_at(self.user_frame, self.read_source, dict(self.thread.names))
+
+    @cached_property
+    def takes(self) -> LockTaken | None:
+        """The lock that its innermost line takes, by the source."""
+        return lock_at(self.user_frame, self.read_source) if self.user_frame and self.read_source else None
+
+    def holds(self, other: View) -> LockHeld | None:
+        """The lock that ``other`` takes, where by the source this thread has it."""
+        if other.takes is None or other.user_frame is None or self.read_source is None:
+            return None
+        held = locks_held(self.stack.user_frames, self.read_source)
+        return next((one for one in held if one.is_that(other.takes, other.user_frame)), None)
+
+    @property
+    def device(self) -> str:
+        """The call in which it waits for its GPU; empty where it is elsewhere."""
+        return calls.device_wait(self.stack, self.process.stacks, self.os_tid)
+
+    @property
+    def os_tid(self) -> int | None:
+        """The kernel's number of the thread, as native samples have it."""
+        return self.process.pid if self.other is None else self.other.os_tid
+
+    @property
+    def serves_futures(self) -> bool:
+        return calls.serves_futures(self.frames)
+
+    @property
+    def name(self) -> str:
+        """Of a thread beside the main one: ``'saver'``."""
+        return repr(self.other.name or self.other.os_tid) if self.other else "main"
+
+    @property
+    def words(self) -> str:
+        return "its main thread" if self.other is None else f"its thread {self.name}"
+
+    def beside(self) -> list[View]:
+        """The other threads of the process that run code of the user's, in the order of their numbers.
+
+        Pools that wait for work and library threads do not.
+        """
+        threads = self.sample.threads if self.sample else ()
+        found = [thread for thread in threads if thread is not self.thread and self.stack_of(thread).user_frame]
+        return [replace(self, other=thread) for thread in sorted(found, key=lambda thread: thread.os_tid or 0)]
+
+    def stack_claim(self, text: str) -> Claim:
+        return Claim(text, f"{self.folder}/stack.txt")
+
+    def kernel_claim(self, text: str) -> Claim:
+        return Claim(text, f"{self.folder}/proc.json")
+
+
+def thread_condition(view: View) -> Condition:
+    """What the thread (or a process without a readable stack) does, from the surest sign to the weakest."""
+    condition = (
+        _held_by_kernel(view)
+        or _busy(view)
+        or _waits_for_outside(view)
+        or _lock(view)
+        or _polls(view)
+        or _io_or_sleep(view)
+        or _unexplained(view)
+    )
+    claims = list(condition.claims)
+    if view.user_frame is not None:
+        claims.append(view.stack_claim(f"its innermost user frame is {view.place}"))
+    if wait_words(view.wait):
+        claims.append(view.kernel_claim(f"the kernel says: {wait_words(view.wait)}"))
+    return replace(condition, frame=view.user_frame, pid=view.process.pid, claims=tuple(claims))
+
+
+def _held_by_kernel(view: View) -> Condition | None:
+    """Stopped, in D state or dead: nothing its code does can matter while that lasts."""
+    wait, where = view.wait, fr.at(view.user_frame)
+    if wait.kind == "stopped":
+        how = "its cgroup is frozen" if wait.call == "frozen cgroup" else "it was stopped by a signal (state T)"
+        return Condition("rank-stopped", f"does not run: {how}{where}", for_good=True)
+    if wait.kind == "disk":
+        channel = f" in {wait.call}" if wait.call else ""
+        claim = view.kernel_claim(f"state D in every sample, wait channel {wait.call or 'unknown'}")
+        text = f"is in uninterruptible sleep{channel}{where}"
+        return Condition("uninterruptible-io", text, claims=(claim,), for_good=True)
+    if wait.kind == "dead":
+        return Condition("rank-exited", "has ended and is a zombie", for_good=True)
+    return None
+
+
+def _busy(view: View) -> Condition | None:
+    """CPU time between the samples. Inside torch or another library the same sign may be honest work."""
+    wait, inner = view.wait, view.stack.called
+    if not wait.busy or (wait.cpu_share is None and view.thread is not None and not view.thread.active):
+        return None
+    share = f" ({wait.cpu_share:.0%} of a core)" if wait.cpu_share is not None else ""
+    if not inner:
+        return Condition("busy-loop", f"spins in {view.place}{share}")
+    called = f"{fr.short(inner[0].function)} in {fr.basename(inner[0].file)}"
+    text = f"computes in {called}, called from {view.place}{share}: slow or endless, the samples cannot tell"
+    return Condition("busy-loop", text, doubts=(Doubt.MAY_BE_SLOW if view.user_frame else Doubt.STATE_UNKNOWN,))
+
+
+def _waits_for_outside(view: View) -> Condition | None:
+    """A person, a subprocess or an event loop: neither a lock nor a file is at fault."""
+    wait, inner, where = view.wait, view.stack.called, view.place
+    if wait.kind == "child" or calls.waits_for_child(inner):
+        return Condition("stuck-in-user-code", f"waits for a subprocess at {where}")
+    if wait.kind == "io" and wait.fd == 0 and wait.call == "read":
+        return Condition("stuck-in-user-code", f"waits for standard input at {where}")
+    if calls.in_event_loop(inner):
+        text = f"runs an idle asyncio event loop at {where}: what its coroutines await does not come"
+        return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
+    return None
+
+
+def _lock(view: View) -> Condition | None:
+    """Futex, and the innermost Python frame is the user's own line or a stdlib lock's.
+
+    A C extension's own condition variable looks the same; a native sample settles it where there is one.
+    """
+    wait, inner = view.wait, view.stack.called
+    known = calls.lock_wait(inner)
+    if wait.kind not in ("lock", "unknown") or (wait.kind == "unknown" and known is None):
+        return None
+    native = calls.native_wait(view.process.stacks, view.os_tid)
+    if known is None and (native not in ("", "lock") or calls.in_torch(view.stack)):
+        return None
+    lock = known or calls.LockWait("a lock")
+    doubts = () if known or native == "lock" else (Doubt.STATE_INFERRED,)
+    taken = view.takes if lock.on == "lock" else None
+    named = f" (`{taken.name}`)" if taken is not None else ""
+    text = f"waits for {lock.what}{named} at {view.place}"
+    if taken is not None and taken.held_at and view.user_frame is not None:
+        text += f", which it has taken itself at {fr.basename(view.user_frame.file)}:{taken.held_at}"
+        lock = replace(lock, own=True)
+    if lock.of_pool:  # its workers are to end that, and no lock is held
+        return Condition("stuck-in-user-code", text, lock=lock, signs=frozenset({"pool"}))
+    signs: frozenset[Sign] = frozenset({"own-lock" if lock.own else "lock"}) if lock.on == "lock" else frozenset()
+    if lock.what == "Future.result" and calls.runs_event_loop(view.stack.frames):
+        text += ", on the thread of an event loop, which stands meanwhile"
+        signs = frozenset({"own-loop"})
+    handler = _in_handler(view) if lock.on == "lock" else None
+    if handler is not None:
+        name, held = fr.short(handler.handler.function), fr.place(handler.holder)
+        text += f": its signal handler {name} waits for a lock that the code it interrupted, at {held}, may hold"
+        signs = frozenset({"handler"})
+    at_own_line = all(frame.file.endswith("/threading.py") for frame in inner)  # a library's may be held for a while
+    for_good = not doubts and lock.on == "lock" and at_own_line and wait.left_s is None
+    return Condition("lock-deadlock", text, doubts=doubts, lock=lock, signs=signs, for_good=for_good)
+
+
+def _in_handler(view: View) -> Interruption | None:
+    """Handlers run in the main thread alone."""
+    if view.read_source is None or view.other is not None:
+        return None
+    return interruption(view.stack.user_frames, view.read_source)
+
+
+def _polls(view: View) -> Condition | None:
+    """Sleeps, and asks again for a lock on a file that somebody else holds: as sqlite does, in C.
+
+    A loop of the user's that sleeps, beside an open file that is locked for other reasons, looks alike but for its C
+    frames.
+    """
+    lock = polled_lock(view.process, view.wait) if view.other is None else None
+    native = calls.native_sleep(view.process.stacks, view.os_tid) if lock is not None else ""
+    if lock is None or (native == "python" and not view.stack.called):
+        return None
+    text = f"asks again and again at {view.place} for a lock on {lock.path}, locked by pid {lock.pid}{lock.program}"
+    claim = view.kernel_claim(f"it has {lock.path} open, which process {lock.pid} has locked")
+    doubts = () if native == "sqlite" or calls.polls_file_lock(view.stack) else (Doubt.STATE_INFERRED,)
+    return Condition("blocking-io", text, doubts=doubts, claims=(claim,), locks=lock.path, locked_by=lock.pid)
+
+
+def _io_or_sleep(view: View) -> Condition | None:
+    wait, where = view.wait, view.place
+    if wait.again or calls.waits_for_build(view.stack):
+        return _polls_at(view)
+    if wait.kind == "sleep":
+        for_good = wait.left_s is not None and wait.left_s >= FOR_GOOD_S
+        return Condition("stuck-in-user-code", f"is asleep in {where}", for_good=for_good)
+    if wait.kind == "select":  # time.sleep() of Python 3.10 and older is a select() without descriptors
+        text = f"sleeps or waits in select() at {where}"
+        return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
+    if wait.kind in ("io", "poll"):
+        call = f" ({wait_words(wait)})" if wait_words(wait) else ""
+        key = view.store_key if wait.target.startswith("tcp") or _in_store(view) else None
+        if key is not None:
+            text = f"waits at {where} for the key {key.words} of the store"
+            return Condition("blocking-io", text, key=key, signs=frozenset({"store-key"}))
+        others = tuple(one for one in wait.ends or () if one.pid != view.process.pid)
+        text = f"is blocked in I/O at {where}{call}"
+        signs: frozenset[Sign] = frozenset() if wait.wanted_lock or wait.locked_by else frozenset({"connection"})
+        return Condition(
+            "blocking-io", text, locks=wait.wanted_lock, locked_by=wait.locked_by, ends=others, signs=signs
+        )
+    return None
+
+
+def _in_store(view: View) -> bool:
+    return calls.native_wait(view.process.stacks, view.os_tid) == "store"
+
+
+def _polls_at(view: View) -> Condition:
+    """It sleeps a little, over and over: for something that may still come, or for a call of its own to succeed."""
+    poll, where = view.poll, view.place
+    if calls.waits_for_build(view.stack):
+        file = view.thread.lock_file if view.thread is not None else ""
+        text = f"waits at {where} for another process to build a C++ extension: the lock file {file or 'of that build'}"
+        text += " is still there"
+        return Condition("stuck-in-user-code", text, doubts=(Doubt.MAY_END,), signs=frozenset({"build-lock"}))
+    if poll is None:
+        does = (
+            "asks again and again for a file lock" if calls.polls_file_lock(view.stack) else "wakes up and sleeps again"
+        )
+        return Condition("stuck-in-user-code", f"{does} at {where}", doubts=(Doubt.MAY_END,))
+    claim = view.stack_claim(f"the loop that it is in says {poll.words}")
+    if poll.of == "attempt":
+        text = f"tries {poll.words} again and again, asleep at {where} in between"
+        return Condition("stuck-in-user-code", text, claims=(claim,), poll=poll, signs=frozenset({"attempts"}))
+    text = f"polls at {where}: {poll.words}"
+    doubts = () if poll.of == "process" else (Doubt.MAY_END,)
+    return Condition("stuck-in-user-code", text, doubts=doubts, claims=(claim,), poll=poll, signs=frozenset({"polls"}))
+
+
+def _unexplained(view: View) -> Condition:
+    inner = view.stack.called
+    if view.user_frame is None and not inner:
+        text = "has no stack that says what it does"
+        return Condition("missing-from-collective", text, doubts=(Doubt.STATE_UNKNOWN,))
+    called = f" inside {fr.short(inner[0].function)} ({fr.basename(inner[0].file)})" if inner else ""
+    if calls.waits_for_rpc(view.stack):
+        text = f"waits at {view.place} for another rank to answer a remote call"
+        return Condition("stuck-in-user-code", text, doubts=(Doubt.MAY_END,))
+    text = f"does not move at {view.place}{called}"
+    return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
+
+
+# --- the GIL ----------------------------------------------------------------------------------------------------------
+
+
+def gil_condition(view: View) -> Condition | None:
+    """The GIL test failed, or the same thread owned the GIL at the same place in every sample without running.
+
+    A Python loop that spins owns the GIL in every sample too, but gives it up every few milliseconds: the Python
+    handler of the worker server then answers. A thread that waits for peers with the GIL held is not at fault: it
+    gets on as soon as they come.
+    """
+    rank = view.rank
+    failed = rank.gil.ping is True and rank.gil.python is False
+    owner = _steady_owner(view)
+    if rank.gil.python is True or not (failed or owner):
+        return None
+    if owner is None:
+        samples = [s for s in view.process.stacks if not s.native]
+        if any(t.owns_gil for s in samples for t in s.threads):
+            return None  # owned, but moving: busy, not held
+        text = "holds the GIL in native code; no stack could be read"
+        doubts = (Doubt.STATE_INFERRED,)
+        return Condition("gil-held", text, None, view.process.pid, doubts=doubts, claims=_gil_claims(view, True))
+    stack = view.stack_of(owner)
+    if calls.torch_wait(stack) is not None:
+        return None
+    wait = kernel_wait(view.process, owner.os_tid)
+    if not failed and (wait.busy or wait.kind in ("running", "unknown")):
+        return None
+    mine = stack.user_frame
+    which = "" if owner is view.thread else f" in thread {owner.name or owner.os_tid!r}"
+    how = f" ({wait_words(wait)})" if wait_words(wait) else ""
+    return Condition(
+        "gil-held",
+        f"holds the GIL in native code called from {fr.place(mine)}{which}{how}",
+        mine,
+        view.process.pid,
+        doubts=() if failed else (Doubt.STATE_INFERRED,),
+        claims=(*_gil_claims(view, failed), view.stack_claim(f"the thread that owns the GIL is at {fr.place(mine)}")),
+    )
+
+
+def _gil_claims(view: View, failed: bool) -> tuple[Claim, ...]:
+    if not failed:
+        return ()
+    text = "its worker server answers, and what needs the GIL does not"
+    return (Claim(text, f"{view.folder}/proc.json"),)
+
+
+def _steady_owner(view: View) -> Thread | None:
+    """The thread that owned the GIL in every sample, at the same place in all."""
+    samples = [s for s in view.process.stacks if not s.native]
+    owners = [next((t for t in s.threads if t.owns_gil), None) for s in samples]
+    if not owners or any(o is None for o in owners):
+        return None
+    places = {(o.os_tid, o.frames[:1]) for o in owners if o is not None}
+    return owners[-1] if len(places) == 1 else None

@@ -1,0 +1,181 @@
+"""From evidence to a verdict. Pure.
+
+Each rule either reaches a finding or says why not; the first finding wins, and what was ruled out on the way is kept.
+:data:`~safelaunch.verdict.rules.RULES` lists them in order. ``EXPLANATIONS`` then add to a finding, each in turn: why
+the rank is there, what it printed, where its memory went, whose it is, what was seen before. To the verdict itself,
+hardware is added that may be broken, and how often it was blamed: ``with_gpus``, ``with_repeats``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from safelaunch.model import Claim, Evidence, ProofEdge, Verdict, format_ranks
+from safelaunch.verdict import nccl_witness
+from safelaunch.verdict.advice import advise
+from safelaunch.verdict.belonging import with_belonging, with_group_names
+from safelaunch.verdict.causes import BY_ITSELF
+from safelaunch.verdict.collectives import out_of_sight
+from safelaunch.verdict.doubts import Doubt, confidence_of, those
+from safelaunch.verdict.exits import GONE_CAUSES, was_a_hang
+from safelaunch.verdict.findings import Finding, ranks_word
+from safelaunch.verdict.guarding import unless_drawn, with_guards
+from safelaunch.verdict.outsiders import with_unusual_group, with_wrong_group
+from safelaunch.verdict.own_words import with_own_words
+from safelaunch.verdict.proof import prove
+from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.reading.source import ReadSource
+from safelaunch.verdict.repeats import with_gpus, with_repeats
+from safelaunch.verdict.rules import RULES
+from safelaunch.verdict.rules_aborted import with_detail
+from safelaunch.verdict.rules_nodes import version_claims, with_node_behind
+from safelaunch.verdict.rules_results import CAUSES as WRONG_RESULTS
+from safelaunch.verdict.rules_results import with_wrong_results
+from safelaunch.verdict.same_line import with_frames_below
+from safelaunch.verdict.series import with_early_looks
+from safelaunch.verdict.shortage import with_device_memory
+from safelaunch.verdict.standing import with_the_time_without_a_step
+from safelaunch.verdict.swallowed import with_caught_exception, with_skipped_batch
+from safelaunch.verdict.waits import Case
+
+__all__ = ["diagnose"]
+
+SCHEMA = 1
+# What is added to a finding, in this order.
+EXPLANATIONS = (
+    with_wrong_group,
+    with_unusual_group,
+    with_guards,
+    with_frames_below,
+    with_caught_exception,
+    with_skipped_batch,
+    with_own_words,
+    with_device_memory,
+    with_detail,
+    unless_drawn,
+    with_belonging,
+    with_group_names,
+    with_node_behind,
+    with_early_looks,
+    with_wrong_results,
+    with_the_time_without_a_step,
+)
+
+
+def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdict:
+    """The verdict over one job's evidence; never raises on evidence that is merely incomplete.
+
+    ``read_source`` gives the text of a source file, or None. It is asked only where ranks wait in different places
+    of one function, to tell a loop that one of them has left from a collective that only some of them call.
+    """
+    if evidence.outcome == "crash" and was_a_hang(evidence.ranks):
+        evidence = msgspec.structs.replace(evidence, outcome="hang")
+    case = Case.of(evidence, read_source)
+    finding, ruled_out = _conclude(case)
+    for explained in EXPLANATIONS:
+        finding = explained(case, finding)
+    return with_repeats(with_gpus(_verdict(case, finding, ruled_out), evidence), evidence)
+
+
+def _conclude(case: Case) -> tuple[Finding, list[str]]:
+    """The first finding, and what was ruled out before it."""
+    ruled_out: list[str] = []
+    for rule in RULES:
+        ruling = rule.ask(case)
+        if isinstance(ruling, Finding):
+            return ruling, ruled_out
+        if ruling:
+            ruled_out.append(ruling)
+    raise AssertionError("the last rule concludes in any case")
+
+
+def _proof(case: Case) -> tuple[ProofEdge, ...]:
+    """None of a job that was seen to work, or of which something was not seen."""
+    return prove(case) if case.evidence.answer in (None, "dead") else ()
+
+
+def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
+    facts: Facts = case
+    named = {c.rank for c in finding.culprits}
+    victims = [r for r in facts.ranks if r not in named and (r in finding.held_up or _is_held_up(facts, r))]
+    if finding.cause in ("slow-not-stuck", *WRONG_RESULTS):
+        victims = []
+    doubtful = {
+        Doubt.DAMAGED_RECORD: bool(_damaged(facts)),
+        Doubt.NOT_PROVED: facts.evidence.outcome in ("hang", "suspect") and facts.evidence.answer not in (None, "dead"),
+        Doubt.MORE_NAMED: finding.cause not in BY_ITSELF
+        and len(facts.world) > 1
+        and len(named) > len(facts.world - named),
+    }
+    doubts = (*finding.doubts, *those(doubtful))
+    suggestions, step = advise(facts, finding)
+    return Verdict(
+        schema=SCHEMA,
+        outcome=facts.evidence.outcome,
+        cause=finding.cause,
+        confidence=confidence_of(doubts),
+        summary=finding.summary,
+        culprits=tuple(sorted(finding.culprits, key=lambda c: c.rank)),
+        victims=format_ranks(victims),
+        evidence=_distinct((*finding.claims, *nccl_witness.claims(facts.evidence), *version_claims(facts.evidence))),
+        ruled_out=(*ruled_out, *finding.ruled_out, *nccl_witness.ruled_out(facts.evidence)),
+        missing=(*_missing(facts), *_lost(facts, finding)),
+        suggestions=suggestions,
+        nodes=finding.nodes if finding.nodes or len(facts.evidence.nodes) > 1 else msgspec.UNSET,
+        doubts=tuple(dict.fromkeys(doubt.why for doubt in doubts)),
+        next=step,
+        proof=_proof(case),
+    )
+
+
+def _is_held_up(facts: Facts, rank: int) -> bool:
+    """In a crash the launcher ends everybody who did not fail, whatever they were about when they were looked at."""
+    condition = facts.ranks[rank].condition
+    if facts.evidence.outcome == "crash":
+        return condition is None or condition.cause not in GONE_CAUSES
+    return condition is None
+
+
+def _distinct(claims: tuple[Claim, ...], limit: int = 24) -> tuple[Claim, ...]:
+    """Each claim once for each file that shows it."""
+    return tuple(dict.fromkeys(claims))[:limit]
+
+
+def _missing(facts: Facts) -> Iterator[str]:
+    """What was not seen, rank by rank: the verdict is only as good as that."""
+    if facts.unseen:
+        yield f"ranks not seen: {format_ranks(set(facts.unseen))}"
+    alive = [f.evidence for f in facts.ranks.values() if f.evidence.exit is None]
+    without_stack = [r.rank for r in alive if r.main is None or not r.main.stacks]
+    if without_stack:
+        yield f"no Python stack: {ranks_word(without_stack)}"
+    without_record = [r.rank for r in alive if r.flight_record is None]
+    if without_record:
+        yield f"no Flight Recorder: {ranks_word(without_record)}"
+    for fields, ranks in _damaged(facts).items():
+        yield f"damaged in the Flight Recorder of {ranks_word(ranks)}: {', '.join(fields)}"
+
+
+def _damaged(facts: Facts) -> dict[tuple[str, ...], list[int]]:
+    """Fields → ranks whose records hold in them what no torch writes."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for rank in facts.ranks.values():
+        record = rank.evidence.flight_record
+        if record is not None and record.damaged:
+            found.setdefault(record.damaged, []).append(rank.evidence.rank)
+    return found
+
+
+def _lost(facts: Facts, finding: Finding, limit: int = 3) -> Iterator[str]:
+    """Where ranks did not meet, or met and stand still: what may have parted them before the ring buffers begin."""
+    if finding.cause not in ("collective-mismatch", "group-order", "p2p-cycle", "no-rank-stands-out"):
+        return
+    groups = {f.wait.group for f in facts.ranks.values() if f.wait is not None and f.wait.group is not None}
+    lost = out_of_sight(facts.alignment, sorted(groups))
+    for group, first in list(lost.items())[:limit]:
+        yield f"calls before #{first} of group {group!r}: the Flight Recorder no longer holds them"
+    late = [rank for rank in facts.alignment.records if not facts.alignment.is_whole(rank)]
+    if late and not lost:
+        yield f"the first calls of {ranks_word(late)}: the Flight Recorder no longer holds them"

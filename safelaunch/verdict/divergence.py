@@ -1,0 +1,501 @@
+"""Where, and how, did a rank's calls part from those of its peers? Asked once for each group and each role.
+
+:class:`Histories` aligns the ranks' records: the members of a group by the numbers of their collectives, and the ranks
+of one role (which make the same calls again and again) by their places in the program, whatever the group. Each rank
+that leaves the consensus of the others is a :class:`Divergence`; every rule that reasons about the past reads these.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+from safelaunch.model import Collective, Frame
+from safelaunch.model.entries import Entries
+from safelaunch.verdict.collectives import Alignment, Mismatch, first_mismatch, vote
+from safelaunch.verdict.columns import Window, first_difference
+from safelaunch.verdict.history import (
+    MOST_CALLS,
+    SURE_MATCHES,
+    UNKNOWN,
+    History,
+    Identity,
+    Offset,
+    branch,
+    common_offset,
+    histories_of,
+    identity_of,
+    offset,
+    reordered,
+)
+
+_LONG_ALIKE = 2 * SURE_MATCHES
+
+Kind = Literal["extra", "missing", "reordered", "different"]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """From call ``number`` on, ``ranks`` do not call as ``peers`` do.
+
+    ``kind``: they made ``calls`` calls that their peers did not (``extra``), left out ``calls`` that these made
+    (``missing``), made the same few in another order (``reordered``), or another one there (``different``).
+    ``call``: the first such call: theirs; a peer's, where it was left out. ``stack``: its user frames, innermost
+    first; ``branch``: of these, the outermost one that the other side does not have: where the ways parted.
+    ``known_to_all``: both sides make such calls, at those places. ``by_frames``: calls were told by the lines that
+    made them; else only by operation and size.
+    ``matched``: how many later calls agree again, shifted by ``calls``; fewer than ``SURE_MATCHES`` prove little.
+    ``visible``: the records of all hold calls from before it. ``entered``: rank → the last number that it has entered.
+    ``there``: rank → what it called as ``number``.
+    """
+
+    ranks: tuple[int, ...]
+    peers: tuple[int, ...]
+    number: int
+    kind: Kind
+    calls: int
+    call: Collective | None
+    stack: tuple[Frame, ...]
+    branch: Frame | None
+    known_to_all: bool
+    by_frames: bool
+    matched: int
+    visible: bool
+    entered: Mapping[int, int]
+    there: Mapping[int, Collective]
+
+    @property
+    def is_shift(self) -> bool:
+        """Calls too many or too few, in sight, behind which the histories agree again."""
+        return self.kind in ("extra", "missing") and self.visible
+
+    @property
+    def agrees_again(self) -> bool:
+        """For long enough that it is no chance: two calls do behind one that the other side never makes."""
+        return self.matched >= (SURE_MATCHES if self.known_to_all else SURE_MATCHES - 1)
+
+    def explains_lag(self) -> bool:
+        """Without it the ranks would be level, or the others ahead: no one else is behind for a reason of its own."""
+        mine = [number for rank, number in self.entered.items() if rank in self.ranks]
+        others = [number for rank, number in self.entered.items() if rank not in self.ranks]
+        if not mine or not others:
+            return False
+        if self.kind == "extra":
+            return max(mine) - self.calls <= min(others)
+        return min(mine) + self.calls >= max(others)
+
+
+@dataclass(frozen=True)
+class Departure:
+    """``rank`` made ``call`` where the others of its role, ``mates``, made ``theirs``; until then all called alike.
+
+    ``left_out``: that call is one of the next that the mates made, and the rank has made others since; so it left out
+    what they made before. Else it may yet make that.
+    """
+
+    rank: int
+    call: Collective
+    mates: tuple[int, ...]
+    theirs: Collective
+    left_out: bool = False
+
+
+@dataclass(frozen=True)
+class Habit:
+    """``usual``: the call that came right before each earlier one from the same place, and not this time.
+
+    ``sure``: that was so several times, and the two come from different lines.
+    """
+
+    usual: Collective
+    sure: bool
+
+
+class Aligned:
+    """Histories that are meant to be alike, call by call."""
+
+    def __init__(self, windows: Mapping[int, Window]) -> None:
+        self._windows = windows
+
+    @cached_property
+    def _read(self) -> tuple[dict[int, History], bool]:
+        return histories_of(self._windows)
+
+    @property
+    def histories(self) -> dict[int, History]:
+        return self._read[0]
+
+    @cached_property
+    def parted(self) -> int | None:
+        """The first number under which two ranks made different calls, as far as all of them came; None for none."""
+        if len(self.histories) < 2:
+            return None
+        last = min(history.last for history in self.histories.values())
+        first = self._first
+        return first_difference(one.column.between(first, last) for one in self.histories.values())
+
+    @property
+    def alike(self) -> bool:
+        """All ranks are known to have made the same calls as far as they came."""
+        return bool(self._windows) and len(self.histories) == len(self._windows) and self.parted is None
+
+    @property
+    def by_frames(self) -> bool:
+        return self._read[1]
+
+    @cached_property
+    def sides(self) -> dict[Identity, list[int]]:
+        """The ranks by what they called when they parted."""
+        found: dict[Identity, list[int]] = {}
+        if self.parted is not None:
+            for rank, history in self.histories.items():
+                found.setdefault(history.at(self.parted), []).append(rank)
+        return found
+
+    @cached_property
+    def divergence(self) -> Divergence | None:
+        """The first one: who parted from whom. None where they did not, or where neither side is the odd one."""
+        if self.parted is None:
+            return None
+        ranks, majority = vote(self.sides)
+        if majority:
+            others = next(others for others in self.sides.values() if others[0] not in ranks)
+            return self._of_minority(ranks, others, self.parted)
+        return self._of_two(self.parted) if len(self.sides) == 2 else None
+
+    def split(self) -> Iterator[Aligned]:
+        """Each side for itself: ranks that part and do not come together again run programs of their own."""
+        for ranks in self.sides.values():
+            if len(ranks) > 1:
+                yield Aligned({rank: self._windows[rank] for rank in ranks})
+
+    def parted_before(self, ranks: Iterable[int], number: int) -> tuple[int, dict[Frame, list[int]]] | None:
+        """Where the lines of ``ranks`` parted on their way to ``number``: the first number since they last called from
+        one line, and who was where. None where they did until ``number``, or nobody knows.
+        """
+        mine = {rank: self.histories[rank] for rank in ranks if rank in self.histories}
+        if not mine or not self.by_frames:
+            return None
+        at = number
+        while at > 0 and len({history.at(at - 1)[:1] for history in mine.values()}) > 1:
+            at -= 1
+        if not 0 < at < number or any(history.at(at - 1) == UNKNOWN for history in mine.values()):
+            return None
+        places: dict[Frame, list[int]] = {}
+        for rank, history in mine.items():
+            entry = history.window.at(at)
+            site = history.window.stack(entry).user_frame if entry is not None else None
+            if site is not None:
+                places.setdefault(site, []).append(rank)
+        return at, places
+
+    def round_before(self, rank: int, number: int) -> Literal["whole", "short", ""]:
+        """How many calls ``rank`` made since the last one from the place of its call ``number``: as many as each time
+        before, or fewer. ``""`` where earlier rounds differ, or there are too few to tell.
+        """
+        mine = self.histories.get(rank)
+        if mine is None or not self.by_frames or mine.at(number) == UNKNOWN:
+            return ""
+        here = mine.column.at(number)
+        ends = [at for at in range(mine.first, number) if mine.column.at(at) == here]
+        rounds = {end - begin for begin, end in pairwise(ends)}
+        if len(rounds) != 1:
+            return ""
+        (usual,) = rounds
+        made = number - ends[-1]
+        return "whole" if made == usual else "short" if made < usual else ""
+
+    def times_called(self, rank: int, number: int) -> int:
+        """How often ``rank`` has made its call ``number``, up to that, as far as its record goes back."""
+        mine = self.histories.get(rank)
+        if mine is None or mine.at(number) == UNKNOWN:
+            return 0
+        return mine.column.values[: number - mine.first + 1].count(mine.column.at(number) or 0)
+
+    def left_out_before(self, rank: int, number: int) -> int | None:
+        """How many calls ``rank`` would have had to make more, before its ``number``, to agree with its peers to the
+        end.
+
+        None where no such number makes them agree, or none is missing. Where every step makes the same calls, histories
+        alone do not show where a step was left out: this tests a place that something else points at.
+        """
+        others = [history for other, history in self.histories.items() if other != rank]
+        mine = self.histories.get(rank)
+        if mine is None or not others:
+            return None
+        for calls in range(MOST_CALLS + 1):
+            agreed = [other.agrees_to_the_end(number + calls, mine, number) for other in others]
+            if min(agreed) >= 0:
+                return calls if calls and max(agreed) >= max(SURE_MATCHES, calls) else None
+        return None
+
+    def departures(self) -> Iterator[Departure]:
+        """The ranks that wait now in a call that is not the one which most ranks made there."""
+        for rank, history in self.histories.items():
+            last = history.last
+            there = {mate: other.at(last) for mate, other in self.histories.items() if mate != rank and other.at(last)}
+            sides = Counter(there.values()).most_common(1)
+            if not sides or history.at(last) == sides[0][0] or 2 * sides[0][1] <= len(there) + 1:
+                continue
+            mates = [mate for mate, made in there.items() if made == sides[0][0]]
+            usual = self.histories[mates[0]]
+            begin = max(history.first, usual.first)
+            call, theirs = history.window.at(last), usual.window.at(last)
+            same = begin < last and history.column.values_of(begin, last - begin) == usual.column.values_of(
+                begin, last - begin
+            )
+            if call and theirs and same:
+                yield Departure(rank, call, tuple(mates), theirs)
+
+    @property
+    def departure(self) -> Departure | None:
+        """The first one of a single rank from all others, which had called alike for some rounds."""
+        at = self.parted
+        odd, majority = vote(self.sides) if at is not None else ((), False)
+        if at is None or not majority or len(odd) != 1 or not self.by_frames or at - self._first < _LONG_ALIKE:
+            return None
+        (rank,) = odd
+        mates = tuple(sorted(other for other in self.histories if other != rank))
+        mine, usual = self.histories[rank], self.histories[max(mates, key=lambda mate: self.histories[mate].last)]
+        call, theirs = mine.window.at(at), usual.window.at(at)
+        if call is None or theirs is None or len(self.sides) > 2 or usual.at(at) not in mine.before(at):
+            return None
+        following = {usual.at(at + number) for number in range(1, SURE_MATCHES + 1)}
+        return Departure(rank, call, mates, theirs, left_out=mine.at(at) in following and mine.last > at)
+
+    @property
+    def _first(self) -> int:
+        return max(history.first for history in self.histories.values())
+
+    def _of_minority(self, ranks: tuple[int, ...], others: list[int], parted: int) -> Divergence:
+        peer = max(others, key=lambda rank: self.histories[rank].last)  # who came furthest tells most
+        theirs = self.histories[peer]
+        mine = [self.histories[rank] for rank in ranks]
+        if any(reordered(history, theirs, parted) for history in mine):
+            return self._divergence(ranks, peer, parted, "reordered")
+        found = common_offset([offset(history, theirs, parted, odd=True) for history in mine])
+        return self._divergence(ranks, peer, parted, "different", found)
+
+    def _of_two(self, parted: int) -> Divergence | None:
+        """Neither side is in the minority: the calls themselves have to tell which one is odd."""
+        first, second = self.sides.values()
+        one, peer = first[0], second[0]
+        if reordered(self.histories[one], self.histories[peer], parted):
+            return None
+        found = offset(self.histories[one], self.histories[peer], parted)
+        # Told by operation and size alone, many calls are alike: then only one that the other side never makes tells.
+        if found is None or not (self.by_frames or (found.novel and found.whole)):
+            return None
+        if not found.novel and found.extra:
+            found = found.seen_from_there  # one repeated a call or the other left it out: loops are rather cut short
+        if not found.of_first:
+            first, peer = second, one
+        return self._divergence(tuple(first), peer, parted, "different", found)
+
+    def _divergence(
+        self, ranks: tuple[int, ...], peer: int, parted: int, kind: Kind, found: Offset | None = None
+    ) -> Divergence:
+        if found is not None:
+            kind = "extra" if found.extra else "missing"
+        caller = peer if kind == "missing" else ranks[0]
+        calls_there = {rank: history.window.at(parted) for rank, history in self.histories.items()}
+        call = calls_there[caller]
+        stack = self.histories[caller].window.stack(call).user_frames if call is not None else ()
+        other = ranks[0] if kind == "missing" else peer
+        return Divergence(
+            ranks=tuple(sorted(ranks)),
+            peers=tuple(rank for rank in self.histories if rank not in ranks),
+            number=parted,
+            kind=kind,
+            calls=found.calls if found is not None else 0,
+            call=call,
+            stack=stack,
+            branch=branch(stack, self.histories[other].at(parted)),
+            known_to_all=found is not None and self._known_to_all(caller, parted, found),
+            by_frames=self.by_frames,
+            matched=found.matched if found is not None else 0,
+            visible=not parted == self._first > 1,  # else it began before what the records still hold
+            entered={rank: history.last for rank, history in self.histories.items()},
+            there={rank: entry for rank, entry in calls_there.items() if entry is not None},
+        )
+
+    def _known_to_all(self, caller: int, parted: int, found: Offset) -> bool:
+        """Whether every rank had made these calls before ``parted``; where they were left out, ever.
+
+        A rank that comes to them later is one that makes such calls.
+        """
+        made = {self.histories[caller].at(parted + number) for number in range(found.calls)}
+        return all(made <= (one.before(parted) if found.extra else one.all()) for one in self.histories.values())
+
+
+class Histories:
+    """The call histories of a job."""
+
+    def __init__(self, alignment: Alignment) -> None:
+        self._alignment = alignment
+        self._groups: dict[str, Aligned] = {}
+
+    def in_group(self, group: str) -> Aligned:
+        """The members of ``group``, by the numbers of its collectives.
+
+        Different calls under one number are no fault by themselves (``if rank == 0: all_reduce(a) else:
+        all_reduce(b)``); only calls that agree again at an offset are.
+        """
+        if group not in self._groups:
+            windows = {rank: self._alignment.window(rank, group) for rank in self._members(group)}
+            held = {rank: window for rank, window in windows.items() if window is not None}
+            self._groups[group] = Aligned(held)
+        return self._groups[group]
+
+    def shift_in(self, group: str) -> Divergence | None:
+        """The calls that some members of ``group`` made too many, or left out; None where histories agree, do not
+        overlap, or differ in other ways.
+        """
+        found = self.in_group(group).divergence
+        return found if found is not None and found.is_shift else None
+
+    @cached_property
+    def first_mismatch(self) -> Mismatch | None:
+        """The oldest number of a group under which ranks recorded what does not fit."""
+        return first_mismatch(self._alignment)
+
+    @cached_property
+    def shift_of_program(self) -> Divergence | None:
+        """A call too many or too few over all calls of each rank in the order of its program, whatever their groups.
+
+        Ranks that run one program make the same calls in groups of their own; so a rank that left one out shows even
+        where nobody called anything in that group since.
+        """
+        found = [shift for role in self.roles for shift in _shifts(role)]
+        # In a loop the last few calls agree with some round or other: fewer that agree than are off may be chance.
+        sure = [one for one in found if one.matched >= max(2, one.calls) and (one.known_to_all or self._lacks(one))]
+        return max(sure, key=lambda one: one.matched, default=None)
+
+    def _lacks(self, shift: Divergence) -> bool:
+        """A call too many that a member of its own group did not make. Who has no group there makes no such calls, and
+        need not: only what both sides make counts otherwise.
+        """
+        if shift.kind != "extra" or shift.matched < SURE_MATCHES or shift.call is None or shift.call.is_p2p:
+            return False
+        members, known = self._alignment.members(shift.call.group)
+        return known and bool(members & set(shift.peers))
+
+    def parting_of_one(self, ranks: Collection[int]) -> Departure | None:
+        """How one of ``ranks`` alone left its role, over whole programs; None where none did, or several."""
+        found = [one for role in self.roles if (one := role.departure) is not None and one.rank in ranks]
+        return found[0] if len(found) == 1 else None
+
+    def departures(self) -> list[Departure]:
+        return [departure for role in self.roles for departure in role.departures()]
+
+    @cached_property
+    def roles(self) -> list[Aligned]:
+        """Whole programs, by the place of a call in them: of ranks that make the same calls again and again.
+
+        The stages of a pipeline differ by design. What a rank called only once, or nobody else did, says nothing: some
+        are further than others.
+        """
+        programs = self._alignment.programs()
+        histories, _ = histories_of(programs)
+        calls = {rank: Counter(history.column.values) for rank, history in histories.items()}
+        callers = Counter(call for mine in calls.values() for call in mine)
+        roles: dict[frozenset[int], dict[int, Window]] = {}
+        for rank, mine in calls.items():
+            role = frozenset(call for call, count in mine.items() if count > 1 and callers[call] > 1)
+            roles.setdefault(role, {})[rank] = programs[rank]
+        return [Aligned(mine) for mine in roles.values()]
+
+    def called_alike(self, groups: Iterable[str]) -> bool:
+        """The members of each of these groups are known to have made the same calls as far as they came.
+
+        Without frames nobody knows; a call too many or left out would look the same from outside.
+        """
+        aligned = [self.in_group(group) for group in groups]
+        return all(one.alike and one.by_frames for one in aligned)
+
+    def may_have_parted_before(self, groups: Iterable[str]) -> bool:
+        """Records that begin late show no stretch on which the ranks of one of these groups agree.
+
+        Ranks that make the same calls for a while have not parted before; where they never do, they may have.
+        """
+        return any(map(self._begins_apart, groups))
+
+    def _begins_apart(self, group: str) -> bool:
+        members = self._members(group)
+        first = max((self._alignment.first(rank, group) for rank in members), default=0)
+        if first <= 1:
+            return False
+        for number in range(first, first + SURE_MATCHES):
+            entries = {rank: self._alignment.entry(rank, group, number) for rank in members}
+            made = {self._identity(rank, entry) for rank, entry in entries.items() if entry}
+            if len(made) != 1 or UNKNOWN in made:
+                return True
+        return False
+
+    def broken_habit(self, rank: int, now: Collective, groups: Collection[str] | None = None) -> Habit | None:
+        """The habit that ``rank`` broke by its call ``now``; None where there is none.
+
+        Collectives of ``groups`` count; without these all calls, sends and receives as well.
+
+        A rank that leaves out a collective of one group waits in the next one, of another group, and its peers wait in
+        the one it left out: the same picture as two groups entered in opposite orders. The rank's own record tells them
+        apart: a line that has followed the same other line each time, and not now, is a call left out. Where the groups
+        are swapped, the call comes from a line that has not been there with this group before; or both come from one
+        line (``for group in order: all_reduce(value, group=group)``), and then nothing here tells.
+        """
+        mine = [e for e in self._entries(rank) if groups is None or (e.group in groups and not e.is_p2p)]
+        at = next((n for n in reversed(range(len(mine))) if _is_same(mine[n], now)), 0)
+        what = self._what(rank, now)
+        times = [n for n in range(1, at) if self._what(rank, mine[n]) == what]
+        usual = {self._what(rank, mine[n - 1]) for n in times}
+        if len(usual) != 1 or not what[-1] or self._what(rank, mine[at - 1]) in usual:
+            return None
+        before = mine[times[-1] - 1]
+        return Habit(before, len(times) >= SURE_MATCHES and self._what(rank, before)[-1] != what[-1])
+
+    def taken_in_turns(self, calls: Mapping[int, Collective]) -> bool:
+        """Whether the ranks' ``calls`` may be of one round, each made as often as the others as far as records show.
+
+        Ranks that swap two calls make both, in every round. Where a rank has made one of them more often than another,
+        as an all_reduce in each step and one for the log in each tenth, a round has not got both: who is alone in such
+        a call has come to it by another way than by a swap.
+        """
+        wanted = {self._what(rank, call) for rank, call in calls.items()}
+        for rank, call in calls.items():
+            made = (self._what(rank, entry) for entry in self._entries(rank))
+            counts = Counter(what for what in made if what in wanted and what[-1])
+            before = [count - (what == self._what(rank, call)) for what, count in counts.items()]
+            several = [count for count in before if count]
+            if len(several) > 1 and max(several) - min(several) > 1:
+                return False
+        return True
+
+    def _what(self, rank: int, entry: Collective) -> tuple[str, str, Identity]:
+        return entry.group, entry.op, self._identity(rank, entry)
+
+    def _identity(self, rank: int, entry: Collective) -> Identity:
+        return identity_of(entry, self._alignment.stack(rank, entry))
+
+    def _entries(self, rank: int) -> Iterable[Collective]:
+        record = self._alignment.records.get(rank)
+        return Entries.of(record.entries) if record is not None else ()
+
+    def _members(self, group: str) -> list[int]:
+        return sorted(self._alignment.members(group)[0] & self._alignment.records.keys())
+
+
+def _is_same(one: Collective, other: Collective) -> bool:
+    return (one.group, one.is_p2p, one.seq, one.p2p_seq) == (other.group, other.is_p2p, other.seq, other.p2p_seq)
+
+
+def _shifts(aligned: Aligned) -> Iterator[Divergence]:
+    found = aligned.divergence
+    if found is not None and found.is_shift and found.matched >= found.calls:
+        yield found
+        return
+    for side in aligned.split():
+        yield from _shifts(side)

@@ -1,0 +1,383 @@
+"""Ranks that have ended or raised: which of them is a cause, and which a consequence?"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from safelaunch.model import Claim, Frame, NcclLog, RankEvidence, RankException
+from safelaunch.verdict.causes import FAILURES, Sign
+from safelaunch.verdict.conditions import Condition, View
+from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.reading import aborts, calls, failures, tracebacks
+from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading.device_memory import shortage
+
+GONE_CAUSES = (*FAILURES, "uneven-batches")
+
+_OF_ITS_OWN = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # no launcher sends these
+# Those that faulthandler catches.
+_FATAL_SIGNALS = (*_OF_ITS_OWN, signal.SIGABRT)
+
+# What a rank reports when a peer has gone or does not come: transport and store errors, group timeouts.
+_CONSEQUENCE = re.compile(
+    r"connection (?:was )?(?:closed|reset|refused|aborted)|closed by (?:the )?(?:remote )?peer|reset by peer"
+    r"|broken pipe|remote process (?:exited|has)|socket (?:was )?closed|network error|failed to connect"
+    r"|no route to host|nccl (?:communicator was aborted|error.*remote)|ncclremoteerror|ncclsystemerror"
+    r"|timed out waiting|timed out after|wait timeout|watchdog caught collective"
+    r"|\btimeout\b.*(?:recv|send|rank|store|barrier)"
+    r"|rank \d+ (?:successfully reached|failed to (?:pass|reach|reply))|ranks? .* failed to pass"
+    r"|another rank|other ranks? (?:failed|exited)|store.*(?:unavailable|connection)|failed to recv"
+    r"|application timeout caused pair closure|connectfullmesh failed|socket timeout|connection abort"
+    r"|detected mismatch between collectives on ranks|rpc ran for more than set timeout",
+    re.IGNORECASE | re.DOTALL,
+)
+# How c10d, gloo and NCCL word it where a RuntimeError has no line of torch on its stack, as that of `work.wait()`.
+_THEIR_WORDS = re.compile(
+    r"gloo|nccl|c10d|tcpstore|watchdog|monitoredbarrier|store->get|timed out waiting \d+ ?ms for (?:send|recv)"
+    r"|caused pair closure|by peer \[[0-9a-f.:]+\]:\d+|another rank"
+    r"|\A(?:connection (?:reset|closed) by peer|broken pipe|socket timeout)\b",
+    re.IGNORECASE,
+)
+# Parts of torch that read files or the network, and are no communication between ranks.
+_NO_COMMUNICATION = ("/torch/utils/data/", "/torch/hub.py", "/torch/serialization.py", "/torch/utils/tensorboard/")
+_NOT_REACHED = re.compile(r"failed to connect to|while trying to connect to|connection refused", re.IGNORECASE)
+_TIMEOUT = re.compile(r"timed? ?out|failed to pass monitoredbarrier|timeout", re.IGNORECASE)
+_WATCHDOG = re.compile(r"watchdog caught collective operation timeout|watchdog thread terminated", re.IGNORECASE)
+_DIST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError")
+
+
+def is_consequence(exception: RankException, log: NcclLog | None = None) -> bool:
+    """The message blames a peer: this rank reports somebody else's death or absence. ``log``: of its NCCL, if any.
+
+    Only an error that came out of torch's communication counts; a user's own ``requests`` call may well have its
+    connection reset on its own account.
+    """
+    kind = exception.type.rsplit(".", 1)[-1]
+    inner = _in_communication(exception)
+    told = failure_of(exception)
+    logged = _logged(log) if told is not None and told.general else None
+    if told is not None and (logged[1] if logged is not None else told).own:
+        return False
+    if kind in ("DistStoreError", "DistNetworkError"):
+        return True
+    named = kind in (*_DIST_TYPES, "DistError") or (kind == "RuntimeError" and _THEIR_WORDS.search(exception.message))
+    if not named and not inner:
+        return False
+    if kind in ("ConnectionResetError", "BrokenPipeError") and not inner:
+        return False
+    return _CONSEQUENCE.search(exception.message) is not None
+
+
+def _in_communication(exception: RankException) -> bool:
+    """Its innermost frames are torch's, and none is of a part that reads data."""
+    files = [fr.normal(frame.file) for frame in exception.frames[:6]]
+    return any("/torch/" in file for file in files) and not any(
+        part in fr.normal(frame.file) for frame in exception.frames for part in _NO_COMMUNICATION
+    )
+
+
+def failure_of(exception: RankException) -> failures.Failure | None:
+    """What an error that came out of torch's communication or of a device mesh means."""
+    inside = any("/torch/distributed/" in fr.normal(frame.file) for frame in exception.frames)
+    kind = exception.type.rsplit(".", 1)[-1]
+    theirs = kind in (*_DIST_TYPES, "RuntimeError") and _THEIR_WORDS.search(exception.message) is not None
+    named = theirs or kind in _DIST_TYPES[:3]
+    found = failures.failure(exception.message)
+    return found if found is not None and (inside or named or found.kind == "mesh") else None
+
+
+def failure_of_rank(rank: RankEvidence) -> failures.Failure | None:
+    """What ended its communication: its exception's words, else those of NCCL's log where these are general or none."""
+    told = failure_of(rank.exception) if rank.exception is not None else None
+    logged = nccl_failure(rank) if (told.general if told is not None else is_aborted(rank)) else None
+    return logged[1] if logged is not None else told
+
+
+def nccl_failure(rank: RankEvidence) -> tuple[str, failures.Failure] | None:
+    """The warning in its NCCL's log that began it, and what that means."""
+    return _logged(rank.nccl_log)
+
+
+def _logged(log: NcclLog | None) -> tuple[str, failures.Failure] | None:
+    return failures.first_failure(log.warnings) if log is not None else None
+
+
+def is_timeout(exception: RankException) -> bool:
+    """The communication gave up waiting: what remains of a hang whose time ran out."""
+    return is_consequence(exception) and _TIMEOUT.search(exception.message) is not None
+
+
+def has_lost_a_peer(rank: RankEvidence) -> bool:
+    """It reports that a peer has gone: its connection ended, which is no wait whose time ran out."""
+    if rank.exception is None:
+        return False
+    return is_consequence(rank.exception, rank.nccl_log) and not is_timeout(rank.exception)
+
+
+def one_line(text: str, limit: int = 160) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def signal_name(returncode: int) -> str:
+    try:
+        return signal.Signals(-returncode).name
+    except ValueError:
+        return f"signal {-returncode}"
+
+
+def ended_by_others(rank: RankEvidence) -> bool:
+    """Ended by the launcher after another rank had failed, or aborted because a collective's time ran out: no cause."""
+    if rank.exit is None or -rank.exit.returncode in _OF_ITS_OWN:
+        return False
+    return not rank.exit.before_close or _aborted_for_a_peer(rank)
+
+
+def is_aborted(rank: RankEvidence) -> bool:
+    return rank.exit is not None and rank.exit.returncode == -signal.SIGABRT
+
+
+def _aborted_for_a_peer(rank: RankEvidence) -> bool:
+    """By torch's thread that watches NCCL: a collective's time ran out, or a connection failed."""
+    if not is_aborted(rank):
+        return False
+    logged = nccl_failure(rank)
+    return not logged[1].own if logged is not None else _WATCHDOG.search(rank.log_tail) is not None
+
+
+def was_a_hang(ranks: Iterable[RankEvidence]) -> bool:
+    """A crash in which no rank failed on its own account and some gave up waiting: the end of a hang, not a crash.
+
+    The process group's timeout came before the watchdog's; who kept the others waiting is the question all the same.
+    """
+    ranks = tuple(ranks)
+    failed = any(failed_by_itself(rank) or missed_the_store(rank, ranks) for rank in ranks)
+    return not failed and any(map(_gave_up, ranks))
+
+
+def missed_the_store(rank: RankEvidence, ranks: Iterable[RankEvidence]) -> list[View]:
+    """The peers that wait at the store by which ranks find each other, where this rank has failed to connect to it: it
+    has another address, as that of the attempt before.
+    """
+    raised = rank.exception
+    if raised is None or failure_kind(raised) not in _DIST_TYPES[1:3] or not _NOT_REACHED.search(raised.message):
+        return []
+    views = (View(one.main, one) for one in ranks if one is not rank and one.exception is None and one.main is not None)
+    return [view for view in views if (wait := view.awaited.peers) is not None and wait.kind == "init"]
+
+
+def failure_kind(exception: RankException) -> str:
+    """``DistNetworkError`` of ``torch.distributed.DistNetworkError``."""
+    return exception.type.rsplit(".", 1)[-1]
+
+
+def failed_by_itself(rank: RankEvidence) -> bool:
+    """It has ended, and no peer's end explains that."""
+    found = gone_condition(rank, None)
+    return found is not None and found.cause in FAILURES
+
+
+def _gave_up(rank: RankEvidence) -> bool:
+    if rank.exception is not None:
+        return is_timeout(rank.exception)
+    logged = nccl_failure(rank)
+    return _aborted_for_a_peer(rank) and (logged is None or logged[1].kind == "infiniband")
+
+
+def failed_at(rank: RankEvidence) -> float:
+    """When this rank failed (CLOCK_REALTIME): its exception where it left one, else when the launcher noticed."""
+    if rank.exception is not None:
+        return rank.exception.time_unix_s
+    return rank.exit.time_unix_s if rank.exit is not None else float("inf")
+
+
+def gone_condition(rank: RankEvidence, view: View | None) -> Condition | None:
+    """A rank that raised, was killed or exited, on its own account; None for a live one and for consequences."""
+    if rank.exception is not None and is_consequence(rank.exception, rank.nccl_log):
+        return None
+    if rank.exception is not None and rank.exception.type.rsplit(".", 1)[-1] != "SystemExit":
+        return exception_condition(rank, rank.exception)
+    if rank.exit is None:
+        dead = view is not None and bool(view.process.states) and view.process.states[-1].state in "ZX"
+        text = "has ended and nobody has reaped it; its exit status is not known"
+        claim = Claim("state Z", f"ranks/{rank.rank}/proc.json")
+        doubts = (Doubt.STATUS_UNKNOWN,)
+        return Condition("rank-exited", text, None, rank.pid, doubts=doubts, claims=(claim,)) if dead else None
+    if ended_by_others(rank):
+        return None
+    return _killed_condition(rank) if rank.exit.returncode < 0 else _exit_condition(rank)
+
+
+def exception_condition(rank: RankEvidence, exception: RankException) -> Condition:
+    """One that came from a worker process has been raised again in the rank; the worker's line is the one at fault."""
+    claim = Claim(f"first exception: {exception.type}", f"ranks/{rank.rank}/exception.json")
+    text = f"raised {exception.type}: {one_line(_essence(exception.message))}"
+    frame = fr.stack_of(rank, exception.frames).user_frame
+    where, process = fr.at(frame), "main"
+    told, logged = failure_of(exception), nccl_failure(rank)
+    claims: tuple[Claim, ...] = (claim,)
+    if told is not None and told.general and logged is not None:
+        text += f" ({logged[1].means})"
+        claims = (claim, logged_claim(rank))
+    elif told is not None:
+        text += f" ({told.means})"
+    remote = remote_error(exception.text)
+    inside = fr.stack_of(rank, remote.frames).user_frame if remote is not None else None
+    if remote is not None and inside is not None:
+        process = remote.process
+        text = f"raised {exception.type} in a {process}: {one_line(remote.message or exception.message)}"
+        where, frame = fr.at(inside), inside
+    return Condition("rank-exception", text + where, frame, rank.pid, process, claims=claims)
+
+
+def logged_claim(rank: RankEvidence) -> Claim:
+    """What NCCL warned of in a rank that has such a failure."""
+    found = nccl_failure(rank)
+    assert rank.nccl_log is not None and found is not None
+    return Claim(f"NCCL warns: {one_line(found[0])}", rank.nccl_log.file)
+
+
+def _essence(message: str) -> str:
+    """Without what is told better elsewhere: NCCL's general words before its last error, an allocator's sizes."""
+    if shortage(message) is not None:
+        return message.partition(".")[0]
+    return message.rpartition("Last error:\n")[2] or message
+
+
+def _claim_of_status(rank: RankEvidence) -> Claim:
+    assert rank.exit is not None
+    return Claim(f"exit status {rank.exit.returncode}, before the launcher stopped the others", "launch.json")
+
+
+def _killed_condition(rank: RankEvidence) -> Condition:
+    """By a signal: faulthandler's stack says where it came; for SIGKILL the kernel says whether it was for memory."""
+    assert rank.exit is not None
+    number = -rank.exit.returncode
+    claims, said, frame = [_claim_of_status(rank)], "", None
+    signs: set[Sign] = {"fatal-signal"} if number not in (signal.SIGKILL, signal.SIGTERM) else set()
+    doubts: tuple[Doubt, ...] = ()
+    within = aborted_in(rank)
+    if number in _FATAL_SIGNALS and rank.fatal is not None:
+        frame = (within or fr.stack_of(rank, rank.fatal.frames)).user_frame
+        claims.append(Claim(f"faulthandler: {rank.fatal.message}", f"ranks/{rank.rank}/fault.txt"))
+    if number == signal.SIGKILL:
+        words, memory, taken = _memory_words(rank)
+        said += words
+        claims += memory
+        signs.add("out-of-memory" if taken else "killed-from-outside")
+    if number in _FATAL_SIGNALS and rank.progress is not None and rank.progress.state == "exited":
+        said += " after its script had ended, while Python shut down"
+        if number == signal.SIGABRT:
+            signs.add("after-the-end")
+        claims.append(Claim("its progress page says that the script had ended", f"ranks/{rank.rank}/progress.json"))
+    words = _abort_words(rank)
+    if words:
+        said += words
+        claims.append(Claim("the end of its output", f"ranks/{rank.rank}/log_tail.txt"))
+    logged = nccl_failure(rank) if number in _FATAL_SIGNALS else None
+    if logged is not None:
+        said += f"; NCCL had failed ({logged[1].means})"
+        claims.append(logged_claim(rank))
+    if within is not None:
+        # What a peer sent may be the reason; nothing here can tell.
+        doubts, said = (
+            (Doubt.ABORTED_IN_COLLECTIVE,),
+            f", by its communication library in the middle of a collective{said}",
+        )
+        signs.add("aborted-in-a-collective")
+    text = f"was killed by {signal_name(rank.exit.returncode)}{fr.at(frame)}{said}"
+    return Condition("rank-killed", text, frame, rank.pid, doubts=doubts, claims=tuple(claims), signs=frozenset(signs))
+
+
+def aborted_in(rank: RankEvidence) -> fr.Stack | None:
+    """The call of c10d in which a rank was aborted; None where it was not in one, or not aborted.
+
+    gloo aborts from a thread of its own, so the call may be that of any thread.
+    """
+    if not is_aborted(rank) or rank.fatal is None:
+        return None
+    stacks = (fr.stack_of(rank, frames) for frames in (rank.fatal.frames, *rank.fatal.threads))
+    return next((stack for stack in stacks if calls.torch_wait(stack) is not None or calls.under_c10d(stack)), None)
+
+
+def _memory_words(rank: RankEvidence) -> tuple[str, list[Claim], bool]:
+    """What is known of a SIGKILL, and whether it was the out-of-memory killer's: its own words, else its counts since
+    the job's start.
+    """
+    kills, node = rank.memory_kills, f"node/{rank.host}"
+    if kills.kernel_line:
+        claim = Claim(f"the kernel's log: {one_line(kills.kernel_line)}", f"{node}/kernel_log.txt")
+        return ": the kernel's out-of-memory killer took it", [claim], True
+    for count, where in ((kills.cgroup, "in the job's control group"), (kills.node, "on this node")):
+        if count:
+            many = "process" if count == 1 else "processes"
+            said = f"the out-of-memory killer took {count} {many} {where} while the job ran"
+            return f": {said}", [Claim(said, f"{node}/resources.json")], True
+    if kills.cgroup is None and kills.node is None:
+        return "", [], False
+    said = "the kernel counts no out-of-memory kill while the job ran"
+    return f"; {said}, so somebody or something sent it", [Claim(said, f"{node}/resources.json")], False
+
+
+def _exit_condition(rank: RankEvidence) -> Condition:
+    """With a code of its own; the beacon noted which line called ``exit``, where it was a call."""
+    assert rank.exit is not None
+    code, call = rank.exit.returncode, rank.exit_call
+    claims = [_claim_of_status(rank)]
+    frame, where = None, ""
+    if call is not None and call.code == code:
+        frame = fr.stack_of(rank, call.frames).user_frame
+        where = f": {call.function}(){fr.at(frame)}" if frame else ""
+        claims.append(Claim(f"it called {call.function}()", f"ranks/{rank.rank}/exit_call.json"))
+    if code > 0:
+        text = f"exited with code {code}{where}"
+        return Condition("rank-exited", text, frame, rank.pid, claims=tuple(claims))
+    text = f"has left the training loop: it exited cleanly (code 0{where})"
+    early = frame is not None and frame.function != "<module>"  # `sys.exit(main())` is how scripts end
+    signs: frozenset[Sign] = frozenset({"exit-called"}) if early else frozenset()
+    return Condition("uneven-batches", text, frame, rank.pid, claims=tuple(claims), signs=signs)
+
+
+def _abort_words(rank: RankEvidence) -> str:
+    """What it wrote as it was aborted, and what that means."""
+    found = aborts.last_abort(rank.log_tail)
+    if found is None:
+        return ""
+    return f"; its last words: {one_line(found.words)}{f' ({found.means})' if found.means else ''}"
+
+
+# --- exceptions that crossed a process boundary -------------------------------------------------------------------
+
+# torch's ExceptionWrapper, and the two pools of the standard library.
+_REMOTE = (
+    re.compile(r"Caught \w+ in (?P<who>DataLoader worker)(?: process)?(?P<number> \d+)?\.\nOriginal (?=Traceback)"),
+    re.compile(
+        r"(?P<who>)(?P<number>)(?:multiprocessing\.pool\.RemoteTraceback|concurrent\.futures\.process\._RemoteTraceback)"
+        r": \n\"\"\"\n"
+    ),
+)
+
+
+@dataclass(frozen=True)
+class RemoteError:
+    """What a worker process raised. ``frames`` innermost first; ``message``: its last line, type included."""
+
+    process: str
+    message: str
+    frames: tuple[Frame, ...]
+
+
+def remote_error(text: str) -> RemoteError | None:
+    """The traceback of a worker process inside the text of the rank's own; None where it has none."""
+    for pattern in _REMOTE:
+        begin = pattern.search(text)
+        if begin is None:
+            continue
+        inner = tracebacks.parse(text[begin.end() :].splitlines())
+        who = begin["who"].replace("DataLoader", "dataloader") or "worker process"
+        frames, message = (inner.frames, inner.message) if inner is not None else ((), "")
+        return RemoteError(f"{who}{begin['number'] or ''}", message, frames)
+    return None

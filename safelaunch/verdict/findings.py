@@ -1,0 +1,220 @@
+"""What a rule returns, and the words that are common to all verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from safelaunch.model import Claim, Culprit, Frame, NodeAtFault, format_ranks
+from safelaunch.verdict.causes import Sign
+from safelaunch.verdict.conditions import Condition
+from safelaunch.verdict.doubts import Doubt, levels_of
+from safelaunch.verdict.rank_state import Facts, RankFacts
+from safelaunch.verdict.reading.guards import Guard
+
+
+@dataclass(frozen=True)
+class Parting:
+    """``ranks`` come to ``call``, which is past ``guard``. ``kept``: those that it is known to keep away from there;
+    empty where it asks for more than the rank.
+    """
+
+    guard: Guard
+    call: Frame
+    ranks: tuple[int, ...]
+    kept: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule's answer. ``culprits`` may be empty: the cause is known, who is at fault is not.
+
+    ``held_up``: victims beside those that wait in a collective. ``nodes``: those that are to blame as a whole.
+    ``calls``: rank → the user's frames, innermost first, of the call at which ways parted, where that is not where the
+    ranks are now. ``signs``: what sets it apart from other cases of its cause, for the advice. ``partings``: the
+    conditions on the rank that parted those at fault from their peers.
+    """
+
+    cause: str
+    doubts: tuple[Doubt, ...]
+    summary: str
+    culprits: tuple[Culprit, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    ruled_out: tuple[str, ...] = ()
+    held_up: tuple[int, ...] = ()
+    nodes: tuple[NodeAtFault, ...] = ()
+    calls: Mapping[int, tuple[Frame, ...]] = field(default_factory=dict)
+    signs: frozenset[Sign] = frozenset()
+    partings: tuple[Parting, ...] = ()
+
+
+Ruling = Finding | str  # a finding, or why there is none ("" where that is not worth saying)
+
+
+def most_doubtful(conditions: Iterable[Condition]) -> tuple[Doubt, ...]:
+    """The doubts about the least sure of them."""
+    return max((condition.doubts for condition in conditions), key=levels_of)
+
+
+def ranks_word(ranks: Iterable[int]) -> str:
+    """``rank 3`` or ``ranks 0-2,5``."""
+    listed = set(ranks)
+    return f"{'rank' if len(listed) == 1 else 'ranks'} {format_ranks(listed)}"
+
+
+def each_of(ranks: Iterable[int]) -> str:
+    """``rank 3`` or ``each of ranks 0-2,5``: what takes a clause that is said of one."""
+    return f"{'' if len(set(ranks)) == 1 else 'each of '}{ranks_word(ranks)}"
+
+
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def ranks_do(ranks: Collection[int], one: str, many: str) -> str:
+    """``rank 3 waits``, ``ranks 0-2 wait``: for the middle of a sentence."""
+    return f"{ranks_word(ranks)} {one if len(ranks) == 1 else many}"
+
+
+def unseen_words(facts: Facts) -> str:
+    """``ranks 4-7 were not seen``."""
+    return f"{ranks_do(facts.unseen, 'was', 'were')} not seen"
+
+
+def culprit(facts: RankFacts, condition: Condition) -> Culprit:
+    return Culprit(
+        rank=facts.rank,
+        host=facts.evidence.host,
+        pid=condition.pid or facts.evidence.pid,
+        process=condition.process,
+        frame=condition.frame or (facts.frame if condition.process == "main" else None),
+        step=facts.step,
+        reason=f"Rank {facts.rank} {condition.reason}.",
+    )
+
+
+def waiting_culprit(facts: RankFacts, reason: str, site: Frame | None = None) -> Culprit:
+    """A culprit that waits for peers itself; ``site`` is the line to show where that is not the line of its wait."""
+    frame = site or (facts.wait.frame if facts.wait else facts.frame)
+    return Culprit(facts.rank, facts.evidence.host, facts.evidence.pid, "main", frame, facts.step, reason)
+
+
+def waiting_culprits(facts: Facts, ranks: Iterable[int]) -> tuple[Culprit, ...]:
+    """Ranks of which nothing more is to be said than what they wait in."""
+    waits = ((facts.ranks[rank], facts.ranks[rank].wait) for rank in ranks)
+    return tuple(
+        waiting_culprit(one, f"Rank {one.rank} waits in {wait.words}." if wait else f"Rank {one.rank} met no peer.")
+        for one, wait in waits
+    )
+
+
+def wait_words(facts: Facts, ranks: Iterable[int]) -> dict[int, str]:
+    """rank → what it waits in, of those that do. Where only some of those at one line tell which call it is, all
+    of them are said to wait in that one.
+    """
+    waits = {rank: facts.ranks[rank].wait for rank in ranks if rank in facts.ranks}
+    words = {rank: wait.words for rank, wait in waits.items() if wait is not None}
+    told: dict[str, set[str]] = {}
+    for text in words.values():
+        told.setdefault(text.partition(" at ")[2], set()).add(text)
+    return {rank: _told_best(text, told[text.partition(" at ")[2]]) for rank, text in words.items()}
+
+
+_UNTOLD = "a collective at "
+
+
+def _told_best(text: str, at_that_line: Collection[str]) -> str:
+    known = [other for other in at_that_line if not other.startswith(_UNTOLD)]
+    return known[0] if text.startswith(_UNTOLD) and len(known) == 1 else text
+
+
+def by_place(words: Mapping[int, str]) -> list[tuple[str, list[int]]]:
+    """``words``: rank → where it is. The places in the order of their first ranks, with the ranks in each."""
+    places: dict[str, list[int]] = {}
+    for rank, place in words.items():
+        places.setdefault(place, []).append(rank)
+    return list(places.items())
+
+
+def apart(words: Mapping[int, str], limit: int = 3) -> str:
+    """``rank 0 waits in all_gather at train.py:41 while ranks 1-3 wait in all_reduce at train.py:9``; three or more
+    places as a list."""
+    places = by_place(words)
+    parts = [f"{ranks_do(ranks, 'waits', 'wait')} in {place}" for place, ranks in places[:2]]
+    if len(places) < 3:
+        return " while ".join(parts)
+    parts = [parts[0], *(f"{ranks_word(ranks)} in {place}" for place, ranks in places[1:limit])]
+    if len(places) > limit:
+        parts.append(f"others in {len(places) - limit} more {'place' if len(places) == limit + 1 else 'places'}")
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def waits_words(facts: Facts, ranks: Iterable[int], limit: int = 3) -> str:
+    """``ranks 1-3 wait in all_reduce at train.py:9 and rank 4 in barrier at train.py:30``."""
+    places = sorted(by_place(wait_words(facts, ranks)), key=lambda item: (-len(item[1]), item[1]))
+    parts = [f"{ranks_word(members)} in {place}" for place, members in places[:limit]]
+    if places:
+        parts[0] = f"{ranks_do(places[0][1], 'waits', 'wait')} in {places[0][0]}"
+    if len(places) > limit:
+        parts.append(f"others in {len(places) - limit} more places")
+    return " and ".join(parts)
+
+
+def summary_of(named: Mapping[int, Condition], facts: Facts, waiters: Sequence[int]) -> str:
+    """``Rank 1 is asleep in train.py:7, while ranks 0,2-3 wait in all_reduce at train.py:9.``"""
+    groups = by_place({rank: condition.reason for rank, condition in named.items()})
+    parts = [f"{each_of(ranks)} {reason}" for reason, ranks in groups[:2]]
+    text = capital("; ".join(parts))
+    if len(groups) > 2:
+        text += f"; {ranks_word(r for _, ranks in groups[2:] for r in ranks)} likewise"
+    waits = waits_words(facts, waiters)
+    return f"{text}, while {waits}." if waits else f"{text}."
+
+
+def wait_claims(facts: Facts, ranks: Iterable[int], limit: int = 4) -> tuple[Claim, ...]:
+    """One claim for each place in which peers wait, with its first rank as the example."""
+    seen: set[str] = set()
+    claims: list[Claim] = []
+    for rank in sorted(ranks):
+        wait = facts.ranks[rank].wait
+        if wait is None or wait.words in seen or len(seen) >= limit:
+            continue
+        seen.add(wait.words)
+        claims += [Claim(f"rank {rank}: {claim.claim}", claim.file) for claim in wait.claims[:2]]
+    return tuple(claims)
+
+
+def condition_claims(named: Mapping[int, Condition]) -> tuple[Claim, ...]:
+    return tuple(
+        Claim(f"rank {rank}: {claim.claim}", claim.file)
+        for rank, condition in list(named.items())[:8]
+        for claim in condition.claims[:6]
+    )
+
+
+def conditions(facts: Facts, *causes: str) -> dict[int, Condition]:
+    """The ranks that do something of their own: all, or those of these causes."""
+    own = {rank: one.condition for rank, one in facts.ranks.items()}
+    return {rank: c for rank, c in own.items() if c is not None and (not causes or c.cause in causes)}
+
+
+def blame(
+    facts: Facts,
+    cause: str,
+    doubts: tuple[Doubt, ...],
+    named: Mapping[int, Condition],
+    waiters: Sequence[int] = (),
+    *,
+    summary: str = "",
+    claims: tuple[Claim, ...] = (),
+    ruled_out: Sequence[str] = (),
+) -> Finding:
+    """The finding that names ranks for what they do themselves, while ``waiters`` wait."""
+    return Finding(
+        cause,
+        doubts,
+        summary or summary_of(named, facts, waiters),
+        tuple(culprit(facts.ranks[rank], condition) for rank, condition in named.items()),
+        condition_claims(named) + claims + wait_claims(facts, waiters),
+        tuple(ruled_out),
+    )

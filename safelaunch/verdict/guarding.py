@@ -1,0 +1,239 @@
+"""The condition on the rank that parted ranks: read from the source wherever they stand on different sides.
+
+``if rank == 0: dist.all_gather(...)`` is the commonest collective that peers never call, and ``if rank != 0: continue``
+the commonest that one leaves out. What other rules find is true without it; this says which line sends ranks which way.
+It never makes a finding surer. Where several ranks went another way and nothing sets them apart, the finding is less
+sure, and names nobody: ``unless_drawn``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from math import comb
+
+from safelaunch.model import Claim, Culprit, Frame
+from safelaunch.verdict.causes import Sign
+from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.findings import Finding, Parting, capital, ranks_do, ranks_word
+from safelaunch.verdict.own_words import says_why
+from safelaunch.verdict.rank_state import Facts, user_stack_of
+from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading.guards import Guard, Whereabouts, guards_of, way_to
+
+# Findings that say who went another way than its peers, and not why.
+_EXPLAINED = frozenset({"collective-mismatch", "missing-from-collective", "uneven-batches", "group-order", "p2p-cycle"})
+_MOST = 2
+
+
+def with_guards(facts: Facts, finding: Finding) -> Finding:
+    """The finding with the conditions on the rank that parted those at fault from their peers, where there are any."""
+    if finding.cause not in _EXPLAINED or not finding.culprits:
+        return finding
+    stacks = finding.calls or _where_they_wait(facts, finding)
+    named = frozenset(one.rank for one in finding.culprits)
+    found = [one for one in partings(facts, stacks, named) if not _is_of_a_transfer(facts, one)]
+    if Doubt.ROUND_UNKNOWN in finding.doubts and any(one.kept and named.issuperset(one.ranks) for one in found):
+        finding = replace(finding, cause="collective-mismatch")  # they are there by this, not as a loop has ended
+    told = [one for one in found if one.kept][:_MOST]
+    if not told and finding.cause == "collective-mismatch" and "groups-made" not in finding.signs:
+        finding = replace(finding, doubts=(*finding.doubts, *_drawn(facts, finding)))
+    claims, more = (tuple(claim_of(facts, one) for one in found if (one in told) is known) for known in (False, True))
+    return replace(
+        finding,
+        summary=" ".join([finding.summary, *map(_sentence, told)]),
+        claims=(*finding.claims[:1], *claims, *finding.claims[1:], *more),
+        signs=finding.signs | _signs(facts, found, named),
+        partings=tuple(found),
+    )
+
+
+def _is_of_a_transfer(facts: Facts, one: Parting) -> bool:
+    """Nobody expects the other end of a send or receive at the same line."""
+    waits = (facts.ranks[rank].wait for rank in one.ranks)
+    return all(wait is not None and wait.kind == "p2p" and wait.frame == one.call for wait in waits)
+
+
+def _signs(facts: Facts, found: Iterable[Parting], named: frozenset[int]) -> frozenset[Sign]:
+    """Of an ``if`` with its ``else``, each side is kept from the other's call: who made the odd one counts."""
+    signs = {_sign(facts, one, named) for one in found}
+    return frozenset({"guarded"} if "guarded" in signs else signs)
+
+
+def _sign(facts: Facts, one: Parting, named: frozenset[int]) -> Sign:
+    """Whether those at fault came to the call by the condition, or were kept from it: where both sides are named, the
+    fewer ones did what they should not.
+    """
+    if not one.kept and one.guard.by_data:
+        return "drawn"
+    came, kept = named & set(one.ranks), named - set(one.ranks)
+    if came and kept:
+        admitted = [one.guard.admits(whereabouts(facts, rank)) for rank in facts.world]
+        return "left-out" if 2 * admitted.count(True) > len(admitted) else "guarded"
+    return "guarded" if came else "left-out"
+
+
+CHANCE = 0.01  # that ranks which draw for themselves make a pattern
+
+
+def _drawn(facts: Facts, finding: Finding) -> tuple[Doubt, ...]:
+    """Whether several ranks at fault on one side may have drawn for themselves, or decided by data of their own.
+
+    Then no rank is wrong. A decision by the rank parts those of a group, of a node, or in an order among all ranks; of
+    few ranks a draw may do so as well. Who waits in a send or receive has decided nothing: it has a peer. Nor has
+    anybody where the source shows no condition that ranks have passed on one side alone.
+    """
+    sides: dict[tuple[str, int], set[int]] = {}
+    for one in finding.culprits:
+        sides.setdefault((one.frame.file, one.frame.line) if one.frame else ("", 0), set()).add(one.rank)
+    if Doubt.EITHER_SIDE in finding.doubts or (Doubt.NO_MAJORITY not in finding.doubts and len(sides) > 1):
+        return ()
+    chances = [_chance(facts, side) for side in sides.values()]
+    if any(_is_in_a_transfer(facts, one) for one in finding.culprits):
+        return (Doubt.MAY_BE_OWED,) if 1.0 in chances else ()
+    if not _may_have_decided(facts, finding):
+        return (Doubt.SEVERAL_PLACES,) if 1.0 in chances else ()
+    if 1.0 in chances:
+        return (Doubt.NO_PATTERN,)
+    return (Doubt.PATTERN_BY_CHANCE,) if max(chances, default=0.0) > CHANCE else ()
+
+
+def _is_in_a_transfer(facts: Facts, one: Culprit) -> bool:
+    wait = facts.ranks[one.rank].wait
+    return wait is not None and wait.kind == "p2p" and wait.frame == one.frame
+
+
+def _may_have_decided(facts: Facts, finding: Finding) -> bool:
+    """Some ranks stand behind a condition, whatever it asks for, that others do not; or the source does not say."""
+    ways = set()
+    for stack in _where_they_wait(facts, finding).values():
+        if not stack or any(not facts.read_source(frame.file) for frame in stack):
+            return True
+        steps = (step for frame in stack for step in way_to(frame, facts.read_source) if not step.loop)
+        ways.add(frozenset((step.guard.file, step.guard.line, step.guard.taken) for step in steps))
+    return len(ways) != 1
+
+
+def unless_drawn(facts: Facts, finding: Finding) -> Finding:
+    """The finding without culprits, where each rank has decided for itself which way to go: by a random number, or by
+    data of its own.
+
+    The numbers of those on either side are then no property of theirs, and the next run has others. What is wrong is
+    the decision, which all ranks make at one line. Unless a rank says itself why it is where it is, or came to its call
+    by a condition that asks for the rank: then the decision is the rank's, whatever else it asks for.
+    """
+    if Doubt.NO_PATTERN not in finding.doubts or finding.cause != "collective-mismatch":
+        return finding
+    if any(says_why(facts, one.rank) for one in finding.culprits):
+        return finding
+    named = {one.rank for one in finding.culprits}
+    if any(named.issuperset(one.ranks) for one in finding.partings):
+        doubts = (Doubt.RANK_AND_MORE if one is Doubt.NO_PATTERN else one for one in finding.doubts)
+        return replace(finding, doubts=tuple(doubts))
+    text = f"{finding.summary} {_DRAWN}"
+    return replace(finding, summary=text, culprits=(), signs=finding.signs | {"drawn"})
+
+
+_DRAWN = (
+    "Nothing sets those apart that went either way: each rank seems to decide for itself, by a random number or by data"
+    " of its own, so no rank is named."
+)
+
+
+def is_scattered(facts: Facts, ranks: Set[int]) -> bool:
+    """Neither these ranks nor all the others are a pattern, and both are several."""
+    return _chance(facts, ranks) == 1.0
+
+
+def _chance(facts: Facts, ranks: Set[int]) -> float:
+    """How many of all sets of so many ranks make a pattern; 1.0 where ``ranks`` make none, nor do all the others."""
+    sides = [set(side) for side in (ranks, facts.world - ranks)]
+    if any(len(side) < 2 for side in sides):
+        return 0.0
+    patterns = {frozenset(one) for side in sides for one in _patterns(facts, len(side))}
+    if not any(frozenset(side) in patterns for side in sides):
+        return 1.0
+    return len(patterns) / comb(len(facts.world), len(ranks))
+
+
+def _patterns(facts: Facts, size: int) -> Iterator[Iterable[int]]:
+    """The sets of ``size`` ranks that are the first or last ones, every k-th, a group's or a node's."""
+    world = sorted(facts.world)
+    yield from (world[:size], world[-size:])
+    for step in range(2, len(world) // size + 2):
+        yield from (found for first in range(step) if len(found := world[first::step]) == size)
+    hosts: dict[str, list[int]] = {}
+    for rank, one in facts.ranks.items():
+        hosts.setdefault(one.evidence.host, []).append(rank)
+    groups = (members for record in facts.alignment.records.values() for members in record.groups.values())
+    yield from (found for found in (*hosts.values(), *set(groups)) if len(found) == size)
+
+
+def _where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, ...]]:
+    named = {one.rank for one in finding.culprits}
+    waiting = (rank for rank, one in facts.ranks.items() if one.wait is not None or rank in named)
+    return {rank: user_stack_of(facts.ranks[rank].evidence) for rank in waiting}
+
+
+def partings(facts: Facts, stacks: Mapping[int, Sequence[Frame]], named: frozenset[int]) -> list[Parting]:
+    """The guards of each call that are not those of the others' calls, the most telling first.
+
+    ``stacks``: rank → the user's frames of the call that it made there, innermost first; none for no call.
+    ``named``: the ranks at fault.
+    A guard counts where it keeps some of the others away, on either side; or where it asks for the rank and more, and
+    the ranks on the other side are not past it.
+    """
+    places: dict[tuple[Frame, ...], list[int]] = {}
+    for rank, stack in stacks.items():
+        if stack:
+            places.setdefault(tuple(stack), []).append(rank)
+    guards = {place: guards_of(place, facts.read_source) for place in places}
+    found = []
+    for place, ranks in places.items():
+        others = [rank for other, there in places.items() if other != place for rank in there]
+        others += [rank for rank in {*named, *stacks} if not stacks.get(rank)]
+        shared = {guard for other in places if other != place for guard in guards[other]}
+        for guard in guards[place]:
+            if guard not in shared and (named & set(ranks) or named & set(others)):
+                one = _parting(facts, guard, place[0], ranks, others)
+                found += [one] if one is not None and _tells(one, named, others) else []
+    return sorted(found, key=lambda one: (not one.kept, one.ranks))
+
+
+def _tells(one: Parting, named: Set[int], others: Sequence[int]) -> bool:
+    """Where ranks on either side may be at fault, it has to keep one of these away: the rest is where it always is."""
+    both = bool(named & set(one.ranks)) and bool(named & set(others))
+    return not both or not one.kept or bool(named & set(one.kept))
+
+
+def _parting(facts: Facts, guard: Guard, call: Frame, ranks: Sequence[int], others: Sequence[int]) -> Parting | None:
+    here = {guard.admits(whereabouts(facts, rank)) for rank in ranks}
+    there = {rank: guard.admits(whereabouts(facts, rank)) for rank in others}
+    if False in here or (there and all(there.values())):
+        return None  # it is not what it seems, or keeps nobody away
+    return Parting(
+        guard, call, tuple(sorted(ranks)), tuple(sorted(rank for rank, comes in there.items() if comes is False))
+    )
+
+
+def whereabouts(facts: Facts, rank: int) -> Whereabouts:
+    local = facts.ranks[rank].evidence.local_rank if rank in facts.ranks else -1
+    return Whereabouts(rank, local, facts.evidence.world_size)
+
+
+def _sentence(one: Parting) -> str:
+    if one.kept:
+        return f"`{one.guard.words}` keeps {ranks_word(one.kept)} from {fr.place(one.call)}."
+    return f"{capital(ranks_do(one.ranks, 'comes', 'come'))} to {fr.place(one.call)} under `{one.guard.words}`."
+
+
+def claim_of(facts: Facts, one: Parting) -> Claim:
+    return facts.ranks[one.ranks[0]].line_claim(_sentence(one).rstrip("."))
+
+
+def guard_of(facts: Facts, rank: int, others: Iterable[int]) -> Guard | None:
+    """The innermost condition on the rank around where ``rank`` is that may keep ``others`` away; None without one."""
+    for guard in guards_of(user_stack_of(facts.ranks[rank].evidence), facts.read_source):
+        if any(guard.admits(whereabouts(facts, other)) is not True for other in others):
+            return guard
+    return None

@@ -1,0 +1,310 @@
+"""What a thread's communication shows: whether it waits for other ranks, and in which operation, or for its own GPU.
+
+The CPU runs ahead of the GPU, so a stack in a synchronize says only that some work queued before it does not end. That
+may be a collective that waits for peers (then the rank waits for them), or a kernel of its own. Entries of the Flight
+Recorder tell: a collective that the device has *started* waits for peers; one that is still scheduled stands behind
+something else. Where the record does not know about starts (``TORCH_NCCL_ENABLE_TIMING`` off), a pending collective
+that has peers is taken for the wait, as before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from safelaunch.model import Claim, Collective, Frame, Posted, RankEvidence
+from safelaunch.verdict.collectives import Alignment, Signature, described, number_of, op_name, signature
+from safelaunch.verdict.conditions import Condition, View, record_claim
+from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.processes import Inside
+from safelaunch.verdict.reading import calls
+from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading.source import calls_method
+
+Place = tuple[str, str]  # file and function
+
+
+@dataclass(frozen=True)
+class PeerWait:
+    """A rank waits for other ranks.
+
+    ``kind``: init | collective | p2p | store. ``group`` and ``seq`` come from the Flight Recorder; None when only a
+    stack tells. ``signature`` is what has to be equal among those that meet there. ``thread``: where the code of the
+    background thread begins that is in it, and which the main thread waits for; None where it is the main thread.
+    ``source``, ``target``: the ranks that the call itself names, and ``tag``; None where that was not seen.
+    """
+
+    kind: str
+    op: str
+    group: str | None
+    seq: int | None
+    signature: Signature
+    frame: Frame | None
+    words: str
+    claims: tuple[Claim, ...] = ()
+    thread: Place | None = None
+    source: int | None = None
+    target: int | None = None
+    tag: int | None = None
+
+    @property
+    def peer(self) -> int | None:
+        """The rank that a send or receive waits for."""
+        return (self.target if self.target is not None else self.source) if self.kind == "p2p" else None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (self.kind, self.group, self.seq, self.signature)
+
+
+def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> PeerWait | None:
+    """Does the thread wait for other ranks, and in which operation?
+
+    Its stack says so (a c10d frame innermost); or it rests inside torch or in a C call of the user's own line
+    (``loss.backward()``, ``work.wait()``) with an operation pending in the Flight Recorder: a pending operation that
+    some rank has not joined cannot complete whatever this thread does. With no stack the record alone has to do.
+    """
+    pending = _made_by(view, alignment.pending(rank.rank))
+    if view is None or not view.frames:
+        begun = next((entry for entry in pending if entry.started), pending[0] if pending else None)
+        return _from_entry(rank, begun) if begun is not None and not kernel_says_busy(view) else None
+    seen = view.awaited.peers
+    mine = view.user_frame
+    if seen is not None and seen.kind == "init":
+        claim = view.stack_claim(f"{view.words} is in init_process_group")
+        text = f"init_process_group at {fr.place(mine)}"
+        return PeerWait("init", seen.op, None, None, ("init",), mine, text, (claim,))
+    if seen is not None:
+        entry = _entry_for(seen, pending, mine, rank)
+        found = _from_entry(rank, entry, view) if entry else _from_stack(view, seen)
+        return _with_arguments(found, view, alignment)
+    if pending and view.device:  # spinning, it may be, on what the device does not finish
+        return _from_entry(rank, next((entry for entry in pending if entry.started), pending[0]), view)
+    return _quiet_wait(view, pending, alignment)
+
+
+def _made_by(view: View | None, pending: list[Collective]) -> list[Collective]:
+    """Without what other threads have called that run Python: they wait for that themselves. (A backward pass on a
+    device calls from threads that run none.)
+    """
+    if view is None or view.sample is None or view.thread is None or not view.thread.ident:
+        return pending
+    others = {thread.ident for thread in view.sample.threads} - {view.thread.ident}
+    return [entry for entry in pending if entry.thread not in others]
+
+
+def through_a_thread(rank: RankEvidence, inside: Inside, alignment: Alignment) -> PeerWait | None:
+    """The main thread waits for a thread that waits for other ranks: so the rank waits for them, too."""
+    view = inside.end
+    waits = view.other is not None and (view.awaited.peers is not None or inside.has_called(view))
+    found = peer_wait(rank, view, alignment) if waits else None
+    if found is None:
+        return None
+    on_the_way = tuple(claim for edge in inside.path for claim in edge.claims)
+    place = begins_at(view.stack)
+    return replace(found, words=f"{found.words} in a thread of its own", claims=found.claims + on_the_way, thread=place)
+
+
+def begins_at(stack: fr.Stack) -> Place | None:
+    """Where the code of a thread begins: the user's outermost function, or the library's inside ``threading``."""
+    frames = stack.user_frames or [f for f in stack.frames if not f.file.endswith("/threading.py")]
+    return (frames[-1].file, fr.short(frames[-1].function)) if frames else None
+
+
+def _quiet_wait(view: View, pending: list[Collective], alignment: Alignment) -> PeerWait | None:
+    """No c10d frame: a backward pass with its hooks in C++, or ``work.wait()`` called from the user's line."""
+    wait = view.wait
+    native = calls.native_wait(view.process.stacks, view.os_tid)
+    seen = calls.native_peer_wait(view.process.stacks, view.os_tid)
+    if seen is not None and seen.kind == "store" and view.store_key is not None and view.store_key.set_at:
+        return None  # it waits for whoever is to set that, and not for all
+    if seen is not None and not wait.busy:
+        entry = _entry_for(None, pending, view.user_frame, view.rank) if seen.kind == "collective" else None
+        return _from_entry(view.rank, entry, view) if entry else _with_batch(_from_stack(view, seen), view)
+    if pending and view.poll is not None and view.poll.of == "work":
+        return _from_entry(view.rank, pending[0], view)
+    posted = not view.stack.called and _batch(view)
+    if not native and wait.kind == "lock" and (posted or _awaits_a_work(view, pending, alignment)):
+        return _with_batch(_from_stack(view, calls.TorchWait("p2p", "a send or receive")), view)
+    if not pending and wait.kind == "lock" and _backward_without_a_record(view):
+        return _of_backward(view)
+    if not pending or native == "lock" or wait.kind not in ("lock", "unknown"):
+        return None
+    if calls.in_torch(view.stack) or (view.user_frame is not None and not view.stack.called):
+        return _from_entry(view.rank, pending[0], view)
+    return None
+
+
+def _awaits_a_work(view: View, pending: list[Collective], alignment: Alignment) -> bool:
+    """Where its line, or one of torch.distributed's, calls ``wait()`` and rests in it without a Python frame, that is
+    c10d's, of a send or receive: collectives are recorded, and those of the standard library have frames."""
+    recorded = view.rank.flight_record is not None and alignment.has_collectives
+    if pending or not recorded or view.read_source is None:
+        return False
+    inner = view.user_frame if not view.stack.called else calls.in_distributed(view.stack)
+    return inner is not None and calls_method(inner, "wait", view.read_source)
+
+
+def _backward_without_a_record(view: View) -> bool:
+    """A backward pass that rests, where neither C frames nor a Flight Recorder can say on what.
+
+    torch 2.6 and 2.9 let nobody outside see gloo's collectives, and reading C frames takes its time. What a backward
+    pass rests on without a Python frame of a hook inside it is its gradients' reduction, as good as always.
+    """
+    record = view.rank.flight_record
+    recorded = record is not None and bool(record.entries)
+    natively = any(sample.native for sample in view.process.stacks)
+    return not recorded and not natively and calls.in_backward(view.stack)
+
+
+def _of_backward(view: View) -> PeerWait:
+    where = view.place
+    claim = view.stack_claim(f"{view.words} rests in the backward pass at {where}, as when gradients are reduced")
+    op = "a collective"
+    return PeerWait("collective", op, None, None, (op,), view.user_frame, f"the backward pass at {where}", (claim,))
+
+
+def kernel_says_busy(view: View | None) -> bool:
+    return view is not None and view.wait.kind in ("running", "sleep", "child", "disk", "stopped", "dead")
+
+
+def _entry_for(
+    seen: calls.TorchWait | None, pending: list[Collective], mine: Frame | None, rank: RankEvidence
+) -> Collective | None:
+    """The pending entry that the stack shows: made by the same user line, else of the same name, else the newest.
+
+    The main thread blocks in what it called last; older entries are asynchronous ones, which wait on their own.
+    """
+    fitting = [e for e in pending if e.is_p2p == (seen is not None and seen.kind == "p2p")]
+    if seen is not None and seen.op == "new_group":
+        return None
+    for entry in reversed(fitting):
+        site = fr.stack_of(rank, entry.frames).user_frame
+        if site is not None and mine is not None and (site.file, site.line) == (mine.file, mine.line):
+            return entry
+    named = [e for e in fitting if seen is not None and op_name(e).strip("_") in seen.op]
+    best = named or fitting
+    return best[-1] if best else None
+
+
+def _from_entry(rank: RankEvidence, entry: Collective, view: View | None = None) -> PeerWait:
+    mine = view.user_frame if view is not None else None
+    called = fr.stack_of(rank, entry.frames).user_frame
+    site, number = mine or called, number_of(entry)
+    words = f"{op_name(entry)} at {fr.place(site)}" if site else f"{op_name(entry)} #{number}"
+    elsewhere = mine is not None and called is not None and (mine.file, mine.line) != (called.file, called.line)
+    if elsewhere and view is not None and not calls.under_c10d(view.stack):  # in ``work.wait()``, or a synchronize
+        words = f"{op_name(entry)} of {fr.place(called)} at {fr.place(mine)}"
+    text = f"pending: {described(entry)}"
+    claim = record_claim(rank.rank, text)
+    stack = (view.stack_claim(f"{view.words} waits at {fr.place(mine)}"),) if view is not None and mine else ()
+    kind = "p2p" if entry.is_p2p else "collective"
+    return PeerWait(kind, op_name(entry), entry.group, number, signature(entry), site, words, (claim, *stack))
+
+
+def _from_stack(view: View, seen: calls.TorchWait) -> PeerWait:
+    mine = view.user_frame
+    claim = view.stack_claim(f"{view.words} waits in {seen.op} at {fr.place(mine)}")
+    words = f"{seen.op} at {fr.place(mine)}"
+    return PeerWait(seen.kind, seen.op, None, None, (seen.op,), mine, words, (claim,))
+
+
+def _with_arguments(wait: PeerWait, view: View, alignment: Alignment) -> PeerWait:
+    """The same with the ranks that the call names, as ranks of the world."""
+    call = view.thread.call if view.thread is not None else None
+    if call is None:
+        return wait
+    source = call.src if call.src is not None else _of_group(wait.group, call.group_src, alignment)
+    target = call.dst if call.dst is not None else _of_group(wait.group, call.group_dst, alignment)
+    found = replace(wait, source=source, target=target, tag=call.tag)
+    if found.peer is None:
+        return found
+    words = f"{wait.op} {'to' if target is not None else 'from'} rank {found.peer}"
+    claim = view.stack_claim(f"{view.words} is in {words}{f', tag {call.tag}' if call.tag else ''}")
+    return replace(found, words=wait.words.replace(wait.op, words, 1), claims=(*wait.claims, claim))
+
+
+def _with_batch(wait: PeerWait, view: View) -> PeerWait:
+    """The same with the peer that the thread's batch (``batch_isend_irecv``) names, where it is the only one."""
+    op = calls.native_transfer(view.process.stacks, view.os_tid) if wait.kind == "p2p" else ""
+    mine = _batch(view)
+    ends = {(one.sends, one.peer, one.tag) for one in mine if not op or one.sends == (op == "send")}
+    if wait.kind != "p2p" or len(ends) != 1:
+        return wait
+    ((sends, peer, tag),) = ends
+    words = f"{'isend to' if sends else 'irecv from'} rank {peer}"
+    batch = ", ".join(f"{'to' if one.sends else 'from'} rank {one.peer}" for one in mine[:8])
+    claim = Claim(f"{view.words} waits for its {words}; its batch goes {batch}", f"ranks/{view.rank.rank}/rank.json")
+    told = replace(wait, op=words.split()[0], words=wait.words.replace(wait.op, words, 1), tag=tag)
+    return replace(told, target=peer if sends else None, source=None if sends else peer, claims=(*wait.claims, claim))
+
+
+def _batch(view: View) -> list[Posted]:
+    """The sends and receives of the batch that the thread is at."""
+    return [one for one in view.rank.gil.posted if view.thread is not None and one.thread == view.thread.ident]
+
+
+def _of_group(group: str | None, rank: int | None, alignment: Alignment) -> int | None:
+    """The rank of the world that is ``rank`` in ``group``, where its members are known."""
+    if rank is None or group is None or not alignment.members(group)[1]:
+        return None
+    ranks = alignment.ranks_of(group)
+    return ranks[rank] if 0 <= rank < len(ranks) else None
+
+
+# --- waiting for the own GPU ------------------------------------------------------------------------------------------
+
+
+def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
+    """``gpu-kernel`` where the main thread waits for the device and no peer explains it; else None."""
+    where = view.device
+    if not where:
+        return None
+    rank = view.rank.rank
+    pending = [entry for entry in alignment.pending(rank) if not entry.op.startswith("gloo:")]
+    with_peers = [entry for entry in pending if _has_peers(rank, entry, alignment)]
+    if any(entry.started is not False and not alignment.is_over_elsewhere(rank, entry) for entry in with_peers):
+        return None  # it waits for peers, or may do so
+    frame = view.user_frame
+    text = f"waits for its GPU in {where}{fr.at(frame)}"
+    claims = [view.stack_claim(f"its main thread is in {where}")]
+    if with_peers and with_peers[0].started is not False:
+        done = _done_elsewhere(with_peers[0])
+        text += f"; {done}"
+        claims.append(record_claim(rank, done))
+    elif with_peers:
+        behind = with_peers[0]
+        text += f"; behind what runs there stands {op_name(behind)} #{behind.seq}, which the device has not begun"
+        claims.append(record_claim(rank, f"{op_name(behind)} #{behind.seq} is scheduled, not started"))
+    else:
+        text += ", with no collective outstanding that a peer could hold up"
+    return Condition("gpu-kernel", text, frame, view.process.pid, claims=tuple(claims))
+
+
+def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | None:
+    """``gpu-kernel`` where the record alone shows that the device, and no peer, keeps a collective from its end.
+
+    Either the device has begun nothing of what is queued, while peers' devices have; or all peers have completed what
+    it is in.
+    """
+    pending = [entry for entry in alignment.pending(rank.rank) if not entry.op.startswith("gloo:")]
+    if not pending:
+        return None
+    first = next((entry for entry in pending if entry.started), pending[0])
+    if alignment.is_over_elsewhere(rank.rank, first):
+        what = _done_elsewhere(first)
+    elif all(entry.started is False for entry in pending) and alignment.is_begun_elsewhere(rank.rank, first):
+        what = f"it has queued {op_name(first)} #{first.seq}, which its device has not begun; peers' devices have"
+    else:
+        return None
+    frame = fr.stack_of(rank, first.frames).user_frame
+    text = f"waits for its GPU: {what}" + (f", at {fr.place(frame)}" if frame else "")
+    claim = record_claim(rank.rank, f"{op_name(first)} #{first.seq} of group {first.group!r}: {what}")
+    return Condition("gpu-kernel", text, frame, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
+
+
+def _done_elsewhere(entry: Collective) -> str:
+    return f"all its peers have completed {op_name(entry)} #{entry.seq}, in which it still is"
+
+
+def _has_peers(rank: int, entry: Collective, alignment: Alignment) -> bool:
+    return bool(alignment.members(entry.group)[0] - {rank})

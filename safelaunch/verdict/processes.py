@@ -1,0 +1,505 @@
+"""What keeps one process where it is: the edges between its threads and its children, and what stands at their end.
+
+Each thread is followed to whom it waits for where that is one alone: into the thread that it joins, the child that it
+waits for or expects a message from, the DataLoader worker that owes it a batch, the process that has the other end of
+its pipe. Where that comes back to a process on the way, these wait for each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from msgspec import structs
+
+from safelaunch.model import Claim, ProcessEvidence, Thread
+from safelaunch.verdict.causes import CAUSES, Sign
+from safelaunch.verdict.conditions import Condition, View, thread_condition
+from safelaunch.verdict.doubts import Doubt, those
+from safelaunch.verdict.exits import signal_name
+from safelaunch.verdict.graph import Edge, Graph, Kind, Node
+from safelaunch.verdict.reading import calls
+from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading.kernel import wait_words
+
+_HELPERS = ("resource tracker", "forkserver")  # roles, as capture/proc.py tells them
+_CANNOT_RUN = ("stopped", "dead", "disk")
+CLOCK_TICKS = 100  # a second: USER_HZ, which is what /proc counts in
+_DETAILS = re.compile(r" at [0-9a-f]+ | ip:| total-vm:")  # of a line of the kernel's, from there on
+_FORK_NOTE = "; if another thread held that lock when the process was forked, it is never released there"
+_SHARED_NOTE = "; processes share it, and one that ends while it holds it never releases it"
+
+
+class Inside:
+    """One process (``main``: its main thread) with its ``children``, as a part of the graph of waits.
+
+    ``callers``: the threads (``Thread.ident``) that have made calls of c10d which are still pending.
+    """
+
+    def __init__(self, main: View, children: Sequence[View] = (), callers: Collection[int] = ()) -> None:
+        self.main = main
+        self._callers = callers
+        self._children = children
+        self._views: dict[Node, View] = {}
+        self._own: dict[Node, Condition] = {}
+        self._of_children: dict[int, Condition] = {}
+        self._asked: set[Node] = set()
+        self._graph = Graph(self._edges())
+
+    @cached_property
+    def path(self) -> tuple[Edge, ...]:
+        """From the main thread to whom it waits for in the end; empty where it waits for nobody who can be told."""
+        return self._graph.path(self._node(self.main))
+
+    @property
+    def end(self) -> View:
+        return self._views[self.path[-1].on[0]] if self.path else self.main
+
+    @cached_property
+    def circle(self) -> tuple[Edge, ...]:
+        """The part of the path in which processes wait for each other; empty where it ends at somebody."""
+        nodes = [edge.of for edge in self.path]
+        back_at = self.path[-1].on[0] if self.path else None
+        return self.path[nodes.index(back_at) :] if back_at in nodes else ()
+
+    def condition(self) -> Condition:
+        """What holds the process: what is the matter at the end of the path, told from its main thread on."""
+        found = self._of_a_circle() if self.circle else self._at_the_end(self.end)
+        for edge in reversed(self.path[: len(self.path) - len(self.circle)]):
+            found = self._along(edge, found)
+        return found
+
+    def _node(self, view: View) -> Node:
+        is_main = view.other is None or (view.sample is not None and view.other is view.sample.main_thread)
+        node = (view.process.pid, None if is_main or view.other is None else view.other.os_tid or view.other.name)
+        self._views.setdefault(node, view)
+        return node
+
+    def _condition(self, view: View) -> Condition:
+        """What one thread does by its own doing."""
+        node = self._node(view)
+        if node not in self._own:
+            self._own[node] = thread_condition(view)
+        return self._own[node]
+
+    # --- the edges ----------------------------------------------------------------------------------------------------
+
+    def _edges(self) -> Iterator[Edge]:
+        queue, seen = [self._node(self.main)], set()
+        for node in queue:  # grows while it is walked
+            if node in seen:
+                continue
+            seen.add(node)
+            edge = self._edge_of(self._views[node])
+            if edge is not None:
+                yield edge
+                queue += edge.on
+
+    def _edge_of(self, view: View) -> Edge | None:
+        children = self._children if view.process is self.main.process else ()
+        if view.awaited.processes == "workers" and view.process is self.main.process:
+            return self._to(view, "workers", self._owing(children))
+        own = self._condition(view)
+        holder = self._holder(view, own.lock) if own.lock is not None else None
+        if holder is not None:
+            return self._to(view, "lock", [holder])
+        if own.lock is not None and view.other is None:
+            return self._to_thread(view, own.lock, children)
+        if own.cause == "stuck-in-user-code" and view.awaited.processes == "child":
+            return self._to(view, "child", self._to_end(view, children))
+        if own.cause == "blocking-io" and (edge := self._to_other_end(view, own)) is not None:
+            return edge
+        if own.cause == "blocking-io" and view.awaited.processes == "message":
+            return self._to(view, "message", self._to_send(children))
+        return None
+
+    def _to_end(self, view: View, children: Sequence[View]) -> Sequence[View]:
+        """Whose end is waited for? The child that the system call names; else the one that runs code of the user's.
+
+        One that runs none (a shell, an encoder) is followed where it waits for somebody in turn.
+        """
+        pid = view.wait.child
+        if pid is not None:
+            own = [one for one in self._children if one.process.pid == pid]
+        else:
+            own = _running_users_code(children) or [c for c in self._children if _parent(c) == view.process.pid]
+        return [one for one in own if one.user_frame is not None or self._leads_on(one)]
+
+    def _leads_on(self, view: View) -> bool:
+        node = self._node(view)
+        if node in self._asked:  # in no real process tree
+            return False
+        self._asked.add(node)
+        try:
+            return self._edge_of(view) is not None
+        finally:
+            self._asked.discard(node)
+
+    @property
+    def _family(self) -> tuple[View, ...]:
+        return (self.main, *self._children)
+
+    def _to_other_end(self, view: View, own: Condition) -> Edge | None:
+        """To the process of this rank that has the other end of the pipe and runs code that may come to it.
+
+        Every child that is forked inherits the ends that are open. So of several, who rests itself (it waits for a
+        message, or a lock) has nothing to do with it, and the rank's own process is the last that comes to mind. One
+        with other threads of the user's may serve it from any of these.
+        """
+        pids = {one.pid for one in own.ends}
+        if view is self.main and any(child.wait.kind == "dead" for child in self._children):
+            return None  # it may have been the one that died
+        if calls.is_loader_worker(view.frames):
+            return None  # whoever it waits for, it is what its rank waits for
+        users = (self.main, *_running_users_code(self._children))
+        may = [one for one in users if one.process.pid in pids and not one.beside()]
+        at_work = [one for one in may if one is not self.main and not self._rests(one)]
+        among = may if len(may) == 1 else at_work or [one for one in may if one is self.main]
+        return self._to(view, "pipe", among, may_end=len(pids) > 1)
+
+    def _rests(self, view: View) -> bool:
+        return view.awaited.processes == "message" or self._condition(view).lock is not None
+
+    def _to(self, view: View, kind: Kind, others: Sequence[View], *, may_end: bool = False) -> Edge | None:
+        """An edge where it can be told who is waited for."""
+        if not others or (len(others) > 1 and kind != "workers"):
+            return None
+        claims = self._condition(view).claims
+        nodes = tuple(self._node(other) for other in others)
+        return Edge(self._node(view), nodes, kind, claims, may_end=may_end or kind in ("signal", "message"))
+
+    def _holder(self, view: View, lock: calls.LockWait) -> View | None:
+        """The one other thread that has the lock, by the source."""
+        if lock.on != "lock" or lock.own:
+            return None
+        found = [other for other in view.beside() if other.holds(view) is not None]
+        return found[0] if len(found) == 1 else None
+
+    def _to_thread(self, view: View, lock: calls.LockWait, children: Sequence[View]) -> Edge | None:
+        """Who could end the wait?
+
+        A joined thread or a future (``work``) is somebody's work, so whichever single thread (or, with no thread,
+        child) still runs user code is what the main thread waits for; of several, the one that is at work. A future is
+        the work of a pool's thread or of an event loop's, if there is one. A queue or an event (``signal``) is fed by
+        some thread: it is followed to one that is blocked, not to one asleep, which is more likely a timer. A plain
+        lock is held by somebody we cannot see. One that waits for other ranks may be meant by each of them.
+        """
+        others, among_peers = view.beside(), self._waiting_for_peers(view)
+        if lock.of_pool:  # its workers are to end that, whatever the threads beside it do
+            workers = _running_users_code(children)
+            return self._to(view, "work", workers[:1] if len({one.user_frame for one in workers}) == 1 else workers)
+        if lock.on == "work":
+            may = [one for one in others if one.serves_futures == lock.of_future] or others
+            at_work = [one for one in may if self._condition(one).lock is None and not one.wait.again]
+            if len(may) > 1 and len(at_work) == 1:
+                return self._to(view, "work", at_work, may_end=True)
+            edge = self._to(view, "work", may or among_peers or _feeding(view))
+            return edge or (self._to(view, "work", _running_users_code(children)) if not others else None)
+        if lock.on == "signal":
+            blocked = [o for o in others if self._condition(o).cause in ("blocking-io", "uninterruptible-io")]
+            if lock.of_items and lock.by_processes:
+                blocked = [child for child in _running_users_code(children) if not _takes_items(child)]
+            return self._to(view, "signal", blocked or among_peers)
+        return self._to(view, "lock", among_peers) if others == among_peers else None
+
+    def _waiting_for_peers(self, view: View) -> list[View]:
+        """The other threads that are in a call of c10d's, the user's and a library's (one that writes a checkpoint)."""
+        threads = view.sample.threads if view.sample else ()
+        others = (replace(view, other=thread) for thread in threads if thread is not view.thread)
+        return [other for other in others if other.awaited.peers is not None or self.has_called(other)]
+
+    def has_called(self, view: View) -> bool:
+        """A call of c10d by the thread is pending: it may rest in a backward pass, without a frame of c10d's."""
+        return view.thread is not None and view.thread.ident in self._callers
+
+    def _to_send(self, children: Sequence[View]) -> list[View]:
+        """Who was to send a message? A child that is blocked itself; one asleep is more likely a timer, and one that
+        waits for a message has perhaps nothing to do.
+        """
+        senders = _running_users_code(children)
+        return [
+            one
+            for one in (senders if len(senders) == 1 else ())
+            if self._told(one).cause != "stuck-in-user-code" and one.awaited.processes != "message"
+        ]
+
+    def _owing(self, children: Sequence[View]) -> list[View]:
+        """The workers that have work, or cannot do any; one that waits for the next index owes nobody anything."""
+        found = [v for v in _workers(children) if not calls.worker_idle(v.frames) or v.wait.kind in _CANNOT_RUN]
+        seen = [v for v in found if v.frames or v.wait.kind in _CANNOT_RUN]
+        return sorted(seen, key=lambda v: (-CAUSES[self._told(v).cause].worker, v.process.pid))
+
+    def _told(self, child: View) -> Condition:
+        """What holds a child."""
+        if child.process.pid not in self._of_children:
+            self._of_children[child.process.pid] = Inside(child).condition()
+        return self._of_children[child.process.pid]
+
+    # --- what stands at the end ---------------------------------------------------------------------------------------
+
+    def _at_the_end(self, view: View) -> Condition:
+        own = self._condition(view)
+        children = self._children if view is self.main else ()
+        if view is self.main and view.awaited.processes == "workers":
+            return _no_worker_to_blame(view, len(_workers(children)))
+        if own.lock is not None and view.other is None:
+            return self._of_a_lock(view, own, own.lock)
+        kept = self._kept_open(view) if own.cause == "blocking-io" else None
+        dead = [child for child in children if child.wait.kind == "dead"]
+        if own.cause == "blocking-io" and dead and (kept is not None or view.awaited.processes == "message"):
+            own = _with_dead(view, own, dead)
+        if kept is None or calls.takes_item(view.stack.called):  # who takes from a queue has both its ends
+            return own
+        sign, words = kept
+        claims = (*own.claims, view.kernel_claim(words))
+        return replace(own, reason=f"{own.reason}; {words}", claims=claims, signs=own.signs | {sign})
+
+    def _kept_open(self, view: View) -> tuple[Sign, str] | None:
+        """Who of this rank has the other end of the pipe open, where that is nobody who would use it."""
+        ends, wait = view.wait.ends or (), view.wait
+        if not (is_pipe := wait.target.startswith("pipe:")) and "unnamed" not in wait.target:
+            return None
+        end = "other" if not is_pipe else "read" if wait.writes else "write"
+        pid, family = view.process.pid, {one.process.pid for one in self._family}
+        others = [one for one in ends if one.pid != pid and one.pid in family]
+        if ends and all(one.pid == pid for one in ends):
+            return "own-end", f"process {pid} itself alone has the {end} end open"
+        if not others or wait.writes:
+            return None
+        who = ", ".join(f"{one.pid} ({one.name})" if one.name else f"{one.pid}" for one in others[:3])
+        return "inherited-end", f"the {end} end is still open in process{'es' * (len(others) > 1)} {who}"
+
+    def _of_a_lock(self, view: View, own: Condition, lock: calls.LockWait) -> Condition:
+        """The wait itself is the finding, and the other threads are told as evidence: any of them may hold the lock.
+
+        One that computes may be on its way to end the wait, so that is told, and less sure.
+        """
+        others = [(other, self._condition(other)) for other in view.beside()]
+        waiting = [f"thread {o.name} {c.reason}" for o, c in others if c.lock is not None]
+        busy = [f"thread {o.name} {c.reason}" for o, c in others if c.cause == "busy-loop"]
+        claims = own.claims + tuple(view.stack_claim(f"thread {o.name} {c.reason}") for o, c in others)
+        for_good = own.for_good and all(c.for_good for _, c in others)
+        own = replace(own, claims=claims, for_good=for_good)
+        takers = [one for one in (*view.beside(), *self._children) if _takes_items(one)] if lock.of_items else []
+        if takers:
+            who = "its worker waits" if len(takers) == 1 else f"each of its {len(takers)} workers waits"
+            reason = f"{own.reason}; {who} for the next item at {takers[0].place}"
+            return replace(own, reason=reason, signs=own.signs | {"task-done"})
+        if lock.of_pool:
+            return self._of_a_pool(own)
+        if lock.on == "work" and others:
+            return _of_several(own, others)
+        if busy and not waiting and lock.on != "work":
+            return replace(own, reason=f"{own.reason} while {', '.join(busy[:4])}", doubts=(Doubt.MAY_END,))
+        if waiting:
+            return replace(own, reason=f"{own.reason} while {', '.join(waiting[:4])}", doubts=())
+        return own
+
+    def _of_a_pool(self, own: Condition) -> Condition:
+        """A worker that was put in place of another one: what the dead one was to return will not come."""
+        workers = [one for one in self._children if _parent(one) == self.main.process.pid]
+        late = [one for one in workers if calls.put_in_place(one.all_frames)]
+        if not late:
+            return own
+        pids = ", ".join(str(one.process.pid) for one in late[:3])
+        words = (
+            f"worker{'s' * (len(late) > 1)} {pids} took the place of {'one' if len(late) == 1 else 'those'} that ended"
+        )
+        after_s = (_started(late[0]) - min(map(_started, workers))) / CLOCK_TICKS
+        since = f", {after_s:.0f} s after the first of the pool" if after_s >= 1 else ""
+        claims = (
+            *own.claims,
+            *(one.stack_claim(f"process {one.process.pid}: forked by Pool._maintain_pool") for one in late[:3]),
+        )
+        rank = self.main.rank
+        claims += tuple(Claim(f"the kernel log: {line}", f"node/{rank.host}/kernel_log.txt") for line in rank.deaths)
+        if rank.deaths:
+            since += f", and the kernel log says: {_DETAILS.split(rank.deaths[-1])[0]}"
+        lost = "a pool never returns the task of a worker that died"
+        return replace(own, reason=f"{own.reason}; {words}{since}; {lost}", claims=claims)
+
+    def _along(self, edge: Edge, found: Condition) -> Condition:
+        """``found`` is at the end of ``edge``: told from where the edge begins."""
+        waiter, other = self._views[edge.of], self._views[edge.on[0]]
+        if edge.kind == "workers":
+            return self._of_a_worker(waiter, other, [self._views[node] for node in edge.on[1:]], found)
+        own, is_thread = self._condition(waiter), other.process is waiter.process
+        who = other.words if is_thread else f"child process {other.process.pid}"
+        process = found.process if is_thread else f"{other.process.role} (pid {other.process.pid})"
+        held = other.holds(waiter) if edge.kind == "lock" else None
+        if held is not None:
+            who, found = f"{who} has held it since line {held.line} and", replace(found, signs=found.signs | {"held"})
+        reason = f"{own.reason}; {who} {found.reason}" if own.frame is not None else found.reason
+        reason += "" if is_thread or edge.kind != "work" else _note_on(found.lock)
+        told = replace(found, reason=reason, process=process, claims=own.claims + found.claims)
+        if edge.kind == "child" and other.wait.writes and other.wait.ends is None:  # the waiter's, as a rule
+            told = replace(told, signs=told.signs | {"full-pipe"})
+        if own.frame is not None and (found.frame is None or fr.is_pseudo(found.frame.file)):
+            told = replace(told, frame=own.frame, process=own.process, pid=own.pid)  # the nearest line in a file
+        if edge.may_end:
+            return replace(told, doubts=(Doubt.MAY_END,), for_good=False)
+        # Any other thread in the user's code may be the one that is waited for.
+        others = waiter.beside() if own.lock is not None else ()
+        return replace(told, for_good=found.for_good and all(self._condition(o).for_good for o in others))
+
+    def _of_a_circle(self) -> Condition:
+        """Processes that wait for each other: the last one on the way for what the first one is to read, or to send."""
+        if {edge.kind for edge in self.circle} <= {"lock", "work"}:
+            return self._of_locks()
+        first, last = self._views[self.circle[0].of], self._views[self.circle[-1].of]
+        own, there = self._condition(first), self._condition(last)
+        whose = "this process" if first.process is self.main.process else f"process {first.process.pid}"
+        where = "" if last.user_frame is None or fr.is_pseudo(last.user_frame.file) else f" at {last.place}"
+        if last.wait.writes:
+            how = f"cannot go on writing{where}: the pipe is full, and {whose} is to read it"
+        else:
+            how = f"waits{where} for what {whose} is to send"
+        sign: Sign = "full-pipe" if last.wait.writes else "waits-in-turn"
+        ends = f"{last.process.pid}'s {wait_words(last.wait)}: the other end is process {first.process.pid}'s"
+        claims = (c for edge in self.circle for c in edge.claims)
+        return replace(
+            own,
+            reason=f"{own.reason}; child process {last.process.pid} {how}",
+            doubts=(*own.doubts, *those({Doubt.MAY_END: any(edge.may_end for edge in self.circle)})),
+            claims=(*claims, *there.claims, last.kernel_claim(ends)),
+            signs=own.signs | {sign},
+            for_good=False,
+        )
+
+    def _of_locks(self) -> Condition:
+        """Threads of one process that wait for each other's locks, or for the end of one that does."""
+        first = self._views[self.circle[0].of]
+        own, words, claims = self._condition(first), [], []
+        for edge in self.circle:
+            waiter, other = self._views[edge.of], self._views[edge.on[0]]
+            held, does = other.holds(waiter), "" if other is first else self._condition(other).reason
+            since = f"has held it since {fr.place(structs.replace(held.frame, line=held.line))}" if held else ""
+            words += [f"{other.words} {' and '.join(filter(None, (since, does)))}"] if since or does else []
+            claims += [*edge.claims, *([other.stack_claim(f"{other.words} {since}")] if since else [])]
+        for_good = all(self._condition(self._views[edge.of]).for_good for edge in self.circle)
+        reason = "; ".join([own.reason, *words])
+        signs: frozenset[Sign] = frozenset({"lock" if all(edge.kind == "lock" for edge in self.circle) else "held"})
+        return replace(
+            own, cause="lock-deadlock", reason=reason, doubts=(), claims=tuple(claims), signs=signs, for_good=for_good
+        )
+
+    def _of_a_worker(self, view: View, worker: View, further: Sequence[View], found: Condition) -> Condition:
+        """``data-loading``, with the worker that is stuck as the process at fault."""
+        told = [(other, self._told(other)) for other in further]
+        reason = f"waits for its DataLoader; worker {worker.process.pid} {found.reason}"
+        claims = [*found.claims, _waits_for_loader(view)]
+        claims += [v.stack_claim(f"DataLoader worker {v.process.pid} {c.reason}") for v, c in told[:3]]
+        idle = len(_workers(self._children)) - len(further) - 1
+        if idle:
+            claims.append(view.stack_claim(f"{idle} other worker{'s' * (idle > 1)} wait for the next index"))
+        return replace(
+            found,
+            cause="data-loading",
+            reason=reason + _note_on(found.lock),
+            frame=found.frame or view.user_frame,
+            process=f"dataloader worker (pid {worker.process.pid})",
+            pid=worker.process.pid,
+            doubts=(Doubt.MAY_BE_SLOW,) if found.cause == "busy-loop" else (),
+            claims=tuple(claims),
+            for_good=found.for_good and all(c.for_good for _, c in told),
+        )
+
+
+def _of_several(own: Condition, others: Sequence[tuple[View, Condition]]) -> Condition:
+    """A thread that waits for the end of one of ``others``, of which nothing tells it: a deadlock only where these wait
+    for locks, else what they all do, if that is one thing."""
+    told = [f"thread {other.name} {does.reason}" for other, does in others]
+    for_good = all(does.for_good for _, does in others)
+    if all(does.lock is not None and does.lock.on == "lock" for _, does in others):
+        reason = "has threads that wait for each other's locks: " + ", ".join(told[:4])
+        return replace(others[0][1], reason=reason, claims=own.claims, for_good=for_good)
+    causes = {does.cause for _, does in others}
+    cause = causes.pop() if len(causes) == 1 else "stuck-in-user-code"
+    return replace(own, cause=cause, reason=f"{own.reason} while {', '.join(told[:4])}", doubts=(Doubt.STATE_INFERRED,))
+
+
+def _with_dead(view: View, own: Condition, dead: Sequence[View]) -> Condition:
+    """The condition of a thread that waits for children of which these have ended."""
+    one = dead[0].process
+    if len(dead) == 1:
+        words = f"its child process {one.pid} has ended{_how_ended(one)} and not been reaped"
+    else:
+        words = f"{len(dead)} child processes of its have ended and not been reaped"
+        words += f", {one.pid}{_how_ended(one)}" if _how_ended(one) else ""
+    claims = tuple(
+        view.kernel_claim(f"child process {v.process.pid}: state Z{_how_ended(v.process)}") for v in dead[:4]
+    )
+    sign: Sign = "dead-child" if view.awaited.processes == "message" else "no-sign"
+    return replace(own, reason=f"{own.reason}; {words}", claims=own.claims + claims, signs=own.signs | {sign})
+
+
+def _how_ended(process: ProcessEvidence) -> str:
+    """`` by SIGKILL`` or `` with code 3``; empty for a clean exit, and where the kernel does not tell."""
+    status = process.states[-1].wait_status if process.states else 0
+    number, code = status & 0x7F, status >> 8 & 0xFF
+    return f" by {signal_name(-number)}" if number else f" with code {code}" if code else ""
+
+
+def _no_worker_to_blame(view: View, workers: int) -> Condition:
+    seen = f"none of its {workers} workers that were seen has work" if workers else "no worker of it was seen"
+    text = f"waits for its DataLoader at {view.place}; {seen}"
+    doubts, claims = (Doubt.STATE_INFERRED,), (_waits_for_loader(view),)
+    return Condition("data-loading", text, view.user_frame, view.process.pid, doubts=doubts, claims=claims)
+
+
+def _note_on(lock: calls.LockWait | None) -> str:
+    """Why a worker may wait for it for ever."""
+    if lock is None or lock.own or (lock.on != "lock" and lock.by_processes):
+        return ""
+    return _SHARED_NOTE if lock.by_processes else _FORK_NOTE
+
+
+def _waits_for_loader(view: View) -> Claim:
+    return view.stack_claim(f"{view.words} waits for a DataLoader at {view.place}")
+
+
+def _parent(view: View) -> int:
+    return view.process.states[-1].ppid if view.process.states else 0
+
+
+def _started(view: View) -> int:
+    return view.process.states[-1].start_ticks if view.process.states else 0
+
+
+def _workers(children: Sequence[View]) -> list[View]:
+    return [v for v in children if v.process.role == "dataloader worker" or calls.is_loader_worker(v.frames)]
+
+
+def _running_users_code(children: Sequence[View]) -> list[View]:
+    """Loader workers serve nobody else, and the helpers of multiprocessing run no code of the user's."""
+    return [
+        v
+        for v in children
+        if v.user_frame is not None and v.process.role not in _HELPERS and not calls.is_loader_worker(v.frames)
+    ]
+
+
+def _feeding(view: View) -> list[View]:
+    """The threads that still write what was put into queues of multiprocessing: a process ends only after them."""
+    threads = view.sample.threads if view.sample else ()
+    found = [replace(view, other=thread) for thread in threads if calls.feeds_queue(thread.frames)]
+    return [one for one in found if one.wait.kind == "io"]
+
+
+def _takes_items(view: View) -> bool:
+    """It waits for the next item of a queue."""
+    return view.user_frame is not None and calls.takes_item(view.stack.called)
+
+
+_TRAINING = tuple(f"/torch/{part}" for part in ("distributed/", "autograd/", "nn/", "optim/", "_tensor.py"))
+
+
+def may_train_elsewhere(view: View) -> bool:
+    """Whether another thread than the main one may be the one that trains, or computes: then where the main thread
+    rests says little."""
+    others: list[Thread] = [t for t in (view.sample.threads if view.sample else ()) if t is not view.thread]
+    if any(part in fr.normal(frame.file) for t in others for frame in fr.python_frames(t) for part in _TRAINING):
+        return True
+    return any(thread_condition(other).cause == "busy-loop" for other in view.beside())

@@ -1,0 +1,570 @@
+"""Is the job proved dead? Its waits as needs that threads, processes or ranks have to meet (:func:`.graph.stuck`).
+
+Whatever is not known here may go on and release others: a thread that moved between two looks, sleeps, waits for
+something outside the job or for a time limit, or whose wait is not understood. So what is missing is never a proof.
+Who *could* release a wait is read from the record: threads that have made calls, descriptors that are open, threads
+that run the user's code and may hold a lock.
+
+The job is dead where the main thread of every rank that has not ended can never go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from safelaunch.model import Claim, Collective, Frame, ProcessEvidence, ProofEdge, StackSample, Thread, format_ranks
+from safelaunch.model.entries import Entries
+from safelaunch.verdict.collectives import described, label_of, number_of, op_name, signature
+from safelaunch.verdict.conditions import View
+from safelaunch.verdict.graph import Need, Node, stuck
+from safelaunch.verdict.peers import PeerWait, peer_wait
+from safelaunch.verdict.reading import calls
+from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.waits import Case
+
+MOST_EDGES = 24
+_NEVER: frozenset[Node] = frozenset()
+# Native threads of torch and of the libraries below it run no Python code of their own accord: what they call back is
+# the end of a call of c10d. Any other one may set an event or put something into a queue.
+_TORCH_THREADS = ("pt_", "gloo", "nccl", "cuda", "ucx", "ucs", "ibv", "mlx")
+_TORCH = ("libtorch", "libc10")
+_BELOW_TORCH = (*_TORCH, "libgomp", "omp", "blas", "mkl", "libnccl", "libcuda", "libcudart")
+
+
+@dataclass(frozen=True)
+class _Actor:
+    """A thread of a process of a rank; ``tid`` 0: of a process that runs no Python, its first."""
+
+    rank: int
+    pid: int
+    tid: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of c10d under way, on all ranks that have entered it alike."""
+
+    group: str
+    number: int
+    is_p2p: bool
+    signature: tuple[object, ...]
+    rank: int = -1  # of a send or receive
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """A send or receive of a thread; None for what was not seen. ``peer``: a rank of the world."""
+
+    sends: bool | None
+    peer: int | None
+    tag: int | None
+
+    @classmethod
+    def of(cls, wait: PeerWait) -> _Transfer:
+        named = {word for word in ("send", "recv") if word in wait.op}
+        sends = (wait.target is not None) if wait.peer is not None else ("send" in named) if len(named) == 1 else None
+        return cls(sends, wait.peer, wait.tag)
+
+    def may_meet(self, rank: int, other: _Transfer, other_rank: int) -> bool:
+        """Whether this one, of ``rank``, and ``other`` may be the two ends of a transfer that is under way."""
+        directions = self.sends is None or other.sends is None or self.sends is not other.sends
+        tags = self.tag is None or other.tag is None or self.tag == other.tag
+        return directions and tags and self.peer in (None, other_rank) and other.peer in (None, rank)
+
+
+@dataclass(frozen=True)
+class _Process:
+    rank: int
+    evidence: ProcessEvidence
+    python: tuple[Thread, ...]  # the threads that run Python, the main one first
+
+
+def prove(case: Case) -> tuple[ProofEdge, ...]:
+    """The closed set of waits that keeps every rank where it is; empty where nothing proves that."""
+    if case.unseen or case.evidence.outcome == "crash" or not case.ranks:
+        return ()
+    ended = {rank: one.evidence.exit for rank, one in case.ranks.items() if one.evidence.exit is not None}
+    living = [rank for rank in case.ranks if rank not in ended]
+    if not living or any(exit_.returncode for exit_ in ended.values()):
+        return ()  # a rank that failed ends the others, or has them started again
+    return _Prover(case, living).proof()
+
+
+class _Prover:
+    def __init__(self, case: Case, living: list[int]) -> None:
+        self._case = case
+        self._living = frozenset(living)
+        self._processes: dict[tuple[str, int], _Process] = {}
+        self._roots: dict[_Call, set[tuple[int | None, int | None]]] = {}  # that those who wait in a call have named
+        for rank in living:
+            one = case.ranks[rank].evidence
+            for process in (one.main, *one.children):
+                if process is not None and not _is_gone(process):
+                    self._processes[one.host, process.pid] = _Process(rank, process, _python_threads(process))
+
+    def proof(self) -> tuple[ProofEdge, ...]:
+        if any(not self._main(rank) for rank in self._living):
+            return ()
+        needs: dict[Node, tuple[Need, ...]] = {}
+        for process in self._processes.values():
+            for actor, view in self._views(process):
+                needs[actor] = self._needs(view, process) or ()
+        self._add_calls(needs)
+        found = stuck({node: each for node, each in needs.items() if each})
+        mains = {main for rank in self._living for main in self._main(rank)}
+        return self._edges(found, mains) if mains <= found.keys() else ()
+
+    def _main(self, rank: int) -> tuple[_Actor, ...]:
+        one = self._case.ranks[rank].evidence
+        process = self._processes.get((one.host, one.pid))
+        return (_Actor(rank, one.pid, process.python[0].os_tid or one.pid),) if process and process.python else ()
+
+    def _views(self, process: _Process) -> Iterator[tuple[_Actor, View]]:
+        rank = self._case.ranks[process.rank].evidence
+        first = View(process.evidence, rank, read_source=self._case.read_source)
+        if not process.python:
+            yield _Actor(process.rank, process.evidence.pid, 0), first
+        for number, thread in enumerate(process.python):
+            view = first if number == 0 else View(process.evidence, rank, thread, self._case.read_source)
+            yield self._actor(process, thread), view
+
+    @staticmethod
+    def _actor(process: _Process, thread: Thread) -> _Actor:
+        return _Actor(process.rank, process.evidence.pid, thread.os_tid or 0)
+
+    # --- what one thread needs ----------------------------------------------------------------------------------------
+
+    def _needs(self, view: View, process: _Process) -> tuple[Need, ...] | None:
+        """None: it may go on."""
+        if not _is_steady(view, spins=self._uses_device(view) and not _in_lock(view)):
+            return None
+        if view.wait.kind in ("running", "stopped", "disk", "sleep", "select", "dead"):
+            return self._on_device(view) if view.wait.kind == "running" else None
+        found = self._of_c10d(view, process)
+        if found is not None:
+            return found
+        if view.wait.left_s is not None or _may_be_interrupted(view):
+            return None  # a time limit ends it, or a timer
+        if view.wait.kind == "lock":
+            return self._of_lock(view, process)
+        if view.wait.kind == "child":
+            return self._of_child(view, process)
+        if view.wait.kind in ("io", "poll"):
+            return self._of_descriptor(view, process)
+        return None
+
+    def _of_c10d(self, view: View, process: _Process) -> tuple[Need, ...] | None:
+        seen = view.awaited.peers
+        if seen is None:
+            return self._on_device(view) or self._of_open_calls(view, process)
+        wait = peer_wait(view.rank, view, self._case.alignment)
+        claim = wait.claims[0] if wait is not None and wait.claims else None
+        if seen.kind == "init":
+            late = [rank for rank in sorted(self._case.world) if not self._has_come(rank)]
+            return tuple(Need(self._callers(rank), f"rank {rank} joins", claim) for rank in late) or None
+        if seen.op == "new_group":
+            return self._of_new_group(view, claim)
+        if wait is None or (wait.group is None and wait.kind != "p2p"):
+            return None
+        entries = self._entries(view, is_p2p=wait.kind == "p2p") if wait.group is not None else []
+        if entries:
+            possible = [_call(entry, view.rank.rank) for entry in entries]
+            if len(possible) == 1 and (wait.source, wait.target) != (None, None):
+                self._roots.setdefault(possible[0], set()).add((wait.source, wait.target))
+            return (Need(frozenset(possible), " or ".join(map(described, entries[-3:])), claim),)
+        return self._of_transfer(view, wait) if wait.kind == "p2p" else None
+
+    def _of_transfer(self, view: View, wait: PeerWait) -> tuple[Need, ...] | None:
+        """One that is not recorded: any thread of the peer that runs the user's code may be the one to meet it."""
+        mine, rank = _Transfer.of(wait), view.rank.rank
+        peers = [wait.peer] if wait.peer is not None else sorted(self._case.world - {rank})
+        if any(mine.may_meet(rank, other, peer) for peer in peers for other in self._transfers.get(peer, ())):
+            return None  # it may be under way
+        givers = self._any_of(peers).union(*(self._with_user_code(peer) for peer in peers))
+        return (Need(givers, wait.words, wait.claims[0] if wait.claims else None),)
+
+    @cached_property
+    def _transfers(self) -> dict[int, list[_Transfer]]:
+        """Rank → the sends and receives that its threads are in, with all of their batches."""
+        found: dict[int, list[_Transfer]] = {}
+        for process in self._processes.values():
+            mine = found.setdefault(process.rank, [])
+            for _, view in self._views(process):
+                wait = peer_wait(view.rank, view, self._case.alignment)
+                mine += [_Transfer.of(wait)] if wait is not None and wait.kind == "p2p" else []
+        for rank, mine in found.items():
+            posted = self._case.ranks[rank].evidence.gil.posted
+            mine += [_Transfer(one.sends, one.peer, one.tag) for one in posted]
+        return found
+
+    def _with_user_code(self, rank: int) -> frozenset[Node]:
+        if rank not in self._living:
+            return _NEVER
+        one = self._case.ranks[rank].evidence
+        process = self._processes[one.host, one.pid]
+        seen = (thread for thread in process.python if fr.stack_of(one, fr.python_frames(thread)).user_frame)
+        return frozenset(self._actor(process, thread) for thread in seen)
+
+    def _has_come(self, rank: int) -> bool:
+        """It is in ``init_process_group``, or past it."""
+        wait = self._case.ranks[rank].wait if rank in self._case.ranks else None
+        return self._case.alignment.joined(rank) or (wait is not None and wait.kind == "init")
+
+    def _of_new_group(self, view: View, claim: Claim | None) -> tuple[Need, ...] | None:
+        """All ranks of the world take part in it, and torch counts the groups on each."""
+        made = view.rank.gil.groups_made
+        others = {rank: one.evidence.gil.groups_made for rank, one in self._case.ranks.items()}
+        if made is None or None in others.values() or len(others) < len(self._case.world):
+            return None
+        late = [rank for rank, count in others.items() if (count or 0) < made]
+        needs = tuple(Need(self._callers(rank), f"rank {rank} makes that group as well", claim) for rank in late)
+        return needs or None
+
+    def _on_device(self, view: View) -> tuple[Need, ...] | None:
+        """A synchronize ends after all that the device is in. What it has not begun may stand behind a kernel."""
+        if not view.device:
+            return None
+        pending = [entry for entry in self._pending(view) if not entry.op.startswith("gloo:")]
+        begun = [entry for entry in pending if entry.started is not False]
+        return tuple(self._need_of(entry, view) for entry in begun) or None
+
+    def _of_open_calls(self, view: View, process: _Process) -> tuple[Need, ...] | None:
+        """``work.wait()`` and a backward pass show no frame of c10d: it may be any of the calls that are under way."""
+        if view.wait.kind != "lock" and calls.native_wait(view.process.stacks, view.os_tid) != "peers":
+            return None
+        rests_in = _rests_in(view)
+        if rests_in in ("lock", "gil") or not (calls.in_torch(view.stack) or _is_own_line(view)):
+            return None
+        ident = view.thread.ident if view.thread is not None else 0
+        pending = [entry for entry in self._pending(view) if entry.thread in (0, ident)]
+        of_torch = rests_in.startswith(_TORCH)
+        if not pending:
+            wait = self._case.ranks[view.rank.rank].wait if view.other is None else None
+            if not of_torch or wait is None or wait.kind != "p2p":
+                return None
+            return self._of_transfer(view, wait)
+        if not of_torch and rests_in:
+            return None  # a library of its own
+        givers: set[Node] = {_call(entry, view.rank.rank) for entry in pending}
+        if not of_torch and not calls.in_torch(view.stack):
+            if view.wait.left_s is not None:
+                return None
+            givers |= self._other_threads(process, view)  # or it is a lock, after all
+        return (Need(frozenset(givers), " or ".join(described(one) for one in pending[:3]), _stack_claim(view)),)
+
+    def _of_lock(self, view: View, process: _Process) -> tuple[Need, ...] | None:
+        """Whoever holds a lock, or fills a queue, is a thread that runs Python: any other one of the process."""
+        lock = calls.lock_wait(view.stack.called)
+        if lock is None and _rests_in(view).startswith("_multiprocessing"):
+            lock = calls.LockWait("a multiprocessing lock")
+        if lock is None and _rests_in(view) != "lock":
+            return None
+        what = lock.what if lock is not None else "a lock"
+        held = lock is not None and lock.on == "lock"
+        if not held and not _has_only_torch_beside(process.evidence):
+            return None
+        givers = self._other_threads(process, view)
+        if lock is not None and lock.by_processes:
+            others = (one for one in self._processes.values() if one.rank == process.rank and one is not process)
+            givers |= {actor for other in others for actor, _ in self._views(other)}
+        if not held:  # what is called back at the end of a call may set it
+            givers |= {_call(entry, view.rank.rank) for entry in self._pending(view)}
+        why = f"another thread ends the wait for {what} at {view.place}"
+        return (Need(frozenset(givers), why, _stack_claim(view)),)
+
+    def _other_threads(self, process: _Process, view: View) -> set[Node]:
+        return {self._actor(process, thread) for thread in process.python if thread is not view.thread}
+
+    def _of_child(self, view: View, process: _Process) -> tuple[Need, ...] | None:
+        pid, host = view.wait.child, view.rank.host
+        parent = process.evidence.pid
+        children = [
+            (host, one.pid)
+            for one in view.rank.children
+            if (one.pid == pid if pid is not None else one.states and one.states[-1].ppid == parent)
+        ]
+        if not children or any(child not in self._processes for child in children):
+            return None  # one that was not seen, or has ended and is about to be reaped
+        return (Need(self._threads_of(children), f"a child process ends ({view.place})", _stack_claim(view)),)
+
+    def _of_descriptor(self, view: View, process: _Process) -> tuple[Need, ...] | None:
+        wait, host = view.wait, view.rank.host
+        key = view.store_key
+        if key is not None and wait.target.startswith("tcp"):
+            others = sorted(self._case.world - {view.rank.rank})
+            return (Need(self._any_of(others), f"another rank sets the key {key.words}", _stack_claim(view)),)
+        if wait.locked_by is not None:
+            pids = [wait.locked_by]
+        elif wait.ends is not None and wait.kind == "io":
+            pids = [end.pid for end in wait.ends]
+        else:
+            return None
+        owners = [(host, pid) for pid in pids]
+        if not owners or any(owner not in self._processes for owner in owners):
+            return None
+        own = {self._actor(process, view.thread)} if view.thread is not None else set()
+        givers = self._threads_of(owners) - own
+        return (Need(givers, f"{wait.call} on {wait.target} at {view.place} gets an answer", _stack_claim(view)),)
+
+    def _threads_of(self, owners: Iterable[tuple[str, int]]) -> frozenset[Node]:
+        return frozenset(actor for owner in owners for actor, _ in self._views(self._processes[owner]))
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _pending(self, view: View) -> list[Collective]:
+        return self._open_calls.get(view.rank.rank, [])
+
+    @cached_property
+    def _open_calls(self) -> dict[int, list[Collective]]:
+        """Rank → its calls that are not completed, oldest first."""
+        found = {}
+        for rank, record in self._case.alignment.records.items():
+            ring = Entries.of(record.entries)
+            kinds = {n for n, kind in ring.used().items() if not kind.completed and kind.op}
+            found[rank] = [ring[position] for position in ring.positions_of(kinds)]
+        return found
+
+    def _entries(self, view: View, *, is_p2p: bool) -> list[Collective]:
+        """The calls in one of which the thread waits: those of its line, else all that no other Python thread made."""
+        threads = view.sample.threads if view.sample is not None else ()
+        others = {thread.ident for thread in threads if thread is not view.thread} - {0}
+        mine = [one for one in self._pending(view) if one.is_p2p == is_p2p and one.thread not in others]
+        here = [one for one in mine if _same_line(fr.stack_of(view.rank, one.frames).user_frame, view.user_frame)]
+        return here or mine
+
+    def _uses_device(self, view: View) -> bool:
+        return bool(view.device) or any(not entry.op.startswith("gloo:") for entry in self._pending(view))
+
+    def _need_of(self, entry: Collective, view: View) -> Need:
+        return Need(frozenset({_call(entry, view.rank.rank)}), described(entry), _stack_claim(view))
+
+    def _add_calls(self, needs: dict[Node, tuple[Need, ...]]) -> None:
+        for rank, entries in self._open_calls.items():
+            seen: dict[str, Node] = {}  # of NCCL, which works in order: group → the call before
+            for entry in entries:
+                node = _call(entry, rank)
+                behind = seen.get(entry.group) if not entry.op.startswith("gloo:") else None
+                if node not in needs:
+                    needs[node] = self._of_call(entry, rank)
+                if behind is not None and behind != node and entry.started is not True:
+                    needs[node] = (*needs[node], Need(frozenset({behind}), f"the calls before {described(entry)} end"))
+                seen[entry.group] = node
+        for call, roots in self._roots.items():
+            if len(roots) > 1 and not call.is_p2p and call in needs:
+                needs[call] = (*needs[call], Need(_NEVER, f"all ranks name the same root in {self._name(call)}"))
+
+    def _of_call(self, entry: Collective, rank: int) -> tuple[Need, ...]:
+        """What the members have yet to do; empty where they are all there, or are not known."""
+        claim = Claim(f"pending: {described(entry)}", f"ranks/{rank}/flight_recorder.json")
+        if entry.is_p2p:
+            peers = self._case.transfers.peers_missing(rank, entry.group)
+            missing = sorted(peers or ())
+            return tuple(Need(self._callers(peer), f"{described(entry)} on rank {peer}", claim) for peer in missing)
+        members, known = self._case.alignment.members(entry.group)
+        if not known:
+            return ()
+        needs = []
+        for member in sorted(members - {rank}):
+            if member in self._living and member not in self._case.alignment.records:
+                return ()  # it may have entered the call
+            other = self._case.alignment.entry(member, entry.group, entry.seq)
+            if other is not None and not _can_meet(entry, other):
+                why = f"rank {member} has made {described(other)} under the number of {described(entry)}"
+                needs.append(Need(_NEVER, why, claim))
+            elif other is not None and other.started is False:
+                continue  # its device comes to it later
+            elif other is None and self._case.alignment.last(member, entry.group) < entry.seq:
+                needs.append(Need(self._callers(member), f"rank {member} enters {described(entry)}", claim))
+        return tuple(needs)
+
+    def _any_of(self, ranks: Iterable[int]) -> frozenset[Node]:
+        return frozenset().union(*(self._callers(rank) for rank in ranks))
+
+    def _callers(self, rank: int) -> frozenset[Node]:
+        """The threads of ``rank`` that may make a call: its main one, and those that ever did; none once it ended."""
+        if rank not in self._living:
+            return _NEVER
+        one = self._case.ranks[rank].evidence
+        process = self._processes[one.host, one.pid]
+        idents = self._idents.get(rank, frozenset())
+        made = (thread for thread in process.python[1:] if not idents or thread.ident in idents or not thread.ident)
+        return frozenset(self._main(rank)) | {self._actor(process, thread) for thread in made}
+
+    @cached_property
+    def _idents(self) -> dict[int, frozenset[int]]:
+        records = self._case.alignment.records
+        return {rank: frozenset(Entries.of(one.entries).threads) - {0} for rank, one in records.items()}
+
+    # --- in words -----------------------------------------------------------------------------------------------------
+
+    def _edges(self, found: dict[Node, Need], mains: Collection[Node]) -> tuple[ProofEdge, ...]:
+        """From the main threads along what they need, and what that needs; ranks that need the same stand together."""
+        together: dict[tuple[str, tuple[str, ...], str], list[Node]] = {}
+        queue, seen = sorted(mains, key=repr), set(mains)
+        for node in queue:  # grows while it is walked
+            need = found[node]
+            file = need.claim.file if need.claim is not None else ""
+            key = (need.why, self._names(need.givers), file.partition("/")[2].partition("/")[2])
+            together.setdefault(key, []).append(node)
+            for giver in sorted(need.givers - seen, key=repr):
+                seen.add(giver)
+                queue.append(giver)
+        edges = []
+        for (why, names, _), nodes in list(together.items())[:MOST_EDGES]:
+            claim = found[nodes[0]].claim
+            edges.append(ProofEdge(", ".join(self._names(nodes)), names, why, claim.file if claim is not None else ""))
+        return tuple(edges)
+
+    def _names(self, nodes: Iterable[Node]) -> tuple[str, ...]:
+        nodes = list(nodes)
+        mains = [n.rank for n in nodes if isinstance(n, _Actor) and n in self._main(n.rank)]
+        ranks = f"rank{'s' * (len(mains) > 1)} {format_ranks(mains)}" if mains else ""
+        rest = {self._name(node) for node in nodes if not (isinstance(node, _Actor) and node in self._main(node.rank))}
+        return tuple(filter(None, (ranks, *sorted(rest))))
+
+    @staticmethod
+    def _name(node: Node) -> str:
+        if isinstance(node, _Call):
+            whose = f" of rank {node.rank}" if node.rank >= 0 else ""
+            return f"{node.signature[0]} #{node.number} of group {node.group!r}{whose}"
+        assert isinstance(node, _Actor)
+        what = f"thread {node.tid}" if node.tid else "the program"
+        return f"{what} of process {node.pid} of rank {node.rank}"
+
+
+def _call(entry: Collective, rank: int) -> _Call:
+    named = signature(entry)
+    whose = rank if entry.is_p2p else -1
+    return _Call(entry.group, number_of(entry), entry.is_p2p, (named[0] or "", *named[1:]), whose)
+
+
+def _can_meet(one: Collective, other: Collective) -> bool:
+    """Whether two entries under one number may meet: the same operation over as many bytes, as far as is known."""
+    if not op_name(one) or not op_name(other):
+        return True
+    a, b = signature(one), signature(other)
+    if a[0] != b[0] or len(a) != len(b):
+        return False
+    if len(a) < 3 or a == b or None in (a[1], b[1]):
+        return True
+    sizes = [_bytes(each) for each in (a, b)]
+    return None in sizes or sizes[0] == sizes[1]
+
+
+_WIDTHS = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2, "Char": 1, "Byte": 1}
+
+
+def _bytes(signature: tuple[object, ...]) -> int | None:
+    count, types = signature[1], signature[2]
+    widths = {_WIDTHS.get(str(name)) for name in types} if isinstance(types, tuple) else {None}
+    width = widths.pop() if len(widths) == 1 else None
+    return count * width if isinstance(count, int) and width is not None else None
+
+
+def _is_gone(process: ProcessEvidence) -> bool:
+    return bool(process.states) and process.states[-1].state in "ZX"
+
+
+def _plain(process: ProcessEvidence) -> list[StackSample]:
+    return [sample for sample in process.stacks if not sample.native]
+
+
+def _python_threads(process: ProcessEvidence) -> tuple[Thread, ...]:
+    """Of the newest sample, the main thread first."""
+    samples = _plain(process)
+    main = samples[-1].main_thread if samples else None
+    return (main, *(thread for thread in samples[-1].threads if thread is not main)) if main is not None else ()
+
+
+def _is_steady(view: View, *, spins: bool) -> bool:
+    """It was seen twice, in the same place, and has not run in between, as far as the kernel tells.
+
+    ``spins``: it may wait for its device, which takes a CPU.
+    """
+    process, tid = view.process, view.os_tid
+    if len(process.states) < 2 or not tid:
+        return False
+    if view.thread is not None:
+        at: list[tuple[Frame, ...]] = []
+        for sample in _plain(process)[-2:]:
+            same = next((thread for thread in sample.threads if thread.os_tid == tid), None)
+            if same is None or same.torn:
+                return False
+            at.append(fr.python_frames(same))
+        if len(at) < 2 or at[0] != at[1]:
+            return False
+    kernel = [next((t for t in state.threads if t.tid == tid), None) for state in process.states[-2:]]
+    if any(thread is None or thread.state not in "SRI" for thread in kernel):
+        return False
+    first, last = kernel
+    assert first is not None and last is not None
+    same_wait = (first.syscall, first.fd) == (last.syscall, last.fd) or not (first.syscall_name and last.syscall_name)
+    ran = None not in (first.slices, last.slices) and first.slices != last.slices
+    return spins or (same_wait and not ran)
+
+
+def _rests_in(view: View) -> str:
+    states = view.process.states[-2:]
+    found = {t.rests_in for state in states for t in state.threads if t.tid == view.os_tid}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _may_be_interrupted(view: View) -> bool:
+    """A signal's handler runs in the main thread, and may raise there. Calls of c10d don't return for it."""
+    return view.os_tid == view.process.pid and view.process.states[-1].handles_signals
+
+
+def _in_lock(view: View) -> bool:
+    return _rests_in(view) in ("lock", "gil") or calls.lock_wait(view.stack.called) is not None
+
+
+def _same_line(one: Frame | None, other: Frame | None) -> bool:
+    return one is not None and other is not None and (one.file, one.line) == (other.file, other.line)
+
+
+def _is_own_line(view: View) -> bool:
+    return view.user_frame is not None and not view.stack.called
+
+
+def _stack_claim(view: View) -> Claim:
+    return view.stack_claim(f"{view.words} waits at {view.place}")
+
+
+def _has_only_torch_beside(process: ProcessEvidence) -> bool:
+    """Whether no native thread is there that may run Python code of its own accord."""
+    python = {thread.os_tid for thread in _python_threads(process)}
+    native = [thread for thread in process.states[-1].threads if thread.tid not in python]
+    return all(
+        thread.name.lower().startswith(_TORCH_THREADS) or any(part in thread.rests_in for part in _BELOW_TORCH)
+        for thread in native
+    )
+
+
+@dataclass(frozen=True)
+class GroupLimit:
+    """The first time limit of a group in which a rank waits: when (CLOCK_REALTIME), and whose. ``waits``: some rank
+    waits for its peers."""
+
+    waits: bool
+    unix_s: float | None = None
+    group: str = ""
+
+
+def limit_of(case: Case) -> GroupLimit:
+    """When torch itself would end the job, as far as the recorded calls tell."""
+    found: list[tuple[float, str]] = []
+    for rank, one in case.ranks.items():
+        wait = one.wait
+        if wait is None or wait.group is None or wait.seq is None:
+            continue
+        calls_of = [*case.alignment.pending(rank), case.alignment.entry(rank, wait.group, wait.seq)]
+        for entry in calls_of:
+            if entry is not None and entry.group == wait.group and entry.timeout_ms and entry.created_ns:
+                found.append((entry.created_ns / 1e9 + entry.timeout_ms / 1000, label_of(entry)))
+    waits = any(one.wait is not None for one in case.ranks.values())
+    if not found:
+        return GroupLimit(waits)
+    unix_s, group = min(found)
+    return GroupLimit(waits, unix_s, group)

@@ -1,0 +1,442 @@
+"""What the library frames inside the user's line wait in: peers, a DataLoader, a lock, a subprocess.
+
+Recognised by file and function of torch and of the standard library, never by anything of the user's program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Literal
+
+from safelaunch.model import Frame, StackSample
+from safelaunch.verdict.reading.frames import Stack, is_native, normal, own_part, short
+
+_C10D_FILES = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/c10d_logger.py",
+    "torch/distributed/_functional_collectives.py",
+    "torch/distributed/utils.py",
+    "torch/nn/parallel/distributed.py",
+    "torch/distributed/rendezvous.py",
+    "torch/distributed/constants.py",
+)
+_C10D_NOISE = frozenset({"wrapper", "inner", "_time_logger", "_exception_logger"})
+_INIT_FUNCTIONS = frozenset({"init_process_group", "_init_process_group", "rendezvous", "_create_c10d_store"})
+_NEW_GROUP = frozenset({"new_group", "_new_group_with_tag", "_new_process_group_helper", "split_group"})
+_P2P = frozenset({"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv"})
+_TEARDOWN = frozenset({"destroy_process_group", "_shutdown_backend"})
+_RUNNERS = frozenset({"_run_code", "_run_module_code", "_run_module_as_main", "_bootstrap", "run_path", "run_module"})
+_LOADER_WAITS = frozenset({"_try_get_data", "_get_data", "_next_data", "_try_put_index", "_shutdown_workers"})
+
+
+@dataclass(frozen=True)
+class TorchWait:
+    """A wait for other ranks, seen on a stack. ``op`` is the public function nearest to the user's line."""
+
+    kind: str  # "init" | "collective" | "p2p" | "teardown"
+    op: str
+
+
+def _in(frame: Frame, *endings: str) -> bool:
+    return normal(frame.file).endswith(endings)
+
+
+def torch_wait(stack: Stack) -> TorchWait | None:
+    """The c10d call in which these frames wait for other ranks, or None.
+
+    The innermost Python frame has to be in c10d itself: then the thread is inside a C++ collective, rendezvous or
+    store call that this frame made. (A collective on the stack with, say, a pickle frame inside it is computing.)
+    ``init_process_group`` and ``new_group`` keep frames of the store and of the rendezvous handlers inside them, so
+    for these two any library frame may be innermost.
+    """
+    inner = stack.called
+    names = [short(f.function) for f in inner if "/torch/" in normal(f.file)]
+    if _INIT_FUNCTIONS.intersection(names) and any("torch/distributed/" in normal(f.file) for f in inner):
+        return TorchWait("init", "init_process_group")
+    if _NEW_GROUP.intersection(names):
+        return TorchWait("collective", "new_group")
+    if not inner or not _in(inner[0], *_C10D_FILES):
+        return None
+    calls = [short(f.function) for f in inner if _in(f, *_C10D_FILES) and short(f.function) not in _C10D_NOISE]
+    if not calls:
+        return None
+    if _TEARDOWN.intersection(calls):
+        return TorchWait("teardown", "destroy_process_group")
+    op = next((name for name in reversed(calls) if not name.startswith("_")), calls[0])
+    if _P2P.intersection(calls):
+        return TorchWait("p2p", op)
+    return TorchWait("collective", op.lstrip("_"))
+
+
+def makes_store(stack: Stack) -> bool:
+    """In the constructor of the store by which ranks find each other: it hosts one, or looks for it."""
+    return bool(stack.called) and short(stack.called[0].function) == "_create_c10d_store"
+
+
+def under_c10d(stack: Stack) -> bool:
+    """A call of c10d is under way, whatever it calls inside: ``wait_tensor`` of a DTensor rests in an operator."""
+    return any(_in(f, *_C10D_FILES) for f in stack.called)
+
+
+def is_direct(stack: Stack) -> bool:
+    """The user's own line calls c10d, which makes one call for it."""
+    direct = bool(stack.called) and all(_in(f, *_C10D_FILES) for f in stack.called)
+    return direct and not passes_objects(stack)
+
+
+def passes_objects(stack: Stack) -> bool:
+    """``broadcast_object_list`` and its like, which call a collective for the sizes and one for the objects."""
+    return any(_in(f, _C10D_FILES[0]) and "_object" in short(f.function) for f in stack.called)
+
+
+Purpose = Literal[
+    "", "state-dict", "sync-batchnorm", "fsdp-forward", "fsdp-backward", "ddp-forward", "ddp-constructor", "gradients"
+]
+# By the file (its end, or a directory in its path) and the functions of a frame; no functions: any. The first row that
+# fits one of the frames counts.
+_PURPOSES: tuple[tuple[Purpose, str, frozenset[str]], ...] = (
+    ("state-dict", "torch/distributed/checkpoint/state_dict.py", frozenset()),
+    ("state-dict", "torch/distributed/_state_dict_utils.py", frozenset()),
+    ("state-dict", "torch/distributed/fsdp/_state_dict_utils.py", frozenset()),
+    ("state-dict", "torch/distributed/fsdp/_optim_utils.py", frozenset()),
+    ("state-dict", "torch/distributed/tensor/_api.py", frozenset({"full_tensor"})),
+    ("sync-batchnorm", "torch/nn/modules/_functions.py", frozenset({"forward"})),
+    (
+        "fsdp-backward",
+        "torch/distributed/fsdp/",
+        frozenset({"pre_backward", "post_backward", "_pre_backward", "_post_backward_hook", "_pre_backward_hook"}),
+    ),
+    ("fsdp-forward", "torch/distributed/fsdp/", frozenset({"_pre_forward", "pre_forward", "_pre_forward_unshard"})),
+    ("ddp-constructor", "torch/nn/parallel/distributed.py", frozenset({"__init__", "_ddp_init_helper"})),
+    ("ddp-forward", "torch/nn/parallel/distributed.py", frozenset({"forward", "_pre_forward", "_post_forward"})),
+    ("gradients", "torch/autograd/graph.py", frozenset({"_engine_run_backward"})),
+    ("gradients", "torch/autograd/__init__.py", frozenset({"backward"})),
+)
+
+
+def purpose(stack: Stack) -> Purpose:
+    """What torch makes the collective for that the user's line led to; empty where the user called it."""
+    inner = [(normal(frame.file), short(frame.function)) for frame in stack.called]
+    for found, part, functions in _PURPOSES:
+        for file, function in inner:
+            if (file.endswith(part) or (part.endswith("/") and part in file)) and (
+                not functions or function in functions
+            ):
+                return found
+    return ""
+
+
+def in_torch(stack: Stack) -> bool:
+    """The innermost frame is torch's (a backward pass, an optimizer, a collective's wrapper)."""
+    inner = stack.called
+    return bool(inner) and "/torch/" in normal(inner[0].file) and not loader_wait(stack)
+
+
+def in_distributed(stack: Stack) -> Frame | None:
+    """The innermost frame, if it is of torch.distributed: a pipeline's schedule, say."""
+    inner = stack.called
+    inside = bool(inner) and "/torch/distributed/" in normal(inner[0].file) and not waits_for_rpc(stack)
+    return inner[0] if inside else None
+
+
+def waits_for_rpc(stack: Stack) -> bool:
+    """The thread waits for what another rank is to answer (``rpc_sync``, ``to_here``)."""
+    return any("/torch/distributed/rpc/" in normal(f.file) for f in stack.called)
+
+
+def handles_rpc(frames: Sequence[Frame]) -> bool:
+    """A thread that runs what another rank has asked for."""
+    return any(_in(f, "torch/distributed/rpc/internal.py") and short(f.function) == "_run_function" for f in frames)
+
+
+def in_backward(stack: Stack) -> bool:
+    """The thread is in C++ under ``backward()``: in no hook of Python's."""
+    inner = stack.called
+    return bool(inner) and _in(inner[0], "torch/autograd/graph.py", "torch/autograd/__init__.py")
+
+
+def loader_wait(stack: Stack) -> bool:
+    """The thread waits for DataLoader workers (not: runs the dataset itself, as with ``num_workers=0``)."""
+    return any(_in(f, "torch/utils/data/dataloader.py") and short(f.function) in _LOADER_WAITS for f in stack.called)
+
+
+def loader_on_stack(frames: Sequence[Frame]) -> bool:
+    """The dataset's code runs in this very process, called by a DataLoader without workers."""
+    return any("torch/utils/data/" in normal(f.file) for f in own_part(frames))
+
+
+def is_loader_worker(frames: Sequence[Frame]) -> bool:
+    return any(_in(f, "torch/utils/data/_utils/worker.py") for f in frames)
+
+
+def worker_idle(frames: Sequence[Frame]) -> bool:
+    """A DataLoader worker that waits for the next index: it owes nobody anything."""
+    return is_loader_worker(frames) and any(_in(f, "multiprocessing/queues.py") for f in frames[:8])
+
+
+def polls_file_lock(stack: Stack) -> bool:
+    """The library ``filelock`` asks for its lock, sleeps, and asks again. It has the file open only as it asks."""
+    return any("/filelock/" in normal(f.file) and short(f.function) == "acquire" for f in stack.called)
+
+
+def waits_for_build(stack: Stack) -> bool:
+    """``torch.utils.cpp_extension`` sleeps until the file is gone that stands for another process's build."""
+    return any(_in(f, "torch/utils/file_baton.py") and short(f.function) == "wait" for f in stack.called)
+
+
+def leaving(frames: Sequence[Frame]) -> str:
+    """Why these frames of a main thread mean that its script has ended; ``""`` if they do not.
+
+    ``threading._shutdown`` joins the threads that are left. Exit handlers are called by the interpreter itself: under
+    them there is no ``<module>`` and none of ``runpy``'s frames, which every running script has.
+    """
+    if any(_in(f, "/threading.py", "<frozen threading>") and short(f.function) == "_shutdown" for f in frames):
+        return "its script has ended and the interpreter waits for the remaining threads"
+    outer = own_part(frames)
+    running = any(f.function == "<module>" or short(f.function) in _RUNNERS for f in outer)
+    return "" if running or not outer else "its script has ended and exit handlers are running"
+
+
+@dataclass(frozen=True)
+class LockWait:
+    """A wait on a lock of this process. ``on`` says who can end it.
+
+    ``work``: a thread or future that runs to an end; ``signal``: a queue, event or condition that some thread feeds;
+    ``lock``: whoever holds it. ``own``: the source says that the thread has taken it itself.
+    """
+
+    what: str
+    on: Literal["work", "signal", "lock"] = "lock"
+    own: bool = False
+
+    @property
+    def by_processes(self) -> bool:
+        """Whether another process may be the one to end the wait."""
+        return self.on == "work" or "multiprocessing" in self.what
+
+    @property
+    def of_pool(self) -> bool:
+        return self.what == "a pool's result"
+
+    @property
+    def of_future(self) -> bool:
+        """It ends by what a pool's threads, or an event loop, do: not by the end of a thread of the user's."""
+        return self.on == "work" and self.what != "Thread.join"
+
+    @property
+    def of_items(self) -> bool:
+        """A queue's ``join()``: it ends when ``task_done()`` was called for each item."""
+        return self.what.endswith("Queue.join)")
+
+
+_LOCK_CALLS: tuple[tuple[str, frozenset[str], LockWait], ...] = (
+    ("/threading.py", frozenset({"join", "_wait_for_tstate_lock"}), LockWait("Thread.join", on="work")),
+    ("/concurrent/futures/_base.py", frozenset({"result", "exception", "wait"}), LockWait("Future.result", on="work")),
+    ("/concurrent/futures/thread.py", frozenset({"shutdown"}), LockWait("Executor.shutdown", on="work")),
+    ("/multiprocessing/pool.py", frozenset({"wait", "get", "map", "join"}), LockWait("a pool's result", on="work")),
+    ("/queue.py", frozenset({"join"}), LockWait("the items of a queue (Queue.join)", on="signal")),
+    ("/queue.py", frozenset({"get", "put"}), LockWait("a queue", on="signal")),
+    (
+        "/multiprocessing/queues.py",
+        frozenset({"join"}),
+        LockWait("the items of a multiprocessing queue (JoinableQueue.join)", on="signal"),
+    ),
+    ("/logging/__init__.py", frozenset({"acquire", "handle", "_acquireLock"}), LockWait("a logging lock")),
+    ("/threading.py", frozenset({"wait", "wait_for"}), LockWait("an event or condition", on="signal")),
+    ("/threading.py", frozenset({"acquire", "__enter__"}), LockWait("a lock or semaphore")),
+    (
+        "/multiprocessing/synchronize.py",
+        frozenset({"acquire", "wait", "__enter__"}),
+        LockWait("a multiprocessing lock"),
+    ),
+)
+
+
+def lock_wait(inner: Sequence[Frame]) -> LockWait | None:
+    """What the library frames inside the user's line wait for, if that is a lock, a thread or a queue.
+
+    The frame nearest to the user's line decides: ``Future.result`` waits on a Condition, but what it waits *for* is
+    the future.
+    """
+    for frame in reversed(inner):
+        for ending, functions, wait in _LOCK_CALLS:
+            if _in(frame, ending) and short(frame.function) in functions:
+                return wait
+    return None
+
+
+def put_in_place(frames: Sequence[Frame]) -> bool:
+    """A worker that ``multiprocessing.Pool`` has forked in place of one that had ended."""
+    return any(_in(f, "multiprocessing/pool.py") and short(f.function) == "_maintain_pool" for f in frames)
+
+
+def waits_for_child(inner: Sequence[Frame]) -> bool:
+    return any(
+        _in(f, "/subprocess.py", "multiprocessing/popen_fork.py", "multiprocessing/popen_spawn_posix.py") for f in inner
+    )
+
+
+def waits_for_message(inner: Sequence[Frame]) -> bool:
+    """A ``multiprocessing`` queue or pipe: another process is to send something."""
+    return any(
+        _in(f, "multiprocessing/queues.py", "multiprocessing/connection.py")
+        and short(f.function) in ("get", "recv", "recv_bytes", "recv_bytes_into", "poll", "wait")
+        for f in inner
+    )
+
+
+def takes_item(inner: Sequence[Frame]) -> bool:
+    """A ``get()`` of a queue, of threads or of processes."""
+    return any(_in(f, "/queue.py", "multiprocessing/queues.py") and short(f.function) == "get" for f in inner)
+
+
+def feeds_queue(frames: Sequence[Frame]) -> bool:
+    """The thread in which ``multiprocessing`` writes what was put into a queue."""
+    return any(_in(f, "multiprocessing/queues.py") and short(f.function) == "_feed" for f in frames)
+
+
+def in_event_loop(inner: Sequence[Frame]) -> bool:
+    return any("/asyncio/" in normal(f.file) for f in inner)
+
+
+def serves_futures(frames: Sequence[Frame]) -> bool:
+    """A thread of a pool, or one that runs an event loop."""
+    pools = ("/concurrent/futures/thread.py", "/multiprocessing/pool.py")
+    return runs_event_loop(frames) or any(_in(f, *pools) for f in frames)
+
+
+def runs_event_loop(frames: Sequence[Frame]) -> bool:
+    """A thread that runs a loop of asyncio, and is in one of its callbacks or coroutines."""
+    return any(_in(f, "/asyncio/base_events.py") and short(f.function) == "_run_once" for f in frames)
+
+
+_Threads = Literal["", "work", "signal", "engine", "lock"]
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """Whom one thread waits for: the ends of its edges in the graph of waits.
+
+    ``peers``: the c10d call in which it waits for other ranks; whatever else is on its stack, these end the wait.
+    ``threads``: others of its process. ``work``: one of them, to its end; ``signal``: any that feeds a queue or event;
+    ``engine``: torch's, under ``backward()``; ``lock``: one that holds a lock, and cannot be told from the others.
+    ``processes``: its children. ``workers`` of a DataLoader; ``child``: one, to its end; ``message``: one that sends
+    something; ``any``: whichever may be behind a pool, an executor, or an event loop.
+    """
+
+    peers: TorchWait | None = None
+    threads: _Threads = ""
+    processes: Literal["", "workers", "child", "message", "any"] = ""
+
+
+def awaited(stack: Stack, kind: str = "") -> Awaited:
+    """Read from a thread's Python frames, and from the ``kind`` of its system call (:mod:`.kernel`)."""
+    peers = torch_wait(stack)
+    if peers is not None:
+        return Awaited(peers)
+    inner = stack.called
+    lock, loop = lock_wait(inner), in_event_loop(inner)
+    of_threads: _Threads = lock.on if lock is not None else "signal" if loop else ""
+    if in_backward(stack):
+        of_threads = "engine"
+    if loader_wait(stack):
+        return Awaited(None, of_threads, "workers")
+    if kind == "child" or waits_for_child(inner):
+        return Awaited(None, of_threads, "child")
+    if waits_for_message(inner):
+        return Awaited(None, of_threads, "message")
+    return Awaited(None, of_threads, "any" if loop or (lock is not None and lock.by_processes) else "")
+
+
+_LOCK_SYMBOLS = ("PyThread_acquire_lock", "lock_PyThread_acquire", "PyMutex_Lock", "_PySemaphore", "rlock_acquire")
+_PEER_SYMBOLS = ("c10d::", "gloo::", "nccl", "ProcessGroup")
+_STORE_SYMBOLS = ("TCPStore", "FileStore", "PrefixStore")
+_P2P_SYMBOLS = ("RecvWork", "SendWork")
+
+
+_NATIVE_WAITS = (
+    ("p2p", _P2P_SYMBOLS),
+    ("store", _STORE_SYMBOLS),
+    ("peers", _PEER_SYMBOLS),
+    ("lock", _LOCK_SYMBOLS),
+)
+_PEER_WAITS = {
+    "p2p": TorchWait("p2p", "a send or receive"),
+    "store": TorchWait("store", "a key of the store"),
+    "peers": TorchWait("collective", "a collective"),
+}
+
+
+def native_peer_wait(samples: Iterable[StackSample], os_tid: int | None) -> TorchWait | None:
+    """The wait for other ranks that only C frames show: ``work.wait()``, ``store.get()`` on the user's own line."""
+    return _PEER_WAITS.get(native_wait(samples, os_tid))
+
+
+def native_transfer(samples: Iterable[StackSample], os_tid: int | None) -> str:
+    """``"send"`` or ``"recv"``: of these two, the one that the C frames of a thread wait for."""
+    return _native(samples, os_tid, (("send", ("SendWork",)), ("recv", ("RecvWork",))))
+
+
+def native_wait(samples: Iterable[StackSample], os_tid: int | None) -> str:
+    """``"lock"``, ``"peers"``, ``"p2p"`` or ``"store"``, by the C frames inside a thread's innermost Python frame.
+
+    ``""`` where no native sample has them.
+
+    ``with lock:`` and ``work.wait()`` look alike without it: both are C functions called from the user's own line,
+    and both rest in ``futex``.
+    """
+    return _native(samples, os_tid, _NATIVE_WAITS)
+
+
+def native_sleep(samples: Iterable[StackSample], os_tid: int | None) -> str:
+    """``"sqlite"``, which asks for a lock again and again, or ``"python"``, by the C frames of a thread that sleeps."""
+    return _native(samples, os_tid, _NATIVE_SLEEPS)
+
+
+_NATIVE_SLEEPS = (("sqlite", ("sqlite3",)), ("python", ("time_sleep", "pysleep")))
+
+
+def _native(samples: Iterable[StackSample], os_tid: int | None, answers: Sequence[tuple[str, tuple[str, ...]]]) -> str:
+    for frames in _native_frames(samples, os_tid):
+        for answer, symbols in answers:
+            if any(symbol in frame.function for frame in frames for symbol in symbols):
+                return answer
+    return ""
+
+
+def _native_frames(samples: Iterable[StackSample], os_tid: int | None) -> Iterator[list[Frame]]:
+    """The C frames inside a thread's innermost Python frame, for each native sample."""
+    for sample in samples:
+        for thread in sample.threads if sample.native else ():
+            if thread.os_tid == os_tid:
+                yield list(takewhile(is_native, thread.frames))
+
+
+# --- the own GPU ------------------------------------------------------------------------------------------------------
+
+_SYNCHRONIZE = (
+    "torch/cuda/__init__.py",
+    "torch/cuda/streams.py",
+    "torch/cuda/graphs.py",
+    "torch/accelerator/__init__.py",
+)
+_DRIVER_CALLS = ("Synchronize", "cuMemcpy", "cudaMemcpy", "cuEventQuery", "cuStreamQuery")
+_DRIVER_LIBRARIES = ("libcuda.so", "libcudart", "libamdhip", "libhsa-runtime")
+
+
+def device_wait(stack: Stack, samples: Iterable[StackSample], os_tid: int | None) -> str:
+    """``a synchronize`` of torch's, or the driver's call by name; empty where the thread is elsewhere."""
+    for frame in stack.called[:2]:
+        if _in(frame, *_SYNCHRONIZE) and short(frame.function) in ("synchronize", "wait", "replay"):
+            return "a synchronize"
+    called = (_driver_call(frame) for frames in _native_frames(samples, os_tid) for frame in frames)
+    return next(filter(None, called), "")
+
+
+def _driver_call(frame: Frame) -> str:
+    """Of the driver or the runtime; futexes and locks of libc are not."""
+    if any(call in frame.function for call in _DRIVER_CALLS):
+        return frame.function.partition("(")[0]
+    return "the driver" if any(library in frame.file for library in _DRIVER_LIBRARIES) else ""

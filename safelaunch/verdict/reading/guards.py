@@ -1,0 +1,428 @@
+"""The conditions on the rank that decide whether a line is reached: ``if rank == 0:``, its ``else``, an early return.
+
+Read from the source of the user's frames. A guard is a sign and never a verdict by itself: ``if rank == 0: save();
+barrier()`` with a ``barrier()`` in the ``else`` is no fault. Where all that a condition asks for is the rank, it is
+evaluated for each rank: then the source says which ranks come to that line.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from safelaunch.model import Frame
+from safelaunch.verdict.reading.frames import basename
+from safelaunch.verdict.reading.source import ReadSource, names_in, scope_of, tree_of
+
+# The words of torch, accelerate, transformers, Lightning and DeepSpeed for "which process am I".
+_OF_THE_RANK = re.compile(
+    r"(?:^|_)rank(?:_|0?$)|^is_(?:local_|world_)?(?:main|master)|(?:global|process)_zero$|process_index"
+    r"|^(?:get_)?coordinate$|^is_(?:first|last)(?:_stage)?$|^on_(?:main|local_main|last)_process$",
+    re.IGNORECASE,
+)
+_GLOBAL = re.compile(r"^_?(?:get_)?(?:(?:global|world|dist|my)_)?rank$|^process_index$", re.IGNORECASE)
+_LOCAL = re.compile(r"^_?(?:get_)?local_(?:rank|process_index)$", re.IGNORECASE)
+_WORLD = re.compile(r"^_?(?:get_)?world_size$|^num_(?:processes|replicas|ranks)$", re.IGNORECASE)
+_MAIN = re.compile(
+    r"^is_(?:main|master)(?:_process|_rank)?$|^is_(?:global|world_process)_zero$|^rank_?(?:0|zero)$"
+    r"|^is_rank_?(?:0|zero)$|^is_world_main$",
+    re.IGNORECASE,
+)
+_DECORATORS = re.compile(r"rank_?zero|main_process|on_(?:main|last)|rank_?0|master_only", re.IGNORECASE)
+_MOST_TEXT = 120
+_MOST_STEPS = 6  # of names that stand for names
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """What a condition on the rank may ask for."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A line is reached only where the condition ``text`` at ``line`` is ``taken``."""
+
+    file: str
+    line: int
+    text: str
+    taken: bool
+    test: ast.expr | None = field(default=None, compare=False, repr=False)
+    names: Mapping[str, ast.expr] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def words(self) -> str:
+        """``if rank == 0 (train.py:14)``."""
+        return f"{self.text} ({basename(self.file)}:{self.line})"
+
+    @property
+    def by_data(self) -> bool:
+        """Ranks may part here by what they have computed or drawn, and not by their number: that is only where their
+        data begins, as in ``loss < best`` of a loss whose generator has the rank as its seed."""
+        return self.test is not None and not _names_the_rank(self.test, self.names, _MOST_STEPS)
+
+    def admits(self, one: Whereabouts) -> bool | None:
+        """Whether this rank comes past it; None where the condition asks for more than the rank."""
+        if self.test is None:
+            return None
+        try:
+            return bool(_value(self.test, one, self.names, _MOST_STEPS)) is self.taken
+        except _UnknownError:
+            return None
+
+
+class _UnknownError(Exception):
+    """The source alone does not tell the value."""
+
+
+def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, ...]:
+    """The guards of all lines of ``stack`` (the user's frames, innermost first), the innermost guard first."""
+    return tuple(guard for frame in stack for guard in _guards_of_line(frame, read_source))
+
+
+def _guards_of_line(frame: Frame, read_source: ReadSource) -> list[Guard]:
+    text = read_source(frame.file)
+    return [] if not text else _in_source(text, frame.file, frame.line)
+
+
+def _in_source(text: str, file: str, line: int) -> list[Guard]:
+    return [step.guard for step in reversed(_way(text, file, line)) if step.asks_for_rank and not step.loop]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A condition or a loop that was passed before a line was reached. ``asks_for_rank``: it depends on which process
+    this is, so that ranks may part here. ``loop``: it is a loop's head.
+    """
+
+    guard: Guard
+    asks_for_rank: bool
+    loop: bool = False
+
+
+def way_to(frame: Frame, read_source: ReadSource) -> tuple[Step, ...]:
+    """All conditions and loops around the line of ``frame``, in the order of their lines, whatever they ask for."""
+    text = read_source(frame.file)
+    return _way(text, frame.file, frame.line) if text else ()
+
+
+@lru_cache(256)
+def _way(text: str, file: str, line: int) -> tuple[Step, ...]:
+    tree = tree_of(text)
+    if tree is None:
+        return ()
+    scope = scope_of(tree, line)
+    names = _assigned(tree) | _assigned(scope)
+    found = [
+        Step(Guard(file, at, shown, taken, test, names), test is None or asks_for_the_rank(test, names))
+        for at, shown, taken, test in _on_the_way(scope, line)
+    ]
+    return tuple(sorted([*found, *_loops(scope, file, line, names)], key=lambda step: step.guard.line))
+
+
+def _loops(scope: ast.AST, file: str, line: int, names: Mapping[str, ast.expr]) -> Iterator[Step]:
+    """The heads of ``for`` loops around the line: of a ``while``, the condition is on the way anyhow."""
+    for node in ast.walk(scope):
+        if isinstance(node, (ast.For, ast.AsyncFor)) and _holds(node.body, line):
+            shown = f"for {_shown(node.target)} in {_shown(node.iter)}"
+            yield Step(Guard(file, node.lineno, shown, True), asks_for_the_rank(node.iter, names), loop=True)
+
+
+_Step = tuple[int, str, bool, "ast.expr | None"]  # line, text, taken, condition
+
+
+def _on_the_way(scope: ast.AST, line: int) -> Iterator[_Step]:
+    """The conditions that were met before ``line`` was reached, from outside to inside."""
+    for decorator in getattr(scope, "decorator_list", []):
+        if any(_DECORATORS.search(name) for name in _words(decorator)):
+            yield decorator.lineno, f"@{_shown(decorator)}", True, None
+    block: Sequence[ast.stmt] | None = getattr(scope, "body", None)
+    while block is not None:
+        inside = next((one for one in block if _begin(one) <= line <= (one.end_lineno or one.lineno)), None)
+        for before in block:
+            if inside is None or before is inside:
+                break
+            yield from _left_before(before)
+        if inside is None:
+            return
+        yield from _within_statement(inside, line)
+        block = _inner_block(inside, line)
+
+
+def _begin(statement: ast.stmt) -> int:
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
+    return min([statement.lineno, *(one.lineno for one in decorators)])
+
+
+def _left_before(statement: ast.stmt) -> Iterator[_Step]:
+    """``if rank != 0: return`` before the line: only the others come there."""
+    if not isinstance(statement, ast.If):
+        return
+    if _leaves(statement.body) and not _leaves(statement.orelse):
+        last = statement.body[-1]
+        yield statement.lineno, f"if {_shown(statement.test)}: {_shown(last)}", False, statement.test
+    elif _leaves(statement.orelse):
+        yield (
+            statement.lineno,
+            f"if {_shown(statement.test)}: … else: {_shown(statement.orelse[-1])}",
+            True,
+            statement.test,
+        )
+
+
+def _leaves(block: Sequence[ast.stmt]) -> bool:
+    return bool(block) and isinstance(block[-1], (ast.Return, ast.Continue, ast.Break, ast.Raise))
+
+
+def _within_statement(statement: ast.stmt, line: int) -> Iterator[_Step]:
+    if isinstance(statement, ast.If):
+        if _holds(statement.body, line):
+            yield statement.lineno, f"if {_shown(statement.test)}", True, statement.test
+        elif _holds(statement.orelse, line):
+            yield statement.lineno, f"else of if {_shown(statement.test)}", False, statement.test
+    elif isinstance(statement, ast.While) and _holds(statement.body, line):
+        yield statement.lineno, f"while {_shown(statement.test)}", True, statement.test
+    elif isinstance(statement, (ast.Expr, ast.Assign, ast.Return)):
+        yield from _within_expression(statement)
+
+
+def _within_expression(statement: ast.Expr | ast.Assign | ast.Return) -> Iterator[_Step]:
+    """``rank == 0 and dist.barrier()``, ``dist.barrier() if rank == 0 else None``."""
+    value = statement.value
+    if isinstance(value, ast.BoolOp) and isinstance(value.values[-1], ast.Call):
+        test, taken = value.values[0], isinstance(value.op, ast.And)
+        yield value.lineno, f"{_shown(test)} {'and' if taken else 'or'} …", taken, test
+    elif isinstance(value, ast.IfExp) and isinstance(value.body, ast.Call) != isinstance(value.orelse, ast.Call):
+        yield value.lineno, f"… if {_shown(value.test)}", isinstance(value.body, ast.Call), value.test
+
+
+def _inner_block(statement: ast.stmt, line: int) -> Sequence[ast.stmt] | None:
+    """The block of ``statement`` that holds ``line``; None in a statement without blocks, or in another function."""
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        return None
+    blocks = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
+    blocks += [handler.body for handler in getattr(statement, "handlers", [])]
+    blocks += [case.body for case in getattr(statement, "cases", [])]
+    return next((block for block in blocks if isinstance(block, list) and _holds(block, line)), None)
+
+
+def _holds(block: Sequence[ast.stmt], line: int) -> bool:
+    return bool(block) and _begin(block[0]) <= line <= (block[-1].end_lineno or 0)
+
+
+def _shown(node: ast.AST) -> str:
+    text = ast.unparse(node).split("\n")[0]
+    return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 1]}…"
+
+
+# --- what a condition asks for ----------------------------------------------------------------------------------------
+
+
+def _assigned(scope: ast.AST) -> dict[str, ast.expr]:
+    """Names that stand for one expression in ``scope``, and no other. A name that is assigned twice has no meaning."""
+    found: dict[str, ast.expr | None] = {}
+    for node in _statements(scope):
+        for name, value in _pairs(node):
+            found[name] = None if name in found else value
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _statements(scope: ast.AST) -> Iterator[ast.AST]:
+    """All below ``scope``, without the bodies of the functions and classes in it."""
+    for child in ast.iter_child_nodes(scope):
+        yield child
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            yield from _statements(child)
+
+
+def _pairs(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield from _targets(target, node.value)
+    elif (isinstance(node, ast.AnnAssign) and node.value is not None) or isinstance(node, ast.NamedExpr):
+        yield from _targets(node.target, node.value)
+    elif isinstance(node, (ast.AugAssign, ast.For, ast.AsyncFor, ast.comprehension)):
+        yield from _targets(node.target, None)
+
+
+def _targets(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, ast.expr | None]]:
+    if isinstance(target, ast.Name):
+        yield target.id, value
+    elif isinstance(target, (ast.Tuple, ast.List)):
+        values = (
+            value.elts if isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts) else None
+        )
+        for number, one in enumerate(target.elts):
+            yield from _targets(one, values[number] if values is not None else None)
+
+
+def asks_for_the_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int = _MOST_STEPS) -> bool:
+    """Whether the condition depends on which process this is, also through names assigned before."""
+    for word in _words(test):
+        if _OF_THE_RANK.search(word):
+            return True
+        if steps and word in names and asks_for_the_rank(names[word], names, steps - 1):
+            return True
+    return False
+
+
+_CASTS = frozenset({"int", "str", "bool", "get", "getenv"})
+
+
+def _names_the_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int) -> bool:
+    """Whether the rank stands in the condition itself, or in what its names stand for as it is. What a function has
+    made of the rank is no rank."""
+    words = list(_words(test))
+    if any(_OF_THE_RANK.search(word) for word in words):
+        return True
+    values = (names[word] for word in words if steps and word in names)
+    return any(_names_the_rank(plain, names, steps - 1) for value in values if (plain := _plain(value)) is not None)
+
+
+def _plain(value: ast.expr) -> ast.expr | None:
+    """The expression, unless it is computed from arguments: then the function alone, whose name may have the rank."""
+    calls = [one for one in ast.walk(value) if isinstance(one, ast.Call) and (one.args or one.keywords)]
+    if all(_CASTS.intersection(names_in(one.func)) for one in calls):
+        return value
+    return value.func if isinstance(value, ast.Call) and not isinstance(value.func, ast.Call) else None
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    """Yields each name in ``node``, and the names of rank variables that are looked up as strings."""
+    yield from names_in(node)
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and part.value in ("RANK", "LOCAL_RANK"):
+            yield str(part.value)
+
+
+# --- its value on one rank --------------------------------------------------------------------------------------------
+
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.eq,
+    ast.IsNot: operator.ne,
+    ast.In: lambda one, other: one in other,
+    ast.NotIn: lambda one, other: one not in other,
+}
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def _value(node: ast.expr, one: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> Any:
+    """The value of an expression over ranks and constants. Raises ``_UnknownError`` for any other."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+        return [_value(part, one, names, steps) for part in node.elts]
+    if isinstance(node, ast.UnaryOp):
+        inner = _value(node.operand, one, names, steps)
+        return not inner if isinstance(node.op, ast.Not) else -inner if isinstance(node.op, ast.USub) else _unknown()
+    if isinstance(node, ast.BoolOp):
+        return _either(node, one, names, steps)
+    if isinstance(node, ast.Compare):
+        return _compared(node, one, names, steps)
+    if isinstance(node, ast.BinOp):
+        return _computed(node, one, names, steps)
+    return _named(node, one, names, steps)
+
+
+def _unknown() -> Any:
+    raise _UnknownError
+
+
+def _either(node: ast.BoolOp, one: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> bool:
+    """``and`` is false where one part is, whatever the others; ``or`` likewise."""
+    decisive, unknown = isinstance(node.op, ast.Or), False
+    for part in node.values:
+        try:
+            if bool(_value(part, one, names, steps)) is decisive:
+                return decisive
+        except _UnknownError:
+            unknown = True
+    return bool(_unknown()) if unknown else not decisive
+
+
+def _compared(node: ast.Compare, one: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> bool:
+    values = [_value(part, one, names, steps) for part in (node.left, *node.comparators)]
+    try:
+        return all(_COMPARE[type(sign)](values[number], values[number + 1]) for number, sign in enumerate(node.ops))
+    except TypeError:
+        return bool(_unknown())
+
+
+def _computed(node: ast.BinOp, one: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> Any:
+    values = [_value(part, one, names, steps) for part in (node.left, node.right)]
+    compute = _ARITHMETIC.get(type(node.op))
+    if compute is None or not all(isinstance(value, int) for value in values):
+        return _unknown()
+    try:
+        return compute(*values)
+    except ZeroDivisionError:
+        return _unknown()
+
+
+def _named(node: ast.expr, one: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> Any:
+    """A name or a call that gives the rank; a name that stands for such an expression."""
+    if isinstance(node, ast.Name) and steps and node.id in names:
+        return _value(names[node.id], one, names, steps - 1)
+    if isinstance(node, ast.Call):
+        return _called(node, one, names, steps)
+    if isinstance(node, ast.NamedExpr):
+        return _value(node.value, one, names, steps)
+    if isinstance(node, ast.Subscript):
+        key = node.slice.value if isinstance(node.slice, ast.Constant) else None
+        return _of_environ(key, one) if "environ" in set(_words(node.value)) else _unknown()
+    word = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return _of_word(word, one)
+
+
+def _called(node: ast.Call, one: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> Any:
+    function = node.func
+    word = (
+        function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
+    )
+    if word in ("int", "str", "bool") and len(node.args) == 1:
+        return _value(node.args[0], one, names, steps)
+    if word == "range" and node.args:
+        bounds = [_value(part, one, names, steps) for part in node.args]
+        return range(*bounds) if all(isinstance(bound, int) for bound in bounds) else _unknown()
+    if word in ("get", "getenv") and node.args and isinstance(node.args[0], ast.Constant):
+        return _of_environ(node.args[0].value, one)
+    if node.args or node.keywords:  # of a group: another rank
+        return _unknown()
+    return _of_word(word, one)
+
+
+def _of_environ(key: object, one: Whereabouts) -> int:
+    known = {"RANK": one.rank, "LOCAL_RANK": one.local_rank, "WORLD_SIZE": one.world_size}
+    return known[key] if isinstance(key, str) and key in known else int(_unknown())
+
+
+def _of_word(word: str, one: Whereabouts) -> int | bool:
+    if _GLOBAL.match(word):
+        return one.rank
+    if _LOCAL.match(word):
+        return one.local_rank if one.local_rank >= 0 else int(_unknown())
+    if _WORLD.match(word):
+        return one.world_size
+    if _MAIN.match(word):
+        return one.rank == 0
+    return bool(_unknown())

@@ -1,0 +1,144 @@
+"""A line of output and the statement that printed it, where the code goes on elsewhere behind it. Pure.
+
+``print("loss is nan, skipping batch"); continue`` tells why a rank did not come to what stands below in the loop.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from safelaunch.model import Frame
+from safelaunch.verdict.reading.source import ReadSource, scope_of, tree_of
+
+_FIELD = re.compile(r"%(?:\(\w+\))?[-+ #0-9.]*[a-zA-Z]|\{[^{}]*\}")
+_LEAST = 6  # letters of a text that tells one statement from others
+
+
+@dataclass(frozen=True)
+class Left:
+    """A statement at ``frame`` that prints a text with these ``parts``, and behind which the code goes on elsewhere.
+
+    ``goes``: how (``continue``, ``return``). ``after``: the ``except`` or ``if`` around it. ``skips``: the lines that
+    it leaves out.
+    """
+
+    frame: Frame
+    parts: tuple[str, ...]
+    goes: str
+    after: str
+    skips: tuple[range, ...]
+
+    @property
+    def swallows(self) -> bool:
+        return self.after.startswith("except")
+
+    def has_printed(self, line: str) -> bool:
+        at = 0
+        for part in self.parts:
+            at = line.find(part, at)
+            if at < 0:
+                return False
+            at += len(part)
+        return True
+
+    def is_in(self, text: str) -> bool:
+        """Whether a line of ``text`` is one that it printed."""
+        return self.parts[0] in text and any(self.has_printed(line) for line in text.splitlines())
+
+    def leaves_out(self, frame: Frame) -> bool:
+        return frame.file == self.frame.file and any(frame.line in lines for lines in self.skips)
+
+
+def left_by(frames: Iterable[Frame], read_source: ReadSource) -> Iterator[Left]:
+    """Those in the functions of ``frames``."""
+    seen = set()
+    for frame in frames:
+        tree = tree_of(read_source(frame.file) or "")
+        scope = scope_of(tree, frame.line) if tree is not None else None
+        if isinstance(scope, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)) and scope not in seen:
+            seen.add(scope)
+            yield from _in_block(scope.body, _Around(frame, getattr(scope, "end_lineno", None) or 1 << 30))
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What a block stands in. ``end``: of the function. ``trial``: of a handler, the lines that it has left."""
+
+    frame: Frame
+    end: int
+    loop: ast.stmt | None = None
+    trial: range | None = None
+    after: str = ""
+
+
+def _in_block(block: Sequence[ast.stmt], around: _Around) -> Iterator[Left]:
+    for statement in block:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        is_loop = isinstance(statement, (ast.For, ast.AsyncFor, ast.While))
+        inside = replace(around, loop=statement, trial=None, after="") if is_loop else around
+        for name in ("body", "orelse", "finalbody"):
+            nested = getattr(statement, name, None) or []
+            if isinstance(statement, ast.If) and not around.trial:
+                inside = replace(
+                    around, after=f"{'' if name == 'body' else 'else of '}if {ast.unparse(statement.test)}"
+                )
+            yield from _in_block(nested, inside)
+        for handler in getattr(statement, "handlers", ()):
+            yield from _in_block(handler.body, _handling(statement, handler, around))
+    goes = _way_out(block[-1], around) if block else ""
+    for statement in block if goes else ():
+        if parts := _prints(statement):
+            frame = Frame(around.frame.file, statement.lineno, around.frame.function)
+            yield Left(frame, parts, goes, around.after, tuple(_skipped(block[-1], around)))
+
+
+def _handling(statement: ast.stmt, handler: ast.ExceptHandler, around: _Around) -> _Around:
+    what = f"except {ast.unparse(handler.type)}" if handler.type is not None else "except"
+    body: Sequence[ast.stmt] = getattr(statement, "body", [])
+    return replace(around, trial=range(body[0].lineno, (body[-1].end_lineno or 0) + 1), after=what)
+
+
+def _way_out(last: ast.stmt, around: _Around) -> str:
+    """How the code goes on behind a block, where that is elsewhere."""
+    if isinstance(last, (ast.Continue, ast.Break, ast.Return)):
+        return type(last).__name__.lower() if around.after else ""
+    return "behind the `try`" if around.trial is not None and not isinstance(last, ast.Raise) else ""
+
+
+def _skipped(last: ast.stmt, around: _Around) -> Iterator[range]:
+    if around.trial is not None:
+        yield around.trial
+    if isinstance(last, (ast.Continue, ast.Break)) and around.loop is not None:
+        begin = last if isinstance(last, ast.Continue) else around.loop
+        yield range(begin.lineno, (around.loop.end_lineno or 0) + 1)
+    elif isinstance(last, ast.Return):
+        yield range(around.loop.lineno if around.loop is not None else last.lineno, around.end + 1)
+
+
+# --- what a statement prints ------------------------------------------------------------------------------------------
+
+
+def _prints(statement: ast.stmt) -> tuple[str, ...]:
+    """The literal parts of the text that a call has: loggers and wrappers of ``print`` have any name."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    parts = tuple(part for one in call.args for part in _literals(one)) if isinstance(call, ast.Call) else ()
+    return parts if sum(map(str.isalpha, "".join(parts))) >= _LEAST else ()
+
+
+def _literals(node: ast.expr) -> list[str]:
+    """The parts of a text that are the same each time, without those of which nobody knows what becomes of them."""
+    if isinstance(node, ast.Constant):
+        found = _FIELD.split(node.value) if isinstance(node.value, str) else []
+    elif isinstance(node, ast.JoinedStr):
+        found = [str(one.value) for one in node.values if isinstance(one, ast.Constant)]
+    elif isinstance(node, ast.BinOp):  # "..." % value, "..." + value
+        found = _literals(node.left) + (_literals(node.right) if isinstance(node.op, ast.Add) else [])
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        found = _literals(node.func.value)
+    else:
+        found = []
+    return [line for part in found for line in part.split("\n")[:1] if line.strip()]

@@ -1,0 +1,232 @@
+"""What a source file says of the lines at which ranks are: a loop that one of them has left."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from safelaunch.model import Frame
+from safelaunch.verdict.reading.frames import short
+
+ReadSource = Callable[[str], "str | None"]  # path → text of the file, or None
+
+
+@lru_cache(64)
+def tree_of(text: str) -> ast.Module | None:
+    """None where the text is no Python."""
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _tree_in(path: str, read_source: ReadSource) -> ast.Module | None:
+    text = read_source(path)
+    return tree_of(text) if text else None
+
+
+def calls_method(frame: Frame, name: str, read_source: ReadSource) -> bool:
+    """The line calls a method of this name without arguments, and none other."""
+    tree = _tree_in(frame.file, read_source)
+    here = [
+        one
+        for one in (ast.walk(tree) if tree is not None else ())
+        if isinstance(one, ast.Call) and one.lineno <= frame.line <= (one.end_lineno or one.lineno)
+    ]
+    return len(here) == 1 and isinstance(here[0].func, ast.Attribute) and here[0].func.attr == name and not here[0].args
+
+
+# --- locks ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LockTaken:
+    """The lock that a line takes, as written there. ``held_at``: the line of the same function that took it before."""
+
+    name: str
+    held_at: int = 0
+
+
+def lock_at(frame: Frame, read_source: ReadSource) -> LockTaken | None:
+    """The one lock that the line takes, by ``with`` or ``acquire()``; None where it takes none, or several."""
+    tree = _tree_in(frame.file, read_source)
+    if tree is None:
+        return None
+    scope = scope_of(tree, frame.line)
+    taken = list(_takings(scope))
+    here = [name for (line, _), name in taken if line == frame.line]
+    if len(here) != 1:
+        return None
+    before = (line for (line, end), name in taken if name == here[0] and line < frame.line <= end)
+    held_at = max(before, default=0)
+    stored = [one for one in ast.walk(scope) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
+    root = here[0].partition(".")[0].partition("[")[0]
+    if any(one.id == root and held_at <= one.lineno <= frame.line for one in stored):
+        held_at = 0  # the name may stand for another lock by then
+    return LockTaken(here[0], held_at)
+
+
+@dataclass(frozen=True)
+class LockHeld:
+    """``frame`` is inside of the statements that hold a lock, which ``line`` of its function has taken."""
+
+    name: str
+    line: int
+    frame: Frame
+
+    def is_that(self, taken: LockTaken, at: Frame) -> bool:
+        """Whether it may be the lock that a thread takes ``at`` another line, by what both call it.
+
+        ``self.lock`` of two classes are two locks, as ``lock`` in two files.
+        """
+        (mine, one), (its, other) = _parts(self.name), _parts(taken.name)
+        if one != other:
+            return False
+        if mine == its == "self":
+            classes = {frame.function.rpartition(".")[0] for frame in (self.frame, at)} - {""}
+            return self.frame.file == at.file and len(classes) < 2
+        if "self" in (mine, its):
+            return "" not in (mine, its)
+        return mine == its and (bool(mine) or self.frame.file == at.file)
+
+
+def _parts(lock: str) -> tuple[str, str]:
+    """``a.b.lock`` → whose it is, ``b``, and its name; ``self`` also for ``cls``."""
+    owner, _, name = lock.rpartition(".")
+    owner = owner.rpartition(".")[2]
+    return "self" if owner == "cls" else owner, name
+
+
+def locks_held(stack: Sequence[Frame], read_source: ReadSource) -> tuple[LockHeld, ...]:
+    """The locks that the lines of ``stack`` (the user's frames, innermost first) are inside of. One on which the
+    innermost line calls ``wait()`` is released meanwhile.
+    """
+    found = []
+    for depth, frame in enumerate(stack):
+        tree = _tree_in(frame.file, read_source)
+        if tree is None:
+            continue
+        scope = scope_of(tree, frame.line)
+        released = _waited_on(scope, frame.line) if depth == 0 else set()
+        for (line, end), name in _takings(scope):
+            if line < frame.line <= end and name not in released:
+                found.append(LockHeld(name, line, frame))
+    return tuple(found)
+
+
+def _waited_on(scope: ast.AST, line: int) -> set[str]:
+    here = (one.func for one in ast.walk(scope) if isinstance(one, ast.Call) and one.lineno == line)
+    return {ast.unparse(f.value) for f in here if isinstance(f, ast.Attribute) and f.attr in ("wait", "wait_for")}
+
+
+def _takings(scope: ast.AST) -> Iterator[tuple[tuple[int, int], str]]:
+    """Of each taking of a lock: its line, the last one at which it is held for sure, and the lock as written.
+
+    After ``acquire()`` that is the line before the first ``release()``, if only a straight line of statements follows.
+    """
+    for block in _blocks(scope):
+        for number, one in enumerate(block):
+            if isinstance(one, (ast.With, ast.AsyncWith)):
+                for item in one.items:
+                    if isinstance(item.context_expr, (ast.Name, ast.Attribute, ast.Subscript)):
+                        line = item.context_expr.lineno
+                        yield (line, one.end_lineno or line), ast.unparse(item.context_expr)
+            name = _calls_on(one, "acquire")
+            if name:
+                ends = (each.lineno - 1 for each in block[number + 1 :] if name in _released_in(each))
+                yield (one.lineno, next(ends, block[-1].end_lineno or one.lineno)), name
+
+
+def _blocks(scope: ast.AST) -> Iterator[list[ast.stmt]]:
+    for node in ast.walk(scope):
+        for block in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
+            if isinstance(block, list):
+                yield block
+
+
+def _calls_on(statement: ast.stmt, method: str) -> str:
+    """``lock`` of the statement ``lock.acquire()``, whatever its arguments; else empty."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    func = call.func if isinstance(call, ast.Call) else None
+    return ast.unparse(func.value) if isinstance(func, ast.Attribute) and func.attr == method else ""
+
+
+def _released_in(statement: ast.stmt) -> set[str]:
+    return {_calls_on(one, "release") for one in ast.walk(statement) if isinstance(one, ast.stmt)}
+
+
+# --- loops ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loop:
+    """``line``: where it begins. ``enclosed``: in another loop, of its function or of a caller, that goes on behind it:
+    a rank that is past it may be a round behind, as well as ahead.
+    """
+
+    line: int
+    enclosed: bool
+
+
+def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> Loop | None:
+    """The loop that ``behind`` is inside of and ``ahead`` is past, in the same function; None if there is none. Stacks
+    are innermost first.
+
+    Both stacks are walked from outside to where they part: there, one function is at two lines. If one line lies in
+    the body of a ``for`` or ``while`` and the other after that loop's end, the rank has left the loop. A collective
+    under ``if rank == 0`` inside the loop has both lines inside.
+    """
+    callers: list[Frame] = []
+    for one, other in zip(reversed(ahead), reversed(behind), strict=False):
+        if (one.file, short(one.function)) != (other.file, short(other.function)):
+            return None
+        if one.line != other.line:
+            tree = _tree_in(one.file, read_source)
+            found = _loop_between(tree, other.line, one.line) if tree is not None else None
+            again = found is not None and any(_in_loop(caller, read_source) for caller in callers)
+            return replace(found, enclosed=True) if found is not None and again else found
+        callers.append(one)
+    return None
+
+
+def _loop_between(tree: ast.Module, inside: int, after: int) -> Loop | None:
+    scope = scope_of(tree, inside)
+    if scope is not scope_of(tree, after):
+        return None
+    around = _loops_around(scope, inside)
+    left = [line for line, end in around if end < after]
+    return Loop(min(left), enclosed=len(left) < len(around)) if left else None
+
+
+def _in_loop(frame: Frame, read_source: ReadSource) -> bool:
+    tree = _tree_in(frame.file, read_source)
+    return tree is not None and bool(_loops_around(scope_of(tree, frame.line), frame.line))
+
+
+def _loops_around(scope: ast.AST, line: int) -> list[tuple[int, int]]:
+    """First and last line of each loop in ``scope`` that holds ``line``."""
+    return [
+        (node.lineno, node.end_lineno or 0)
+        for node in ast.walk(scope)
+        if isinstance(node, (ast.For, ast.While, ast.AsyncFor)) and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+
+
+def scope_of(tree: ast.Module, line: int) -> ast.AST:
+    """The innermost function (or the module) that holds ``line``."""
+    found: ast.AST = tree
+    for node in ast.walk(tree):  # breadth first: inner functions come later
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.lineno <= line <= (node.end_lineno or 0):
+            found = node
+    return found
+
+
+def names_in(node: ast.AST) -> Iterator[str]:
+    """Yields each name and attribute in ``node``."""
+    for one in ast.walk(node):
+        if isinstance(one, ast.Attribute):
+            yield one.attr
+        elif isinstance(one, ast.Name):
+            yield one.id

@@ -1,0 +1,181 @@
+"""The rules, as one table: in which order they are asked, what each needs, which causes it may conclude.
+
+The order goes from what explains itself to what has to be inferred. The first finding wins; a rule that says why it has
+none is kept among what was ruled out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from safelaunch.verdict.causes import CAUSES, FAILURES
+from safelaunch.verdict.findings import Finding, Ruling
+from safelaunch.verdict.outsiders import unusual_group
+from safelaunch.verdict.rank_state import RankFacts
+from safelaunch.verdict.rules_aborted import aborted_by_a_peer, wrong_size_received
+from safelaunch.verdict.rules_groups import groups_made_apart
+from safelaunch.verdict.rules_history import (
+    called_past_the_end,
+    departed,
+    group_order,
+    left_its_role,
+    left_out_between_groups,
+    parted_between_groups,
+    parted_earlier,
+    parted_out_of_step,
+)
+from safelaunch.verdict.rules_mismatch import compared_by_torch, mismatch, mispaired
+from safelaunch.verdict.rules_nodes import (
+    failed_elsewhere,
+    launcher_stopped,
+    node_cut_off,
+    node_lost,
+    node_silent,
+    rendezvous_incomplete,
+    store_lost,
+    versions_differ,
+)
+from safelaunch.verdict.rules_results import CAUSES as WRONG_RESULTS
+from safelaunch.verdict.rules_results import wrong_results
+from safelaunch.verdict.rules_state import (
+    a_peer_ended,
+    alone,
+    first_failure,
+    init_not_joined,
+    launcher_failed,
+    left_by_all,
+    nobody_stands_out,
+    slow_not_stuck,
+    stopped_ranks,
+)
+from safelaunch.verdict.rules_threads import threads_that_race
+from safelaunch.verdict.rules_unfit import unfit_transfers
+from safelaunch.verdict.rules_wait import (
+    beside_calls,
+    held_up,
+    one_sided,
+    other_tags,
+    sends_and_receives,
+    unseen_peers,
+)
+from safelaunch.verdict.standing import stands
+from safelaunch.verdict.waits import Case
+
+Need = Literal[
+    "a live job",
+    "a live job that moves",
+    "a crash",
+    "several nodes",
+    "every rank seen",
+    "ranks that wait for peers",
+    "no rank that waits for peers",
+    "a circle of waits",
+    "a circle over several groups",
+    "sends or receives in the circle",
+]
+
+_MET: Mapping[Need, Callable[[Case], bool]] = {
+    "a live job": lambda case: case.evidence.outcome == "dump" and not stands(case.evidence),
+    "a live job that moves": lambda case: (
+        case.evidence.outcome == "dump" and case.evidence.moving and not stands(case.evidence)
+    ),
+    "a crash": lambda case: case.evidence.outcome == "crash",
+    "several nodes": lambda case: len(case.evidence.nodes) > 1,
+    "every rank seen": lambda case: not case.unseen,
+    "ranks that wait for peers": lambda case: bool(case.waits.classes),
+    "no rank that waits for peers": lambda case: not case.waits.classes,
+    "a circle of waits": lambda case: bool(case.waits.circle),
+    "a circle over several groups": lambda case: len(case.waits.groups_of_circle) > 1,
+    "sends or receives in the circle": lambda case: bool(case.waits.transfers_of_circle),
+}
+
+
+# What has to have been seen of every rank for a rule to rule something out.
+Witness = Literal["", "its process", "its record", "the rank"]
+
+_WAS_SEEN: Mapping[Witness, Callable[[RankFacts], bool]] = {
+    "": lambda one: True,
+    "the rank": lambda one: True,
+    "its process": lambda one: one.evidence.main is not None and bool(one.evidence.main.states),
+    "its record": lambda one: one.evidence.flight_record is not None,
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``concludes``: the causes that it may name. ``witness``: without it of every rank, it rules nothing out."""
+
+    decide: Callable[[Case], Ruling]
+    concludes: tuple[str, ...]
+    needs: tuple[Need, ...] = ()
+    witness: Witness = ""
+
+    @property
+    def name(self) -> str:
+        return self.decide.__name__
+
+    @property
+    def says(self) -> str:
+        """What has to be true for it to conclude: the first paragraph of its docstring."""
+        return " ".join((self.decide.__doc__ or "").partition("\n\n")[0].split())
+
+    def ask(self, case: Case) -> Ruling:
+        ruling = self.decide(case) if all(_MET[need](case) for need in self.needs) else ""
+        return ruling if isinstance(ruling, Finding) or self._has_seen(case) else ""
+
+    def _has_seen(self, case: Case) -> bool:
+        if self.witness and (case.unseen or not case.ranks):
+            return False
+        return all(_WAS_SEEN[self.witness](one) for one in case.ranks.values())
+
+
+_MISMATCH = ("collective-mismatch",)
+_EITHER = ("collective-mismatch", "uneven-batches")
+_FAILED = (*FAILURES, "uneven-batches")
+OWN = tuple(name for name, cause in CAUSES.items() if cause.own)
+
+RULES: tuple[Rule, ...] = (
+    Rule(rendezvous_incomplete, ("init-not-joined",)),
+    Rule(wrong_results, WRONG_RESULTS, ("a live job",)),
+    Rule(slow_not_stuck, ("slow-not-stuck",), ("a live job that moves",)),
+    Rule(aborted_by_a_peer, _EITHER, ("a crash",)),
+    Rule(wrong_size_received, _MISMATCH, ("a crash",)),
+    Rule(node_lost, ("node-lost",), ("a crash", "several nodes")),
+    Rule(unusual_group, ("missing-from-collective",), ("a crash",)),
+    Rule(compared_by_torch, _MISMATCH, ("a crash",)),
+    Rule(called_past_the_end, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
+    Rule(launcher_failed, ("rank-exception",), ("a crash",)),
+    Rule(first_failure, _FAILED, witness="the rank"),
+    Rule(store_lost, ("launcher-stopped", "node-unreachable"), ("a crash", "several nodes")),
+    Rule(a_peer_ended, ("rank-exited",), ("a crash",)),
+    Rule(stopped_ranks, ("rank-stopped",), witness="its process"),
+    Rule(launcher_stopped, ("launcher-stopped",), ("several nodes",)),
+    Rule(failed_elsewhere, ("rank-exited",), ("several nodes",)),
+    Rule(init_not_joined, ("init-not-joined",)),
+    Rule(groups_made_apart, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
+    Rule(threads_that_race, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
+    Rule(parted_earlier, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
+    Rule(beside_calls, OWN),
+    Rule(held_up, OWN, witness="the rank"),
+    Rule(node_cut_off, ("node-unreachable",), ("several nodes",)),
+    Rule(node_silent, ("node-unreachable", "launcher-stopped"), ("several nodes", "ranks that wait for peers")),
+    Rule(unseen_peers, ("missing-from-collective", "collective-mismatch"), ("ranks that wait for peers",)),
+    Rule(parted_between_groups, _MISMATCH, ("every rank seen", "a circle of waits")),
+    Rule(other_tags, _MISMATCH, ("sends or receives in the circle",)),
+    Rule(sends_and_receives, ("p2p-cycle",), ("sends or receives in the circle",)),
+    Rule(one_sided, _MISMATCH, ("every rank seen", "sends or receives in the circle")),
+    Rule(departed, _MISMATCH, ("every rank seen", "sends or receives in the circle")),
+    Rule(left_its_role, _MISMATCH, ("every rank seen", "a circle over several groups")),
+    Rule(left_out_between_groups, _MISMATCH, ("a circle over several groups",)),
+    Rule(group_order, ("group-order",), ("a circle over several groups",)),
+    Rule(mismatch, _EITHER, ("a circle of waits",)),
+    Rule(unfit_transfers, _MISMATCH, ("ranks that wait for peers",)),
+    Rule(parted_out_of_step, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
+    Rule(mispaired, _EITHER, ("ranks that wait for peers",), "its record"),
+    Rule(left_by_all, ("gpu-kernel",)),
+    Rule(alone, OWN, ("no rank that waits for peers",)),
+    Rule(versions_differ, ("versions-differ",), ("several nodes",)),
+    Rule(nobody_stands_out, ("no-rank-stands-out",)),
+)

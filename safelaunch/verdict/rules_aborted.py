@@ -1,0 +1,191 @@
+"""Ranks that were aborted inside a call: which call, and whose bytes did not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from safelaunch.model import Claim, Collective, Frame, RankEvidence
+from safelaunch.model.entries import Entries
+from safelaunch.verdict.causes import FAILURES, Sign
+from safelaunch.verdict.collectives import Mismatch, describe, vote
+from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.exits import aborted_in, failed_at, is_aborted
+from safelaunch.verdict.findings import (
+    Finding,
+    Ruling,
+    capital,
+    conditions,
+    each_of,
+    ranks_do,
+    ranks_word,
+    wait_claims,
+    waiting_culprit,
+    waiting_culprits,
+    waits_words,
+)
+from safelaunch.verdict.outsiders import unusual
+from safelaunch.verdict.peers import PeerWait
+from safelaunch.verdict.rank_state import Facts, RankFacts
+from safelaunch.verdict.reading import calls
+from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.rules_mismatch import of_record
+
+_NEWEST = 64  # calls that a survivor may have made since
+
+
+def aborted_by_a_peer(facts: Facts) -> Ruling:
+    """A rank was aborted inside a collective, and the survivors' records disagree about that collective.
+
+    gloo aborts the rank that *receives* another number of bytes than it expects, whoever is wrong. What the aborted
+    rank itself had called died with it: so the survivors' disagreement is never more than medium evidence, and where
+    they agree the aborted rank stays the one to look at (:func:`.rules_state.first_failure`).
+    """
+    failed = [facts.ranks[rank] for rank in conditions(facts, *FAILURES)]
+    if not failed or not _in_communication(min(failed, key=lambda f: failed_at(f.evidence)).evidence):
+        return ""
+    aborted = [f.rank for f in failed if _in_communication(f.evidence)]
+    found = facts.histories.first_mismatch
+    if found is None:
+        who = capital(ranks_do(aborted, "was", "were"))
+        return f"{who} aborted in a collective, about which the surviving ranks' records agree"
+    finding = of_record(facts, _with_aborted(facts, found, aborted))
+    text = f"{finding.summary} {capital(each_of(aborted))} was aborted in it: what reached it was not what it expected."
+    claims = tuple(Claim(f"rank {r}: aborted in a collective", f"ranks/{r}/fault.txt") for r in aborted)
+    ruled = f"{ranks_word(aborted)} failed first, but an abort in a collective is done to the receiver"
+    return replace(
+        finding,
+        summary=text,
+        doubts=(*finding.doubts, Doubt.ABORTED_CALL_LOST),
+        claims=claims + finding.claims,
+        ruled_out=(*finding.ruled_out, ruled),
+    )
+
+
+def _in_communication(rank: RankEvidence) -> bool:
+    """Aborted (SIGABRT) in a collective, or in torch with collectives in its hooks."""
+    if not is_aborted(rank) or rank.fatal is None:
+        return False
+    return aborted_in(rank) is not None or calls.in_torch(fr.stack_of(rank, rank.fatal.frames))
+
+
+def _aborted_by_gloo(facts: Facts, one: RankFacts) -> bool:
+    """In a call of c10d over gloo, and not at the end of its script, where torch may abort as well."""
+    if aborted_in(one.evidence) is None or (one.evidence.progress and one.evidence.progress.state == "exited"):
+        return False
+    messages = [other.exception.message for other in facts.evidence.ranks if other.exception is not None]
+    recorded = (facts.alignment.pending(rank) for rank in facts.ranks)
+    return any("gloo" in text for text in messages) or any(e.op.startswith("gloo:") for mine in recorded for e in mine)
+
+
+def _with_aborted(facts: Facts, found: Mismatch, aborted: Sequence[int]) -> Mismatch:
+    """The vote with the aborted ranks, whose records are lost: each is of the side that called from its line."""
+    sides = {key: list(ranks) for key, ranks in found.classes.items()}
+    for rank in aborted:
+        stack = aborted_in(facts.ranks[rank].evidence)
+        site = stack.user_frame if stack is not None else None
+        same = [key for key, ranks in found.classes.items() if site in _sites_of(facts, found, ranks)]
+        if site is not None and len(same) == 1:
+            sides[same[0]].append(rank)
+    odd, majority = vote(sides)
+    known = {rank for ranks in found.classes.values() for rank in ranks}
+    return replace(found, odd=tuple(rank for rank in odd if rank in known), majority=majority)
+
+
+def _sites_of(facts: Facts, found: Mismatch, ranks: Iterable[int]) -> set[Frame | None]:
+    entries = {rank: facts.alignment.entry(rank, found.group, found.seq) for rank in ranks}
+    return {facts.alignment.stack(rank, entry).user_frame for rank, entry in entries.items() if entry is not None}
+
+
+def wrong_size_received(facts: Facts) -> Ruling:
+    """gloo aborted a rank in a call: a peer sent more than that has room for, so the calls that met do not fit.
+
+    gloo does so from a thread of its own, and for hardly another reason; its words go past Python. Which side is wrong
+    is not recorded. Where several survivors wait in one call, the aborted rank is the odd one; where one of them is in
+    another group than in all its earlier calls from that line, it is.
+    """
+    aborted = [one for one in facts.ranks.values() if one.condition is not None and _aborted_by_gloo(facts, one)]
+    waits = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None}
+    others = {rank: wait for rank, wait in waits.items() if _may_meet(facts, wait, aborted)} or waits
+    if not aborted or not others:
+        return ""
+    mine = {one.rank: aborted_in(one.evidence) for one in aborted}
+    sites = {rank: stack.user_frame for rank, stack in mine.items() if stack is not None}
+    places = {wait.frame for wait in others.values()}
+    named = [] if len(others) > 1 and len(places) == 1 else sorted(others)
+    text = " and ".join(f"rank {rank} was aborted in a call{fr.at(site)}" for rank, site in sites.items())
+    text += f", as a peer sent more than it expected, while {waits_words(facts, others)}: the calls do not fit."
+    astray = {rank: words for rank in others if (words := unusual(facts, rank))}
+    if len(astray) == 1:
+        return _in_another_group(facts, *astray.popitem(), list(sites), text)
+    text += _sizes_that_met(facts, sites, sorted(others))
+    reason = "was aborted, as a peer sent more than its call has room for"
+    culprits = [waiting_culprit(facts.ranks[r], f"Rank {r} {reason}{fr.at(site)}.", site) for r, site in sites.items()]
+    return Finding(
+        "collective-mismatch",
+        (Doubt.EITHER_SIDE,) if named else (Doubt.ABORTED_CALL_LOST,),
+        capital(text),
+        (*culprits, *waiting_culprits(facts, named)),
+        tuple(Claim(f"rank {r}: aborted in a collective", f"ranks/{r}/fault.txt") for r in sites)
+        + wait_claims(facts, sorted(others)),
+        signs=frozenset({"sizes-differ"}) if places.issuperset(sites.values()) else frozenset(),
+    )
+
+
+def _may_meet(facts: Facts, wait: PeerWait, aborted: Iterable[RankFacts]) -> bool:
+    """Whether one of the aborted ranks is of the group in which a rank waits: what that sends reaches nobody else."""
+    members, known = facts.alignment.members(wait.group) if wait.group is not None else (frozenset(), False)
+    return not known or any(one.rank in members for one in aborted)
+
+
+def _in_another_group(facts: Facts, rank: int, words: str, aborted: Sequence[int], text: str) -> Finding:
+    """The call that did not fit came from the one rank that has left its habit."""
+    claims = [Claim(f"rank {rank}: its calls from that line, and their groups", f"ranks/{rank}/flight_recorder.json")]
+    claims += [Claim(f"rank {r}: aborted in a collective", f"ranks/{r}/fault.txt") for r in aborted]
+    return Finding(
+        "collective-mismatch",
+        (Doubt.ABORTED_CALL_LOST,),
+        f"{words} {capital(text)}",
+        (waiting_culprit(facts.ranks[rank], words),),
+        (*claims, *wait_claims(facts, sorted(facts.ranks))),
+        held_up=tuple(aborted),
+        signs=frozenset({"unusual-group"}),
+    )
+
+
+def _sizes_that_met(facts: Facts, sites: Mapping[int, Frame | None], others: Iterable[int]) -> str:
+    """What the survivors passed in, by their records, and the bound that the abort itself gives for the rest."""
+    sizes: dict[str, list[int]] = {}
+    for rank in others:
+        entry = _last_at(facts, rank, set(sites.values()))
+        if entry is not None:
+            sizes.setdefault(describe(entry), []).append(rank)
+    if not sizes:
+        return ""
+    told = "; ".join(f"{ranks_word(ranks)} last passed {call}" for call, ranks in sizes.items())
+    whose = "the call" if len(sites) == 1 else "one call"
+    return f" {capital(told)} there; {whose} of {ranks_word(sorted(sites))} had room for less than what reached it."
+
+
+def _last_at(facts: Facts, rank: int, sites: Container[Frame | None]) -> Collective | None:
+    """The newest call on a survivor's record from one of these lines: a sender may have gone on since."""
+    record = facts.alignment.records.get(rank)
+    ring = Entries.of(record.entries) if record is not None else ()
+    newest = (ring[at] for at in reversed(range(max(0, len(ring) - _NEWEST), len(ring))))
+    return next((one for one in newest if facts.alignment.stack(rank, one).user_frame in sites), None)
+
+
+def with_detail(facts: Facts, finding: Finding) -> Finding:
+    """The finding with the variable under which torch 2.13 and later crash where a DDP model is built."""
+    ranks = [facts.ranks[one.rank].evidence for one in finding.culprits]
+    launched = facts.evidence.launched
+    if finding.cause != "rank-killed" or launched is None or launched.distributed_debug != "DETAIL":
+        return finding
+    fatal = [fr.stack_of(rank, rank.fatal.frames) for rank in ranks if rank.fatal is not None]
+    if not fatal or any(calls.purpose(stack) != "ddp-constructor" for stack in fatal):
+        return finding
+    text = f"{finding.summary} `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set, under which torch"
+    text += f" {launched.torch or '2.13 and later'} crashes where a DDP model is built."
+    claim = Claim("TORCH_DISTRIBUTED_DEBUG=DETAIL is in the job's environment", "launch.json")
+    signs = frozenset[Sign]({"detail-crash"})
+    return replace(finding, summary=text, claims=(claim, *finding.claims), signs=finding.signs | signs)

@@ -1,0 +1,411 @@
+"""What the call histories tell: a rank made a call too many, left one out, went another way or took another order.
+
+Where ranks wait now is then only where it shows; these rules name the call at which their ways parted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from safelaunch.model import Claim, Collective, Frame
+from safelaunch.model.entries import Entries
+from safelaunch.verdict.causes import Sign
+from safelaunch.verdict.collectives import describe, number_of, op_name
+from safelaunch.verdict.conditions import record_claim
+from safelaunch.verdict.divergence import Departure, Divergence, Habit
+from safelaunch.verdict.doubts import Doubt, those
+from safelaunch.verdict.findings import (
+    Finding,
+    Ruling,
+    apart,
+    capital,
+    conditions,
+    ranks_do,
+    ranks_word,
+    wait_claims,
+    wait_words,
+    waiting_culprit,
+    waiting_culprits,
+)
+from safelaunch.verdict.history import UNKNOWN
+from safelaunch.verdict.rank_state import Facts, user_stack_of
+from safelaunch.verdict.reading import calls
+from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.waits import Case, same_op
+
+
+def parted_earlier(case: Case) -> Ruling:
+    """Peers wait for a rank that is behind only because of a call too many or too few, long ago.
+
+    Without that call nobody would wait, so what the rank that is waited for does now (it sleeps, it has ended its
+    loop) is no cause. Asked only where the histories agree again behind the shift, several calls long.
+    """
+    waits = (one.wait for one in case.waits.classes.values())
+    groups = {w.group for w in waits if w.kind == "collective" and w.group is not None}
+    for group in sorted(groups):
+        shift = case.histories.shift_in(group)
+        if shift is not None and shift.agrees_again and shift.explains_lag():
+            return shifted(case, shift, wait_words(case, shift.entered))
+    return ""
+
+
+def called_past_the_end(case: Case) -> Ruling:
+    """Ranks have ended by themselves, and a peer waits in a call that they never make, or made one too many before.
+
+    Then they had no fewer batches than the peer. Records tell, else steps: whoever had fewer batches has not made more
+    of them.
+    """
+    ended, waiting = _ended_and_waiting(case)
+    if not ended or not waiting:
+        return ""
+    made = {rank: call for rank in waiting if (call := _newest_call(case, rank)) is not None}
+    shifts = (case.histories.shift_in(group) for group in sorted({call.group for call in made.values()}))
+    shift = next((one for one in shifts if one is not None and (one.agrees_again or one.explains_lag())), None)
+    if shift is not None:
+        return shifted(case, shift, wait_words(case, waiting))
+    words, who = apart(wait_words(case, waiting)), ranks_word(ended)
+    if len(made) == len(waiting) and all(_never_made(case, rank, made[rank], ended) for rank in waiting):
+        text = f"{words}, which {who} never called before {'it' if len(ended) == 1 else 'they'} ended"
+        claim = record_claim(ended[0], f"rank {ended[0]}: none of its calls comes from there")
+        found = _too_many(case, waiting, ended, text, claim)
+        late = any(case.alignment.first(rank, call.group) > 1 for rank in ended for call in made.values())
+        return replace(found, doubts=(*found.doubts, *those({Doubt.RINGS_NOT_WHOLE: late})))
+    steps = {rank: case.ranks[rank].step or 0 for rank in (*waiting, *ended)}
+    if max(steps[rank] for rank in waiting) < min(steps[rank] for rank in ended):
+        text = f"{words} after step {steps[waiting[0]]}, and {who} ended after step {steps[ended[0]]}"
+        claim = Claim(f"rank {ended[0]} is at step {steps[ended[0]]}", f"ranks/{ended[0]}/progress.json")
+        found = _too_many(case, waiting, ended, f"{text}: who made fewer steps made other calls", claim)
+        return replace(found, doubts=(*found.doubts, Doubt.STACKS_ALONE))
+    return ""
+
+
+def _ended_and_waiting(case: Case) -> tuple[list[int], list[int]]:
+    """The members of a group that have ended as scripts do, and those that wait in its calls; empty where these are
+    more, or other ranks do something of their own."""
+    own = conditions(case)
+    waits = {rank: one.wait for rank, one in case.ranks.items() if one.wait is not None}
+    if any(one.cause != "uneven-batches" or "exit-called" in one.signs for one in own.values()):
+        return [], []
+    if any(wait.kind != "collective" for wait in waits.values()):
+        return [], []
+    groups = {call.group for rank in waits if (call := _newest_call(case, rank)) is not None}
+    members = frozenset.intersection(case.world, *(case.alignment.members(group)[0] for group in groups))
+    ended = sorted(members & own.keys())
+    return (ended, sorted(waits)) if len(waits) <= len(ended) else ([], [])
+
+
+def _newest_call(case: Case, rank: int) -> Collective | None:
+    """The collective on record in which ``rank`` waits, or had an error: then the newest one from that line."""
+    wait, record = case.ranks[rank].wait, case.alignment.records.get(rank)
+    if wait is None or record is None:
+        return None
+    if wait.group is not None and wait.seq is not None:
+        return case.alignment.entry(rank, wait.group, wait.seq)
+    newest = next((call for call in reversed(Entries.of(record.entries)) if not call.is_p2p), None)
+    return newest if newest is not None and _is_at(_site(case, rank, newest), wait.frame) else None
+
+
+def _is_at(one: Frame | None, other: Frame | None) -> bool:
+    return one is not None and other is not None and (one.file, one.line) == (other.file, other.line)
+
+
+def _never_made(case: Case, rank: int, call: Collective, others: Sequence[int]) -> bool:
+    """None of ``others`` has made a call from that place, as far as records show, nor met one from there before."""
+    aligned = case.histories.in_group(call.group)
+    mine, theirs = aligned.histories.get(rank), [aligned.histories.get(other) for other in others]
+    if mine is None or not aligned.by_frames or (this := mine.at(call.seq)) == UNKNOWN:
+        return False
+    return all(one is not None and this not in one.all() | mine.before(one.last + 1) for one in theirs)
+
+
+def _too_many(case: Case, waiting: Sequence[int], ended: Sequence[int], text: str, *claims: Claim) -> Finding:
+    ends = tuple(claim for condition in conditions(case).values() for claim in condition.claims[:1])[:1]
+    return Finding(
+        "collective-mismatch",
+        those({Doubt.NO_MAJORITY: len(waiting) == len(ended)}),
+        f"{capital(text)}.",
+        waiting_culprits(case, waiting),
+        (*claims, *ends, *wait_claims(case, waiting)),
+        calls={**dict.fromkeys(ended, ()), **{rank: user_stack_of(case.ranks[rank].evidence) for rank in waiting}},
+    )
+
+
+def parted_between_groups(case: Case) -> Ruling:
+    """Ranks wait for each other across groups, because one of them made a call too many or too few."""
+    groups = case.waits.groups_of_circle
+    if not (len(groups) > 1 or case.waits.transfers_of_circle):
+        return ""
+    found = [shift for group in sorted(groups) if (shift := case.histories.shift_in(group)) is not None]
+    return _shifted_now(case, max(found, key=lambda shift: shift.matched, default=None))
+
+
+def parted_out_of_step(facts: Facts) -> Ruling:
+    """A rank made a call too many or too few over its whole program; no group shows it yet.
+
+    CPUs run ahead of what their devices do, so all have queued every call; in which order, their programs tell.
+    """
+    return _shifted_now(facts, None) if facts.histories.first_mismatch is None else ""
+
+
+def _shifted_now(facts: Facts, shift: Divergence | None) -> Ruling:
+    """``shift``, or that over the whole programs, as what keeps the ranks where they wait."""
+    shift = shift or facts.histories.shift_of_program
+    return shifted(facts, shift, wait_words(facts, facts.ranks)) if shift is not None else ""
+
+
+def departed(case: Case) -> Ruling:
+    """A rank in the circle is in another call than the others of its role made at that place."""
+    ranks = case.waits.in_circle
+    found = [one for one in case.histories.departures() if one.rank in ranks and not one.call.completed]
+    if len(found) != 1:
+        return ""
+    (one,) = found
+    call, usual = _named_calls(case, one)
+    text = f"waits in {call}, where {_mates(one)} called {usual}"
+    finding = _of_departure(case, one, text, f"Rank {one.rank} {text}.")
+    return replace(
+        finding, calls={rank: case.alignment.stack(rank, entry).user_frames for rank, entry in _both_calls(one)}
+    )
+
+
+def left_its_role(case: Case) -> Ruling:
+    """A rank in the circle made another call than all others of its role, which had called alike until then."""
+    one = case.histories.parting_of_one(case.waits.in_circle)
+    if one is None:
+        return ""
+    call, usual = _named_calls(case, one)
+    text = f"called {call}, where {_mates(one)} called {usual}"
+    if one.left_out:
+        text = f"left out {usual}, which {_mates(one)} called"
+    now = apart(wait_words(case, case.waits.in_circle))
+    finding = _of_departure(case, one, text, f"Rank {one.rank} {text}; now {now}.")
+    if one.left_out:
+        return replace(finding, signs=frozenset({"left-out"}))
+    rival = f"groups entered in different orders: rank {one.rank} may yet make the other call"
+    return replace(finding, ruled_out=(rival,))
+
+
+def _mates(one: Departure) -> str:
+    return f"{ranks_word(one.mates)}, which had called alike until then,"
+
+
+def _both_calls(one: Departure) -> tuple[tuple[int, Collective], tuple[int, Collective]]:
+    """The rank's own call, and that of its mates."""
+    return (one.rank, one.call), (one.mates[0], one.theirs)
+
+
+def _named_calls(case: Case, one: Departure) -> list[str]:
+    """Both, as ``all_reduce at train.py:9``."""
+    return [f"{op_name(call)} at {fr.place(_site(case, rank, call))}" for rank, call in _both_calls(one)]
+
+
+def _site(case: Case, rank: int, call: Collective) -> Frame | None:
+    return case.alignment.stack(rank, call).user_frame
+
+
+def _of_departure(case: Case, one: Departure, text: str, summary: str) -> Finding:
+    """``text``: what the rank did. The line is that of its own call, or of the one that it left out."""
+    shown = _both_calls(one)[1 if one.left_out else 0]
+    claims = [
+        record_claim(rank, f"rank {rank}: {op_name(call)} is collective #{number_of(call)} of group {call.group!r}")
+        for rank, call in _both_calls(one)
+    ]
+    return Finding(
+        "collective-mismatch",
+        (Doubt.ROLE_ALONE,),
+        summary,
+        (waiting_culprit(case.ranks[one.rank], f"Rank {one.rank} {text}.", _site(case, *shown)),),
+        (*claims, *wait_claims(case, case.waits.in_circle)),
+    )
+
+
+# --- calls too many or too few ----------------------------------------------------------------------------------------
+
+
+def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: tuple[Claim, ...] = ()) -> Finding:
+    """The finding for histories that parted: who made the call too many, or left one out, and where.
+
+    ``words``: rank → what it waits in now. ``claims``: what shows that.
+    """
+    one, extra = len(shift.ranks) == 1, shift.kind == "extra"
+    their = "its" if one else "their"
+    assert shift.call is not None  # only what is on record is a shift
+    did = f"called {_what(shift)}, which {their} peers did not"
+    if not extra:
+        did = f"left out {_what(shift)}, which {their} peers called"
+    group, seq = (shift.call.group, number_of(shift.call)) if extra else _own_number(facts, shift, shift.call)
+    number = f"collective #{seq} of group {group!r}"
+    summary = f"{capital(ranks_word(shift.ranks))} {did} ({number}); {'it is' if one else 'they are'}"
+    summary += f" {'ahead of' if extra else 'behind'} {their} peers since"
+    summary += f", and now {apart(words)}." if words else "."
+    ends = (shift.ranks[0], shift.peers[0])
+    places = [
+        record_claim(rank, f"rank {rank}: #{shift.number} is {_called(facts, rank, shift)}")
+        for rank in (ends if extra else ends[::-1])
+    ]
+    what = "call matches" if shift.matched == 1 else f"{shift.matched} calls match"
+    agree = f"the next {what} {their} peers' again, shifted by {shift.calls}"
+    own = list(conditions(facts).items())[:4]
+    ruled = (f"rank {rank} {condition.reason}: nobody would wait for it without that" for rank, condition in own)
+    sites = {rank: _site_of(facts, rank, shift) for rank in shift.ranks}
+    return Finding(
+        "collective-mismatch",
+        those({Doubt.NO_AGREEMENT_SINCE: not shift.agrees_again, Doubt.NO_FRAMES: not shift.by_frames}),
+        summary,
+        tuple(waiting_culprit(facts.ranks[r], f"Rank {r} {did} ({number}).", sites[r]) for r in shift.ranks),
+        (*places, record_claim(shift.ranks[0], agree), *claims, *wait_claims(facts, sorted(words))),
+        tuple(ruled),
+        calls=dict.fromkeys(shift.ranks if extra else shift.peers, shift.stack),
+        signs=_signs_of(facts, shift),
+    )
+
+
+_OF_MODELS: Mapping[calls.Purpose, Sign] = {
+    "ddp-forward": "ddp-forward",
+    "fsdp-forward": "fsdp-forward",
+    "sync-batchnorm": "sync-batchnorm",
+    "state-dict": "state-dict",
+}
+
+
+def _signs_of(facts: Facts, shift: Divergence) -> frozenset[Sign]:
+    """What torch made the call for that was too many, or left out."""
+    assert shift.call is not None
+    caller = shift.ranks[0] if shift.kind == "extra" else shift.peers[0]
+    purpose = calls.purpose(facts.alignment.stack(caller, shift.call))
+    if shift.kind == "extra":
+        return frozenset({_OF_MODELS[purpose]} if purpose in _OF_MODELS else ())
+    return frozenset({"left-out", "unused-parameters"} if purpose == "gradients" else {"left-out"})
+
+
+def _what(shift: Divergence) -> str:
+    """``all_reduce at train.py:9, called from train.py:30``, ``3 collectives from train.py:9``."""
+    assert shift.call is not None
+    if not shift.stack:
+        what = describe(shift.call)
+        return f"{shift.calls} collectives, the first of them {what}" if shift.calls > 1 else what
+    inner = shift.stack[0]
+    where = fr.place(inner)
+    if shift.branch is not None and shift.branch != inner:
+        where += f", called from {fr.place(shift.branch)}"
+    return f"{shift.calls} collectives from {where}" if shift.calls > 1 else f"{op_name(shift.call)} at {where}"
+
+
+def _own_number(facts: Facts, shift: Divergence, call: Collective) -> tuple[str, int]:
+    """Group and number of the call that was left out, as it would have been on the rank that left it out.
+
+    A peer made that ``call`` in a group of its own, it may be: then the rank's own group is the one in which it made
+    its other calls from there.
+    """
+    rank, stack = shift.ranks[0], facts.alignment.stack
+    mine = [e for e in facts.alignment.records[rank].entries if e.is_p2p == call.is_p2p]
+    place = stack(shift.peers[0], call).user_frames
+    group = next((e.group for e in mine if stack(rank, e).user_frames == place), call.group)
+    if group == call.group and not call.is_p2p:
+        return group, call.seq
+    instead = shift.there[rank].record_id
+    after = next((number_of(e) for e in mine if e.group == group and e.record_id >= instead), None)
+    if after is not None:
+        return group, after  # it took the number
+    return group, 1 + max((number_of(e) for e in mine if e.group == group), default=0)
+
+
+def _called(facts: Facts, rank: int, shift: Divergence) -> str:
+    call = shift.there[rank]
+    places = " < ".join(fr.place(frame) for frame in facts.alignment.stack(rank, call).user_frames[:3])
+    return f"{op_name(call)} at {places}" if places else describe(call)
+
+
+def _site_of(facts: Facts, rank: int, shift: Divergence) -> Frame | None:
+    """The line to show: of the call that was too many; of the one left out, where peers called it."""
+    if shift.kind == "missing" and shift.stack:
+        return shift.stack[0]
+    return facts.alignment.stack(rank, shift.there[rank]).user_frame
+
+
+# --- several groups: a call left out, or another order --------------------------------------------------------------
+
+
+def _broken_habits(case: Case) -> dict[int, tuple[Collective, Habit]]:
+    """rank → what it waits in, and the habit it broke by that: of those that wait for each other in several groups."""
+    found = {}
+    for rank, now in _calls_waited_in(case).items():
+        broken = case.histories.broken_habit(rank, now, case.waits.groups_of_circle)
+        if broken is not None:
+            found[rank] = (now, broken)
+    return found
+
+
+def _calls_waited_in(case: Case) -> dict[int, Collective]:
+    """rank → the recorded collective that it waits in."""
+    found = {}
+    for rank in case.waits.in_circle:
+        wait = case.ranks[rank].wait
+        now = case.alignment.entry(rank, str(wait.group), wait.seq) if wait and wait.seq is not None else None
+        if now is not None:
+            found[rank] = now
+    return found
+
+
+def left_out_between_groups(case: Case) -> Ruling:
+    """A rank in the circle left out the very call that the others wait in, which it had always made there.
+
+    Known by its own habit alone (:meth:`.Histories.broken_habit`), so where two ranks are all there is, too.
+    """
+    found = _broken_habits(case)
+    if len(found) != 1:
+        return ""
+    ((rank, (now, broken)),) = found.items()
+    usual = broken.usual
+    others = [one.wait for one in case.waits.circle if rank not in one.ranks]
+    if not broken.sure or not any(usual.group == one.group and same_op(usual.op, one.op) for one in others):
+        return ""
+    site, after = (case.alignment.stack(rank, call).user_frame for call in (usual, now))
+    number = case.alignment.last(rank, usual.group) + 1
+    text = f"left out {op_name(usual)} at {fr.place(site)} (#{number} of group {usual.group!r}), which it had"
+    text += f" always called right before {op_name(now)} at {fr.place(after)}, and waits there"
+    claim = record_claim(
+        rank,
+        f"rank {rank}: each earlier {op_name(now)} of group {now.group!r} at {fr.place(after)} follows"
+        f" {op_name(usual)} of group {usual.group!r}; #{number_of(now)} does not",
+    )
+    return Finding(
+        "collective-mismatch",
+        (Doubt.HABIT_ALONE,),
+        f"Rank {rank} {text}.",
+        (waiting_culprit(case.ranks[rank], f"Rank {rank} {text}.", site),),
+        (claim, *wait_claims(case, case.waits.in_circle)),
+        signs=frozenset({"left-out"}),
+        ruled_out=(f"the groups entered in different orders is the runner-up: rank {rank} may yet call the other",),
+    )
+
+
+def group_order(case: Case) -> Ruling:
+    """Ranks entered several groups in different orders: nothing shows that one of them left a call out."""
+    ranks, groups = case.waits.in_circle, case.waits.groups_of_circle
+    words, known_of_all = [], True
+    for one in case.waits.circle:
+        members, known = case.alignment.members(str(one.wait.group))
+        known_of_all = known_of_all and known
+        of = f" of {ranks_word(members)}" if known else ""
+        words.append(f"{ranks_do(one.ranks, 'waits', 'wait')} in group {one.wait.group!r}{of} ({one.wait.words})")
+    more = f", and so in {len(words) - 3} more" if len(words) > 3 else ""
+    text = " while ".join(words[:3]) + more
+    if known_of_all:  # who is in one of the groups only had no order to choose
+        of_several = [r for r in ranks if sum(r in case.alignment.members(g)[0] for g in groups) > 1]
+        ranks = of_several or ranks
+    doubts = {
+        Doubt.MEMBERS_UNKNOWN: not known_of_all,
+        Doubt.RINGS_NOT_WHOLE: case.histories.may_have_parted_before(groups),
+        Doubt.NOT_CALLED_ALIKE: not case.histories.called_alike(groups),
+        Doubt.NOT_IN_TURNS: not case.histories.taken_in_turns(_calls_waited_in(case)),
+        Doubt.HABIT_BROKEN: bool(_broken_habits(case)),
+    }
+    return Finding(
+        "group-order",
+        those(doubts),
+        f"{capital(text)}: they entered the groups in different orders.",
+        waiting_culprits(case, ranks),
+        wait_claims(case, ranks, limit=10),
+    )

@@ -1,0 +1,391 @@
+"""Ranks that do not meet: one group, one number, and different operations, sizes, types or lines."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from safelaunch.model import Claim, Frame
+from safelaunch.verdict.causes import Sign
+from safelaunch.verdict.collectives import Mismatch, describe, mismatch_at, number_of, op_name, vote
+from safelaunch.verdict.conditions import record_claim
+from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.findings import (
+    Finding,
+    Ruling,
+    apart,
+    by_place,
+    capital,
+    ranks_do,
+    ranks_word,
+    wait_claims,
+    wait_words,
+    waiting_culprit,
+)
+from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
+from safelaunch.verdict.reading import calls
+from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading.failures import Fingerprint, fingerprints
+from safelaunch.verdict.reading.source import Loop, loop_left
+from safelaunch.verdict.rules_history import left_its_role, shifted
+from safelaunch.verdict.sides import Sides, sides_without_majority
+from safelaunch.verdict.waits import Case, same_op
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rank is in. ``site``: the user frame of the call; ``stack``: the frames from it outwards."""
+
+    words: str
+    site: Frame | None
+    stack: tuple[Frame, ...]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Ranks that should have met, by what each of them is in.
+
+    ``odd``: those not of the majority; all of them where there is none. ``doubts``: about what they are in.
+    ``number``: the group and the number under which they should have; without a record neither is known.
+    """
+
+    odd: tuple[int, ...]
+    majority: bool
+    calls: Mapping[int, Call]
+    doubts: tuple[Doubt, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    number: tuple[str, int] = ("", 0)
+    sizes_differ: bool = False
+
+    @property
+    def words(self) -> dict[int, str]:
+        return {rank: call.words for rank, call in self.calls.items()}
+
+
+def compared_by_torch(case: Case) -> Ruling:
+    """torch has compared the ranks' calls before they met, and ended the job: whose call is that of fewer is at fault.
+
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does so. Each rank raises an error that names its own call and one that differs.
+    """
+    made = _compared(case)
+    by_call: dict[Fingerprint, list[int]] = {}
+    for rank, call in sorted(made.items()):
+        by_call.setdefault(call, []).append(rank)
+    if len(by_call) < 2:
+        return ""
+    shifts = (case.histories.shift_in(group) for group in case.alignment.groups())
+    earlier = next((one for one in shifts if one is not None and one.agrees_again), None)
+    if earlier is not None:
+        return shifted(case, earlier, wait_words(case, case.ranks))
+    odd, majority = vote(by_call)
+    sites = {rank: _user_stack(case, rank)[0] for rank in made}
+    words = {rank: f"{call.words}{fr.at(sites[rank])}" for rank, call in made.items()}
+    odd_first = sorted(words, key=lambda rank: (rank not in odd, rank))
+    places = by_place({rank: words[rank] for rank in odd_first})
+    text = " while ".join(f"{ranks_do(ranks, 'called', 'called')} {what}" for what, ranks in places)
+    claims = (Claim(f"rank {r}: torch's own check found a mismatch", f"ranks/{r}/exception.json") for r in made)
+    return Finding(
+        "collective-mismatch",
+        () if majority else (Doubt.NO_MAJORITY,),
+        f"{capital(text)}: torch compared these calls, and they do not match.",
+        tuple(waiting_culprit(case.ranks[r], f"Rank {r} called {words[r]}, its peers did not.", sites[r]) for r in odd),
+        tuple(claims)[:4] + wait_claims(case, [rank for rank in made if case.ranks[rank].wait is not None]),
+        signs=frozenset({"sizes-differ"}) if len({call.op for call in by_call}) == 1 else frozenset(),
+        calls={rank: user_stack_of(case.ranks[rank].evidence) for rank in made},
+    )
+
+
+def _compared(case: Case) -> dict[int, Fingerprint]:
+    """Rank → its call as torch compared it. Errors count ranks within their group; each begins with its own."""
+    raised = {rank: one.evidence.exception for rank, one in case.ranks.items()}
+    told = {rank: fingerprints(error.message) for rank, error in raised.items() if error is not None}
+    own = {next(iter(calls)): rank for rank, calls in told.items() if calls}
+    alike = all(number == rank for number, rank in own.items())
+    found = {own.get(n, n if alike else -1): call for calls in told.values() for n, call in calls.items()}
+    return {rank: call for rank, call in found.items() if rank in case.ranks}
+
+
+def mismatch(case: Case) -> Ruling:
+    """The members of one group do not meet: the minority is at fault.
+
+    The Flight Recorder decides under the lowest number that is pending, counting also the ranks that got past it.
+    Without it, the functions and lines in which the stacks wait are compared, with less confidence.
+    """
+    waiting = [one.wait for one in case.waits.circle]
+    numbered = [w for w in waiting if w.kind == "collective" and w.seq is not None]
+    if numbered:
+        lowest = min(numbered, key=lambda w: w.seq or 0)
+        found = mismatch_at(case.alignment, str(lowest.group), lowest.seq or 0)
+        if found is not None:
+            return _by_its_role(case, found) or of_record(case, found)
+    meeting = _by_stacks(case, case.waits.in_circle)
+    if any(w.kind == "p2p" and w.seq is not None for w in waiting):  # some ranks send and others do not, by design
+        meeting = replace(meeting, odd=tuple(sorted(meeting.calls)), majority=False)
+    return _finding(case, meeting)
+
+
+def _by_its_role(case: Case, found: Mismatch) -> Ruling:
+    """Where no majority decides: the one member that did not call there what all others of its role did, be they
+    members or not. The group beside it, of other replicas, makes the same calls.
+    """
+    one = None if found.majority else case.histories.parting_of_one(found.odd)
+    if one is None or (one.call.group, number_of(one.call)) != (found.group, found.seq):
+        return ""
+    return left_its_role(case)
+
+
+def mispaired(case: Case) -> Ruling:
+    """All ranks have arrived, but they met in different operations before.
+
+    A backend pairs by number, not by kind, and may let a wrong pair pass; what it exchanged then is rubbish, and the
+    ranks are one operation apart from there on.
+    """
+    found = case.histories.first_mismatch
+    if found is None:
+        return "all ranks recorded the same operations under the same numbers" if case.alignment.records else ""
+    if case.alignment.members(found.group)[0] & case.unseen:
+        return ""
+    return of_record(case, found)
+
+
+def of_record(facts: Facts, found: Mismatch) -> Finding:
+    """The finding for a mismatch that the Flight Recorders show; where it began earlier, who began it."""
+    meeting = _recorded(facts, found)
+    shift = facts.histories.shift_in(found.group)
+    if shift is not None and (shift.number < found.seq or (shift.number == found.seq and not found.majority)):
+        return shifted(facts, shift, meeting.words, meeting.claims)
+    sides = sides_without_majority(facts, found)
+    return _finding(facts, meeting) if sides is None else _of_sides(facts, found, meeting, sides)
+
+
+_MOST_SIDES = 4
+_MOST_CALLS = 3
+
+
+def _of_sides(facts: Facts, found: Mismatch, meeting: Meeting, sides: Sides) -> Finding:
+    """No side outvotes the others, so nobody is named: what each calls is told, and where their ways part."""
+    below = f" below {fr.place(sides.under)}" if sides.under is not None else ""
+    text = f"From collective #{found.seq} of group {found.group!r} on, "
+    if all(len(side) == 1 for side in sides.ranks):
+        text += f"each rank makes its calls in an order of its own{below}"
+    else:
+        text += f"the ranks go {len(sides.ranks)} different ways{below}, and no majority goes one of them"
+    told = [f"{ranks_word(side)} {words}" for side, words in _next_calls(facts, found, sides).items()]
+    more = len(sides.ranks) - len(told)
+    told += [f"{more} more ways"] if more > 0 else []
+    once_more = sides.once_more
+    why = ""
+    if once_more is not None and sides.condition:
+        why = f" Some called from {fr.place(once_more)} once more than others, behind `{sides.condition}`."
+    return Finding(
+        "collective-mismatch",
+        (*meeting.doubts, Doubt.OWN_WAYS),
+        f"{text}: {'; '.join(told)}.{why}",
+        claims=meeting.claims + wait_claims(facts, meeting.words),
+    )
+
+
+def _next_calls(facts: Facts, found: Mismatch, sides: Sides) -> dict[tuple[int, ...], str]:
+    """The side → its next calls, as ``broadcast, all_gather``; with their lines where operations do not tell the sides
+    apart.
+    """
+    calls: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+    for side in sides.ranks[:_MOST_SIDES]:
+        rank = max(side, key=lambda one: (facts.alignment.last(one, found.group), -one))  # who came furthest
+        made = (facts.alignment.entry(rank, found.group, found.seq + n) for n in range(_MOST_CALLS))
+        calls[side] = [(op_name(e), fr.at(_user_stack(facts, rank, e.frames)[0])) for e in made if e is not None]
+    by_op = {side: ", ".join(op for op, _ in mine) for side, mine in calls.items()}
+    if len(set(by_op.values())) == len(by_op):
+        return by_op
+    return {side: ", ".join(op + at for op, at in mine) for side, mine in calls.items()}
+
+
+def _recorded(facts: Facts, found: Mismatch) -> Meeting:
+    ranks = sorted(r for members in found.classes.values() for r in members)
+    sizes_differ = len({key[0] for key in found.classes}) == 1
+    names: dict[int, str] = {}
+    made: dict[int, Call] = {}
+    for rank in ranks:
+        entry = facts.alignment.entry(rank, found.group, found.seq)
+        assert entry is not None  # mismatch_at counts entries
+        names[rank] = name = describe(entry) if sizes_differ else op_name(entry)
+        site, stack = _user_stack(facts, rank, entry.frames)
+        numbered = f"{op_name(entry)} #{entry.seq}{name.removeprefix(op_name(entry))}"
+        made[rank] = Call(f"{name} at {fr.place(site)}" if site else numbered, site, stack)
+    parts = (f"{names[members[0]]} on {ranks_word(members)}" for members in found.classes.values())
+    text = f"collective #{found.seq} of group {found.group!r} is {', '.join(parts)}"
+    claims = [record_claim((found.odd or ranks)[0], text)]
+    parted = facts.histories.in_group(found.group).parted_before(ranks, found.seq)
+    if parted is not None:
+        number, sites_then = parted
+        places = (f"{ranks_word(m)} at {fr.basename(f.file)}:{f.line}" for f, m in sites_then.items())
+        text = f"their call sites parted earlier, at #{number}: {' and '.join(places)}"
+        claims.append(record_claim(ranks[0], text))
+    return Meeting(
+        found.odd,
+        found.majority,
+        made,
+        claims=tuple(claims),
+        number=(found.group, found.seq),
+        sizes_differ=sizes_differ,
+    )
+
+
+def _by_stacks(facts: Facts, ranks: list[int]) -> Meeting:
+    by_op: dict[tuple[Hashable, ...], list[int]] = {}
+    by_site: dict[tuple[Hashable, ...], list[int]] = {}
+    for rank in ranks:
+        wait = facts.ranks[rank].wait
+        op = wait.op if wait else ""
+        site = (wait.frame.file, wait.frame.line) if wait and wait.frame else ("", 0)
+        known = next((key for key in by_op if same_op(str(key[0]), op)), (op,))
+        by_op.setdefault(known, []).append(rank)
+        by_site.setdefault((known, *site), []).append(rank)
+    ops_differ = len(by_op) > 1
+    odd, majority = vote(by_op if ops_differ else by_site)
+    words = wait_words(facts, ranks)
+    made = {rank: Call(words.get(rank, "another place"), *_user_stack(facts, rank)) for rank in ranks}
+    return Meeting(odd, majority, made, (Doubt.STACKS_ALONE if ops_differ else Doubt.LINES_ALONE,))
+
+
+def _user_stack(facts: Facts, rank: int, recorded: tuple[Frame, ...] = ()) -> tuple[Frame | None, tuple[Frame, ...]]:
+    """The user's call and its callers: as recorded with the entry, else as the main thread shows them."""
+    one = facts.ranks[rank]
+    view = view_of(one.evidence)
+    frames = recorded or (view.frames if view else ())
+    site = fr.stack_of(one.evidence, frames).user_frame or (one.wait.frame if one.wait else None)
+    return site, frames[frames.index(site) :] if site in frames else ()
+
+
+def _finding(facts: Facts, meeting: Meeting) -> Finding:
+    """``uneven-batches`` where the source shows that a rank is past its peers' loop, else ``collective-mismatch``."""
+    words = meeting.words
+    left = _left_loop(facts, meeting)
+    if left is not None:
+        meeting = left.judged(meeting)
+    odd_first = sorted(words, key=lambda rank: (rank not in meeting.odd, rank))
+    text = capital(apart({rank: words[rank] for rank in odd_first}))
+    text += f"; {left.says}" if left is not None else ""
+    tail = "" if meeting.majority else " With no majority, either side may be the one at fault."
+    return Finding(
+        left.cause if left is not None and (left.sure or meeting.odd == left.ahead) else "collective-mismatch",
+        meeting.doubts if meeting.majority else (*meeting.doubts, Doubt.NO_MAJORITY),
+        f"{text}.{tail}",
+        tuple(waiting_culprit(facts.ranks[r], _reason(meeting, r, left), meeting.calls[r].site) for r in meeting.odd),
+        meeting.claims + wait_claims(facts, words),
+        _other_end(facts, meeting),
+        signs=_signs(meeting, left),
+        calls={r: fr.stack_of(facts.ranks[r].evidence, call.stack).user_frames for r, call in meeting.calls.items()},
+    )
+
+
+def _signs(meeting: Meeting, left: LeftLoop | None) -> frozenset[Sign]:
+    if left is not None and (left.cut_short or (left.of_a_step and meeting.odd == left.ahead)):
+        return frozenset({"left-out"})
+    return frozenset({"sizes-differ"}) if meeting.sizes_differ else frozenset()
+
+
+def _other_end(facts: Facts, meeting: Meeting) -> tuple[str, ...]:
+    """A rank alone in a send or receive, while its peers are in a collective: as likely as that it made one too many is
+    that a peer left out the other end. gloo records neither.
+    """
+    alone = [r for r in meeting.odd if (wait := facts.ranks[r].wait) is not None and wait.kind == "p2p"]
+    if not alone or not meeting.majority:
+        return ()
+    return (f"a peer that left out the other end of what {ranks_do(alone, 'waits', 'wait')} in: runner-up",)
+
+
+_OFTEN = 1.5  # calls a step
+
+
+@dataclass(frozen=True)
+class LeftLoop:
+    """``ahead`` are past a loop that ``behind`` are still in. ``round``: see :meth:`.Aligned.round_before`.
+
+    ``of_a_step``: it goes round several times in each step, so it is none over batches.
+    """
+
+    ahead: tuple[int, ...]
+    behind: tuple[int, ...]
+    loop: Loop
+    round: Literal["whole", "short", ""]
+    of_a_step: bool = False
+
+    @property
+    def cause(self) -> str:
+        return "collective-mismatch" if self.of_a_step else "uneven-batches"
+
+    @property
+    def sure(self) -> bool:
+        """No round of an outer loop explains it as well."""
+        return self.round == "short" or not self.loop.enclosed
+
+    @property
+    def cut_short(self) -> bool:
+        """Of the calls of one step, some were left out."""
+        return self.of_a_step and self.round == "short"
+
+    def judged(self, meeting: Meeting) -> Meeting:
+        """Of two as many ranks, those that left the loop have had fewer batches; else the minority had more, or fewer.
+
+        Unless another loop encloses both. Then earlier rounds have to tell: where each had as many calls, those behind
+        left out the one that ends it; where that is not known, either side may be off, and the majority counts.
+        """
+        seen = tuple(Doubt.STACKS_ALONE if doubt is Doubt.LINES_ALONE else doubt for doubt in meeting.doubts)
+        if self.sure:
+            odd = self.behind if len(self.behind) < len(self.ahead) else self.ahead
+            return replace(meeting, odd=odd, majority=True, doubts=seen)
+        if self.round == "whole" and len(self.behind) <= len(self.ahead):
+            return replace(meeting, odd=self.behind, majority=True, doubts=(*seen, Doubt.HABIT_ALONE))
+        return replace(meeting, doubts=(*seen, Doubt.ROUND_UNKNOWN))
+
+    @property
+    def says(self) -> str:
+        ahead, line = ranks_do(self.ahead, "has", "have"), self.loop.line
+        if self.cut_short:
+            return f"{ahead} left the loop at line {line} after fewer calls than in each earlier round"
+        if self.sure:
+            return f"{ahead} left the loop at line {line}"
+        if self.round == "whole":
+            return f"each earlier round of the loop at line {line} had as many calls and ended there"
+        return f"{ahead} left the loop at line {line}, in this round or the one before"
+
+    def of_rank(self, rank: int, where: str) -> str:
+        """Why it is named. ``where`` it waits."""
+        loop = f"the loop at line {self.loop.line}"
+        if rank in self.ahead:
+            return f"Rank {rank} has left {loop}, where its peers still are, and waits in {where}."
+        return f"Rank {rank} is still in {loop}, which its peers have left, and waits in {where}."
+
+
+def _reason(meeting: Meeting, rank: int, left: LeftLoop | None) -> str:
+    where = meeting.calls[rank].words
+    if left is not None and (left.sure or rank in left.ahead):
+        return left.of_rank(rank, where)
+    return f"Rank {rank} waits in {where}, its peers do not."
+
+
+def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
+    """The ranks past a loop that the others are still in."""
+    sides = by_place(meeting.words)
+    if len(sides) != 2:
+        return None
+    (_, first), (_, second) = sides
+    for ahead, behind in ((first, second), (second, first)):
+        loop = loop_left(meeting.calls[ahead[0]].stack, meeting.calls[behind[0]].stack, facts.read_source)
+        if loop is not None:
+            group, number = meeting.number
+            aligned = facts.histories.in_group(group) if group else None
+            made = aligned.round_before(ahead[0], number) if aligned is not None else ""
+            times = aligned.times_called(behind[0], number) if aligned is not None else 0
+            often = times > _OFTEN * max(facts.ranks[behind[0]].step or times, 1)
+            often = often and _calls_once(facts, behind[0], group, number)
+            return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made, often)
+    return None
+
+
+def _calls_once(facts: Facts, rank: int, group: str, number: int) -> bool:
+    """Its line makes one call each time that it runs. A backward pass, or a library, may make several."""
+    entry = facts.alignment.entry(rank, group, number)
+    return entry is not None and calls.is_direct(facts.alignment.stack(rank, entry))

@@ -1,0 +1,303 @@
+"""Rules that only a job of several nodes needs: a node that is gone, cut off, without its launcher, or behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from safelaunch.model import Claim, Evidence, NcclState, NodeAtFault, NodeEvidence, format_ranks
+from safelaunch.verdict import nccl_witness
+from safelaunch.verdict.causes import CAUSES, FAILURES
+from safelaunch.verdict.doubts import Doubt, those
+from safelaunch.verdict.exits import is_timeout, one_line
+from safelaunch.verdict.findings import (
+    Finding,
+    Ruling,
+    capital,
+    conditions,
+    ranks_do,
+    ranks_word,
+    wait_claims,
+    waits_words,
+)
+from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.waits import Case
+
+FILE, RENDEZVOUS = "nodes.json", "rendezvous.json"
+SILENT_S = 15.0  # a node that was quiet for less has missed a few beats
+_COMPARED = ("torch", "safelaunch", "script")
+
+
+# --- a node that has not come ---------------------------------------------------------------------------------------
+
+
+def rendezvous_incomplete(facts: Facts) -> Ruling:
+    """torchrun has started no rank: not all nodes have come to its rendezvous."""
+    seen = facts.evidence.rendezvous
+    if seen is None:
+        return ""
+    text = f"{seen.come} of {seen.wanted} nodes came to torchrun's rendezvous within {seen.waited_s:.0f} s"
+    text += f" ({', '.join(seen.hosts[:8])}{', ...' * (seen.come > len(seen.hosts[:8]))})."
+    if seen.absent_ranks:
+        text += f" Node {ranks_do(seen.absent_ranks, 'has', 'have')} not come."
+    if seen.absent_hosts:
+        text += f" From {', '.join(seen.absent_hosts[:8])} none has come."
+    if seen.store:
+        text += f" The store where they meet does not answer: {seen.store}."
+    claims = (Claim(f"{seen.come} of {seen.wanted} nodes came", RENDEZVOUS), Claim(seen.error, RENDEZVOUS))
+    absent = tuple(NodeAtFault(host, "", "it has not come to the rendezvous") for host in seen.absent_hosts)
+    return Finding("init-not-joined", (Doubt.UNCOUNTED_NODES,), text, claims=claims, nodes=absent)
+
+
+# --- a node that is not heard -------------------------------------------------------------------------------------
+
+
+def node_lost(case: Case) -> Ruling:
+    """Every failure is a lost connection to a rank of a node that has said nothing before it fell silent.
+
+    Nodes that failed themselves, were stopped, or ended in good order have said so, unless nobody could hear it any
+    more: the store ends with the agent that hosts it. So its end alone accuses nobody while the host answers.
+    """
+    own = conditions(case, *FAILURES)
+    if any(Doubt.ABORTED_IN_COLLECTIVE not in condition.doubts for condition in own.values()):
+        return ""
+    lost = [r for r, one in case.ranks.items() if r in own or (one.evidence.exception is not None and one.wait)]
+    timed_out = any(is_timeout(e) for r in lost if (e := case.ranks[r].evidence.exception) is not None)
+    gone = [node for node in _gone(case) if not node.ranks or case.unseen & set(node.ranks)]
+    gone = [node for node in gone if node.silent_s or node.probe == "no answer"]
+    if not gone or not lost or timed_out:
+        return ""
+    brief = max(node.silent_s for node in gone) < SILENT_S
+    places = waits_words(case, [rank for rank in lost if case.ranks[rank].wait is not None])
+    text = f"{_names(gone)} {'is' if len(gone) == 1 else 'are'} gone without a word, and {ranks_word(lost)} lost "
+    text += "their connections to it" if len(gone) == 1 else "their connections to them"
+    text += f": {places}." if places else "."
+    doubts = those({Doubt.BRIEFLY_SILENT: brief, Doubt.UNSEEN_RANKS: bool(case.unseen - _ranks_of(gone))})
+    return _finding(case, "node-lost", doubts, text, gone, lost)
+
+
+def store_lost(case: Case) -> Ruling:
+    """torchrun's agent has failed here because the agents' store is gone, whose host has said nothing before.
+
+    No rank need have failed: the agent ends those that wait, or compute, for it.
+    """
+    failed = [node for node in case.evidence.nodes if node.here and node.agent_error]
+    hosts = [node for node in _gone(case) if node.store]
+    if not failed or not hosts:
+        return ""
+    answers = all(node.probe == "answers" for node in hosts)
+    text = f"Torchrun on {_hosts(failed)} has failed: the store of its agents was on {_names(hosts)}, "
+    text += "where torchrun has ended" if answers else "of which nothing is heard: it is down, or cut off"
+    reason = Claim(f"node {failed[0].host}: torchrun failed of {one_line(failed[0].agent_error)}", FILE)
+    waiting = [rank for rank, one in case.ranks.items() if one.wait is not None]
+    unanswered = all(node.probe == "no answer" for node in hosts)
+    doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.UNSEEN_RANKS: bool(case.unseen - _ranks_of(hosts))}
+    cause = "launcher-stopped" if answers else "node-unreachable"
+    found = _finding(case, cause, those(doubts), f"{text}.", hosts, waiting)
+    return replace(found, claims=(*found.claims, reason))
+
+
+def node_cut_off(case: Case) -> Ruling:
+    """Both sides live, and have not heard each other: the evidence of a node is here that others could not hear."""
+    alive = [node for node in case.evidence.nodes if node.here]
+    gone = [node for node in _gone(case) if any(_same(node, one) for one in alive)]
+    if not gone or case.evidence.outcome == "crash":
+        return ""
+    sides = [ranks_word(node.ranks) for node in alive if node.ranks]
+    text = f"{_names(gone)} {'was' if len(gone) == 1 else 'were'} cut off: both sides live, and did not hear each other"
+    text += f" ({' and '.join(sides[:4])})." if sides else "."
+    mutual = len({(node.host, node.ranks) for node in gone}) > 1 or any(node.probe == "no answer" for node in gone)
+    doubts = those({Doubt.NODE_MAY_LIVE: not mutual, Doubt.UNSEEN_RANKS: bool(case.unseen)})
+    return _finding(case, "node-unreachable", doubts, text, gone, sorted(case.waits.waiting))
+
+
+def node_silent(case: Case) -> Ruling:
+    """Ranks wait for ranks of a node from which nothing is heard; a connection to it tells what is silent there."""
+    awaited = case.waits.blocking
+    silent = [node for node in _gone(case) if awaited & set(node.ranks) & case.unseen]
+    if not silent or awaited & case.unseen - _ranks_of(silent):
+        return ""
+    # NCCL's word on its ranks goes before a guess about the node, and confirms what a connection to it says.
+    lives, gone = (nccl_witness.are_all(case.evidence, _ranks_of(silent), *said) for said in (_LIVES, _DIED))
+    launcher = lives or (not gone and all(node.store == "silent" or node.probe == "answers" for node in silent))
+    unanswered = gone or all(node.store == "unreachable" or node.probe == "no answer" for node in silent)
+    waiting = sorted(case.waits.waiting)
+    text = f"{capital(waits_words(case, waiting))} for {ranks_word(_ranks_of(silent))} on {_hosts(silent)}"
+    if launcher:
+        text += ", which answers, while its safelaunch or torchrun does not: it was stopped or has ended there."
+    else:
+        text += ", of which nothing is heard: it is down, or cut off."
+    doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.BRIEFLY_SILENT: _is_brief(silent) and not gone}
+    cause = "launcher-stopped" if launcher else "node-unreachable"
+    return _finding(case, cause, those(doubts), text, silent, waiting)
+
+
+_LIVES: tuple[NcclState, ...] = ("answers",)
+_DIED: tuple[NcclState, ...] = ("unresponsive", "dead")
+
+
+def launcher_stopped(case: Case) -> Ruling:
+    """A node's torchrun agent is stopped, and no rank does anything of its own: all wait, or wait for its store."""
+    stopped = [node for node in case.evidence.nodes if node.agent == "stopped"]
+    waiting = [rank for rank, one in case.ranks.items() if one.wait is not None]
+    if not stopped or not waiting or conditions(case):
+        return ""
+    by_store = any(one.wait is not None and one.wait.kind == "init" for one in case.ranks.values())
+    text = f"torchrun is stopped on {_names(stopped)}, while {waits_words(case, waiting)}."
+    doubts = {Doubt.BY_EXCLUSION: not by_store, Doubt.UNSEEN_RANKS: bool(case.unseen)}
+    return _finding(case, "launcher-stopped", those(doubts), capital(text), stopped, waiting)
+
+
+def failed_elsewhere(case: Case) -> Ruling:
+    """Ranks wait, no rank here does anything of its own, and another node has said what failed there."""
+    told = [node for node in case.evidence.nodes if node.trouble and not node.here and case.unseen & set(node.ranks)]
+    waiting = sorted(rank for rank, one in case.ranks.items() if one.wait is not None)
+    if not told or not waiting or conditions(case):
+        return ""
+    text = f"{capital(waits_words(case, waiting))}; {'; '.join(node.trouble for node in told[:4])}."
+    claims = tuple(Claim(f"node {node.host} said: {node.trouble}", FILE) for node in told)
+    doubts = those({Doubt.UNSEEN_RANKS: True})
+    return Finding("rank-exited", doubts, text, claims=(*claims, *wait_claims(case, waiting)), held_up=tuple(waiting))
+
+
+def versions_differ(case: Case) -> Ruling:
+    """No rank does anything of its own, and the nodes run different versions of torch, safelaunch or the script."""
+    claims = version_claims(case.evidence)
+    waiting = [rank for rank, one in case.ranks.items() if one.wait is not None]
+    if not claims or not waiting or conditions(case):
+        return ""
+    text = f"{capital(waits_words(case, waiting))}, and {claims[0].claim}."
+    doubts = {Doubt.BY_EXCLUSION: True, Doubt.UNSEEN_RANKS: bool(case.unseen)}
+    return Finding("versions-differ", those(doubts), text, claims=wait_claims(case, waiting), held_up=tuple(waiting))
+
+
+def _gone(facts: Facts) -> list[NodeEvidence]:
+    """Where this supervisor was stopped itself, only those that cannot be reached: it has missed last words."""
+    nodes = facts.evidence.nodes
+    missed = any(node.here and node.missed_s for node in nodes)
+    gone = [node for node in nodes if node.is_gone and not node.here]
+    return [node for node in gone if not missed or node.probe == "no answer" or node.store == "unreachable"]
+
+
+def _same(one: NodeEvidence, other: NodeEvidence) -> bool:
+    return one.host == other.host and (not one.ranks or not other.ranks or one.ranks == other.ranks)
+
+
+def _is_brief(nodes: Iterable[NodeEvidence]) -> bool:
+    return all(0.0 < node.silent_s < SILENT_S and not node.store for node in nodes)
+
+
+def _ranks_of(nodes: Iterable[NodeEvidence]) -> frozenset[int]:
+    return frozenset(rank for node in nodes for rank in node.ranks)
+
+
+def _names(nodes: Iterable[NodeEvidence]) -> str:
+    words = [f"node {node.host}" + (f" ({ranks_word(node.ranks)})" if node.ranks else "") for node in nodes]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _hosts(nodes: Iterable[NodeEvidence]) -> str:
+    hosts = list(dict.fromkeys(node.host for node in nodes))
+    return f"node{'s' * (len(hosts) > 1)} {' and '.join(hosts)}"
+
+
+def _finding(
+    case: Case,
+    cause: str,
+    doubts: tuple[Doubt, ...],
+    text: str,
+    nodes: Iterable[NodeEvidence],
+    waiting: Iterable[int],
+) -> Finding:
+    waiting = tuple(waiting)
+    named = {(node.host, node.ranks): _at_fault(node) for node in nodes}
+    claims = tuple(Claim(f"node {one.host}: {one.reason}", FILE) for one in named.values())
+    return Finding(
+        cause,
+        doubts,
+        capital(text),
+        claims=(*claims, *wait_claims(case, [rank for rank in waiting if case.ranks[rank].wait is not None])),
+        held_up=waiting,
+        nodes=tuple(named.values()),
+    )
+
+
+def _at_fault(node: NodeEvidence) -> NodeAtFault:
+    parts = []
+    if node.agent == "stopped":
+        parts.append("a signal has stopped its torchrun agent")
+    if node.silent_s:
+        parts.append(f"its safelaunch was not heard for {node.silent_s:.0f} s")
+    parts += [_LOST[node.store]] if node.store else []
+    parts += [_TRIED[node.probe]] if node.probe else []
+    return NodeAtFault(node.host, format_ranks(node.ranks), "; ".join(parts))
+
+
+_LOST = {
+    "closed": "the store of torchrun's agents, which it hosts, was closed",
+    "silent": "its torchrun, which hosts the agents' store, accepts connections and does not answer",
+    "unreachable": "no connection to the store of torchrun's agents, which it hosts, can be made",
+}
+_TRIED = {"answers": "the host itself answers", "no answer": "the host does not answer either"}
+
+
+# --- a node whose ranks are all behind ----------------------------------------------------------------------------
+
+
+def with_node_behind(case: Case, finding: Finding) -> Finding:
+    """Names the node where the ranks at fault are all ranks of one node, and no others: its trouble, not theirs."""
+    named = frozenset(one.rank for one in finding.culprits)
+    node = next((node for node in _nodes(case.evidence) if len(named) > 1 and named == set(node[1])), None)
+    if node is None or case.unseen:
+        return finding
+    host, ranks = node
+    reasons = dict.fromkeys(one.reason.removeprefix(f"Rank {one.rank} ") for one in finding.culprits)
+    at_fault = NodeAtFault(host, format_ranks(ranks), f"each of its ranks {next(iter(reasons)).rstrip('.')}")
+    if len(reasons) > 1:
+        at_fault = NodeAtFault(host, format_ranks(ranks), f"all of its ranks are behind: rank {next(iter(ranks))} "
+                               f"{next(iter(reasons)).rstrip('.')}, and others likewise")  # fmt: skip
+    of_node = CAUSES[finding.cause].of_node
+    if not of_node or case.evidence.outcome not in ("hang", "suspect"):
+        return replace(finding, nodes=(at_fault,))
+    doubts = finding.doubts if of_node == "surely" else (*finding.doubts, Doubt.NOT_OF_THE_NODE)
+    waiting = sorted(case.waits.waiting - named)
+    text = f"Node {host} is behind as a whole: {ranks_word(ranks)}, and no others. {finding.summary}"
+    ruled = (*finding.ruled_out, f"{finding.cause} of {ranks_word(ranks)} alone: they are all ranks of the node")
+    return replace(
+        finding,
+        cause="node-behind",
+        doubts=doubts,
+        summary=text,
+        culprits=(),
+        ruled_out=ruled,
+        held_up=(*finding.held_up, *waiting),
+        nodes=(at_fault,),
+    )
+
+
+def _nodes(evidence: Evidence) -> list[tuple[str, tuple[int, ...]]]:
+    """Host and ranks of each node: as the nodes said, else by the ranks' hosts. Empty for a single one."""
+    told = {node.ranks: node.host for node in evidence.nodes if node.ranks}
+    if not told:
+        by_host: dict[str, list[int]] = {}
+        for rank in evidence.ranks:
+            by_host.setdefault(rank.host, []).append(rank.rank)
+        told = {tuple(sorted(ranks)): host for host, ranks in by_host.items()}
+    return [(host, ranks) for ranks, host in told.items()] if len(told) > 1 else []
+
+
+# --- what the nodes run -------------------------------------------------------------------------------------------
+
+
+def version_claims(evidence: Evidence) -> tuple[Claim, ...]:
+    """``torch differs between nodes: 2.9 on a, 2.13 on b``, for each of what differs."""
+    claims = []
+    for what in _COMPARED:
+        found: dict[str, list[str]] = {}
+        for node in evidence.nodes:
+            if version := getattr(node, what):
+                found.setdefault(version, []).append(node.host)
+        if len(found) > 1:
+            each = (f"{version} on {', '.join(dict.fromkeys(hosts[:3]))}" for version, hosts in list(found.items())[:4])
+            claims.append(Claim(f"{what} differs between nodes: {'; '.join(each)}", FILE))
+    return tuple(claims)

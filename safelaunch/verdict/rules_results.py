@@ -1,0 +1,97 @@
+"""Wrong results that ``--check-every`` has found: the verdict over a live job, and a claim beside any other finding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from safelaunch.model import Claim, Culprit, Inconsistency, format_ranks
+from safelaunch.verdict.causes import Sign
+from safelaunch.verdict.doubts import Doubt, those
+from safelaunch.verdict.findings import Finding, Ruling, capital
+from safelaunch.verdict.rank_state import Facts
+
+FILE = "inconsistent.json"
+CAUSES = ("replicas-diverged", "non-finite-gradient", "loss-diverged")
+
+
+def wrong_results(facts: Facts) -> Ruling:
+    """A live job computes wrong results: replicas that differ, gradients or a loss that went wrong.
+
+    The first one by step is the finding: what was wrong later may follow from it.
+    """
+    found = sorted(facts.evidence.inconsistent, key=lambda one: one.step)
+    if not found:
+        return ""
+    first = found[0]
+    named = _named(facts, first)
+    doubtful = {
+        Doubt.NO_MAJORITY: first.kind == "replicas-diverged" and not named,
+        Doubt.ORIGIN_UNKNOWN: first.kind == "non-finite-gradient" and not named,
+        Doubt.UNSEEN_RANKS: bool(facts.unseen),
+    }
+    return Finding(
+        first.cause,
+        those(doubtful),
+        f"{capital(first.words)}.",
+        tuple(_culprit(facts, rank, first) for rank in named),
+        (*_detail(first), *(Claim(one.words, FILE) for one in found[1:])),
+        signs=_signs(first, named),
+    )
+
+
+_PAIR = 2  # of two ranks, each differs from the other whatever happened
+
+
+def _signs(one: Inconsistency, named: Sequence[int]) -> frozenset[Sign]:
+    if one.kind != "replicas-diverged":
+        return frozenset()
+    signs: set[Sign] = {"apart-later" if one.since_step else "apart-at-first"}
+    if len(one.sides) > _PAIR and all(len(side) == 1 for side in one.sides):
+        signs.add("all-apart")
+    return frozenset(signs | {"one-apart"} if len(named) == 1 and one.since_step else signs)
+
+
+def _detail(one: Inconsistency) -> tuple[Claim, ...]:
+    """What was computed."""
+    if one.kind == "loss":
+        return (Claim(one.words, FILE),)
+    share = f"{one.count} of {one.total} tensors"
+    right = "all replicas were equal" if one.sides else "all were finite"
+    before = (Claim(f"at step {one.since_step}, the check before: {right}", FILE),) if one.since_step else ()
+    if one.sides:
+        apart = " | ".join(format_ranks(side) for side in one.sides)
+        return (Claim(f"at step {one.step}: other bits on ranks {apart}, in {share}", FILE), *before)
+    return (Claim(f"at step {one.step}: an infinity or a NaN in the gradients of {share}", FILE), *before)
+
+
+def with_wrong_results(facts: Facts, finding: Finding) -> Finding:
+    """Whatever has happened to the job, it had computed wrong results before."""
+    if finding.cause in CAUSES:
+        return finding
+    return replace(finding, claims=(*finding.claims, *(Claim(one.words, FILE) for one in facts.evidence.inconsistent)))
+
+
+def _named(facts: Facts, one: Inconsistency) -> tuple[int, ...]:
+    """The ranks that are off, of those that were seen.
+
+    Nobody where that is said of all of them, as of gradients that were averaged already.
+    """
+    return tuple(rank for rank in one.ranks if rank in facts.ranks) if set(one.ranks) < set(facts.world) else ()
+
+
+def _culprit(facts: Facts, rank: int, one: Inconsistency) -> Culprit:
+    """Without a frame: where the rank is now is not where it went wrong."""
+    seen = facts.ranks[rank].evidence
+    return Culprit(rank, seen.host, seen.pid, "main", None, one.step, f"{_reason(rank, one)}.")
+
+
+def _reason(rank: int, one: Inconsistency) -> str:
+    since = f"at step {one.step}"
+    if one.kind == "replicas-diverged":
+        if one.since_step and one.since_step + 1 < one.step:
+            since = f"between steps {one.since_step} and {one.step}"
+        return f"Rank {rank} has departed from the other replicas {since}, first in {one.parameter}"
+    if one.kind == "loss":
+        return f"The loss of rank {rank} went its own way {since}"
+    return f"The gradients of rank {rank} are not finite {since}, first that of {one.parameter}"

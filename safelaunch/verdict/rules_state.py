@@ -1,0 +1,396 @@
+"""Rules that need no wait-for graph: the job moves, a rank failed, a rank is stopped, a rank never joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from safelaunch.model import Claim
+from safelaunch.verdict.causes import FAILURES, Sign
+from safelaunch.verdict.conditions import Condition, View
+from safelaunch.verdict.doubts import Doubt, those
+from safelaunch.verdict.exits import (
+    failed_at,
+    failure_of_rank,
+    has_lost_a_peer,
+    is_aborted,
+    is_timeout,
+    logged_claim,
+    nccl_failure,
+    one_line,
+)
+from safelaunch.verdict.findings import (
+    Finding,
+    Ruling,
+    blame,
+    by_place,
+    capital,
+    condition_claims,
+    conditions,
+    each_of,
+    most_doubtful,
+    ranks_do,
+    ranks_word,
+    summary_of,
+    unseen_words,
+    wait_claims,
+    waits_words,
+)
+from safelaunch.verdict.guarding import guard_of, is_scattered
+from safelaunch.verdict.rank_state import UNKNOWN_OP, Facts, RankFacts, view_of
+from safelaunch.verdict.reading import calls
+from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading.guards import way_to
+from safelaunch.verdict.reading.kernel import kind_of, thread_samples
+from safelaunch.verdict.standing import seconds_words, silent_s
+
+CLOCKS_S = 2.0
+
+
+def slow_not_stuck(facts: Facts) -> Ruling:
+    """The job still makes progress: a dump of it accuses nobody.
+
+    Steps or collectives advanced between two looks, or the last ones are no more than a few usual steps ago. Only for
+    ``dump``: in a hang the watchdog has confirmed that nothing moves, and a crash is not a matter of speed.
+    """
+    steps = [f"rank {r.rank} at step {r.step}" for r in facts.ranks.values() if r.step is not None]
+    where = f" ({', '.join(steps[:4])})" if steps else ""
+    claims = tuple(
+        Claim(f"rank {r.rank} is at step {r.step}", f"{r.folder}/progress.json")
+        for r in list(facts.ranks.values())[:4]
+        if r.step is not None
+    )
+    silent = silent_s(facts.evidence)
+    if not silent:
+        text = f"The job is making progress{where}; nothing is stuck."
+        return Finding("slow-not-stuck", (), text, claims=claims)
+    own = {rank: one for rank, one in conditions(facts).items() if rank in silent}
+    does = [f"{each_of(ranks)} {reason}" for reason, ranks in by_place({r: c.reason for r, c in own.items()})[:2]]
+    does += [words for words in [waits_words(facts, [r for r in silent if facts.ranks[r].wait is not None])] if words]
+    least = seconds_words(min(silent.values()))
+    text = f"The job is making progress{where}, but {ranks_do(silent, 'has', 'have')} made no step for {least}"
+    text += f": {'; '.join(does)}." if does else "."
+    return Finding("slow-not-stuck", (Doubt.ONE_LOOK,), text, claims=(*condition_claims(own), *claims))
+
+
+def launcher_failed(facts: Facts) -> Ruling:
+    """What `exec` started raised an exception in its own code before any rank was seen: a launcher, as a rule.
+
+    Its process passes for rank 0 of one, as nothing else has come: it runs no code of the user's, made no step and no
+    call.
+    """
+    launched, one = facts.evidence.launched, next(iter(facts.ranks.values()), None)
+    if launched is None or launched.typed[:1] != ("exec",) or one is None or len(facts.world) > 1:
+        return ""
+    raised, record = one.evidence.exception, one.evidence.flight_record
+    if raised is None or one.step is not None or (record is not None and record.entries):
+        return ""
+    stack = fr.stack_of(one.evidence, raised.frames)
+    program = fr.program_of(stack)
+    if not program:
+        return ""
+    text = f"The launcher ({program}) raised {raised.type}: {one_line(raised.message)}{fr.at(stack.frames[0])},"
+    of_its_own = raised.type.rpartition(".")[2] not in ("CalledProcessError", "ChildFailedError")
+    text += " in its own code: no rank was seen." if of_its_own else " for a process that it started."
+    claim = Claim(f"first exception: {raised.type}", f"ranks/{one.rank}/exception.json")
+    return Finding("rank-exception", (), text, claims=(claim,), signs=frozenset({"launcher"}))
+
+
+def first_failure(facts: Facts) -> Ruling:
+    """The first rank to raise, exit or be killed on its own account; what failed later is a consequence.
+
+    Errors that report a peer's death are no failures of their own (:mod:`.gone`). Times decide between the others:
+    an exception's own clock, else the moment the launcher noticed. Ranks that failed alike (same exception at the
+    same line, same status) are equally at fault, however far apart their clocks are. A clean exit is a failure only
+    where nothing else is: in a crash, the rank that left first made its peers lose their connections.
+    """
+    crash = facts.evidence.outcome == "crash"
+    failed = conditions(facts, *FAILURES) or (conditions(facts, "uneven-batches") if crash else {})
+    if not failed:
+        return "no rank failed on its own account" if crash else ""
+    first = min((facts.ranks[r] for r in failed), key=lambda f: (failed_at(f.evidence), f.rank))
+    main = failed[first.rank]
+    named = {r: c for r, c in failed.items() if c is main or _alike(facts.ranks[r], c, first, main)}
+    others = [r for r in facts.ranks if r not in named]
+    later = [r for r in failed if r not in named]
+    ruled = [f"{capital(ranks_word(later))} failed later, after {ranks_word([first.rank])}"] if later else []
+    blamed = [r for r in others if facts.ranks[r].evidence.exception is not None and facts.ranks[r].wait]
+    if blamed:
+        ruled.append(f"the errors of {ranks_word(blamed)} report that a peer was gone: consequences")
+    alone = _alone_by_condition(facts, others, named) if main.cause == "uneven-batches" else ()
+    paired = _left_in_p2p(facts, blamed) if main.cause == "uneven-batches" and not alone else []
+    if alone:
+        ruled.append(
+            f"{alone[0].claim}, which only some ranks reach: the runner-up, as they need not be uneven batches"
+        )
+    if paired:
+        ruled.append(
+            f"{ranks_word(paired)} may wait for a send or receive that a peer left out before it ended:"
+            " the runner-up, as they need not be uneven batches"
+        )
+    doubts = {
+        Doubt.CALL_ON_SOME_RANKS: bool(alone),
+        Doubt.TRANSFER_LEFT_OUT: bool(paired),
+        Doubt.SAME_MOMENT: any(_at_the_same_moment(facts, first, facts.ranks[rank]) for rank in later),
+        Doubt.UNSEEN_RANKS: bool(facts.unseen) and main.cause != "rank-exception",
+    }
+    sure = (*main.doubts, *those(doubts))
+    return blame(facts, main.cause, sure, named, others, claims=alone, ruled_out=ruled)
+
+
+def a_peer_ended(facts: Facts) -> Ruling:
+    """Every failure is a lost connection to a rank that was not seen: that rank ended first."""
+    lost = [r for r, f in facts.ranks.items() if f.evidence.exception is not None and f.wait is not None]
+    timed_out = any(is_timeout(e) for r in lost if (e := facts.ranks[r].evidence.exception) is not None)
+    if not facts.unseen or not lost or timed_out:
+        return ""
+    who = capital(f"{'' if len(facts.unseen) == 1 else 'one of '}{ranks_word(facts.unseen)}")
+    places = dict.fromkeys(wait.words for rank in lost if (wait := facts.ranks[rank].wait) is not None)
+    text = f"{who}, on another node, ended first: {ranks_word(lost)} lost the connection in "
+    text += f"{' and '.join(list(places)[:2])}."
+    if facts.evidence.stall_s:
+        text += f" No step had been made here for {facts.evidence.stall_s:.0f} s: that node may have ended a hang."
+    text += " What went wrong is in that node's bundle or output."
+    return Finding("rank-exited", (Doubt.UNSEEN_RANKS,), text, claims=wait_claims(facts, lost), held_up=tuple(lost))
+
+
+def _left_in_p2p(facts: Facts, blamed: Iterable[int]) -> list[int]:
+    """Those of ``blamed`` whose error came out of a send or receive, or out of a ``wait()`` that may be for one."""
+    waits = ((rank, facts.ranks[rank].wait) for rank in blamed)
+    return [rank for rank, wait in waits if wait is not None and (wait.kind == "p2p" or wait.op == UNKNOWN_OP)]
+
+
+def _alone_by_condition(facts: Facts, ranks: Iterable[int], gone: Iterable[int]) -> tuple[Claim, ...]:
+    """The first of ``ranks`` that waits under a condition on the rank which those that are gone may not have met."""
+    for rank in ranks:
+        one = facts.ranks[rank]
+        asked = guard_of(facts, rank, gone) if one.wait else None
+        if asked is not None:
+            return (one.line_claim(f"rank {rank} waits under `{asked.words}`"),)
+    return ()
+
+
+def _at_the_same_moment(facts: Facts, first: RankFacts, other: RankFacts) -> bool:
+    """Two ranks of different nodes, whose failures are no further apart than what nodes know of each other's clocks."""
+    if abs(failed_at(other.evidence) - failed_at(first.evidence)) > CLOCKS_S:
+        return False
+    nodes = [node for node in facts.evidence.nodes if first.rank in node.ranks or other.rank in node.ranks]
+    return len({node.ranks for node in nodes}) > 1
+
+
+def _alike(one: RankFacts, a: Condition, first: RankFacts, b: Condition) -> bool:
+    if (a.cause, a.frame) != (b.cause, b.frame):
+        return False
+    if a.cause == "rank-exception":
+        raised = [f.evidence.exception.type if f.evidence.exception else "" for f in (one, first)]
+        return raised[0] == raised[1]
+    ends = [f.evidence.exit.returncode if f.evidence.exit else None for f in (one, first)]
+    return ends[0] == ends[1] and failed_at(one.evidence) - failed_at(first.evidence) < 1.0
+
+
+def stopped_ranks(facts: Facts) -> Ruling:
+    """A process may not run: a signal stopped it, or its cgroup is frozen."""
+    named = conditions(facts, "rank-stopped")
+    if not named:
+        return "no process is stopped (state T) or in a frozen cgroup"
+    return blame(facts, "rank-stopped", (), named, [r for r in facts.ranks if r not in named])
+
+
+def init_not_joined(facts: Facts) -> Ruling:
+    """Ranks wait in ``init_process_group`` for ranks that never reached it, or that do not reach its store.
+
+    Where an absent rank is instead comes from its own stack and goes into the reason. Ranks that were not seen at all
+    are listed, not blamed: they may be on another node whose evidence is not here.
+    """
+    inside = [r for r, f in facts.ranks.items() if f.wait is not None and f.wait.kind == "init"]
+    if not inside:
+        return ""
+    absent = {
+        r: f.condition or Condition("missing-from-collective", "is elsewhere", f.frame)
+        for r, f in facts.ranks.items()
+        if r not in inside
+        and not facts.alignment.joined(r)
+        and (f.wait is None or f.wait.kind != "init")
+        and not facts.may_wait_elsewhere(r)
+    }
+    if not absent and not facts.unseen and (found := _store_not_reached(facts, inside)) is not None:
+        return found
+    if not absent and not facts.unseen:
+        return f"{capital(ranks_do(inside, 'waits', 'wait'))} in init_process_group, and no rank is absent from it"
+    named = {r: replace(c, reason=f"never reached init_process_group: it {c.reason}") for r, c in absent.items()}
+    waits = capital(waits_words(facts, inside))
+    text = "" if named else f"{waits}, and {unseen_words(facts)} at all: it may never have started."
+    return blame(facts, "init-not-joined", those({Doubt.UNSEEN_RANKS: bool(facts.unseen)}), named, inside, summary=text)
+
+
+def _store_not_reached(facts: Facts, inside: Sequence[int]) -> Finding | None:
+    """Ranks that try again and again to connect to the store, by which the ranks find each other: they have another
+    address than who hosts it, or no way there.
+
+    They are named where they are fewer, or where a peer is past that point, so that there is a store to reach.
+    """
+    views = {rank: view for rank in inside if (view := view_of(facts.ranks[rank].evidence)) is not None}
+    astray = [rank for rank, view in views.items() if _connects_again(view)]
+    if not astray:
+        return _store_without_answer(facts, views)
+    rest = [rank for rank in inside if rank not in astray]
+    there = [rank for rank in rest if rank in views and not calls.makes_store(views[rank].stack)]
+    reason = "tries again and again to connect to the store of init_process_group"
+    frames = {rank: facts.ranks[rank].frame for rank in astray}
+    named = {
+        rank: Condition("init-not-joined", f"{reason}{fr.at(frame)}", frame, doubts=(Doubt.STATE_INFERRED,))
+        for rank, frame in frames.items()
+    }
+    signs: frozenset[Sign] = frozenset({"store-not-reached"})
+    if there or 2 * len(astray) < len(inside):
+        found = blame(facts, "init-not-joined", (Doubt.STATE_INFERRED,), named, rest)
+        return replace(found, signs=signs)
+    others = f", and {waits_words(facts, rest)}" if rest else ""
+    text = f"{capital(each_of(astray))} {reason}{fr.at(frames[astray[0]])}: nothing answers at its address{others}."
+    doubts = (Doubt.STATE_INFERRED, *those({Doubt.EITHER_SIDE: bool(rest)}))
+    return Finding("init-not-joined", doubts, text, claims=wait_claims(facts, inside), signs=signs)
+
+
+def _store_without_answer(facts: Facts, views: Mapping[int, View]) -> Finding | None:
+    """All ranks have come to the store, and it lets none of them go on."""
+    if views.keys() != facts.world or not all(calls.makes_store(view.stack) for view in views.values()):
+        return None
+    text = f"{capital(waits_words(facts, sorted(views)))}: all are blocked at the store. It waits for more"
+    text += " ranks than there are, or what answers at its address is no store."
+    signs: frozenset[Sign] = frozenset({"store-not-reached"})
+    return Finding("init-not-joined", (Doubt.STATE_INFERRED,), text, claims=wait_claims(facts, views), signs=signs)
+
+
+_NAP_S = 0.05  # who hosts the store looks for the others every 10 ms; who does not reach it waits longer to try again
+
+
+def _connects_again(view: View) -> bool:
+    """It sleeps between two attempts to connect to the store, or an attempt gets no answer."""
+    return calls.makes_store(view.stack) and any(
+        "(syn_sent)" in thread.fd_target
+        or thread.syscall_name == "connect"
+        or (kind_of(thread) == "sleep" and thread.ends_s is not None and thread.ends_s - at_s > _NAP_S)
+        for at_s, thread in thread_samples(view.process)
+    )
+
+
+def left_by_all(facts: Facts) -> Ruling:
+    """All peers have completed the collective that a rank is still in: its own device keeps it there."""
+    named = {
+        rank: condition
+        for rank, condition in conditions(facts, "gpu-kernel").items()
+        if any(facts.alignment.is_over_elsewhere(rank, entry) for entry in facts.alignment.pending(rank))
+    }
+    if not named:
+        return ""
+    rest = [rank for rank in facts.ranks if rank not in named]
+    return blame(facts, "gpu-kernel", most_doubtful(named.values()), named, rest)
+
+
+def alone(facts: Facts) -> Ruling:
+    """No rank waits for a peer: the odd one out is at fault, if there is one.
+
+    Ranks that have finished are left out; a single one that has not is at fault by itself. Where a strict majority
+    rests at one place and all ranks were seen, those elsewhere are the odd ones out, with low confidence: nothing
+    shows that the others wait for them. Several that have nothing in common are not, and all ranks at one place is not
+    anybody's fault in particular.
+    """
+    ended = {r for r, one in facts.ranks.items() if one.evidence.exit is not None and one.evidence.exit.returncode == 0}
+    named = {r: condition for r, condition in conditions(facts).items() if r not in ended}
+    if not named:
+        return ""
+    if facts.unseen:
+        return ""
+    places: dict[tuple[object, ...], list[int]] = {}
+    for rank, condition in named.items():
+        frame = condition.frame
+        places.setdefault((condition.cause, frame and (frame.file, frame.line)), []).append(rank)
+    most = max(places.values(), key=len)
+    first = named[most[0]]
+    if len(named) == 1:
+        return blame(facts, first.cause, first.doubts, named)
+    if len(places) == 1 or 2 * len(most) <= len(named):
+        return ""
+    odd = {r: c for r, c in named.items() if r not in most}
+    if is_scattered(facts, odd.keys()):
+        alike = [ranks for ranks in places.values() if is_scattered(facts, set(ranks))]
+        odd = {r: c for r, c in odd.items() if not any(r in ranks for ranks in alike)}
+    if not odd:
+        return "ranks rest in several places, and nothing sets those apart that are in each"
+    rest = f"{capital(each_of(most))} {first.reason}; nothing shows that they wait for each other."
+    text = f"{summary_of(odd, facts, [])} {rest}"
+    return blame(facts, next(iter(odd.values())).cause, (Doubt.NO_WAIT_SHOWN,), odd, summary=text)
+
+
+def _tells_nothing(condition: Condition) -> bool:
+    """A rank of which neither a stack nor a record is there."""
+    return condition.cause == "missing-from-collective" and condition.frame is None
+
+
+def nobody_stands_out(facts: Facts) -> Finding:
+    """Nothing singles a rank out."""
+    waits = [r for r, f in facts.ranks.items() if f.wait is not None]
+    own = {r: condition for r, condition in conditions(facts).items() if not _tells_nothing(condition)}
+    alike = len({(c.cause, c.frame) for c in own.values()}) == 1 and not waits
+    claims = wait_claims(facts, waits) + condition_claims(own)
+    lost = [r for r in waits if has_lost_a_peer(facts.ranks[r].evidence)]
+    cut = [r for r, f in facts.ranks.items() if is_aborted(f.evidence) and nccl_failure(f.evidence) is not None]
+    apart = frozenset(waits) & set(facts.evidence.stopped)
+    if apart and not own:
+        text = _seen_apart(facts, sorted(apart), [r for r in waits if r not in apart])
+    elif lost and not own:
+        text = f"{capital(ranks_word(lost))} lost the connection to a peer: {waits_words(facts, waits)}."
+        text += " None of them failed by itself: what ended the connection was not seen."
+        text += _began_with(facts, lost)
+    elif alike and own and facts.unseen:
+        who = "them" if len(own) > 1 else "it"
+        text = summary_of(own, facts, [])
+        text += f" {capital(unseen_words(facts))} and may be what keeps {who} there."
+    elif alike and own:
+        text = f"{summary_of(own, facts, [])} All are at the same place: no rank stands out."
+        text += _who_would_set(facts, next(iter(own.values())))
+    elif waits and not own:
+        text = f"{capital(waits_words(facts, waits))}; every rank has arrived: no rank stands out."
+        text += _began_with(facts, [r for r in waits if facts.ranks[r].evidence.exception is not None])
+    elif own:
+        text = f"{summary_of(own, facts, waits)} The evidence does not single out a rank."
+    elif cut:
+        text = f"{capital(ranks_do(cut, 'was', 'were'))} aborted when the communication failed, and did not fail alone."
+        text += _began_with(facts, cut)
+        logged = ((rank, logged_claim(facts.ranks[rank].evidence)) for rank in cut)
+        claims += tuple(Claim(f"rank {rank}: {one.claim}", one.file) for rank, one in logged)
+    else:
+        text = "No rank left enough evidence to say where it was."
+    seen = bool(waits or own)
+    doubts = {
+        Doubt.STATE_UNKNOWN: not seen,
+        Doubt.BY_EXCLUSION: seen,
+        Doubt.SEVERAL_PLACES: seen and not (alike or (waits and not own)),
+        Doubt.UNSEEN_RANKS: bool(facts.unseen or apart or lost),
+    }
+    keys: frozenset[Sign] = frozenset({"store-key"}) if alike and all(one.key for one in own.values()) else frozenset()
+    return Finding("no-rank-stands-out", those(doubts), text, claims=claims, signs=keys)
+
+
+def _who_would_set(facts: Facts, own: Condition) -> str:
+    """Of a key of the store that all ranks wait for: the line that sets it, and what it stands behind."""
+    for line in own.key.set_at if own.key is not None else ():
+        behind = [f"`{step.guard.words}`" for step in way_to(line, facts.read_source) if not step.loop]
+        under = f", under {' and '.join(behind)}" if behind else ""
+        return f" Nobody has set it: {fr.place(line)} does{under}."
+    return ""
+
+
+def _began_with(facts: Facts, lost: list[int]) -> str:
+    """The rank that reported it first, by its own clock, and what its error means, if more than that time was up."""
+    first = min(lost, key=lambda rank: failed_at(facts.ranks[rank].evidence), default=None)
+    told = failure_of_rank(facts.ranks[first].evidence) if first is not None else None
+    return f" It began on rank {first}: {told.means}." if told is not None and told.kind != "peer-late" else ""
+
+
+def _seen_apart(facts: Facts, first: list[int], rest: list[int]) -> str:
+    """Where the supervisor of ``first`` stopped its ranks, and ``rest`` were looked at only afterwards."""
+    text = f"{capital(waits_words(facts, first))}, and their own safelaunch stopped them."
+    if rest:
+        text += f" {capital(ranks_do(rest, 'was', 'were'))} looked at only afterwards: {waits_words(facts, rest)}."
+    return f"{text} What kept the ranks from meeting until then was not seen."

@@ -1,0 +1,168 @@
+"""Ranks that meet and do not fit.
+
+A send and its receive; two roots of one gather; what goes into an all_to_all and what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+from safelaunch.model import Collective
+from safelaunch.verdict.collectives import number_of, op_name, vote
+from safelaunch.verdict.conditions import record_claim
+from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.findings import (
+    Finding,
+    Ruling,
+    capital,
+    ranks_do,
+    ranks_word,
+    wait_claims,
+    waiting_culprit,
+)
+from safelaunch.verdict.peers import PeerWait
+from safelaunch.verdict.rank_state import Facts, RankFacts, view_of
+from safelaunch.verdict.reading import calls
+from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.transfers import Transfer, is_root, several_roots, unequal_exchange
+from safelaunch.verdict.waits import Case
+
+
+def unfit_transfers(case: Case) -> Ruling:
+    """All ranks have arrived, but what one gives is not what another takes: in size, type or root.
+
+    Of a send and its receive, either may be the wrong one: both are named. Of an all_to_all only the sums are known.
+    """
+    for one in sorted(case.waits.classes.values(), key=lambda one: one.ranks):
+        wait, members = one.wait, one.ranks
+        if wait.group is None or wait.seq is None:
+            continue
+        if wait.kind == "p2p":
+            pair = case.transfers.unequal(members[0], wait.group)
+            if pair is not None:
+                return _pair(case, pair)
+        elif wait.kind == "collective":
+            sources = _sources(case, wait)
+            if len(set(sources.values())) > 1:
+                return _of_sources(case, wait, sources)
+            roots = several_roots(case.alignment, wait.group, wait.seq)
+            if roots:
+                return _roots(case, wait.group, wait.seq, roots)
+            sums = unequal_exchange(case.alignment, wait.group, wait.seq)
+            if sums is not None:
+                return _exchange(case, wait, members, sums)
+    return ""
+
+
+def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
+    sites = {one.rank: facts.alignment.stack(one.rank, one.entry).user_frame for one in pair}
+    says = {one.rank: one.says() + fr.at(sites[one.rank]) for one in pair}
+    text = " while rank ".join(f"{rank} {words}" for rank, words in says.items())
+    return Finding(
+        "collective-mismatch",
+        (Doubt.EITHER_SIDE,),
+        f"Rank {text}: they do not fit.",
+        tuple(waiting_culprit(facts.ranks[rank], f"Rank {rank} {says[rank]}.", sites[rank]) for rank in says),
+        tuple(
+            record_claim(
+                one.rank,
+                f"rank {one.rank} {one.says()}: {op_name(one.entry)} #{number_of(one.entry)} of group "
+                f"{one.entry.group!r}",
+            )
+            for one in pair
+        ),
+    )
+
+
+def _sources(facts: Facts, wait: PeerWait) -> dict[int, int]:
+    """rank → the root that it names in the call, of those that wait in the same one."""
+    there = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None and _is_in(one, wait)}
+    return {rank: root for rank, one in there.items() if (root := _root_of(one)) is not None}
+
+
+def _is_in(one: RankFacts, wait: PeerWait) -> bool:
+    """It waits in the same call; lists of objects take two, first of their sizes, from one line and with one root."""
+    mine = one.wait
+    if mine is None or mine.key == wait.key:
+        return mine is not None
+    same = (mine.group, mine.seq, mine.op, mine.frame) == (wait.group, (wait.seq or 0) + 1, wait.op, wait.frame)
+    view = view_of(one.evidence) if same else None
+    return view is not None and calls.passes_objects(view.stack)
+
+
+def _root_of(wait: PeerWait) -> int | None:
+    return wait.target if wait.target is not None else wait.source
+
+
+def _of_sources(facts: Facts, wait: PeerWait, sources: Mapping[int, int]) -> Finding:
+    """Ranks name different roots in one broadcast, reduce, gather or scatter."""
+    by_root: dict[tuple[Hashable, ...], list[int]] = {}
+    for rank, root in sources.items():
+        by_root.setdefault((root,), []).append(rank)
+    odd, majority = vote(by_root)
+    silent = len(facts.alignment.members(str(wait.group))[0]) - len(sources)
+    surely = majority and 2 * (len(sources) - len(odd)) > len(sources) + silent
+    parts = [f"rank {root} on {ranks_word(ranks)}" for (root,), ranks in by_root.items()]
+    text = f"The root of {wait.words}, #{wait.seq} of group {wait.group!r}, is {' and '.join(parts)}."
+    return Finding(
+        "collective-mismatch",
+        () if surely else (Doubt.NO_MAJORITY,),
+        text,
+        tuple(waiting_culprit(facts.ranks[r], f"Rank {r} names rank {sources[r]} as the root.") for r in odd),
+        tuple(facts.ranks[r].line_claim(f"rank {r} names rank {root} as the root") for r, root in sources.items())[:8]
+        + wait_claims(facts, sorted(sources)),
+        signs=frozenset({"roots-differ"}),
+    )
+
+
+def _roots(facts: Facts, group: str, seq: int, roots: tuple[int, ...]) -> Finding:
+    """Who was not the root the last time is wrong now; where that does not tell, all roots are named."""
+    entries = {rank: facts.alignment.entry(rank, group, seq) for rank in roots}
+    new = tuple(rank for rank, entry in entries.items() if entry is not None and _was_root(facts, rank, entry) is False)
+    named = new if 0 < len(new) < len(roots) else roots
+    sites = {
+        r: facts.alignment.stack(r, entry).user_frame if entry is not None else None for r, entry in entries.items()
+    }
+    op = next(op_name(entry) for entry in entries.values() if entry is not None)
+    text = f"{capital(ranks_word(roots))} each act as root of {op} #{seq} of group {group!r}"
+    text += f" at {fr.place(sites[named[0]])}"
+    if named != roots:
+        text += f"; {ranks_do(named, 'was', 'were')} not the root there before"
+    did = f"acts as root of {op} at"
+    return Finding(
+        "collective-mismatch",
+        (Doubt.EITHER_SIDE,),
+        f"{text}.",
+        tuple(waiting_culprit(facts.ranks[r], f"Rank {r} {did} {fr.place(sites[r])}.", sites[r]) for r in named),
+        tuple(
+            record_claim(rank, f"rank {rank}: {op} #{seq} of group {group!r} has tensors that only the root's has")
+            for rank in roots[:4]
+        )
+        + wait_claims(facts, sorted(facts.ranks)),
+        signs=frozenset({"roots-differ"}),
+    )
+
+
+def _was_root(facts: Facts, rank: int, now: Collective) -> bool | None:
+    """Whether it was the root in its call before ``now`` from the same place; None where there is none."""
+    window = facts.alignment.window(rank, now.group)
+    site = facts.alignment.stack(rank, now).user_frame
+    for number in reversed(window.numbers if window is not None else ()):
+        entry = facts.alignment.entry(rank, now.group, number) if number < now.seq else None
+        if entry is None or op_name(entry) != op_name(now):
+            continue
+        if facts.alignment.stack(rank, entry).user_frame == site:
+            return is_root(entry)
+    return None
+
+
+def _exchange(facts: Facts, wait: PeerWait, members: tuple[int, ...], sums: tuple[int, int]) -> Finding:
+    where = f"#{wait.seq} of group {wait.group!r}"
+    text = f"together the ranks send {sums[0]} elements and expect {sums[1]}"
+    claim = record_claim(members[0], f"{where}: {text}")
+    return Finding(
+        "collective-mismatch",
+        (Doubt.SUMS_ALONE,),
+        f"{capital(ranks_do(members, 'waits', 'wait'))} in {wait.words}, {where}: {text}.",
+        claims=(claim, *wait_claims(facts, members)),
+    )

@@ -1,0 +1,446 @@
+"""Rules over the wait-for graph: follow every wait to its end, or to the cycle in which it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from safelaunch.model import Claim, Collective, Culprit
+from safelaunch.verdict.causes import Sign
+from safelaunch.verdict.collectives import mismatch_at, op_name
+from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
+from safelaunch.verdict.doubts import Doubt, levels_of, those
+from safelaunch.verdict.findings import (
+    Finding,
+    Ruling,
+    apart,
+    blame,
+    capital,
+    condition_claims,
+    conditions,
+    culprit,
+    most_doubtful,
+    ranks_do,
+    ranks_word,
+    summary_of,
+    unseen_words,
+    wait_claims,
+    wait_words,
+    waiting_culprit,
+    waiting_culprits,
+    waits_words,
+)
+from safelaunch.verdict.graph import Kind
+from safelaunch.verdict.peers import PeerWait
+from safelaunch.verdict.rank_state import view_of
+from safelaunch.verdict.reading import calls
+from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.waits import Case, Holder, Waiters, Waits, ranks_in
+
+_UNEXPLAINED = Condition(
+    "missing-from-collective",
+    "did not enter it, and was ended before anything was seen of it",
+    None,
+    doubts=(Doubt.STATE_UNKNOWN,),
+)
+
+
+def held_up(case: Case) -> Ruling:
+    """Peers wait for a rank that waits for nobody: its own state is the cause.
+
+    Waits are followed to their end, so a rank that waits for a rank that waits is nobody's culprit. Ranks that hold
+    up others in different ways are all named, under the cause that is surest.
+    """
+    blocking = case.waits.blocking - case.waits.waiting
+    roots = sorted(blocking & frozenset(case.ranks))
+    if case.unseen:
+        surely = _needed(case)
+        roots = [r for r in roots if case.of_dump(r) or (r in surely and not case.may_wait_elsewhere(r))]
+    if not roots:
+        return "every rank that peers wait for waits for its peers too" if case.waits.classes and not blocking else ""
+    named = {r: case.ranks[r].condition or _UNEXPLAINED for r in roots}
+    named = dict(sorted(named.items(), key=lambda item: (levels_of(item[1].doubts), item[0])))
+    cause = next(iter(named.values())).cause
+    also, waiting = _mismatch_in(case), [one.wait for one in case.waits.classes.values()]
+    doubts = {
+        Doubt.SEVERAL_CAUSES: len({c.cause for c in named.values()}) > 1,
+        Doubt.UNSEEN_RANKS: bool(blocking - frozenset(case.ranks)),
+        Doubt.STACKS_ALONE: len(roots) > 1 and any(w.kind == "collective" and w.seq is None for w in waiting),
+        Doubt.MISMATCH_TOO: bool(also),
+    }
+    sure = (*most_doubtful(c for c in named.values() if c.cause == cause), *those(doubts))
+    text = f"ranks also recorded {also}; the runner-up, as a rank that has not arrived explains the wait"
+    claims, ruled = _not_entered(case.waits, roots), [text] if also else []
+    return blame(case, cause, sure, named, sorted(case.waits.waiting), claims=claims, ruled_out=ruled)
+
+
+def _needed(case: Case) -> frozenset[int]:
+    """The ranks that peers wait for in a collective of a group whose members are known."""
+    return frozenset(
+        rank
+        for one in case.waits.classes.values()
+        if one.wait.group is not None and case.alignment.members(one.wait.group)[1]
+        for rank in one.blockers
+    )
+
+
+def _not_entered(waits: Waits, roots: list[int], limit: int = 4) -> tuple[Claim, ...]:
+    """What the ranks have not come to: one claim for each call in which others wait for them, the most first."""
+    claims = []
+    for rank in roots[:limit]:
+        held = [one for one in waits.classes.values() if rank in one.blockers and one.wait.seq is not None]
+        for one in sorted(held, key=lambda one: (-len(one.ranks), one.ranks))[:limit]:
+            wait, who = one.wait, one.ranks
+            text = f"{wait.op} #{wait.seq} of group {wait.group!r}, in which {ranks_do(who, 'waits', 'wait')}"
+            claims.append(record_claim(who[0], f"rank {rank} has not come to {text}"))
+    return tuple(claims)
+
+
+def _mismatch_in(case: Case) -> str:
+    """``different operations as number 7 of group '0'``; empty where there is no mismatch in what ranks wait in."""
+    for wait in (one.wait for one in case.waits.classes.values()):
+        if wait.group is not None and wait.seq is not None and wait.kind == "collective":
+            found = mismatch_at(case.alignment, wait.group, wait.seq)
+            if found is not None:
+                return f"different operations as #{found.seq} of group {found.group!r}"
+    return ""
+
+
+def unseen_peers(case: Case) -> Ruling:
+    """Ranks wait for peers that were not seen: majority alone names nobody.
+
+    A mismatch among those that were seen is a fact all the same, and is told without a culprit.
+    """
+    if case.waits.blocking <= case.ranks.keys():
+        return ""
+    text = (
+        f"{capital(waits_words(case, sorted(case.waits.waiting)))}; {unseen_words(case)} and may be what they wait for."
+    )
+    own = {rank: condition for rank, condition in conditions(case).items() if case.may_wait_elsewhere(rank)}
+    if own:
+        text += f" {summary_of(own, case, [])[:-1]}, perhaps waiting for one of them."
+    cause = "missing-from-collective"
+    if also := _mismatch_in(case):
+        cause = "collective-mismatch"
+        text += f" Among those seen, ranks recorded {also}."
+    claims = wait_claims(case, sorted(case.waits.waiting)) + condition_claims(own)
+    return Finding(cause, (Doubt.UNSEEN_PEERS,), text, claims=claims)
+
+
+def sends_and_receives(case: Case) -> Ruling:
+    """Sends and receives wait for each other, and no other rank is left to answer.
+
+    gloo records no peer of a send or receive, so the circle is then inferred: nobody else is left to come. Unless
+    somebody who waits in a collective has left out his part of the exchange: without peers, nothing tells.
+    """
+    ranks = ranks_in(_inner_circle(case.waits.transfers_of_circle))
+    if not ranks:
+        return ""
+    known = all(_names_its_peer(case, one) for one in case.waits.circle)
+    text = f"{capital(waits_words(case, ranks))}: each waits for another, and nobody is left to answer."
+    others = waits_words(case, [rank for rank in case.waits.in_circle if rank not in ranks])
+    if others and not known:
+        text += f" Or one of them waits for a peer that has gone on without it: {others}."
+    return Finding(
+        "p2p-cycle",
+        those({Doubt.PEERS_NOT_RECORDED: not known}),
+        text,
+        waiting_culprits(case, ranks),
+        wait_claims(case, ranks),
+    )
+
+
+def other_tags(case: Case) -> Ruling:
+    """A send and a receive name each other, with different tags: they never meet."""
+    named = {r: w for one in case.waits.transfers_of_circle for r in one.ranks if (w := case.ranks[r].wait) is not None}
+    for rank, wait in named.items():
+        other = named.get(wait.peer) if wait.peer is not None else None
+        if wait.target is None or other is None or other.source != rank or None in (wait.tag, other.tag):
+            continue
+        if wait.tag != other.tag:
+            pair = (rank, wait.target)
+            text = f"{capital(apart(wait_words(case, pair)))}: the tags differ, {wait.tag} and {other.tag}."
+            return Finding(
+                "collective-mismatch",
+                (Doubt.EITHER_SIDE,),
+                text,
+                waiting_culprits(case, pair),
+                wait_claims(case, pair),
+                signs=frozenset({"tags-differ"}),
+            )
+    return ""
+
+
+def one_sided(case: Case) -> Ruling:
+    """A rank waits to send to a peer, or to receive from it, that is elsewhere and waits for the rank in turn.
+
+    The peer's own habit may show that it left out its part; else most ranks are right, and where neither tells, the
+    rank may as well have made a call too many.
+    """
+    for one in case.waits.transfers_of_circle:
+        rank, wait, peer = one.ranks[0], one.wait, one.wait.peer
+        if peer is None or peer not in case.waits.in_circle:
+            continue
+        theirs = case.ranks[peer].wait
+        if theirs is None or theirs.kind == "p2p":
+            continue
+        text = f"{capital(ranks_do([rank], 'waits', 'wait'))} in {wait.words}, and rank {peer} in {theirs.words}"
+        left_out = _left_out(case, peer, theirs)
+        if left_out is None and not case.ranks[rank].evidence.gil.posted and _is_outvoted(case, rank, peer):
+            text += f", where most are: rank {rank} goes another way than these."
+            claims, culprits = wait_claims(case, (rank, peer)), waiting_culprits(case, [rank])
+            other = f"rank {peer} left out the other end of {wait.words}: runner-up"
+            return Finding("collective-mismatch", (Doubt.EITHER_SIDE,), text, culprits, claims, (other,))
+        if left_out is None:
+            culprits = waiting_culprits(case, (rank, peer))
+            text += ": one of them made a call that the other left out."
+            return Finding("collective-mismatch", (Doubt.EITHER_SIDE,), text, culprits, wait_claims(case, (rank, peer)))
+        site = case.alignment.stack(peer, left_out).user_frame
+        did = f"left out {op_name(left_out)}{fr.at(site)}, which it had always called right before {theirs.words}"
+        return Finding(
+            "collective-mismatch",
+            (Doubt.HABIT_ALONE,),
+            f"{text}: rank {peer} {did}.",
+            (waiting_culprit(case.ranks[peer], f"Rank {peer} {did}.", site),),
+            wait_claims(case, (rank, peer)),
+            signs=frozenset({"left-out"}),
+        )
+    return ""
+
+
+def _is_outvoted(case: Case, rank: int, peer: int) -> bool:
+    """Most ranks are in one collective with ``peer``, and ``rank`` is the one that they wait for."""
+    theirs = next(one for one in case.waits.circle if peer in one.ranks)
+    members, _ = case.alignment.members(str(theirs.wait.group))
+    return rank in theirs.blockers and len(theirs.ranks) > 2 and 2 * len(theirs.ranks) > len(members)
+
+
+def _left_out(case: Case, rank: int, wait: PeerWait) -> Collective | None:
+    """The send or receive that the rank had always made right before the call in which it waits, and not this time."""
+    now = case.alignment.entry(rank, wait.group, wait.seq) if wait.group is not None and wait.seq is not None else None
+    habit = case.histories.broken_habit(rank, now) if now is not None else None
+    return habit.usual if habit is not None and habit.sure and habit.usual.is_p2p else None
+
+
+def _names_its_peer(case: Case, one: Waiters) -> bool:
+    wait = one.wait
+    if wait.kind == "p2p" and wait.peer is not None:
+        return True
+    if wait.kind != "p2p" or wait.group is None:
+        return False
+    return case.transfers.peers_missing(one.ranks[0], wait.group) is not None
+
+
+def _inner_circle(classes: tuple[Waiters, ...]) -> tuple[Waiters, ...]:
+    """Those of ``classes`` that wait for each other, without help from others."""
+    while True:
+        there = set(ranks_in(classes))
+        bound = tuple(one for one in classes if one.blockers & (there - set(one.ranks)))
+        if bound == classes:
+            return classes if len(there) > 1 else ()
+        classes = bound
+
+
+# --- waits between ranks that no call of c10d's shows -----------------------------------------------------------------
+
+# The kernel says who holds a lock (``/proc/locks``) or has the other end of a connection, so these are no inferences: a
+# rank that enters a barrier with the lock held, while its peers wait for the lock to get there, is in a circle with
+# them. For what a rank polls, the source alone can tell, where a condition on the rank keeps one from the loop.
+
+
+def beside_calls(case: Case) -> Ruling:
+    """A rank has a lock that others wait for, or owes them a message or file: it waits in turn, or is at fault itself.
+
+    Only where nobody else is waited for who does something of his own: then that comes first.
+    """
+    if not case.waits.held_by:
+        return ""
+    # Circles of calls alone say nothing here: whoever is in one waits for no file.
+    ends = [sink for sink in case.waits.graph.sinks if not all(node in case.waits.classes for node in sink)]
+    if len(ends) != 1:
+        return ""
+    (end,) = ends
+    mine = {rank: holder for rank, holder in case.waits.held_by.items() if case.waits.graph.leads_to(rank, end)}
+    if len(end) == 1:
+        holder = next((holder for holder in mine.values() if holder.node in end), None)
+        return _held_by_one(case, mine, holder) if holder is not None else ""
+    in_circle = {rank: holder for rank, holder in mine.items() if rank in end}
+    kinds = {holder.kind for holder in in_circle.values()}
+    if "message" in kinds:
+        by = next(holder for holder in in_circle.values() if holder.kind == "message")
+        if (served := _server_of(case, by.rank)) is not None:
+            return _kept_from_serving(case, by.rank, served, mine)
+        return _owed(case, {rank: holder for rank, holder in in_circle.items() if holder.kind == "message"}, mine)
+    if kinds & {"poll", "key"}:
+        return _to_make(case, in_circle)
+    others = {holder.rank for holder in in_circle.values()} - in_circle.keys()
+    return _deadlock(case, mine if others else in_circle, tuple(sorted(others)))
+
+
+@dataclass(frozen=True)
+class _Server:
+    """What keeps a rank from answering: ``words``, in a clause; ``claim`` shows it."""
+
+    words: str
+    claim: Claim
+    signs: frozenset[Sign]
+
+
+def _server_of(case: Case, rank: int) -> _Server | None:
+    """The part of a rank that answers others, where the rank itself keeps it from that: a thread that waits for a lock,
+    or for peers, or the event loop on whose thread the rank waits."""
+    view = view_of(case.ranks[rank].evidence, case.read_source)
+    if view is None:
+        return None
+    if calls.runs_event_loop(view.frames):
+        text = "its event loop stands meanwhile, which was to answer"
+        return _Server(text, view.stack_claim("its main thread waits inside a callback of its event loop"), _OWN_LOOP)
+    for other in view.beside():
+        own = thread_condition(other)
+        if own.lock is not None and own.lock.on == "lock":
+            text = f"its thread {other.name}, which was to answer, {own.reason}"
+            return _Server(text, other.stack_claim(f"thread {other.name} {own.reason}"), frozenset({"lock"}))
+    return None
+
+
+_OWN_LOOP = frozenset[Sign]({"own-loop"})
+
+
+def _kept_from_serving(case: Case, rank: int, server: _Server, waiting: Mapping[int, Holder]) -> Finding:
+    """``rank`` waits for its peers, and they wait for an answer that it keeps itself from giving."""
+    own = {other: condition for other in waiting if (condition := case.ranks[other].condition) is not None}
+    wait = case.ranks[rank].wait
+    place = f"waits in {wait.words}" if wait is not None else "waits"
+    claims = wait_claims(case, [rank]) if wait is not None else ()
+    text = f"Rank {rank} {place}, and {server.words}."
+    return Finding(
+        "lock-deadlock",
+        those({Doubt.UNSEEN_RANKS: bool(case.unseen)}),
+        f"{text} {capital(ranks_do(own, 'waits', 'wait'))} for its answer.",
+        (waiting_culprit(case.ranks[rank], text),),
+        (Claim(f"rank {rank}: {server.claim.claim}", server.claim.file), *condition_claims(own), *claims),
+        held_up=tuple(own),
+        signs=server.signs,
+    )
+
+
+def _owed(case: Case, owed_by: Mapping[int, Holder], waiting: Mapping[int, Holder]) -> Finding:
+    """Each of these ranks waits at a connection, and who has its other end waits for it in turn: nothing will come.
+
+    Who waits is named, as its line says what it lacks; whether it should not wait, or the other one should have sent
+    something, nothing tells.
+    """
+    named = {}
+    for rank, by in owed_by.items():
+        own, there = case.ranks[rank].condition, case.ranks[by.rank]
+        assert own is not None
+        goes_on = f", which waits in {there.wait.words}" if there.wait is not None else ""
+        named[rank] = replace(own, reason=own.reason + goes_on)
+    cause = next(iter(named.values())).cause
+    doubts = (Doubt.MAY_BE_OWED, *_doubts(case, named.values()))
+    others = case.waits.waiting - {by.rank for by in owed_by.values()}
+    found = blame(case, cause, doubts, named, sorted(others))
+    return replace(found, held_up=tuple(rank for rank in waiting if rank not in named))
+
+
+def _to_make(case: Case, waiting: Mapping[int, Holder]) -> Ruling:
+    """Ranks wait for what one rank is to make, as the source says: what they poll for by the condition on the rank
+    around their loop, or a key of the store that it alone sets. And it waits for them in turn.
+
+    Who is fewer is named; of two ranks, both.
+    """
+    holder = next(iter(waiting.values()))
+    there = case.ranks[holder.rank].wait
+    own = {rank: condition for rank in waiting if (condition := case.ranks[rank].condition) is not None}
+    first = next(iter(own.values()))
+    if there is None or any(one.rank != holder.rank for one in waiting.values()):
+        return ""
+    gone_on = f"has gone on to {there.words}"
+    if first.poll is not None:
+        who = ranks_do(waiting, "polls", "poll")
+        does, what = f"{who} at {fr.place(first.frame)}: {first.poll.words}", f"{who} for something"
+        may = f"{gone_on} and may have been the one to make that come true"
+    else:
+        key = first.key.words if first.key is not None else ""
+        what = f"{ranks_do(waiting, 'waits', 'wait')} for the key {key} of the store"
+        does, may = what.replace(" for ", f" at {fr.place(first.frame)} for ", 1), gone_on
+    culprits = [waiting_culprit(case.ranks[holder.rank], f"Rank {holder.rank} {gone_on}, and {what}.", holder.site)]
+    if len(waiting) == 1:
+        culprits += [culprit(case.ranks[rank], condition) for rank, condition in own.items()]
+    return Finding(
+        first.cause,
+        (Doubt.MAY_BE_OWED, *those({Doubt.UNSEEN_RANKS: bool(case.unseen)})),
+        f"{capital(does)}. {capital(holder.words)}, {'which' if first.poll is not None else 'and it'} {may}.",
+        tuple(culprits),
+        condition_claims(own) + wait_claims(case, sorted(case.waits.waiting)),
+        held_up=tuple(waiting),
+        signs=first.signs,
+    )
+
+
+_WHY: Mapping[Kind, str] = {
+    "file": "with a file locked that {who} {waits} for",
+    "message": "at the other end of the connection at which {who} {waits}",
+    "poll": "and may be the one to make what {who} {waits} for in a loop that polls",
+    "key": "and is the one to set the key of the store that {who} {waits} for",
+}
+
+
+def _deadlock(case: Case, held_by: Mapping[int, Holder], holders: tuple[int, ...]) -> Finding:
+    """``holders`` wait for their peers in a collective, the others for the lock."""
+    named = {rank: _told(case, rank, by) for rank, by in held_by.items()}
+    text = summary_of(named, case, holders)
+    who = ranks_word(held_by)
+    culprits: list[Culprit] = [culprit(case.ranks[rank], condition) for rank, condition in named.items()]
+    for rank in holders:
+        wait = case.ranks[rank].wait
+        words = wait.words if wait is not None else ""
+        culprits.append(
+            waiting_culprit(
+                case.ranks[rank], f"Rank {rank} holds the lock that {who} would need, and waits in {words}."
+            )
+        )
+    return Finding(
+        "lock-deadlock",
+        _doubts(case, named.values()),
+        f"{text} None of them can go on.",
+        tuple(culprits),
+        condition_claims(named) + wait_claims(case, holders),
+        signs=frozenset({"lock"}),
+    )
+
+
+def _held_by_one(case: Case, held_by: Mapping[int, Holder], holder: Holder) -> Ruling:
+    own = holder.condition
+    if own is None:
+        return ""
+    who = ranks_word(held_by)
+    verb = "waits" if len(held_by) == 1 else "wait"
+    why = _WHY[holder.kind].format(who=who, waits=verb)
+    named = {holder.rank: replace(own, reason=f"{own.reason}, {why}")}
+    told = {rank: _told(case, rank, by) for rank, by in held_by.items()}
+    waiters = [rank for rank, one in case.ranks.items() if one.wait is not None]
+    text = summary_of(named, case, waiters)
+    return Finding(
+        own.cause,
+        _doubts(case, (own, *told.values())),
+        f"{text} {capital(holder.words)}." if holder.kind == "key" else text,
+        (culprit(case.ranks[holder.rank], named[holder.rank]),),
+        condition_claims(named) + condition_claims(told) + wait_claims(case, waiters),
+        held_up=tuple(held_by),
+    )
+
+
+def _doubts(case: Case, conditions: Iterable[Condition]) -> tuple[Doubt, ...]:
+    """No surer than it is of any of them what it waits for."""
+    own = dict.fromkeys(doubt for condition in conditions for doubt in condition.doubts)
+    return (*own, *those({Doubt.UNSEEN_RANKS: bool(case.unseen)}))
+
+
+def _told(case: Case, rank: int, by: Holder) -> Condition:
+    """Of a rank that waits for a lock: which rank has it."""
+    condition = case.ranks[rank].condition
+    assert condition is not None
+    if by.kind != "file":
+        return condition
+    return replace(condition, reason=f"waits for a file lock at {fr.place(condition.frame)} that rank {by.rank} holds")

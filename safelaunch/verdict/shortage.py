@@ -1,0 +1,178 @@
+"""Out of memory on a GPU: what torch had of it, and who else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from safelaunch.model import Allocations, Claim, DeviceMemory, GpuProcess, RankEvidence
+from safelaunch.verdict.causes import Sign
+from safelaunch.verdict.findings import Finding
+from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.reading import device_memory
+from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading.device_memory import Shortage, words
+
+_MOST = 4
+_BLOCKS = 5
+_NAMES = 3
+_SHARE = 10  # a tenth of what is in tensors
+
+
+def with_device_memory(facts: Facts, finding: Finding) -> Finding:
+    """Adds where the memory of the first such rank's GPU is."""
+    ranks = [facts.ranks[one.rank].evidence for one in finding.culprits]
+    short = [(rank, told) for rank in ranks if (told := of_rank(rank)) is not None]
+    if not short:
+        return finding
+    claims = [
+        Claim(f"rank {rank.rank}: {_sizes(told)}", f"ranks/{rank.rank}/exception.json") for rank, told in short[:_MOST]
+    ]
+    claims += [one for rank, _ in short[:_MOST] for one in _claims(rank)]
+    rank, told = short[0]
+    holds = [*_held(rank), *_whole(rank), *_others(facts, rank, told)]
+    text = " ".join([finding.summary, f"Rank {rank.rank} {_sizes(told)}.", *holds])
+    signs = frozenset(sign for rank, one in short for sign in _signs(facts, rank, one))
+    return replace(finding, summary=text, claims=(*claims, *finding.claims), signs=finding.signs | signs)
+
+
+def of_rank(rank: RankEvidence) -> Shortage | None:
+    """What the exception says, and what the beacon has seen where that says nothing."""
+    told = device_memory.shortage(rank.exception.message) if rank.exception is not None else None
+    seen = rank.device_memory
+    if told is None or seen is None:
+        return told
+    unused = seen.reserved - seen.allocated if seen.reserved is not None and seen.allocated is not None else None
+    return replace(
+        told,
+        device=told.device if told.device >= 0 else seen.device,
+        asked=told.asked if told.asked is not None else seen.asked,
+        total=told.total if told.total is not None else seen.total,
+        free=told.free if told.free is not None else seen.free,
+        allocated=told.allocated if told.allocated is not None else seen.allocated,
+        unused=told.unused if told.unused is not None else unused,
+    )
+
+
+def _sizes(told: Shortage) -> str:
+    """``asked for 2.0 GiB of GPU 0 (79.2 GiB, 1.1 GiB free); torch has 70.0 GiB in tensors and 6.1 GiB unused``."""
+    which = f" of GPU {told.device}" if told.device >= 0 else ""
+    free = f", {words(told.free)} free" if told.free is not None else ""
+    size = f" ({words(told.total)}{free})" if told.total is not None else ""
+    text = f"asked for {words(told.asked)}{which}{size}" if told.asked is not None else f"used up its GPU{which}"
+    if told.allocated is not None and told.unused is not None:
+        text += f"; torch has {words(told.allocated)} in tensors and {words(told.unused)} reserved and unused"
+    return text
+
+
+def _seen_then(rank: RankEvidence) -> DeviceMemory | None:
+    """What filled the GPU when the allocation failed; None where the end of the script had freed some of it before."""
+    seen = rank.device_memory
+    told = device_memory.shortage(rank.exception.message) if rank.exception is not None else None
+    if seen is None or told is None or seen.at_allocation or told.allocated is None:
+        return seen
+    return seen if (seen.allocated or 0) * 10 >= told.allocated * 9 else None
+
+
+def _held(rank: RankEvidence) -> Iterator[str]:
+    """Where most of the memory was allocated, if that is known and is much of it; else how large the blocks are."""
+    seen = _seen_then(rank)
+    if seen is None or not seen.blocks:
+        return
+    first = seen.blocks[0]
+    if first.frames and _SHARE * first.size >= (seen.allocated or 0):
+        yield f"The largest part is {_block(rank, first)}."
+    elif seen.largest:
+        yield f"Its largest allocation is {words(seen.largest)}."
+
+
+def _claims(rank: RankEvidence) -> Iterator[Claim]:
+    seen = _seen_then(rank)
+    for block in seen.blocks[:_BLOCKS] if seen is not None else ():
+        yield Claim(f"rank {rank.rank} holds {_block(rank, block)}", f"ranks/{rank.rank}/device_memory.json")
+
+
+def _block(rank: RankEvidence, block: Allocations) -> str:
+    """``41.2 GiB in 96 blocks, allocated at model.py:88 (forward)``."""
+    frame = fr.stack_of(rank, block.frames).user_frame or (block.frames[0] if block.frames else None)
+    count = "1 block" if block.count == 1 else f"{block.count} blocks"
+    each = f" of {words(block.size // block.count)}" if block.count and not block.frames else ""
+    return f"{words(block.size)} in {count}{each}{', allocated' if frame else ''}{fr.at(frame)}"
+
+
+def _whole(rank: RankEvidence) -> Iterator[str]:
+    seen = rank.device_memory
+    if seen is None or not _is_hardly_sharded(seen):
+        return
+    names = ", ".join(seen.whole_names[:_NAMES])
+    yield (
+        f"Each rank holds {words(seen.whole or 0)} of its parameters whole ({names}); those that are sharded take"
+        f" {words(seen.sharded or 0)} of it."
+    )
+
+
+def _is_hardly_sharded(seen: DeviceMemory) -> bool:
+    """Most of what it holds of the parameters, and with gradients and optimizer state a part that counts."""
+    return bool(
+        seen.whole and seen.sharded and seen.whole >= seen.sharded and seen.whole * 4 * _SHARE >= (seen.allocated or 0)
+    )
+
+
+def _others(facts: Facts, rank: RankEvidence, told: Shortage) -> Iterator[str]:
+    """Who else is on that GPU."""
+    by_pid = _by_pid(facts)
+    for pid, size, name in _beside(facts, rank, told):
+        program = f" ({name})" if name else ""
+        who = by_pid.get(pid) or f"Process {pid}{program}, which is none of this job,"
+        yield f"{who} has {words(size) if size is not None else 'memory'} of the same GPU."
+    if told.is_fragmented:
+        yield "What torch holds unused would have been enough, and lies in pieces that are too small."
+
+
+def _beside(facts: Facts, rank: RankEvidence, told: Shortage) -> list[tuple[int, int | None, str]]:
+    """Pid, size and program of the other processes on the GPU: as torch says, else as the driver does.
+
+    Without a size of its own, the process may be one of those that torch lists. What the driver lists are other pids
+    than ours where none of the job is among them, as in a container.
+    """
+    driver = {one.pid: one for one in _listed(facts, rank, told)}
+    if told.others:
+        return [(pid, size, _name(driver, pid)) for pid, size in told.others] if told.own is not None else []
+    job = {pid for one in facts.evidence.gpus for pid in (p.pid for p in one.processes)} & set(_by_pid(facts))
+    return [(one.pid, one.size, one.name) for one in driver.values() if job and one.pid != rank.pid]
+
+
+def _name(driver: Mapping[int, GpuProcess], pid: int) -> str:
+    return driver[pid].name if pid in driver else ""
+
+
+def _listed(facts: Facts, rank: RankEvidence, told: Shortage) -> tuple[GpuProcess, ...]:
+    """Without ``CUDA_VISIBLE_DEVICES``, the rank's numbers are the driver's."""
+    which = rank.gpu or (str(told.device) if told.device >= 0 else "")
+    of_node = (one for one in facts.evidence.gpus if one.host == rank.host)
+    found = next((one for one in of_node if which and (which == str(one.index) or one.uuid.startswith(which))), None)
+    return found.processes if found is not None else ()
+
+
+def _signs(facts: Facts, rank: RankEvidence, told: Shortage) -> Iterator[Sign]:
+    by_pid = _by_pid(facts)
+    others = [pid for pid, _, _ in _beside(facts, rank, told)]
+    if any(pid in by_pid for pid in others):
+        yield "gpu-of-two-ranks"
+    if any(pid not in by_pid for pid in others):
+        yield "gpu-shared"
+    if rank.device_memory is not None and _is_hardly_sharded(rank.device_memory):
+        yield "gpu-unsharded"
+    if told.is_fragmented:
+        yield "gpu-fragmented"
+    elif told.allocated is not None and told.total and 2 * told.allocated > told.total:
+        yield "gpu-full"
+
+
+def _by_pid(facts: Facts) -> dict[int, str]:
+    """The processes of the job's ranks, in words."""
+    found: dict[int, str] = {}
+    for number, one in facts.ranks.items():
+        found |= {child.pid: f"A {child.role} of rank {number}" for child in one.evidence.children}
+        found[one.evidence.pid] = f"Rank {number}"
+    return found

@@ -1,0 +1,247 @@
+"""Why a rank is behind its peers: an exception that it caught, or a batch that it skipped and said so.
+
+``except Exception: continue`` around a training step leaves out the step's collectives: the rank goes on, one call
+behind, and the job stops at some later, innocent line. What the other rules find then is true, and this says why.
+The same holds for ``if not torch.isfinite(loss): print("skipping batch"); continue``: what the rank alone has printed,
+and the source of the line that prints it, tell where it left its peers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from msgspec import structs
+
+from safelaunch.model import CaughtException, Claim, Culprit, Frame
+from safelaunch.model.entries import Entries
+from safelaunch.verdict.collectives import Mismatch
+from safelaunch.verdict.doubts import Doubt, those
+from safelaunch.verdict.exits import one_line
+from safelaunch.verdict.findings import Finding, capital, ranks_word
+from safelaunch.verdict.guarding import claim_of
+from safelaunch.verdict.rank_state import Facts, user_stack_of
+from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading.said import Left, left_by
+from safelaunch.verdict.reading.tracebacks import lines_of
+
+# Findings that say who is behind or went another way, and not why.
+EXPLAINED = frozenset({"collective-mismatch", "missing-from-collective", "uneven-batches", "rank-exited"})
+_MOST_LOOKED_AT = 4  # ranks at fault, and peers, whose functions are read for what they print
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """``number``: of ``group``, what the rank called next, or would have, if not ``later``.
+
+    ``sure``: the records show that the ranks parted there; else they only agree with it.
+    """
+
+    exception: CaughtException
+    group: str
+    number: int
+    later: bool
+    sure: bool
+
+
+def with_caught_exception(facts: Facts, finding: Finding) -> Finding:
+    """The finding with the exception as its cause, where one explains it; else the finding as it is.
+
+    It has to lie between the last call that the rank made as its peers did and the first that it did not, or where a
+    few calls more would make its record that of its peers to the end: not just somewhere before. Peers that caught the
+    same one in the same place went on alike, so there it explains nothing. Where nobody is in the minority (one rank
+    against one), the exception tells which side it was.
+    """
+    if finding.cause not in EXPLAINED or not any(f.evidence.caught for f in facts.ranks.values()):
+        return finding
+    mismatch = facts.histories.first_mismatch
+    fits = {c.rank: fit for c in finding.culprits if (fit := _fit(facts, c.rank, mismatch)) is not None}
+    if not fits or (not finding.doubts and len(fits) < len(finding.culprits)):
+        return finding
+    culprits = tuple(_culprit(c, fits[c.rank]) for c in finding.culprits if c.rank in fits)
+    first = culprits[0]
+    summary = f"{first.reason} {finding.summary}" if len(culprits) == 1 else _of_several(fits, finding.summary)
+    claims = tuple(
+        Claim(
+            f"{fit.exception.type} at {fr.place(fit.exception.raised)}, after #{fit.number - 1} of group"
+            f" {fit.group!r}{f' and before its #{fit.number}' if fit.later else '; it called no other since'}",
+            f"ranks/{rank}/caught.json",
+        )
+        for rank, fit in fits.items()
+    )
+    return replace(
+        finding,
+        cause="swallowed-exception",
+        doubts=those({Doubt.SEVERAL_PLACES_FIT: not all(fit.sure for fit in fits.values())}),
+        summary=summary,
+        culprits=culprits,
+        claims=(*claims, *finding.claims),
+        ruled_out=(*finding.ruled_out, f"{finding.cause} alone: the exception says why"),
+    )
+
+
+def with_skipped_batch(facts: Facts, finding: Finding) -> Finding:
+    """The finding with what its culprits alone have printed as they left out calls that their peers made, as its cause.
+
+    Of the records only a call too many contradicts that; where they show a call left out, they agree with it. Who has
+    left the loop by that (``break``, ``return``) has left it, whatever it printed.
+    """
+    said = _said(facts, [one.rank for one in finding.culprits]) if finding.cause in EXPLAINED - {"rank-exited"} else {}
+    if not said or (not finding.doubts and len(said) < len(finding.culprits)):
+        return finding
+    shifts = [shift for group in facts.alignment.groups() if (shift := facts.histories.shift_in(group)) is not None]
+    if any(shift.kind == "extra" and said.keys() & set(shift.ranks) for shift in shifts):
+        return finding
+    claims = tuple(Claim(_of_print(*one).rstrip("."), f"ranks/{one[0]}/log_tail.txt") for one in said.items())
+    words = [_of_print(*one) for one in said.items()]
+    if not all(left.swallows or left.goes == "continue" for left, _ in said.values()):
+        return replace(finding, summary=" ".join([finding.summary, *words]), claims=(*finding.claims, *claims))
+    swallows = any(left.swallows for left, _ in said.values())
+    by_data = {claim_of(facts, one) for one in finding.partings if not one.kept}
+    shown = all(any(rank in shift.ranks for shift in shifts) for rank in said)
+    return replace(
+        finding,
+        cause="swallowed-exception" if swallows else "collective-mismatch",
+        doubts=those({Doubt.SEVERAL_PLACES_FIT: not shown}),
+        summary=" ".join([*words, finding.summary]),
+        culprits=tuple(_who_said(one, *said[one.rank]) for one in finding.culprits if one.rank in said),
+        claims=(*claims, *(claim for claim in finding.claims if claim not in by_data)),
+        ruled_out=(*finding.ruled_out, f"{finding.cause} alone: what the rank printed says why"),
+        signs=frozenset() if swallows else frozenset({"left-out", "drawn"}),
+        partings=tuple(one for one in finding.partings if one.kept),
+    )
+
+
+def _who_said(culprit: Culprit, left: Left, line: str) -> Culprit:
+    return structs.replace(culprit, frame=left.frame, reason=_of_print(culprit.rank, (left, line)))
+
+
+def _said(facts: Facts, named: Sequence[int]) -> dict[int, tuple[Left, str]]:
+    """Rank → the newest of its lines that no peer has printed, and the statement behind which it left out calls."""
+    printed = {rank: lines for rank in named if (lines := lines_of(facts.ranks[rank].evidence.log_tail))}
+    others = [rank for rank in facts.ranks if rank not in named]
+    some = [*list(printed)[:_MOST_LOOKED_AT], *others[:_MOST_LOOKED_AT]] if printed else []
+    called = {(frame.file, frame.line): frame for rank in some for frame in _lines_called_from(facts, rank)}
+    every = left_by(called.values(), facts.read_source)
+    ways = [left for left in every if any(left.leaves_out(frame) for frame in called.values())]
+    found: dict[int, tuple[Left, str]] = {}
+    for rank, lines in printed.items() if ways else ():
+        peers = [facts.ranks[one].evidence.log_tail for one in others or named if one != rank]
+        matches = ((left, line) for line in reversed(lines) for left in ways if left.has_printed(line))
+        own = next((one for one in matches if not any(one[0].is_in(text) for text in peers)), None)
+        if own is not None:
+            found[rank] = own
+    return found
+
+
+def _lines_called_from(facts: Facts, rank: int) -> Iterator[Frame]:
+    """The user's frames where the rank is, and of the calls on its record."""
+    yield from user_stack_of(facts.ranks[rank].evidence)
+    record = facts.alignment.records.get(rank)
+    for kind in Entries.of(record.entries).used().values() if record is not None else ():
+        yield from facts.alignment.stack(rank, kind).user_frames
+
+
+def _of_print(rank: int, said: tuple[Left, str]) -> str:
+    left, line = said
+    where = f"at {fr.place(left.frame)}, in `{left.after}`"
+    words = f"Rank {rank} printed {one_line(line.strip(), 100)!r} {where}, and went on by {left.goes}"
+    return f"{words}, without the collectives that its peers called there."
+
+
+def _culprit(culprit: Culprit, fit: _Fit) -> Culprit:
+    one = fit.exception
+    reason = f"Rank {culprit.rank} raised {one.type} at {fr.place(one.raised)} and went on from {fr.place(one.caught)}"
+    return Culprit(
+        culprit.rank,
+        culprit.host,
+        culprit.pid,
+        culprit.process,
+        one.raised,
+        culprit.step,
+        f"{reason}, without the collectives that its peers called there.",
+    )
+
+
+def _of_several(fits: dict[int, _Fit], summary: str) -> str:
+    types = " and ".join(sorted({fit.exception.type for fit in fits.values()}))
+    who = capital(ranks_word(fits))
+    return f"{who} raised {types} and went on, without the collectives that their peers called. {summary}"
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """One rank's calls in one group, and when it made them."""
+
+    numbers: Sequence[int]
+    times_ns: Sequence[int]
+
+    def after(self, time_unix_s: float) -> tuple[int, bool] | None:
+        """The number that the next call after that time has, or would have; and whether it was made.
+
+        None for what is older than the record.
+        """
+        at = bisect_right(self.times_ns, time_unix_s * 1e9)
+        if at == 0 and self.numbers[0] > 1:
+            return None
+        later = at < len(self.times_ns)
+        return (self.numbers[at] if later else self.numbers[-1] + 1), later
+
+
+def _calls(facts: Facts, rank: int, group: str) -> _Calls | None:
+    window = facts.alignment.window(rank, group)
+    if window is None:
+        return None
+    return _Calls(window.numbers, [window.entries.created_ns[position] for position in window.positions])
+
+
+def _parted_at(facts: Facts, rank: int, group: str, mismatch: Mismatch | None) -> tuple[int, bool]:
+    """The first number of ``group`` that ``rank`` did not call as its peers did; and whether the histories show it.
+
+    Where they do not, they may agree with several places.
+    """
+    shift = facts.histories.shift_in(group)
+    if shift is not None and (rank in shift.ranks) == (shift.kind == "missing"):
+        return shift.number, True
+    if mismatch is not None and mismatch.group == group and rank in mismatch.odd:
+        return mismatch.seq, shift is not None
+    window = facts.alignment.window(rank, group)
+    return window.numbers[-1] + 1 if window else 0, shift is not None
+
+
+def _fit(facts: Facts, rank: int, mismatch: Mismatch | None) -> _Fit | None:
+    """The newest exception of ``rank`` at the point where it parted from its peers."""
+    groups = {group: calls for group in facts.alignment.groups() if (calls := _calls(facts, rank, group))}
+    parted = {group: _parted_at(facts, rank, group, mismatch) for group in groups}
+    tried: dict[tuple[str, int], bool] = {}
+    for exception in reversed(facts.ranks[rank].evidence.caught):
+        for group, calls in groups.items():
+            place = calls.after(exception.time_unix_s)
+            if place is None:
+                continue
+            number, later = place
+            parted_at, shown = parted[group]
+            sure = number == parted_at
+            key = (group, number)
+            if not sure and key not in tried:  # many exceptions may lie between the same two calls
+                tried[key] = later and not shown and _agrees(facts, rank, group, number)
+            if (sure or tried[key]) and not _peers_did_too(facts, rank, group, number, exception):
+                return _Fit(exception, group, number, later, sure and later)
+    return None
+
+
+def _agrees(facts: Facts, rank: int, group: str, number: int) -> bool:
+    """Where all steps are alike the records do not show the place, but they may agree with this one."""
+    return facts.histories.in_group(group).left_out_before(rank, number) is not None
+
+
+def _peers_did_too(facts: Facts, rank: int, group: str, number: int, exception: CaughtException) -> bool:
+    for peer, one in facts.ranks.items():
+        for other in one.evidence.caught if peer != rank else ():
+            if (other.type, other.raised) == (exception.type, exception.raised):
+                theirs = _calls(facts, peer, group)
+                there = theirs.after(other.time_unix_s) if theirs else None
+                if there is not None and there[0] == number:
+                    return True
+    return False

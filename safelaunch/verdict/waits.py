@@ -1,0 +1,283 @@
+"""Who waits for whom among the ranks: the graph of waits, whose nodes are classes of ranks, ranks and processes.
+
+All ranks that wait in the same operation under the same number wait for the same peers, so the nodes are those
+classes and not the ranks; a job of thousands of ranks has a handful. A rank that is in no such operation is a node of
+its own. It may wait for a file that a process has locked, for what the process at the other end of a connection is to
+send, or, in a loop that polls, for what a rank was to do that is kept from there. A child of a rank is a node where it
+has locked that file, or has that other end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from safelaunch.model import Frame
+from safelaunch.verdict.collectives import fits, signature
+from safelaunch.verdict.conditions import Condition
+from safelaunch.verdict.graph import Edge, Graph, Kind, Node
+from safelaunch.verdict.guarding import whereabouts
+from safelaunch.verdict.peers import PeerWait
+from safelaunch.verdict.processes import Inside
+from safelaunch.verdict.rank_state import Facts, RankFacts, child_views, user_stack_of, view_of
+from safelaunch.verdict.reading import calls
+from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading.guards import Guard, guards_of, way_to
+
+Key = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Whom a rank waits for: another one, or a child process of its. ``condition``: what that does by its own doing, if
+    anything; None where it waits for peers in turn. ``kind``: it has a file locked, the other end of a connection,
+    alone does not poll for what the others look for, or alone sets the key that they wait for, at ``site``. ``words``
+    say why, of the last two."""
+
+    rank: int
+    node: Node
+    condition: Condition | None
+    kind: Kind = "file"
+    words: str = ""
+    site: Frame | None = None
+
+
+@dataclass(frozen=True)
+class Waiters:
+    """A class of ``ranks`` that wait for the same peers, ``blockers``. ``wait``: what the first of them waits in."""
+
+    ranks: tuple[int, ...]
+    wait: PeerWait
+    blockers: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Waits:
+    """``classes``: by their nodes in the graph. ``held_by``: rank → whom it waits for outside of calls, where that is
+    not the rank itself."""
+
+    classes: Mapping[Key, Waiters]
+    held_by: Mapping[int, Holder]
+    graph: Graph
+
+    @cached_property
+    def waiting(self) -> frozenset[int]:
+        return frozenset(ranks_in(self.classes.values()))
+
+    @cached_property
+    def blocking(self) -> frozenset[int]:
+        """The ranks that somebody waits for."""
+        return frozenset().union(*(one.blockers for one in self.classes.values()))
+
+    @cached_property
+    def circle(self) -> tuple[Waiters, ...]:
+        """The largest set of classes that wait for each other and for nobody else; empty where every wait ends at a
+        rank of its own doing.
+        """
+        circles = [self._classes(sink) for sink in self.graph.sinks]
+        return max(circles, key=lambda circle: sum(len(one.ranks) for one in circle), default=())
+
+    def _classes(self, sink: tuple[Node, ...]) -> tuple[Waiters, ...]:
+        """The classes in a circle of calls alone."""
+        found = tuple(self.classes[node] for node in sink if isinstance(node, tuple) and node in self.classes)
+        return found if len(found) == len(sink) and any(one.blockers for one in found) else ()
+
+    @cached_property
+    def groups_of_circle(self) -> frozenset[str]:
+        return frozenset(group for one in self.circle if (group := one.wait.group) is not None)
+
+    @cached_property
+    def transfers_of_circle(self) -> tuple[Waiters, ...]:
+        """The sends and receives in it."""
+        return tuple(one for one in self.circle if one.wait.kind == "p2p")
+
+    @property
+    def in_circle(self) -> list[int]:
+        return ranks_in(self.circle)
+
+
+class Case(Facts):
+    """What the rules decide on: the ranks, and the graph of their waits, which is built when it is first asked for."""
+
+    @cached_property
+    def waits(self) -> Waits:
+        return waits_of(self)
+
+
+def ranks_in(classes: Iterable[Waiters]) -> list[int]:
+    return sorted(rank for one in classes for rank in one.ranks)
+
+
+def waits_of(facts: Facts) -> Waits:
+    members: dict[Key, list[RankFacts]] = {}
+    for rank, one in facts.ranks.items():
+        if one.wait is not None:
+            members.setdefault(_key(rank, one.wait), []).append(one)
+    classes = {key: _class_of(facts, tuple(ranks)) for key, ranks in members.items()}
+    nodes: dict[int, Node] = {rank: key for key, one in classes.items() for rank in one.ranks}
+    held_by = dict(_holders(facts, nodes))
+    return Waits(classes, held_by, Graph((*_call_edges(classes, nodes), *_other_edges(facts, held_by))))
+
+
+def _class_of(facts: Facts, members: tuple[RankFacts, ...]) -> Waiters:
+    ranks, wait = tuple(one.rank for one in members), members[0].wait
+    assert wait is not None  # it is the class of those that wait there
+    return Waiters(ranks, wait, _blockers(facts, wait, ranks))
+
+
+def _call_edges(classes: Mapping[Key, Waiters], nodes: Mapping[int, Node]) -> Iterator[Edge]:
+    for key, one in classes.items():
+        # In the order of the ranks: the same evidence has the same verdict, to the word.
+        others = tuple(dict.fromkeys(nodes.get(b, b) for b in sorted(one.blockers) if nodes.get(b) != key))
+        yield Edge(key, others, "call", one.wait.claims)
+
+
+def _other_edges(facts: Facts, held_by: Mapping[int, Holder]) -> Iterator[Edge]:
+    for rank, holder in held_by.items():
+        condition = facts.ranks[rank].condition
+        yield Edge(rank, (holder.node,), holder.kind, condition.claims if condition is not None else ())
+
+
+@dataclass(frozen=True)
+class _Child:
+    """The node of a child process of a rank."""
+
+    rank: int
+    pid: int
+
+
+def _holders(facts: Facts, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Holder]]:
+    """Of the ranks that wait for a file lock or at a connection: the process that the kernel names, where it is another
+    rank's. Of those that poll: the one rank that the source keeps from there."""
+    for rank, one in facts.ranks.items():
+        own = one.condition
+        if own is None:
+            continue
+        pid = own.locked_by if own.locked_by is not None else own.owed_by
+        host = own.locked_on or one.evidence.host
+        owner, _ = facts.processes.get((host, pid), (rank, ())) if pid is not None else (rank, ())
+        if pid is not None and owner != rank:
+            yield rank, replace(_holder(facts, owner, pid, nodes), kind="file" if own.locked_by == pid else "message")
+        elif own.process == "main":
+            found = _sets(facts, rank, own, nodes) or _kept_from(facts, rank, own, nodes)
+            found = found or _answers(facts, rank, nodes)
+            yield from [(rank, found)] if found is not None else []
+
+
+def _kept_from(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node]) -> Holder | None:
+    """Of a rank that polls: the one rank that a condition on the rank keeps from its line; None for several."""
+    if own.poll is None or own.poll.of not in ("file", "key", ""):
+        return None
+    for guard in guards_of(user_stack_of(facts.ranks[rank].evidence), facts.read_source):
+        admitted = {other: guard.admits(whereabouts(facts, other)) for other in facts.world}
+        kept = [other for other, comes in admitted.items() if comes is False]
+        if admitted[rank] is True and len(kept) == 1 and kept[0] in facts.ranks:
+            other = kept[0]
+            words = f"`{guard.words}` keeps rank {other} from there"
+            return Holder(other, nodes.get(other, other), facts.ranks[other].condition, "poll", words)
+    return None
+
+
+def _answers(facts: Facts, rank: int, nodes: Mapping[int, Node]) -> Holder | None:
+    """Of a rank that waits for the answer to a remote call: the one other rank that is at one; None for several."""
+    view = view_of(facts.ranks[rank].evidence)
+    if view is None or not calls.waits_for_rpc(view.stack):
+        return None
+    views = {other: view_of(one.evidence) for other, one in facts.ranks.items() if other != rank}
+    at_work = [r for r, v in views.items() if v is not None and any(calls.handles_rpc(t.frames) for t in v.beside())]
+    if len(at_work) != 1:
+        return None
+    other = at_work[0]
+    return Holder(other, nodes.get(other, other), facts.ranks[other].condition, "message")
+
+
+def _sets(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node]) -> Holder | None:
+    """Of a rank that waits for a key of the store: the one other rank that comes to the line that sets it."""
+    for line in own.key.set_at if own.key is not None else ():
+        guards = guards_of((line,), facts.read_source)
+        kept = {other for other in facts.world if any(_is_kept(facts, other, guard) for guard in guards)}
+        may = facts.world - kept
+        if len(may) == 1 and rank in kept and (other := next(iter(may))) in facts.ranks:
+            behind = [f"`{step.guard.words}`" for step in way_to(line, facts.read_source) if not step.loop]
+            words = f"rank {other} alone sets it, at {fr.place(line)}, behind {' and '.join(behind)}"
+            return Holder(other, nodes.get(other, other), facts.ranks[other].condition, "key", words, line)
+    return None
+
+
+def _is_kept(facts: Facts, rank: int, guard: Guard) -> bool:
+    """By its number, or as it is where the same condition sends those that it does not admit."""
+    if guard.admits(whereabouts(facts, rank)) is False:
+        return True
+    stack = user_stack_of(facts.ranks[rank].evidence) if rank in facts.ranks else ()
+    return any(
+        (here.file, here.line) == (guard.file, guard.line) and here.taken is not guard.taken
+        for here in guards_of(stack, facts.read_source)
+    )
+
+
+def _holder(facts: Facts, rank: int, pid: int, nodes: Mapping[int, Node]) -> Holder:
+    one = facts.ranks[rank]
+    own = Holder(rank, nodes.get(rank, rank), one.condition)
+    child = next((view for view in child_views(one.evidence) if view.process.pid == pid), None)
+    if child is None or (one.condition is not None and one.condition.pid == pid):
+        return own
+    if child.awaited.processes == "message" or child.user_frame is None:  # it waits for what its rank sends
+        return own
+    condition = replace(Inside(child).condition(), process=f"{child.process.role} (pid {pid})")
+    return Holder(rank, _Child(rank, pid), condition)
+
+
+def _key(rank: int, wait: PeerWait) -> Key:
+    """Each send and receive is a class of its own: two ranks in the same ``recv`` line wait for different peers."""
+    if wait.kind == "p2p":
+        return (*wait.key, rank)
+    return wait.key if wait.seq is not None or wait.kind == "init" else (*wait.key, _line(wait))
+
+
+def _blockers(facts: Facts, wait: PeerWait, ranks: tuple[int, ...]) -> frozenset[int]:
+    inside = frozenset(ranks)
+    if wait.kind == "init":
+        return frozenset(r for r in facts.world - inside if not facts.alignment.joined(r))
+    if wait.kind == "p2p":
+        named = facts.transfers.peers_missing(ranks[0], wait.group) if wait.group is not None else None
+        if named is None and wait.peer is not None and wait.peer in facts.world:
+            named = frozenset({wait.peer})
+        return facts.world - inside if named is None else named
+    if wait.group is None or wait.seq is None:
+        return frozenset(r for r in facts.world - inside if not _same_call(facts, r, wait))
+    members, _ = facts.alignment.members(wait.group)
+    return frozenset(r for r in members - inside if not _has_entered(facts, r, wait, wait.group, wait.seq))
+
+
+def _has_entered(facts: Facts, rank: int, wait: PeerWait, group: str, seq: int) -> bool:
+    """``rank`` has entered the same collective; one that recorded something else under the number has not,
+    nor one whose device has not begun what its CPU has queued.
+
+    A rank without a record is taken to have entered when its stack waits in the same function.
+    """
+    if rank not in facts.alignment.records:
+        return _same_call(facts, rank, wait)
+    entry = facts.alignment.entry(rank, group, seq)
+    if entry is not None:
+        return entry.started is not False and fits(signature(entry), wait.signature)
+    return facts.alignment.last(rank, group) >= seq
+
+
+def _same_call(facts: Facts, rank: int, wait: PeerWait) -> bool:
+    """``rank`` waits in the same function. Where stacks are all there is for both, in the same line, too: only a
+    Flight Recorder could tell that different lines meet."""
+    other = facts.ranks[rank].wait if rank in facts.ranks else None
+    if other is None or other.kind != wait.kind or not same_op(other.op, wait.op):
+        return False
+    return other.seq is not None or wait.seq is not None or _line(other) == _line(wait)
+
+
+def _line(wait: PeerWait) -> tuple[str, int] | None:
+    return (wait.frame.file, wait.frame.line) if wait.frame else None
+
+
+def same_op(one: str, other: str) -> bool:
+    """The Flight Recorder says ``_all_gather_base``, the stack ``all_gather_into_tensor`` or ``all_gather_object``."""
+    a, b = (name.strip("_").replace("_", "") for name in (one, other))
+    return "acollective" in (a.replace(" ", ""), b.replace(" ", "")) or a in b or b in a

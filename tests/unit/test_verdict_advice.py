@@ -1,0 +1,236 @@
+"""Advice that fits the case: what sets cases of one cause apart, and the command that can be pasted."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from evidence import C10D, SITE, WRAPPER, at, behind, calls, entry, in_c10d, in_user, job, past, rank, record, waiting
+from msgspec.structs import replace
+
+from safelaunch.model import Evidence, Frame, Launched, RankException, RankExit, Verdict
+from safelaunch.settings.presets import find_builtin_dir, list_presets
+from safelaunch.verdict.advice import SIGNS, again
+from safelaunch.verdict.causes import CAUSES, advice_for
+from safelaunch.verdict.diagnose import diagnose
+
+DDP = f"{SITE}/torch/nn/parallel/distributed.py"
+TYPED = ("--nproc-per-node=4", "train.py", "--name", "my run")
+GUARDED = "def train():\n    if rank == 0:\n        evaluate()\n    loss.backward()\n"
+
+
+def in_ddp_forward(line: int) -> tuple[Frame, ...]:
+    """A broadcast of DDP's buffers, under ``model(batch)``."""
+    inner = [(1900, "_default_broadcast_coalesced"), (2100, "_sync_buffers"), (1600, "_pre_forward"), (1700, "forward")]
+    return (*(Frame(DDP, number, function) for number, function in inner), at(line), at(100, "<module>"))
+
+
+def in_backward(line: int) -> tuple[Frame, ...]:
+    engine = Frame(f"{SITE}/torch/autograd/graph.py", 979, "_engine_run_backward")
+    return (engine, Frame(f"{SITE}/torch/_tensor.py", 623, "backward"), at(line), at(100, "<module>"))
+
+
+def in_full_state_dict(line: int) -> tuple[Frame, ...]:
+    inner = (Frame(C10D, 3000, "all_gather_into_tensor"), WRAPPER)
+    where = Frame(f"{SITE}/torch/distributed/checkpoint/state_dict.py", 900, "get_model_state_dict")
+    return (*inner, where, at(line, "save"), at(100, "<module>"))
+
+
+def stuck(number: int, op: str, frames: tuple[Frame, ...], seq: int = 4):  # type: ignore[no-untyped-def]
+    pending = replace(entry(op, seq), frames=frames)
+    return rank(number, frames, flight=record(*past(seq - 1), pending))
+
+
+def suggestions(evidence: Evidence, source: str = "") -> tuple[str, ...]:
+    return diagnose(evidence, read_source=lambda path: source or None).suggestions
+
+
+def raised(number: int, kind: str, message: str, line: int = 41) -> object:
+    frames = (at(line, "step"), at(100, "<module>"))
+    error = RankException(kind, message, 100.0, frames, f"{kind}: {message}")
+    return rank(number, in_user(line), "sleep", more={"exception": error, "exit": RankExit(1, 101.0)})
+
+
+# --- sub-cases --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_forward_pass_through_ddp_on_one_rank(world: int) -> None:
+    """Rank 0 evaluates, and DDP broadcasts its buffers; the others are in the next backward pass."""
+    ranks = [stuck(n, "all_reduce", in_backward(4)) for n in range(world)]
+    ranks[0] = stuck(0, "broadcast", in_ddp_forward(3))
+    found = suggestions(job(*ranks), GUARDED)
+    assert "`model.module`" in found[0]
+    assert not any("Gate the side effect" in text for text in found)
+
+
+@pytest.mark.parametrize("common", [True, False])
+def test_a_forward_pass_that_all_ranks_have_made_is_no_evaluation(common: bool) -> None:
+    """Rank 2 has left out the rest of a step, and is in the forward pass of the next one."""
+    steps = [replace(entry("broadcast", n, done=True, line=40), frames=in_ddp_forward(40)) for n in (1, 2, 3)]
+    before = steps if common else past(3)
+    pending = replace(entry("all_reduce", 4), frames=in_backward(42))
+    ranks = [rank(n, in_backward(42), flight=record(*before, pending)) for n in range(4)]
+    ranks[2] = rank(
+        2, in_ddp_forward(40), flight=record(*before, replace(entry("broadcast", 4), frames=steps[0].frames))
+    )
+    found = suggestions(job(*ranks))
+    assert ("`model.module`" in found[0], "skips the rest of it" in found[0]) == (not common, common)
+
+
+def test_a_barrier_on_one_rank_while_others_are_in_ddps_forward_pass() -> None:
+    ranks = [stuck(n, "broadcast", in_ddp_forward(4)) for n in range(3)]
+    ranks[1] = stuck(1, "barrier", in_c10d("barrier", 3))
+    assert not any("`model.module`" in text for text in suggestions(job(*ranks)))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_full_state_dict_on_one_rank(world: int) -> None:
+    ranks = [stuck(n, "all_reduce", in_backward(50)) for n in range(world)]
+    ranks[0] = stuck(0, "all_gather_into_tensor", in_full_state_dict(20))
+    assert "state dict on all ranks" in suggestions(job(*ranks))[0]
+
+
+def test_a_rank_that_left_a_call_out_is_not_told_to_gate_a_side_effect() -> None:
+    """``if rank == 1: continue`` before the call: that rank is one call behind from there on."""
+    source = "def train():\n    for batch in loader:\n        if rank == 1:\n            continue\n        reduce()\n"
+    steps = "1@50 1@5 " * 4
+    ranks = [rank(n, in_c10d("all_reduce", 50), flight=record(*calls(steps + "1@50*"))) for n in range(3)]
+    ranks[1] = rank(
+        1, in_c10d("barrier", 70), flight=record(*calls("1@50 1@5 1@50 " + "1@50 1@5 " * 2 + "barrier:1@70*"))
+    )
+    verdict = diagnose(job(*ranks), read_source=lambda path: source)
+    assert verdict.summary.startswith("Rank 1 left out")
+    assert not any("Gate the side effect" in text for text in verdict.suggestions)
+    assert any("the call that was left out" in text for text in verdict.suggestions)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_an_exception_that_all_ranks_raised_alike(world: int) -> None:
+    found = suggestions(job(*(raised(n, "ImportError", "no module") for n in range(world)), outcome="crash"))  # type: ignore[arg-type]
+    assert any("Every rank raised it alike" in text for text in found)
+    assert not any("follow from it" in text for text in found)
+
+
+def test_an_exception_of_one_rank() -> None:
+    ranks = [raised(0, "ValueError", "bad sample"), waiting(1), waiting(2)]
+    found = suggestions(job(*ranks, outcome="crash"))  # type: ignore[arg-type]
+    assert any("follow from it" in text for text in found)
+    assert not any("alike" in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "advice"),
+    [
+        (
+            "RuntimeError",
+            "Expected to have finished reduction in the prior iteration before starting a new one.",
+            "Only if steps leave some out on purpose, pass `find_unused_parameters=True`",
+        ),
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", "--preset oom-debug"),
+        ("AcceleratorError", "CUDA error: device-side assert triggered", "--preset cuda-sync"),
+    ],
+)
+def test_errors_that_torch_words_itself(kind: str, message: str, advice: str) -> None:
+    ranks = [raised(n, kind, message) for n in range(2)]
+    assert any(advice in text for text in suggestions(job(*ranks, outcome="crash")))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("peers_in", ["ddp", "plain"])
+def test_uneven_loaders(peers_in: str) -> None:
+    """``model.join()`` answers for DDP's collectives, and for no others."""
+    frames = in_backward(50) if peers_in == "ddp" else in_c10d("all_reduce", 50)
+    gone = rank(1, (), "zombie", page="exited", more={"exit": RankExit(0, 100.0)})
+    ranks = [stuck(0, "all_reduce", frames), replace(gone, flight_record=behind())]
+    verdict = diagnose(job(*ranks))
+    assert verdict.cause == "uneven-batches"
+    assert any("model.join()" in text for text in verdict.suggestions) is (peers_in == "ddp")
+
+
+def test_a_guarded_send_or_receive_is_no_side_effect() -> None:
+    """``if rank == 0: send()``: what the advice on collectives calls a side effect is the other end's counterpart."""
+    for kind, fits in (("transfer", False), ("roots-differ", False), ("left-out", True)):
+        given = advice_for("collective-mismatch", {"guarded", kind})  # type: ignore[arg-type]
+        assert any("Gate the side effect" in one.text for one in given) is fits
+
+
+def test_advice_points_at_no_lines_where_no_stack_was_seen() -> None:
+    unseen = suggestions(job(rank(0, seen=False), rank(1, seen=False), launched=Launched(TYPED, (), "2.13.0")))
+    assert any("`safelaunch doctor`" in text for text in unseen)
+    assert not any("the line" in text for text in unseen)
+    seen = suggestions(job(*(rank(n, in_user(7 + n), "sleep") for n in range(2))))
+    assert not any("`safelaunch doctor`" in text for text in seen)
+
+
+def test_every_sign_is_of_some_advice() -> None:
+    used = {sign for cause in CAUSES.values() for one in cause.advice for sign in (one.only_if, *one.unless) if sign}
+    assert set(SIGNS) <= used
+
+
+# --- presets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_preset_is_not_advised_where_it_does_nothing() -> None:
+    """What a preset leaves out for a version of torch, advice to use it leaves out for that version, too."""
+    for one in (advice for cause in CAUSES.values() for advice in cause.advice if advice.preset):
+        preset = yaml.safe_load((find_builtin_dir() / f"{one.preset}.yaml").read_text())
+        limits = {setting.get("torch", "") for setting in preset["env"].values()}
+        assert one.torch in limits or "" in limits, one.preset
+    assert {one.preset for cause in CAUSES.values() for one in cause.advice} - {""} <= {p.name for p in list_presets()}
+
+
+@pytest.mark.parametrize(("torch", "advised"), [("2.9.1", True), ("2.13.0+cpu", False), ("2.14", False), ("", False)])
+def test_desync_detail_is_advised_only_where_it_works(torch: str, advised: bool) -> None:
+    for cause in CAUSES:
+        given = list(advice_for(cause, {"unsure", "all-arrived", "aborted-in-a-collective"}, torch=torch))
+        assert any(one.preset == "desync-detail" for one in given) <= advised
+    given = list(advice_for("collective-mismatch", {"unsure"}, torch=torch))
+    assert any(one.preset == "desync-detail" for one in given) is advised
+
+
+def test_a_preset_that_the_run_had_is_not_advised() -> None:
+    for presets, advised in (((), True), (("cuda-sync",), False)):
+        assert any(one.preset == "cuda-sync" for one in advice_for("gpu-kernel", (), presets)) is advised
+
+
+# --- the next command -------------------------------------------------------------------------------------------------
+
+
+def with_launch(launched: Launched, op: str = "nccl:all_reduce") -> Verdict:
+    """All ranks wait in the same collective."""
+    ranks = [waiting(n, flight=record(*past(3, op), entry(op, 4, line=50))) for n in range(2)]
+    return diagnose(job(*ranks, launched=launched))
+
+
+def test_the_next_command_is_the_users_own_with_what_shows_more() -> None:
+    step = with_launch(Launched(TYPED, ("hang-debug",), "2.13.0")).next
+    assert step is not None
+    assert step.why == "To see what the transport does"
+    command = "safelaunch --preset hang-debug --preset nccl-debug --nproc-per-node=4 train.py --name 'my run'"
+    assert step.command == command
+
+
+def test_without_anything_to_add_it_is_the_same_run() -> None:
+    step = with_launch(Launched(TYPED, (), "2.13.0"), "gloo:all_reduce").next
+    assert step is not None and step.why == "Once that is fixed"
+    assert step.command == "safelaunch --nproc-per-node=4 train.py --name 'my run'"
+
+
+def test_there_is_none_of_a_job_that_safelaunch_did_not_start() -> None:
+    assert diagnose(job(*(waiting(n) for n in range(2)))).next is None
+
+
+@pytest.mark.parametrize(
+    ("typed", "presets", "command"),
+    [
+        (("train.py",), (), "safelaunch --preset more train.py"),
+        (("exec", "--", "bash", "run.sh"), (), "safelaunch exec --preset more -- bash run.sh"),
+        (("--preset", "a", "train.py"), ("a",), "safelaunch --preset a --preset more train.py"),
+        (("--preset=a", "--preset=b", "t.py"), ("a", "b"), "safelaunch --preset=a --preset=b --preset more t.py"),
+        (("exec", "--preset", "a", "--", "x"), ("a",), "safelaunch exec --preset a --preset more -- x"),
+        (("train.py", "--token", "[redacted]"), (), ""),
+        (("train.py", "two\nlines"), (), ""),
+        ((), (), ""),
+    ],
+)
+def test_where_a_preset_goes(typed: tuple[str, ...], presets: tuple[str, ...], command: str) -> None:
+    assert again(Launched(typed, presets), "more") == command

@@ -1,0 +1,113 @@
+"""Under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch compares calls itself, and all ranks raise: who was the odd one?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from evidence import C10D, LOGGER, MODULE, SITE, at, calls, job, rank, record
+
+from safelaunch.model import FatalError, Frame, Launched, RankEvidence, RankException, RankExit
+from safelaunch.verdict.diagnose import diagnose
+from safelaunch.verdict.reading.failures import fingerprints
+
+OPTIONS = (
+    "TensorOptions(dtype=float (default), device=cpu, layout=Strided (default), requires_grad=false (default),"
+    " pinned_memory=false (default), memory_format=(nullopt))"
+)
+
+
+def fingerprint(op: str, sizes: str = "[4]") -> str:
+    more = f", TensorShape={sizes}, TensorDtypes=Float, TensorDeviceTypes={OPTIONS})" if op != "BARRIER" else ""
+    return f"CollectiveFingerPrint(SequenceNumber=11, OpType={op}{more})"
+
+
+def message(mine: tuple[int, str], theirs: tuple[int, str]) -> str:
+    """As torch 2.13 words it. ``mine``: who raises it, and its call."""
+    return (
+        f"Detected mismatch between collectives on ranks. Rank {mine[0]} is running collective: {mine[1]}, but Rank"
+        f" {theirs[0]} is running collective: {theirs[1]}.Collectives differ in the following aspects:   Op type"
+    )
+
+
+def raised(number: int, text: str, line: int, **fields: Any) -> RankEvidence:
+    frames = (Frame(C10D, 3252, "all_reduce"), Frame(LOGGER, 83, "wrapper"), at(line), MODULE)
+    error = RankException("RuntimeError", text, 100.0 + number, frames)
+    return rank(number, seen=False, more={"exception": error, "exit": RankExit(1, 101.0)}, **fields)
+
+
+def ranks_that(made: dict[int, str], line: dict[int, int], among: dict[int, int] | None = None) -> list[RankEvidence]:
+    """``made``: rank → its call. ``among``: its number in the group; each names itself and the first that differs."""
+    number = among or {n: n for n in made}
+    other = {n: next(m for m in made if made[m] != made[n]) for n in made}
+    texts = {n: message((number[n], made[n]), (number[other[n]], made[other[n]])) for n in made}
+    return [raised(n, text, line.get(n, 50)) for n, text in texts.items()]
+
+
+def culprits(ranks: list[RankEvidence], world: int = 0) -> tuple[str, str, list[tuple[int, int | None]]]:
+    verdict = diagnose(job(*ranks, outcome="crash", world=world))
+    named = [(one.rank, one.frame.line if one.frame else None) for one in verdict.culprits]
+    return verdict.cause, verdict.confidence, named
+
+
+@pytest.mark.parametrize("odd", [0, 1, 3])
+def test_the_odd_rank_is_named_and_not_those_that_raised_first(odd: int) -> None:
+    made = {n: fingerprint("BROADCAST" if n == odd else "ALLREDUCE") for n in range(4)}
+    assert culprits(ranks_that(made, {odd: 41})) == ("collective-mismatch", "high", [(odd, 41)])
+
+
+def test_sizes_differ_on_one_line() -> None:
+    made = {n: fingerprint("ALLREDUCE", "[5, 2]" if n == 2 else "[4, 2]") for n in range(4)}
+    assert culprits(ranks_that(made, {})) == ("collective-mismatch", "high", [(2, 50)])
+
+
+def test_two_ranks_have_no_majority() -> None:
+    made = {0: fingerprint("BARRIER"), 1: fingerprint("ALLREDUCE")}
+    assert culprits(ranks_that(made, {0: 41})) == ("collective-mismatch", "medium", [(0, 41), (1, 50)])
+
+
+def test_errors_count_ranks_within_their_group() -> None:
+    made = {n: fingerprint("BROADCAST" if n == 5 else "ALLREDUCE") for n in (3, 4, 5)}
+    found = ranks_that(made, {5: 41}, among={3: 0, 4: 1, 5: 2})
+    others = [rank(n, seen=False, more={"exit": RankExit(-15, 105.0, before_close=False)}) for n in (0, 1, 2)]
+    assert culprits([*others, *found]) == ("collective-mismatch", "high", [(5, 41)])
+
+
+def test_a_call_too_many_long_before_is_what_began_it() -> None:
+    made = {n: fingerprint("BROADCAST" if n == 1 else "ALLREDUCE") for n in range(4)}
+    flights = {n: "0@20x3 0@30x5" if n != 1 else "0@20x3 0@25 0@30x4" for n in range(4)}
+    ranks = [
+        raised(n, one.exception.message if one.exception else "", 50, flight=record(*calls(flights[n])))
+        for n, one in enumerate(ranks_that(made, {}))
+    ]
+    assert culprits(ranks)[::2] == ("collective-mismatch", [(1, 25)])
+
+
+def test_what_is_no_such_error_tells_nothing() -> None:
+    assert fingerprints("Connection closed by peer") == {}
+    assert fingerprints("Detected mismatch between collectives on ranks.") == {}
+    old = "Detected mismatch between collectives on ranks. Rank 2 is running inconsistent collective: "
+    assert list(fingerprints(old + "CollectiveFingerPrint(OpType=BROADCAST)")) == [2]
+
+
+# --- the crash of DETAIL itself ---------------------------------------------------------------------------------------
+
+BUILD = Frame(f"{SITE}/torch/nn/parallel/distributed.py", 1473, "_ddp_init_helper")
+
+
+def killed(number: int, inner: Frame, *, first: bool = True) -> RankEvidence:
+    fatal = FatalError("Segmentation fault", (inner, at(10), MODULE), ())
+    return rank(number, seen=False, more={"exit": RankExit(-11, 100.0, before_close=first), "fatal": fatal})
+
+
+@pytest.mark.parametrize(
+    ("inner", "value", "is_told"),
+    [(BUILD, "DETAIL", True), (BUILD, "INFO", False), (at(9), "DETAIL", False)],
+)
+def test_a_crash_of_detail_itself_says_so(inner: Frame, value: str, is_told: bool) -> None:
+    ranks = [killed(n, inner, first=n > 0) for n in range(4)]
+    launched = Launched(torch="2.13.0", distributed_debug=value)
+    verdict = diagnose(job(*ranks, outcome="crash", launched=launched))
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("rank-killed", [0, 1, 2, 3])
+    assert ("under which torch 2.13.0 crashes" in verdict.summary) is is_told
+    assert any(text.startswith("Unset `TORCH_DISTRIBUTED_DEBUG=DETAIL`") for text in verdict.suggestions) is is_told

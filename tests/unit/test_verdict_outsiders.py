@@ -1,0 +1,85 @@
+"""Ranks that call a collective on a group that they are not in: torch only warns, and their own group waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from evidence import at, calls, in_c10d, job, rank, record
+
+from safelaunch.model import Evidence, RankEvidence
+from safelaunch.verdict.diagnose import diagnose
+
+GROUPS = {"1": (0, 1), "2": (2, 3)}
+
+
+def warning(number: int, op: str = "all_reduce") -> str:
+    return (
+        f"13:00:49.591 err| UserWarning: Running {op} on global rank {number} which does not belong to the given group."
+    )
+
+
+def one(number: int, text: str, line: int, log: str = "") -> RankEvidence:
+    found = rank(number, in_c10d("all_reduce", line), flight=record(*calls(text), groups=GROUPS))
+    return msgspec.structs.replace(found, log_tail=log)
+
+
+def halves(**logs: str) -> Evidence:
+    """Ranks 1 and 2 are past line 60 and in the next call of all; 0 and 3 wait at line 60 in their halves."""
+    return job(
+        one(0, "0@50x3 1@60*", 60),
+        one(1, "0@50x3 0@70*", 70, logs.get("first", "")),
+        one(2, "0@50x3 0@70*", 70, logs.get("second", "")),
+        one(3, "0@50x3 2@60*", 60),
+    )
+
+
+def test_who_took_the_wrong_group_is_named_with_the_call() -> None:
+    verdict = diagnose(halves(first=warning(1), second=warning(2)))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("missing-from-collective", [1, 2])
+    assert {c.frame and (c.frame.file, c.frame.line) for c in verdict.culprits} == {(at(60).file, 60)}
+    assert "Ranks 1-2 called all_reduce on a group that they are not in" in verdict.summary
+    assert "ranks 0,3 wait in all_reduce at train.py:60 (train) in their own groups" in verdict.summary
+    assert {"ranks/1/log_tail.txt", "ranks/2/log_tail.txt"} <= {claim.file for claim in verdict.evidence}
+    assert "Give each rank the group that it is in" in verdict.suggestions[0]
+    assert not any("caught exception" in text for text in verdict.suggestions)
+
+
+@pytest.mark.parametrize(
+    "logs",
+    [{}, {"first": warning(1, "barrier")}, {"first": warning(3)}],
+    ids=["no warning", "of another call", "of another rank"],
+)
+def test_without_such_a_warning_nothing_is_said(logs: dict[str, Any]) -> None:
+    verdict = diagnose(halves(**logs))
+    assert "not in" not in verdict.summary
+
+
+MESH = {"0": (0, 1, 2, 3), "1": (0, 2), "2": (1, 3), "4": (2, 3)}
+
+
+def in_one_line(number: int, text: str, line: int) -> RankEvidence:
+    return rank(number, in_c10d("all_reduce", line), flight=record(*calls(text), groups=MESH))
+
+
+@pytest.mark.parametrize(
+    ("rounds", "second", "said"), [(5, "1@8x5 4@8*", True), (1, "1@8 4@8*", False), (4, "1@8x4 4@8 4@8*", False)]
+)
+def test_a_line_that_takes_another_group_than_ever_before(rounds: int, second: str, said: bool) -> None:
+    """Rank 2 waits in its tensor group at the line where all its calls were in the data group, and rank 0 still is."""
+    verdict = diagnose(
+        job(
+            in_one_line(0, f"1@8x{rounds} 1@8*", 8),
+            in_one_line(1, f"2@8x{rounds + 1} 0@14*", 14),
+            in_one_line(2, second, 8),
+            in_one_line(3, f"2@8x{rounds + 1} 0@14*", 14),
+        )
+    )
+    if said:
+        assert verdict.cause == "group-order"
+        text = "Rank 2 made its 5 earlier calls at train.py:8 (train) in group '1': with group '4' it may have taken"
+        assert text in verdict.summary
+        assert verdict.suggestions[0].startswith("Look at how this line gets its group")
+    else:
+        assert "earlier calls at" not in verdict.summary

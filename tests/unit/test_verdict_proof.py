@@ -1,0 +1,439 @@
+"""The proof that a job is dead: what it needs, what takes it away, and that no job that it calls dead ever moves.
+
+The last is tried on jobs that are executed on paper (``simulated.py``): ``SAFELAUNCH_EXAMPLES=5000`` tries other ones
+each time, ``--whole`` ten thousand.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from evidence import KERNEL, STDLIB, at, behind, entry, in_c10d, in_user, job, past, process, rank, record, waiting
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from simulated import Job, Op, Program, Sight, evidence_of, pid_of
+
+from safelaunch.model import (
+    CallArguments,
+    Evidence,
+    Frame,
+    GilTest,
+    OtherEnd,
+    Posted,
+    ProcessEvidence,
+    ProofEdge,
+    RankEvidence,
+    RankExit,
+)
+from safelaunch.verdict.graph import Need, Node, stuck
+from safelaunch.verdict.proof import prove
+from safelaunch.verdict.waits import Case
+
+EXAMPLES = int(os.environ.get("SAFELAUNCH_EXAMPLES", "0"))
+
+
+def proof(evidence: Evidence) -> tuple[ProofEdge, ...]:
+    return prove(Case.of(evidence))
+
+
+# --- who goes on ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("needs", "never"),
+    [
+        ("", ""),
+        ("a:b", ""),  # b has no entry: it may act
+        ("a:", "a"),  # nobody can
+        ("a:a", "a"),
+        ("a:b b:a", "ab"),
+        ("a:b b:c c:a", "abc"),
+        ("a:b b:c", ""),
+        ("a:b b:", "ab"),
+        ("a:bc b:a", ""),  # one of several givers is enough
+        ("a:bc b:a c:a", "abc"),
+        ("a:b,c b:a", "ab"),  # all needs have to be met: c meets one of them
+        ("a:b,c b:x", ""),
+        ("a:b,c b:x c:", "ac"),
+        ("a:b b:a d:a d2:d,x", ("a", "b", "d", "d2")),
+    ],
+)
+def test_who_never_goes_on(needs: str, never: Sequence[str]) -> None:
+    """``"a:bc,d"``: a needs something of b or c, and something of d."""
+    given_: dict[Node, list[Need]] = {}
+    for word in needs.split():
+        node, _, each = word.partition(":")
+        given_[node] = [Need(frozenset(givers)) for givers in each.split(",")]
+    found = stuck(given_)
+    assert set(found) == set(never)
+    assert all(found.keys() >= need.givers and need in given_[node] for node, need in found.items())
+
+
+def test_long_circles_need_no_recursion() -> None:
+    circle = {n: [Need(frozenset({(n + 1) % 20_000}))] for n in range(20_000)}
+    assert len(stuck(circle)) == 20_000
+    assert not stuck({**circle, 7: [Need(frozenset({"somebody"}))]})
+
+
+# --- jobs on paper ----------------------------------------------------------------------------------------------------
+
+
+def with_kernel(one: ProcessEvidence, offset: int = 0, *, last: bool = False, **fields: Any) -> ProcessEvidence:
+    """The process with these fields of one thread, in the ``last`` look only, or in all."""
+    states = []
+    for number, state in enumerate(one.states):
+        threads = list(state.threads)
+        if not last or number == len(one.states) - 1:
+            threads[offset] = structs.replace(threads[offset], **fields)
+        states.append(structs.replace(state, threads=tuple(threads)))
+    return structs.replace(one, states=tuple(states))
+
+
+def with_threads(one: ProcessEvidence, *, last: bool = False, **fields: Any) -> ProcessEvidence:
+    """The process with these fields of its main thread's stack."""
+    stacks = [
+        structs.replace(sample, threads=(structs.replace(sample.threads[0], **fields), *sample.threads[1:]))
+        if not last or sample is one.stacks[-1]
+        else sample
+        for sample in one.stacks
+    ]
+    return structs.replace(one, stacks=tuple(stacks))
+
+
+def numbered(one: RankEvidence) -> RankEvidence:
+    """The rank with Python's own numbers of its threads: 1, 2, ..."""
+    assert one.main is not None
+    stacks = tuple(
+        structs.replace(sample, threads=tuple(structs.replace(t, ident=n) for n, t in enumerate(sample.threads, 1)))
+        for sample in one.main.stacks
+    )
+    return structs.replace(one, main=structs.replace(one.main, stacks=stacks))
+
+
+def changed(one: RankEvidence, change: Any, *args: Any, **fields: Any) -> RankEvidence:
+    return structs.replace(one, main=change(one.main, *args, **fields))
+
+
+def with_signals(one: ProcessEvidence) -> ProcessEvidence:
+    return structs.replace(one, states=tuple(structs.replace(state, handles_signals=True) for state in one.states))
+
+
+def in_lock(number: int, *, flight: Any = None, **fields: Any) -> RankEvidence:
+    """Its main thread and another one wait for locks."""
+    beside = [("saver", (at(41, "save"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run")), "futex")]
+    one = rank(number, in_user(40), flight=flight or behind(), threads=beside, **fields)
+    return changed(changed(one, with_kernel, rests_in="lock"), with_kernel, 1, rests_in="lock")
+
+
+QUEUE = (Frame(f"{STDLIB}/threading.py", 320, "Condition.wait"), Frame(f"{STDLIB}/queue.py", 171, "Queue.get"))
+EVENT = (Frame(f"{STDLIB}/threading.py", 320, "Condition.wait"), Frame(f"{STDLIB}/threading.py", 607, "Event.wait"))
+
+
+def in_library(inner: tuple[Frame, ...], **fields: Any) -> RankEvidence:
+    one = rank(0, (*inner, *in_user(40)), flight=fields.pop("flight", behind()), **fields)
+    return changed(one, with_kernel, rests_in="lock")
+
+
+def in_transfer(number: int, op: str, peer: int | None, **fields: Any) -> RankEvidence:
+    """gloo's, which is not recorded."""
+    call = None if peer is None else CallArguments(dst=peer) if op == "send" else CallArguments(src=peer)
+    return rank(number, in_c10d(op, 50), call=call, flight=fields.pop("flight", behind()), **fields)
+
+
+def at_pipe(*ends: int) -> RankEvidence:
+    one = rank(0, in_user(40), "pipe", flight=behind())
+    return changed(one, with_kernel, inode=1, ends=tuple(map(OtherEnd, ends)))
+
+
+def with_child(child: ProcessEvidence) -> RankEvidence:
+    one = rank(0, in_user(40), "wait4", flight=behind(), children=[child])
+    return changed(one, with_kernel, child=child.pid)
+
+
+def reader(*ends: int) -> ProcessEvidence:
+    child = process(1500, in_user(60), "pipe", role="child")
+    return with_kernel(child, inode=1, ends=tuple(map(OtherEnd, ends)))
+
+
+def gone(number: int, returncode: int = 0) -> RankEvidence:
+    return rank(number, seen=False, flight=behind(), more={"exit": RankExit(returncode, 1.0)})
+
+
+TWO = {"a": (0, 1), "b": (0, 1)}
+
+
+def in_group(number: int, group: str, members: dict[str, tuple[int, ...]], op: str = "all_reduce") -> RankEvidence:
+    return rank(number, in_c10d(op, 50), flight=record(entry(op, 1, group=group, line=50), groups=members))
+
+
+def in_broadcast(number: int, root: int | None) -> RankEvidence:
+    flight = record(*past(3), entry("broadcast", 4, line=50))
+    call = CallArguments(src=root) if root is not None else None
+    return rank(number, in_c10d("broadcast", 50), flight=flight, call=call)
+
+
+def with_side_thread(number: int, caller: int, kernel: str = "sleep") -> RankEvidence:
+    """A rank in a collective of group ``a``, and a thread beside. ``caller`` (1: the main thread) has made the calls
+    before."""
+    calls = (*past(3), structs.replace(entry("all_reduce", 1, group="a", line=50), record_id=4))
+    threads = (caller, caller, caller, min(caller, 1))
+    flight = record(*(structs.replace(c, thread=t) for c, t in zip(calls, threads, strict=True)), groups=TWO)
+    beside = [("saver", (at(41, "save"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run")), kernel)]
+    return numbered(rank(number, in_c10d("all_reduce", 50), flight=flight, threads=beside))
+
+
+def of_two_calls(number: int, first: str, *, lines: bool = True) -> RankEvidence:
+    """In collective 5, while number 4, which it did not wait for, is not over either."""
+    calls = (entry(first, 4, line=49 if lines else 0), entry("all_reduce", 5, line=50 if lines else 0))
+    one = rank(number, in_c10d("all_reduce", 50), flight=record(*past(3), *calls))
+    return numbered(structs.replace(one, flight_record=record(*(structs.replace(c, thread=1) for c in calls))))
+
+
+PROVED = {
+    "different collectives under one number": job(waiting(0), waiting(1, "all_gather")),
+    "different sizes under one number": job(waiting(0), waiting(1, flight=record(entry("all_reduce", 4, size=(8,))))),
+    "two groups in two orders": job(in_group(0, "a", TWO), in_group(1, "b", TWO)),
+    "both receive": job(in_transfer(0, "recv", 1), in_transfer(1, "recv", 0)),
+    "both send": job(in_transfer(0, "send", 1), in_transfer(1, "send", 0)),
+    "a circle of sends": job(in_transfer(0, "send", 1), in_transfer(1, "send", 2), in_transfer(2, "send", 0)),
+    "a receive of what a rank in a collective would send": job(in_transfer(0, "recv", 1), waiting(1)),
+    "locks, and a peer in a collective": job(in_lock(0), waiting(1)),
+    "a queue that nobody fills": job(in_library(QUEUE), waiting(1)),
+    "an event that nobody sets": job(in_library(EVENT), waiting(1)),
+    "a child that waits for its parent": job(with_child(reader(1000, 1500)), waiting(1)),
+    "a peer that has ended": job(waiting(0), gone(1)),
+    "a pipe to itself": job(at_pipe(1000), waiting(1)),
+    "a pipe to a child that waits as well": job(
+        structs.replace(at_pipe(1000, 1500), children=(reader(1000, 1500),)), waiting(1)
+    ),
+    "a signal ends no call of c10d": job(changed(waiting(0), with_signals), waiting(1, "all_gather")),
+    "different roots": job(in_broadcast(0, 0), in_broadcast(1, 1)),
+    "a thread asleep that never called": job(with_side_thread(0, 1), in_group(1, "b", TWO)),
+    "a receive, and a rank in a collective whose thread waits, too": job(
+        in_transfer(0, "recv", 1), changed(with_side_thread(1, 1, "futex"), with_kernel, 1, rests_in="lock")
+    ),
+    "two calls under way, neither of which ends": job(of_two_calls(0, "all_gather"), waiting(1)),
+}
+WAITS = [waiting(0), waiting(1, "all_gather")]
+
+
+def moved(**fields: Any) -> Evidence:
+    """The same as the first of those that are proved, but for the main thread of rank 0."""
+    return job(changed(WAITS[0], with_kernel, **fields), WAITS[1])
+
+
+NOT_PROVED = {
+    "one look": job(waiting(0, samples=1), WAITS[1]),
+    "it ran between the looks": job(
+        changed(changed(WAITS[0], with_kernel, slices=5), with_kernel, last=True, slices=6), WAITS[1]
+    ),
+    "it was elsewhere in the first look": job(changed(WAITS[0], with_threads, last=True, frames=in_user(7)), WAITS[1]),
+    "its stack is of two moments": job(changed(WAITS[0], with_threads, last=True, torn=True), WAITS[1]),
+    "it runs": job(waiting(0, kernel="run"), WAITS[1]),
+    "it is stopped": moved(state="T"),
+    "it is in the kernel's hands": moved(state="D"),
+    "its cgroup is frozen": job(waiting(0, frozen=True), WAITS[1]),
+    "no stack": job(rank(0, (), flight=WAITS[0].flight_record), WAITS[1]),
+    "a rank asleep": job(waiting(0), rank(1, in_user(7), "sleep", flight=behind())),
+    "a rank that was not seen": job(waiting(0), missing_ranks=(1,)),
+    "a time limit": job(changed(in_library(QUEUE), with_kernel, ends_s=60.0), waiting(1)),
+    "a signal may set an event": job(changed(in_library(EVENT), with_signals), waiting(1)),
+    "a signal may end the wait for a lock": job(changed(in_lock(0), with_signals), waiting(1)),
+    "a pipe to another program": job(at_pipe(1000, 77), waiting(1)),
+    "a pipe, and nobody looked who has it": job(rank(0, in_user(40), "pipe", flight=behind()), waiting(1)),
+    "a child that sleeps": job(with_child(process(1500, in_user(60), "sleep", role="child")), waiting(1)),
+    "a child that was not seen": job(structs.replace(with_child(reader(1000)), children=()), waiting(1)),
+    "a thread of an unknown library beside an event": job(
+        in_library(EVENT, threads=[("worker", (), "futex")]), waiting(1)
+    ),
+    "a thread beside a queue": job(in_library(QUEUE, threads=[("feeder", in_user(7), "sleep")]), waiting(1)),
+    "the holder of a lock may be asleep": job(changed(in_lock(0), with_kernel, 1, **KERNEL["sleep"]), waiting(1)),
+    "a group with unknown members": job(in_group(0, "a", {}), in_group(1, "a", {}, "all_gather")),
+    "all have entered": job(waiting(0), waiting(1)),
+    "another type of as many bytes": job(
+        waiting(0, flight=record(entry("all_reduce", 4, size=(4,), dtype="Float"))),
+        waiting(1, flight=record(entry("all_reduce", 4, size=(2,), dtype="Long"))),
+    ),
+    "a rank that failed": job(waiting(0), gone(1, 1)),
+    "a crash": job(*WAITS, outcome="crash"),
+    "a thread asleep that has called": job(with_side_thread(0, 2), in_group(1, "b", TWO)),
+    "a peer's thread asleep, where nobody knows who calls": job(with_side_thread(0, 0), in_group(1, "b", TWO)),
+    "a send and its receive": job(in_transfer(0, "send", 1), in_transfer(1, "recv", 0)),
+    "a send to somebody, and a receive": job(in_transfer(0, "send", None), in_transfer(1, "recv", 0)),
+    "a thread asleep that may send": job(in_transfer(0, "recv", 1), with_side_thread(1, 1)),
+    "a batch that may have sent": job(
+        in_transfer(0, "recv", 1),
+        in_transfer(1, "recv", 0, gil=GilTest(posted=(Posted(1, sends=True, peer=0), Posted(1, sends=False, peer=0)))),
+    ),
+    "a root that was not seen": job(in_broadcast(0, 0), in_broadcast(1, None)),
+    "a call behind one that never ends": job(of_two_calls(0, "all_gather"), of_two_calls(1, "all_reduce")),
+    "the same without lines": job(
+        of_two_calls(0, "all_gather", lines=False), of_two_calls(1, "all_reduce", lines=False)
+    ),
+    "a rank without a record may have entered": job(waiting(0), structs.replace(in_lock(1), flight_record=None)),
+    "it takes items from a queue, while its device works": job(
+        changed(
+            changed(in_library(QUEUE, flight=record(*past(3), entry("nccl:all_gather", 4))), with_kernel, slices=5),
+            with_kernel,
+            last=True,
+            slices=9,
+        ),
+        waiting(1, "nccl:all_reduce"),
+    ),
+    "an answer from outside, with a call under way": job(
+        changed(
+            rank(0, in_user(40), "poll", flight=record(*past(3), entry("all_gather", 4))),
+            with_kernel,
+            syscall_name="read",
+        ),
+        waiting(1),
+    ),
+    "a time limit, of a call or a lock": job(
+        changed(rank(0, in_user(40), flight=record(*past(3), entry("all_gather", 4))), with_kernel, ends_s=60.0),
+        waiting(1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROVED)
+def test_these_are_dead(name: str) -> None:
+    edges = proof(PROVED[name])
+    assert edges
+    assert all(edge.why for edge in edges)
+    named = " ".join(edge.who for edge in edges)
+    assert "rank" in named
+
+
+@pytest.mark.parametrize("name", NOT_PROVED)
+def test_what_is_not_known_may_go_on(name: str) -> None:
+    assert not proof(NOT_PROVED[name])
+
+
+# --- jobs that are executed -------------------------------------------------------------------------------------------
+
+
+def made(rng: random.Random) -> Job:
+    """Ranks that run one script of collectives, each with changes, and side threads with programs of their own."""
+    world = rng.randint(2, 5)
+    groups = {"all": tuple(range(world))}
+    for name in ("g", "h")[: rng.randint(0, 2)]:
+        groups[name] = tuple(sorted(rng.sample(range(world), rng.randint(2, world))))
+    script = [_call(rng, tuple(groups)) for _ in range(rng.randint(0, 5))]
+    programs = {}
+    for number in range(world):
+        mine = tuple(name for name, members in groups.items() if number in members)
+        sides = rng.choice((0, 0, 1, 1, 2))
+        main = [op for op in script if op.name in mine]
+        for _ in range(rng.choice((0, 0, 0, 0, 1, 1, 2, 3))):
+            place = rng.randint(0, len(main))
+            if rng.random() < 0.3:
+                del main[place : place + 1]
+            else:
+                main.insert(place, _op(rng, number, world, mine, sides))
+        threads = [[_op(rng, number, world, mine, sides) for _ in range(rng.randint(0, 4))] for _ in range(sides)]
+        threads = [[op for op in ops if op.kind != "exit"] for ops in threads]
+        daemons = frozenset(index for index in range(1, sides + 1) if rng.random() < 0.5)
+        programs[number] = Program(tuple(map(tuple, (main, *threads))), daemons)
+    return Job.of(programs, groups)
+
+
+def _call(rng: random.Random, groups: tuple[str, ...]) -> Op:
+    name, kind = rng.choice(groups), rng.choice(("call", "call", "start"))
+    op = rng.choice(("all_reduce", "all_reduce", "all_gather", "broadcast"))
+    if op == "broadcast":
+        return Op("call", name, op, to=rng.choice((0, 0, 0, 1)))
+    return Op(kind, name, op, rng.choice((4, 4, 4, 8)))
+
+
+LOCAL = ("wait", "lock", "lock", "unlock", "put", "get", "event", "set", "sleep", "exit", "join")
+NAMES = {"lock": "ab", "unlock": "ab", "put": "qr", "get": "qr", "event": "e", "set": "e"}
+
+
+def _op(rng: random.Random, mine: int, world: int, groups: tuple[str, ...], sides: int) -> Op:
+    what = rng.random()
+    if what < 0.3:
+        return _call(rng, groups)
+    if what < 0.5:
+        return Op(rng.choice(("send", "recv")), to=rng.choice([other for other in range(world) if other != mine]))
+    kind = rng.choice(LOCAL)
+    if kind == "join":
+        return Op(kind, to=rng.randint(1, sides)) if sides else Op("sleep")
+    limited = kind in ("lock", "put", "get", "event") and rng.random() < 0.2
+    return Op(kind, rng.choice(NAMES.get(kind, " ")), limited=limited)
+
+
+def _sight(rng: random.Random) -> Sight:
+    if rng.random() < 0.5:
+        return Sight()
+
+    def some(share: float) -> frozenset[int]:
+        return frozenset(number for number in range(5) if rng.random() < share)
+
+    return Sight(some(0.1), some(0.7), some(0.7), rng.random() < 0.5)
+
+
+def in_proof(edges: tuple[ProofEdge, ...]) -> set[tuple[int, int]]:
+    """(rank, thread) of those that the proof says wait."""
+    named = (re.findall(r"thread (\d+) of process \d+ of rank (\d+)", edge.who) for edge in edges)
+    return {(int(of), int(tid) - pid_of(int(of))) for each in named for tid, of in each}
+
+
+def check(rng: random.Random, seen: Counter[str]) -> None:
+    """Looks at one job at some moment; where it is proved dead, nothing that the proof names may move from there on."""
+    played, sight = made(rng), _sight(rng)
+    slow = rng.choice(((), ("end", "pass"), ("wake",), ("end", "pass", "wake")))
+    played.play(rng, rng.choice((1000, rng.randint(0, 40))), frozenset(slow))
+    edges = proof(evidence_of(played, rng, sight))
+    mains = {(one.rank, 0) for one in played.living() if one.index == 0}
+    if played.is_at_rest and mains and sight.is_whole(len(played.programs)):
+        seen["dead"] += 1
+        seen["dead, proved"] += bool(edges)
+    seen["proved, not at rest"] += bool(edges) and not played.is_at_rest
+    before = played.places()
+    for _ in range(4 if edges else 0):
+        after = played.copy().play(random.Random(rng.randint(0, 9999))).places()
+        for which in mains | in_proof(edges):
+            assert before[which] == after.get(which), (which, edges, played, sight)
+
+
+def explore(seeds: range) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            check(random.Random(seed), seen)
+        except AssertionError as wrong:
+            raise AssertionError(f"seed {seed}: {wrong}") from wrong
+    return seen
+
+
+@given(st.randoms(use_true_random=False))
+@settings(
+    max_examples=EXAMPLES or 200,
+    derandomize=not EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+def test_a_job_that_is_proved_dead_never_moves(rng: random.Random) -> None:
+    check(rng, Counter())
+
+
+def test_most_dead_jobs_are_proved() -> None:
+    """The same with plain seeds, which is quicker, and counts what is missed."""
+    seen = explore(range(500))
+    assert seen["dead"] > 100
+    assert seen["dead, proved"] >= 0.9 * seen["dead"], seen
+    assert seen["proved, not at rest"] > 0  # side threads that move are no reason not to prove
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("part", range(4))
+def test_ten_thousand_jobs(part: int) -> None:
+    seen = explore(range(10_000 + 2500 * part, 12_500 + 2500 * part))
+    assert seen["dead, proved"] >= 0.9 * seen["dead"], seen

@@ -1,0 +1,110 @@
+"""What errors of NCCL, CUDA and device meshes mean, by messages as these libraries write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from safelaunch.verdict.reading.failures import failure, first_failure
+
+COMPLETION = "NET/IB : Got completion from peer 10.5.0.34<33956> with "
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "own", "means"),
+    [
+        ("Cuda failure 2 'out of memory'", "nccl-memory", True, "no memory left"),
+        ("Cuda failure 700 'an illegal memory access was encountered'", "nccl-cuda", True, "a kernel had failed"),
+        ("NCCL WARN Cuda failure 'invalid argument'", "nccl-cuda", True, "failed: invalid argument"),
+        ("NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)", "nccl-cuda", True, "NCCL's log"),
+        ("unhandled system error (run with NCCL_DEBUG=INFO for details)", "nccl-system", False, "system call"),
+        (
+            "Error while creating shared memory segment /dev/shm/nccl-x (size 9), error: No space left on device (28)",
+            "nccl-shm",
+            True,
+            "shared memory",
+        ),
+        (COMPLETION + "error 12, opcode 0, len 1", "infiniband", False, "10.5.0.34 did not answer"),
+        (COMPLETION + "status=12 opcode=129", "infiniband", False, "10.5.0.34 did not answer"),
+        (COMPLETION + "error 5, opcode 0", "infiniband", False, "had failed before"),
+        (COMPLETION + "error 10, opcode 0", "infiniband", False, "status 10"),
+        ("Call to ibv_create_cq failed with error Cannot allocate memory", "nccl-limit", True, "locked memory"),
+        ("Call to ibv_modify_qp failed with error Invalid argument", "infiniband", True, "refused ibv_modify_qp"),
+        ("Bootstrap : no socket interface found", "interface", True, "no network interface"),
+        (
+            "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
+            "one-gpu",
+            True,
+            "ranks 1 and 0 use one and the same GPU",
+        ),
+        ("socketStartConnect: Connect to 10.0.0.7<4711> failed : No route to host", "socket", False, "not be reached"),
+        ("remote process exited or there was a network error, NCCL version 2.26.2", "socket", False, "a peer ended"),
+        ("Mesh should not be bigger than default world size 4, but found 8 ranks!", "mesh", True, "world size"),
+        ("Invalid device mesh", "mesh", True, "world size"),
+        ("NET/IB : Got completion with error 12, opcode 0, len 0, vendor err 129", "infiniband", False, "all retries"),
+        ("NET/IB : Got completion with error 4, opcode 1, len 0, vendor err 81", "infiniband", False, "status 4"),
+        (
+            "Call to ibv_modify_qp failed with 110 Connection timed out, on dev mlx_x:1, curr state INIT",
+            "infiniband",
+            True,
+            "does not reach the peer that ibv_modify_qp is to connect to: Connection timed out",
+        ),
+        (
+            "Call to ibv_modify_qp failed with error Network is unreachable",
+            "infiniband",
+            True,
+            "Network is unreachable",
+        ),
+        ("Error: failed to extend /dev/shm/nccl-H1dBqY to 9637892 bytes", "nccl-shm", True, "shared memory"),
+        ("Error while creating shared memory segment /dev/shm/nccl-a (size 9)", "nccl-shm", True, "shared memory"),
+        ("Cuda failure 'driver shutting down'", "nccl-ending", False, "was ending"),
+        ("Cuda failure 999 'unknown error'", "nccl-cuda", True, "unknown error"),
+        (
+            "socketProgressOpt: Call to send to 10.44.137.149<52905> failed : Connection reset by peer",
+            "socket",
+            False,
+            "a peer ended",
+        ),
+        ("socketProgress: Connection closed by remote peer node2<42830>", "socket", False, "a peer ended"),
+        ("Message truncated : received 256 bytes instead of 4", "nccl-sizes", False, "different sizes"),
+        ("NET/Socket : message truncated : receiving 696320 bytes instead of 32768", "nccl-sizes", False, "sizes"),
+        (
+            "NET/IB : req 0/1 tag 0 peer b<5> collective mismatch error, local size 496640 remote size 65536",
+            "nccl-sizes",
+            False,
+            "settings, differ",
+        ),
+        (
+            "init.cc:1 NCCL WARN Mismatched NCCL version detected : rank 0 version 21403 rank 1 version 21602",
+            "nccl-versions",
+            True,
+            "different versions",
+        ),
+    ],
+)
+def test_errors_are_told_apart(message: str, kind: str, own: bool, means: str) -> None:
+    found = failure(message)
+    assert found is not None
+    assert (found.kind, found.own) == (kind, own)
+    assert means in found.means
+
+
+def test_the_last_error_is_more_than_the_general_words_before_it() -> None:
+    general = "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.20.5\nLast error:\n"
+    found = failure(general + "Error while creating shared memory segment /dev/shm/nccl-x, error: No space left")
+    assert found is not None and found.kind == "nccl-shm"
+
+
+@pytest.mark.parametrize("message", ["", "loss is not finite", "CUDA out of memory. Tried to allocate 2.00 GiB."])
+def test_other_errors_are_none_of_them(message: str) -> None:
+    assert failure(message) is None
+
+
+def test_of_many_warnings_the_first_of_its_own_began_it() -> None:
+    peer = "socketProgress: Connection closed by remote peer node2<42830>"
+    own = "Cuda failure 700 'an illegal memory access was encountered'"
+    ending = "Cuda failure 'driver shutting down'"
+    found = first_failure(["Failed to open libibverbs.so[.1]", peer, own, ending])
+    assert found is not None and (found[0], found[1].kind) == (own, "nccl-cuda")
+    found = first_failure([ending, peer])
+    assert found is not None and found[0] == peer
+    assert first_failure(["Failed to open libibverbs.so[.1]", ending]) is None

@@ -1,0 +1,121 @@
+"""The table of rules, and how doubts make a confidence. ``conftest.py`` holds every verdict against the table."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+from evidence import at, entry, job, past, rank, record, waiting
+
+from safelaunch.model import Evidence, FlightRecord, Launched
+from safelaunch.verdict.causes import CAUSES
+from safelaunch.verdict.diagnose import _conclude, diagnose
+from safelaunch.verdict.doubts import Doubt, confidence_of
+from safelaunch.verdict.rules import RULES
+from safelaunch.verdict.waits import Case
+
+
+def test_the_rules_conclude_the_catalogue_and_nothing_else() -> None:
+    declared = {cause for rule in RULES for cause in rule.concludes}
+    # No rule finds these: they say why, or where, what a rule found is so.
+    assert declared == set(CAUSES) - {"swallowed-exception", "node-behind"}
+    assert len({rule.name for rule in RULES}) == len(RULES)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_every_rule_says_in_a_sentence_what_it_is_about(rule) -> None:  # type: ignore[no-untyped-def]
+    assert rule.says.endswith((".", "?"))
+    assert len(rule.says) < 130
+
+
+def test_a_rule_that_concludes_what_it_does_not_declare_fails_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    (last,) = RULES[-1:]
+    monkeypatch.setattr(sys.modules[_conclude.__module__], "RULES", (replace(last, concludes=("group-order",)),))
+    with pytest.raises(AssertionError, match="nobody_stands_out concludes no-rank-stands-out"):
+        _conclude(Case.of(job(waiting(0), waiting(1))))
+
+
+def test_a_rule_is_not_asked_where_what_it_needs_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    last = replace(RULES[-1], needs=("a crash",))
+    monkeypatch.setattr(sys.modules[_conclude.__module__], "RULES", (last, RULES[-1]))
+    case = Case.of(job(waiting(0), waiting(1)))
+    assert last.ask(case) == ""
+    assert _conclude(case)[0].cause == "no-rank-stands-out"
+
+
+@pytest.mark.parametrize(
+    ("doubts", "confidence"),
+    [
+        ((), "high"),
+        ((Doubt.NO_MAJORITY,), "medium"),
+        ((Doubt.LINES_ALONE,), "low"),
+        ((Doubt.NOT_IN_TURNS, Doubt.HABIT_BROKEN), "medium"),  # both about the calls
+        ((Doubt.STACKS_ALONE, Doubt.NO_MAJORITY), "low"),
+        ((Doubt.STATE_UNKNOWN, Doubt.UNSEEN_RANKS, Doubt.MISMATCH_TOO), "low"),
+        ((Doubt.DAMAGED_RECORD,), "medium"),
+        ((Doubt.DAMAGED_RECORD, Doubt.NO_MAJORITY), "medium"),  # of the evidence: counts only alone
+    ],
+)
+def test_doubts_about_one_part_count_once_and_about_several_add_up(doubts: tuple[Doubt, ...], confidence: str) -> None:
+    assert confidence_of(doubts) == confidence
+
+
+def test_every_doubt_has_a_reason_of_its_own() -> None:
+    assert len({doubt.why for doubt in Doubt}) == len(Doubt)
+    assert all(doubt.why.endswith(".") and doubt.levels in (1, 2) for doubt in Doubt)
+
+
+# --- what was not seen is not ruled out -------------------------------------------------------------------------------
+
+
+def test_dumps_alone_rule_no_stopped_process_out() -> None:
+    """Nobody looked at the processes."""
+    flights = [record(*past(3), entry("all_reduce", 4, line=50)) for _ in range(2)]
+    dumps = job(*(rank(n, flight=flight, seen=False) for n, flight in enumerate(flights)))
+    assert not any("stopped" in text for text in diagnose(dumps).ruled_out)
+    assert any("stopped" in text for text in diagnose(job(waiting(0), waiting(1))).ruled_out)
+
+
+def test_ranks_that_were_not_seen_are_not_cleared() -> None:
+    seen = [waiting(0), waiting(1)]
+    assert not any("stopped" in text for text in diagnose(job(*seen, missing_ranks=(2,))).ruled_out)
+    assert not any("waits for its peers too" in text for text in diagnose(job(*seen, missing_ranks=(2,))).ruled_out)
+    one = rank(1, waiting(1).main.stacks[0].threads[0].frames, flight=None)  # type: ignore[union-attr]
+    assert not any("recorded the same" in text for text in diagnose(job(waiting(0), one)).ruled_out)
+
+
+def test_no_evidence_rules_nothing_out_and_says_nothing_of_where_ranks_are() -> None:
+    verdict = diagnose(Evidence("hang", 0, (), launched=Launched()))
+    assert (verdict.cause, verdict.confidence, verdict.ruled_out) == ("no-rank-stands-out", "low", ())
+    assert verdict.doubts == (Doubt.STATE_UNKNOWN.why,)
+    assert len(verdict.suggestions) == 1 and "safelaunch doctor" in verdict.suggestions[0]
+
+
+# --- the example of the Flight Recorder tutorial ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frames", [True, False])
+@pytest.mark.parametrize("world", [2, 4])
+def test_rank_0_makes_one_collective_more(world: int, frames: bool) -> None:
+    """Its own tensor has another size; the CPUs have queued all that follows, and every device is at the third call."""
+
+    def flight(extra: bool) -> FlightRecord:
+        lines, sizes = [21, 21, 27, 30, 30], [(3, 4), (3, 4), (4, 5), (3, 4), (3, 4)]
+        made = [pair for pair in zip(lines, sizes, strict=True) if extra or pair[0] != 27]
+        return record(
+            *(
+                entry("nccl:all_reduce", number, done=number < 3, line=line if frames else 0, size=size)
+                for number, (line, size) in enumerate(made, 1)
+            ),
+            groups={"0": tuple(range(world))},
+        )
+
+    verdict = diagnose(job(*(rank(n, flight=flight(n == 0), seen=False) for n in range(world))))
+    assert verdict.cause == "collective-mismatch"
+    assert [one.rank for one in verdict.culprits] == [0]
+    if world == 2:
+        assert verdict.summary.startswith("Rank 0 called all_reduce ")
+        assert "which its peers did not (collective #3 of group '0')" in verdict.summary
+    if frames:
+        assert verdict.culprits[0].frame == at(27)

@@ -1,0 +1,49 @@
+"""Process groups that not all ranks have made, and what the ranks themselves tell of groups."""
+
+from __future__ import annotations
+
+import pytest
+from evidence import C10D, MODULE, WRAPPER, Frame, at, entry, in_c10d, in_user, job, past, rank, record
+
+from safelaunch.model import GilTest, RankEvidence
+from safelaunch.verdict.diagnose import diagnose
+
+NEW_GROUP = (Frame(C10D, 5100, "_new_group_with_tag"), Frame(C10D, 5000, "new_group"), WRAPPER, at(14), MODULE)
+
+
+def making(number: int, made: int | None) -> RankEvidence:
+    return rank(number, NEW_GROUP, flight=record(*past(3)), gil=GilTest(True, True, groups_made=made))
+
+
+def elsewhere(number: int, made: int) -> RankEvidence:
+    return rank(number, in_user(7), "sleep", flight=record(*past(3)), gil=GilTest(True, True, groups_made=made))
+
+
+@pytest.mark.parametrize(
+    ("made", "named", "confidence"),
+    [((3, 3, 2, 2, 2), [0, 1], "high"), ((2, 3, 2, 2), [1], "high"), ((3, 2), [0, 1], "medium")],
+)
+def test_ranks_that_made_different_groups(made: tuple[int, ...], named: list[int], confidence: str) -> None:
+    verdict = diagnose(job(*(making(n, count) for n, count in enumerate(made))))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", named)
+    assert verdict.confidence == confidence
+    assert "not all ranks have made the same groups" in verdict.summary
+    assert "`new_group()` on every rank" in verdict.suggestions[0]
+
+
+def test_who_has_not_come_to_new_group_yet_is_held_up_by_something_else() -> None:
+    verdict = diagnose(job(making(0, 3), making(1, 3), elsewhere(2, 2)))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [2])
+
+
+def test_where_a_rank_does_not_tell() -> None:
+    verdict = diagnose(job(making(0, 3), making(1, None), making(2, 2)))
+    assert "not all ranks have made the same groups" not in verdict.summary
+
+
+def test_ranks_tell_the_members_of_a_group_of_gloo() -> None:
+    told = GilTest(True, True, groups={"0": (0, 1, 2), "1": (0, 1)})
+    waits = rank(0, in_c10d("all_reduce", 50), flight=record(*past(3), entry("all_reduce", 1, group="1")), gil=told)
+    asleep = rank(1, in_user(7), "sleep", flight=record(*past(3)), gil=told)
+    other = rank(2, in_user(8), "sleep", flight=record(*past(3)), gil=GilTest(True, True, groups={"0": (0, 1, 2)}))
+    assert [c.rank for c in diagnose(job(waits, asleep, other)).culprits] == [1]

@@ -1,0 +1,301 @@
+"""What only several nodes can show: a node that is gone, cut off, without its launcher, or behind as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from evidence import SITE, at, behind, in_c10d, in_init, in_user, job, rank, waiting
+from msgspec.structs import replace
+
+from safelaunch.model import (
+    Evidence,
+    Frame,
+    NodeEvidence,
+    RankEvidence,
+    RankException,
+    RankExit,
+    Rendezvous,
+    Verdict,
+)
+from safelaunch.model.evidence import all_nodes
+from safelaunch.verdict.diagnose import diagnose
+
+RESET = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
+ENGINE = Frame(f"{SITE}/torch/autograd/graph.py", 979, "_engine_run_backward")
+A = NodeEvidence("a", 1, (0, 1), here=True)
+B = NodeEvidence("b", 2, (2, 3))
+GONE = replace(B, silent_s=20.0)
+
+
+def thrown_out(number: int, kind: str = "RuntimeError", message: str = RESET, when: float = -1.0) -> RankEvidence:
+    frames = (ENGINE, at(41), at(100, "<module>")) if message == RESET else (at(41), at(100, "<module>"))
+    more = {"exception": RankException(kind, message, when, frames), "exit": RankExit(1, when)}
+    return replace(rank(number, seen=False, more=more), host="a" if number < 2 else "b")
+
+
+def half(*ranks: RankEvidence, nodes: tuple[NodeEvidence, ...] = (A, GONE), **fields: Any) -> Evidence:
+    missing = tuple({0, 1, 2, 3} - {each.rank for each in ranks})
+    return job(*ranks, world=4, missing_ranks=missing, nodes=nodes, **fields)
+
+
+def said(verdict: Verdict) -> tuple[str, str, list[str]]:
+    assert not verdict.culprits or verdict.cause != "node-lost"
+    return verdict.cause, verdict.confidence, [f"{node.host}:{node.ranks}" for node in verdict.nodes_at_fault]
+
+
+# --- a node that is gone ----------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_fell_silent_as_its_connections_died_is_lost() -> None:
+    verdict = diagnose(half(thrown_out(0), thrown_out(1), outcome="crash"))
+    assert said(verdict) == ("node-lost", "high", ["b:2-3"])
+    assert "Node b (ranks 2-3) is gone without a word" in verdict.summary
+    assert verdict.victims == "0-1"
+    assert any("kernel panic" in advice for advice in verdict.suggestions)
+    assert any(claim.file == "nodes.json" and "20 s" in claim.claim for claim in verdict.evidence)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        replace(GONE, trouble="rank 3 on b was ended by SIGKILL"),
+        replace(GONE, last="failing"),
+        replace(GONE, last="stopping"),
+        replace(GONE, last="ended"),
+        B,
+        replace(B, store="closed", probe="answers"),
+    ],
+    ids=["it has failed", "its ranks fail", "somebody stops it", "it has ended", "it is heard", "its agent has ended"],
+)
+def test_a_node_that_said_a_word_before_or_is_heard_is_not_lost(node: NodeEvidence) -> None:
+    verdict = diagnose(half(thrown_out(0), thrown_out(1), nodes=(A, node), outcome="crash"))
+    assert said(verdict) == ("rank-exited", "medium", [])
+
+
+def test_a_node_that_went_with_the_store_is_lost_where_its_host_does_not_answer() -> None:
+    nodes = (A, replace(B, store="closed", probe="no answer"))
+    verdict = diagnose(half(thrown_out(0), thrown_out(1), nodes=nodes, outcome="crash"))
+    assert said(verdict) == ("node-lost", "medium", ["b:2-3"])
+
+
+def test_a_failure_of_ones_own_is_named_although_a_node_is_silent() -> None:
+    verdict = diagnose(half(thrown_out(0, "ValueError", "bad sample"), thrown_out(1), outcome="crash"))
+    assert (verdict.cause, [c.rank for c in verdict.culprits], verdict.nodes_at_fault) == ("rank-exception", [0], ())
+
+
+def test_a_silence_of_a_few_seconds_is_less_sure() -> None:
+    brief = half(thrown_out(0), thrown_out(1), nodes=(A, replace(B, silent_s=3.0)), outcome="crash")
+    assert diagnose(brief).confidence == "medium"
+
+
+def test_ranks_that_gave_up_waiting_say_nothing_of_connections() -> None:
+    late = [thrown_out(n, message="Timed out waiting 60000ms for recv operation to complete") for n in (0, 1)]
+    late = [replace(r, exception=replace(r.exception, frames=(ENGINE,))) for r in late if r.exception]
+    assert diagnose(half(*late, outcome="crash")).cause != "node-lost"
+
+
+# --- torchrun lost its store ------------------------------------------------------------------------------------------
+
+FAILED = replace(A, agent_error="RendezvousConnectionError: The connection to the C10d store has failed.")
+
+
+@pytest.mark.parametrize(
+    ("node", "cause", "confidence"),
+    [
+        (replace(B, store="closed", probe="answers"), "launcher-stopped", "medium"),
+        (replace(B, store="unreachable", probe="no answer"), "node-unreachable", "high"),
+        (replace(B, store="closed"), "node-unreachable", "medium"),
+    ],
+    ids=["its host answers", "its host does not answer", "not asked"],
+)
+@pytest.mark.parametrize("doing", [waiting, lambda n: rank(n, in_user(7), "run")], ids=["ranks wait", "ranks compute"])
+def test_an_agent_that_failed_names_the_host_of_its_store(
+    doing: Callable[[int], RankEvidence], node: NodeEvidence, cause: str, confidence: str
+) -> None:
+    verdict = diagnose(half(doing(0), doing(1), nodes=(FAILED, node), outcome="crash"))
+    assert said(verdict) == (cause, confidence, ["b:2-3"])
+    assert "the store of its agents was on node b" in verdict.summary
+    assert any("RendezvousConnectionError" in claim.claim for claim in verdict.evidence)
+
+
+def test_who_was_stopped_itself_has_missed_why_others_have_ended() -> None:
+    nodes = (replace(FAILED, missed_s=43.0), replace(B, store="closed", probe="answers"))
+    verdict = diagnose(half(waiting(0), waiting(1), nodes=nodes, outcome="crash"))
+    assert (verdict.nodes_at_fault, verdict.culprits) == ((), ())
+    nodes = (replace(A, missed_s=43.0), replace(GONE, silent_s=4.0, probe="answers"))
+    assert said(diagnose(half(thrown_out(0), thrown_out(1), nodes=nodes, outcome="crash")))[0] == "rank-exited"
+    nodes = (replace(FAILED, missed_s=43.0), replace(B, store="closed", probe="no answer"))
+    assert said(diagnose(half(waiting(0), waiting(1), nodes=nodes, outcome="crash"))) == (
+        "node-unreachable",
+        "high",
+        ["b:2-3"],
+    )
+
+
+@pytest.mark.parametrize(
+    "node", [replace(B, store="closed", trouble="rank 3 on b was ended by SIGKILL"), replace(B, last="ended"), B]
+)
+def test_a_host_of_the_store_that_said_why_it_ends_is_not_named(node: NodeEvidence) -> None:
+    verdict = diagnose(half(thrown_out(0), thrown_out(1), nodes=(FAILED, node), outcome="crash"))
+    assert said(verdict) == ("rank-exited", "medium", [])
+
+
+def test_ranks_that_wait_for_a_node_that_has_said_what_failed_there() -> None:
+    """It has ended since: its ranks were not seen by any node that is left."""
+    ended = replace(B, last="ended", trouble="rank 3 on b was ended by SIGKILL")
+    verdict = diagnose(half(rank(0, in_init()), rank(1, in_init()), nodes=(A, ended)))
+    assert (verdict.cause, verdict.confidence, verdict.victims) == ("rank-exited", "medium", "0-1")
+    assert "rank 3 on b was ended by SIGKILL" in verdict.summary
+    stuck = half(waiting(0), rank(1, in_user(7), "sleep", flight=behind()), nodes=(A, ended))
+    assert [culprit.rank for culprit in diagnose(stuck).culprits] == [1]
+
+
+# --- a node that is only silent ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("node", "cause", "confidence"),
+    [
+        (replace(GONE, probe="no answer"), "node-unreachable", "high"),
+        (GONE, "node-unreachable", "medium"),
+        (replace(GONE, probe="answers"), "launcher-stopped", "medium"),
+        (replace(B, store="silent"), "launcher-stopped", "medium"),
+        (replace(B, store="unreachable"), "node-unreachable", "high"),
+    ],
+    ids=["no answer", "not asked", "the host answers", "its agent accepts and says nothing", "no way to its store"],
+)
+def test_ranks_wait_for_a_node_of_which_nothing_is_heard(node: NodeEvidence, cause: str, confidence: str) -> None:
+    verdict = diagnose(half(waiting(0), waiting(1), nodes=(A, node)))
+    assert said(verdict) == (cause, confidence, ["b:2-3"])
+    assert verdict.victims == "0-1"
+
+
+def test_a_rank_here_that_will_not_go_on_is_named_first() -> None:
+    verdict = diagnose(half(waiting(0), rank(1, in_user(7), "sleep", flight=behind())))
+    assert ([c.rank for c in verdict.culprits], verdict.nodes_at_fault) == ([1], ())
+
+
+def test_a_silent_node_is_not_named_where_ranks_of_another_one_are_awaited_as_well() -> None:
+    nodes = (A, replace(GONE, ranks=(2,)), NodeEvidence("c", 3, (3,)))
+    assert said(diagnose(half(waiting(0), waiting(1), nodes=nodes))) == ("missing-from-collective", "low", [])
+
+
+def test_both_sides_of_a_partition_are_here() -> None:
+    sides = (
+        half(waiting(0), waiting(1)),
+        half(waiting(2), waiting(3), nodes=(replace(B, here=True), replace(A, here=False, store="unreachable"))),
+    )
+    ranks = tuple(each for side in sides for each in side.ranks)
+    verdict = diagnose(job(*ranks, nodes=all_nodes(sides)))
+    assert said(verdict) == ("node-unreachable", "high", ["b:2-3", "a:0-1"])
+    assert "both sides live" in verdict.summary
+
+
+# --- torchrun is stopped ----------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_agent_is_named_where_all_wait_for_its_store() -> None:
+    nodes = (A, replace(B, agent="stopped"))
+    ranks = [rank(number, in_init()) for number in range(4)]
+    assert said(diagnose(job(*ranks, nodes=nodes))) == ("launcher-stopped", "high", ["b:2-3"])
+    ranks = [waiting(number) for number in range(4)]
+    assert diagnose(job(*ranks, nodes=nodes)).confidence == "medium"
+    ranks[3] = rank(3, in_user(7), "sleep", flight=behind())
+    assert diagnose(job(*ranks, nodes=nodes)).cause == "stuck-in-user-code"
+
+
+# --- a node that is behind --------------------------------------------------------------------------------------------
+
+
+def behind_as_a_node(kernel: str, *numbers: int) -> Evidence:
+    late = [rank(n, in_user(7), kernel, flight=behind()) for n in numbers]
+    early = [waiting(n) for n in range(4) if n not in numbers]
+    ranks = sorted((replace(r, host="a" if r.rank < 2 else "b") for r in [*late, *early]), key=lambda r: r.rank)
+    return job(*ranks)
+
+
+@pytest.mark.parametrize(("kernel", "confidence"), [("disk", "high"), ("stop", "high"), ("pipe", "medium")])
+@pytest.mark.parametrize("told", [False, True], ids=["by their hosts", "as the nodes say"])
+def test_all_ranks_of_one_node_are_named_as_the_node(kernel: str, confidence: str, told: bool) -> None:
+    evidence = behind_as_a_node(kernel, 2, 3)
+    if told:
+        evidence = replace(evidence, nodes=(A, B), ranks=tuple(replace(r, host="vm") for r in evidence.ranks))
+    verdict = diagnose(evidence)
+    assert said(verdict) == ("node-behind", confidence, ["b:2-3"])
+    assert (verdict.culprits, verdict.victims) == ((), "0-1")
+    assert verdict.summary.startswith("Node b is behind as a whole: ranks 2-3, and no others.")
+
+
+def test_ranks_that_their_script_puts_to_sleep_are_named_with_their_line_and_the_node_too() -> None:
+    verdict = diagnose(behind_as_a_node("sleep", 2, 3))
+    assert said(verdict) == ("stuck-in-user-code", "high", ["b:2-3"])
+    assert [(one.rank, one.frame and one.frame.line) for one in verdict.culprits] == [(2, 7), (3, 7)]
+    assert "asleep" in verdict.nodes_at_fault[0].reason
+
+
+@pytest.mark.parametrize("numbers", [(3,), (1, 3), (1, 2, 3)], ids=["one of two", "one of each", "more than the node"])
+def test_others_are_named_as_ranks(numbers: tuple[int, ...]) -> None:
+    verdict = diagnose(behind_as_a_node("disk", *numbers))
+    assert [culprit.rank for culprit in verdict.culprits] == list(numbers)
+    assert verdict.nodes_at_fault == ()
+
+
+def test_one_node_alone_is_no_node_among_others() -> None:
+    ranks = [rank(n, in_user(7), "stop") for n in range(2)]
+    assert diagnose(job(*ranks)).cause == "rank-stopped"
+
+
+# --- versions, clocks -------------------------------------------------------------------------------------------------
+
+
+def test_versions_that_differ_are_told_and_named_where_nobody_else_is() -> None:
+    nodes = (replace(A, torch="2.13.0"), replace(B, here=True, torch="2.9.1"))
+    verdict = diagnose(job(*(waiting(n) for n in range(4)), nodes=nodes))
+    assert (verdict.cause, verdict.confidence) == ("versions-differ", "medium")
+    assert "torch differs between nodes: 2.13.0 on a; 2.9.1 on b" in verdict.summary
+    asleep = rank(3, in_user(7), "sleep", flight=behind())
+    verdict = diagnose(job(*(waiting(n) for n in range(3)), asleep, nodes=nodes))
+    assert verdict.cause == "stuck-in-user-code"
+    assert any("torch differs" in claim.claim for claim in verdict.evidence)
+
+
+@pytest.mark.parametrize(("apart_s", "confidence"), [(0.5, "medium"), (30.0, "high")])
+def test_which_of_two_nodes_failed_first_is_as_sure_as_their_clocks(apart_s: float, confidence: str) -> None:
+    first, second = thrown_out(1, "ValueError", "a", -40.0), thrown_out(2, "KeyError", "b", -40.0 + apart_s)
+    verdict = diagnose(half(thrown_out(0), first, second, thrown_out(3), nodes=(A, B), outcome="crash"))
+    assert (verdict.cause, verdict.confidence, [c.rank for c in verdict.culprits]) == (
+        "rank-exception",
+        confidence,
+        [1],
+    )
+
+
+def test_a_job_of_one_node_has_no_nodes_in_its_verdict() -> None:
+    import msgspec
+
+    assert b"nodes" not in msgspec.json.encode(diagnose(job(waiting(0), rank(1, in_c10d("barrier", 9)))))
+
+
+# --- a node that has not come -----------------------------------------------------------------------------------------
+
+
+def test_a_rendezvous_that_not_all_came_to() -> None:
+    told = Rendezvous(3, 2, ("a", "b"), (2,), ("c",), 600.4, error="RendezvousTimeoutError: gave up")
+    verdict = diagnose(Evidence(outcome="crash", world_size=0, ranks=(), rendezvous=told))
+    assert (verdict.cause, verdict.confidence, verdict.culprits) == ("init-not-joined", "medium", ())
+    assert verdict.summary == (
+        "2 of 3 nodes came to torchrun's rendezvous within 600 s (a, b). Node rank 2 has not come. "
+        "From c none has come."
+    )
+    assert [node.host for node in verdict.nodes_at_fault] == ["c"]
+    assert all(claim.file == "rendezvous.json" for claim in verdict.evidence)
+    assert "started on every node" in verdict.suggestions[0]
+
+
+def test_a_rendezvous_whose_store_does_not_answer_accuses_nobody() -> None:
+    told = Rendezvous(2, 1, ("a",), store="connection refused")
+    verdict = diagnose(Evidence(outcome="crash", world_size=0, ranks=(), rendezvous=told))
+    assert verdict.nodes_at_fault == ()
+    assert "The store where they meet does not answer: connection refused." in verdict.summary

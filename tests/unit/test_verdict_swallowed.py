@@ -1,0 +1,168 @@
+"""An exception that a rank caught explains that it is behind, where it lies at the point at which the ranks parted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from evidence import at, entry, in_c10d, job, rank, record
+
+from safelaunch.model import CaughtException, Collective, Evidence, RankEvidence, RankExit, Verdict
+from safelaunch.verdict.diagnose import diagnose
+
+SECOND = 1_000_000_000
+
+
+def caught(after: float, line: int = 30, kind: str = "ValueError") -> CaughtException:
+    """``after`` is a time: call number n is made at second n."""
+    return CaughtException(kind, "a truncated image", after, at(line, "decode"), at(62))
+
+
+def waits(number: int, calls: Sequence[tuple[str, int]], *exceptions: CaughtException) -> RankEvidence:
+    """``calls``: (operation, line) from number 1 on; it waits in the last one."""
+    entries: list[Collective] = [
+        msgspec.structs.replace(entry(op, seq, done=seq < len(calls), line=line), created_ns=seq * SECOND)
+        for seq, (op, line) in enumerate(calls, 1)
+    ]
+    op, line = calls[-1]
+    return rank(number, in_c10d(op, line), flight=record(*entries), more={"caught": exceptions})
+
+
+STEP, END = ("all_reduce", 50), ("barrier", 70)
+WHOLE = [STEP] * 10
+
+
+def reached(evidence: Evidence) -> tuple[str, list[int], str]:
+    verdict = diagnose(evidence)
+    return verdict.cause, [c.rank for c in verdict.culprits], verdict.confidence
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_a_step_left_out_where_all_steps_are_alike(culprit: int) -> None:
+    ranks = [waits(n, WHOLE) for n in range(3)]
+    ranks[culprit] = waits(culprit, [*WHOLE[1:], END], caught(5.5))
+    verdict: Verdict = diagnose(job(*ranks))
+    assert (verdict.cause, [c.rank for c in verdict.culprits], verdict.confidence) == (
+        "swallowed-exception",
+        [culprit],
+        "medium",
+    )
+    assert verdict.culprits[0].frame == at(30, "decode")
+    assert "raised ValueError at train.py:30 (decode) and went on from train.py:62" in verdict.summary
+    assert verdict.evidence[0].file == f"ranks/{culprit}/caught.json"
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_of_two_ranks_it_tells_which_side_it_was(culprit: int) -> None:
+    ranks = [waits(n, WHOLE) for n in range(2)]
+    ranks[culprit] = waits(culprit, [*WHOLE[1:], END])
+    assert reached(job(*ranks))[:2] == ("collective-mismatch", [0, 1])
+    ranks[culprit] = waits(culprit, [*WHOLE[1:], END], caught(5.5))
+    assert reached(job(*ranks)) == ("swallowed-exception", [culprit], "medium")
+
+
+def test_where_the_records_show_the_place_too() -> None:
+    calls = [("all_reduce", 50), ("broadcast", 51), ("all_gather", 52)] * 4
+    ranks = [waits(n, calls[:10]) for n in range(3)]
+    ranks[1] = waits(1, [*calls[:4], *calls[5:10], END], caught(4.5))
+    assert reached(job(*ranks)) == ("swallowed-exception", [1], "high")
+    ranks[1] = waits(
+        1, [*calls[:4], *calls[5:10], END], caught(1.5)
+    )  # that one was before, and no call is missing there
+    assert reached(job(*ranks))[:2] == ("collective-mismatch", [1])
+
+
+def test_peers_that_caught_the_same_went_on_all_the_same() -> None:
+    ranks = [waits(n, WHOLE, caught(5.4)) for n in range(3)]
+    ranks[1] = waits(1, [*WHOLE[1:], END], caught(5.5))
+    assert reached(job(*ranks))[:2] == ("collective-mismatch", [1])
+
+
+def test_one_that_left_after_it_and_calls_no_more() -> None:
+    ranks = [waits(n, WHOLE[:6]) for n in range(3)]
+    ranks[2] = waits(2, [*WHOLE[:5], END], caught(5.5))
+    assert reached(job(*ranks)) == ("swallowed-exception", [2], "high")
+
+
+def test_a_rank_that_is_level_with_its_peers_has_swallowed_nothing() -> None:
+    ranks = [waits(n, WHOLE) for n in range(3)]
+    ranks[1] = waits(1, WHOLE, caught(5.5))
+    assert reached(job(*ranks))[0] != "swallowed-exception"
+
+
+# --- a batch that was skipped, in the rank's own words ----------------------------------------------------------------
+
+SKIPS = "\n" * 45 + (
+    "def train():\n"  # 46
+    "    for batch in loader:\n"
+    "        try:\n"
+    "            loss = model(batch)\n"
+    "            all_reduce(loss)\n"  # 50
+    "        except OutOfMemoryError as error:\n"
+    "            print('skipping batch:', error)\n"  # 52
+    "            continue\n"
+    "        if not isfinite(loss):\n"
+    "            log.warning(f'loss is {loss}, batch {number} is left out')\n"  # 55
+    "            continue\n"
+    "        if patience.over(rank, loss):\n"
+    "            print(f'rank {rank} stops early')\n"  # 58
+    "            break\n"
+    "        all_reduce(step)\n"  # 60
+    "    barrier()\n"  # 61
+)
+
+
+def with_log(one: RankEvidence, *lines: str) -> RankEvidence:
+    return msgspec.structs.replace(one, log_tail="".join(f"13:00:49.591 out| {line}\n" for line in lines))
+
+
+def skipping(*lines: str, peers: Sequence[str] = (), world: int = 3) -> Verdict:
+    """Rank 1 has left the loop one round earlier; ``lines`` are its output, ``peers`` that of the others."""
+    calls = [("all_reduce", 50), ("all_reduce", 60)] * 5
+    ranks = [with_log(waits(n, calls), "step 1", *peers) for n in range(world)]
+    ranks[1] = with_log(waits(1, [*calls[:-2], ("barrier", 61)]), "step 1", *lines)
+    return diagnose(job(*ranks), lambda path: SKIPS)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("line", "cause", "at_line", "way"),
+    [
+        ("skipping batch: CUDA out of memory. Tried to", "swallowed-exception", 52, "`except OutOfMemoryError`"),
+        ("WARNING loss is nan, batch 7 is left out", "collective-mismatch", 55, "`if not isfinite(loss)`"),
+        ("rank 1 stops early", "uneven-batches", 61, "`if patience.over(rank, loss)`"),
+    ],
+)
+def test_what_a_rank_printed_as_it_skipped_a_batch(line: str, cause: str, at_line: int, way: str, world: int) -> None:
+    verdict = skipping(line, world=world)
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == (cause, [1])
+    assert verdict.culprits[0].frame == at(at_line)
+    assert f"printed '{line}'" in verdict.summary and f"in {way}" in verdict.summary
+    assert any(claim.file == "ranks/1/log_tail.txt" for claim in verdict.evidence)
+    if cause != "uneven-batches":
+        assert verdict.confidence == "medium"
+        conditions = [claim.claim for claim in verdict.evidence if "under `if" in claim.claim]
+        assert not conditions, "another condition than the one at which it went on is no evidence"
+
+
+def test_what_its_peers_printed_as_well_explains_nothing() -> None:
+    line = "skipping batch: CUDA out of memory"
+    assert skipping(line, peers=["skipping batch: CUDA out of memory on another GPU"]).cause == "uneven-batches"
+    assert skipping("something else").cause == "uneven-batches"
+
+
+def test_a_rank_that_failed_is_not_explained_by_a_batch_that_it_skipped() -> None:
+    calls = [("all_reduce", 50)] * 5
+    ranks = [waits(n, calls) for n in range(3)]
+    gone = rank(1, seen=False, more={"exit": RankExit(3, 100.0), "log_tail": "skipping batch: a bad one\n"})
+    verdict = diagnose(job(ranks[0], gone, ranks[2], outcome="crash"), lambda path: SKIPS)
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("rank-exited", [1])
+
+
+def test_a_call_too_many_is_not_explained_by_a_batch_that_was_skipped() -> None:
+    calls = [("all_reduce", 50), ("broadcast", 60)] * 6
+    ranks = [waits(n, calls[:10]) for n in range(3)]
+    ranks[1] = with_log(waits(1, [*calls[:4], ("all_gather", 70), *calls[4:9]]), "skipping batch: CUDA out of memory")
+    verdict = diagnose(job(*ranks), lambda path: SKIPS)
+    assert "skipping batch" not in verdict.summary and verdict.culprits[0].frame == at(70)
