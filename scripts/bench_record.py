@@ -41,10 +41,10 @@ from benchlib import (
     workplace,
 )
 
+from safelaunch.capture.roster.progress import Roster
 from safelaunch.control.discover import find, our_roots
 from safelaunch.control.protocol import RecordAnswer, Request, ask
 from safelaunch.job.paths import RunPaths
-from safelaunch.roster.progress import Roster
 
 TRAIN = """
 import torch

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 
 from jobs import Job
 
+from safelaunch.capture.roster.progress import Roster
 from safelaunch.job.paths import RunPaths
-from safelaunch.roster.progress import Roster
 
 RECORDED = Path(__file__).parents[1] / "tests" / "unit" / "recorded"
 LOOK_EVERY_S = 0.002

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from safelaunch.api.wire import Done, Ended, FromCaller, Line, Ready, Refused, Request, Stop, Stopping
+from safelaunch.capture.roster.progress import EventReader
 from safelaunch.job import process
 from safelaunch.job.argv import CommandLine
 from safelaunch.job.job import EXIT_GAVE_UP, EXIT_HUNG, GRACE_S, Forwarder, Job, JobProcesses
@@ -24,7 +25,6 @@ from safelaunch.job.plan import Plan, Surroundings, build_beside, in_directory
 from safelaunch.job.process import ProcessId
 from safelaunch.job.torchrun import Torch
 from safelaunch.leases.resources import Resources, gather
-from safelaunch.roster.progress import EventReader
 from safelaunch.settings.config import Settings, resolve
 from safelaunch.supervise.preflight import check
 from safelaunch.supervise.session import directory_for

@@ -11,8 +11,8 @@ from typing import TypeVar
 import msgspec
 
 from safelaunch.beacon import caught_exceptions, layout, ring
+from safelaunch.capture.roster.progress import Noted, read_contract
 from safelaunch.model import CaughtException, DeviceMemory, ExitCall, FatalError, Frame, RankException
-from safelaunch.roster.progress import Noted, read_contract
 from safelaunch.system.decoding import from_json
 
 from . import logs

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
+from safelaunch.capture.roster.progress import Roster
 from safelaunch.colaunch.jobs import Pace
 from safelaunch.control import discover
 from safelaunch.job.paths import RunPaths
 from safelaunch.job.process import ProcessId
 from safelaunch.model import EarlyLook, Inconsistency, Progress
-from safelaunch.roster.progress import Roster
 from safelaunch.system.decoding import from_json
 from safelaunch.watch.quiet import is_quiet
 

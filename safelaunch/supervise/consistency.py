@@ -8,9 +8,9 @@ from contextlib import suppress
 import msgspec
 
 from safelaunch.beacon import layout
+from safelaunch.capture.roster.checks import Series
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import Inconsistency, format_ranks
-from safelaunch.roster.checks import Series
 from safelaunch.supervise.joint_checks import Part
 from safelaunch.supervise.together import Together
 from safelaunch.supervise.watch import Watch

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from safelaunch.capture.roster.progress import Noted, read_contract
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import format_ranks
-from safelaunch.roster.progress import Noted, read_contract
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 

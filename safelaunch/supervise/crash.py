@@ -18,10 +18,10 @@ import msgspec
 from safelaunch.capture.collect import Answer, ask_server
 from safelaunch.capture.look import Target
 from safelaunch.capture.parallel import gather
+from safelaunch.capture.roster.progress import AgentEvent
 from safelaunch.cluster.evidence import merged
 from safelaunch.cluster.seen import Word
 from safelaunch.model import GilTest, RankEvidence, RankException, Verdict
-from safelaunch.roster.progress import AgentEvent
 from safelaunch.supervise import incident
 from safelaunch.supervise.incident import Circumstances, Collected, Common, Exits, Known, Report
 from safelaunch.supervise.joint_crash import Told

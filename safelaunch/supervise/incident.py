@@ -24,6 +24,7 @@ from safelaunch.capture import collect
 from safelaunch.capture.memory import KillCounts, deaths_between, kill_counts, kills_of
 from safelaunch.capture.parallel import gather_into
 from safelaunch.capture.redaction import without_secrets
+from safelaunch.capture.roster.progress import read_meta
 from safelaunch.capture.sink import Gate, Nowhere
 from safelaunch.capture.user_source import SOURCE_FILE, Excerpts
 from safelaunch.job.paths import Unfinished, may_be_ours
@@ -41,7 +42,6 @@ from safelaunch.model import (
     Rendezvous,
     Verdict,
 )
-from safelaunch.roster.progress import read_meta
 from safelaunch.supervise import recall
 from safelaunch.supervise.documents import add_reports, job_of
 from safelaunch.supervise.looks import Looks, native_where_it_tells

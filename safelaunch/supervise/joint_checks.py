@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from safelaunch.capture.roster.checks import Check
 from safelaunch.cluster.channel import Channel
 from safelaunch.cluster.messages import BadMessage, Page
 from safelaunch.model import Inconsistency
-from safelaunch.roster.checks import Check
 from safelaunch.watch.shared_checks import (
     MOST_FOUND,
     MOST_POSITIONS,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safelaunch.capture import command
+from safelaunch.capture.roster.progress import AgentEvent, Roster
 from safelaunch.job import controlgroup, process
 from safelaunch.job.job import (
     EXIT_GAVE_UP,
@@ -26,7 +27,6 @@ from safelaunch.job.job import (
 )
 from safelaunch.job.paths import sweep, sweep_unfinished, working_directory
 from safelaunch.model import RankExit
-from safelaunch.roster.progress import AgentEvent, Roster
 from safelaunch.settings.config import STALL_CEILING_S, Settings
 from safelaunch.supervise import incident
 from safelaunch.supervise.consistency import Consistency

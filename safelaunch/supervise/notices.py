@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from safelaunch.capture.roster import beaconless
 from safelaunch.model import format_ranks
-from safelaunch.roster import beaconless
 from safelaunch.supervise.watch import Watch
 from safelaunch.system.console import say
 from safelaunch.watch.stall import Policy

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from safelaunch.beacon import layout
 from safelaunch.capture.counters import Counters
 from safelaunch.capture.look import Target
+from safelaunch.capture.roster.progress import AgentEvent, Page, Roster, Worker
 from safelaunch.job.process import identify
 from safelaunch.model import EarlyLook, Inconsistency, Progress
-from safelaunch.roster.progress import AgentEvent, Page, Roster, Worker
 from safelaunch.watch import pulse, quiet, rhythm, stall
 from safelaunch.watch.strides import Strides
 from safelaunch.watch.work import Background

@@ -10,8 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from safelaunch.capture.roster.checks import Check
 from safelaunch.model import Inconsistency, format_ranks
-from safelaunch.roster.checks import Check
 
 KEPT = 64  # positions of a series that wait for the last rank
 FEWEST_LOSSES = 20

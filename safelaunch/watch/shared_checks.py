@@ -15,9 +15,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from safelaunch.capture.roster.checks import MOST_TENSORS, About, Check
 from safelaunch.cluster.messages import MOST_RANKS, BadMessage, Message, packed, unpacked
 from safelaunch.model import Inconsistency
-from safelaunch.roster.checks import MOST_TENSORS, About, Check
 from safelaunch.system.decoding import from_msgpack
 
 MOST_BYTES, LEAST_BYTES, MOST_OF_ALL = 256 << 10, 8 << 10, 16 << 20  # of one node; of all, whom one node reads

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from jobs import PROGRAMS, Job
 
+from safelaunch.capture.roster.progress import Roster
 from safelaunch.control.protocol import Request, ask
 from safelaunch.job.paths import RunPaths
 from safelaunch.job.process import ProcessId, descendants, identify
-from safelaunch.roster.progress import Roster
 from safelaunch.system.errors import SafelaunchError
 
 STEERED = PROGRAMS / "steered.py"

@@ -21,8 +21,8 @@ from jobs import PROGRAMS, Job, Result
 
 from safelaunch.beacon import layout, ring
 from safelaunch.capture import worker_server
+from safelaunch.capture.roster.progress import Page, Roster, read_meta
 from safelaunch.job.paths import RunPaths
-from safelaunch.roster.progress import Page, Roster, read_meta
 
 pytestmark = pytest.mark.torch
 
@@ -36,7 +36,7 @@ RUN_DIR = Path(os.environ["SAFELAUNCH_RUN_DIR"])
 BASE = RUN_DIR / "pages" / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{RANK}-{os.getpid()}"
 
 def progress():
-    from safelaunch.roster.progress import Page
+    from safelaunch.capture.roster.progress import Page
     return Page(BASE).read()
 
 def pages():
@@ -560,7 +560,7 @@ def test_who_the_rank_is(start: Start) -> None:
         inside = subprocess.run([sys.executable, "-c", "import sys; print([n for n in sys.modules if 'beacon' in n])"],
             capture_output=True, text=True)
         from safelaunch.job.paths import RunPaths
-        from safelaunch.roster.progress import Roster
+        from safelaunch.capture.roster.progress import Roster
         roster = Roster(RunPaths(RUN_DIR))
         roster.refresh()
         tell(pages=pages(), me=os.getpid(), chosen={rank: page.pid for rank, page in roster.pages().items()},

@@ -18,8 +18,8 @@ import stub
 from jobs import PROGRAMS, Bundle, Job
 from stub import GIB
 
+from safelaunch.capture.roster.progress import Roster
 from safelaunch.job.paths import RunPaths
-from safelaunch.roster.progress import Roster
 from safelaunch.supervise import pollers
 from safelaunch.supervise.watch import Watch
 from safelaunch.watch.stall import Policy

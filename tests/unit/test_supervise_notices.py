@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from safelaunch.capture.roster.progress import Worker
 from safelaunch.model import Progress
-from safelaunch.roster.progress import Worker
 from safelaunch.supervise.notices import Notices
 from safelaunch.watch.rhythm import Threshold
 from safelaunch.watch.stall import Policy

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from safelaunch.capture.roster.checks import About, Check
 from safelaunch.model import Inconsistency
-from safelaunch.roster.checks import About, Check
 from safelaunch.watch.consistency import KEPT, Comparison
 
 NAMES = ("0.weight", "0.bias", "2.weight")

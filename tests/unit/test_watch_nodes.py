@@ -13,8 +13,8 @@ import pytest
 
 from safelaunch.beacon import layout, page
 from safelaunch.capture.counters import Counters
+from safelaunch.capture.roster.progress import Roster
 from safelaunch.job.paths import RunPaths
-from safelaunch.roster.progress import Roster
 from safelaunch.supervise.watch import Watch
 from safelaunch.watch.stall import Policy
 

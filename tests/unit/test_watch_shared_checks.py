@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from safelaunch.capture.roster.checks import About, Check
 from safelaunch.cluster.messages import BadMessage, packed
 from safelaunch.model import Inconsistency
-from safelaunch.roster.checks import About, Check
 from safelaunch.watch.consistency import Comparison
 from safelaunch.watch.shared_checks import (
     MOST_POSITIONS,

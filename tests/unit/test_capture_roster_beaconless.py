@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.roster import beaconless
+from safelaunch.capture.roster import beaconless
 
 WAIT = "print(1, flush=True); input()"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from safelaunch.beacon import layout, page
+from safelaunch.capture.roster.progress import Roster
 from safelaunch.job.paths import RunPaths
-from safelaunch.roster.progress import Roster
 
 
 @dataclass(frozen=True)

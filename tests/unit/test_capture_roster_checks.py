@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.beacon import layout
-from safelaunch.roster.checks import Series
+from safelaunch.capture.roster.checks import Series
 
 ABOUT = {"key": "SGD", "kind": "parameters", "every": 3, "rank": 1, "groups": [[0, 1]], "tensors": [["w", 0], ["b", 0]]}
 SIZE = layout.CHECK_SLOT + 3 * 2 + 2 * layout.CHECK_WINDOW
