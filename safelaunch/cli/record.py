@@ -105,8 +105,8 @@ def _report(
     run: Run, recording: Recording, earlier: Recording | None, called: str, place: Path, *, as_json: bool
 ) -> int:
     # Imported while nobody waits for the samples any more.
-    from safelaunch.profiling.compare import compare
-    from safelaunch.profiling.verdict import verdict_of
+    from safelaunch.report.profiling.compare import compare
+    from safelaunch.report.profiling.verdict import verdict_of
     from safelaunch.report.recording import Recorded, document, screen
 
     slowness = verdict_of(recording)

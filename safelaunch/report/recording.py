@@ -11,11 +11,11 @@ from typing import Any, TypedDict
 
 from safelaunch.model import Frame, format_ranks
 from safelaunch.model.recording import Recording
-from safelaunch.profiling.activity import KINDS
-from safelaunch.profiling.compare import Comparison
-from safelaunch.profiling.compare import where as change_words
-from safelaunch.profiling.shares import Place, RankTime, Stacks, frame_of, mean, place_share
-from safelaunch.profiling.verdict import Finding, Slowness, percent
+from safelaunch.report.profiling.activity import KINDS
+from safelaunch.report.profiling.compare import Comparison
+from safelaunch.report.profiling.compare import where as change_words
+from safelaunch.report.profiling.shares import Place, RankTime, Stacks, frame_of, mean, place_share
+from safelaunch.report.profiling.verdict import Finding, Slowness, percent
 from safelaunch.report.tables import Frames, Paths
 from safelaunch.system.printable import clean
 from safelaunch.verdict.reading.frames import place

@@ -80,7 +80,7 @@ PURE = {
     "reproduce",
     "reproduce.*",
     "profiling",
-    "profiling.*",
+    "report.profiling.*",
     "model.recording",
     "report.recording_exports",
     "watch.movement",

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from recordings import AUGMENT, BACKWARD, FORWARD, recorded, recording
 
 from safelaunch.model.recording import Recording, bounded, decode, merged, ranks_in
-from safelaunch.profiling.verdict import verdict_of
+from safelaunch.report.profiling.verdict import verdict_of
 
 
 def test_recordings_of_several_nodes_are_one() -> None:

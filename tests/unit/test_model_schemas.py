@@ -26,8 +26,8 @@ from safelaunch.leases.choose import Gpu, GpuProcess
 from safelaunch.leases.holder import Holder
 from safelaunch.leases.users import User
 from safelaunch.model import BundlePlace, NodeAtFault
-from safelaunch.profiling.verdict import verdict_of
 from safelaunch.report import calls
+from safelaunch.report.profiling.verdict import verdict_of
 from safelaunch.report.recording import Recorded
 from safelaunch.report.recording import document as record_document
 from safelaunch.system.console import json_text

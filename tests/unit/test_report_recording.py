@@ -13,9 +13,9 @@ from recordings import ALL_REDUCE, AUGMENT, BACKWARD, FORWARD, recorded, recordi
 
 from safelaunch.model import Frame
 from safelaunch.model.recording import Recording
-from safelaunch.profiling.compare import compare
-from safelaunch.profiling.verdict import verdict_of
 from safelaunch.report import page
+from safelaunch.report.profiling.compare import compare
+from safelaunch.report.profiling.verdict import verdict_of
 from safelaunch.report.recording import SCRIPT, Recorded, content, markdown, screen
 from safelaunch.report.recording_exports import speedscope
 

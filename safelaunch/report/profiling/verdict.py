@@ -14,8 +14,8 @@ from typing import Literal
 
 from safelaunch.model import Frame, format_ranks
 from safelaunch.model.recording import Recording
-from safelaunch.profiling.activity import KINDS, Kind
-from safelaunch.profiling.shares import (
+from safelaunch.report.profiling.activity import KINDS, Kind
+from safelaunch.report.profiling.shares import (
     Holder,
     Place,
     RankTime,

@@ -9,7 +9,7 @@ from math import sqrt
 
 from safelaunch.model import Frame
 from safelaunch.model.recording import ProcessRecord, RankRecord, Recording, ThreadRecord
-from safelaunch.profiling.activity import WAITS, Activity, Kind, activity_of
+from safelaunch.report.profiling.activity import WAITS, Activity, Kind, activity_of
 from safelaunch.verdict.reading.calls import worker_idle
 from safelaunch.verdict.reading.frames import Stack
 

@@ -12,8 +12,8 @@ from math import sqrt
 
 from safelaunch.model import Frame, format_ranks
 from safelaunch.model.recording import Recording
-from safelaunch.profiling.shares import Place, RankTime, frame_of, mean, place_share, times_of
-from safelaunch.profiling.verdict import split
+from safelaunch.report.profiling.shares import Place, RankTime, frame_of, mean, place_share, times_of
+from safelaunch.report.profiling.verdict import split
 from safelaunch.verdict.reading.frames import basename
 
 LEAST = 0.05  # of the earlier time of a step
