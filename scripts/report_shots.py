@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 import incidents
 from browser import Browser, found
 
+from safelaunch.bundle.reading import locate, surroundings
 from safelaunch.capture import user_source
-from safelaunch.postmortem import locate, surroundings
 from safelaunch.report import page
 from safelaunch.verdict.diagnose import diagnose
 

@@ -10,7 +10,7 @@ known. A value that c10d would not write counts as unknown, and ``FlightRecord.d
 record is less certain.
 
 A pickle with a hostile *structure* can still kill the process that reads it, because reading hashes a dictionary's
-keys. So a child reads strangers' files (``postmortem/guard.py``).
+keys. So a child reads strangers' files (``bundle/reading/guard.py``).
 
 gloo differs (torch 2.13): ``state`` stays ``"scheduled"`` for ever (``retired`` says more), ``pg_config`` has the key
 ``""`` where entries say ``"0"``, and the numbers of ``pg_status`` are strings in the JSON.

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from safelaunch.bundle.reading.found import Found, Unreadable
 from safelaunch.cli.parsing import Parser
 from safelaunch.job.paths import seen_from_here, working_directory
 from safelaunch.model import Claim, ProofEdge, Verdict, format_ranks
-from safelaunch.postmortem.found import Found, Unreadable
 from safelaunch.report import HTML, PERFETTO
 from safelaunch.settings.config import bundle_dir_of
 from safelaunch.settings.values import parse_count
@@ -164,7 +164,7 @@ def _targets(html: str | None, output: str | None) -> dict[str, list[Path]]:
 
 def check_targets(path: Path, targets: Iterable[Sequence[Path]]) -> None:
     """Raises UsageError if a file would go into the evidence, or into any bundle: they stay as they were written."""
-    from safelaunch.postmortem.bundles import is_bundle
+    from safelaunch.bundle.reading.bundles import is_bundle
 
     evidence = Path(os.path.realpath(path))
     for target in (target for several in targets for target in several):
@@ -198,8 +198,8 @@ def _write(target: Path, text: str) -> None:
 
 def _diagnose(path: Path, called: str, wanted: _Wanted) -> _Told:
     # Before the fork of the child, which would import them again for each archive.
-    from safelaunch.postmortem import locate
-    from safelaunch.postmortem.guard import in_child
+    from safelaunch.bundle.reading import locate
+    from safelaunch.bundle.reading.guard import in_child
 
     try:
         with tempfile.TemporaryDirectory(prefix="safelaunch-") as scratch:
@@ -214,7 +214,7 @@ def _diagnose(path: Path, called: str, wanted: _Wanted) -> _Told:
 
 def _read(folder: Path, scratch: Path, path: Path, wanted: _Wanted) -> _Told:
     """Reads PATH, in the child."""
-    from safelaunch.postmortem import locate
+    from safelaunch.bundle.reading import locate
     from safelaunch.verdict.diagnose import diagnose
 
     found = locate.read_folder(folder, scratch)
@@ -259,8 +259,8 @@ def _files(verdict: Verdict, found: Found, names: Collection[str]) -> dict[str, 
     """The report, and the files for viewers."""
     if not names:
         return {}
+    from safelaunch.bundle.reading import surroundings
     from safelaunch.capture import user_source
-    from safelaunch.postmortem import surroundings
     from safelaunch.report import exports, page
     from safelaunch.system.redaction.redactor import Redactor
     from safelaunch.verdict.rank_state import Facts

@@ -9,10 +9,10 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from safelaunch.bundle.reading.found import Unreadable
 from safelaunch.cli import program
 from safelaunch.cli.parsing import Parser
 from safelaunch.job.paths import working_directory
-from safelaunch.postmortem.found import Unreadable
 from safelaunch.reproduce import Extent, Reproduction, Wish, compared, reproduction_of
 from safelaunch.system.console import redact, say, show
 from safelaunch.system.errors import SafelaunchError, UsageError
@@ -79,9 +79,9 @@ def _name(output: str | None) -> str:
 
 def _from(path: Path, called: str, wish: Wish) -> Reproduction:
     # Before the fork of the child, which would import them again.
+    from safelaunch.bundle.reading import locate
+    from safelaunch.bundle.reading.guard import in_child
     from safelaunch.capture import user_source
-    from safelaunch.postmortem import locate
-    from safelaunch.postmortem.guard import in_child
 
     try:
         with tempfile.TemporaryDirectory(prefix="safelaunch-") as scratch:
@@ -127,8 +127,8 @@ def _tried(made: Reproduction, script: Path) -> int:
 
 def run(made: Reproduction, script: Path) -> list[str]:
     """What a run of the script does otherwise than the job did."""
+    from safelaunch.bundle.reading import locate
     from safelaunch.capture import user_source
-    from safelaunch.postmortem import locate
 
     with tempfile.TemporaryDirectory(prefix="safelaunch-") as scratch:
         command = [*program(), "--stall-timeout=3", "--startup-timeout=4", f"--bundle-dir={scratch}/bundles"]

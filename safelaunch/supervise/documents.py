@@ -56,7 +56,7 @@ def add_reports(
 
     Returns the dimensions of the job's mesh, by name.
     """
-    from safelaunch.postmortem import surroundings
+    from safelaunch.bundle.reading import surroundings
     from safelaunch.report import HTML, PERFETTO, exports, page, report
     from safelaunch.verdict.belonging import mesh
     from safelaunch.verdict.rank_state import Facts

@@ -292,7 +292,7 @@ def _deaths_of(rank: RankEvidence, kernel_log: str) -> tuple[str, ...]:
 
 def prepare() -> None:
     """Imports what verdict and reports need while the job is given time to move: most runs never stall."""
-    from safelaunch.postmortem import surroundings  # noqa: F401 - for the imports
+    from safelaunch.bundle.reading import surroundings  # noqa: F401 - for the imports
     from safelaunch.report import exports, page, report  # noqa: F401
 
     page.prepare()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from safelaunch.bundle.copier import BUNDLE
+from safelaunch.bundle.reading.found import Unreadable, read_limited
 from safelaunch.model import BundlePlace, Evidence
-from safelaunch.postmortem.found import Unreadable, read_limited
 from safelaunch.system.decoding import from_json
 from safelaunch.system.task import Task
 

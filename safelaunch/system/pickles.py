@@ -1,7 +1,7 @@
 """Reads untrusted pickles. Builds only dicts, lists, tuples, strings and numbers.
 
 A pickle with a hostile *structure* can still kill the process that reads it, because the unpickler hashes dictionary
-keys while reading. Untrusted files are therefore read in a child process (``postmortem/guard.py``).
+keys while reading. Untrusted files are therefore read in a child process (``bundle/reading/guard.py``).
 """
 
 from __future__ import annotations

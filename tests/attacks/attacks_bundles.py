@@ -25,7 +25,7 @@ from typing import Any
 from attack import Attack
 from attacks_dumps import OPCODES, TEXTS, VALUES
 from reader import diagnosed
-from test_postmortem import dumps, hang, mismatching, run_directory, write_bundle
+from test_bundle_reading import dumps, hang, mismatching, run_directory, write_bundle
 
 from safelaunch.beacon import layout
 

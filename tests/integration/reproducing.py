@@ -14,10 +14,10 @@ from pathlib import Path
 import zoo
 from jobs import Job
 
+from safelaunch.bundle.reading import locate
 from safelaunch.capture import user_source
 from safelaunch.capture.flight_dump import to_json
 from safelaunch.model import Evidence
-from safelaunch.postmortem import locate
 from safelaunch.reproduce import LOST, Hang, Reproduction, Wish, compared, reproduction_of
 from safelaunch.reproduce.smaller import ABORTS
 from safelaunch.reproduce.text import NO_SENDS

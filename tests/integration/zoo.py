@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 from jobs import PATIENCE_S, PROGRAMS, Job, Result
 
+from safelaunch.bundle.reading import locate
 from safelaunch.control import protocol
-from safelaunch.postmortem import locate
 from safelaunch.system.errors import SafelaunchError
 from safelaunch.verdict.diagnose import diagnose
 

@@ -16,12 +16,12 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_bundle_reading import dumps, mismatching
 from test_capture_flight_recorder import GLOO, GLOO_ENTRY, NCCL, as_json
-from test_postmortem import dumps, mismatching
 
+from safelaunch.bundle.reading import locate
 from safelaunch.capture.flight_dump import MAX_RANKS, parse_json, parse_pickle, record_of
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
-from safelaunch.postmortem import locate
 from safelaunch.system.errors import CaptureError
 from safelaunch.verdict.diagnose import diagnose
 

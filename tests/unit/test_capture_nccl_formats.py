@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from nccl_formats import FORMATS, NEWEST, Format, Hooked, Op, Recorder, State, TorchComms, write
 
+from safelaunch.bundle.reading import locate
 from safelaunch.capture import flight_records
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, to_json
 from safelaunch.capture.flight_records import merged
 from safelaunch.model import RankEvidence, Verdict
-from safelaunch.postmortem import locate
 from safelaunch.verdict.collectives import Alignment
 from safelaunch.verdict.comparable import Block, settled
 from safelaunch.verdict.diagnose import diagnose

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_postmortem import dumps, mismatching
+from test_bundle_reading import dumps, mismatching
 
 from safelaunch.cli import COMMANDS
 

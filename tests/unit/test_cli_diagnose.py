@@ -13,7 +13,7 @@ from typing import Any
 import incidents
 import pytest
 from msgspec.structs import replace
-from test_postmortem import dumps, hang, mismatching, verdict_at, write_bundle
+from test_bundle_reading import dumps, hang, mismatching, verdict_at, write_bundle
 
 from safelaunch.cli import main
 from safelaunch.cli.diagnose import FILES, HTML, PERFETTO, VERDICT

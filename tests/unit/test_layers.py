@@ -110,7 +110,7 @@ THIRD_PARTY = {
         "capture.*",
         "verdict.*",
         "reproduce.*",
-        "postmortem.*",
+        "bundle.reading.*",
         "bundle.staging",
         "control.*",
         "colaunch.slurm.claims",

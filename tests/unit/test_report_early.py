@@ -9,11 +9,11 @@ import pytest
 from evidence import at, behind, in_user, rank, waiting
 from evidence import job as job_of
 from msgspec.structs import replace
-from test_postmortem import _json, write_bundle
+from test_bundle_reading import _json, write_bundle
 from test_report import EVIL
 
+from safelaunch.bundle.reading import locate
 from safelaunch.model import EarlyLook, Evidence, Place
-from safelaunch.postmortem import locate
 from safelaunch.report import page, report
 from safelaunch.report.early import in_status, line
 from safelaunch.verdict.diagnose import diagnose

@@ -18,8 +18,8 @@ import test_capture_nccl_formats as nccl
 from evidence import behind, entry, in_user, job, past, progress, rank, record, waiting
 from msgspec.structs import replace
 
+from safelaunch.bundle.reading import locate
 from safelaunch.model import Culprit, Frame, Launched, RankException, RankExit
-from safelaunch.postmortem import locate
 from safelaunch.report import page, report
 from safelaunch.report.about import About, Gpu, GpuProcess, Launch, NodeFiles
 from safelaunch.report.overview import RankRow, alike

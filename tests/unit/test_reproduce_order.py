@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nccl_formats import Recorder, write
 
-from safelaunch.postmortem import locate
+from safelaunch.bundle.reading import locate
 from safelaunch.reproduce import Extent, Wish, reproduction_of
 
 ALL = Wish(Extent(everything=True))

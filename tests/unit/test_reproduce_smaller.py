@@ -9,8 +9,8 @@ from nccl_formats import Recorder, write
 from replayed import replayed
 from test_reproduce_programs import KINDS, generated
 
+from safelaunch.bundle.reading import locate
 from safelaunch.model import Evidence
-from safelaunch.postmortem import locate
 from safelaunch.reproduce import Extent, Wish, reproduction_of
 from safelaunch.reproduce.programs import program_of
 from safelaunch.reproduce.smaller import of_ranks

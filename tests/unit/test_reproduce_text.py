@@ -11,8 +11,8 @@ from evidence import in_c10d, job, rank
 from nccl_formats import Op, Recorder, write
 from replayed import Tensor, replayed
 
+from safelaunch.bundle.reading import locate
 from safelaunch.model import Collective, Evidence, FlightRecord, Frame
-from safelaunch.postmortem import locate
 from safelaunch.reproduce import Extent, Wish, reproduction_of
 from safelaunch.reproduce.text import condition, plain
 

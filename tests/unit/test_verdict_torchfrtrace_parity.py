@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from nccl_formats import Op, Recorder, write
 
+from safelaunch.bundle.reading import locate
 from safelaunch.model import Verdict
-from safelaunch.postmortem import locate
 from safelaunch.verdict.diagnose import diagnose
 
 

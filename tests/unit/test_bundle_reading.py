@@ -18,6 +18,8 @@ from evidence import C10D, at, behind, entry, in_user, job, past, rank, record, 
 from msgspec.structs import replace
 
 from safelaunch.beacon import layout, page
+from safelaunch.bundle.reading import locate
+from safelaunch.bundle.reading.found import Unreadable
 from safelaunch.cli import main
 from safelaunch.job.paths import RunPaths, create_run
 from safelaunch.model import (
@@ -35,8 +37,6 @@ from safelaunch.model import (
     RankExit,
     RankFile,
 )
-from safelaunch.postmortem import locate
-from safelaunch.postmortem.found import Unreadable
 from safelaunch.verdict.diagnose import diagnose
 
 SLEEPER = rank(1, in_user(7, "load"), "sleep", flight=behind())

@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 
 from safelaunch.beacon import layout
+from safelaunch.bundle.reading.dumps import read_dumps
+from safelaunch.bundle.reading.found import Found, Unreadable, read_limited, within
 from safelaunch.capture import collect
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.capture.roster.progress import AgentEvent, Roster, read_meta
 from safelaunch.capture.sink import Nowhere
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import Evidence, RankExit
-from safelaunch.postmortem.dumps import read_dumps
-from safelaunch.postmortem.found import Found, Unreadable, read_limited, within
 from safelaunch.system import untrusted_paths
 from safelaunch.system.redaction.redactor import Redactor
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
-from safelaunch.postmortem.bundles import is_bundle, merge, read_bundle, whole_of
-from safelaunch.postmortem.dumps import read_dumps
-from safelaunch.postmortem.found import MAX_FILE_BYTES, Found, Unreadable, cannot_be_read, within
-from safelaunch.postmortem.guard import Bounds, in_child
+from safelaunch.bundle.reading.bundles import is_bundle, merge, read_bundle, whole_of
+from safelaunch.bundle.reading.dumps import read_dumps
+from safelaunch.bundle.reading.found import MAX_FILE_BYTES, Found, Unreadable, cannot_be_read, within
+from safelaunch.bundle.reading.guard import Bounds, in_child
 from safelaunch.system import untrusted_paths
 
 MAX_UNPACKED_BYTES = 1 << 30
@@ -92,7 +92,9 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
     if is_bundle(folder):
         return replace(read_bundle(folder), bundles=(folder,))
     if _is_run_directory(folder):
-        from safelaunch.postmortem.rundirs import read_run  # with the readers of a live run, which files rarely need
+        from safelaunch.bundle.reading.rundirs import (
+            read_run,  # with the readers of a live run, which files rarely need
+        )
 
         return read_run(folder, scratch)
     inside = sorted(

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from safelaunch.postmortem.guard import Bounds, TooMuch, all_in_child, bind, give_time
+from safelaunch.bundle.reading.guard import Bounds, TooMuch, all_in_child, bind, give_time
 
 _T = TypeVar("_T")
 _Parse = Callable[[Sequence[Path]], Iterable[_T]]

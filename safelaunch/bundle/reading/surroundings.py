@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from safelaunch.bundle.reading.found import Unreadable, read_limited
 from safelaunch.capture.logs import NOTHING
-from safelaunch.postmortem.found import Unreadable, read_limited
 from safelaunch.report.about import About, Gpu, Launch, Link, NodeFiles
 from safelaunch.system import untrusted_paths
 from safelaunch.system.decoding import from_json

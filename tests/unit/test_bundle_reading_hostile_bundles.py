@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_postmortem import dumps, hang, mismatching, run_directory, verdict_at, write_bundle
+from test_bundle_reading import dumps, hang, mismatching, run_directory, verdict_at, write_bundle
 
 from safelaunch.beacon import layout
+from safelaunch.bundle.reading import locate
+from safelaunch.bundle.reading.found import Unreadable
 from safelaunch.cli import main
-from safelaunch.postmortem import locate
-from safelaunch.postmortem.found import Unreadable
 from safelaunch.verdict.diagnose import diagnose
 
 ZEROS = gzip.compress(bytes(16 << 20))  # members of a gzip file stand one after the other

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.postmortem import cores
-from safelaunch.postmortem.cores import parse_all
-from safelaunch.postmortem.found import Unreadable
-from safelaunch.postmortem.guard import Bounds, TooMuch, in_child
+from safelaunch.bundle.reading import cores
+from safelaunch.bundle.reading.cores import parse_all
+from safelaunch.bundle.reading.found import Unreadable
+from safelaunch.bundle.reading.guard import Bounds, TooMuch, in_child
 
 
 def read(paths: Sequence[Path]) -> Iterator[tuple[str, int]]:
@@ -37,7 +37,7 @@ def texts(found: Sequence[tuple[str, int] | str]) -> list[str]:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    monkeypatch.setattr("safelaunch.postmortem.cores.os.sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr("safelaunch.bundle.reading.cores.os.sched_getaffinity", lambda pid: {0, 1, 2})
     for number in range(100):
         (tmp_path / str(number)).write_text(f"text {number}")
     return [tmp_path / str(number) for number in range(100)]
@@ -99,7 +99,7 @@ def spins() -> object:
         (lambda: os._exit(3), "its reader failed with exit code 3"),
         (
             lambda: {}["a key"],
-            r"an internal error of safelaunch; .*: KeyError \(test_postmortem_cores.py:\d+\): 'a key'",
+            r"an internal error of safelaunch; .*: KeyError \(test_bundle_reading_cores.py:\d+\): 'a key'",
         ),
     ],
 )

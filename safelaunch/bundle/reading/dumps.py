@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from safelaunch.bundle.reading.cores import parse_all
+from safelaunch.bundle.reading.found import Found, Unreadable, read_limited, within
 from safelaunch.capture import flight_dump, flight_records
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.model.entries import Entries
-from safelaunch.postmortem.cores import parse_all
-from safelaunch.postmortem.found import Found, Unreadable, read_limited, within
 from safelaunch.system import untrusted_paths
 from safelaunch.system.errors import CaptureError
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from safelaunch.postmortem.found import Unreadable
+from safelaunch.bundle.reading.found import Unreadable
 
 _T = TypeVar("_T")
 # The child's messages: a mark for each value, then all values, or the reason for having no more.

@@ -9,6 +9,9 @@ from typing import TypeVar
 
 import msgspec
 
+from safelaunch.bundle.reading.cores import parse_all
+from safelaunch.bundle.reading.dumps import parse_some
+from safelaunch.bundle.reading.found import LINK, Found, Unreadable, read_limited, within
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.capture.user_source import SOURCE_FILE
 from safelaunch.model import (
@@ -34,9 +37,6 @@ from safelaunch.model import (
     Rendezvous,
 )
 from safelaunch.model.evidence import all_nodes
-from safelaunch.postmortem.cores import parse_all
-from safelaunch.postmortem.dumps import parse_some
-from safelaunch.postmortem.found import LINK, Found, Unreadable, read_limited, within
 from safelaunch.system import untrusted_paths
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
