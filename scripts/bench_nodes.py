@@ -34,13 +34,13 @@ from bench_diagnose import make
 from benchlib import BenchError, Figure, environment, figure, progress, run_bench
 
 from safelaunch.capture.flight_dump import parse_pickle
-from safelaunch.cluster.channel import Channel
-from safelaunch.cluster.evidence import Shared, condensed, expanded, merged
-from safelaunch.cluster.messages import Decision, Node
-from safelaunch.cluster.seen import Seen
-from safelaunch.cluster.store import Address
-from safelaunch.cluster.where import Meeting
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
+from safelaunch.supervise.cluster.channel import Channel
+from safelaunch.supervise.cluster.evidence import Shared, condensed, expanded, merged
+from safelaunch.supervise.cluster.messages import Decision, Node
+from safelaunch.supervise.cluster.seen import Seen
+from safelaunch.supervise.cluster.store import Address
+from safelaunch.supervise.cluster.where import Meeting
 from safelaunch.verdict.diagnose import diagnose
 
 sys.path.insert(0, os.fspath(Path(__file__).resolve().parent.parent / "tests" / "unit"))

@@ -42,9 +42,9 @@ from benchlib import (
 )
 
 from safelaunch.capture.roster.progress import Roster
-from safelaunch.control.discover import find, our_roots
-from safelaunch.control.protocol import RecordAnswer, Request, ask
 from safelaunch.job.paths import RunPaths
+from safelaunch.supervise.control.discover import find, our_roots
+from safelaunch.supervise.control.protocol import RecordAnswer, Request, ask
 
 TRAIN = """
 import torch

@@ -22,9 +22,9 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 
 import histories
-from test_watch_rhythm import BOUNDS, replay
+from test_supervise_watch_rhythm import BOUNDS, replay
 
-from safelaunch.watch.rhythm import quantile_s, threshold
+from safelaunch.supervise.watch.rhythm import quantile_s, threshold
 
 
 def main() -> int:

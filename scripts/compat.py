@@ -31,8 +31,8 @@ VERSIONS = ("2.6.0", "2.9.1", "2.13.0")
 SMOKE = (
     "tests/unit/test_job_argv.py",
     "tests/unit/test_job_torchrun.py",
-    "tests/unit/test_cluster_store.py",
-    "tests/unit/test_cluster_hosting.py",
+    "tests/unit/test_supervise_cluster_store.py",
+    "tests/unit/test_supervise_cluster_hosting.py",
     "tests/integration/test_differential.py",
     "tests/integration/test_beacon.py",
     "tests/integration/test_healthy_exit.py",

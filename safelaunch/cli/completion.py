@@ -49,7 +49,7 @@ def script(shell: str) -> str:
 
 def _runs() -> list[str]:
     """The names and ids of this user's runs on this node."""
-    from safelaunch.control.discover import look, our_roots
+    from safelaunch.supervise.control.discover import look, our_roots
 
     runs = [run for run in look(our_roots()) if run.alive]
     return list(dict.fromkeys([*(run.name for run in runs if run.name), *(run.id for run in runs)]))

@@ -10,9 +10,9 @@ from typing import TypeVar
 import msgspec
 
 from safelaunch.cli.parsing import Parser
-from safelaunch.control.discover import Run, describe, look, one_of_each_job, our_roots, select
-from safelaunch.control.protocol import DumpAnswer, Request, ask
 from safelaunch.job.paths import RunPaths, working_directory
+from safelaunch.supervise.control.discover import Run, describe, look, one_of_each_job, our_roots, select
+from safelaunch.supervise.control.protocol import DumpAnswer, Request, ask
 from safelaunch.system.console import say, show, show_json
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import SafelaunchError, UsageError

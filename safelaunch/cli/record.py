@@ -16,10 +16,10 @@ import msgspec
 
 from safelaunch.cli.dump import INTERRUPTED, answer_of, choose
 from safelaunch.cli.parsing import Parser
-from safelaunch.control.discover import Run, look, our_roots
-from safelaunch.control.protocol import RecordAnswer, Request, ask
 from safelaunch.job.paths import RunPaths, working_directory
 from safelaunch.model.recording import Recording, decode, ranks_in
+from safelaunch.supervise.control.discover import Run, look, our_roots
+from safelaunch.supervise.control.protocol import RecordAnswer, Request, ask
 from safelaunch.system.console import display, say, show, show_json
 from safelaunch.system.errors import SafelaunchError, UsageError
 from safelaunch.system.printable import clean

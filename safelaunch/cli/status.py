@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from safelaunch.control.discover import Run, describe, look, our_roots, select
-from safelaunch.control.protocol import DumpAnswer, Request, RunStatus, StacksAnswer, StackStatus, ask
 from safelaunch.job.paths import RunPaths
 from safelaunch.report.early import in_status
+from safelaunch.supervise.control.discover import Run, describe, look, our_roots, select
+from safelaunch.supervise.control.protocol import DumpAnswer, Request, RunStatus, StacksAnswer, StackStatus, ask
 from safelaunch.system.console import display, redact, say, show, show_json
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import SafelaunchError, UsageError

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from safelaunch.control.protocol import NodeStatus, RankStatus, RunStatus
+from safelaunch.supervise.control.protocol import NodeStatus, RankStatus, RunStatus
+from safelaunch.supervise.watch.quiet import is_quiet
 from safelaunch.system.printable import clean
-from safelaunch.watch.quiet import is_quiet
 
 COLUMNS = ("rank", "pid", "state", "step", "rate", "age", "phase", "note", "signals")
 NODE_COLUMNS = ("node", "ranks", "step", "state", "doing", "note")

@@ -23,12 +23,12 @@ from safelaunch.cli.status_rows import (
     since,
     stragglers,
 )
-from safelaunch.control.discover import Run
-from safelaunch.control.protocol import NodeStatus, RankStatus, RunStatus, StackStatus
 from safelaunch.model import EarlyLook, format_ranks
+from safelaunch.supervise.control.discover import Run
+from safelaunch.supervise.control.protocol import NodeStatus, RankStatus, RunStatus, StackStatus
+from safelaunch.supervise.watch.quiet import is_quiet
 from safelaunch.system.printable import clean
 from safelaunch.verdict.reading.frames import is_library, place
-from safelaunch.watch.quiet import is_quiet
 
 Style = Literal["plain", "bold", "dim", "warn", "alarm", "title", "good"]
 

@@ -24,12 +24,12 @@ from safelaunch.colaunch.pool import Pool, Share
 from safelaunch.colaunch.steps import Steps
 from safelaunch.colaunch.sweep import Sweep
 from safelaunch.colaunch.view import JobView
-from safelaunch.control.discover import our_roots
 from safelaunch.job import process
 from safelaunch.job.process import ProcessId
 from safelaunch.leases import ports
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.store import Store
+from safelaunch.supervise.control.discover import our_roots
 from safelaunch.system.errors import ResourceError, StoreError
 
 TICK_S = 0.5

@@ -14,12 +14,12 @@ import msgspec
 
 from safelaunch.capture.roster.progress import Roster
 from safelaunch.colaunch.jobs import Pace
-from safelaunch.control import discover
 from safelaunch.job.paths import RunPaths
 from safelaunch.job.process import ProcessId
 from safelaunch.model import EarlyLook, Inconsistency, Progress
+from safelaunch.supervise.control import discover
+from safelaunch.supervise.watch.quiet import is_quiet
 from safelaunch.system.decoding import from_json
-from safelaunch.watch.quiet import is_quiet
 
 LOOK_EVERY_S = 0.25
 RATE_OVER_S = 10.0

@@ -17,9 +17,9 @@ from pathlib import Path
 from safelaunch.bundle.publishing import check_directory
 from safelaunch.capture import gpu
 from safelaunch.capture.parallel import gather
-from safelaunch.control.discover import roots
 from safelaunch.job import paths, torchrun
 from safelaunch.settings.config import INTERNAL_ENV, resolve
+from safelaunch.supervise.control.discover import roots
 from safelaunch.system.errors import SafelaunchError
 
 from . import attach, node, rules, torch_probe, torch_rules, tracing

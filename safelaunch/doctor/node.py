@@ -13,8 +13,8 @@ from pathlib import Path
 from safelaunch.beacon import layout
 from safelaunch.capture import cgroups
 from safelaunch.capture.result import within
-from safelaunch.control.discover import find
 from safelaunch.job.paths import RunPaths
+from safelaunch.supervise.control.discover import find
 from safelaunch.system.errors import CaptureError
 
 from .check import Check

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from safelaunch.capture.look import MAX_CHILDREN, Look, ProcessLook, RankLook
 from safelaunch.model import Answer, Evidence
 from safelaunch.supervise.looks import Looks
-from safelaunch.watch import work
-from safelaunch.watch.stall import UNLIMITED, Found, Limits
-from safelaunch.watch.work import Background, Work
+from safelaunch.supervise.watch import work
+from safelaunch.supervise.watch.stall import UNLIMITED, Found, Limits
+from safelaunch.supervise.watch.work import Background, Work
 
 
 @dataclass(frozen=True)

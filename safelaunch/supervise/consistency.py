@@ -13,9 +13,9 @@ from safelaunch.job.paths import RunPaths
 from safelaunch.model import Inconsistency, format_ranks
 from safelaunch.supervise.joint_checks import Part
 from safelaunch.supervise.together import Together
-from safelaunch.supervise.watch import Watch
+from safelaunch.supervise.watch.consistency import Comparison
+from safelaunch.supervise.watch.job import Watch
 from safelaunch.system.console import say
-from safelaunch.watch.consistency import Comparison
 
 NOTHING_CHECKED = "the consistency checks had nothing to compare: no optimizer step was checked"
 

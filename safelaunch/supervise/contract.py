@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from safelaunch.capture.roster.progress import Noted, read_contract
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import format_ranks
-from safelaunch.supervise.watch import Watch
+from safelaunch.supervise.watch.job import Watch
 from safelaunch.system.console import say
 
 PATIENCE_S = 10.0  # from the first rank's first step to the last one's

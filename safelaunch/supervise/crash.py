@@ -19,15 +19,15 @@ from safelaunch.capture.collect import Answer, ask_server
 from safelaunch.capture.look import Target
 from safelaunch.capture.parallel import gather
 from safelaunch.capture.roster.progress import AgentEvent
-from safelaunch.cluster.evidence import merged
-from safelaunch.cluster.seen import Word
 from safelaunch.model import GilTest, RankEvidence, RankException, Verdict
 from safelaunch.supervise import incident
+from safelaunch.supervise.cluster.evidence import merged
+from safelaunch.supervise.cluster.seen import Word
 from safelaunch.supervise.incident import Circumstances, Collected, Common, Exits, Known, Report
 from safelaunch.supervise.joint_crash import Told
 from safelaunch.supervise.looks import Looks, look_at
 from safelaunch.supervise.together import Together
-from safelaunch.supervise.watch import Glance, Watch
+from safelaunch.supervise.watch.job import Glance, Watch
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
 

@@ -23,12 +23,12 @@ from safelaunch.report import early as shown
 from safelaunch.supervise import answer, early_verdict, incident
 from safelaunch.supervise.incident import Circumstances
 from safelaunch.supervise.looks import Looks, look_at
-from safelaunch.supervise.watch import Watch
+from safelaunch.supervise.watch import quiet
+from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.quiet import Quiet, Spell
+from safelaunch.supervise.watch.stall import Status
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
-from safelaunch.watch import quiet
-from safelaunch.watch.quiet import Quiet, Spell
-from safelaunch.watch.stall import Status
 
 BETWEEN_S = 2.0
 NEARLY_DUE_S = 4.0  # so near, the ordinary suspicion is left to itself

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from safelaunch.capture import command
-from safelaunch.cluster.evidence import condensed, received
 from safelaunch.model import Evidence, FirstWord
+from safelaunch.supervise.cluster.evidence import condensed, received
 from safelaunch.system.decoding import from_json, from_msgpack
 from safelaunch.system.errors import CaptureError
 

@@ -46,13 +46,13 @@ from safelaunch.supervise import recall
 from safelaunch.supervise.documents import add_reports, job_of
 from safelaunch.supervise.looks import Looks, native_where_it_tells
 from safelaunch.supervise.node_evidence import NodeSaid, collect_node, nccl_logs
-from safelaunch.supervise.watch import Watch
+from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.rhythm import Threshold
 from safelaunch.system.console import say
 from safelaunch.system.decoding import from_builtins
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.redaction.redactor import Redactor
 from safelaunch.system.task import Task
-from safelaunch.watch.rhythm import Threshold
 
 EVIDENCE_DEADLINE_S = 22.0  # of ranks and node, which have shorter ones of their own
 

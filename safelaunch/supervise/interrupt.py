@@ -19,11 +19,11 @@ from safelaunch.supervise.answer import proves, work_in
 from safelaunch.supervise.incident import Circumstances, Exits, Report, Timeline
 from safelaunch.supervise.looks import Looks, look_at
 from safelaunch.supervise.together import Together
-from safelaunch.supervise.watch import Watch
+from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.quiet import FROZEN_TIMES
+from safelaunch.supervise.watch.rhythm import Threshold
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
-from safelaunch.watch.quiet import FROZEN_TIMES
-from safelaunch.watch.rhythm import Threshold
 
 # Of the time that the signal waits: for each look, between the two, and for what the ranks themselves are asked.
 LOOK_S, BETWEEN_S, ASKING_S = 0.8, 0.5, 0.3

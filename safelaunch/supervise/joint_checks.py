@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from safelaunch.capture.roster.checks import Check
-from safelaunch.cluster.channel import Channel
-from safelaunch.cluster.messages import BadMessage, Page
 from safelaunch.model import Inconsistency
-from safelaunch.watch.shared_checks import (
+from safelaunch.supervise.cluster.channel import Channel
+from safelaunch.supervise.cluster.messages import BadMessage, Page
+from safelaunch.supervise.watch.shared_checks import (
     MOST_FOUND,
     MOST_POSITIONS,
     Found,

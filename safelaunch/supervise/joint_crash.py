@@ -12,11 +12,11 @@ from msgspec.structs import replace
 
 from safelaunch.bundle.publishing import name_of
 from safelaunch.capture.redaction import without_secrets
-from safelaunch.cluster.channel import Channel
-from safelaunch.cluster.evidence import Shared, aged, condensed, expanded, merged
-from safelaunch.cluster.messages import LONGEST_TEXT, BadMessage, Decision, Page
-from safelaunch.cluster.seen import Seen, Word
 from safelaunch.model import BundlePlace, Evidence, NodeEvidence, Verdict
+from safelaunch.supervise.cluster.channel import Channel
+from safelaunch.supervise.cluster.evidence import Shared, aged, condensed, expanded, merged
+from safelaunch.supervise.cluster.messages import LONGEST_TEXT, BadMessage, Decision, Page
+from safelaunch.supervise.cluster.seen import Seen, Word
 from safelaunch.supervise.incident import Circumstances, judged
 
 CRASH_S = 4.0  # torchrun's agents, in one of which the nodes talk, are held for 6 s, the look at the ranks included

@@ -11,12 +11,21 @@ import msgspec
 from msgspec.structs import replace
 
 from safelaunch.capture.redaction import without_secrets
-from safelaunch.cluster.channel import Channel
-from safelaunch.cluster.evidence import Shared, condensed, merged, received
-from safelaunch.cluster.messages import MOST_RANKS, BadMessage, Page, Question, node_count, packed, share_of, unpacked
-from safelaunch.cluster.seen import Answers
 from safelaunch.model import Evidence, RankEvidence
 from safelaunch.model.recording import Recording, bounded, check
+from safelaunch.supervise.cluster.channel import Channel
+from safelaunch.supervise.cluster.evidence import Shared, condensed, merged, received
+from safelaunch.supervise.cluster.messages import (
+    MOST_RANKS,
+    BadMessage,
+    Page,
+    Question,
+    node_count,
+    packed,
+    share_of,
+    unpacked,
+)
+from safelaunch.supervise.cluster.seen import Answers
 from safelaunch.supervise.incident import Circumstances
 from safelaunch.supervise.small_files import apart
 from safelaunch.system.decoding import from_msgpack

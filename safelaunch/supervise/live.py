@@ -14,8 +14,13 @@ import msgspec
 
 from safelaunch.bundle.publishing import name_of
 from safelaunch.capture.look import Look
-from safelaunch.cluster.messages import Question
-from safelaunch.control.protocol import (
+from safelaunch.job.job import Job
+from safelaunch.job.paths import working_directory
+from safelaunch.model import BundlePlace, Frame, Progress, RankExit, format_ranks
+from safelaunch.supervise import incident
+from safelaunch.supervise.answer import work_in
+from safelaunch.supervise.cluster.messages import Question
+from safelaunch.supervise.control.protocol import (
     Client,
     DumpAnswer,
     NodeStatus,
@@ -26,22 +31,17 @@ from safelaunch.control.protocol import (
     StacksAnswer,
     StackStatus,
 )
-from safelaunch.job.job import Job
-from safelaunch.job.paths import working_directory
-from safelaunch.model import BundlePlace, Frame, Progress, RankExit, format_ranks
-from safelaunch.supervise import incident
-from safelaunch.supervise.answer import work_in
 from safelaunch.supervise.incident import Circumstances, Collected, Common, Report
 from safelaunch.supervise.looks import look_at
 from safelaunch.supervise.on_request import GpuMemory, SilentRanks
 from safelaunch.supervise.recording import Recordings
 from safelaunch.supervise.together import Together
-from safelaunch.supervise.watch import Watch
+from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.quiet import UNKNOWN_S, is_quiet
 from safelaunch.system.console import say
 from safelaunch.system.errors import SafelaunchError
 from safelaunch.system.redaction.redactor import Redactor
 from safelaunch.system.task import Task
-from safelaunch.watch.quiet import UNKNOWN_S, is_quiet
 
 RATE_OVER_S = 10.0
 SAMPLE_EVERY_S = 2.0

@@ -41,13 +41,13 @@ from safelaunch.supervise.notices import Notices
 from safelaunch.supervise.pollers import GroupTimeout, Health, PulseTaker, WorkTaker
 from safelaunch.supervise.stall import StallCase
 from safelaunch.supervise.together import Together
-from safelaunch.supervise.watch import Glance, Watch
+from safelaunch.supervise.watch.job import Glance, Watch
+from safelaunch.supervise.watch.quiet import frozen_s as frozen_s_of
+from safelaunch.supervise.watch.restart import Failure, failure_of, why_give_up
+from safelaunch.supervise.watch.rhythm import Bounds
+from safelaunch.supervise.watch.stall import Policy, Status, confirm_after_s
 from safelaunch.system.console import display, redact, say
 from safelaunch.system.task import Task
-from safelaunch.watch.quiet import frozen_s as frozen_s_of
-from safelaunch.watch.restart import Failure, failure_of, why_give_up
-from safelaunch.watch.rhythm import Bounds
-from safelaunch.watch.stall import Policy, Status, confirm_after_s
 
 TICK_S = 0.25
 BUSY_TICK_S = 0.02

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from safelaunch.cluster.channel import Channel
-from safelaunch.cluster.council import SILENT_S
-from safelaunch.cluster.messages import Node, Page, node_count
-from safelaunch.cluster.seen import Seen
-from safelaunch.cluster.where import Meeting
 from safelaunch.model import Rendezvous, format_ranks
+from safelaunch.supervise.cluster.channel import Channel
+from safelaunch.supervise.cluster.council import SILENT_S
+from safelaunch.supervise.cluster.messages import Node, Page, node_count
+from safelaunch.supervise.cluster.seen import Seen
+from safelaunch.supervise.cluster.where import Meeting
 from safelaunch.system.console import say
 
 RENDEZVOUS_S = 30.0

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from safelaunch.capture.roster import beaconless
 from safelaunch.model import format_ranks
-from safelaunch.supervise.watch import Watch
+from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.stall import Policy
 from safelaunch.system.console import say
-from safelaunch.watch.stall import Policy
 
 BEACON_PATIENCE_S = 20.0
 BEACON_AGAIN_S = 5.0  # between two looks at workers that have no beacon yet

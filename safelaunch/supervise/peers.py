@@ -9,10 +9,10 @@ from typing import Literal
 from msgspec.structs import replace
 
 from safelaunch.capture.parallel import gather
-from safelaunch.cluster.messages import Beat, Node
-from safelaunch.cluster.seen import Peer, Seen
-from safelaunch.cluster.store import probe
 from safelaunch.model import AgentState, Lost, NodeEvidence, Probe
+from safelaunch.supervise.cluster.messages import Beat, Node
+from safelaunch.supervise.cluster.seen import Peer, Seen
+from safelaunch.supervise.cluster.store import probe
 from safelaunch.system import procstat
 
 PROBE_S = 2.0

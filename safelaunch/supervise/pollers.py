@@ -20,11 +20,11 @@ from safelaunch.capture.look import Target
 from safelaunch.capture.parallel import gather
 from safelaunch.leases.driver import has_driver
 from safelaunch.supervise.looks import newest_entries
-from safelaunch.supervise.watch import Watch
+from safelaunch.supervise.watch import rhythm, stragglers, work
+from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.work import Background
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
-from safelaunch.watch import rhythm, stragglers, work
-from safelaunch.watch.work import Background
 
 Answer = TypeVar("Answer")
 

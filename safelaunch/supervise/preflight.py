@@ -98,7 +98,7 @@ def _idle_presets(settings: Settings) -> list[str]:
 def _check_key(settings: Settings) -> None:
     if settings.cluster_key_file is None:
         return
-    from safelaunch.cluster.keyfile import BadKeyFile, read_key
+    from safelaunch.supervise.cluster.keyfile import BadKeyFile, read_key
 
     try:
         read_key(settings.cluster_key_file)

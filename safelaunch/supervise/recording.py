@@ -20,12 +20,12 @@ from safelaunch.capture.look import Target
 from safelaunch.capture.redaction import without_secrets
 from safelaunch.capture.roster.progress import read_meta
 from safelaunch.capture.sampling import Sampled
-from safelaunch.cluster.messages import Question
-from safelaunch.control.protocol import LARGEST_ANSWER, Client, RecordAnswer, Request
 from safelaunch.model.recording import Numbers, ProcessRecord, RankRecord, Recording, bounded, merged, ranks_in
+from safelaunch.supervise.cluster.messages import Question
+from safelaunch.supervise.control.protocol import LARGEST_ANSWER, Client, RecordAnswer, Request
 from safelaunch.supervise.incident import Circumstances
 from safelaunch.supervise.joint_dump import JointDump
-from safelaunch.supervise.watch import Watch
+from safelaunch.supervise.watch.job import Watch
 from safelaunch.system.task import Task
 
 LONGEST_S = 300.0

@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from safelaunch.cluster.messages import Vote
 from safelaunch.model import Outcome, format_ranks
 from safelaunch.supervise import answer, incident
 from safelaunch.supervise.answer import Judged
+from safelaunch.supervise.cluster.messages import Vote
 from safelaunch.supervise.early import without_the_gil
 from safelaunch.supervise.incident import Circumstances, Collected, Exits, Known, Report, Timeline
 from safelaunch.supervise.looks import Looks, look_at
 from safelaunch.supervise.together import OPEN_S, Together
 from safelaunch.supervise.together import Outcome as Joint
-from safelaunch.supervise.watch import Glance, Watch
+from safelaunch.supervise.watch.job import Glance, Watch
+from safelaunch.supervise.watch.rhythm import Threshold
+from safelaunch.supervise.watch.stall import Found, Stall, ends_after_s, suspect_after_s
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
-from safelaunch.watch.rhythm import Threshold
-from safelaunch.watch.stall import Found, Stall, ends_after_s, suspect_after_s
 
 AGAIN = 1.5  # a quiet time gets a second bundle only if it lasts so many times as long as one that ended by itself
 

@@ -19,18 +19,18 @@ from safelaunch import __version__
 from safelaunch.bundle.publishing import name_of
 from safelaunch.capture.command import helper_reports
 from safelaunch.capture.redaction import without_secrets
-from safelaunch.cluster.channel import Channel
-from safelaunch.cluster.council import SILENT_S
-from safelaunch.cluster.evidence import condensed
-from safelaunch.cluster.hosting import StoreHost
-from safelaunch.cluster.keyfile import BadKeyFile, read_key
-from safelaunch.cluster.messages import Decision, Node, Page, Result, Vote, node_count, share_of
-from safelaunch.cluster.seen import Neighbour, Seen, Word
-from safelaunch.cluster.where import Alone, Meeting, hosts_of, meeting
 from safelaunch.job.plan import Plan
 from safelaunch.model import BundlePlace, Evidence, Lost, NodeEvidence, Rendezvous
 from safelaunch.settings.config import Settings
 from safelaunch.supervise.answer import proves
+from safelaunch.supervise.cluster.channel import Channel
+from safelaunch.supervise.cluster.council import SILENT_S
+from safelaunch.supervise.cluster.evidence import condensed
+from safelaunch.supervise.cluster.hosting import StoreHost
+from safelaunch.supervise.cluster.keyfile import BadKeyFile, read_key
+from safelaunch.supervise.cluster.messages import Decision, Node, Page, Result, Vote, node_count, share_of
+from safelaunch.supervise.cluster.seen import Neighbour, Seen, Word
+from safelaunch.supervise.cluster.where import Alone, Meeting, hosts_of, meeting
 from safelaunch.supervise.incident import Circumstances, Common, judged
 from safelaunch.supervise.joint_checks import JointChecks
 from safelaunch.supervise.joint_crash import JointCrash
@@ -38,7 +38,7 @@ from safelaunch.supervise.joint_dump import JointDump, whole_of
 from safelaunch.supervise.node_notices import NodeNotices
 from safelaunch.supervise.peers import agent_state, digest_of, nodes_of
 from safelaunch.supervise.small_files import small_files
-from safelaunch.supervise.watch import Watch
+from safelaunch.supervise.watch.job import Watch
 
 Action = Literal["kill", "restart", "dump"]
 Outcome = Result | Literal["hang", "alone"]

@@ -11,11 +11,11 @@ import pytest
 import yaml
 from pages import blocks
 
-from safelaunch.cluster.store import Address
-from safelaunch.cluster.where import Meeting, meeting
 from safelaunch.job.argv import CommandLine, split
 from safelaunch.job.torchrun import KNOWN
 from safelaunch.settings.options import OWN_OPTIONS, options_of
+from safelaunch.supervise.cluster.store import Address
+from safelaunch.supervise.cluster.where import Meeting, meeting
 
 OWN = {option.flag: option.takes_value for option in OWN_OPTIONS}
 

@@ -22,8 +22,8 @@ from jobs import Bundle, Result
 from row import Outcome, own_faults
 from scene import FAST_S, HOLDING, POLL_S, STEERED, TRAINING, Kind, Scene, Setting, let_the_copy_go_on, wait_for
 
-from safelaunch.cluster.store import Address, Store, StoreError
 from safelaunch.job.process import ProcessId, identify
+from safelaunch.supervise.cluster.store import Address, Store, StoreError
 
 Moment = Literal["start", "training", "suspicion", "capture", "publishing", "ending"]
 HANGS: tuple[Moment, ...] = ("suspicion", "capture", "publishing", "ending")

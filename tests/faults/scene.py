@@ -19,9 +19,9 @@ from pathlib import Path
 from jobs import PROGRAMS, Job
 
 from safelaunch.capture.roster.progress import Roster
-from safelaunch.control.protocol import Request, ask
 from safelaunch.job.paths import RunPaths
 from safelaunch.job.process import ProcessId, descendants, identify
+from safelaunch.supervise.control.protocol import Request, ask
 from safelaunch.system.errors import SafelaunchError
 
 STEERED = PROGRAMS / "steered.py"

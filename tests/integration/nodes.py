@@ -11,10 +11,10 @@ from typing import Literal
 
 from jobs import PROGRAMS, Job
 
-from safelaunch.cluster.messages import Codec, Page
-from safelaunch.cluster.store import Address, Store
-from safelaunch.cluster.where import _prefix
 from safelaunch.leases import ports
+from safelaunch.supervise.cluster.messages import Codec, Page
+from safelaunch.supervise.cluster.store import Address, Store
+from safelaunch.supervise.cluster.where import _prefix
 
 ENV = {"GLOO_SOCKET_IFNAME": "lo"}
 

@@ -17,7 +17,7 @@ import pytest
 from safelaunch.capture import counters, sockets
 from safelaunch.capture.counters import Counters
 from safelaunch.job.process import identify
-from safelaunch.watch.work import Background, Work, found, learn
+from safelaunch.supervise.watch.work import Background, Work, found, learn
 
 PATIENCE_S = 90.0
 # Each does its work at each line it reads, and says when it has begun.

@@ -12,7 +12,7 @@ import pytest
 from nodes import APART, TASK, TwoNodes, free_port
 from test_cluster import TOGETHER, said_the_same, training, whole_and_half
 
-from safelaunch.cluster.hosting import PROGRAM
+from safelaunch.supervise.cluster.hosting import PROGRAM
 
 pytestmark = pytest.mark.torch
 STARTED = "started a store"

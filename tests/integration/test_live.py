@@ -21,8 +21,8 @@ from stub import GIB
 from safelaunch.capture.roster.progress import Roster
 from safelaunch.job.paths import RunPaths
 from safelaunch.supervise import pollers
-from safelaunch.supervise.watch import Watch
-from safelaunch.watch.stall import Policy
+from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.stall import Policy
 
 pytestmark = pytest.mark.torch
 TWO = ["--nproc-per-node=2"]

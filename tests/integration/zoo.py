@@ -19,7 +19,7 @@ import msgspec
 from jobs import PATIENCE_S, PROGRAMS, Job, Result
 
 from safelaunch.bundle.reading import locate
-from safelaunch.control import protocol
+from safelaunch.supervise.control import protocol
 from safelaunch.system.errors import SafelaunchError
 from safelaunch.verdict.diagnose import diagnose
 

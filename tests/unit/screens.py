@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 
 from safelaunch.cli.status_screen import View, screen
-from safelaunch.control.discover import Found, Run
-from safelaunch.control.protocol import NodeStatus, RankStatus, RunStatus, StackStatus
 from safelaunch.job.process import ProcessId
 from safelaunch.model import EarlyLook, Frame, Place
+from safelaunch.supervise.control.discover import Found, Run
+from safelaunch.supervise.control.protocol import NodeStatus, RankStatus, RunStatus, StackStatus
 
 NOW = 1_800_000_000.0
 GIB = 1 << 30

@@ -11,8 +11,8 @@ from recordings import DATA, recorded
 from test_cli_status_rows import RUNS
 
 from safelaunch.cli import dump, main, record
-from safelaunch.control.protocol import RecordAnswer
 from safelaunch.model.recording import RankRecord
+from safelaunch.supervise.control.protocol import RecordAnswer
 
 
 @pytest.fixture

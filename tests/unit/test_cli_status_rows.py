@@ -17,12 +17,12 @@ import pytest
 from safelaunch.beacon.page import start_ticks
 from safelaunch.cli import dump, status
 from safelaunch.cli.status_rows import COLUMNS, rate, rows, since, stragglers, told
-from safelaunch.control import discover
-from safelaunch.control.discover import Found, Run, select
-from safelaunch.control.protocol import DumpAnswer, NodeStatus, RankStatus, RunStatus
 from safelaunch.job.process import ProcessId
 from safelaunch.model import Progress
 from safelaunch.supervise import live
+from safelaunch.supervise.control import discover
+from safelaunch.supervise.control.discover import Found, Run, select
+from safelaunch.supervise.control.protocol import DumpAnswer, NodeStatus, RankStatus, RunStatus
 from safelaunch.system.errors import SafelaunchError, UsageError
 
 

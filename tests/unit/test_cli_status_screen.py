@@ -21,9 +21,9 @@ from screens import GOLDEN, SIZES, VIEWS
 
 from safelaunch.cli.status import Watching
 from safelaunch.cli.status_screen import ASCII, Glyphs, View, course, screen, spark
-from safelaunch.control.discover import Run
-from safelaunch.control.protocol import DumpAnswer, Request, StacksAnswer
 from safelaunch.model import Inconsistency
+from safelaunch.supervise.control.discover import Run
+from safelaunch.supervise.control.protocol import DumpAnswer, Request, StacksAnswer
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.control import discover
 from safelaunch.job import paths
 from safelaunch.job.argv import CommandLine
 from safelaunch.job.paths import (
@@ -28,6 +27,7 @@ from safelaunch.job.plan import Plan, Surroundings, build, in_directory
 from safelaunch.job.torchrun import Torch
 from safelaunch.settings.config import Settings
 from safelaunch.settings.presetfile import EnvSetting
+from safelaunch.supervise.control import discover
 
 ROOT = pytest.mark.skipif(os.getuid() != 0, reason="takes root to be several users")
 UID = os.getuid()

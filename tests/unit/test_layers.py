@@ -53,13 +53,13 @@ ORDER = {name: number for number, (name, _) in enumerate(LAYERS)}
 # Takes values and returns values: no clock, no process, no file, no environment.
 PURE = {
     "job.argv",
-    "watch.stall",
-    "watch.rhythm",
-    "watch.pulse",
-    "watch.quiet",
-    "watch.stragglers",
-    "watch.strides",
-    "watch.work",
+    "supervise.watch.stall",
+    "supervise.watch.rhythm",
+    "supervise.watch.pulse",
+    "supervise.watch.quiet",
+    "supervise.watch.stragglers",
+    "supervise.watch.strides",
+    "supervise.watch.work",
     "report.code",
     "report.contract",
     "report.exports",
@@ -83,17 +83,24 @@ PURE = {
     "report.profiling.*",
     "model.recording",
     "report.recording_exports",
-    "watch.movement",
+    "supervise.watch.movement",
     "doctor.check",
     "doctor.rules",
     "doctor.torch_rules",
 }
 PURE |= {"doctor.tracing", "cli.status_rows", "cli.gpu_rows", "cli.colaunch_rows", "leases.choose"}
 PURE |= {f"colaunch.{name}" for name in ("jobs", "placeholders", "grid", "expand", "spec", "sweep")}
-PURE |= {"colaunch.view", "cluster.where", "cluster.council", "cluster.messages", "cluster.evidence", "cluster.seen"}
+PURE |= {
+    "colaunch.view",
+    "supervise.cluster.where",
+    "supervise.cluster.council",
+    "supervise.cluster.messages",
+    "supervise.cluster.evidence",
+    "supervise.cluster.seen",
+}
 IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil", "psutil"}
 # Scripts that hang on purpose, run as jobs; what torchrun runs; what runs in the job's interpreter.
-NOT_OURS = ("demos/", "launch/launcher/", "cluster/host_store.py")
+NOT_OURS = ("demos/", "launch/launcher/", "supervise/cluster/host_store.py")
 # Third-party modules, and where they may be imported at all. Elsewhere they are somebody else's business.
 THIRD_PARTY = {
     "torch": {"beacon.server", "beacon.rank", "api.launching", "probes"},
@@ -105,14 +112,14 @@ THIRD_PARTY = {
         "blame.memory",
         "system.redaction.*",
         "leases.said",
-        "cluster.*",
+        "supervise.cluster.*",
         "capture.roster.*",
         "capture.*",
         "verdict.*",
         "reproduce.*",
         "bundle.reading.*",
         "bundle.staging",
-        "control.*",
+        "supervise.control.*",
         "colaunch.slurm.claims",
         "supervise.answer",
         "supervise.contract",
@@ -131,11 +138,11 @@ THIRD_PARTY = {
         "supervise.early_verdict",
         "supervise.peers",
         "supervise.recall",
-        "supervise.watch",
-        "watch.shared_checks",
-        "watch.stall",
+        "supervise.watch.job",
+        "supervise.watch.shared_checks",
+        "supervise.watch.stall",
         "report.exports",
-        "watch.rhythm",
+        "supervise.watch.rhythm",
         "api.*",
         "colaunch.summary",
         "colaunch.steps",
@@ -227,11 +234,15 @@ def test_the_parser_of_imports_sees_them() -> None:
     """So that the tests below cannot pass by seeing nothing."""
     seen = {(found.by, found.module) for found in all_imports()}
     assert {
-        ("watch.stall", "dataclasses"),
+        ("supervise.watch.stall", "dataclasses"),
         ("capture.roster.progress", "beacon.layout"),
         ("cli.run", "job.plan"),
     } <= seen
-    assert {("beacon.rank", "beacon.marks"), ("settings.yamlfile", "yaml"), ("supervise.watch", "watch.stall")} <= seen
+    assert {
+        ("beacon.rank", "beacon.marks"),
+        ("settings.yamlfile", "yaml"),
+        ("supervise.watch.job", "supervise.watch.stall"),
+    } <= seen
     assert Import("supervise.session", "supervise.loop", ours=True, late=True) in all_imports()
     assert len(MODULES) > 50
 

@@ -20,7 +20,6 @@ from safelaunch import schemas
 from safelaunch.cli import COMMANDS, doctor, dump, gpu_rows, main, status
 from safelaunch.colaunch.jobs import Job, Outcome, Track
 from safelaunch.colaunch.summary import document
-from safelaunch.control.protocol import NodeStatus
 from safelaunch.doctor.check import failed, ok
 from safelaunch.leases.choose import Gpu, GpuProcess
 from safelaunch.leases.holder import Holder
@@ -30,6 +29,7 @@ from safelaunch.report import calls
 from safelaunch.report.profiling.verdict import verdict_of
 from safelaunch.report.recording import Recorded
 from safelaunch.report.recording import document as record_document
+from safelaunch.supervise.control.protocol import NodeStatus
 from safelaunch.system.console import json_text
 from safelaunch.verdict.rank_state import Facts
 

@@ -16,7 +16,7 @@ from safelaunch.capture.result import Result
 from safelaunch.model import Evidence, Frame, ProcessState, StackSample, Thread, ThreadState
 from safelaunch.supervise import answer
 from safelaunch.supervise.looks import Looks
-from safelaunch.watch.work import Background
+from safelaunch.supervise.watch.work import Background
 
 TORN_APART = job(
     waiting(0),
@@ -87,7 +87,7 @@ def test_what_a_main_thread_waits_for_is_never_background() -> None:
     child = process(2000, (at(9, "encode"),))
     main = process(1000, (Frame("/usr/lib/python3.11/subprocess.py", 1264, "Popen.wait"), *in_user(7)))
     taken = looks(RankLook(0, main, (child,)), used_ms={2000: 4000})
-    from safelaunch.watch import work
+    from safelaunch.supervise.watch import work
 
     known = work.learn(Background(), taken.counters[0][0], taken.counters[1][0])
     assert [found.pid for found in answer.work_in(taken, known)] == [2000]

@@ -22,9 +22,9 @@ from safelaunch.supervise import answer, early, early_verdict, incident
 from safelaunch.supervise.early import EarlyLooks, without_the_gil
 from safelaunch.supervise.incident import Circumstances
 from safelaunch.supervise.looks import Looks
-from safelaunch.watch.quiet import Spell
-from safelaunch.watch.stall import Status
-from safelaunch.watch.work import Background, Work
+from safelaunch.supervise.watch.quiet import Spell
+from safelaunch.supervise.watch.stall import Status
+from safelaunch.supervise.watch.work import Background, Work
 
 ASLEEP = FirstWord("rank 1 is asleep in train.py:7 (load)", "stuck-in-user-code", (Place(1, at(7, "load")),))
 COMPUTES = FirstWord("rank 0 is active at train.py:33 (evaluate)", "", (Place(0, at(33, "evaluate")),), common=True)

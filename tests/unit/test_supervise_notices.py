@@ -10,8 +10,8 @@ import pytest
 from safelaunch.capture.roster.progress import Worker
 from safelaunch.model import Progress
 from safelaunch.supervise.notices import Notices
-from safelaunch.watch.rhythm import Threshold
-from safelaunch.watch.stall import Policy
+from safelaunch.supervise.watch.rhythm import Threshold
+from safelaunch.supervise.watch.stall import Policy
 
 FRESH = Progress(0, 0, 1, 0, 10, 1, "torch")
 

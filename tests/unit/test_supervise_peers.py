@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from safelaunch.cluster.messages import Beat, Node, Page
-from safelaunch.cluster.seen import Peer, Seen
-from safelaunch.cluster.store import probe
 from safelaunch.model import AgentState, Lost, NodeEvidence
+from safelaunch.supervise.cluster.messages import Beat, Node, Page
+from safelaunch.supervise.cluster.seen import Peer, Seen
+from safelaunch.supervise.cluster.store import probe
 from safelaunch.supervise.peers import agent_state, digest_of, nodes_of
 
 HERE, THERE = Node("", "here", 1, "0.1", "2.13"), Node("", "there", 2, "0.1", "2.9", "abc", "127.0.0.1", hosts=True)

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from safelaunch.capture.look import Look, Target
-from safelaunch.cluster.messages import Page, Vote
 from safelaunch.supervise.answer import Judged
+from safelaunch.supervise.cluster.messages import Page, Vote
 from safelaunch.supervise.incident import Circumstances
 from safelaunch.supervise.stall import StallCase
-from safelaunch.supervise.watch import Glance
-from safelaunch.watch.rhythm import Threshold
-from safelaunch.watch.stall import Event, Limits, Policy, Stall
-from safelaunch.watch.work import Background
+from safelaunch.supervise.watch.job import Glance
+from safelaunch.supervise.watch.rhythm import Threshold
+from safelaunch.supervise.watch.stall import Event, Limits, Policy, Stall
+from safelaunch.supervise.watch.work import Background
 
 SUSPECT = Stall(ranks=(0,), mark_s=0.0, stalled_s=5.0, threshold_s=3.0, step=5, before_first_step=False)
 

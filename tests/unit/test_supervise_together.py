@@ -12,10 +12,6 @@ from typing import Any, ClassVar
 import pytest
 from msgspec.structs import replace
 
-from safelaunch.cluster.council import SILENT_S
-from safelaunch.cluster.evidence import aged, condensed
-from safelaunch.cluster.messages import Beat, Decision, Node, Page, Question, Result, packed
-from safelaunch.cluster.seen import Answers, Neighbour, Seen, Word
 from safelaunch.job.argv import CommandLine
 from safelaunch.job.plan import Plan
 from safelaunch.model import BundlePlace, Evidence, Frame, Progress, RankEvidence, RankException
@@ -23,6 +19,10 @@ from safelaunch.model.recording import RankRecord, Recording
 from safelaunch.settings.config import Settings
 from safelaunch.supervise import joint_crash
 from safelaunch.supervise import together as module
+from safelaunch.supervise.cluster.council import SILENT_S
+from safelaunch.supervise.cluster.evidence import aged, condensed
+from safelaunch.supervise.cluster.messages import Beat, Decision, Node, Page, Question, Result, packed
+from safelaunch.supervise.cluster.seen import Answers, Neighbour, Seen, Word
 from safelaunch.supervise.crash import notes_of, own_failure
 from safelaunch.supervise.incident import Circumstances
 from safelaunch.supervise.joint_crash import Told

@@ -217,7 +217,7 @@ class Task:
         """The safelaunch of this node: the child itself, or a task that srun has started here."""
         if Path(self._words.command[0]).name != "srun":
             return child
-        from safelaunch.control import discover
+        from safelaunch.supervise.control import discover
 
         mark = f"SLURM_JOB_ID={self._job_id}".encode()
         for found in discover.find(discover.our_roots()):
@@ -235,7 +235,7 @@ class Task:
             return Pace()
         if self._steps is None:
             from safelaunch.colaunch.steps import Steps
-            from safelaunch.control import discover
+            from safelaunch.supervise.control import discover
 
             self._steps = Steps(discover.our_roots, time.monotonic)
         self._steps.look([self._supervisor])

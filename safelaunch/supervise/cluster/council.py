@@ -1,0 +1,236 @@
+"""What the leader makes of the nodes' beats, and who leads. Pure: beats and times in, the next page out.
+
+Unknown is never still: a job is taken for hung only where every rank is seen by a node that is heard, and each of these
+nodes has looked, at the same time as the others, and has seen nothing move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+
+from msgspec.structs import replace
+
+from safelaunch.supervise.cluster.messages import MOST_DUMPS, MOST_TROUBLES, Beat, Page, Phase, Result
+
+SILENT_S = 15.0  # a node whose count has not moved for so long is not heard
+QUIET_S = 2.5  # several beats: worth a word where something else is the matter
+PROVING_S = 4.0  # before somebody takes over: so long it sees who else is there
+LINE, LINE_S = 4, 10.0  # so many are next in line; what follows later, where none of these is alive
+GAP_S = 5.0  # between two of our own rounds: we were stopped, and nobody else was silent
+LOOKS_S = 45.0  # two looks and the patience with loader workers, besides the time between the looks
+EVIDENCE_S = 25.0
+DECIDE_S = 60.0  # the evidence is there, or will not come
+AGREE_S = 5.0
+
+
+class Hearing:
+    """Who is heard, by the hearer's own clock alone: a node's count has to move, whatever it counts."""
+
+    def __init__(self) -> None:
+        self._moved: dict[int, tuple[tuple[str, int], float]] = {}
+        self._proven: set[int] = set()
+        self._last_s: float | None = None
+
+    def hear(self, counts: Mapping[int, tuple[str, int]], now: float) -> None:
+        """``counts``: by slot, incarnation and count. A slot that is new is taken for heard at first."""
+        gap_s = now - self._last_s if self._last_s is not None else 0.0
+        self._last_s = now
+        if gap_s > GAP_S:
+            self._moved = {slot: (count, at + gap_s) for slot, (count, at) in self._moved.items()}
+        for slot, count in counts.items():
+            before = self._moved.get(slot)
+            if before is None or before[0] != count:
+                if before is not None:
+                    self._proven.add(slot)
+                self._moved[slot] = (count, now)
+
+    def silent_s(self, slot: int, now: float) -> float:
+        return now - self._moved[slot][1] if slot in self._moved else 0.0
+
+    def doubt(self, slot: int, now: float) -> None:
+        """It is known from elsewhere to be silent, until its count moves."""
+        if slot in self._moved:
+            self._moved[slot] = (self._moved[slot][0], now - SILENT_S)
+
+    @property
+    def proven(self) -> Collection[int]:
+        """Slots whose count was seen to move."""
+        return self._proven
+
+
+class Succession:
+    """When a node that follows becomes the leader: the page stands still, and no lower slot is alive."""
+
+    def __init__(self) -> None:
+        self._page = Hearing()
+        self._others: Hearing | None = None
+        self._since_s = 0.0
+
+    def is_orphaned(self, page: Page, now: float) -> bool:
+        """Whether the leader is no longer heard; from then on ``takes_over`` wants all beats."""
+        self._page.hear({0: (f"{page.leader}.{page.epoch}", page.count)}, now)
+        orphaned = self._page.silent_s(0, now) >= SILENT_S
+        if not orphaned:
+            self._others = None
+        elif self._others is None:
+            self._others, self._since_s = Hearing(), now
+        return orphaned
+
+    def is_due(self, slot: int, page: Page, now: float) -> bool:
+        """Whether this node is next in line, or those that are next have had their time. It wants all beats then."""
+        return slot in (page.leader, *page.line) or now - self._since_s >= LINE_S
+
+    def hearing(self, leader: int, now: float) -> Hearing:
+        """What was heard of all while the leader was not."""
+        others = self._others or Hearing()
+        others.doubt(leader, now)
+        return others
+
+    def takes_over(self, slot: int, beats: Mapping[int, Beat], now: float) -> bool:
+        if self._others is None:
+            return False
+        self._others.hear({s: (beat.incarnation, beat.count) for s, beat in beats.items()}, now)
+        lower = [s for s in self._others.proven if s < slot and beats[s].doing != "ended"]
+        return now - self._since_s >= PROVING_S and not lower
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the leader goes by. ``heard``: the beats of the nodes that are; ``silent``: slots of the others; ``quiet``:
+    of those that were not heard for ``QUIET_S``. ``last``: the last words of everybody.
+
+    ``decided``: the leader has stored its decision about the newest incident.
+    """
+
+    heard: Mapping[int, Beat]
+    silent: tuple[int, ...] = ()
+    decided: bool = False
+    quiet: tuple[int, ...] = ()
+    last: Mapping[int, Beat] = field(default_factory=dict)
+
+
+class Leader:
+    """One term of office: from the page that was found, or the first one, to the next and the next."""
+
+    def __init__(self, page: Page, now: float) -> None:
+        self.page = page
+        self._since_s = now  # of the phase, as far as this leader has seen it
+        self._began: dict[int, tuple[int, int]] | None = None  # the attempt of each node as the incident began
+
+    def next(self, given: Given, now: float) -> Page:
+        """The page to write now."""
+        page = replace(
+            self.page,
+            count=self.page.count + 1,
+            nodes=len(given.heard),
+            silent=given.silent[:4096],
+            covered=covers(given.heard.values()),
+            world=max((beat.world for beat in given.heard.values()), default=0),
+            quiet=given.quiet[:4096],
+            stopping=tuple(slot for slot, beat in given.last.items() if beat.doing == "stopping")[:4096],
+            troubles=tuple((slot, b.trouble) for slot, b in given.last.items() if b.trouble)[:MOST_TROUBLES],
+            dumps=tuple(sorted(beat.asks for beat in given.heard.values() if beat.asks)[:MOST_DUMPS]),
+            line=tuple(sorted(slot for slot in given.heard if slot != self.page.leader)[:LINE]),
+            anew=tuple(slot for slot, beat in given.heard.items() if beat.anew)[:4096],
+        )
+        crash = page.crash + any(beat.decided == page.crash + 1 for beat in given.last.values())
+        failed = tuple(slot for slot, beat in given.last.items() if beat.crash == crash + 1 and beat.failed >= 0)
+        page = replace(page, crash=crash, failed=failed[:4096])
+        if page.phase in ("idle", "agreed"):
+            page = self._opened(page, given, now)
+        elif page.phase == "decided":
+            agreed = all(beat.agrees for beat in _of(given, page.incident).values())
+            if self._is_another_round(given):  # nobody has acted yet
+                page = self._closed(page, "moving", now)
+            elif agreed or now - self._since_s >= AGREE_S:
+                page = self._turned(page, "agreed", now)
+        else:
+            page = self._advanced(page, given, now)
+        self.page = page
+        return page
+
+    def is_complete(self, given: Given, now: float) -> bool:
+        """Whether the evidence of all is there, or need not be waited for any longer."""
+        mine = _of(given, self.page.incident)
+        complete = len(mine) == len(_judged(given)) and all(beat.chunks >= 0 for beat in mine.values())
+        return self.page.phase == "collecting" and (complete or now - self._since_s >= EVIDENCE_S)
+
+    def _opened(self, page: Page, given: Given, now: float) -> Page:
+        asking = [b for b in given.heard.values() if b.doing == "suspecting" and b.suspects >= page.incident]
+        if not asking or not page.covered:
+            return page
+        self._began = _attempts(given)
+        page = replace(page, incident=page.incident + 1, window_s=max(beat.window_s for beat in asking))
+        return self._turned(page, "looking", now)
+
+    def _advanced(self, page: Page, given: Given, now: float) -> Page:
+        """Looking or collecting: whatever says that the job moves, or may, ends the incident."""
+        mine = _of(given, page.incident)
+        votes = {beat.vote for beat in mine.values()}
+        # The limit depends on the answer, and that of the job is the one of the node that comes first here.
+        counts = next((vote for vote in ("active", "unknown", "still") if vote in votes), "")
+        at_limit = any(beat.at_limit for beat in mine.values() if beat.vote in (counts, ""))
+        if self._is_another_round(given) or any(beat.doing == "stopping" for beat in given.heard.values()):
+            return self._closed(page, "moving", now)
+        if "moving" in votes:
+            return self._closed(page, "moving" if _opener_moves(mine) else "active", now)
+        if "paused" in votes:
+            return self._closed(page, "paused", now)
+        if page.phase == "collecting":
+            failed = given.decided is False and now - self._since_s >= EVIDENCE_S + DECIDE_S
+            if given.decided or failed:
+                return self._turned(page, "decided", now)
+            return page
+        if "active" in votes and not at_limit:
+            return self._closed(page, "active", now)
+        waiting = len(mine) < len(_judged(given)) or "" in votes
+        if waiting and now - self._since_s < page.window_s + LOOKS_S:
+            return page
+        if waiting or not page.covered:  # each is alone then, and acts at --max-stall
+            return self._closed(page, "elsewhere", now)
+        if votes == {"stopped"}:
+            return self._closed(page, "stopped", now)
+        return self._turned(page, "collecting", now)
+
+    def _is_another_round(self, given: Given) -> bool:
+        """Whether torchrun has started ranks anew since the incident began, or is about to."""
+        if self._began is None:  # of the one who led before
+            self._began = _attempts(given)
+        began = self._began
+        changed = any(began.get(slot, attempt) != attempt for slot, attempt in _attempts(given).items())
+        return changed or any(beat.anew for beat in given.heard.values())
+
+    def _closed(self, page: Page, result: Result, now: float) -> Page:
+        return self._turned(replace(page, result=result), "idle", now)
+
+    def _turned(self, page: Page, phase: Phase, now: float) -> Page:
+        self._since_s = now
+        return replace(page, phase=phase, result=page.result if phase == "idle" else "")
+
+
+def covers(beats: Collection[Beat]) -> bool:
+    """Whether these nodes see every rank of one job, each rank once."""
+    seen = [beat for beat in beats if beat.ranks]
+    ranks = list(chain.from_iterable(beat.ranks for beat in seen))
+    worlds = {beat.world for beat in seen}
+    return len(worlds) == 1 and len(ranks) == len(set(ranks)) == worlds.pop()
+
+
+def _judged(given: Given) -> dict[int, Beat]:
+    """Those that have ranks: others have nothing to look at."""
+    return {slot: beat for slot, beat in given.heard.items() if beat.ranks}
+
+
+def _of(given: Given, incident: int) -> dict[int, Beat]:
+    """Those that take part in the incident."""
+    return {slot: beat for slot, beat in _judged(given).items() if beat.incident == incident}
+
+
+def _attempts(given: Given) -> dict[int, tuple[int, int]]:
+    return {slot: beat.attempt for slot, beat in _judged(given).items()}
+
+
+def _opener_moves(beats: Mapping[int, Beat]) -> bool:
+    return any(beat.vote == "moving" and beat.suspects >= 0 for beat in beats.values())

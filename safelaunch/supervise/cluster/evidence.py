@@ -1,0 +1,276 @@
+"""A node's evidence as it travels to the leader, and the evidence of all nodes as one.
+
+It has been through the node's redaction before. What is long is cut: of a Flight Recorder the newest entries travel,
+of the output its end. The whole of it stays in the node's own bundle.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Annotated
+
+import msgspec
+from msgspec.structs import replace
+
+from safelaunch.model import (
+    Answer,
+    Collective,
+    Evidence,
+    FlightRecord,
+    GroupStatus,
+    Progress,
+    RankEvidence,
+)
+from safelaunch.model.entries import Entries, Kinds
+from safelaunch.model.evidence import all_nodes
+from safelaunch.supervise.cluster.messages import MOST_OF_NODE, MOST_RANKS, BadMessage, packed, unpacked
+from safelaunch.system.decoding import from_msgpack
+
+MOST_ENTRIES = 4096  # of a rank
+MOST_LOG = 8 << 10  # characters
+MOST_CHILDREN = 64
+MOST_STEPS = 32  # of a rank's history
+MOST_GROUPS = 16_384  # of a node
+MOST_FILES, LARGEST_FILE = 4096, 1 << 20
+# What a file of another node may be called: nothing leads out of the bundle, and nothing there is replaced.
+_FILE = re.compile(r"node/[\w.-]{1,255}/\w[\w.-]{0,100}|ranks/\d{1,5}/flight_recorder\.pickle", re.ASCII)
+
+
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
+_Positive = Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
+Runs = tuple[tuple[_Rank, _Positive, _Positive], ...]
+
+
+class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A Flight Recorder by column: ``kinds`` once, and numbers for each entry; times as differences."""
+
+    version: str
+    kinds: tuple[Collective, ...]
+    kind_of: list[int]
+    seqs: list[int]
+    p2p_seqs: list[int]
+    record_ids: list[int]
+    created_ns: list[int]
+    groups: dict[str, int] = {}  # numbers of ``_Travelling.groups``
+    status: dict[str, GroupStatus] = {}
+    damaged: tuple[str, ...] = ()
+    library: str = ""
+    threads: list[int] = []  # of each entry, its place in ``thread_idents``; empty where all are of the first
+    thread_idents: list[int] = []
+
+
+class _Travelling(msgspec.Struct, frozen=True):
+    """``rest``: everything of the evidence but the Flight Recorders, which are in ``records`` by rank.
+
+    ``groups``: the members of each process group that any of these has, as runs: every rank names all of the world.
+    """
+
+    rest: Evidence
+    records: dict[int, _Record]
+    files: dict[str, bytes] = {}
+    groups: tuple[Runs, ...] = ()
+
+
+class Shared:
+    """What the evidence of all nodes has in common, and is kept once: kinds of entries, members of groups."""
+
+    def __init__(self) -> None:
+        self.kinds = Kinds()
+        self._members: dict[Runs, tuple[int, ...]] = {}
+
+    def members(self, runs: Runs) -> tuple[int, ...]:
+        """Raises BadMessage."""
+        if runs not in self._members:
+            if sum(count for _, _, count in runs) > MOST_RANKS:
+                raise BadMessage("a process group of more ranks than there can be")
+            found = (range(first, first + step * count, step) for first, step, count in runs if count)
+            self._members[runs] = tuple(chain.from_iterable(found))
+        return self._members[runs]
+
+
+def condensed(evidence: Evidence, files: Mapping[str, bytes] | None = None, share: int = MOST_OF_NODE) -> list[bytes]:
+    """Chunks that a store takes; without ``files`` of the bundle, and of fewer and fewer entries, until they fit.
+
+    ``share``: bytes that this node may send. The leader knows itself which ranks nobody has seen.
+    """
+    evidence = replace(evidence, missing_ranks=(), launched=None)
+    most = MOST_ENTRIES
+    ranks = tuple(
+        replace(
+            rank,
+            flight_record=None,
+            log_tail=rank.log_tail[-MOST_LOG:],
+            children=rank.children[:MOST_CHILDREN],
+            progress=_thinned(rank.progress),
+        )
+        for rank in evidence.ranks
+    )
+    carried = dict(files or {})
+    while True:
+        groups: dict[tuple[int, ...], int] = {}
+        records = {
+            rank.rank: _columns(rank.flight_record, most, groups)
+            for rank in evidence.ranks
+            if rank.flight_record and most
+        }
+        travelling = _Travelling(replace(evidence, ranks=ranks), records, carried, tuple(map(_runs, groups)))
+        chunks = packed(msgspec.msgpack.encode(travelling), share)
+        if chunks is not None:
+            return chunks
+        if carried:
+            carried = {}
+            continue
+        if not most:  # stacks and states of thousands of processes: who is there is all that is said
+            bare = tuple(RankEvidence(rank.rank, rank.host, rank.pid, rank.local_rank) for rank in evidence.ranks)
+            return packed(msgspec.msgpack.encode(_Travelling(replace(evidence, ranks=bare), {}))) or []
+        most //= 4
+
+
+def _thinned(progress: Progress | None) -> Progress | None:
+    """With every so many steps of its history, the newest among them."""
+    if progress is None or len(progress.history) <= MOST_STEPS:
+        return progress
+    every = -(-len(progress.history) // MOST_STEPS)
+    return replace(progress, history=progress.history[::-1][::every][::-1])
+
+
+def expanded(chunks: list[bytes], shared: Shared | None = None) -> Evidence:
+    """Raises BadMessage for what ``condensed`` did not make."""
+    return received(chunks, shared)[0]
+
+
+def received(chunks: list[bytes], shared: Shared | None = None) -> tuple[Evidence, dict[str, bytes]]:
+    """The evidence, and the files of the bundle that came with it. Raises BadMessage.
+
+    ``shared``: one for all nodes.
+    """
+    shared = shared or Shared()
+    try:
+        found = from_msgpack(unpacked(chunks), _Travelling)
+        groups = [shared.members(runs) for runs in found.groups[:MOST_GROUPS]]
+        records = {rank: _record(columns, groups, shared.kinds) for rank, columns in found.records.items()}
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError, IndexError, ValueError) as error:
+        raise BadMessage(str(error)) from error
+    numbers = [rank.rank for rank in found.rest.ranks]
+    if len(set(numbers)) != len(numbers) or not all(0 <= number < MOST_RANKS for number in numbers):
+        raise BadMessage("evidence of ranks that there cannot be")
+    if len(found.files) > MOST_FILES or not all(map(_may_be, found.files.items())):
+        raise BadMessage("files that no bundle has")
+    ranks = tuple(replace(rank, flight_record=records.get(rank.rank)) for rank in found.rest.ranks)
+    return replace(found.rest, ranks=ranks), found.files
+
+
+def _may_be(item: tuple[str, bytes]) -> bool:
+    name, content = item
+    return _FILE.fullmatch(name) is not None and "/../" not in name and len(content) <= LARGEST_FILE
+
+
+def merged(own: Evidence, others: Sequence[Evidence]) -> Evidence:
+    """The evidence of all nodes as one. Of a rank that several bring, the first counts."""
+    kept: dict[int, RankEvidence] = {}
+    for rank in (rank for evidence in (own, *others) for rank in evidence.ranks):
+        if rank.rank < own.world_size:
+            kept.setdefault(rank.rank, rank)
+    everybody = (own, *others)
+    answers = [evidence.answer for evidence in everybody]
+    answer = next((one for one in _LEAST_KNOWN if one in answers), None)
+    return replace(
+        own,
+        ranks=tuple(kept[number] for number in sorted(kept)),
+        missing_ranks=tuple(number for number in range(own.world_size) if number not in kept),
+        stall_s=max(evidence.stall_s for evidence in everybody),
+        moving=any(evidence.moving for evidence in everybody),
+        notes=tuple(dict.fromkeys(note for evidence in everybody for note in evidence.notes)),
+        nodes=all_nodes(everybody),
+        inconsistent=tuple(dict.fromkeys(one for evidence in everybody for one in evidence.inconsistent)),
+        nccl=next((evidence.nccl for evidence in everybody if evidence.nccl is not None), None),
+        gpus=tuple(one for evidence in everybody for one in evidence.gpus),
+        answer=answer,
+        work=tuple(one for evidence in everybody for one in evidence.work),
+        ends=any(evidence.ends for evidence in everybody if evidence.answer == answer),
+    )
+
+
+_LEAST_KNOWN: tuple[Answer, ...] = ("alive", "unseen", "unknown", "dead")
+
+
+def aged(evidence: Evidence, now_unix_s: float) -> Evidence:
+    """With the times of failures as seconds since ``now_unix_s`` (negative ones): no node's clock travels.
+
+    All nodes say so within a second or two of the failure, so these compare where the clocks do not.
+    """
+
+    def one(rank: RankEvidence) -> RankEvidence:
+        if rank.exception is not None:
+            rank = replace(rank, exception=replace(rank.exception, time_unix_s=rank.exception.time_unix_s - now_unix_s))
+        if rank.exit is not None:
+            rank = replace(rank, exit=replace(rank.exit, time_unix_s=rank.exit.time_unix_s - now_unix_s))
+        return rank
+
+    return replace(evidence, ranks=tuple(map(one, evidence.ranks)))
+
+
+def _runs(members: tuple[int, ...]) -> Runs:
+    """As first, step and count: ``0 8 16 24`` is one run."""
+    runs: list[tuple[int, int, int]] = []
+    for rank in members:
+        first, step, count = runs[-1] if runs else (0, 0, 0)
+        if count == 1 and rank > first:
+            runs[-1] = first, rank - first, 2
+        elif count > 1 and rank == first + step * count:
+            runs[-1] = first, step, count + 1
+        else:
+            runs.append((rank, 1, 1))
+    return tuple(runs)
+
+
+def _columns(record: FlightRecord, most: int, groups: dict[tuple[int, ...], int]) -> _Record:
+    """Adds the members of its groups to ``groups``, numbered."""
+    entries = Entries.of(record.entries)
+    begin = max(0, len(entries) - most)
+    used = sorted(set(entries.kind_of[begin:]))
+    number_of = {kind: number for number, kind in enumerate(used)}
+    created = list(entries.created_ns)[begin:]
+    threads = {ident: number for number, ident in enumerate(dict.fromkeys(entries.threads[begin:]))}
+    return _Record(
+        version=record.version,
+        kinds=tuple(entries.kinds.all[kind] for kind in used),
+        kind_of=[number_of[kind] for kind in entries.kind_of[begin:]],
+        seqs=list(entries.seqs)[begin:],
+        p2p_seqs=list(entries.p2p_seqs)[begin:],
+        record_ids=list(entries.record_ids)[begin:],
+        created_ns=[now - before for now, before in zip(created, [0, *created], strict=False)],
+        groups={name: groups.setdefault(members, len(groups)) for name, members in record.groups.items()},
+        threads=[threads[ident] for ident in entries.threads[begin:]] if len(threads) > 1 else [],
+        thread_idents=list(threads),
+        status=record.status,
+        damaged=record.damaged,
+        library=record.library,
+    )
+
+
+def _record(columns: _Record, groups: Sequence[tuple[int, ...]], kinds: Kinds) -> FlightRecord:
+    numbers = [kinds.number_of(kind) for kind in columns.kinds]
+    created, at = [], 0
+    for difference in columns.created_ns:
+        at += difference
+        created.append(at)
+    threads = [columns.thread_idents[number] for number in columns.threads if 0 <= number < len(columns.thread_idents)]
+    threads = threads or list(columns.thread_idents[:1]) * len(created)
+    lists = (threads or created, columns.kind_of, columns.seqs, columns.p2p_seqs, columns.record_ids, created)
+    if len({len(each) for each in lists}) > 1 or len(created) > MOST_ENTRIES or min(columns.kind_of, default=0) < 0:
+        raise BadMessage("a Flight Recorder whose columns do not fit")
+    entries = Entries(
+        kinds,
+        array("I", [numbers[kind] for kind in columns.kind_of]),
+        seqs=columns.seqs,
+        p2p_seqs=columns.p2p_seqs,
+        record_ids=columns.record_ids,
+        created_ns=created,
+        threads=threads,
+    )
+    members = {name: groups[number] for name, number in columns.groups.items() if number >= 0}
+    return FlightRecord(columns.version, entries, members, columns.status, columns.damaged, columns.library)

@@ -1,0 +1,267 @@
+"""What supervisors tell each other: a fixed set of records, bounded, typed, and signed where a key is given.
+
+Each node writes a *beat*: who it is, what it sees, and how it votes. One of them, the leader, reads all beats and
+writes one *page*, which everybody reads; what the others need to know of single nodes, it writes into ``Members``,
+which they read where it has changed. So a round costs each node two operations, however many nodes there are.
+
+The store has no authentication: what is read from it is a stranger's until it has passed ``Codec.read``.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from safelaunch.model import AgentState, Verdict
+from safelaunch.supervise.cluster.store import LARGEST_VALUE
+from safelaunch.system.decoding import from_msgpack
+
+MOST_RANKS = 65_536
+MOST_MESSAGE = 1 << 20  # bytes of a record that is no evidence
+CHUNK_BYTES = 1 << 20
+MOST_CHUNKS = 8  # of one node's evidence
+MOST_OF_NODE = CHUNK_BYTES * MOST_CHUNKS
+MOST_EVIDENCE, LEAST_SHARE = 128 << 20, 64 << 10  # bytes of all nodes; of one in any case
+MOST_UNPACKED = 128 << 20
+LONGEST_TEXT = 400  # characters of what a node says in words
+MOST_TROUBLES = 8
+MOST_DUMPS = 4  # at once
+MOST_MEMBERS = 64
+_MAC_BYTES = 32
+
+Vote = Literal["", "moving", "active", "still", "stopped", "paused", "unknown"]
+Doing = Literal["watching", "suspecting", "stopping", "ended"]
+Phase = Literal["idle", "looking", "collecting", "decided", "agreed"]
+Result = Literal["", "moving", "active", "stopped", "paused", "elsewhere"]
+
+_Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
+_Rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
+_Name = Annotated[str, Meta(max_length=255)]
+_Text = Annotated[str, Meta(max_length=LONGEST_TEXT)]
+_Slots = Annotated[tuple[_Count, ...], Meta(max_length=4096)]
+
+_T = TypeVar("_T")
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """Base of all of them. Fields may be added at the end."""
+
+
+class Node(Message, frozen=True):
+    """Who a supervisor is; written once.
+
+    ``script``: a digest of it. ``address``: this host's, as the store sees it. ``hosts``: the store is on this host.
+    ``node_rank``: as torchrun's command line gives it.
+    """
+
+    incarnation: _Name
+    host: _Name
+    pid: _Count
+    safelaunch: _Name
+    torch: _Name
+    script: _Name = ""
+    address: _Name = ""
+    hosts: bool = False
+    node_rank: Annotated[int, Meta(ge=0, lt=1 << 20)] | None = None
+
+
+class Beat(Message, frozen=True):
+    """What a node says of itself, every half second. ``count`` moves with each; no clock travels.
+
+    ``ranks``: those that it sees, of ``world``. ``attempt``: torchrun's restarts, and how often it started the workers.
+    ``suspects``: the newest incident that was closed when it began to suspect the job; ``window_s`` between two looks;
+    ``at_limit``: the limit of its answer is reached. ``vote``, ``chunks`` of evidence (-1: none yet) and ``agrees`` (it
+    knows the decision) are about ``incident``. ``trouble``: what failed here on its own account, in words. ``agent``:
+    how torchrun is. ``crash``: the number of the crash that its ranks are part of (0: none), ``failed``: the chunks of
+    evidence about it (-1: none yet), ``decided``: the newest crash about which this node has stored a verdict.
+    ``step``: the lowest of its ranks; -1: none has stepped. ``asks``: the number of the dump that it asks all others
+    for; ``dumped``: the newest that it has answered, and the chunks of its evidence. ``anew``: torchrun has ended its
+    ranks though none had failed, as it does for a new round of the rendezvous, and has not started others yet.
+    ``checks``: the edition of what it has stored of its ranks' consistency checks; 0: nothing.
+    """
+
+    incarnation: _Name
+    count: _Count
+    ranks: Annotated[tuple[_Rank, ...], Meta(max_length=4096)] = ()
+    world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0
+    attempt: tuple[_Count, _Count] = (0, 0)
+    doing: Doing = "watching"
+    suspects: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1
+    window_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 2.0
+    at_limit: bool = False
+    incident: _Count = 0
+    vote: Vote = ""
+    chunks: Annotated[int, Meta(ge=-1, le=MOST_CHUNKS)] = -1
+    agrees: bool = False
+    trouble: _Text = ""
+    agent: AgentState = ""
+    crash: _Count = 0
+    failed: Annotated[int, Meta(ge=-1, le=MOST_CHUNKS)] = -1
+    decided: _Count = 0
+    step: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1
+    asks: _Count = 0
+    dumped: tuple[_Count, Annotated[int, Meta(ge=-1, le=MOST_CHUNKS)]] = (0, -1)
+    anew: bool = False
+    checks: _Count = 0
+
+
+class Page(Message, frozen=True):
+    """What the leader says to all. ``leader``: its slot; ``epoch``: how often somebody took over; ``count`` moves.
+
+    ``covered``: the ranks of the nodes that are heard are all ranks of the job. ``silent``: slots that are not heard;
+    ``quiet``: not for a few seconds. ``stopping``: somebody stops the job there. ``troubles``: by slot.
+    ``incident`` is the newest; in phase ``idle`` it is closed with ``result``. ``crash``: how many crashes have had
+    their verdict; ``failed``: slots whose ranks are part of the next one. ``dumps``: those that are asked for.
+    ``world``: how many ranks the job has, if ``covered``. ``line``: who follows, should the leader be lost.
+    ``members``: the edition of ``Members``; 0: there is none yet. ``anew``: slots whose ranks torchrun starts anew.
+    ``compares``: the leader compares the consistency checks of all; ``wrong``: the edition of what that has found.
+    """
+
+    leader: _Count
+    epoch: _Count = 0
+    count: _Count = 0
+    nodes: _Count = 1
+    covered: bool = False
+    silent: _Slots = ()
+    incident: _Count = 0
+    phase: Phase = "idle"
+    result: Result = ""
+    window_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 2.0
+    quiet: _Slots = ()
+    stopping: _Slots = ()
+    troubles: Annotated[tuple[tuple[_Count, _Text], ...], Meta(max_length=MOST_TROUBLES)] = ()
+    crash: _Count = 0
+    failed: _Slots = ()
+    dumps: Annotated[tuple[_Count, ...], Meta(max_length=MOST_DUMPS)] = ()
+    world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0
+    line: _Slots = ()
+    members: _Count = 0
+    anew: _Slots = ()
+    compares: bool = False
+    wrong: _Count = 0
+
+
+class Question(Message, frozen=True):
+    """What a node that asks all others wants to know: their evidence, or where their ranks' time goes."""
+
+    kind: Literal["dump", "record"] = "dump"
+    duration_s: Annotated[float, Meta(ge=0.0, le=300.0)] = 0.0
+    ranks: Annotated[str, Meta(max_length=4096)] = ""
+
+
+def node_count(page: Page | None) -> int:
+    """How many nodes take part; 1 while there is nobody to talk to."""
+    return page.nodes if page is not None else 1
+
+
+class Members(Message, frozen=True):
+    """Nodes that the leader tells all others of, by slot: those that something is to be said of first.
+
+    So nobody but the leader reads the beats of others. Of a beat only what lasts: it has no count, and no vote.
+    """
+
+    nodes: Annotated[tuple[tuple[_Count, Node, Beat], ...], Meta(max_length=MOST_MEMBERS)] = ()
+
+
+class Decision(Message, frozen=True):
+    """What all nodes do about an incident. ``host``, ``path``: where the whole bundle is, as its writer plans.
+
+    ``step``: the lowest that a rank has marked.
+    """
+
+    verdict: Verdict
+    action: Literal["kill", "restart", "dump"]
+    host: _Name
+    path: Annotated[str, Meta(max_length=4096)]
+    step: int | None = None
+
+
+class BadMessage(ValueError):
+    """What was read is no message of ours: damaged, too large, of another type, or not signed by the job's key."""
+
+
+class Codec:
+    """Bytes of records and back. ``key``: what all nodes of the job know and nobody else; empty: nothing is signed.
+
+    The signature covers the run, the store's key and the sender's body, so that a message copied elsewhere is none.
+    Order within a key is for the reader: counts only ever grow.
+    """
+
+    def __init__(self, run: str, key: bytes = b"") -> None:
+        self._run = run
+        self._key = b""
+        if key:
+            import hashlib  # late: it loads OpenSSL, 4 MB that a job without a key does without
+
+            self._key = hashlib.blake2b(key, digest_size=32).digest()
+
+    @property
+    def signs(self) -> bool:
+        """Whether what this job's nodes write can be told from what anybody else does."""
+        return bool(self._key)
+
+    def encode(self, place: str, message: Message) -> bytes:
+        return self.seal(place, msgspec.msgpack.encode(message))
+
+    def decode(self, place: str, data: bytes, kind: type[_T]) -> _T:
+        """Raises BadMessage."""
+        if len(data) > MOST_MESSAGE:
+            raise BadMessage(f"a message of {len(data)} bytes")
+        try:
+            return from_msgpack(self.open(place, data), kind)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError) as error:
+            raise BadMessage(str(error)) from error
+
+    def seal(self, place: str, body: bytes) -> bytes:
+        return self._signature(place, body) + body
+
+    def open(self, place: str, data: bytes) -> bytes:
+        """The body of what ``seal`` made. Raises BadMessage."""
+        if not self._key:
+            return data
+        import hmac
+
+        mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._signature(place, body)):
+            raise BadMessage("it is not signed with this job's key")
+        return body
+
+    def _signature(self, place: str, body: bytes) -> bytes:
+        if not self._key:
+            return b""
+        import hmac
+
+        about = b"".join(struct.pack("<I", len(part)) + part for part in (self._run.encode(), place.encode()))
+        return hmac.new(self._key, about + body, "sha256").digest()
+
+
+def share_of(nodes: int) -> int:
+    """How many bytes of evidence each of so many nodes may send: the leader, and the store's host, hold that of all."""
+    return max(LEAST_SHARE, min(MOST_OF_NODE, MOST_EVIDENCE // max(nodes, 1)))
+
+
+def packed(data: bytes, most: int = MOST_OF_NODE) -> list[bytes] | None:
+    """Compressed, in chunks that a store takes; None where that is more than ``most``, or than a node may send."""
+    small = zlib.compress(data, 6)
+    if len(small) > most or len(data) > MOST_UNPACKED:
+        return None
+    return [small[at : at + CHUNK_BYTES] for at in range(0, len(small), CHUNK_BYTES)]
+
+
+def unpacked(chunks: list[bytes]) -> bytes:
+    """Raises BadMessage for what ``packed`` did not make, before it takes more memory than that would."""
+    engine = zlib.decompressobj()
+    try:
+        data = engine.decompress(b"".join(chunks), MOST_UNPACKED)
+    except zlib.error as error:
+        raise BadMessage(str(error)) from error
+    if not engine.eof or engine.unused_data:
+        raise BadMessage("compressed data that is cut short, or larger than a node may send")
+    return data
+
+
+assert CHUNK_BYTES + _MAC_BYTES < LARGEST_VALUE

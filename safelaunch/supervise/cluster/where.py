@@ -1,0 +1,195 @@
+"""Where the supervisors of one job meet, from the command line and the environment alone; or why nowhere. Pure.
+
+torchrun's agents share a store already, unless they meet over etcd or in a file. Under another launcher there is none:
+then the supervisors need an address (``--cluster-store``), and the one on that host starts a store there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from safelaunch.job.argv import CommandLine
+from safelaunch.supervise.cluster.store import Address
+
+C10D_PORT, STATIC_PORT = 29400, 29500  # torchrun's own, where none is given
+MOST_HOSTS = 4096
+NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The store in which the supervisors of one job meet, and what all their keys begin with.
+
+    ``nodes``: with fewer of them, torchrun starts no rank; ``most_nodes``: so many may come. ``node_rank``: this
+    one's, where the command line gives it. ``to_start``: it is no store of torchrun's; a supervisor on that host has
+    to start it.
+    """
+
+    address: Address
+    prefix: str
+    nodes: int = 2
+    node_rank: int | None = None
+    to_start: bool = False
+    most_nodes: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """There is nobody to meet, or nowhere. ``why``: a clause for a person; empty for a job of one node."""
+
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Torchrun:
+    """torchrun's options, for which its ``PET_*`` variables stand where they are not given."""
+
+    command: CommandLine
+    environ: Mapping[str, str]
+
+    def option(self, name: str, shortest: str, default: str) -> str:
+        found = self.command.value_of(f"--{name}", shortest=shortest)
+        return found if found is not None else self.environ.get(f"PET_{name.replace('-', '_').upper()}", default)
+
+    @property
+    def has_one_node(self) -> bool:
+        return self.most_nodes == 1 or self.command.has_flag("--standalone")
+
+    @property
+    def most_nodes(self) -> int:
+        return _most_nodes(self.option("nnodes", "--nn", "1"))
+
+    @property
+    def least_nodes(self) -> int:
+        least = self.option("nnodes", "--nn", "1").partition(":")[0]
+        return int(least) if least.isdecimal() else 1
+
+    @property
+    def node_rank(self) -> int | None:
+        """Where it counts: c10d gives numbers of its own."""
+        static = self.option("rdzv-backend", "--rdzv-b", "static").lower() == "static"
+        number = self.option("node-rank", "--node-r", "") or "0"
+        return int(number) if static and number.isdecimal() else None
+
+    @property
+    def run_id(self) -> str:
+        return self.option("rdzv-id", "--rdzv-i", "none")
+
+    def store(self) -> Address | Alone:
+        """The store of its agents."""
+        backend = self.option("rdzv-backend", "--rdzv-b", "static").lower()
+        if backend not in ("c10d", "static"):
+            return Alone(f"with --rdzv-backend={backend} the nodes have no store in common; --cluster-store gives one")
+        if re.search(r"(?:^|,)\s*store_type\s*=\s*file\b", self.option("rdzv-conf", "--rdzv-c", "")):
+            return Alone("with store_type=file the nodes have no store that answers over the network")
+        endpoint = self.option("rdzv-endpoint", "--rdzv-e", "")
+        if backend == "static" and not endpoint:
+            port = self.option("master-port", "--master-p", "")
+            endpoint = f"{self.option('master-addr', '--master-a', '127.0.0.1')}:{port}"
+        address = _address(endpoint, C10D_PORT if backend == "c10d" else STATIC_PORT)
+        return address or Alone(f"the rendezvous endpoint {endpoint!r} is not one that a node could connect to")
+
+
+def meeting(command: CommandLine | None, environ: Mapping[str, str], named: str | None = None) -> Meeting | Alone:
+    """``command``: what torchrun gets; None under ``exec``. ``named``: the value of ``--cluster-store``."""
+    torchrun = _Torchrun(command, environ) if command is not None and command.program is None else None
+    if torchrun is not None and torchrun.has_one_node:
+        return Alone()
+    agents = torchrun.store() if torchrun is not None else Alone(_NO_TORCHRUN)
+    run_id = torchrun.run_id if torchrun is not None else _run_id(environ)
+    if named is None and torchrun is not None and isinstance(agents, Address):
+        least, most = torchrun.least_nodes, torchrun.most_nodes
+        return Meeting(agents, _prefix(run_id), least, torchrun.node_rank, most_nodes=most)
+    named = named or _scheduled_port(environ)
+    if named is None:
+        assert isinstance(agents, Alone)
+        return agents
+    host, port = _host_and_port(named)
+    if not host:
+        host = agents.host if isinstance(agents, Address) else first_host(environ) or environ.get("MASTER_ADDR", "")
+    address = Address(host, int(port)) if host else None
+    if address is None:
+        return Alone(f"--cluster-store {named} names no host, and nothing here says which host is the job's first")
+    least, number = (torchrun.least_nodes, torchrun.node_rank) if torchrun is not None else (1, None)
+    return Meeting(address, _prefix(run_id), least, number, to_start=True)
+
+
+def _prefix(run_id: str) -> str:
+    import hashlib  # late: it loads OpenSSL, 4 MB that a job of one node does without
+
+    return f"safelaunch/1/{hashlib.blake2b(run_id.encode(), digest_size=8).hexdigest()}"
+
+
+def _run_id(environ: Mapping[str, str]) -> str:
+    """What all supervisors of a job have in common, and those of another one on the same hosts have not."""
+    job = environ.get("SLURM_JOB_ID")
+    if job:
+        return f"slurm {job}.{environ.get('SLURM_STEP_ID', '')}"
+    return f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
+
+
+def _scheduled_port(environ: Mapping[str, str]) -> str | None:
+    """The last of the ports that Slurm has reserved for the step (``srun --resv-ports``); MPI begins at the first."""
+    found = re.search(r"(\d+)$", environ.get("SLURM_STEP_RESV_PORTS", ""))
+    return found[1] if found is not None and 0 < int(found[1]) < 65536 else None
+
+
+def first_host(environ: Mapping[str, str]) -> str:
+    """The step's first node in Slurm, from a list such as ``rack[1-2]n[001-016,20],login``; empty elsewhere."""
+    nodes = next((environ[name] for name in NODE_LISTS if environ.get(name)), "")
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first is not None else ""
+
+
+def hosts_of(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """All nodes of the step in Slurm, from such a list; empty elsewhere, and where the list is none."""
+    nodes = next((environ[name] for name in NODE_LISTS if environ.get(name)), "")
+    found: list[str] = []
+    for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodes):
+        names = [""]
+        for plain, numbers in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", item):
+            names = [f"{name}{plain}{number}" for name in names for number in (_numbers(numbers) or ("",))][:MOST_HOSTS]
+        found += names
+    return tuple(found[:MOST_HOSTS])
+
+
+def _numbers(text: str) -> list[str]:
+    """``001-003,7`` → 001, 002, 003, 7."""
+    found: list[str] = []
+    for part in text.split(",") if text else ():
+        first, _, last = part.partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal()):
+            return []
+        most = min(int(last or first), int(first) + MOST_HOSTS)
+        found += [str(number).zfill(len(first)) for number in range(int(first), most + 1)]
+    return found
+
+
+def _most_nodes(value: str) -> int:
+    """Of ``2`` or ``1:4``; what is no number torchrun will reject."""
+    last = value.rpartition(":")[2]
+    return int(last) if last.isdecimal() else 1
+
+
+def _host_and_port(text: str) -> tuple[str, str]:
+    """Of ``host:29700``, ``[fd00::1]:29700`` or ``29700``; the host of the last is empty."""
+    host, _, port = text.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), port
+
+
+def _address(endpoint: str, default_port: int) -> Address | None:
+    bracketed = re.fullmatch(r"\[([^\]]+)\](?::(\d*))?", endpoint)
+    host, port = bracketed.groups() if bracketed else (endpoint, "")
+    if not bracketed and endpoint.count(":") == 1:
+        host, _, port = endpoint.partition(":")
+    if (port and not port.isdecimal()) or not host:
+        return None
+    number = int(port) if port else default_port
+    return Address(host, number) if 0 < number < 65536 else None
+
+
+_NO_TORCHRUN = (
+    "it is not torchrun that starts the job, so its nodes have no store in common; --cluster-store gives them one"
+)

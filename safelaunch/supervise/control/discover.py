@@ -1,0 +1,164 @@
+"""Finds this user's runs on this node by their run directories, asks all at once, and selects one by a word."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from safelaunch.job.paths import RunPaths, is_held, is_private, other_roots, run_root
+from safelaunch.job.process import ProcessId
+from safelaunch.supervise.control.protocol import Request, RunStatus, ask
+from safelaunch.system.decoding import from_json
+from safelaunch.system.errors import SafelaunchError
+
+STATUS_DEADLINE_S = 3.0
+ASK_AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A run directory and its supervisor (None: its owner file is missing or unreadable).
+
+    ``supervisor`` is valid in its own pid namespace; ``alive``: some process, in any namespace, holds the directory.
+    """
+
+    directory: Path
+    supervisor: ProcessId | None
+    alive: bool = True
+
+    @property
+    def run(self) -> str:
+        return self.directory.name
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run and its supervisor's answer. ``status`` None: no answer, for the reason in ``problem``."""
+
+    found: Found
+    status: RunStatus | None = None
+    problem: str = ""
+    alive: bool = True
+
+    @property
+    def id(self) -> str:
+        return self.found.run
+
+    @property
+    def pid(self) -> int | None:
+        """The supervisor's pid."""
+        return self.found.supervisor.pid if self.found.supervisor is not None else None
+
+    @property
+    def name(self) -> str:
+        """The run's name; empty if its supervisor does not answer."""
+        return self.status.name if self.status is not None else ""
+
+    @property
+    def label(self) -> str:
+        """``r4711 (train)``, or the id and the problem."""
+        return f"{self.id} ({self.name or self.problem})"
+
+
+def roots(environ: Mapping[str, str], uid: int) -> tuple[Path, ...]:
+    """The directories that may contain this user's run directories: a run may have a different ``XDG_RUNTIME_DIR``, or
+    none. Directories that are not private to this user are left out.
+    """
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    named = [Path(runtime) / "safelaunch"] if runtime else []
+    login = [Path(f"/run/user/{uid}/safelaunch")]
+    candidates = [run_root(environ, uid), *named, *login, run_root({}, uid), *other_roots(uid)]
+    return tuple(path for path in dict.fromkeys(candidates) if is_private(path, uid))
+
+
+def find(places: Sequence[Path]) -> tuple[Found, ...]:
+    """Every run directory below ``places``, including those of dead runs, oldest first."""
+    found = [Found(entry, _owner(entry), is_held(entry)) for place in places for entry in place.glob("r[0-9]*")]
+    # Start times count from boot, so they give the supervisors' order.
+    return tuple(sorted(found, key=lambda item: (item.supervisor.start_ticks if item.supervisor else 0, item.run)))
+
+
+def _owner(directory: Path) -> ProcessId | None:
+    try:
+        pid, ticks = RunPaths(directory).owner.read_text().split()
+        return ProcessId(int(pid), int(ticks))
+    except (OSError, ValueError):
+        return None
+
+
+def look(places: Sequence[Path], *, deadline_s: float = STATUS_DEADLINE_S) -> tuple[Run, ...]:
+    """Every run below ``places`` with its status, asked in parallel, each for at most ``deadline_s`` seconds."""
+    found = find(places)
+    if not found:
+        return ()
+    with ThreadPoolExecutor(min(ASK_AT_ONCE, len(found))) as pool:
+        runs = list(pool.map(lambda item: _ask(item, deadline_s), found))
+    return tuple(run for run in runs if run.found.directory.exists())
+
+
+def _ask(found: Found, deadline_s: float) -> Run:
+    supervisor = found.supervisor
+    if supervisor is None:
+        return Run(found, problem="starting, or not a run directory: it has no owner file", alive=False)
+    if not found.alive:
+        return Run(found, problem="gone: its supervisor was killed; the next run removes its directory", alive=False)
+    path = RunPaths(found.directory).control
+    if not path.exists():
+        return Run(found, problem="starting, or without a control socket: see its first messages")
+    try:
+        return Run(found, from_json(ask(path, Request("status"), deadline_s=deadline_s), RunStatus))
+    except msgspec.DecodeError as error:
+        return Run(found, problem=f"it runs under another version of safelaunch: {error}")
+    except SafelaunchError as error:
+        # The supervisor no longer listens: its guardian holds the directory.
+        if isinstance(error.__cause__, ConnectionRefusedError) and not supervisor.is_alive():
+            return Run(found, problem="gone: its supervisor was killed; its guardian ends the job", alive=False)
+        return Run(found, problem=_why_silent(found.directory, supervisor, error.message))
+
+
+def _why_silent(directory: Path, supervisor: ProcessId, said: str) -> str:
+    if not is_held(directory):
+        return "it ended just now"
+    if supervisor.is_stopped():
+        return f"a signal stopped its supervisor: kill -CONT {supervisor.pid} resumes the watch"
+    return said
+
+
+def select(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
+    """The runs that ``word`` names: a run id (``r4711``), else a supervisor's pid, else a name; all for None."""
+    if word is None:
+        return tuple(runs)
+    for matches in (
+        [run for run in runs if run.id == word],
+        [run for run in runs if word.isdigit() and run.pid == int(word)],
+        [run for run in runs if run.name == word],
+    ):
+        if matches:
+            return tuple(matches)
+    return ()
+
+
+def one_of_each_job(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Of the supervisors of one job on this node, any will do."""
+    return tuple({(run.status.job if run.status is not None else "") or run.id: run for run in runs}.values())
+
+
+def describe(runs: Sequence[Run]) -> str:
+    """The existing runs, for an error's last line."""
+    if not runs:
+        return "You have no runs on this node."
+    return f"Your runs: {', '.join(map(_with_directory, runs))}."
+
+
+def _with_directory(run: Run) -> str:
+    return f"{run.id} ({run.name} in {run.status.cwd})" if run.status is not None else run.label
+
+
+def our_roots() -> tuple[Path, ...]:
+    """``roots`` for this process."""
+    return roots(os.environ, os.getuid())

@@ -1,0 +1,395 @@
+"""Supervisors that talk through a real store of torch's, in a process of its own."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from msgspec.structs import replace
+
+from safelaunch.model import Verdict
+from safelaunch.supervise.cluster import channel as channels
+from safelaunch.supervise.cluster import council
+from safelaunch.supervise.cluster import session as sessions
+from safelaunch.supervise.cluster.channel import Channel
+from safelaunch.supervise.cluster.messages import Decision, Node, Question
+from safelaunch.supervise.cluster.seen import Neighbour
+from safelaunch.supervise.cluster.store import Address, Store
+from safelaunch.supervise.cluster.where import Meeting
+
+pytestmark = pytest.mark.torch
+VERDICT = Verdict(1, "hang", "busy-loop", "low", "It spins.", (), "", (), (), (), ())
+SERVER = """
+import sys
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen[str], Address]]:
+    words = [sys.executable, "-W", "ignore", "-c", SERVER]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process, Address("127.0.0.1", int(process.stdout.readline()))
+        process.kill()
+
+
+@pytest.fixture
+def join(server: tuple[subprocess.Popen[str], Address]) -> Iterator[Callable[..., Channel]]:
+    made: list[Channel] = []
+
+    def start(*ranks: int, key: bytes = b"", world: int = 4) -> Channel:
+        one = Channel(Meeting(server[1], "safelaunch/1/test"), Node("", f"host{ranks[0]}", 1, "0.1", "2.13"), key)
+        one.tell(ranks=ranks, world=world)
+        one.start()
+        made.append(one)
+        return one
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def until(reached: Callable[[], object], what: str, patience_s: float = 90.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not reached():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.02)
+
+
+def covered(*nodes: Channel) -> Callable[[], bool]:
+    return lambda: all(one.seen.page is not None and one.seen.page.covered for one in nodes)
+
+
+def phase(*nodes: Channel) -> set[str]:
+    return {one.seen.page.phase if one.seen.page else "alone" for one in nodes}
+
+
+def test_two_nodes_from_a_suspicion_to_a_decision(join: Callable[..., Channel]) -> None:
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    until(lambda: [node.host for node in (*one.seen.nodes, *other.seen.nodes)] == ["host2", "host0"], "names")
+    leader, follower = (one, other) if one.seen.leads else (other, one)
+    assert not follower.seen.leads
+    follower.tell(doing="suspecting", suspects=0)
+    until(lambda: phase(one, other) == {"looking"}, "the call")
+    for node in (one, other):
+        node.tell(incident=1, vote="still")
+    until(lambda: phase(one, other) == {"collecting"}, "the count of votes")
+    for node, chunks in ((leader, []), (follower, [b"x" * 1000, b"y"])):
+        node.hand_in(1, chunks)
+    until(lambda: leader.seen.complete, "the evidence")
+    assert list(leader.seen.evidence.values()) == [[b"x" * 1000, b"y"]]
+    leader.decide(1, Decision(VERDICT, "kill", "host0", "/bundle", 7))
+    until(lambda: one.seen.decision and other.seen.decision, "the decision")
+    assert follower.seen.decision == (1, Decision(VERDICT, "kill", "host0", "/bundle", 7))
+    for node in (one, other):
+        node.tell(agrees=True, doing="watching")
+    until(lambda: phase(one, other) == {"agreed"}, "the agreement")
+
+
+def test_a_dump_that_one_node_asks_all_others_for(join: Callable[..., Channel]) -> None:
+    nodes = [join(0), join(1), join(2, 3)]
+    until(covered(*nodes), "each other")
+    for asks in nodes:  # whether or not it leads
+        others = [one for one in nodes if one is not asks]
+        question = Question("record", 10.0, "0-2") if asks is nodes[1] else Question()
+        asks.ask_all(question)
+        until(lambda: all(one.seen.page and one.seen.page.dumps for one in others), "the call")  # noqa: B023
+        assert asks.seen.answers is not None and not asks.seen.answers.complete
+        number = asks.seen.answers.number
+        for one in others:
+            assert one.seen.page is not None and one.seen.page.dumps == (number,)
+            until(lambda: one.seen.questions, "the question")  # noqa: B023
+            assert one.seen.questions == {number: question}
+            one.hand_in_dump(number, [f"{one.node.host}".encode(), b"x"])
+        until(lambda: asks.seen.answers and asks.seen.answers.complete, "the answers")  # noqa: B023
+        assert sorted(asks.seen.answers.evidence.values()) == sorted([one.node.host.encode(), b"x"] for one in others)
+        asks.ask_all(None)
+        until(lambda: not any(one.seen.page and one.seen.page.dumps for one in nodes), "the end")
+    asks, number = nodes[0], nodes[2].seen.answers.number if nodes[2].seen.answers else 0
+    for _ in range(2):  # one question after the other, without a round in which nothing is asked
+        asks.ask_all(Question())
+        until(lambda: asks.seen.answers and asks.seen.answers.number > number, "a number of its own")  # noqa: B023
+        assert asks.seen.answers is not None
+        number = asks.seen.answers.number
+
+
+def test_the_leader_has_the_checks_of_all_and_all_have_what_it_finds(join: Callable[..., Channel]) -> None:
+    first, second = join(0, 1, key=b"k" * 32), join(2, 3, key=b"k" * 32)
+    until(covered(first, second), "both to be there")
+    leader, other = (first, second) if first.seen.leads else (second, first)
+    leader.compare(b"")
+    other.compare(b"checks")
+    until(lambda: [data for _, data in leader.seen.checks.values()] == [b"checks"], "the checks")
+    leader.tell_wrong(b"wrong")
+    until(lambda: other.seen.wrong == leader.seen.wrong == b"wrong", "what was found")
+    assert other.seen.page is not None and other.seen.page.compares and not other.seen.checks
+
+
+def test_every_node_can_be_shown_on_each(join: Callable[..., Channel]) -> None:
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    assert one.seen.around == (0.0, ())
+    other.note(12)
+    other.tell(doing="suspecting", suspects=7, trouble="rank 3 was ended")
+    for asks in (one, other):
+        until(lambda: [found.step for found in again(asks)] == [None, 12], "both")  # noqa: B023
+        first, second = asks.seen.around[1]
+        assert (first.host, first.ranks, first.doing, first.here) == ("host0", (0, 1), "watching", asks is one)
+        assert (second.host, second.ranks, second.trouble) == ("host2", (2, 3), "rank 3 was ended")
+        assert (second.doing, second.heard, second.here) == ("suspecting", True, asks is other)
+        assert [first.leads, second.leads] == [one.seen.leads, other.seen.leads]
+    other.close()
+    until(lambda: again(one)[-1].doing == "ended", "its end")
+
+
+def again(one: Channel) -> tuple[Neighbour, ...]:
+    """Every node, as known after now."""
+    begin = time.monotonic()
+    one.look_around()
+    until(lambda: one.seen.around[0] > begin, "the nodes")
+    return one.seen.around[1]
+
+
+def test_the_host_of_the_store_stays_until_the_others_have_left(join: Callable[..., Channel]) -> None:
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    one._host = Host()  # type: ignore[assignment]
+    leaving = threading.Thread(target=one.close)
+    leaving.start()
+    until(lambda: any(node.doing == "ended" for node in again(other)), "its goodbye")
+    assert leaving.is_alive() and not one._host.closed  # type: ignore[union-attr]
+    other.close()
+    leaving.join(channels.SEE_OFF_S / 2)
+    assert one._host.closed  # type: ignore[union-attr]
+
+
+class Host:
+    """Of a store that is another's, so that its end can be told from the channel's."""
+
+    has_started, closed, problem = True, False, ""
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_one_that_says_goodbye_is_gone_at_once(join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (council, sessions):
+        monkeypatch.setattr(module, "SILENT_S", 1000.0)
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    leader, follower = (one, other) if one.seen.leads else (other, one)
+    follower.close()
+    until(lambda: not covered(leader)(), "its absence")
+
+
+def test_the_leader_dies_in_the_middle_and_the_other_goes_on(
+    join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (council, sessions):
+        monkeypatch.setattr(module, "SILENT_S", 4.0)
+    monkeypatch.setattr(council, "PROVING_S", 1.0)
+    nodes = [join(0), join(1), join(2, 3)]
+    until(covered(*nodes), "each other")
+    leader = next(one for one in nodes if one.seen.leads)
+    left = [one for one in nodes if one is not leader]
+    left[0].tell(doing="suspecting", suspects=0)
+    until(lambda: phase(*nodes) == {"looking"}, "the call")
+    leader.close()
+    for node in left:
+        node.tell(incident=1, vote="still")
+    until(lambda: any(one.seen.leads for one in left), "another leader")
+    until(lambda: phase(*left) == {"idle"}, "the end: nothing is known of the ranks of the dead")
+    assert {one.seen.page.result for one in left if one.seen.page} == {"elsewhere"}
+
+
+def test_without_a_store_each_is_alone_and_says_why(
+    server: tuple[subprocess.Popen[str], Address], join: Callable[..., Channel]
+) -> None:
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    server[0].kill()
+    until(lambda: phase(one, other) == {"alone"}, "the loss")
+    assert "closed the connection" in one.seen.why or "refused" in one.seen.why or "reset" in one.seen.why
+
+
+def test_garbage_in_the_store_costs_nothing_but_the_channel(
+    server: tuple[subprocess.Popen[str], Address], join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (council, sessions):
+        monkeypatch.setattr(module, "SILENT_S", 4.0)
+    monkeypatch.setattr(council, "PROVING_S", 1.0)
+    hostile = Store(server[1])
+    for name in ("head", "m/1", "b/1", "b/3", "m/3"):
+        hostile.set(f"safelaunch/1/test/{name}", b"\xff" * 5000, deadline_s=15.0)
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    for value in (b"\xdd\xff\xff\xff\xff", b"", b"\x91" * 60_000):
+        hostile.set("safelaunch/1/test/head", value, deadline_s=15.0)
+        hostile.set("safelaunch/1/test/n", b"99999999999", deadline_s=15.0)
+        until(lambda: one.seen.leads or other.seen.leads, "a leader again")
+        until(covered(one, other), "each other again")
+    hostile.close()
+
+
+@contextmanager
+def scribbling(address: Address, value: Callable[[int], bytes]) -> Iterator[None]:
+    """A stranger that writes ``value`` of a growing number over the leader's page, again and again."""
+    ended = threading.Event()
+
+    def scribble() -> None:
+        hostile, number = Store(address), 0
+        while not ended.wait(0.3):
+            number += 1
+            hostile.set("safelaunch/1/test/head", value(number), deadline_s=60.0)
+        hostile.close()
+
+    thread = threading.Thread(target=scribble)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("largest", [1 << 20, 20], ids=["small", "too large to compare"])
+def test_a_stranger_cannot_separate_nodes_that_have_a_key(
+    server: tuple[subprocess.Popen[str], Address],
+    join: Callable[..., Channel],
+    monkeypatch: pytest.MonkeyPatch,
+    largest: int,
+) -> None:
+    monkeypatch.setattr(sessions, "SILENT_S", 6.0)
+    monkeypatch.setattr(sessions, "LARGEST_VALUE", largest)
+    with scribbling(server[1], lambda number: bytes([number % 256]) * 40):
+        one, other = join(0, 1, key=b"k"), join(2, 3, key=b"k")
+        until(covered(one, other), "each other")
+        pages = [node.seen.page for node in (one, other) if node.seen.page]
+        until(lambda: all(n.seen.page and n.seen.page.count > pages[0].count + 5 for n in (one, other)), "newer pages")
+        assert covered(one, other)()
+        assert sum(node.seen.leads for node in (one, other)) == 1
+
+
+def test_whose_connection_breaks_keeps_its_slot(join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "AGAIN_S", (1.0,))
+    nodes = [join(0, key=b"k"), join(1, key=b"k"), join(2, 3, key=b"k")]
+    until(covered(*nodes), "each other")
+    slots = [node.seen.slot for node in nodes]
+    for node in sorted(nodes, key=lambda node: node.seen.leads):  # the leader last: it goes on leading
+        led = node.seen.leads
+        break_connection(node)
+        until(lambda node=node: node.seen.page is None, "the loss")  # type: ignore[misc]
+        until(covered(*nodes), "its return")
+        assert [node.seen.page and node.seen.page.nodes for node in nodes] == [3, 3, 3]
+        assert (node.seen.leads, node.seen.page and node.seen.page.epoch) == (led, 0)
+    assert [node.seen.slot for node in nodes] == slots
+
+
+def break_connection(node: Channel) -> None:
+    assert node._session is not None
+    node._session._store._socket.shutdown(socket.SHUT_RDWR)
+
+
+def test_in_another_store_a_slot_is_nobodys(
+    join: Callable[..., Channel], server: tuple[subprocess.Popen[str], Address], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "AGAIN_S", (1.0,))
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    before = other.seen.slot
+    store = Store(server[1])
+    store.set(f"safelaunch/1/test/m/{before}", b"somebody else's", deadline_s=15.0)
+    store.close()
+    break_connection(other)
+    until(lambda: other.seen.slot not in (0, before), "another slot")
+
+
+def test_what_an_old_connection_still_brings_is_known_to_be_old(
+    join: Callable[..., Channel], server: tuple[subprocess.Popen[str], Address]
+) -> None:
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    leader, follower = (one, other) if one.seen.leads else (other, one)
+    session = leader._session
+    assert session is not None
+    old = session._newest[follower.seen.slot]
+    until(lambda: session._newest[follower.seen.slot].count > old.count, "its next beat")
+    data = session._codec.encode(f"b/{follower.seen.slot}", replace(old, count=old.count - 1, doing="stopping"))
+    assert session._decoded([follower.seen.slot], [data])[follower.seen.slot].doing == "watching"
+
+
+def test_slots_that_nobody_has_hide_no_other(
+    join: Callable[..., Channel], server: tuple[subprocess.Popen[str], Address]
+) -> None:
+    store = Store(server[1])
+    store.add("safelaunch/1/test/n", 150, deadline_s=15.0)
+    one = join(0, 1)
+    store.add("safelaunch/1/test/n", 400, deadline_s=15.0)
+    other = join(2, 3)
+    until(covered(one, other), "each other")
+    store.close()
+
+
+def test_with_a_key_strangers_are_not_heard(join: Callable[..., Channel]) -> None:
+    one, other = join(0, 1, key=b"secret"), join(2, 3, key=b"secret")
+    until(covered(one, other), "each other")
+    stranger = join(0, 1)
+    until(lambda: "different key" in stranger.seen.why, "the stranger's connection")
+    time.sleep(1.5)
+    assert (stranger.seen.page, stranger.seen.leads) == (None, False)
+    assert covered(one, other)() and (one.seen.leads or other.seen.leads)
+
+
+# --- a crash, and who is not heard ------------------------------------------------------------------------------------
+
+
+def test_the_first_verdict_about_a_crash_is_everybodys(join: Callable[..., Channel]) -> None:
+    one, other = join(0, 1), join(2, 3)
+    until(covered(one, other), "each other")
+    one.fail(1, [b"a" * 1000, b"b"])
+    other.fail(1, [])
+    until(lambda: all(node.seen.page and len(node.seen.page.failed) == 2 for node in (one, other)), "both to fail")
+    other.gather()
+    until(lambda: [*other.seen.halves.values()] == [[b"a" * 1000, b"b"]], "the evidence")
+    verdicts = [Decision(replace(VERDICT, summary=text), "dump", "h", "") for text in ("first", "second")]
+    for node, decision in zip((one, other), verdicts, strict=True):
+        node.decide_crash(decision)
+    until(lambda: one.seen.crash and other.seen.crash, "the verdict")
+    assert one.seen.crash == other.seen.crash
+    until(lambda: all(node.seen.page and node.seen.page.crash == 1 for node in (one, other)), "its number")
+    other.tell(crash=0, failed=-1)
+    one.tell(crash=0, failed=-1)
+    other.fail(2, [b"c"])
+    until(lambda: one.seen.page and one.seen.page.failed, "the next one")
+    other.decide_crash(verdicts[0])
+    until(lambda: one.seen.crash == (2, verdicts[0]), "its verdict, also where no rank has failed")
+
+
+def test_who_is_not_heard_is_known_with_its_ranks(
+    join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(council, "QUIET_S", 1.0)
+    monkeypatch.setattr(sessions, "QUIET_S", 1.0)
+    nodes = [join(0), join(1), join(2, 3)]
+    until(covered(*nodes), "each other")
+    leader, *followers = sorted(nodes, key=lambda node: not node.seen.leads)
+    gone, left = followers
+    monkeypatch.setattr(gone, "_converse", lambda session: None)
+    monkeypatch.setattr(sessions.Session, "leave", lambda *_: None)
+    gone.close()
+    for node in (leader, left):
+        until(lambda node=node: any(peer.silent_s > 1.0 for peer in node.seen.peers), "the silence")  # type: ignore[misc]
+        (peer,) = (peer for peer in node.seen.peers if peer.silent_s)
+        assert peer.node.host == gone.node.host
+        assert peer.beat is not None and peer.beat.ranks == gone.beat.ranks

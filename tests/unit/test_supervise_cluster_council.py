@@ -1,0 +1,337 @@
+"""The leader's decisions over replayed beats, and who becomes the leader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from safelaunch.supervise.cluster.council import (
+    AGREE_S,
+    DECIDE_S,
+    EVIDENCE_S,
+    LINE_S,
+    LOOKS_S,
+    SILENT_S,
+    Given,
+    Hearing,
+    Leader,
+    Succession,
+    covers,
+)
+from safelaunch.supervise.cluster.messages import Beat, Page, Vote
+
+
+class Job:
+    """Some nodes of two ranks, and their leader. Time passes only where a test says so."""
+
+    def __init__(self, nodes: int = 2) -> None:
+        self.now = 100.0
+        self.beats = {
+            slot: Beat(f"i{slot}", 1, (2 * slot - 2, 2 * slot - 1), 2 * nodes) for slot in range(1, nodes + 1)
+        }
+        self.leader = Leader(Page(leader=1), self.now)
+        self.decided = False
+
+    def say(self, slot: int, **changes: Any) -> Job:
+        self.beats[slot] = replace(self.beats[slot], **changes)
+        return self
+
+    def page(self, after_s: float = 0.5) -> Page:
+        self.now += after_s
+        return self.leader.next(Given(dict(self.beats), (), self.decided, last=dict(self.beats)), self.now)
+
+    def open(self, by: int = 1, **more: Any) -> Job:
+        self.say(by, doing="suspecting", suspects=self.leader.page.incident, **more)
+        assert self.page().phase == "looking"
+        for slot in self.beats:
+            self.say(slot, incident=self.leader.page.incident, vote="", chunks=-1, agrees=False)
+        return self
+
+    def vote(self, *votes: Vote) -> Page:
+        for slot, vote in zip(sorted(self.beats), votes, strict=True):
+            self.say(slot, vote=vote)
+        return self.page()
+
+
+def test_nothing_happens_while_nobody_suspects() -> None:
+    job = Job()
+    pages = [job.page() for _ in range(100)]
+    assert {(page.phase, page.incident, page.covered, page.nodes) for page in pages} == {("idle", 0, True, 2)}
+    assert [page.count for page in pages] == list(range(1, 101)), "everybody can see that the leader lives"
+
+
+def test_a_suspicion_opens_one_incident_for_all_with_the_longest_window() -> None:
+    job = Job(3).say(2, doing="suspecting", suspects=0, window_s=4.0).say(3, doing="suspecting", suspects=0)
+    page = job.page()
+    assert (page.phase, page.incident, page.window_s) == ("looking", 1, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("votes", "phase", "result"),
+    [
+        (("still", "still", "still"), "collecting", ""),
+        (("still", "stopped", "still"), "collecting", ""),
+        (("stopped", "stopped", "stopped"), "idle", "stopped"),
+        (("still", "active", "still"), "idle", "active"),
+        (("still", "moving", ""), "idle", "active"),
+        (("moving", "still", ""), "idle", "moving"),
+        (("still", "paused", ""), "idle", "paused"),
+        (("still", "unknown", "still"), "collecting", ""),
+        (("still", "", "still"), "looking", ""),
+    ],
+    ids=lambda value: "-".join(word or "none" for word in value) if isinstance(value, tuple) else value or "none",
+)
+def test_votes(votes: tuple[Vote, ...], phase: str, result: str) -> None:
+    page = Job(3).open().vote(*votes)
+    assert (page.phase, page.result) == (phase, result)
+
+
+def test_who_lives_and_does_not_vote_is_unknown_and_unknown_is_not_still() -> None:
+    job = Job(3).open()
+    assert job.vote("still", "", "still").phase == "looking"
+    page = job.page(LOOKS_S + 3.0)
+    assert (page.phase, page.result) == ("idle", "elsewhere")
+
+
+def test_a_node_that_falls_silent_meanwhile_is_unknown() -> None:
+    job = Job(3).open()
+    del job.beats[2]
+    page = job.vote("still", "still")
+    assert (page.phase, page.result, page.covered) == ("idle", "elsewhere", False)
+
+
+@pytest.mark.parametrize("missing", [2, 3])
+def test_no_incident_where_a_rank_of_the_job_is_under_no_supervisor(missing: int) -> None:
+    job = Job(3).say(1, doing="suspecting", suspects=0)
+    del job.beats[missing]
+    assert [job.page().phase for _ in range(3)] == ["idle"] * 3
+
+
+def test_at_max_stall_something_that_computes_is_waited_for_no_longer_but_a_pause_is() -> None:
+    assert Job(3).open().say(2, at_limit=True).vote("still", "active", "unknown").phase == "collecting"
+    assert Job(3).open(at_limit=True).vote("still", "active", "unknown").result == "active", "another one's limit"
+    page = Job(3).open(at_limit=True).vote("still", "paused", "still")
+    assert (page.phase, page.result) == ("idle", "paused")
+
+
+def test_the_limit_of_one_node_is_not_that_of_a_node_that_says_nothing() -> None:
+    """Its limit may be --stall-timeout, which holds where every rank of the job was seen; alone it is --max-stall."""
+    job = Job(3).open().say(1, at_limit=True).say(3, at_limit=True)
+    assert job.vote("still", "", "still").phase == "looking"
+    assert job.page(LOOKS_S + 3.0).result == "elsewhere"
+    job = Job(3).open().say(1, at_limit=True).say(3, at_limit=True)
+    del job.beats[2]
+    assert job.vote("still", "still").result == "elsewhere"
+
+
+def test_what_moves_while_the_evidence_is_taken_ends_the_incident() -> None:
+    job = Job().open()
+    assert job.vote("still", "still").phase == "collecting"
+    job.say(2, vote="moving")
+    page = job.page()
+    assert (page.phase, page.result) == ("idle", "active")
+
+
+@pytest.mark.parametrize("phase", ["looking", "collecting"])
+def test_ranks_that_are_started_anew_void_it(phase: str) -> None:
+    job = Job().open()
+    if phase == "collecting":
+        job.vote("still", "still")
+    job.say(2, attempt=(0, 2), vote="still")
+    page = job.page()
+    assert (page.phase, page.result) == ("idle", "moving")
+
+
+def test_a_node_that_is_told_to_stop_ends_it() -> None:
+    job = Job().open().say(2, doing="stopping")
+    page = job.vote("still", "still")
+    assert page.phase == "idle"
+
+
+def test_the_way_to_a_decision() -> None:
+    job = Job().open()
+    given = Given(job.beats)
+    assert job.vote("still", "still").phase == "collecting"
+    assert not job.leader.is_complete(Given(job.beats), job.now)
+    job.say(1, chunks=2).say(2, chunks=0)
+    assert job.leader.is_complete(Given(job.beats), job.now)
+    assert job.page().phase == "collecting"
+    job.decided = True
+    assert job.page().phase == "decided"
+    job.decided = False
+    job.say(1, agrees=True)
+    assert job.page().phase == "decided"
+    job.say(2, agrees=True)
+    assert job.page().phase == "agreed"
+    assert given.decided is False
+
+
+def test_nobody_waits_for_evidence_or_an_agreement_that_does_not_come() -> None:
+    job = Job().open()
+    job.vote("still", "still")
+    job.say(1, chunks=1)
+    assert not job.leader.is_complete(Given(job.beats), job.now + EVIDENCE_S - 1)
+    assert job.leader.is_complete(Given(job.beats), job.now + EVIDENCE_S)
+    job.decided = True
+    assert job.page().phase == "decided"
+    assert job.page(AGREE_S + 0.1).phase == "agreed"
+    stuck = Job().open()
+    stuck.vote("still", "still")
+    assert stuck.page(EVIDENCE_S + DECIDE_S + 0.1).phase == "decided", "its own part of the work failed"
+
+
+def test_a_suspicion_of_before_the_last_incident_opens_no_other() -> None:
+    job = Job().open()
+    assert job.vote("still", "active").phase == "idle"
+    assert job.page().phase == "idle", "the node has not heard of the outcome yet"
+    job.say(1, suspects=1)
+    page = job.page()
+    assert (page.phase, page.incident) == ("looking", 2)
+
+
+def test_another_leader_goes_on_where_the_first_one_was() -> None:
+    job = Job().open()
+    job.leader = Leader(replace(job.leader.page, leader=2, epoch=1), job.now)
+    assert job.vote("still", "still").phase == "collecting"
+    job.leader = Leader(replace(job.leader.page, leader=1, epoch=2), job.now)
+    job.say(1, chunks=1).say(2, chunks=1)
+    assert job.leader.is_complete(Given(job.beats), job.now)
+
+
+@pytest.mark.parametrize(
+    ("beats", "expected"),
+    [
+        ([((0, 1), 4), ((2, 3), 4)], True),
+        ([((0,), 4), ((1, 2, 3), 4)], True),
+        ([((0, 1), 4), ((2, 3), 4), ((), 0)], True),
+        ([((0, 1), 4)], False),
+        ([((0, 1), 2), ((2, 3), 4)], False),
+        ([((0, 1), 4), ((1, 2), 4)], False),
+        ([((0, 1), 4), ((0, 1), 4)], False),
+        ([((), 0)], False),
+        ([], False),
+    ],
+)
+def test_whether_all_ranks_are_seen(beats: list[tuple[tuple[int, ...], int]], expected: bool) -> None:
+    assert covers([Beat("i", 1, ranks, world) for ranks, world in beats]) is expected
+
+
+# --- who is heard, who leads ------------------------------------------------------------------------------------------
+
+
+def test_a_node_is_heard_while_its_count_moves_whatever_its_clock_says() -> None:
+    hearing = Hearing()
+    for second in range(60):
+        hearing.hear({1: ("a", second), 2: ("b", min(second, 10)), 3: ("c", 5)}, float(second))
+    assert [round(hearing.silent_s(slot, 59.0)) for slot in (1, 2, 3)] == [0, 49, 59]
+    assert set(hearing.proven) == {1, 2}
+
+
+def test_one_that_has_started_anew_is_heard_although_it_counts_from_the_beginning() -> None:
+    hearing = Hearing()
+    hearing.hear({1: ("a", 900)}, 0.0)
+    hearing.hear({1: ("b", 1)}, 4.0)
+    assert hearing.silent_s(1, 5.0) == 1.0
+
+
+def test_nobody_was_silent_while_we_were_stopped_ourselves() -> None:
+    hearing = Hearing()
+    hearing.hear({1: ("a", 1)}, 0.0)
+    hearing.hear({1: ("a", 1)}, 1000.0)
+    assert hearing.silent_s(1, 1000.0) < SILENT_S
+    for second in range(1001, 1001 + int(SILENT_S)):
+        hearing.hear({1: ("a", 1)}, float(second))
+    assert hearing.silent_s(1, 1000.0 + SILENT_S) >= SILENT_S
+
+
+def after_the_leaders_death(slot: int, living: set[int]) -> float | None:
+    """When ``slot`` takes over, in seconds; None: not within a minute."""
+    succession = Succession()
+    for half in range(120):
+        now = half / 2
+        page = Page(leader=1, count=min(half, 4))
+        if succession.is_orphaned(page, now):
+            beats = {other: Beat(f"i{other}", half if other in living else 9) for other in (1, 2, 3, 4)}
+            if succession.takes_over(slot, beats, now):
+                return now
+    return None
+
+
+def test_the_lowest_that_lives_takes_over_and_no_other() -> None:
+    assert after_the_leaders_death(2, {2, 3, 4}) is not None
+    assert after_the_leaders_death(3, {2, 3, 4}) is None
+    assert after_the_leaders_death(3, {3, 4}) is not None
+    when = after_the_leaders_death(4, {4})
+    assert when is not None and SILENT_S <= when <= SILENT_S + 10.0
+
+
+def test_who_takes_over_knows_that_the_one_before_is_silent() -> None:
+    succession = Succession()
+    for half in range(60):
+        now = half / 2
+        beats = {slot: Beat(f"i{slot}", 5 if slot == 1 else half) for slot in (1, 2, 3)}
+        if succession.is_orphaned(Page(leader=1, count=min(half, 4)), now) and succession.takes_over(2, beats, now):
+            break
+    hearing = succession.hearing(1, now)
+    assert [hearing.silent_s(slot, now) >= SILENT_S for slot in (1, 2, 3)] == [True, False, False]
+    hearing.hear({1: ("i1", 6)}, now + 1)
+    assert hearing.silent_s(1, now + 1) == 0.0, "it is heard again"
+
+
+def test_nobody_takes_over_from_a_leader_that_is_heard() -> None:
+    succession = Succession()
+    assert not any(succession.is_orphaned(Page(leader=1, count=half), half / 2) for half in range(200))
+
+
+def test_who_is_next_in_line_is_due_at_once_and_everybody_else_later() -> None:
+    job = Job(nodes=20)
+    page = job.page()
+    assert page.line == (2, 3, 4, 5)
+    succession = Succession()
+    now = next(float(second) for second in range(60) if succession.is_orphaned(page, float(second)))
+    assert now >= SILENT_S
+    due = [slot for slot in range(1, 21) if succession.is_due(slot, page, now)]
+    assert due == [1, 2, 3, 4, 5], "the leader itself may have lost the store's answer"
+    assert all(succession.is_due(slot, page, now + LINE_S) for slot in range(1, 21))
+
+
+# --- another round of the rendezvous ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [{"attempt": (0, 2)}, {"anew": True}, {"anew": True, "ranks": ()}])
+@pytest.mark.parametrize("slot", [1, 2])
+def test_another_round_voids_an_incident_until_somebody_may_have_acted(slot: int, change: dict[str, Any]) -> None:
+    for phase in ("looking", "collecting", "decided", "agreed"):
+        job = Job().open()
+        if phase != "looking":
+            assert job.vote("still", "still").phase == "collecting"
+        if phase in ("decided", "agreed"):
+            job.decided = True
+            assert job.page().phase == "decided"
+        if phase == "agreed":
+            job.say(1, agrees=True).say(2, agrees=True)
+            assert job.page().phase == "agreed"
+        job.say(1, doing="watching", agrees=False).say(2, agrees=False)
+        job.say(slot, **change)
+        page = job.page()
+        expected = ("agreed", "") if phase == "agreed" else ("idle", "moving")
+        assert (page.phase, page.result) == expected, phase
+        assert page.anew == ((slot,) if "anew" in change else ())
+
+
+# --- crashes ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_tells_who_fails_until_there_is_a_verdict() -> None:
+    job = Job(nodes=3).say(2, crash=1, failed=1).say(3, crash=1)
+    assert (job.page().failed, job.page().crash) == ((2,), 0)
+    job.say(2, decided=1)
+    assert (job.page().failed, job.page().crash) == ((), 1)
+    job.say(3, crash=2, failed=0)
+    assert (job.page().failed, job.page().crash) == ((3,), 1)
+
+
+def test_a_number_out_of_order_is_no_verdict() -> None:
+    assert Job().say(1, decided=7).page().crash == 0

@@ -1,0 +1,176 @@
+"""Nodes whose words cannot be read for a moment: in a store of a dictionary, by a clock of the test."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from safelaunch.supervise.cluster import session as sessions
+from safelaunch.supervise.cluster.council import SILENT_S
+from safelaunch.supervise.cluster.messages import Beat, Codec, Node
+from safelaunch.supervise.cluster.seen import Seen
+from safelaunch.supervise.cluster.session import Session
+
+PREFIX = "safelaunch/1/test"
+
+
+class Store:
+    """What ``Session`` wants of a store. ``damages``: whether what is read under a key now is damaged."""
+
+    own_address, is_local = "127.0.0.1", False
+
+    def __init__(self) -> None:
+        self.kept: dict[str, bytes] = {}
+        self.damages: Any = lambda key: False
+
+    def _read(self, key: str) -> bytes | None:
+        data = self.kept.get(key)
+        return data[: len(data) // 2] if data is not None and self.damages(key) else data
+
+    def get(self, key: str, *, deadline_s: float) -> bytes | None:
+        return self._read(key)
+
+    def read(self, key: str, *, deadline_s: float) -> bytes:
+        return self.kept[key]
+
+    def set(self, key: str, value: bytes, *, deadline_s: float) -> None:
+        self.kept[key] = value
+
+    def delete(self, key: str, *, deadline_s: float) -> None:
+        self.kept.pop(key, None)
+
+    def add(self, key: str, amount: int, *, deadline_s: float) -> int:
+        number = int(self.kept.get(key, b"0")) + amount
+        self.kept[key] = str(number).encode()
+        return number
+
+    def exchange(self, key: str, value: bytes, other: str, *, deadline_s: float) -> bytes | None:
+        self.kept[key] = value
+        return self._read(other)
+
+    def compare_set(self, key: str, expected: bytes, value: bytes, *, deadline_s: float) -> bytes:
+        if self.kept.get(key, b"") == expected:
+            self.kept[key] = value
+        return self.kept[key]
+
+    def has(self, keys: Sequence[str], *, deadline_s: float) -> bool:
+        return all(key in self.kept for key in keys)
+
+    def read_all(self, keys: Sequence[str], *, deadline_s: float) -> list[bytes]:
+        return [self._read(key) or b"" for key in keys]
+
+    def get_all(self, keys: Sequence[str], *, deadline_s: float) -> list[bytes] | None:
+        return self.read_all(keys, deadline_s=deadline_s) if self.has(keys, deadline_s=deadline_s) else None
+
+
+class Job:
+    """Nodes of two ranks each; the first one leads. ``beats``: what each says."""
+
+    def __init__(self, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.store = 100.0, Store()
+        monkeypatch.setattr(sessions, "time", SimpleNamespace(monotonic=lambda: self.now))
+        codec = Codec(PREFIX)
+        self.sessions = [
+            Session(self.store, PREFIX, codec, Node("", f"host{number}", 1, "0.1", "2.13"))  # type: ignore[arg-type]
+            for number in range(nodes)
+        ]
+        self.beats = [Beat("", 0, (2 * number, 2 * number + 1), 2 * nodes) for number in range(nodes)]
+
+    def say(self, node: int, **changes: Any) -> None:
+        self.beats[node] = replace(self.beats[node], **changes)
+
+    def round(self, *without: int) -> list[Seen]:
+        """All but these nodes speak once."""
+        self.now += 0.5
+        living = [number for number in range(len(self.sessions)) if number not in without]
+        return [self.sessions[number].round(self.beats[number], None) for number in living]
+
+    def meet(self) -> None:
+        for _ in range(3):
+            seen = self.round()
+        assert all(one.page is not None and one.page.covered for one in seen)
+
+    def look(self, window_s: float = 2.0) -> None:
+        """All are called to look."""
+        self.say(0, doing="suspecting", suspects=0, window_s=window_s)
+        self.round()
+        self.round()
+        for number in range(len(self.beats)):
+            self.say(number, incident=1)
+        assert {one.page.phase for one in self.round() if one.page} == {"looking"}
+
+
+def test_the_limit_of_one_node_ends_nothing_while_anothers_word_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(2, monkeypatch)
+    job.meet()
+    job.look()
+    job.say(1, vote="active")
+    job.round()
+    job.store.damages = lambda key: key == f"{PREFIX}/b/2"
+    job.say(0, vote="still", at_limit=True)
+    assert [one.page.phase for one in job.round() if one.page] != ["collecting", "collecting"]
+    job.store.damages = lambda key: False
+    seen = job.round()
+    assert [(one.page.phase, one.page.result) for one in seen if one.page] == [("idle", "active")] * 2
+
+
+def test_one_whose_words_stay_unreadable_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(2, monkeypatch)
+    job.meet()
+    job.store.damages = lambda key: key == f"{PREFIX}/b/2"
+    for _ in range(int(2 * SILENT_S) + 2):
+        leader, _ = job.round()
+    assert leader.page is not None and leader.page.silent == (2,) and not leader.page.covered
+
+
+def test_who_takes_over_while_a_lower_ones_word_cannot_be_read_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(3, monkeypatch)
+    job.meet()
+    for _ in range(int(2 * SILENT_S) + 6):  # the others are heard, the leader isn't
+        job.round(0)
+    job.store.damages = lambda key: key == f"{PREFIX}/b/2"
+    job.round(0)
+    job.store.damages = lambda key: False
+    for _ in range(30):
+        second, third = job.round(0)
+    assert second.leads and not third.leads
+
+
+def test_one_that_ends_first_is_neither_silent_nor_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it ends while all are called to look, and the other one has reached its limit."""
+    job = Job(2, monkeypatch)
+    job.meet()
+    job.look()
+    job.say(0, vote="still", at_limit=True)
+    job.sessions[1].leave(job.beats[1])
+    (seen,) = job.round(1)
+    assert seen.page is not None and (seen.page.phase, seen.page.result) == ("idle", "elsewhere")
+    job.say(0, suspects=1)
+    for _ in range(int(2 * SILENT_S) + 2):
+        (seen,) = job.round(1)
+    assert seen.page is not None and (seen.page.incident, seen.page.silent, seen.page.covered) == (1, (), False)
+    assert not seen.word.quiet and not seen.word.troubles
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_healthy_job_stays_covered_whatever_is_unreadable_for_moments(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, chance = Job(3, monkeypatch), random.Random(seed)
+    job.meet()
+    job.store.damages = lambda key: chance.random() < 0.3
+    job.say(1, doing="suspecting", suspects=0, vote="still", at_limit=True)
+    job.say(2, vote="active")
+    results = set()
+    for _ in range(200):
+        for one in job.round():
+            assert one.page is not None and one.page.covered and not one.page.silent
+            results.add((one.page.phase, one.page.result))
+            for number in range(3):
+                job.say(number, incident=one.page.incident)
+    assert results <= {("idle", ""), ("idle", "active"), ("looking", "")}, results

@@ -1,0 +1,182 @@
+"""Where the supervisors of a job meet, from torchrun's options in all their spellings."""
+
+from __future__ import annotations
+
+import pytest
+
+from safelaunch.job.argv import CommandLine
+from safelaunch.supervise.cluster.store import Address
+from safelaunch.supervise.cluster.where import MOST_HOSTS, Alone, Meeting, first_host, hosts_of, meeting
+
+
+def found(*words: str, **environ: str) -> str:
+    where = meeting(CommandLine((), words, ("train.py",)), environ)
+    return str(where.address) if isinstance(where, Meeting) else where.why or "one node"
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "expected"),
+    [
+        ((), {}, "one node"),
+        (("--nnodes=1",), {}, "one node"),
+        (("--nnodes=1:1", "--rdzv-backend=c10d"), {}, "one node"),
+        (("--nnodes=2", "--standalone"), {}, "one node"),
+        (("--nnodes=2",), {}, "127.0.0.1:29500"),
+        (("--nnodes", "2", "--master-addr", "n1", "--master-port", "1234"), {}, "n1:1234"),
+        (("--nnodes", "2", "--master_addr", "n1", "--master_port", "1234"), {}, "n1:1234"),
+        (("--nnodes=2", "--rdzv-endpoint=n1:77", "--master-addr=n2"), {}, "n1:77"),
+        (("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=n1"), {}, "n1:29400"),
+        (("--nnodes=1:4", "--rdzv_backend", "c10d", "--rdzv_endpoint", "n1:7"), {}, "n1:7"),
+        (("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=[fd00::1]:7"), {}, "[fd00::1]:7"),
+        (("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=fd00::1"), {}, "[fd00::1]:29400"),
+        ((), {"PET_NNODES": "2", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "n1:7"}, "n1:7"),
+        (("--nnodes=3",), {"PET_NNODES": "1", "PET_MASTER_ADDR": "n1", "PET_MASTER_PORT": "5"}, "n1:5"),
+    ],
+)
+def test_the_address(words: tuple[str, ...], environ: dict[str, str], expected: str) -> None:
+    assert found(*words, **environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--rdzv-backend=etcd-v2", "--rdzv-endpoint=n1:2379"), "--rdzv-backend=etcd-v2"),
+        (("--rdzv-backend=c10d", "--rdzv-conf=timeout=9,store_type=file", "--rdzv-endpoint=/tmp/x"), "store_type=file"),
+        (("--rdzv-backend=c10d",), "endpoint ''"),
+        (("--rdzv-backend=c10d", "--rdzv-endpoint=n1:0"), "endpoint 'n1:0'"),
+        (("--rdzv-backend=c10d", "--rdzv-endpoint=n1:http"), "endpoint 'n1:http'"),
+    ],
+)
+def test_why_there_is_none(words: tuple[str, ...], why: str) -> None:
+    assert why in found("--nnodes=2", *words)
+
+
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
+
+
+@pytest.mark.parametrize(
+    ("named", "environ", "expected"),
+    [
+        (None, {}, "not torchrun"),
+        (None, STEP, "not torchrun"),
+        (None, {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, "not torchrun"),
+        ("n1:29700", {}, "n1:29700"),
+        ("[fd00::1]:29700", STEP, "[fd00::1]:29700"),
+        ("29700", STEP, "n1:29700"),
+        ("29700", {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, "n1:29700"),
+        ("29700", {}, "names no host"),
+        (None, {**STEP, "SLURM_STEP_RESV_PORTS": "12000-12003"}, "n1:12003"),
+        (None, {**STEP, "SLURM_STEP_RESV_PORTS": "12000"}, "n1:12000"),
+        (None, {**STEP, "SLURM_STEP_RESV_PORTS": ""}, "not torchrun"),
+    ],
+)
+def test_under_exec_a_store_has_to_be_named(named: str | None, environ: dict[str, str], expected: str) -> None:
+    where = meeting(None, environ, named)
+    if isinstance(where, Meeting):
+        assert (str(where.address), where.to_start) == (expected, True)
+    else:
+        assert expected in where.why
+
+
+def test_a_command_that_exec_starts_is_no_torchrun() -> None:
+    where = meeting(CommandLine((), (), ("bash", "run.sh"), program="bash"), {})
+    assert isinstance(where, Alone)
+    assert "not torchrun" in where.why
+
+
+@pytest.mark.parametrize(
+    ("words", "named", "environ", "expected"),
+    [
+        (("--rdzv-backend=etcd-v2", "--rdzv-endpoint=etcd:2379"), "29700", STEP, "n1:29700"),
+        (("--rdzv-backend=etcd-v2", "--rdzv-endpoint=etcd:2379"), "n3:29700", {}, "n3:29700"),
+        (("--rdzv-backend=etcd-v2",), None, {**STEP, "SLURM_STEP_RESV_PORTS": "12000"}, "n1:12000"),
+        (("--rdzv-backend=c10d", "--rdzv-endpoint=n5:29400"), "29700", {}, "n5:29700"),
+    ],
+)
+def test_a_store_that_is_named_goes_before_torchruns(
+    words: tuple[str, ...], named: str | None, environ: dict[str, str], expected: str
+) -> None:
+    where = meeting(CommandLine((), ("--nnodes=2", *words), ("train.py",)), environ, named)
+    assert isinstance(where, Meeting)
+    assert (str(where.address), where.to_start) == (expected, True)
+
+
+def test_a_port_of_the_scheduler_is_left_alone_where_torchrun_has_a_store() -> None:
+    words = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=n5:29400")
+    where = meeting(CommandLine((), words, ("train.py",)), {**STEP, "SLURM_STEP_RESV_PORTS": "12000"})
+    assert isinstance(where, Meeting)
+    assert (str(where.address), where.to_start) == ("n5:29400", False)
+
+
+def test_one_node_starts_no_store() -> None:
+    assert meeting(CommandLine((), (), ("train.py",)), STEP, "29700") == Alone()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("n[1-4]", "n1"),
+        ("n[001-016,20],login", "n001"),
+        ("rack[2,4]n[07-09]", "rack2n07"),
+        ("gpu[3]-ib.cluster,n1", "gpu3-ib.cluster"),
+        ("", ""),
+    ],
+)
+def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
+    assert first_host({"SLURM_JOB_NODELIST": nodes}) == first
+
+
+def test_the_nodes_of_a_step_are_not_those_of_the_job() -> None:
+    assert first_host({"SLURM_JOB_NODELIST": "n[1-8]", "SLURM_STEP_NODELIST": "n[3-4]"}) == "n3"
+
+
+def test_steps_do_not_meet() -> None:
+    steps = [{**STEP, "SLURM_STEP_ID": number} for number in ("0", "1", "0")]
+    one, other, again = (meeting(None, step, "n1:29700") for step in steps)
+    assert isinstance(one, Meeting)
+    assert one == again != other
+
+
+def test_jobs_that_share_a_store_do_not_meet() -> None:
+    words = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=n1:7")
+    one, other, again = (meeting(CommandLine((), (*words, f"--rdzv-id={name}"), ()), {}) for name in ("a", "b", "a"))
+    assert isinstance(one, Meeting)
+    assert one == again != other
+    assert one.address == Address("n1", 7)
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "node_rank"),
+    [
+        (("--nnodes=3",), 3, 0),
+        (("--nnodes=3", "--node-rank=2"), 3, 2),
+        (("--nnodes=2:4", "--rdzv-backend=c10d", "--rdzv-endpoint=n1:7", "--node-rank=1"), 2, None),
+    ],
+)
+def test_how_many_nodes_are_awaited_and_which_one_this_is(
+    words: tuple[str, ...], nodes: int, node_rank: int | None
+) -> None:
+    where = meeting(CommandLine((), words, ("train.py",)), {})
+    assert isinstance(where, Meeting)
+    assert (where.nodes, where.node_rank) == (nodes, node_rank)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("", ()),
+        ("login", ("login",)),
+        ("n[1-3,7],login", ("n1", "n2", "n3", "n7", "login")),
+        ("rack[1-2]n[09-10]-ib", ("rack1n09-ib", "rack1n10-ib", "rack2n09-ib", "rack2n10-ib")),
+        ("n[a-b]", ("n",)),
+    ],
+)
+def test_all_hosts_of_a_list(text: str, hosts: tuple[str, ...]) -> None:
+    assert hosts_of({"SLURM_STEP_NODELIST": text}) == hosts
+
+
+@pytest.mark.slow
+def test_a_list_of_hosts_is_bounded() -> None:
+    assert len(hosts_of({"SLURM_JOB_NODELIST": "n[1-999999999][1-999999999]"})) == MOST_HOSTS

@@ -1,0 +1,163 @@
+"""A supervisor of one node of several: which ranks it does not see, and ranks that torchrun started anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safelaunch.beacon import layout, page
+from safelaunch.capture.counters import Counters
+from safelaunch.capture.roster.progress import Roster
+from safelaunch.job.paths import RunPaths
+from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.stall import Policy
+
+POLICY = Policy(stall_s=5.0, startup_s=60.0, max_stall_s=60.0)
+
+
+class Node:
+    """A run directory that ranks and an agent write into, and the watch over it."""
+
+    def __init__(self, root: Path) -> None:
+        self.run = RunPaths(root)
+        self.run.pages.mkdir()
+        self.watch = Watch(Roster(self.run), POLICY, 0.0)
+        self._kept: list[object] = []
+
+    def rank(self, rank: int, world: int, *, ticks: int = 100, last_step_s: float = 0.0, steps: int = 0) -> None:
+        """A rank's page; ``ticks``: when its process was started."""
+        name = layout.page_name(0, rank, os.getpid() if ticks == 100 else os.getpid() + ticks)
+        mapped, words = page.create(os.fspath(self.run.pages / name))
+        words[layout.PID] = int(name.rpartition("-")[2])
+        words[layout.RANK], words[layout.WORLD_SIZE], words[layout.START_TICKS] = rank, world, ticks
+        words[layout.LAST_STEP_NS], words[layout.USER_STEPS] = int(last_step_s * 1e9), steps
+        words[layout.FIRST_STEP_NS] = 1_000_000_000 * bool(steps)
+        words[layout.READY] = layout.MAGIC
+        self._kept += [mapped, words]
+
+    def starts(self, *ranks: int, ticks: int = 100, attempt: int = 0, world: int = 0, pid: int = 0) -> None:
+        workers = {str(rank): [rank, pid or 4000 + rank, ticks] for rank in ranks}
+        self.says("started", attempt=attempt, workers=workers, world_size=world)
+
+    def says(self, event: str, **values: Any) -> None:
+        with self.run.agent_events.open("a") as file:
+            file.write(json.dumps({"event": event, "time_unix_s": 1.0, **values}) + "\n")
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("workers", "pages", "world", "unseen"),
+    [((0, 1), (0, 1), 2, ()), ((2, 3), (2, 3), 4, (0, 1)), ((1,), (1,), 4, (0, 2, 3)), ((0, 1), (0,), 2, ())],
+    ids=["one node", "two nodes", "nodes of different size", "a rank without a beacon"],
+)
+def test_the_ranks_that_are_not_seen(
+    node: Node, workers: tuple[int, ...], pages: tuple[int, ...], world: int, unseen: tuple[int, ...]
+) -> None:
+    node.starts(*workers)
+    for rank in pages:
+        node.rank(rank, world)
+    node.watch.tick(1.0)
+    assert node.watch.unseen == unseen
+
+
+def test_ranks_started_anew_under_other_numbers_leave_none_behind(node: Node) -> None:
+    """A node has joined: torchrun renumbers the ranks and starts them again, and its count of restarts stays 0."""
+    node.starts(0, 1)
+    node.rank(0, 2)
+    node.rank(1, 2)
+    node.watch.tick(1.0)
+    assert (node.watch.unseen, set(node.watch.last_progress)) == ((), {0, 1})
+    node.starts(2, 3, ticks=900)
+    node.rank(2, 4, ticks=900)
+    node.watch.tick(2.0)
+    node.rank(3, 4, ticks=901)
+    node.watch.tick(3.0)
+    assert (node.watch.unseen, set(node.watch.last_progress)) == ((0, 1), {2, 3})
+    assert node.watch.state.base_s == 2.0, "its clock starts again"
+
+
+@pytest.mark.parametrize(
+    ("steps", "last_step_s", "now", "quiet"),
+    [(0, 0.0, 50.0, 0.0), (11, 11.0, 20.0, 9.0), (11, 11.0, 12.5, 0.0), (3, 41.0, 81.0, 0.0)],
+    ids=["no step", "long ago", "just now", "as long as a step takes"],
+)
+def test_how_long_a_job_had_been_quiet(node: Node, steps: int, last_step_s: float, now: float, quiet: float) -> None:
+    node.rank(0, 1, steps=steps, last_step_s=last_step_s)
+    node.watch.tick(now)
+    assert node.watch.quiet_s(now) == quiet
+
+
+def test_ranks_without_a_page_are_known_from_torchrun_and_raise_no_suspicion(node: Node) -> None:
+    """As where a rank is stopped before it has a page, or runs under ``python -I``."""
+    node.starts(1, world=2, pid=os.getpid())
+    glances = [node.watch.tick(now) for now in (1.0, 100.0, 1000.0)]
+    assert (node.watch.seen, node.watch.unseen, node.watch.world_size) == ((1,), (0,), 2)
+    assert [glance.event for glance in glances if glance.event and glance.event.kind == "suspect"] == []
+
+
+def test_where_others_suspect_the_job_a_rank_without_a_page_is_looked_at(node: Node) -> None:
+    node.starts(1, world=2, pid=os.getpid())
+    node.watch.tick(1.0)
+    standing = node.watch.standing(80.0)
+    assert standing is not None
+    assert (standing.ranks, standing.stalled_s, standing.before_first_step) == ((1,), 79.0, True)
+
+
+def test_a_rank_without_a_page_that_has_ended_is_not_waited_for(node: Node) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    node.starts(1, world=2, pid=ended.pid)
+    node.watch.tick(1.0)
+    assert node.watch.standing(80.0) is None
+
+
+def test_what_the_agent_failed_of_is_known_until_it_starts_ranks_again(node: Node) -> None:
+    node.starts(0)
+    node.says("failing", error="ConnectionError: the store is gone")
+    node.says("closed")
+    node.watch.tick(1.0)
+    assert node.watch.roster.agent_error == "ConnectionError: the store is gone"
+    node.starts(0)
+    node.watch.tick(2.0)
+    assert node.watch.roster.agent_error == ""
+
+
+def test_an_absurd_world_is_no_event(node: Node) -> None:
+    node.starts(0, world=1 << 40)
+    node.watch.tick(1.0)
+    assert node.watch.world_size == 1
+
+
+def test_how_long_the_supervisor_itself_was_stopped_is_known_for_a_while(node: Node) -> None:
+    node.starts(0)
+    for now in (1.0, 2.0, 45.0, 46.0):
+        node.watch.tick(now)
+    assert (node.watch.missed_s(46.0), node.watch.missed_s(100.0)) == (43.0, 0.0)
+
+
+def test_what_a_job_had_done_belongs_to_the_quiet_time_that_it_was_read_in(node: Node) -> None:
+    """Before the first step as well, where the newest collective is the newest sign of progress."""
+    node.starts(0, 1)
+    node.rank(0, 2)
+    node.rank(1, 2)
+    begin_s = time.monotonic()
+    node.watch.tick(begin_s)
+    before, after = Counters(begin_s, 0, {}), Counters(begin_s + 3.5, 0, {})
+    node.watch.take_quiet(before)
+    node.watch.tick(begin_s + 1.0)
+    assert node.watch.quiet is before
+    node.watch.hear({0: 1, 1: 1}, begin_s + 3.0)
+    node.watch.tick(begin_s + 3.5)
+    assert node.watch.quiet is None
+    node.watch.take_quiet(after)
+    assert node.watch.quiet is after

@@ -1,0 +1,151 @@
+"""The learned threshold, by replaying histories of steps: nobody healthy is suspected twice, no freeze waits long."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from statistics import median
+
+import pytest
+from histories import TICK_S, History, histories, recorded
+
+from safelaunch.supervise.watch.rhythm import Bounds, Learned, cap_of, learn, quantile_s, threshold
+
+# One group: all of them look at the same replays.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rhythm")]
+BOUNDS = Bounds(floor_s=5.0)
+EVERY = tuple(histories(20))
+
+
+@dataclass
+class Replay:
+    """What a watch with this rhythm does to one history. ``suspected``: (step, pause) that exceeded the threshold."""
+
+    history: History
+    known: Learned
+    suspected: list[tuple[int, float]]
+
+
+def replay(history: History, until: int | None = None) -> Replay:
+    """Sees what the supervisor sees: the newest mark at each tick, and each long pause as it grows."""
+    known, suspected = Learned(), []
+    tick_s, times = 0.0, history.times[:until]
+    for step, mark_s in enumerate(times, 1):
+        upcoming_s = times[step] if step < len(times) else mark_s
+        if upcoming_s // TICK_S == mark_s // TICK_S and step < len(times):
+            continue  # the next step comes before the next look
+        tick_s = (mark_s // TICK_S + 1) * TICK_S
+        known = learn(known, step, mark_s, tick_s)
+        last_look_s = upcoming_s // TICK_S * TICK_S
+        if last_look_s > tick_s:
+            known = learn(known, step, mark_s, last_look_s)
+            if last_look_s - mark_s > threshold(known, BOUNDS).seconds:
+                suspected.append((step, upcoming_s - mark_s))
+    return Replay(history, known, suspected)
+
+
+@pytest.fixture(scope="module")
+def replays() -> list[Replay]:
+    return [replay(history) for history in EVERY]
+
+
+def test_there_are_enough_histories() -> None:
+    assert len(EVERY) >= 200
+
+
+def test_ordinary_jobs_are_never_suspected(replays: list[Replay]) -> None:
+    """Even with a floor of 5 s, far below the default: steps, turns of steps, warm-up, a curriculum."""
+    ordinary = ("steady", "compiled", "accumulated", "bimodal", "curriculum")
+    wrong = [
+        (r.history.kind, r.history.seed, r.suspected[:3]) for r in replays if r.history.kind in ordinary and r.suspected
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("history", list(recorded()), ids=lambda history: history.kind)
+def test_recorded_jobs_are_never_suspected(history: History) -> None:
+    """An evaluation that is longer than the floor of 5 s, a twelfth of the default, is looked at until it is known."""
+    found = replay(history)
+    assert found.known.count > 100
+    assert len(found.suspected) <= (2 if max(history.gaps) > BOUNDS.floor_s else 0)
+    assert max(history.gaps) < Bounds().floor_s
+
+
+def test_a_rhythm_is_known_after_its_second_beat(replays: list[Replay]) -> None:
+    """The first pauses are looked at (and let be: an evaluation computes); then they are expected."""
+    for r in replays:
+        if r.history.kind in ("evaluated", "long_evaluations"):
+            assert len(r.suspected) <= 3, (r.history.kind, r.history.seed, r.suspected)
+
+
+def test_pauses_at_no_rhythm_are_suspected_a_few_times_and_then_known(replays: list[Replay]) -> None:
+    for r in replays:
+        if r.history.kind in ("hiccups", "by_the_clock"):
+            assert len(r.suspected) <= 6, (r.history.kind, r.history.seed, r.suspected)
+
+
+def test_one_accident_does_not_blind(replays: list[Replay]) -> None:
+    for r in replays:
+        if r.history.kind == "one_accident":
+            assert len(r.suspected) == 1
+            # Twice as far as the accident it might come again; anywhere else it is forgotten.
+            anywhere = [r.known, replay(r.history, len(r.history.gaps) - 23).known]
+            assert min(threshold(known, BOUNDS).seconds for known in anywhere) <= max(5.0, 3 * quantile_s(r.known))
+
+
+def test_a_freeze_is_suspected_soon() -> None:
+    """At a random step: within three of the longest ordinary steps, or the floor, in the median."""
+    delays = []
+    for history in EVERY:
+        dice = random.Random(history.seed)
+        frozen_at = dice.randint(len(history.gaps) // 4, len(history.gaps) - 1)
+        known = replay(history, frozen_at).known
+        allowed = max(BOUNDS.floor_s, 3 * quantile_s(known))
+        delays.append(threshold(known, BOUNDS).seconds / allowed)
+    assert median(delays) <= 1.0
+    assert sum(delay > 1.0 for delay in delays) < 0.35 * len(delays), "only those that have long pauses of their own"
+
+
+def test_before_enough_is_known_the_initial_threshold_holds() -> None:
+    known = Learned()
+    for step in range(1, 8):
+        known = learn(known, step, step * 100.0, step * 100.0 + 0.1)
+        assert threshold(known, BOUNDS).seconds == BOUNDS.initial_s
+
+
+def test_floor_ceiling_and_cap() -> None:
+    known = Learned()
+    for step in range(1, 100):
+        known = learn(known, step, step * 1000.0, step * 1000.0 + 0.1)
+    assert threshold(known, Bounds(ceiling_s=1200.0)).seconds == 1200.0
+    found = threshold(known, Bounds(), cap_s=420.0)
+    assert (found.seconds, "process group" in found.why) == (420.0, True)
+    quick = Learned()
+    for step in range(1, 100):
+        quick = learn(quick, step, step * 0.05, step * 0.05 + 0.01)
+    assert threshold(quick, Bounds()).seconds == Bounds().floor_s
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "cap"),
+    [(1800.0, 1260.0), (600.0, 420.0), (86.0, 60.2), (70.0, 60.0), (60.0, 60.0), (15.0, 10.5)],
+)
+def test_only_a_timeout_below_the_floor_caps_below_it(timeout_s: float, cap: float) -> None:
+    assert cap_of(timeout_s, floor_s=60.0) == pytest.approx(cap)
+
+
+def test_what_was_excused_is_not_learned() -> None:
+    known = Learned()
+    for step in range(1, 50):
+        known = learn(known, step, step * 1.0, step + 0.1)
+    known = learn(known, 49, 49.0, 900.0, excused=True)
+    known = learn(known, 50, 1000.0, 1000.1, excused=True)
+    assert known.pauses == () and quantile_s(known) < 1.2
+
+
+def test_a_restart_counts_from_its_own_beginning() -> None:
+    known = Learned()
+    for step in range(1, 50):
+        known = learn(known, step, step * 1.0, step + 0.1)
+    again = learn(known, 1, 500.0, 500.1)
+    assert (again.last_step, again.pauses) == (1, ())

@@ -1,0 +1,517 @@
+"""The stall detector, fed with histories. No clock runs here: times are numbers in the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from msgspec.structs import replace
+
+from safelaunch.model import Answer
+from safelaunch.supervise.watch.stall import (
+    ALIVE_BUNDLE_S,
+    CLOCK_GAP_S,
+    UNLIMITED,
+    Event,
+    Found,
+    Limits,
+    Mark,
+    Policy,
+    Stall,
+    State,
+    Status,
+    conclude,
+    ends_after_s,
+    oldest,
+    started,
+    suspect_after_s,
+    tick,
+)
+
+POLICY = Policy(stall_s=30.0, startup_s=100.0, max_stall_s=360.0, confirm_s=2.0)
+GIVEN = replace(POLICY, stall_given=True, startup_given=True)
+TICK_S = 0.25
+START_S = 1000.0  # CLOCK_MONOTONIC does not begin at 0 when a job does
+
+
+def rank(number: int, stepped: float | None = None, *, claimed: float = 0.0, **more: object) -> Mark:
+    """A mark; times are seconds since the start of the watch."""
+    last = None if stepped is None else START_S + stepped
+    mark = Mark(number, START_S + claimed, last, step=None if stepped is None else 7)
+    return replace(mark, **more)  # type: ignore[arg-type]
+
+
+@dataclass
+class Replay:
+    """Plays a job: ``marks`` at each tick, and what a closer look would see; collects events with their times."""
+
+    marks: Callable[[float], Sequence[Mark]]
+    found: Callable[[float], Found] = lambda now: "dead"
+    policy: Policy = POLICY
+    state: State = field(default_factory=lambda: started(START_S))
+    now: float = 0.0
+    events: list[tuple[float, str]] = field(default_factory=list)
+    stalls: list[Stall] = field(default_factory=list)
+    _look: tuple[float, Stall] | None = None
+
+    def until(self, end: float) -> list[tuple[float, str]]:
+        """Ticks to ``end``; each suspicion is concluded ``confirm_s`` later, as the supervisor does it."""
+        while self.now + TICK_S <= end:
+            self.step(TICK_S)
+        return self.events
+
+    def step(self, seconds: float) -> None:
+        self.now += seconds
+        clock = START_S + self.now
+        self.state, event = tick(self.state, tuple(self.marks(self.now)), self.policy, clock)
+        self._note(event)
+        if event is not None and event.kind == "suspect" and event.stall is not None:
+            self._look = (self.now + self.policy.confirm_s, event.stall)
+        elif event is not None and event.kind == "clock-restarted":
+            self._look = None
+        elif self._look is not None and self.now >= self._look[0]:
+            stall, self._look = self._look[1], None
+            self.state, event = conclude(self.state, stall, self.found(self.now), self.policy, clock)
+            self._note(event)
+
+    def _note(self, event: Event | None) -> None:
+        if event is not None:
+            self.events.append((self.now, event.kind))
+            if event.stall is not None:
+                self.stalls.append(event.stall)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [kind for _, kind in self.events]
+
+
+def stepping(now: float, every: float, *, until: float = 1e9, first: float = 10.0) -> float | None:
+    """When a rank that steps ``every`` seconds from ``first`` on, but not after ``until``, last stepped."""
+    if now < first:
+        return None
+    return first + (min(now, until) - first) // every * every
+
+
+# --- suspicion --------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_steps_is_left_alone() -> None:
+    job = Replay(lambda now: [rank(r, stepping(now, 2.0)) for r in range(4)])
+    assert job.until(600) == []
+
+
+def test_slow_steps_below_the_threshold_are_left_alone() -> None:
+    job = Replay(lambda now: [rank(0, stepping(now, 29.5))])
+    assert job.until(600) == []
+
+
+def test_suspected_when_the_slowest_rank_has_stood_for_the_threshold() -> None:
+    """Rank 2 stops at 40 s; its peers go on (a collective far away): measured from rank 2."""
+    job = Replay(lambda now: [rank(r, stepping(now, 1.0, until=40 if r == 2 else 1e9)) for r in range(4)])
+    events = job.until(80)
+    assert events == [(70.0, "suspect"), (72.0, "hang")]
+    stall = job.stalls[0]
+    assert (stall.ranks, stall.mark_s, stall.stalled_s, stall.threshold_s) == ((2,), START_S + 40, 30.0, 30.0)
+    assert (stall.before_first_step, stall.step) == (False, 7)
+
+
+def test_ranks_that_stand_equally_long_are_suspected_together() -> None:
+    job = Replay(lambda now: [rank(r, stepping(now, 1.0, until=20 if r != 3 else 25)) for r in range(4)])
+    job.until(60)
+    assert job.stalls[0].ranks == (0, 1, 2)
+
+
+def test_the_suspicion_comes_within_a_tick_of_the_threshold() -> None:
+    job = Replay(lambda now: [rank(0, stepping(now, 0.1, until=33.33))])
+    (at, kind), *_ = job.until(80)
+    assert kind == "suspect"
+    assert 0 <= at - (33.3 + POLICY.stall_s) <= TICK_S + 1e-6
+
+
+def test_nothing_is_said_while_nobody_has_come() -> None:
+    assert Replay(lambda now: []).until(2000) == []
+
+
+# --- before the first step --------------------------------------------------------------------------------------------
+
+
+def test_before_the_first_step_the_startup_threshold_counts_from_the_latest_arrival() -> None:
+    job = Replay(lambda now: [rank(0, claimed=1.0), *([rank(1, claimed=60.0)] if now >= 60 else [])])
+    assert job.until(200)[0] == (160.0, "suspect")
+    stall = job.stalls[0]
+    assert (stall.before_first_step, stall.ranks, stall.threshold_s, stall.step) == (True, (0, 1), 100.0, None)
+
+
+def test_the_first_step_switches_to_the_stall_threshold() -> None:
+    job = Replay(lambda now: [rank(0, stepping(now, 1.0, first=90.0, until=90.0))])
+    assert job.until(130)[0] == (120.0, "suspect")
+
+
+def test_a_rank_that_never_stepped_is_not_judged_once_another_has() -> None:
+    """An evaluator or an actor beside the trainers."""
+    job = Replay(lambda now: [rank(0), rank(1, stepping(now, 1.0))])
+    assert job.until(2000) == []
+
+
+def test_a_never_stepped_rank_that_works_is_never_given_up() -> None:
+    job = Replay(lambda now: [rank(0)], lambda now: "alive")
+    job.until(20_000)
+    assert set(job.kinds) == {"suspect", "undecided"}
+    assert len(job.events) > 300
+    assert job.state.status is not Status.HUNG
+
+
+def test_a_never_stepped_rank_that_works_is_given_up_at_the_users_limit() -> None:
+    job = Replay(lambda now: [rank(0)], lambda now: "alive", GIVEN)
+    job.until(600)
+    assert job.events[-1] == (360.0, "hang")
+
+
+def test_a_start_that_is_proved_dead_is_given_up_at_once() -> None:
+    job = Replay(lambda now: [rank(0)])
+    assert job.until(200) == [(100.0, "suspect"), (102.0, "hang")]
+
+
+# --- who is not judged ------------------------------------------------------------------------------------------------
+
+
+def test_exited_ranks_do_not_count() -> None:
+    job = Replay(lambda now: [rank(0, 10.0, exited=True), rank(1, stepping(now, 1.0))])
+    assert job.until(600) == []
+
+
+def test_when_all_have_exited_nobody_is_suspected() -> None:
+    assert Replay(lambda now: [rank(0, 10.0, exited=True), rank(1, exited=True)]).until(2000) == []
+
+
+def test_the_peers_of_an_exited_rank_are_still_watched() -> None:
+    job = Replay(lambda now: [rank(0, 10.0, exited=True), rank(1, 12.0)])
+    assert job.until(60) == [(42.0, "suspect"), (44.0, "hang")]
+
+
+def paused(number: int, since: float, until: float, now: float) -> Mark:
+    """A rank that last stepped at 10 s and pauses from ``since`` to ``until``."""
+    at = until if now >= until else since if now >= since else 0.0
+    return rank(number, 10.0, paused=since <= now < until, phase_since_s=START_S + at if at else 0.0)
+
+
+def test_a_paused_rank_pauses_the_watch_of_all() -> None:
+    """One rank waits for its user's input; its peers wait for it, and are not blamed for that when it goes on."""
+    job = Replay(lambda now: [paused(0, 15, 500, now), rank(1, 10.0)])
+    assert job.until(540) == [(530.0, "suspect"), (532.0, "hang")]
+    assert job.stalls[0].ranks == (0, 1)
+
+
+def test_a_pause_during_the_closer_look_voids_it() -> None:
+    job = Replay(lambda now: [paused(0, 41, 600, now), rank(1, 10.0)])
+    assert job.until(600) == [(40.0, "suspect"), (42.0, "recovered")]
+    assert job.until(640)[2:] == [(630.0, "suspect"), (632.0, "hang")]
+
+
+def test_short_pauses_do_not_hide_another_ranks_hang() -> None:
+    """Rank 0 pauses briefly again and again, and steps between; rank 1 stands."""
+
+    def marks(now: float) -> list[Mark]:
+        since = now // 10 * 10
+        return [rank(0, since, paused=now - since < 1, phase_since_s=START_S + since), rank(1, 10.0)]
+
+    job = Replay(marks)
+    job.until(80)
+    assert job.kinds[:2] == ["suspect", "hang"]
+    assert 40 <= job.events[0][0] <= 41.25, "no earlier than without the pauses, and no later than one pause"
+
+
+def test_pauses_one_after_another_are_all_excused() -> None:
+    job = Replay(lambda now: [paused(0, 12, 200, now), paused(1, 100, 400, now), rank(2, 10.0)])
+    assert job.until(440)[0] == (430.0, "suspect")
+
+
+def test_a_pause_ends_an_undecided_wait() -> None:
+    job = Replay(lambda now: [rank(0, 10.0, paused=now >= 60)], lambda now: "alive")
+    assert job.until(100) == [
+        (40.0, "suspect"),
+        (42.0, "undecided"),
+        (49.5, "suspect"),
+        (51.5, "undecided"),
+        (59.0, "suspect"),
+        (61.0, "recovered"),
+    ]
+
+
+# --- phases -----------------------------------------------------------------------------------------------------------
+
+
+def test_entering_a_phase_is_progress() -> None:
+    job = Replay(
+        lambda now: [rank(0, 10.0, phase="eval" if now >= 35 else "", phase_since_s=START_S + 35 * (now >= 35))]
+    )
+    assert job.until(80)[0] == (65.0, "suspect")
+    assert job.stalls[0].phase == "eval"
+
+
+def test_a_phases_own_timeout_replaces_the_threshold() -> None:
+    phase = {"phase": "eval", "phase_since_s": START_S + 20, "phase_timeout_s": 200.0}
+    job = Replay(lambda now: [rank(0, 10.0, **phase)])
+    assert job.until(300)[0] == (220.0, "suspect")
+    assert job.stalls[0].threshold_s == 200.0
+
+
+def test_a_phases_timeout_may_be_shorter() -> None:
+    phase = {"phase": "step", "phase_since_s": START_S + 20, "phase_timeout_s": 5.0}
+    assert Replay(lambda now: [rank(0, 10.0, **phase)]).until(60)[0] == (25.0, "suspect")
+
+
+def test_one_ranks_phase_covers_its_peers() -> None:
+    """Rank 0 evaluates with a timeout; rank 1 waits for it in a barrier."""
+    phase = {"phase": "eval", "phase_since_s": START_S + 20, "phase_timeout_s": 200.0}
+    job = Replay(lambda now: [rank(0, 10.0, **phase), rank(1, 19.0)])
+    assert job.until(300)[0] == (219.0, "suspect")
+
+
+def test_a_long_phases_end_starts_the_clock_again() -> None:
+    """Rank 0 evaluates for 150 s with leave to do so; rank 1, in a barrier, has been waiting for it."""
+
+    def marks(now: float) -> list[Mark]:
+        within = {"phase": "eval", "phase_since_s": START_S + 20, "phase_timeout_s": 200.0}
+        return [rank(0, 10.0, **within if now < 170 else {"phase_since_s": START_S + 170}), rank(1, 10.0)]
+
+    assert Replay(marks).until(240)[0] == (200.0, "suspect")
+
+
+def test_timed_phases_within_each_step_do_not_hide_another_ranks_hang() -> None:
+    """Every rank wraps its step into a phase; rank 1 is stuck in its own."""
+
+    def marks(now: float) -> list[Mark]:
+        phase = {"phase": "step", "phase_timeout_s": 5.0}
+        return [
+            rank(0, now, **phase, phase_since_s=START_S + now // 1),
+            rank(1, 10.0, **phase, phase_since_s=START_S + 10),
+        ]
+
+    assert Replay(marks).until(60)[0] == (15.0, "suspect")
+
+
+def test_a_timeout_counts_only_inside_its_phase() -> None:
+    job = Replay(lambda now: [rank(0, 10.0, phase="", phase_since_s=START_S + 20, phase_timeout_s=200.0)])
+    assert job.until(60)[0] == (50.0, "suspect")
+
+
+@pytest.mark.parametrize(("timeout_s", "due_s"), [(200.0, 210.0), (5.0, 40.0)])
+def test_a_timed_phase_of_a_rank_without_steps_gives_its_peers_that_long(timeout_s: float, due_s: float) -> None:
+    phase = {"phase": "eval", "phase_since_s": START_S + 12, "phase_timeout_s": timeout_s}
+    job = Replay(lambda now: [rank(0, 10.0), rank(1, None, **phase)])
+    assert job.until(300)[0] == (due_s, "suspect")
+
+
+# --- the clock --------------------------------------------------------------------------------------------------------
+
+
+def test_a_gap_in_our_own_clock_starts_it_again() -> None:
+    """The supervisor was stopped (Ctrl-Z, a debugger) for an hour: what it missed is no stall."""
+    job = Replay(lambda now: [rank(0, 10.0)])
+    job.until(20)
+    job.step(3600.0)
+    assert job.events == [(3620.0, "clock-restarted")]
+    assert job.until(3649.5) == job.events
+    assert job.until(3660)[1] == (3650.0, "suspect")
+
+
+def test_the_longest_tick_is_no_gap() -> None:
+    job = Replay(lambda now: [rank(0, 10.0)])
+    job.until(39.75)
+    job.step(CLOCK_GAP_S)
+    assert job.kinds == ["suspect"]
+
+
+def test_a_gap_during_a_closer_look_makes_the_look_worthless() -> None:
+    job = Replay(lambda now: [rank(0, 10.0)])
+    job.until(41)
+    assert job.kinds == ["suspect"]
+    state, event = tick(job.state, (rank(0, 10.0),), POLICY, START_S + 100)
+    assert event is not None
+    assert event.kind == "clock-restarted"
+    assert conclude(state, job.stalls[0], "dead", POLICY, START_S + 100) == (state, None)
+
+
+def test_a_gap_after_the_verdict_changes_nothing() -> None:
+    job = Replay(lambda now: [rank(0, 10.0)])
+    job.until(50)
+    assert job.kinds[-1] == "hang"
+    job.step(3600.0)
+    assert job.kinds[-1] == "hang"
+    assert job.state.status is Status.HUNG
+
+
+def test_all_ranks_stopped_together_start_the_clock_again() -> None:
+    """A suspended job (kill -STOP, a frozen cgroup): when it goes on, it has its whole threshold again."""
+    job = Replay(lambda now: [rank(0, 10.0)], lambda now: "stopped")
+    assert job.until(80) == [(40.0, "suspect"), (42.0, "clock-restarted"), (72.0, "suspect"), (74.0, "clock-restarted")]
+
+
+def test_a_new_attempt_starts_the_clock() -> None:
+    """Marks older than the start of the watch count as made then."""
+    state = started(START_S + 100)
+    assert tick(state, (rank(0, 10.0),), POLICY, START_S + 100.25)[1] is None
+    stall = oldest((rank(0, 10.0),), POLICY, state.base_s, START_S + 110)
+    assert stall is not None
+    assert stall.stalled_s == 10.0
+
+
+# --- the conclusion ---------------------------------------------------------------------------------------------------
+
+
+def test_a_mark_during_the_closer_look() -> None:
+    """The step came while we looked: no event but the conclusion's own, and the watch goes on."""
+    job = Replay(lambda now: [rank(0, 10.0 if now < 41 else 41.0)], lambda now: "moving" if now < 50 else "dead")
+    assert job.until(80) == [(40.0, "suspect"), (42.0, "recovered"), (71.0, "suspect"), (73.0, "hang")]
+
+
+def test_undecided_then_a_step() -> None:
+    """A long evaluation: suspected, undecided, and then the next step: recovered, once."""
+    job = Replay(lambda now: [rank(0, 10.0 if now < 45 else stepping(now, 1.0))], lambda now: "alive")
+    assert job.until(200) == [(40.0, "suspect"), (42.0, "undecided"), (45.0, "recovered")]
+    assert job.state.status is Status.WATCHING
+
+
+def test_undecided_until_max_stall() -> None:
+    job = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive", GIVEN)
+    job.until(400)
+    assert job.events[-1] == (370.0, "hang"), "360 s after the last step, exactly"
+    assert set(job.kinds[:-1]) == {"suspect", "undecided"}
+
+
+def test_undecided_then_still() -> None:
+    job = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive" if now < 60 else "dead")
+    job.until(100)
+    assert job.kinds[-1] == "hang"
+    assert 60 <= job.events[-1][0] <= 70
+
+
+def test_looks_grow_no_denser_than_a_quarter_of_the_threshold_and_at_most_a_minute_apart() -> None:
+    job = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive", replace(GIVEN, stall_s=600.0, max_stall_s=7200.0))
+    job.until(7000)
+    looks = [at for at, kind in job.events if kind == "suspect"]
+    assert len(looks) > 10
+    assert {round(b - a, 2) for a, b in pairwise(looks)} == {62.0}
+
+
+def test_a_hang_is_said_once() -> None:
+    job = Replay(lambda now: [rank(0, 10.0)])
+    job.until(5000)
+    assert job.kinds.count("hang") == 1
+
+
+def test_a_job_that_moves_again_after_the_verdict_stays_condemned() -> None:
+    """Its evidence is being collected: there is no way back that would not lie in the bundle."""
+    job = Replay(lambda now: [rank(0, 10.0 if now < 50 else now)])
+    job.until(100)
+    assert job.kinds == ["suspect", "hang"]
+
+
+STALL = Stall((0,), START_S, 40.0, 30.0, before_first_step=False)
+CONCLUSIONS: dict[str, tuple[Stall, Found, float, Policy, str, Status]] = {
+    "a mark": (STALL, "moving", 40, POLICY, "recovered", Status.WATCHING),
+    "a mark beats the limit": (STALL, "moving", 4000, GIVEN, "recovered", Status.WATCHING),
+    "stopped": (STALL, "stopped", 40, POLICY, "clock-restarted", Status.WATCHING),
+    "stopped beats the limit": (STALL, "stopped", 4000, GIVEN, "clock-restarted", Status.WATCHING),
+    "dead": (STALL, "dead", 40, POLICY, "hang", Status.HUNG),
+    "alive": (STALL, "alive", 1e6, POLICY, "undecided", Status.UNDECIDED),
+    "unknown": (STALL, "unknown", 40, POLICY, "undecided", Status.UNDECIDED),
+    "unknown at the limit": (STALL, "unknown", 360, POLICY, "hang", Status.HUNG),
+    "unknown, by the user's threshold": (STALL, "unknown", 40, GIVEN, "hang", Status.HUNG),
+    "unseen, by the user's threshold": (STALL, "unseen", 40, GIVEN, "undecided", Status.UNDECIDED),
+}
+
+
+@pytest.mark.parametrize("case", CONCLUSIONS)
+def test_conclusions(case: str) -> None:
+    stall, found, now, policy, kind, status = CONCLUSIONS[case]
+    state = State(Status.CONFIRMING, START_S, START_S + now, mark_s=stall.mark_s)
+    after, event = conclude(state, stall, found, policy, START_S + now)
+    assert event == Event(kind, stall)  # type: ignore[arg-type]
+    assert after.status is status
+    assert after.base_s == (START_S + now if kind == "clock-restarted" else START_S)
+
+
+AUTO = Policy(stall_s=60.0, startup_s=1800.0, max_stall_s=1800.0)
+EIGHT = Policy(stall_s=8.0, startup_s=1800.0, max_stall_s=96.0, stall_given=True)
+CAPPED = replace(AUTO, max_stall_s=300.0, max_stall_given=True)
+STARTS = replace(AUTO, startup_s=20.0, max_stall_s=240.0, startup_given=True)
+WAITS, ALONE, GROUP = UNLIMITED, Limits(None, waits=False), Limits(600.0)
+# policy, threshold, answer, limits: when it is ended, and when the bundle of a job that continues is due
+TABLE: dict[str, tuple[Policy, bool, Answer, Limits, float | None, float | None]] = {
+    "dead": (AUTO, False, "dead", WAITS, 60.0, 60.0),
+    "alive": (AUTO, False, "alive", WAITS, None, ALIVE_BUNDLE_S),
+    "alive, in a group": (AUTO, False, "alive", GROUP, None, 540.0),
+    "unknown": (AUTO, False, "unknown", WAITS, 1800.0, 60.0),
+    "unknown, in a group": (AUTO, False, "unknown", GROUP, 540.0, 60.0),
+    "unknown, in a group of a short timeout": (AUTO, False, "unknown", Limits(15.0), 60.0, 60.0),
+    "unknown, in a group of a long timeout": (AUTO, False, "unknown", Limits(7200.0), 1800.0, 60.0),
+    "unseen": (AUTO, False, "unseen", WAITS, 1800.0, 60.0),
+    "unseen, in a group": (AUTO, False, "unseen", GROUP, 1800.0, 60.0),
+    "unseen, in a group of a long timeout": (AUTO, False, "unseen", Limits(7200.0), 7200.0, 60.0),
+    "given: dead": (EIGHT, False, "dead", WAITS, 8.0, None),
+    "given: alive": (EIGHT, False, "alive", GROUP, 96.0, None),
+    "given: unknown": (EIGHT, False, "unknown", GROUP, 8.0, None),
+    "given: unseen": (EIGHT, False, "unseen", GROUP, 96.0, None),
+    "max-stall: alive": (CAPPED, False, "alive", WAITS, 300.0, ALIVE_BUNDLE_S),
+    "max-stall: unknown": (CAPPED, False, "unknown", WAITS, 300.0, 60.0),
+    "start: dead": (AUTO, True, "dead", WAITS, 1800.0, 1800.0),
+    "start: alive": (AUTO, True, "alive", WAITS, None, 1800.0),
+    "start: unknown": (AUTO, True, "unknown", WAITS, 1800.0, 1800.0),
+    "start: a server that nobody calls": (AUTO, True, "unknown", ALONE, None, 1800.0),
+    "start: the threshold of steps says nothing": (EIGHT, True, "unknown", WAITS, 1800.0, 1800.0),
+    "start given: unknown": (STARTS, True, "unknown", ALONE, 20.0, None),
+    "start given: alive": (STARTS, True, "alive", ALONE, 240.0, None),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_what_follows_from_an_answer(case: str) -> None:
+    policy, before_first_step, answer, limits, ends_s, bundle_s = TABLE[case]
+    threshold_s = policy.startup_s if before_first_step else policy.stall_s
+    stall = Stall((0,), START_S, threshold_s, threshold_s, before_first_step=before_first_step)
+    assert ends_after_s(policy, stall, answer, limits) == ends_s
+    assert suspect_after_s(policy, stall, answer, limits) == bundle_s
+
+
+PROVED = replace(POLICY, proved_s=15.0)
+STEPS, STARTING = [rank(0, 0.0), rank(1, 0.0)], [rank(0), rank(1)]
+# policy, marks, whether the looks of the suspicion find the proof as well: the events
+PROOFS: dict[str, tuple[Policy, list[Mark], Found, list[tuple[float, str]]]] = {
+    "steps": (PROVED, STEPS, "dead", [(15.0, "suspect"), (17.0, "hang")]),
+    "start": (PROVED, STARTING, "dead", [(15.0, "suspect"), (17.0, "hang")]),
+    "given": (replace(GIVEN, proved_s=15.0), STEPS, "dead", [(30.0, "suspect"), (32.0, "hang")]),
+    "not again": (PROVED, STEPS, "unknown", [(15.0, "suspect"), (30.0, "suspect"), (32.0, "undecided")]),
+    "of another time": (PROVED, [rank(0, 0.5)], "dead", [(30.5, "suspect"), (32.5, "hang")]),
+    "in a phase": (PROVED, [rank(0, 0.0, phase="evaluate", phase_timeout_s=25.0)], "dead", [(25.0, "suspect")]),
+}
+
+
+@pytest.mark.parametrize("case", PROOFS)
+def test_a_proof_of_an_early_look_lowers_the_threshold_while_it_holds(case: str) -> None:
+    policy, marks, found, events = PROOFS[case]
+    job = Replay(lambda now: marks, lambda now: found, policy, replace(started(START_S), proved_mark_s=START_S))
+    assert job.until(32.5)[: len(events)] == events
+
+
+def test_the_last_look_before_the_limit_is_timed_to_decide() -> None:
+    state = State(Status.CONFIRMING, START_S, START_S + 355, mark_s=START_S)
+    after, _ = conclude(state, STALL, "alive", GIVEN, START_S + 355)
+    assert after.look_again_s == START_S + 360 - POLICY.confirm_s
+
+
+def test_it_says_when_the_slowest_rank_will_be_suspected() -> None:
+    state = started(START_S)
+    marks = (rank(0, 3.0), rank(1, 2.0))
+    state, event = tick(state, marks, POLICY, START_S + 4.0)
+    assert (event, state.due_s) == (None, START_S + 2.0 + POLICY.stall_s)
+    state = replace(state, last_tick_s=state.due_s)
+    _, early = tick(state, marks, POLICY, state.due_s - 0.001)
+    _, due = tick(state, marks, POLICY, state.due_s + 0.001)
+    assert early is None
+    assert due is not None and due.kind == "suspect"
+    state, _ = tick(state, (rank(0, 3.0, paused=True),), POLICY, state.due_s)
+    assert state.due_s == 0.0, "nobody is judged"

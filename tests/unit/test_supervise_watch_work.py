@@ -1,0 +1,155 @@
+"""What counts as work between two readings of the counters. A window is ten seconds long where nothing else is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from safelaunch.capture.counters import Counters, ProcessCounters, Used
+from safelaunch.supervise.watch.work import Background, Work, found, learn
+
+RANK, CHILD, THREAD = (10, 100), (20, 120), 11
+IDLE = {
+    RANK: ProcessCounters(10, threads={10: Used(0), THREAD: Used(0)}, sockets={7: 0}),
+    CHILD: ProcessCounters(10, threads={20: Used(0)}),
+}
+
+
+def at(seconds: float, processes: Mapping[Any, ProcessCounters], **more: Any) -> Counters:
+    return Counters(seconds, 1000 + int(100 * seconds), processes, **more)
+
+
+def using(
+    processes: Mapping[Any, ProcessCounters] = IDLE, key: Any = RANK, **changes: Any
+) -> dict[Any, ProcessCounters]:
+    return {**processes, key: replace(processes.get(key, ProcessCounters(10)), **changes)}
+
+
+def cpu(tid: int, ms: float, queued_ms: float = 0.0, key: Any = RANK) -> dict[Any, ProcessCounters]:
+    return using(key=key, threads={**IDLE[key].threads, tid: Used(ms, queued_ms)})
+
+
+def kinds(work: tuple[Work, ...]) -> list[tuple[str, int, int | None]]:
+    return [(one.kind, one.pid, one.tid) for one in work]
+
+
+START = at(0.0, IDLE)
+NEW = using(key=(30, 1500), threads={30: Used(900.0)}, io_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        (IDLE, []),
+        (cpu(10, 250), []),
+        (cpu(10, 350), [("cpu", 10, 10)]),
+        (cpu(THREAD, 350), [("cpu", 10, THREAD)]),
+        (cpu(20, 350, key=CHILD), [("cpu", 20, 20)]),
+        (cpu(10, 1, queued_ms=2000), []),  # little of its time, on a busy node
+        (cpu(10, 1, queued_ms=3000), [("cpu", 10, 10)]),
+        (using(io_bytes=16_000), []),
+        (using(io_bytes=17_000), [("io", 10, None)]),
+        (using(io_bytes=17_000, main_io_bytes=17_000), [("io", 10, 10)]),
+        (using(sockets={7: 10_000}), []),
+        (using(sockets={7: 11_000}), [("network", 10, None)]),
+        (using(sockets={8: 11_000}), [("network", 10, None)]),  # a new connection
+        (using(sockets={}), []),
+        (using(faults=256), []),
+        (using(faults=257), [("faults", 10, None)]),
+        (NEW, [("children", 10, None), ("io", 30, None), ("cpu", 30, 30)]),
+        (using(key=(30, 900), threads={30: Used(900.0)}), []),  # it was there before, and not seen
+        ({RANK: IDLE[RANK]}, [("children", 10, None)]),
+    ],
+)
+def test_without_any_step(after: Mapping[Any, ProcessCounters], expected: list[tuple[str, int, int | None]]) -> None:
+    assert sorted(kinds(found(START, at(10.0, after), Background())), key=str) == sorted(expected, key=str)
+
+
+BUSY = using(
+    cpu(THREAD, 500), sockets={7: 1 << 20}, io_bytes=2 << 20, faults=10_000, threads={10: Used(900), THREAD: Used(500)}
+)  # of one second
+BUSY = using(BUSY, CHILD, threads={20: Used(990)}, io_bytes=1 << 20)
+LEARNED = learn(Background(), START, at(1.0, BUSY))
+
+
+@pytest.mark.parametrize(
+    ("after", "more", "expected"),
+    [
+        (cpu(THREAD, 7000), {}, []),
+        (cpu(THREAD, 8000), {}, [("cpu", 10, THREAD)]),
+        (cpu(10, 350), {}, [("cpu", 10, 10)]),  # a rank's main thread is never background
+        (cpu(10, 9900), {"waiting": [10]}, []),  # unless it waits for its peers
+        (cpu(THREAD, 8000), {"waiting": [10]}, [("cpu", 10, THREAD)]),
+        (cpu(THREAD, 350), {"foreground": [10]}, [("cpu", 10, THREAD)]),
+        (cpu(20, 9900, key=CHILD), {}, []),
+        (cpu(20, 350, key=CHILD), {"foreground": [20]}, [("cpu", 20, 20)]),
+        (cpu(20, 350, key=CHILD), {"foreground": [20], "waiting": [10]}, [("cpu", 20, 20)]),
+        (using(key=CHILD, io_bytes=1 << 20), {"foreground": [20]}, [("io", 20, None)]),
+        (using(key=CHILD, io_bytes=1 << 20), {}, []),
+        (using(sockets={7: 14 << 20}), {"waiting": [10]}, []),
+        (using(sockets={7: 16 << 20}), {"waiting": [10]}, [("network", 10, None)]),
+        (using(io_bytes=2 << 20, main_io_bytes=1 << 20), {}, [("io", 10, 10)]),
+        (using(io_bytes=2 << 20, main_io_bytes=1 << 20), {"waiting": [10]}, [("io", 10, 10)]),
+    ],
+)
+def test_beside_what_was_learned(
+    after: Mapping[Any, ProcessCounters], more: dict[str, Any], expected: list[tuple[str, int, int | None]]
+) -> None:
+    assert kinds(found(START, at(10.0, after), LEARNED, **more)) == expected
+
+
+def test_a_burst_of_a_second_may_fill_a_shorter_window() -> None:
+    after = cpu(THREAD, 500)
+    assert found(START, at(0.6, after), Background()) != ()
+    assert found(START, at(0.6, after), LEARNED) == ()
+
+
+def test_helpers_that_come_as_ever_are_background() -> None:
+    """A health check every ten seconds, seen in one second of ten."""
+    background, began = Background(), at(0.0, IDLE)
+    for second in range(1, 31):
+        helper = {(1000 + second, began.at_ticks + 5): NEW[30, 1500]} if second % 10 == 0 else {}
+        ended = at(float(second), {**IDLE, **helper})
+        background, began = learn(background, began, ended), ended
+    began = at(40.0, IDLE)
+
+    def one_more(number: int) -> dict[Any, ProcessCounters]:
+        return {**IDLE, **{(2000 + n, began.at_ticks + 5): NEW[30, 1500] for n in range(number)}}
+
+    assert found(began, at(41.0, one_more(1)), background) == ()
+    assert kinds(found(began, at(41.0, one_more(1)), background, foreground=[2000])) != []
+    assert ("children", 10, None) in kinds(found(began, at(41.0, one_more(3)), background))
+    assert ("cpu", 2000, 30) in kinds(found(began, at(41.0, one_more(3)), background))
+    stays = {**one_more(1)}
+    later = using(stays, (2000, began.at_ticks + 5), threads={30: Used(5000)})
+    assert ("cpu", 2000, 30) in kinds(found(at(41.0, stays), at(51.0, later), background))
+
+
+def test_what_has_ended_is_forgotten() -> None:
+    left = learn(LEARNED, at(1.0, BUSY), at(2.0, {RANK: BUSY[RANK]}))
+    assert {what[1] for what in left.peaks} == {0, 10}
+    assert (left.changes, left.seconds) == (1, 2.0)
+
+
+def test_the_ports_of_the_node_and_readings_without_time_between() -> None:
+    (work,) = found(START, at(10.0, IDLE, rdma_bytes=1 << 30), Background())
+    assert (work.kind, work.words) == ("rdma", "the node's RDMA ports carry 107.4 MB/s")
+    assert found(START, START, Background()) == () and learn(LEARNED, START, START) is LEARNED
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (Work(1, 2, None, "io", 3.1e6), "process 2 reads and writes 3.1 MB/s"),
+        (Work(1, 2, 2, "io", 3100), "the main thread of process 2 reads and writes 3.1 kB/s"),
+        (Work(1, 2, 3, "cpu", 450), "thread 3 of process 2 uses 45% of a core, or waits for one"),
+        (Work(1, 2, None, "network", 5e3), "process 2 sends and receives 5.0 kB/s"),
+        (Work(1, 2, None, "faults", 900), "process 2 touches 900 new pages per second"),
+        (Work(1, 1, None, "children", 0.25), "processes below 1 begin or end, 0.25 per second"),
+    ],
+)
+def test_words(work: Work, words: str) -> None:
+    assert work.words == words
