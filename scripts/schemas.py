@@ -15,10 +15,10 @@ import msgspec
 from safelaunch import schemas
 from safelaunch.cli import doctor, dump, gpu_rows, presets
 from safelaunch.cli.status import AnsweringRun, SilentRun
-from safelaunch.colaunch.summary import Summary
 from safelaunch.model import Verdict
 from safelaunch.report.calls import CallDocument
 from safelaunch.report.recording import RecordDocument
+from safelaunch.sweep.summary import Summary
 from safelaunch.verdict.causes import CAUSES
 
 # The records of a document; ``list``: it is a list of them.

@@ -28,22 +28,6 @@ from safelaunch.cli.colaunch_rows import (
     typical_s,
 )
 from safelaunch.cli.run import understood
-from safelaunch.colaunch import summary
-from safelaunch.colaunch.expand import Places, expand
-from safelaunch.colaunch.grid import Matrix
-from safelaunch.colaunch.jobs import Job
-from safelaunch.colaunch.journal import Attempt, Journal, attempts
-from safelaunch.colaunch.local import Local, Place
-from safelaunch.colaunch.paths import DEFAULT_PARENT, SweepPaths
-from safelaunch.colaunch.placeholders import Text
-from safelaunch.colaunch.pool import Gpus, Pool, Slots, check_fits, default_slots
-from safelaunch.colaunch.resume import History, history, recovered, wait_for_remains
-from safelaunch.colaunch.runner import Runner
-from safelaunch.colaunch.signals import Signals
-from safelaunch.colaunch.slurm.engine import SlurmEngine
-from safelaunch.colaunch.spec import Template, templates_of
-from safelaunch.colaunch.sweep import Rules, Sweep
-from safelaunch.colaunch.view import Screen, Snapshot
 from safelaunch.job import torchrun
 from safelaunch.job.argv import CommandLine, split
 from safelaunch.job.paths import seen_from_here, working_directory
@@ -51,6 +35,22 @@ from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import store_of
 from safelaunch.settings.config import options_of, resolve
 from safelaunch.settings.yamlfile import read_yaml
+from safelaunch.sweep import summary
+from safelaunch.sweep.expand import Places, expand
+from safelaunch.sweep.grid import Matrix
+from safelaunch.sweep.jobs import Job
+from safelaunch.sweep.journal import Attempt, Journal, attempts
+from safelaunch.sweep.local import Local, Place
+from safelaunch.sweep.paths import DEFAULT_PARENT, SweepPaths
+from safelaunch.sweep.placeholders import Text
+from safelaunch.sweep.pool import Gpus, Pool, Slots, check_fits, default_slots
+from safelaunch.sweep.resume import History, history, recovered, wait_for_remains
+from safelaunch.sweep.runner import Runner
+from safelaunch.sweep.signals import Signals
+from safelaunch.sweep.slurm.engine import SlurmEngine
+from safelaunch.sweep.spec import Template, templates_of
+from safelaunch.sweep.sweep import Rules, Sweep
+from safelaunch.sweep.view import Screen, Snapshot
 from safelaunch.system.console import PREFIX, redact, room, say, show
 from safelaunch.system.deadline import at_most
 from safelaunch.system.errors import PresetError, SpecError, UsageError

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from safelaunch.cli.parsing import Parser
-from safelaunch.colaunch.grid import Axis, parse_grid
-from safelaunch.colaunch.metrics import check_pattern
 from safelaunch.job.torchrun import KNOWN
 from safelaunch.settings.options import BY_FLAG
 from safelaunch.settings.values import parse_count, parse_seconds
+from safelaunch.sweep.grid import Axis, parse_grid
+from safelaunch.sweep.metrics import check_pattern
 from safelaunch.system.errors import UsageError
 
 T = TypeVar("T")

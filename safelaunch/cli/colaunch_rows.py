@@ -9,11 +9,11 @@ from pathlib import PurePath
 from statistics import median
 
 from safelaunch.cli.status_rows import rate, since
-from safelaunch.colaunch.jobs import Job, Metric, Track, port_names
-from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.pool import Pool
-from safelaunch.colaunch.view import JobView, Snapshot
 from safelaunch.job.paths import seen_from_here
+from safelaunch.sweep.jobs import Job, Metric, Track, port_names
+from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep.pool import Pool
+from safelaunch.sweep.view import JobView, Snapshot
 from safelaunch.system.console import command_lines
 from safelaunch.system.printable import clean
 

@@ -10,20 +10,20 @@ from dataclasses import replace
 from safelaunch.cli import program
 from safelaunch.cli.colaunch_options import Options
 from safelaunch.cli.colaunch_rows import many
-from safelaunch.colaunch.jobs import Job
-from safelaunch.colaunch.journal import Attempt, Handed, Journal
-from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.resume import History
-from safelaunch.colaunch.slurm import script, strays
-from safelaunch.colaunch.slurm.engine import Site
-from safelaunch.colaunch.slurm.queue import Slurm, SlurmError
-from safelaunch.colaunch.sweep import Before, Rules, Sweep
+from safelaunch.sweep.jobs import Job
+from safelaunch.sweep.journal import Attempt, Handed, Journal
+from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep.resume import History
+from safelaunch.sweep.slurm import script, strays
+from safelaunch.sweep.slurm.engine import Site
+from safelaunch.sweep.slurm.queue import Slurm, SlurmError
+from safelaunch.sweep.sweep import Before, Rules, Sweep
 from safelaunch.system.console import say
 from safelaunch.system.errors import UsageError
 from safelaunch.system.redaction.redact import redact_env
 
 WITHOUT_END = 1 << 30  # Slurm decides how many run at a time
-TASK = "safelaunch.colaunch.slurm.task"
+TASK = "safelaunch.sweep.slurm.task"
 
 
 def programs() -> script.Programs:

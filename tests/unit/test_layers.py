@@ -91,7 +91,7 @@ PURE = {
 PURE |= {"doctor.tracing", "cli.status_rows", "cli.gpu_rows", "cli.colaunch_rows", "leases.choose"}
 PURE |= {f"colaunch.{name}" for name in ("jobs", "placeholders", "grid", "expand", "spec", "sweep")}
 PURE |= {
-    "colaunch.view",
+    "sweep.view",
     "supervise.cluster.where",
     "supervise.cluster.council",
     "supervise.cluster.messages",
@@ -120,7 +120,7 @@ THIRD_PARTY = {
         "bundle.reading.*",
         "bundle.staging",
         "supervise.control.*",
-        "colaunch.slurm.claims",
+        "sweep.slurm.claims",
         "supervise.answer",
         "supervise.contract",
         "supervise.incident",
@@ -144,8 +144,8 @@ THIRD_PARTY = {
         "report.exports",
         "supervise.watch.rhythm",
         "api.*",
-        "colaunch.summary",
-        "colaunch.steps",
+        "sweep.summary",
+        "sweep.steps",
         "cli.*",
         "report.about",
     },

@@ -18,8 +18,6 @@ from test_cli_status_rows import rank, run, run_status
 import safelaunch
 from safelaunch import schemas
 from safelaunch.cli import COMMANDS, doctor, dump, gpu_rows, main, status
-from safelaunch.colaunch.jobs import Job, Outcome, Track
-from safelaunch.colaunch.summary import document
 from safelaunch.doctor.check import failed, ok
 from safelaunch.leases.choose import Gpu, GpuProcess
 from safelaunch.leases.holder import Holder
@@ -30,6 +28,8 @@ from safelaunch.report.profiling.verdict import verdict_of
 from safelaunch.report.recording import Recorded
 from safelaunch.report.recording import document as record_document
 from safelaunch.supervise.control.protocol import NodeStatus
+from safelaunch.sweep.jobs import Job, Outcome, Track
+from safelaunch.sweep.summary import document
 from safelaunch.system.console import json_text
 from safelaunch.verdict.rank_state import Facts
 

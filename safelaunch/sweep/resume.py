@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from safelaunch.colaunch import metrics, spawn
-from safelaunch.colaunch.jobs import Job, Outcome
-from safelaunch.colaunch.journal import Attempt
-from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.sweep import Before
 from safelaunch.job.process import ProcessId, descendants
+from safelaunch.sweep import metrics, spawn
+from safelaunch.sweep.jobs import Job, Outcome
+from safelaunch.sweep.journal import Attempt
+from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep.sweep import Before
 from safelaunch.system.errors import SafelaunchError
 
 KILL_AFTER_S = 45.0  # the job got SIGTERM when its colaunch was killed; torchrun may take 30 s

@@ -8,12 +8,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from safelaunch.colaunch.grid import BUILTIN, MAX_JOBS, Matrix, Params
-from safelaunch.colaunch.jobs import Job, port_marks, port_names
-from safelaunch.colaunch.placeholders import Text
-from safelaunch.colaunch.spec import Template
 from safelaunch.settings.values import parse_run_name
 from safelaunch.settings.yamlfile import did_you_mean
+from safelaunch.sweep.grid import BUILTIN, MAX_JOBS, Matrix, Params
+from safelaunch.sweep.jobs import Job, port_marks, port_names
+from safelaunch.sweep.placeholders import Text
+from safelaunch.sweep.spec import Template
 from safelaunch.system.errors import SpecError
 from safelaunch.system.redaction.names import is_secret_name
 

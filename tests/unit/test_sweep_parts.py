@@ -28,18 +28,18 @@ from safelaunch.cli.colaunch_rows import (
     summary_lines,
     time_left_s,
 )
-from safelaunch.colaunch import active, metrics, summary
-from safelaunch.colaunch.bundles import newest, verdict_of
-from safelaunch.colaunch.jobs import Job, Outcome, Track, ranks, threads
-from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.pool import Gpus, Share, Slots, check_fits, default_slots, share_out
-from safelaunch.colaunch.steps import slowest, wrong_cause
-from safelaunch.colaunch.view import JobView, Snapshot
 from safelaunch.leases import gpus
 from safelaunch.leases.choose import Gpu, Inventory
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import Store
 from safelaunch.model import Inconsistency, Progress, format_ranks
+from safelaunch.sweep import active, metrics, summary
+from safelaunch.sweep.bundles import newest, verdict_of
+from safelaunch.sweep.jobs import Job, Outcome, Track, ranks, threads
+from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep.pool import Gpus, Share, Slots, check_fits, default_slots, share_out
+from safelaunch.sweep.steps import slowest, wrong_cause
+from safelaunch.sweep.view import JobView, Snapshot
 from safelaunch.system.errors import UsageError
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safelaunch.colaunch import sweep
-from safelaunch.colaunch.jobs import Job, Outcome, State
-from safelaunch.colaunch.sweep import Before, Queue, Rules, Sweep
+from safelaunch.sweep import sweep
+from safelaunch.sweep.jobs import Job, Outcome, State
+from safelaunch.sweep.sweep import Before, Queue, Rules, Sweep
 
 
 def queue(capacity: int, *units: int, at_most: int = 100) -> Queue:

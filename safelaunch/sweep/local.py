@@ -14,22 +14,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safelaunch.colaunch import spawn
-from safelaunch.colaunch.active import Active, lingers, outcome_of, so_far, view_of, view_without
-from safelaunch.colaunch.engine import Ended
-from safelaunch.colaunch.jobs import Job, Outcome, threads
-from safelaunch.colaunch.journal import Journal
-from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.pool import Pool, Share
-from safelaunch.colaunch.steps import Steps
-from safelaunch.colaunch.sweep import Sweep
-from safelaunch.colaunch.view import JobView
 from safelaunch.job import process
 from safelaunch.job.process import ProcessId
 from safelaunch.leases import ports
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.store import Store
 from safelaunch.supervise.control.discover import our_roots
+from safelaunch.sweep import spawn
+from safelaunch.sweep.active import Active, lingers, outcome_of, so_far, view_of, view_without
+from safelaunch.sweep.engine import Ended
+from safelaunch.sweep.jobs import Job, Outcome, threads
+from safelaunch.sweep.journal import Journal
+from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep.pool import Pool, Share
+from safelaunch.sweep.steps import Steps
+from safelaunch.sweep.sweep import Sweep
+from safelaunch.sweep.view import JobView
 from safelaunch.system.errors import ResourceError, StoreError
 
 TICK_S = 0.5

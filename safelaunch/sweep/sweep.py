@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from safelaunch.colaunch.jobs import WORTH_ANOTHER_ATTEMPT, Job, Outcome, State, Track
+from safelaunch.sweep.jobs import WORTH_ANOTHER_ATTEMPT, Job, Outcome, State, Track
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What runs inside a job of Slurm: claims the attempt, runs its safelaunch, and leaves how it ended.
 
-``python -m safelaunch.colaunch.slurm.task DIRECTORY ATTEMPT [options] -- COMMAND``: the scripts of ``script`` call it.
+``python -m safelaunch.sweep.slurm.task DIRECTORY ATTEMPT [options] -- COMMAND``: the scripts of ``script`` call it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from safelaunch.colaunch.bundles import newest
-from safelaunch.colaunch.jobs import Pace, threads
-from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.slurm.claims import AttemptFiles, Claim, End
 from safelaunch.job.process import ProcessId, identify
+from safelaunch.sweep.bundles import newest
+from safelaunch.sweep.jobs import Pace, threads
+from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep.slurm.claims import AttemptFiles, Claim, End
 from safelaunch.system.console import say
 from safelaunch.system.errors import SafelaunchError
 
 # Every job pays for what is imported here before its own safelaunch starts; the rest is imported where it is used.
 if TYPE_CHECKING:
-    from safelaunch.colaunch.steps import Steps
+    from safelaunch.sweep.steps import Steps
 
 EXIT_SPARE = 75  # not 0: a job that needs this one must not begin because of a task that did nothing
 CANNOT_START = 127
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="safelaunch.colaunch.slurm.task", description=__doc__)
+    found = argparse.ArgumentParser(prog="safelaunch.sweep.slurm.task", description=__doc__)
     found.add_argument("directory", type=Path)
     found.add_argument("attempt", type=int)
     found.add_argument("--cwd", default="/")
@@ -234,8 +234,8 @@ class Task:
         if self._supervisor is None:
             return Pace()
         if self._steps is None:
-            from safelaunch.colaunch.steps import Steps
             from safelaunch.supervise.control import discover
+            from safelaunch.sweep.steps import Steps
 
             self._steps = Steps(discover.our_roots, time.monotonic)
         self._steps.look([self._supervisor])

@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 
 from safelaunch.capture.roster.progress import Roster
-from safelaunch.colaunch.jobs import Pace
 from safelaunch.job.paths import RunPaths
 from safelaunch.job.process import ProcessId
 from safelaunch.model import EarlyLook, Inconsistency, Progress
 from safelaunch.supervise.control import discover
 from safelaunch.supervise.watch.quiet import is_quiet
+from safelaunch.sweep.jobs import Pace
 from safelaunch.system.decoding import from_json
 
 LOOK_EVERY_S = 0.25

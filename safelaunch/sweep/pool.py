@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from safelaunch.colaunch.jobs import Job
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.lease import Lease
 from safelaunch.model import format_ranks
+from safelaunch.sweep.jobs import Job
 from safelaunch.system.errors import ResourceError
 
 

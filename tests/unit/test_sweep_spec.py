@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from safelaunch.cli.colaunch_options import EPILOG
-from safelaunch.colaunch import spec
-from safelaunch.colaunch.expand import Places, derive, expand
-from safelaunch.colaunch.grid import Matrix, axis, parse_grid
-from safelaunch.colaunch.jobs import Job
-from safelaunch.colaunch.placeholders import Text
-from safelaunch.colaunch.spec import Template, templates_of
 from safelaunch.settings.yamlfile import parse_yaml
+from safelaunch.sweep import spec
+from safelaunch.sweep.expand import Places, derive, expand
+from safelaunch.sweep.grid import Matrix, axis, parse_grid
+from safelaunch.sweep.jobs import Job
+from safelaunch.sweep.placeholders import Text
+from safelaunch.sweep.spec import Template, templates_of
 from safelaunch.system.errors import UsageError
 
 PLACES = Places("/s", "/s/jobs", "/w")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from safelaunch.colaunch.slurm.judge import Listed
+from safelaunch.sweep.slurm.judge import Listed
 from safelaunch.system.errors import SafelaunchError
 
 T = TypeVar("T")

@@ -23,13 +23,13 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from safelaunch.colaunch.grid import Axis, Matrix, axis
-from safelaunch.colaunch.metrics import check_pattern
-from safelaunch.colaunch.placeholders import Text
-from safelaunch.colaunch.slurm import words as slurm_words
 from safelaunch.settings.options import BY_NAME, WATCHDOG_KEYS
 from safelaunch.settings.values import parse_count, parse_run_name, parse_seconds
 from safelaunch.settings.yamlfile import Node, known_entries, mapping_entries, text_of, texts_of
+from safelaunch.sweep.grid import Axis, Matrix, axis
+from safelaunch.sweep.metrics import check_pattern
+from safelaunch.sweep.placeholders import Text
+from safelaunch.sweep.slurm import words as slurm_words
 from safelaunch.system.errors import SpecError, UsageError
 
 TOP = ("defaults", "matrix", "jobs")

@@ -15,20 +15,20 @@ from typing import Any
 import pytest
 
 from safelaunch.cli.colaunch_slurm import adopted
-from safelaunch.colaunch.jobs import Job, port_marks
-from safelaunch.colaunch.journal import Attempt as Past
-from safelaunch.colaunch.journal import Handed, Journal, attempts, parse
-from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.placeholders import Text
-from safelaunch.colaunch.resume import history
-from safelaunch.colaunch.slurm import queue, task, words
-from safelaunch.colaunch.slurm.claims import AttemptFiles, Claim, End
-from safelaunch.colaunch.slurm.engine import Site, SlurmEngine
-from safelaunch.colaunch.slurm.judge import Listed, Standing, judge, spare, state_of
-from safelaunch.colaunch.slurm.queue import SlurmError
-from safelaunch.colaunch.slurm.script import Attempt, Batch, Programs, alike, batch_name, command, script
-from safelaunch.colaunch.sweep import Rules, Sweep
 from safelaunch.job.process import ProcessId
+from safelaunch.sweep.jobs import Job, port_marks
+from safelaunch.sweep.journal import Attempt as Past
+from safelaunch.sweep.journal import Handed, Journal, attempts, parse
+from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep.placeholders import Text
+from safelaunch.sweep.resume import history
+from safelaunch.sweep.slurm import queue, task, words
+from safelaunch.sweep.slurm.claims import AttemptFiles, Claim, End
+from safelaunch.sweep.slurm.engine import Site, SlurmEngine
+from safelaunch.sweep.slurm.judge import Listed, Standing, judge, spare, state_of
+from safelaunch.sweep.slurm.queue import SlurmError
+from safelaunch.sweep.slurm.script import Attempt, Batch, Programs, alike, batch_name, command, script
+from safelaunch.sweep.sweep import Rules, Sweep
 from safelaunch.system.errors import SpecError
 
 GOLDEN = Path(__file__).parent / "golden"

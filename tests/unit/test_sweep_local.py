@@ -15,22 +15,22 @@ from pathlib import Path
 import pytest
 import stub
 
-from safelaunch.colaunch import spawn
-from safelaunch.colaunch.jobs import Job, port_marks
-from safelaunch.colaunch.journal import Journal, attempts, parse
-from safelaunch.colaunch.local import Local, Place
-from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.pool import Gpus, Share, Slots
-from safelaunch.colaunch.runner import Runner
-from safelaunch.colaunch.signals import Signals
-from safelaunch.colaunch.spawn import Command
-from safelaunch.colaunch.sweep import Rules, Sweep
-from safelaunch.colaunch.view import Snapshot
 from safelaunch.job import process
 from safelaunch.job.process import ProcessId
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.store import Store
+from safelaunch.sweep import spawn
+from safelaunch.sweep.jobs import Job, port_marks
+from safelaunch.sweep.journal import Journal, attempts, parse
+from safelaunch.sweep.local import Local, Place
+from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep.pool import Gpus, Share, Slots
+from safelaunch.sweep.runner import Runner
+from safelaunch.sweep.signals import Signals
+from safelaunch.sweep.spawn import Command
+from safelaunch.sweep.sweep import Rules, Sweep
+from safelaunch.sweep.view import Snapshot
 
 
 class Notes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from safelaunch.colaunch.placeholders import Text
 from safelaunch.settings.yamlfile import did_you_mean
+from safelaunch.sweep.placeholders import Text
 from safelaunch.system.errors import SpecError
 
 # The keys of 'slurm', each a word of its own.

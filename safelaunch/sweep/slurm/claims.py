@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from safelaunch.colaunch.jobs import Pace
+from safelaunch.sweep.jobs import Pace
 from safelaunch.system.decoding import from_json
 
 T = TypeVar("T")

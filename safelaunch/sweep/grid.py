@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from safelaunch.colaunch.placeholders import PARAMETER
+from safelaunch.sweep.placeholders import PARAMETER
 from safelaunch.system.errors import SpecError
 
 MAX_JOBS = 10_000

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from safelaunch.colaunch.jobs import Job, Outcome
-from safelaunch.colaunch.view import JobView
+from safelaunch.sweep.jobs import Job, Outcome
+from safelaunch.sweep.view import JobView
 
 
 @dataclass(frozen=True, slots=True)

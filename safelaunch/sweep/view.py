@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from safelaunch.colaunch.jobs import Job, Metric, Outcome, State
+from safelaunch.sweep.jobs import Job, Metric, Outcome, State
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from safelaunch.colaunch.jobs import Job
-from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.slurm.task import FIRST_HOST, JOB_ID, RENDEZVOUS_PORT, port_token
+from safelaunch.sweep.jobs import Job
+from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep.slurm.task import FIRST_HOST, JOB_ID, RENDEZVOUS_PORT, port_token
 
 # Where only 'timeout' is given: the time that the job has to end after it, before Slurm ends it.
 TIME_TO_END_S = 120.0

@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from safelaunch.colaunch.jobs import Job, Outcome, State
 from safelaunch.job.process import ProcessId
+from safelaunch.sweep.jobs import Job, Outcome, State
 from safelaunch.system.errors import UsageError
 
 Record = Mapping[str, Any]

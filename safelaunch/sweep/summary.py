@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from safelaunch.colaunch.jobs import Metric, Outcome, State, Track
-from safelaunch.colaunch.paths import SweepPaths
+from safelaunch.sweep.jobs import Metric, Outcome, State, Track
+from safelaunch.sweep.paths import SweepPaths
 from safelaunch.system.redaction.redact import redact_env
 
 NOBODY: Mapping[str, Outcome] = {}

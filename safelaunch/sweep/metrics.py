@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from safelaunch.colaunch.jobs import Metric
+from safelaunch.sweep.jobs import Metric
 from safelaunch.system.deadline import CPU, at_most
 from safelaunch.system.errors import SpecError
 

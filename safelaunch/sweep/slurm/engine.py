@@ -15,18 +15,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from safelaunch.colaunch import metrics
-from safelaunch.colaunch.bundles import newest, verdict_of
-from safelaunch.colaunch.engine import Ended
-from safelaunch.colaunch.jobs import Job, Metric, Outcome, Pace, State
-from safelaunch.colaunch.journal import Handed, Journal
-from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.slurm.claims import AttemptFiles, Claim, End
-from safelaunch.colaunch.slurm.judge import QUEUED, Listed, Standing, judge, spare, state_of
-from safelaunch.colaunch.slurm.queue import Slurm, SlurmError
-from safelaunch.colaunch.slurm.script import Attempt, Batch, Programs, alike, batch_name, command, script
-from safelaunch.colaunch.sweep import Sweep, was
-from safelaunch.colaunch.view import JobView
+from safelaunch.sweep import metrics
+from safelaunch.sweep.bundles import newest, verdict_of
+from safelaunch.sweep.engine import Ended
+from safelaunch.sweep.jobs import Job, Metric, Outcome, Pace, State
+from safelaunch.sweep.journal import Handed, Journal
+from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep.slurm.claims import AttemptFiles, Claim, End
+from safelaunch.sweep.slurm.judge import QUEUED, Listed, Standing, judge, spare, state_of
+from safelaunch.sweep.slurm.queue import Slurm, SlurmError
+from safelaunch.sweep.slurm.script import Attempt, Batch, Programs, alike, batch_name, command, script
+from safelaunch.sweep.sweep import Sweep, was
+from safelaunch.sweep.view import JobView
 
 TICK_S, BUSY_TICK_S = 0.25, 0.05
 LOOK_EVERY_S, LOOK_AT_MOST_S = 1.0, 10.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from safelaunch.colaunch.jobs import Outcome
-from safelaunch.colaunch.journal import Attempt, Journal
-from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.slurm.claims import AttemptFiles
-from safelaunch.colaunch.slurm.queue import Slurm
+from safelaunch.sweep.jobs import Outcome
+from safelaunch.sweep.journal import Attempt, Journal
+from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep.slurm.claims import AttemptFiles
+from safelaunch.sweep.slurm.queue import Slurm
 from safelaunch.system.errors import SafelaunchError
 
 LOOK_EVERY_S = 1.0

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safelaunch.colaunch import metrics, spawn
-from safelaunch.colaunch.bundles import newest, verdict_of
-from safelaunch.colaunch.jobs import Job, Metric, Outcome, Pace, State, Track
-from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.pool import Share
-from safelaunch.colaunch.view import JobView
 from safelaunch.job.job import EXIT_GAVE_UP, EXIT_HUNG
 from safelaunch.job.process import ProcessId
+from safelaunch.sweep import metrics, spawn
+from safelaunch.sweep.bundles import newest, verdict_of
+from safelaunch.sweep.jobs import Job, Metric, Outcome, Pace, State, Track
+from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep.pool import Share
+from safelaunch.sweep.view import JobView
 
 # The guardian of a killed supervisor ends its job: SIGTERM, 5 s, SIGKILL.
 LINGER_S = 8.0

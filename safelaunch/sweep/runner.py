@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from safelaunch.colaunch import summary
-from safelaunch.colaunch.engine import Ended, Engine
-from safelaunch.colaunch.journal import Journal
-from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.signals import Signals
-from safelaunch.colaunch.sweep import Sweep
-from safelaunch.colaunch.view import Screen, Snapshot
 from safelaunch.job.paths import seen_from_here
+from safelaunch.sweep import summary
+from safelaunch.sweep.engine import Ended, Engine
+from safelaunch.sweep.journal import Journal
+from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep.signals import Signals
+from safelaunch.sweep.sweep import Sweep
+from safelaunch.sweep.view import Screen, Snapshot
 
 SUMMARY_EVERY_S = 2.0
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.colaunch import journal as module
-from safelaunch.colaunch.jobs import Job, Outcome
-from safelaunch.colaunch.journal import Attempt, Journal, attempts, parse
-from safelaunch.colaunch.paths import SweepPaths
-from safelaunch.colaunch.resume import history, recovered, wait_for_remains
-from safelaunch.colaunch.sweep import Rules, Sweep
 from safelaunch.job.process import ProcessId, identify
+from safelaunch.sweep import journal as module
+from safelaunch.sweep.jobs import Job, Outcome
+from safelaunch.sweep.journal import Attempt, Journal, attempts, parse
+from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep.resume import history, recovered, wait_for_remains
+from safelaunch.sweep.sweep import Rules, Sweep
 from safelaunch.system.errors import SafelaunchError, UsageError
 
 GONE = ProcessId(2**22 - 7, 1)

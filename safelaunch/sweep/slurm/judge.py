@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from safelaunch.colaunch.jobs import State
-from safelaunch.colaunch.slurm.claims import Claim, End
 from safelaunch.job.job import EXIT_GAVE_UP, EXIT_HUNG
+from safelaunch.sweep.jobs import State
+from safelaunch.sweep.slurm.claims import Claim, End
 
 # Slurm's names for a job that has ended, see squeue(1). All others may still run.
 FINAL = frozenset(
