@@ -15,7 +15,8 @@ if _TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any as _Any
 
-    from safelaunch.api import (
+    from safelaunch.beacon import probes
+    from safelaunch.cli.api import (
         BundlePlace,
         Claim,
         Culprit,
@@ -29,7 +30,6 @@ if _TYPE_CHECKING:
         diagnose,
         launch,
     )
-    from safelaunch.beacon import probes
     from safelaunch.model import schemas
 
 __version__ = "0.1.0"
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> _Any:
     if name in _MODULES:
         return import_module(_MODULES[name])
     if name in __all__:
-        return getattr(import_module("safelaunch.api"), name)
+        return getattr(import_module("safelaunch.cli.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

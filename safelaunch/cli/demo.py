@@ -87,7 +87,7 @@ def parser() -> Parser:
 
 
 def _run(demo: Demo, bundle_dir: str, presets: list[str]) -> int:
-    script = Path(__file__).parents[1] / "demos" / f"{demo.name}.py"
+    script = Path(__file__).parent / "demos" / f"{demo.name}.py"
     command = [*program(), f"--stall-timeout={STALL_TIMEOUT_S}", f"--bundle-dir={bundle_dir}"]
     command += [f"--run-name=demo-{demo.name}", "--gpus=none"]
     command += [word for preset in presets for word in ("--preset", preset)]

@@ -12,8 +12,8 @@ from typing import Literal, TypedDict
 import msgspec
 
 from safelaunch import __version__
+from safelaunch.cli.health import RESULTS, Check, Result, examine, worst
 from safelaunch.cli.parsing import Parser
-from safelaunch.doctor import RESULTS, Check, Result, examine, worst
 from safelaunch.system.console import display, show, show_json
 from safelaunch.system.printable import clean
 

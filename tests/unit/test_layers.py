@@ -84,11 +84,11 @@ PURE = {
     "model.recording",
     "report.recording_exports",
     "supervise.watch.movement",
-    "doctor.check",
-    "doctor.rules",
-    "doctor.torch_rules",
+    "cli.health.check",
+    "cli.health.rules",
+    "cli.health.torch_rules",
 }
-PURE |= {"doctor.tracing", "cli.status_rows", "cli.gpu_rows", "cli.colaunch_rows", "leases.choose"}
+PURE |= {"cli.health.tracing", "cli.status_rows", "cli.gpu_rows", "cli.colaunch_rows", "leases.choose"}
 PURE |= {f"colaunch.{name}" for name in ("jobs", "placeholders", "grid", "expand", "spec", "sweep")}
 PURE |= {
     "sweep.view",
@@ -100,10 +100,10 @@ PURE |= {
 }
 IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil", "psutil"}
 # Scripts that hang on purpose, run as jobs; what torchrun runs; what runs in the job's interpreter.
-NOT_OURS = ("demos/", "launch/launcher/", "supervise/cluster/host_store.py")
+NOT_OURS = ("cli/demos/", "job/launcher/", "supervise/cluster/host_store.py")
 # Third-party modules, and where they may be imported at all. Elsewhere they are somebody else's business.
 THIRD_PARTY = {
-    "torch": {"beacon.server", "beacon.rank", "api.launching", "probes"},
+    "torch": {"beacon.server", "beacon.rank", "cli.api.launching", "probes"},
     "yaml": {"settings.yamlfile"},
     "msgspec": {
         "model.*",
@@ -143,7 +143,7 @@ THIRD_PARTY = {
         "supervise.watch.stall",
         "report.exports",
         "supervise.watch.rhythm",
-        "api.*",
+        "cli.api.*",
         "sweep.summary",
         "sweep.steps",
         "cli.*",
@@ -322,9 +322,9 @@ def test_no_module_outside_the_beacon_rebinds_a_global() -> None:
 
 
 def test_torch_is_never_imported_by_the_supervisor() -> None:
-    beside = {"beacon.*", "api.launching", "probes"}  # in the ranks, and in the process that starts them
+    beside = {"beacon.*", "cli.api.launching", "probes"}  # in the ranks, and in the process that starts them
     assert {i.by for i in all_imports() if i.module == "torch"} <= {n for n in MODULES if within(n, beside)}
-    assert {i.by for i in all_imports() if i.module == "api.launching"} == {"api"}
+    assert {i.by for i in all_imports() if i.module == "cli.api.launching"} == {"api"}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if within(name, PURE)])

@@ -18,7 +18,7 @@ from test_cli_status_rows import rank, run, run_status
 import safelaunch
 from safelaunch import schemas
 from safelaunch.cli import COMMANDS, doctor, dump, gpu_rows, main, status
-from safelaunch.doctor.check import failed, ok
+from safelaunch.cli.health.check import failed, ok
 from safelaunch.leases.choose import Gpu, GpuProcess
 from safelaunch.leases.holder import Holder
 from safelaunch.leases.users import User

@@ -44,7 +44,7 @@ from safelaunch.verdict.reading.kernel import kernel_wait
         ("", False),
         ("/run/user/0/safelaunch/_safelaunch_beacon/sitecustomize.py", False),
         (f"{SITE}/safelaunch/beacon/faults.py", False),
-        (f"{SITE}/safelaunch/demos/lock_deadlock.py", True),
+        (f"{SITE}/safelaunch/cli/demos/lock_deadlock.py", True),
         (f"{SITE}/safelaunch/supervise/watch.py", False),
         ("/home/me/.pyenv/versions/3.11.7/bin/python3.11", False),  # C++ stacks of the Flight Recorder
         ("/opt/py/bin/python3.13t", False),

@@ -30,7 +30,7 @@ _FROM_SOURCE = re.compile(
     r"|/src/(?:transformers|accelerate|lightning|lightning_fabric|pytorch_lightning|torchmetrics)/"
     r"|/deepspeed/(?:runtime|comm|moe|pipe)/|/(?:trl|composer)/trainer/|/ignite/engine/"
 )
-_OUR_DEMOS = "safelaunch/demos/"
+_OUR_DEMOS = "safelaunch/cli/demos/"
 _OUR_BEACON = ("_safelaunch_beacon", "safelaunch/beacon/")
 _BOOTSTRAP = ("/runpy.py", "/torch/distributed/run.py", "/multiprocessing/spawn.py", "/multiprocessing/process.py")
 

@@ -15,8 +15,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from safelaunch.api.wire import Done, Ended, FromCaller, Line, Ready, Refused, Request, Stop, Stopping
 from safelaunch.capture.roster.progress import EventReader
+from safelaunch.cli.api.wire import Done, Ended, FromCaller, Line, Ready, Refused, Request, Stop, Stopping
 from safelaunch.job import process
 from safelaunch.job.argv import CommandLine
 from safelaunch.job.job import EXIT_GAVE_UP, EXIT_HUNG, GRACE_S, Forwarder, Job, JobProcesses

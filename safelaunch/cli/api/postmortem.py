@@ -7,7 +7,7 @@ import subprocess
 
 import msgspec
 
-from safelaunch.api.interpreter import command
+from safelaunch.cli.api.interpreter import command
 from safelaunch.model import Verdict
 from safelaunch.system.console import PREFIX
 from safelaunch.system.decoding import from_json

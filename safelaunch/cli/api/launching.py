@@ -1,8 +1,8 @@
 """``safelaunch.launch``: torch's ``elastic_launch`` with the watchdog beside it.
 
 The caller stays what it is under ``elastic_launch``: torch's agent, the parent of the ranks. The supervisor is another
-process beside it (``safelaunch.api.supervisor``). During the call, variables in ``os.environ`` start the beacon in the
-ranks, which inherit them; in a rank that is no new interpreter, ``beacon.entrypoint`` does.
+process beside it (``safelaunch.cli.api.supervisor``). During the call, variables in ``os.environ`` start the beacon in
+the ranks, which inherit them; in a rank that is no new interpreter, ``beacon.entrypoint`` does.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from safelaunch.api.interpreter import command
-from safelaunch.api.options import Options, words_of
-from safelaunch.api.wire import Done, Ended, FromSupervisor, Line, Ready, Refused, Request, Stop, Stopping
 from safelaunch.beacon import entrypoint as ranks
+from safelaunch.cli.api.interpreter import command
+from safelaunch.cli.api.options import Options, words_of
+from safelaunch.cli.api.wire import Done, Ended, FromSupervisor, Line, Ready, Refused, Request, Stop, Stopping
 from safelaunch.model import Verdict
 from safelaunch.system import errors, procstat
 from safelaunch.system.console import say
@@ -219,7 +219,7 @@ class _Supervisor:
         try:
             # In a session of its own: Ctrl-C is for the caller.
             process = subprocess.Popen(
-                [*command("safelaunch.api.supervisor"), str(theirs.fileno())],
+                [*command("safelaunch.cli.api.supervisor"), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,

@@ -12,10 +12,10 @@ import incidents
 import pytest
 
 import safelaunch
-from safelaunch.api.launching import Launch
-from safelaunch.api.options import Options, words_of
-from safelaunch.api.supervisor import from_the_start
-from safelaunch.api.wire import Done, Ended, FromCaller, FromSupervisor, Line, Ready, Stop, Stopping
+from safelaunch.cli.api.launching import Launch
+from safelaunch.cli.api.options import Options, words_of
+from safelaunch.cli.api.supervisor import from_the_start
+from safelaunch.cli.api.wire import Done, Ended, FromCaller, FromSupervisor, Line, Ready, Stop, Stopping
 from safelaunch.settings.config import resolve
 from safelaunch.settings.options import OWN_OPTIONS
 from safelaunch.supervise.loop import policy_of

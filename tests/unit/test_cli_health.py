@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from safelaunch import doctor
 from safelaunch.capture import stacks
 from safelaunch.cli import doctor as command
-from safelaunch.doctor import attach, node, rules, torch_probe, torch_rules, tracing
-from safelaunch.doctor.check import Check, failed, ok, warning
-from safelaunch.doctor.rules import GIB, MIB, Clock, Disk
-from safelaunch.doctor.torch_rules import Probe
-from safelaunch.doctor.tracing import Rights, Trial
+from safelaunch.cli import health
+from safelaunch.cli.health import attach, node, rules, torch_probe, torch_rules, tracing
+from safelaunch.cli.health.check import Check, failed, ok, warning
+from safelaunch.cli.health.rules import GIB, MIB, Clock, Disk
+from safelaunch.cli.health.torch_rules import Probe
+from safelaunch.cli.health.tracing import Rights, Trial
 from safelaunch.system.console import Display
 from safelaunch.system.errors import Failure, UsageError
 
@@ -428,7 +428,7 @@ def test_hints_name_what_is_set() -> None:
     ],
 )
 def test_the_worst_result_counts(checks: tuple[Check, ...], result: str) -> None:
-    assert doctor.worst(checks) == result
+    assert health.worst(checks) == result
 
 
 CHECKS = (
@@ -482,9 +482,9 @@ def test_without_torch_the_rest_is_examined_all_the_same(monkeypatch: pytest.Mon
     def none(_: object) -> None:
         raise UsageError("torch is not installed here", "pip install torch")
 
-    monkeypatch.setattr(doctor.torchrun, "find", none)
+    monkeypatch.setattr(health.torchrun, "find", none)
     environ = {"PATH": os.environ["PATH"], "XDG_RUNTIME_DIR": os.fspath(tmp_path)}
-    checks = {check.name: check for check in doctor.examine(environ, os.getuid(), tmp_path)}
+    checks = {check.name: check for check in health.examine(environ, os.getuid(), tmp_path)}
     assert checks["torch"].result == "failed" and checks["torch"].fix == "pip install torch"
     assert {"ports", "clock", "run directory", "py-spy"} <= set(checks)
 
@@ -494,15 +494,15 @@ def test_a_look_that_breaks_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_pa
         raise RuntimeError("the disk is on fire")
 
     for name in ("_tracing", "_torch", "_node"):
-        monkeypatch.setattr(doctor, name, lambda _: ())
-    monkeypatch.setattr(doctor.node, "run_root", broken)
-    checks = doctor.examine({"PATH": os.environ["PATH"]}, os.getuid(), tmp_path)
+        monkeypatch.setattr(health, name, lambda _: ())
+    monkeypatch.setattr(health.node, "run_root", broken)
+    checks = health.examine({"PATH": os.environ["PATH"]}, os.getuid(), tmp_path)
     assert warning("disks", "the check failed: RuntimeError: the disk is on fire") in checks
 
 
 def test_a_wrong_variable_of_ours_is_found(tmp_path: Path) -> None:
-    subject = doctor.Subject({"SAFELAUNCH_STALL": "3"}, os.getuid(), tmp_path, None, None, (0.0, 0.0))
-    hints, configuration = doctor._configuration(subject)
+    subject = health.Subject({"SAFELAUNCH_STALL": "3"}, os.getuid(), tmp_path, None, None, (0.0, 0.0))
+    hints, configuration = health._configuration(subject)
     assert hints is not None and configuration is not None
     assert configuration.result == "failed" and "SAFELAUNCH_STALL" in configuration.detail
 
@@ -518,8 +518,8 @@ def test_a_py_spy_that_is_denied_fails_for_real(tmp_path: Path, monkeypatch: pyt
     )
     denied.chmod(0o755)
     monkeypatch.setattr(stacks, "find_py_spy", lambda given=None: os.fspath(denied))
-    subject = doctor.Subject({}, os.getuid(), tmp_path, None, None, (0.0, 0.0))
-    py_spy, reading = doctor._tracing(subject)
+    subject = health.Subject({}, os.getuid(), tmp_path, None, None, (0.0, 0.0))
+    py_spy, reading = health._tracing(subject)
     assert py_spy is not None and reading is not None
     assert py_spy.result == "ok" and "0.4.3" in py_spy.detail
     assert reading.result == "failed" and "permission denied" in reading.detail and reading.fix

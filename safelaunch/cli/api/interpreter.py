@@ -13,6 +13,6 @@ def command(module: str, function: str = "main") -> list[str]:
     safelaunch's directory comes last on the module path, so that nothing in it shadows the standard library; the
     working directory, which may hold anybody's modules, is not on it.
     """
-    root = os.fspath(Path(__file__).resolve().parents[2])
+    root = os.fspath(Path(__file__).resolve().parents[3])
     code = f"import sys; sys.path[:1] = []; sys.path.append({root!r}); from {module} import {function} as f; f()"
     return [sys.executable, "-c", code]
