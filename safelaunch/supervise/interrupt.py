@@ -1,6 +1,6 @@
 """Ctrl-C at a frozen job: first the evidence, while the ranks still stand where they froze; then the stop.
 
-The signal waits for the evidence for ``launch.job.HOLD_S`` at most. What is not there by then is done without: the
+The signal waits for the evidence for ``job.job.HOLD_S`` at most. What is not there by then is done without: the
 ranks end, and the verdict goes by the looks that were taken before.
 """
 

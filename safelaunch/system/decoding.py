@@ -16,7 +16,7 @@ import msgspec
 _T = TypeVar("_T")
 _LOCK = threading.Lock()
 _DECODERS: dict[tuple[Any, Any], Any] = {}
-# A child of fork (``postmortem.guard``) must get neither a locked lock nor a type that is half done.
+# A child of fork (``bundle.reading.guard``) must get neither a locked lock nor a type that is half done.
 os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 

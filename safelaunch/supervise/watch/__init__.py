@@ -1,1 +1,1 @@
-"""When has a job stopped making progress? Pure."""
+"""When has a job stopped making progress? Pure, except for ``job``, which reads the pages of the ranks."""
