@@ -1,7 +1,7 @@
 """Leaves out each rule and each explanation in turn, and prints the decisions that change without it.
 
     python scripts/ablation.py                              # generated jobs and the evidence of the unit tests
-    python scripts/ablation.py --bundles DIR --show group_order
+    python scripts/ablation.py --bundles DIR --show group_order,mismatch
 
 Of generated jobs the ranks at fault are known: ``better`` and ``worse`` are those whose verdict is better or worse with
 it than without. A verdict is the better, the more exactly it names them and the surer it is; one that names others, the
@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-unit-tests", action="store_true")
     parser.add_argument("--bundles", type=Path, action="append", default=[], metavar="DIR", help="zoo.py --keep DIR")
-    parser.add_argument("--show", metavar="NAME", help="print the cases that it decides")
+    parser.add_argument("--show", metavar="NAMES", default="", help="comma-separated; print the cases that they decide")
     words = parser.parse_args()
     owned: dict[str, Owned] = {name: Owned() for name in (*_rules(), *_explanations())}
     total: Counter[str] = Counter()
@@ -72,8 +72,8 @@ def main() -> int:
     for name, one in owned.items():
         by = {corpus: len(one.changed[corpus]) for corpus in ("jobs", "unit-tests", "bundles")}
         print(ROW.format(name, one.asked, sum(by.values()), by["jobs"], one.better, one.worse, *list(by.values())[1:]))
-    for corpus, names in owned[words.show].changed.items() if words.show else ():
-        print(*(f"{corpus}: {name}" for name in names), sep="\n")
+    for name in filter(None, words.show.split(",")):
+        print(f"\n{name}", *(case for names in owned[name].changed.values() for case in names), sep="\n  ")
     return 0
 
 
