@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,14 +114,15 @@ def run_together(
     until = time.monotonic() + deadline_s
     stop = stop or threading.Event()
     logs = [folder / f"stderr-{number}" for number in range(len(commands))]
-    running = [_started(words, log) for words, log in zip(commands, logs, strict=True)]
-    while any(isinstance(one, subprocess.Popen) and one.poll() is None for one in running):
-        if time.monotonic() > until or stop.wait(POLL_S):
-            break
-    return [_ended(one, log) for one, log in zip(running, logs, strict=True)]
+    with ExitStack() as reported:
+        running = [_started(words, log, reported) for words, log in zip(commands, logs, strict=True)]
+        while any(isinstance(one, subprocess.Popen) and one.poll() is None for one in running):
+            if time.monotonic() > until or stop.wait(POLL_S):
+                break
+        return [_ended(one, log) for one, log in zip(running, logs, strict=True)]
 
 
-def _started(words: Sequence[str], log: Path) -> subprocess.Popen[bytes] | str:
+def _started(words: Sequence[str], log: Path, reported: ExitStack) -> subprocess.Popen[bytes] | str:
     try:
         with log.open("wb") as file:
             process = subprocess.Popen(
@@ -129,7 +130,7 @@ def _started(words: Sequence[str], log: Path) -> subprocess.Popen[bytes] | str:
             )
     except OSError as error:
         return f"cannot start {words[0]}: {error.strerror or error}"
-    helper_reports.started(process.pid)
+    reported.enter_context(helper_reports.running(process))
     return process
 
 

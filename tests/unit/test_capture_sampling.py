@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -117,3 +119,13 @@ def test_helpers_that_run_together_can_be_given_up(tmp_path: Path) -> None:
     slow, quick = command.run_together([["sleep", "60"], ["false"]], tmp_path, deadline_s=30.0, stop=stop)
     assert slow.timed_out and slow.returncode is not None
     assert quick.timed_out or quick.returncode == 1
+
+
+def test_helpers_that_run_together_end_with_their_supervisor(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(command.run_together, [["sleep", "60"], ["sleep", "60"]], tmp_path, deadline_s=60.0)
+        while not asked.done():  # they may just be starting
+            command.helper_reports.end_all()
+            time.sleep(0.01)
+        slow = asked.result()
+    assert [one.returncode for one in slow] == [-9, -9]
