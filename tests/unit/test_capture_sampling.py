@@ -17,6 +17,7 @@ from recordings import DATA
 
 from safelaunch.capture import command, sampling
 from safelaunch.capture.sampling import Sampled, from_folded, from_trace, rate_for, records_of, sample
+from safelaunch.errors import CaptureError
 from safelaunch.launch.process import identify
 from safelaunch.model.recording import Numbers, ProcessRecord
 
@@ -129,3 +130,24 @@ def test_helpers_that_run_together_end_with_their_supervisor(tmp_path: Path) -> 
             time.sleep(0.01)
         slow = asked.result()
     assert [one.returncode for one in slow] == [-9, -9]
+
+
+def test_no_helper_starts_once_the_supervisor_ends(tmp_path: Path) -> None:
+    reports = command.HelperReports()
+    begun: list[int] = []
+    reports.send_to(begun.append)
+
+    def start() -> str:
+        try:
+            with reports.running(["sleep", "60"]) as process:
+                return str(process.wait())
+        except CaptureError as error:
+            return error.message
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(start) for _ in range(64)]
+        while len(begun) < 4:
+            time.sleep(0.001)
+        reports.close()
+        answers = {one.result() for one in asked}
+    assert answers <= {"-9", "the supervisor is ending"} and "-9" in answers
