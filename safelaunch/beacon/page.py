@@ -61,15 +61,16 @@ def keep(mapping: object) -> None:
 
 
 def wait_for_answers(words: memoryview) -> bool:
-    """Waits at exit for a handler that the supervisor called, at most ``LAST_ANSWER_S``. Returns whether it finished.
+    """Waits at exit for the handlers that the supervisor called, at most ``LAST_ANSWER_S``. Returns whether all ended.
 
     A thread that requests the GIL after the interpreter is gone aborts the process. No new question can arrive during
-    the wait: the supervisor announces a question first, then checks that the rank is not exiting.
+    the wait: the supervisor announces each question first, then checks that the rank is not exiting.
     """
     deadline = monotonic_ns() + int(layout.LAST_ANSWER_S * 1e9)
-    while words[layout.ASKING] and monotonic_ns() < deadline:
+    sleep(0.001)  # both sides write, then read the other's word: let the stores arrive
+    while words[layout.ANSWERED] < words[layout.ASKED] and monotonic_ns() < deadline:
         sleep(0.005)
-    return not words[layout.ASKING]
+    return words[layout.ANSWERED] >= words[layout.ASKED]
 
 
 def wait_for_ack(words: memoryview, supervisor_pid: int, hold_s: float = layout.HOLD_S) -> None:

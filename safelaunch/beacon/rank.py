@@ -96,7 +96,7 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
         lambda: _keep_allocations(base, env.get(layout.MEMORY_HISTORY, "")),
         lambda: imports.after_import("torch.optim.optimizer", _torch_optimizer),
         lambda: _note_first_step(base),
-        lambda: imports.after_import(C10D, lambda c10d: _torch_distributed(c10d, base, env)),
+        lambda: imports.after_import(C10D, lambda c10d: _torch_distributed(c10d, base, words, env)),
         lambda: _watch_under_exec(run_dir, env),
     ):
         log.guarded(step)()
@@ -163,13 +163,13 @@ def _note_first_step(base: str) -> None:
 
 
 @log.guarded
-def _torch_distributed(c10d: Any, base: str, env: Mapping[str, str]) -> None:
+def _torch_distributed(c10d: Any, base: str, words: memoryview, env: Mapping[str, str]) -> None:
     marks.set_state(layout.TORCH)
     from . import group_timeout, server
 
     log.guarded(group_timeout.apply)(c10d, env.get("SAFELAUNCH_GROUP_TIMEOUT", ""))
 
-    if server.start(base + layout.SERVER_SUFFIX):
+    if server.start(base + layout.SERVER_SUFFIX, words):
         marks.set_server_up()
 
 

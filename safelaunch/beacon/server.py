@@ -32,8 +32,8 @@ FLIGHT_RECORD_HANDLER = "safelaunch_flight_record"
 NAMED_BACKENDS = ("nccl2", "nccl-lazy")
 
 
-def start(path: str) -> bool:
-    """Starts the server on the socket ``path``. Returns False if this torch has none."""
+def start(path: str, words: memoryview) -> bool:
+    """Starts the server on the socket ``path``. Returns False if this torch has none. ``words``: the rank's page."""
     try:
         from torch._C import _distributed_c10d as c10d
 
@@ -42,8 +42,9 @@ def start(path: str) -> bool:
         return False
     register = getattr(c10d, "_register_handler", None)
     if register is not None:
-        handlers = {GIL_HANDLER: _answer_gil, FLIGHT_RECORD_HANDLER: _answer_flight_record, **_named_recorders(c10d)}
-        for name, handler in handlers.items():
+        answers = {GIL_HANDLER: _answer_gil, FLIGHT_RECORD_HANDLER: _answer_flight_record, **_named_recorders(c10d)}
+        for name, answer in answers.items():
+            handler = _counted(answer, words)
             # C++ drops its reference after the interpreter is gone. If that were the last one, the process would abort.
             _never_destroy(handler)
             register(name, handler)
@@ -51,6 +52,18 @@ def start(path: str) -> bool:
     _server = _without_server_log(lambda: descriptors.protect_new_sockets(lambda: server_class(path)))
     _never_destroy(_server)
     return True
+
+
+def _counted(answer: Callable[[Any, Any], None], words: memoryview) -> Callable[[Any, Any], None]:
+    """A handler that counts its questions as its last act: until the interpreter ends, it needs the GIL no more."""
+
+    def handle(request: Any, response: Any) -> None:
+        try:
+            answer(request, response)
+        finally:
+            words[layout.ANSWERED] += 1
+
+    return handle
 
 
 def _answer_gil(request: Any, response: Any) -> None:

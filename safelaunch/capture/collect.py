@@ -241,21 +241,15 @@ def of_another_node(side: RankEvidence, sink: Sink) -> None:
 
 def ask_server(target: Target, *, deadline_s: float = 2.0) -> Answer:
     """The GIL test and the Flight Recorder of a rank. A rank that is exiting gets no question that needs the GIL."""
-    path = str(target.socket)
-    if target.questions is None or not target.questions.begin_question():
-        record = flight_recorder.flight_record_of(path, json_deadline_s=deadline_s, ask_python=False)
-        return GilTest(), record
-    answered = False
-    try:
-        gil = worker_server.gil_test(path, deadline_s=deadline_s / 2)
-        asked = gil.python is not False
-        record = flight_recorder.flight_record_of(
-            path, json_deadline_s=deadline_s, pickle_deadline_s=deadline_s, ask_python=asked
-        )
-        answered = asked and (record.pickle.value is not None or record.pickle.kind == "no handler")
-    finally:
-        target.questions.end_question(answered)
-    return gil, record
+    path, questions = str(target.socket), target.questions
+    gil = worker_server.gil_test(path, questions, deadline_s=deadline_s / 2) if questions is not None else GilTest()
+    return gil, flight_recorder.flight_record_of(
+        path,
+        questions,
+        json_deadline_s=deadline_s,
+        pickle_deadline_s=deadline_s,
+        ask_python=questions is not None and gil.python is not False,
+    )
 
 
 def _no_server(target: Target) -> str:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,28 +32,51 @@ class HelperReports:
     def __init__(self) -> None:
         self._report: Callable[[int], None] = lambda pid: None
         self._running: set[subprocess.Popen[bytes]] = set()
+        self._starting: set[object] = set()
+        self._closed = False
 
     def send_to(self, report: Callable[[int], None]) -> None:
         """Calls ``report(pid)`` for every helper that starts from here on."""
-        self._report = report
+        self._report, self._closed = report, False
 
     def started(self, pid: int) -> None:
         self._report(pid)
 
     @contextmanager
-    def running(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
-        """Reports its start; while this lasts, ``end_all`` ends it."""
-        self._running.add(process)
+    def running(self, words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+        """Starts ``words`` in a process group of their own; while this lasts, ``end_all`` ends them.
+
+        Raises ``CaptureError`` if they can't be started.
+        """
+        this = object()
+        self._starting.add(this)
+        try:
+            if self._closed:
+                raise CaptureError("the supervisor is ending")
+            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, **_OWN_GROUP, **options)
+            self._running.add(process)
+        except OSError as error:
+            raise CaptureError(f"cannot start {words[0]}: {error.strerror or error}") from error
+        finally:
+            self._starting.discard(this)
         self.started(process.pid)
         try:
-            yield
+            yield process
         finally:
             self._running.discard(process)
 
     def end_all(self) -> None:
-        """Kills the helpers that still run: the threads that would are gone with their process."""
+        """Kills the helpers that run."""
         for process in tuple(self._running):
             _kill(process)
+
+    def close(self) -> None:
+        """Kills the helpers that run, and lets no more start: the threads that would end them go with their process."""
+        self._closed = True
+        until = time.monotonic() + GRACE_S
+        while self._starting and time.monotonic() < until:
+            time.sleep(0.001)
+        self.end_all()
 
 
 helper_reports = HelperReports()
@@ -75,18 +98,7 @@ def run(argv: list[str], *, deadline_s: float, cwd: Path | None = None) -> Outpu
     Never waits for a helper that the kernel does not let die. Raises ``CaptureError`` if it can't be started.
     """
     begin = time.monotonic()
-    try:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=cwd,
-            **_OWN_GROUP,
-        )
-    except OSError as error:
-        raise CaptureError(f"cannot start {argv[0]}: {error.strerror or error}") from error
-    with helper_reports.running(process):
+    with helper_reports.running(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd) as process:
         readers = [_Reader(process.stdout), _Reader(process.stderr)]
         for reader in readers:  # the pipes first: unlike waiting for a pid, this needs no polling
             reader.thread.join(_left(begin, deadline_s))
@@ -114,23 +126,23 @@ def run_together(
     until = time.monotonic() + deadline_s
     stop = stop or threading.Event()
     logs = [folder / f"stderr-{number}" for number in range(len(commands))]
-    running = [_started(words, log) for words, log in zip(commands, logs, strict=True)]
-    while any(isinstance(one, subprocess.Popen) and one.poll() is None for one in running):
-        if time.monotonic() > until or stop.wait(POLL_S):
-            break
-    return [_ended(one, log) for one, log in zip(running, logs, strict=True)]
+    with ExitStack() as reported:
+        running = [_started(words, log, reported) for words, log in zip(commands, logs, strict=True)]
+        while any(isinstance(one, subprocess.Popen) and one.poll() is None for one in running):
+            if time.monotonic() > until or stop.wait(POLL_S):
+                break
+        return [_ended(one, log) for one, log in zip(running, logs, strict=True)]
 
 
-def _started(words: Sequence[str], log: Path) -> subprocess.Popen[bytes] | str:
+def _started(words: Sequence[str], log: Path, reported: ExitStack) -> subprocess.Popen[bytes] | str:
     try:
         with log.open("wb") as file:
-            process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file, **_OWN_GROUP
-            )
+            started = helper_reports.running(words, stdout=subprocess.DEVNULL, stderr=file)
+            return reported.enter_context(started)
+    except CaptureError as error:
+        return error.message
     except OSError as error:
         return f"cannot start {words[0]}: {error.strerror or error}"
-    helper_reports.started(process.pid)
-    return process
 
 
 def _ended(one: subprocess.Popen[bytes] | str, log: Path) -> Output:

@@ -11,10 +11,11 @@ from pathlib import Path
 import msgspec
 
 from safelaunch.beacon import layout
+from safelaunch.capture import worker_server
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, to_json
 from safelaunch.capture.flight_records import merged
 from safelaunch.capture.result import Result, attempt
-from safelaunch.capture.worker_server import names, post
+from safelaunch.capture.worker_server import Questions
 from safelaunch.model import FlightRecord
 from safelaunch.system.decoding import from_json
 
@@ -41,6 +42,7 @@ class FlightCapture:
 
 def flight_record_of(
     socket_path: str,
+    questions: Questions | None = None,
     *,
     json_deadline_s: float = 2.0,
     pickle_deadline_s: float = 2.0,
@@ -59,7 +61,8 @@ def flight_record_of(
             *PICKLE_HANDLERS,
             *(f"{PICKLE_HANDLERS[0]}_{name}" for name in NAMED_BACKENDS if _TAKES_NAMES in known),
         )
-        as_pickle = _of_all(_all_of(socket_path, asked, pickle_deadline_s), parse_pickle)
+        ask = partial(worker_server.ask_python, questions=questions)
+        as_pickle = _of_all(_all_of(socket_path, asked, pickle_deadline_s, ask), parse_pickle)
     else:
         unasked = Result[bytes](None, PICKLE_HANDLERS[0], 0.0, missing="not asked, because the GIL is not free")
         as_pickle = (unasked, None, unasked.missing)
@@ -175,7 +178,7 @@ def _texts(socket_path: str, deadline_s: float) -> list[bytes]:
 
 def _handlers(socket_path: str, deadline_s: float) -> str:
     """The server's own list of its handlers, as text; empty where it does not answer."""
-    return (attempt("", lambda: names(socket_path, deadline_s=deadline_s)).value or b"").decode("latin-1")
+    return (attempt("", lambda: worker_server.names(socket_path, deadline_s=deadline_s)).value or b"").decode("latin-1")
 
 
 def _named(handlers: tuple[str, ...], known: str) -> tuple[str, ...]:
@@ -183,14 +186,18 @@ def _named(handlers: tuple[str, ...], known: str) -> tuple[str, ...]:
     return (*handlers, *(f"{handlers[0]}?backend={name}" for name in NAMED_BACKENDS if _TAKES_NAMES in known))
 
 
-def _all_of(socket_path: str, handlers: Sequence[str], deadline_s: float) -> list[Result[bytes]]:
+def _all_of(
+    socket_path: str, handlers: Sequence[str], deadline_s: float, ask: Callable[..., bytes] | None = None
+) -> list[Result[bytes]]:
     """The answers of the handlers that this torch has; that of the first one, where it has none.
 
     One that does not answer in time ends it: the others would not either.
     """
     results: list[Result[bytes]] = []
     for handler in handlers:
-        one = attempt(f"worker server: {handler}", partial(post, socket_path, handler, deadline_s=deadline_s))
+        one = attempt(
+            f"worker server: {handler}", partial(ask or worker_server.post, socket_path, handler, deadline_s=deadline_s)
+        )
         results.append(one)
         if one.value is None and one.kind != "no handler":
             break

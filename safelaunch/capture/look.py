@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -21,19 +21,12 @@ from safelaunch.system.errors import CaptureError
 from . import filelocks, other_ends, proc, stacks
 from .parallel import gather, late
 from .result import Result, within
+from .worker_server import Questions
 
 T = TypeVar("T")
 
 LOCK_DEADLINE_S = 0.5
 MAX_CHILDREN = 48  # per rank: a loader's worker pool is smaller, and the look must stay short
-
-
-class Questions(Protocol):
-    """The part of a rank's page that its Python handlers need; see ``progress.Page``."""
-
-    def begin_question(self) -> bool: ...
-
-    def end_question(self, answered: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import socket
 import time
+from typing import Protocol
 
 import msgspec
 
@@ -19,6 +20,17 @@ from safelaunch.system.errors import CaptureError, Failure
 MAX_RESPONSE_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 64 << 10
 _MOST_EXCEPTIONS = 16
+
+
+_COUNTED = "safelaunch_"  # the handlers that count the questions which they have answered
+
+
+class Questions(Protocol):
+    """The part of a rank's page that its Python handlers need; see ``progress.Page``."""
+
+    def begin_question(self) -> bool: ...
+
+    def withdraw_question(self) -> None: ...
 
 
 class Unanswered(CaptureError):
@@ -34,6 +46,25 @@ def post(socket_path: str, handler: str, *, deadline_s: float) -> bytes:
     Raises ``Unanswered`` (a ``CaptureError``).
     """
     return _ask(socket_path, "POST", handler, deadline_s)
+
+
+def ask_python(socket_path: str, handler: str, questions: Questions | None, *, deadline_s: float) -> bytes:
+    """``post`` to a handler that needs the GIL. ``questions``: where that is announced, so that the rank does not end
+    meanwhile; one that is exiting gets none.
+    """
+    if questions is None:
+        return post(socket_path, handler, deadline_s=deadline_s)
+    if not questions.begin_question():
+        raise Unanswered("absent", "the rank is exiting")
+    try:
+        answer = post(socket_path, handler, deadline_s=deadline_s)
+    except Unanswered as error:
+        if error.kind in ("absent", "no handler"):
+            questions.withdraw_question()
+        raise
+    if not handler.startswith(_COUNTED):
+        questions.withdraw_question()
+    return answer
 
 
 def names(socket_path: str, *, deadline_s: float) -> bytes:
@@ -61,7 +92,9 @@ def _ask(socket_path: str, method: str, handler: str, deadline_s: float) -> byte
             raise Unanswered("broken", f"worker server: {handler}: {error}") from error
 
 
-def gil_test(socket_path: str, *, deadline_s: float = 1.0, handler: str = "safelaunch_gil") -> GilTest:
+def gil_test(
+    socket_path: str, questions: Questions | None = None, *, deadline_s: float = 1.0, handler: str = "safelaunch_gil"
+) -> GilTest:
     """Whether the rank's C++ side answers, and whether Python code can run in it; never raises.
 
     ``handler`` needs the GIL. It is asked twice, ``deadline_s`` seconds each: a busy Python loop releases the GIL often
@@ -73,8 +106,7 @@ def gil_test(socket_path: str, *, deadline_s: float = 1.0, handler: str = "safel
         return GilTest(ping=False if error.kind == "timeout" else None)
     for _ in range(2):
         try:
-            answer = post(socket_path, handler, deadline_s=deadline_s)
-            return _told(answer)
+            return _told(ask_python(socket_path, handler, questions, deadline_s=deadline_s))
         except Unanswered as error:
             if error.kind != "timeout":
                 return GilTest(ping=True)

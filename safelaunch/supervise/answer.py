@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -14,6 +15,9 @@ from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.watch import work
 from safelaunch.supervise.watch.stall import UNLIMITED, Found, Limits
 from safelaunch.supervise.watch.work import Background, Work
+
+if TYPE_CHECKING:
+    from safelaunch.verdict.proof import GroupLimit
 
 
 @dataclass(frozen=True)
@@ -104,13 +108,18 @@ def _hidden(number: int, process: ProcessLook) -> Iterator[str]:
 
 def proves(evidence: Evidence) -> bool:
     """Whether the evidence proves that the job is dead; a fault of a rule's proves nothing."""
-    from safelaunch.verdict.proof import prove
-    from safelaunch.verdict.waits import Case
-
     try:
-        return bool(prove(Case.of(replace(evidence, outcome="hang"))))
+        return _proved(evidence)[0]
     except Exception:  # noqa: BLE001 - the verdict will say what the rule failed on
         return False
+
+
+def _proved(evidence: Evidence) -> tuple[bool, GroupLimit]:
+    from safelaunch.verdict.proof import limit_of, prove
+    from safelaunch.verdict.waits import Case
+
+    case = Case.of(replace(evidence, outcome="hang"))
+    return bool(prove(case)), limit_of(case)
 
 
 def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: bool, mark_s: float) -> Judged:
@@ -118,23 +127,18 @@ def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: b
 
     ``mark_s``: since when it makes no step.
     """
-    from safelaunch.verdict.proof import limit_of, prove
-    from safelaunch.verdict.waits import Case
-
     last = looks.taken[-1]
     if all_are_stopped(last):
         return Judged("stopped")
     done = () if looks.collectives_moved else work_in(looks, background)
     unseen = what_was_not_seen(last, looks)
     try:
-        case = Case.of(replace(evidence, outcome="hang"))
-        proved = covers and not unseen and not looks.collectives_moved and bool(prove(case))
-        limit = limit_of(case)
+        proved, limit = _proved(evidence)
     except Exception as error:  # noqa: BLE001 - a fault of a rule's is no reason to end a job
         return Judged("alive" if done else "unseen", done, f"the evidence was not understood: {type(error).__name__}")
     abort_s = limit.unix_s - time.time() + time.monotonic() - mark_s if limit.unix_s is not None else None
     limits = Limits(abort_s, limit.waits)
-    if proved:
+    if proved and covers and not unseen and not looks.collectives_moved:
         return Judged("dead", done, "", limits, limit.group)
     if done or looks.collectives_moved:
         return Judged("alive", done, unseen, limits, limit.group)

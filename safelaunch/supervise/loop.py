@@ -164,7 +164,7 @@ class Supervisor:
             return self._run()
         finally:
             self._together.close()
-            command.helper_reports.end_all()
+            command.helper_reports.close()
 
     def _run(self) -> int:
         sweep(self._job.plan.run_dir.parent)

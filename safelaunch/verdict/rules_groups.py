@@ -26,6 +26,7 @@ def groups_made_apart(case: Case) -> Ruling:
     if len(counts) < 2:
         return ""
     odd, majority = vote(counts)
+    odd = odd if majority else tuple(counts[min(counts)])  # they have left out a call that every rank has to make
     parts = [f"{ranks_do(ranks, 'has', 'have')} made {count}" for count, ranks in sorted(counts.items(), reverse=True)]
     text = f"{capital(ranks_do(inside, 'waits', 'wait'))} in new_group, and not all ranks have made the same groups: "
     text += f"{', '.join(parts)}. Every rank has to call new_group(), also for a group of others."

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from jobs import PROGRAMS, Job, Result
 
 from safelaunch.beacon import layout, ring
 from safelaunch.capture import worker_server
+from safelaunch.capture.collect import ask_server
+from safelaunch.capture.look import Target
 from safelaunch.capture.roster.progress import Page, Roster, read_meta
 from safelaunch.job.paths import RunPaths
 
@@ -811,3 +814,33 @@ def test_a_fault_and_an_exception(start: Start) -> None:
     assert own[2:4] == ['    raise ValueError("mine")', "ValueError: mine"]
     assert "safelaunch_beacon" not in "\n".join(own)
     assert "safelaunch/beacon" not in "\n".join(own)
+
+
+def test_ranks_that_end_while_they_are_asked(start: Start) -> None:
+    """A handler that needs the GIL of an interpreter that has gone aborts the rank, whoever still waits for it."""
+    job = start(
+        """
+        import ctypes, torch.distributed as dist
+        dist.init_process_group("gloo")
+        tell(pid=os.getpid())
+        for _ in range(3):
+            ctypes.PyDLL(None).usleep(600_000)  # with the GIL
+        """,
+        "--nproc-per-node=4",
+    )
+    for rank in range(4):
+        seen(job, rank)
+    roster = Roster(run_dir(job))
+
+    def ask(page: Page) -> None:
+        socket = roster.companion(page, layout.SERVER_SUFFIX)
+        target = Target(page.rank, page.rank, page.pid, page.start_ticks, page.name, socket, page)
+        while not page.exited_ns:
+            ask_server(target, deadline_s=0.2)
+
+    threads = [threading.Thread(target=ask, args=(page,)) for page in roster.pages().values() for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    healthy(job)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.beacon import layout, page
-from safelaunch.capture.roster.progress import Roster
+from safelaunch.beacon import layout, page, server
+from safelaunch.capture import worker_server
+from safelaunch.capture.roster.progress import Page, Roster
+from safelaunch.capture.worker_server import Unanswered
 from safelaunch.job.paths import RunPaths
 
 
@@ -84,3 +86,27 @@ def test_a_program_started_by_exec_begins_its_page_anew(tmp_path: Path) -> None:
     progress = roster.pages()[0].read()
     assert (progress.state, progress.step) == ("started", 1)
     assert sorted(path.name for path in run.pages.iterdir()) == sorted([name, f"{name}0.ring"])
+
+
+def test_a_rank_that_exits_waits_for_its_handlers_and_not_for_who_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, words = page.create(str(tmp_path / f"0-0-{os.getpid()}"))
+    asking = Page(tmp_path / f"0-0-{os.getpid()}")
+    handle = server._counted(lambda request, response: None, words)
+    monkeypatch.setattr(layout, "LAST_ANSWER_S", 0.05)
+
+    def post(path: str, handler: str, *, deadline_s: float) -> bytes:
+        raise Unanswered("no handler" if handler == "of_torch" else "timeout", "")
+
+    monkeypatch.setattr(worker_server, "post", post)
+    for handler in ("safelaunch_gil", "of_torch"):
+        with pytest.raises(Unanswered):
+            worker_server.ask_python("", handler, asking, deadline_s=1.0)
+    assert not page.wait_for_answers(words)  # the handler may still wait for the GIL
+    handle(None, None)
+    assert page.wait_for_answers(words)
+    words[layout.STATE] = layout.EXITED
+    with pytest.raises(Unanswered, match="exiting"):
+        worker_server.ask_python("", "safelaunch_gil", asking, deadline_s=1.0)
+    assert page.wait_for_answers(words)

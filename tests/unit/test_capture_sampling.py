@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from safelaunch.capture import command, sampling
 from safelaunch.capture.sampling import Sampled, from_folded, from_trace, rate_for, records_of, sample
 from safelaunch.job.process import identify
 from safelaunch.model.recording import Numbers, ProcessRecord
+from safelaunch.system.errors import CaptureError
 
 SPIN = "def spin():\n while True:\n  pass\nprint(flush=True)\nspin()"
 
@@ -117,3 +120,34 @@ def test_helpers_that_run_together_can_be_given_up(tmp_path: Path) -> None:
     slow, quick = command.run_together([["sleep", "60"], ["false"]], tmp_path, deadline_s=30.0, stop=stop)
     assert slow.timed_out and slow.returncode is not None
     assert quick.timed_out or quick.returncode == 1
+
+
+def test_helpers_that_run_together_end_with_their_supervisor(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(command.run_together, [["sleep", "60"], ["sleep", "60"]], tmp_path, deadline_s=60.0)
+        while not asked.done():  # they may just be starting
+            command.helper_reports.end_all()
+            time.sleep(0.01)
+        slow = asked.result()
+    assert [one.returncode for one in slow] == [-9, -9]
+
+
+def test_no_helper_starts_once_the_supervisor_ends(tmp_path: Path) -> None:
+    reports = command.HelperReports()
+    begun: list[int] = []
+    reports.send_to(begun.append)
+
+    def start() -> str:
+        try:
+            with reports.running(["sleep", "60"]) as process:
+                return str(process.wait())
+        except CaptureError as error:
+            return error.message
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(start) for _ in range(64)]
+        while len(begun) < 4:
+            time.sleep(0.001)
+        reports.close()
+        answers = {one.result() for one in asked}
+    assert answers <= {"-9", "the supervisor is ending"} and "-9" in answers

@@ -95,7 +95,6 @@ PURE = {
     "report.profiling.*",
     "model.recording",
     "report.recording_exports",
-    "supervise.watch.movement",
     "cli.health.check",
     "cli.health.rules",
     "cli.health.torch_rules",

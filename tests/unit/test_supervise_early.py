@@ -15,8 +15,9 @@ from evidence import at, behind, in_user, rank, with_culprit
 from msgspec.structs import replace
 
 from safelaunch.bundle.onbundle import Notifier
-from safelaunch.capture.look import Look, ProcessLook, Questions, RankLook, Target
+from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
+from safelaunch.capture.worker_server import Questions
 from safelaunch.model import EarlyLook, FirstWord, Place, ProcessState, StackSample, Thread
 from safelaunch.supervise import answer, early, early_verdict, incident
 from safelaunch.supervise.early import EarlyLooks, without_the_gil

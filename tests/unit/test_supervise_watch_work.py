@@ -91,6 +91,7 @@ LEARNED = learn(Background(), START, at(1.0, BUSY))
         (using(key=CHILD, io_bytes=1 << 20), {}, []),
         (using(sockets={7: 14 << 20}), {"waiting": [10]}, []),
         (using(sockets={7: 16 << 20}), {"waiting": [10]}, [("network", 10, None)]),
+        (using(sockets={7: 0, 8: 1 << 20}), {}, [("network", 10, None)]),  # another connection
         (using(io_bytes=2 << 20, main_io_bytes=1 << 20), {}, [("io", 10, 10)]),
         (using(io_bytes=2 << 20, main_io_bytes=1 << 20), {"waiting": [10]}, [("io", 10, 10)]),
     ],
@@ -105,6 +106,30 @@ def test_a_burst_of_a_second_may_fill_a_shorter_window() -> None:
     after = cpu(THREAD, 500)
     assert found(START, at(0.6, after), Background()) != ()
     assert found(START, at(0.6, after), LEARNED) == ()
+
+
+def test_the_burst_in_which_a_job_opens_its_connections_hides_no_transfer() -> None:
+    """One of 100 kB/s on a connection that was there before, or over new ones."""
+    began = at(0.0, using(sockets={}))
+    background = learn(Background(), began, at(1.5, using(sockets={7: 138_000, 8: 0})))
+    for second in range(3, 12):
+        began, ended = (
+            at(second - 1.5, using(sockets={7: 138_000, 8: 0})),
+            at(second, using(sockets={7: 139_000, 8: 0})),
+        )
+        background = learn(background, began, ended)
+
+    def moved(seconds: float, **sockets: int) -> list[tuple[str, int, int | None]]:
+        quiet = at(20.0, using(sockets={7: 0, 8: 0}))
+        after = using(sockets={int(name[1:]): count for name, count in sockets.items()})
+        return kinds(found(quiet, at(20.0 + seconds, after), background))
+
+    assert moved(2, s7=200_000, s8=0) != [] and moved(2, s7=1500, s8=0) == []
+    assert moved(2, s7=0, s8=200_000) == [("network", 10, None)]
+    assert moved(8, s7=0, s8=0, s9=800_000) == [("network", 10, None)]
+    assert moved(8, s7=0, s8=0, s9=138_000) == []  # as it did before
+    many = {f"s{100 + number}": 9000 for number in range(50)}
+    assert moved(2, s7=0, s8=0, **many) == [("network", 10, None)]
 
 
 def test_helpers_that_come_as_ever_are_background() -> None:

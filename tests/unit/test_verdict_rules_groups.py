@@ -21,7 +21,12 @@ def elsewhere(number: int, made: int) -> RankEvidence:
 
 @pytest.mark.parametrize(
     ("made", "named", "confidence"),
-    [((3, 3, 2, 2, 2), [0, 1], "high"), ((2, 3, 2, 2), [1], "high"), ((3, 2), [0, 1], "medium")],
+    [
+        ((3, 3, 2, 2, 2), [0, 1], "high"),
+        ((2, 3, 2, 2), [1], "high"),
+        ((3, 2), [1], "medium"),
+        ((3, 3, 2, 2), [2, 3], "medium"),
+    ],
 )
 def test_ranks_that_made_different_groups(made: tuple[int, ...], named: list[int], confidence: str) -> None:
     verdict = diagnose(job(*(making(n, count) for n, count in enumerate(made))))

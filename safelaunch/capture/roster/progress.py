@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Annotated
@@ -31,6 +32,7 @@ class Page:
         finally:
             os.close(descriptor)
         self._words = memoryview(self._map).cast("Q")
+        self._asking = threading.Lock()
         self.name = path.name
         self._named = layout.parse_page_name(path.name)  # attempt, rank, pid
 
@@ -100,17 +102,19 @@ class Page:
         It announces first and reads the state second. An exiting rank does the reverse, so one of the two always sees
         the other.
         """
-        self._words[layout.ASKING] = 1
+        with self._asking:
+            self._words[layout.ASKED] += 1
         time.sleep(0.001)  # both sides write, then read the other's word: let the stores arrive
         if self._words[layout.STATE] != layout.EXITED:
             return True
-        self._words[layout.ASKING] = 0
+        self.withdraw_question()
         return False
 
-    def end_question(self, answered: bool) -> None:
-        """Withdraws the announcement. An unanswered question stays announced: its handler still waits for the GIL."""
-        if answered:
-            self._words[layout.ASKING] = 0
+    def withdraw_question(self) -> None:
+        """For a question that no handler of the rank's has got, or will: it counts none. One that was not answered in
+        time stays announced, because its handler may still wait for the GIL."""
+        with self._asking:
+            self._words[layout.ASKED] -= 1
 
     def announce_end(self) -> None:
         """Tells the agent that the next SIGTERM is safelaunch's, so that it prints no traceback."""

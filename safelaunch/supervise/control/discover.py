@@ -104,7 +104,7 @@ def look(places: Sequence[Path], *, deadline_s: float = STATUS_DEADLINE_S) -> tu
 def _ask(found: Found, deadline_s: float) -> Run:
     supervisor = found.supervisor
     if supervisor is None:
-        return Run(found, problem="starting, or not a run directory: it has no owner file", alive=False)
+        return Run(found, problem="starting, or not a run directory: it has no owner file", alive=found.alive)
     if not found.alive:
         return Run(found, problem="gone: its supervisor was killed; the next run removes its directory", alive=False)
     path = RunPaths(found.directory).control

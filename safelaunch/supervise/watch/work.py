@@ -8,13 +8,14 @@ it waits for its peers or its GPU: then it may spin.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from safelaunch.capture.counters import Counters, Key, ProcessCounters, Used
 
 Kind = Literal["cpu", "io", "network", "faults", "children", "rdma"]
-What = tuple[Kind, int, int, int | None]  # kind, pid, start_ticks, tid or None
+# kind, pid, start_ticks; a thread's tid or a connection's inode; None: a process, or the connections that it opens
+What = tuple[Kind, int, int, int | None]
 
 TIMES = 1.5  # of what was learned
 
@@ -44,13 +45,15 @@ QUEUED_SHARE = 0.25  # of the time: one that waits less for a core is not kept f
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most in one window, per second and in total: a burst fills a short window, and is lost in a long one."""
+    """The most in one window, per second and in total: a burst fills a short window, and is lost in a long one.
+    ``total``: of all windows."""
 
     per_s: float = 0.0
     once: float = 0.0
+    total: float = 0.0
 
     def plus(self, amount: float, seconds: float) -> Peak:
-        return Peak(max(self.per_s, amount / seconds), max(self.once, amount))
+        return Peak(max(self.per_s, amount / seconds), max(self.once, amount), self.total + amount)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +97,12 @@ class Work:
 
 
 class _Use(NamedTuple):
+    """``parts``: of the connections of a process; ``amount`` is their sum."""
+
     what: What
     rank: int
     amount: float
+    parts: Mapping[What, float] = {}
 
 
 _CHANGES: What = ("children", 0, 0, None)  # of the whole job
@@ -109,10 +115,11 @@ def learn(background: Background, before: Counters, after: Counters) -> Backgrou
     if seconds <= 0:
         return background
     changes = len(_changes(before, after))
-    used = {use.what: use.amount for use in _uses(before, after) if use.what[1:3] in before.processes}
+    known = (use for use in _uses(before, after) if use.what[1:3] in before.processes)
+    used = {what: amount for use in known for what, amount in (use.parts or {use.what: use.amount}).items()}
     used |= {_CHANGES: changes, _RDMA: _more(before.rdma_bytes, after.rdma_bytes)}
-    there = {(*key, tid) for key, one in after.processes.items() for tid in (None, *one.threads)} | {(0, 0, None)}
-    peaks = {what: peak for what, peak in background.peaks.items() if what[1:] in there}
+    there = {(*key, number) for key, one in after.processes.items() for number in (None, *one.threads, *one.sockets)}
+    peaks = {what: peak for what, peak in background.peaks.items() if what[1:] in there | {(0, 0, None)}}
     peaks |= {what: peaks.get(what, Peak()).plus(amount, seconds) for what, amount in used.items()}
     return Background(peaks, background.changes + changes, background.seconds + seconds)
 
@@ -135,10 +142,10 @@ def found(
         return ()
     work: list[tuple[float, Work]] = []
 
-    def judge(use: _Use, peak: Peak) -> None:
+    def judge(use: _Use, hidden: float = 0.0) -> None:
         kind, pid, _, tid = use.what
         floor = FLOORS[kind]
-        allowed = max(floor.once, floor.per_s * seconds) + TIMES * max(peak.once, peak.per_s * seconds)
+        allowed = max(floor.once, floor.per_s * seconds) + hidden
         if use.amount > allowed:
             work.append((use.amount / max(allowed, 1), Work(use.rank, pid, tid, kind, use.amount / seconds)))
 
@@ -146,17 +153,32 @@ def found(
     if changed:
         rank, mean = changed[-1], background.changes / background.seconds if background.seconds else 0.0
         once = background.peaks.get(_CHANGES, Peak()).once
-        judge(_Use(("children", rank, 0, None), rank, len(changed)), Peak(0.0, once + mean * seconds))
+        judge(_Use(("children", rank, 0, None), rank, len(changed)), TIMES * (once + mean * seconds))
     helpers = changed and not work  # short-lived ones as ever, whatever they do
-    judge(_Use(_RDMA, 0, _more(before.rdma_bytes, after.rdma_bytes)), background.peaks.get(_RDMA, Peak()))
+    rdma = _Use(_RDMA, 0, _more(before.rdma_bytes, after.rdma_bytes))
+    judge(rdma, _hidden(rdma, background, seconds))
     for use in _uses(before, after):
         kind, pid, start_ticks, tid = use.what
         is_main = tid == pid == use.rank
         if pid in foreground or (is_main and pid not in waiting):
-            judge(use, Peak())
+            judge(use)
         elif not (is_main and kind == "cpu") and not (helpers and (pid, start_ticks) not in before.processes):
-            judge(use, background.peaks.get(use.what, Peak()))
+            judge(use, _hidden(use, background, seconds))
     return tuple(one for _, one in sorted(work, key=lambda item: -item[0]))
+
+
+def _hidden(use: _Use, background: Background, seconds: float) -> float:
+    """How much of it is background; of connections each by itself, for what one did hides nothing of another.
+
+    Those opened meanwhile have their mean: a job opens most of its connections in one burst, when it starts.
+    """
+    hidden = 0.0
+    for what, amount in (use.parts or {use.what: use.amount}).items():
+        peak = background.peaks.get(what, Peak())
+        if what in use.parts and what == use.what and background.seconds:
+            peak = replace(peak, per_s=peak.total / background.seconds)
+        hidden += min(amount, TIMES * max(peak.once, peak.per_s * seconds))
+    return hidden
 
 
 def _changes(before: Counters, after: Counters) -> list[int]:
@@ -189,8 +211,11 @@ def _uses(before: Counters, after: Counters) -> Iterator[_Use]:
             yield _Use(("faults", *key, key[0]), now.rank, main_faults)
         yield _Use(("io", *key, None), now.rank, _more(was.io_bytes + main_io, now.io_bytes))
         yield _Use(("faults", *key, None), now.rank, _more(was.faults + main_faults, now.faults))
-        moved = sum(_more(was.sockets.get(inode, 0), count) for inode, count in now.sockets.items())
-        yield _Use(("network", *key, None), now.rank, moved)
+        opened = sum(count for inode, count in now.sockets.items() if inode not in was.sockets)
+        moved: dict[What, float] = {("network", *key, None): opened}
+        for inode in now.sockets.keys() & was.sockets.keys():
+            moved["network", key[0], key[1], inode] = _more(was.sockets[inode], now.sockets[inode])
+        yield _Use(("network", *key, None), now.rank, sum(moved.values()), moved)
 
 
 _NOTHING = Used(0.0)
