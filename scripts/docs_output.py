@@ -1,4 +1,4 @@
-"""Runs pages of the documentation and pastes the verdicts: ``scripts/docs_output.py docs/questions/timeout.md ...``.
+"""Runs pages of the documentation and pastes the verdicts: ``scripts/docs_output.py docs/errors.md ...``.
 
 A block marked ``<!-- verdict -->`` gets the screen of the verdict down to its evidence, and what to do. Pids, hosts and
 paths become those of an example. Look at the difference before you commit it.
