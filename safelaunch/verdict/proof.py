@@ -256,11 +256,12 @@ class _Prover:
 
     def _of_lock(self, view: View, process: _Process) -> tuple[Need, ...] | None:
         """Whoever holds a lock, or fills a queue, is a thread that runs Python: any other one of the process."""
-        lock = calls.lock_wait(view.stack.called)
-        if lock is None and _rests_in(view).startswith("_multiprocessing"):
-            lock = calls.LockWait("a multiprocessing lock")
-        if lock is None and _rests_in(view) != "lock":
-            return None
+        lock, rests_in = calls.lock_wait(view.stack.called), _rests_in(view)
+        shared = rests_in.startswith("_multiprocessing")
+        if shared and (lock is None or not lock.shared):
+            lock = calls.LockWait("a multiprocessing lock", shared=True)
+        if rests_in not in ("lock", "gil") and not shared and (lock is None or rests_in):
+            return None  # what others have built with the same frames may be ended by somebody else
         what = lock.what if lock is not None else "a lock"
         held = lock is not None and lock.on == "lock"
         if not held and not _has_only_torch_beside(process.evidence):

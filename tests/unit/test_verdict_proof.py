@@ -196,6 +196,20 @@ def of_two_calls(number: int, first: str, *, lines: bool = True) -> RankEvidence
     return numbered(structs.replace(one, flight_record=record(*(structs.replace(c, thread=1) for c in calls))))
 
 
+SHARED = (
+    Frame(f"{STDLIB}/multiprocessing/synchronize.py", 268, "Condition.wait"),
+    Frame(f"{STDLIB}/threading.py", 732, "Barrier._wait"),
+    Frame(f"{STDLIB}/threading.py", 697, "Barrier.wait"),
+)
+
+
+def at_shared_barrier(kernel: str, rests_in: str = "") -> Evidence:
+    """A rank whose child has yet to come to a barrier of both: it is not among the job's threads."""
+    child = process(1500, in_user(60), kernel, role="child")
+    one = in_library(SHARED, children=[child])
+    return job(changed(one, with_kernel, rests_in=rests_in), waiting(1))
+
+
 PROVED = {
     "different collectives under one number": job(waiting(0), waiting(1, "all_gather")),
     "different sizes under one number": job(waiting(0), waiting(1, flight=record(entry("all_reduce", 4, size=(8,))))),
@@ -230,6 +244,11 @@ def moved(**fields: Any) -> Evidence:
 
 
 NOT_PROVED = {
+    "a barrier of processes, and a child that sleeps": at_shared_barrier("sleep"),
+    "the same, as the kernel says it": at_shared_barrier("sleep", "_multiprocessing.cpython-311-x86_64-linux-gnu.so"),
+    "an event of a library that has its own locks": job(
+        changed(in_library(EVENT), with_kernel, rests_in="_greenlet.so"), waiting(1)
+    ),
     "one look": job(waiting(0, samples=1), WAITS[1]),
     "it ran between the looks": job(
         changed(changed(WAITS[0], with_kernel, slices=5), with_kernel, last=True, slices=6), WAITS[1]

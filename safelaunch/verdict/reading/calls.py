@@ -6,7 +6,7 @@ Recognised by file and function of torch and of the standard library, never by a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
 
@@ -204,17 +204,19 @@ class LockWait:
     """A wait on a lock of this process. ``on`` says who can end it.
 
     ``work``: a thread or future that runs to an end; ``signal``: a queue, event or condition that some thread feeds;
-    ``lock``: whoever holds it. ``own``: the source says that the thread has taken it itself.
+    ``lock``: whoever holds it. ``own``: the source says that the thread has taken it itself. ``shared``: it is one of
+    ``multiprocessing``, of whatever kind: its barrier is that of ``threading`` with another lock in it.
     """
 
     what: str
     on: Literal["work", "signal", "lock"] = "lock"
     own: bool = False
+    shared: bool = False
 
     @property
     def by_processes(self) -> bool:
         """Whether another process may be the one to end the wait."""
-        return self.on == "work" or "multiprocessing" in self.what
+        return self.on == "work" or self.shared
 
     @property
     def of_pool(self) -> bool:
@@ -263,7 +265,7 @@ def lock_wait(inner: Sequence[Frame]) -> LockWait | None:
     for frame in reversed(inner):
         for ending, functions, wait in _LOCK_CALLS:
             if _in(frame, ending) and short(frame.function) in functions:
-                return wait
+                return replace(wait, shared=any("/multiprocessing/" in normal(one.file) for one in inner))
     return None
 
 
