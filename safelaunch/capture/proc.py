@@ -249,6 +249,7 @@ def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting) -> Thre
         inode=target.inode,
         child=syscalls.child_of(name, arguments),
         rests_in=resting.rests_in(text) if name.startswith("futex") else "",
+        started_ns=time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + stat.start_ticks * procstat.TICK_NS,
     )
 
 

@@ -101,6 +101,7 @@ class ThreadState(Record, frozen=True):
     - ``ends``: who has the other end of it, the process itself included; None where that was not looked for
     - ``child``: the process for whose end the call waits
     - ``rests_in``: of a futex, whose it is: ``lock`` (one of Python's), ``gil``, or a library (``libtorch_cpu.so``)
+    - ``started_ns``: when it began (CLOCK_REALTIME), as exact as the kernel's ticks
     """
 
     tid: int
@@ -122,6 +123,7 @@ class ThreadState(Record, frozen=True):
     ends: tuple[OtherEnd, ...] | None = None
     child: int | None = None
     rests_in: str = ""
+    started_ns: int | None = None
 
 
 class FileLock(Record, frozen=True):

@@ -6,7 +6,7 @@ import os
 import signal
 from dataclasses import dataclass
 
-_TICK_MS = 1000 // os.sysconf("SC_CLK_TCK")
+TICK_NS = 10**9 // os.sysconf("SC_CLK_TCK")
 _SIGNALS = sum(1 << (number - 1) for number in (signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP))
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -37,7 +37,7 @@ def parse(text: str) -> Stat:
     fields = tail.split()
     if not opened or not closed or len(fields) < 22:
         raise ValueError(f"not a line of /proc/<pid>/stat: {text[:80]!r}")
-    cpu = (int(fields[11]) + int(fields[12])) * _TICK_MS
+    cpu = (int(fields[11]) + int(fields[12])) * TICK_NS // 10**6
     status = int(fields[49]) if len(fields) > 49 and fields[49].isdigit() else 0
     faults = int(fields[7]) + int(fields[9])
     caught = int(fields[31]) if len(fields) > 31 and fields[31].isdigit() else 0  # of the signals below 32

@@ -25,6 +25,7 @@ from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.waits import Case
 
 MOST_EDGES = 24
+HABIT = 8  # calls that its rank has made since a thread began
 _NEVER: frozenset[Node] = frozenset()
 # Native threads of torch and of the libraries below it run no Python code of their own accord: what they call back is
 # the end of a call of c10d. Any other one may set an event or put something into a queue.
@@ -384,14 +385,30 @@ class _Prover:
         return frozenset().union(*(self._callers(rank) for rank in ranks))
 
     def _callers(self, rank: int) -> frozenset[Node]:
-        """The threads of ``rank`` that may make a call: its main one, and those that ever did; none once it ended."""
+        """The threads of ``rank`` that may make a call: its main one, those that ever did, and those of the user's that
+        are too new to have a habit; none once it ended.
+        """
         if rank not in self._living:
             return _NEVER
         one = self._case.ranks[rank].evidence
         process = self._processes[one.host, one.pid]
         idents = self._idents.get(rank, frozenset())
         made = (thread for thread in process.python[1:] if not idents or thread.ident in idents or not thread.ident)
-        return frozenset(self._main(rank)) | {self._actor(process, thread) for thread in made}
+        new = self._with_user_code(rank) - self._accustomed(process)
+        return frozenset(self._main(rank)) | {self._actor(process, thread) for thread in made} | new
+
+    def _accustomed(self, process: _Process) -> frozenset[Node]:
+        """Threads that have let their rank make several calls without making one themselves."""
+        record = self._case.alignment.records.get(process.rank)
+        made = sorted(Entries.of(record.entries).created_ns) if record is not None else []
+        if len(made) < HABIT:
+            return _NEVER
+        old = {
+            t.tid
+            for t in process.evidence.states[-1].threads
+            if t.started_ns is not None and t.started_ns < made[-HABIT]
+        }
+        return frozenset(self._actor(process, thread) for thread in process.python if thread.os_tid in old)
 
     @cached_property
     def _idents(self) -> dict[int, frozenset[int]]:

@@ -33,7 +33,7 @@ from safelaunch.model import (
     RankExit,
 )
 from safelaunch.verdict.graph import Need, Node, stuck
-from safelaunch.verdict.proof import prove
+from safelaunch.verdict.proof import HABIT, prove
 from safelaunch.verdict.waits import Case
 
 EXAMPLES = int(os.environ.get("SAFELAUNCH_EXAMPLES", "0"))
@@ -179,14 +179,16 @@ def in_broadcast(number: int, root: int | None) -> RankEvidence:
     return rank(number, in_c10d("broadcast", 50), flight=flight, call=call)
 
 
-def with_side_thread(number: int, caller: int, kernel: str = "sleep") -> RankEvidence:
+def with_side_thread(number: int, caller: int, kernel: str = "sleep", started_ns: int | None = 1) -> RankEvidence:
     """A rank in a collective of group ``a``, and a thread beside. ``caller`` (1: the main thread) has made the calls
-    before."""
-    calls = (*past(3), structs.replace(entry("all_reduce", 1, group="a", line=50), record_id=4))
-    threads = (caller, caller, caller, min(caller, 1))
-    flight = record(*(structs.replace(c, thread=t) for c, t in zip(calls, threads, strict=True)), groups=TWO)
+    before, at 10, 20, ..."""
+    calls = (*past(HABIT), structs.replace(entry("all_reduce", 1, group="a", line=50), record_id=HABIT + 1))
+    threads = (*[caller] * HABIT, min(caller, 1))
+    made = zip(calls, threads, range(10, 1000, 10), strict=False)
+    flight = record(*(structs.replace(c, thread=t, created_ns=ns) for c, t, ns in made), groups=TWO)
     beside = [("saver", (at(41, "save"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run")), kernel)]
-    return numbered(rank(number, in_c10d("all_reduce", 50), flight=flight, threads=beside))
+    one = numbered(rank(number, in_c10d("all_reduce", 50), flight=flight, threads=beside))
+    return changed(one, with_kernel, 1, started_ns=started_ns)
 
 
 def of_two_calls(number: int, first: str, *, lines: bool = True) -> RankEvidence:
@@ -283,6 +285,8 @@ NOT_PROVED = {
     "a rank that failed": job(waiting(0), gone(1, 1)),
     "a crash": job(*WAITS, outcome="crash"),
     "a thread asleep that has called": job(with_side_thread(0, 2), in_group(1, "b", TWO)),
+    "a thread asleep that began after most calls": job(with_side_thread(0, 1, started_ns=25), in_group(1, "b", TWO)),
+    "a thread asleep, and nobody knows since when": job(with_side_thread(0, 1, started_ns=None), in_group(1, "b", TWO)),
     "a peer's thread asleep, where nobody knows who calls": job(with_side_thread(0, 0), in_group(1, "b", TWO)),
     "a send and its receive": job(in_transfer(0, "send", 1), in_transfer(1, "recv", 0)),
     "a send to somebody, and a receive": job(in_transfer(0, "send", None), in_transfer(1, "recv", 0)),
