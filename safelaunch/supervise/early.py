@@ -32,7 +32,6 @@ from safelaunch.system.task import Task
 
 BETWEEN_S = 2.0
 NEARLY_DUE_S = 4.0  # so near, the ordinary suspicion is left to itself
-LOOK_CPU_S = 0.05  # of a rank's time, at most: it is read while it runs
 KEPT = 8
 QUESTION_FILE = "early"
 
@@ -49,10 +48,6 @@ class _Looking:
     second_s: float | None = None
     word: Task[tuple[EarlyLook | None, bool]] | None = None
 
-    @property
-    def cost_s(self) -> float:
-        return LOOK_CPU_S * (len(self.looks.taken) if self.looks is not None else 1)
-
 
 class EarlyLooks:
     """Looks early at a quiet job. Call ``advance`` on every tick; it never blocks and never raises."""
@@ -61,7 +56,7 @@ class EarlyLooks:
         self._watch = watch
         self._about = about
         self._exits = exits
-        self._quiet = Quiet(time.monotonic())
+        self._quiet = Quiet()
         self._attempt = watch.attempt
         self._under_way: _Looking | None = None
         self._left: Task[Looks] | Task[tuple[EarlyLook | None, bool]] | None = None  # of a look that was given up
@@ -85,7 +80,7 @@ class EarlyLooks:
 
     def _advance(self, now: float, *, free: bool) -> None:
         if self._watch.attempt != self._attempt:
-            self._attempt, self._quiet = self._watch.attempt, Quiet(now)
+            self._attempt, self._quiet = self._watch.attempt, Quiet()
             self._keep()
         spell, before = self._watch.spell(now), self._quiet
         self._quiet = quiet.follow(before, spell, now)
@@ -104,8 +99,6 @@ class EarlyLooks:
     def _leave(self, looking: _Looking) -> None:
         """The job goes on, or others look at it."""
         self._under_way, self._left = None, looking.word or looking.task
-        if looking.word is None:
-            self._quiet = quiet.spent(self._quiet, looking.cost_s)
 
     def _may_look(self, now: float) -> bool:
         due_s = self._watch.state.due_s
@@ -138,8 +131,6 @@ class EarlyLooks:
         ranks = {target.pid: target.rank for target in looks.targets}
         active = tuple(sorted({ranks[one.rank] for one in done if one.rank in ranks}))
         alone = not self._watch.unseen
-        if done or looks.collectives_moved:  # a rank that stands still loses nothing by a look
-            self._quiet = quiet.spent(self._quiet, looking.cost_s)
         if answer.all_are_stopped(looks.taken[-1]):
             self._end()
         elif not (done or looks.collectives_moved):

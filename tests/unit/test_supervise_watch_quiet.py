@@ -27,10 +27,10 @@ TICK_S = 0.25
 class Job:
     """Ticks a job's quiet; ``looks`` are the times of the early looks, since the last mark."""
 
-    def __init__(self, longest_s: float = 0.1, stage: Stage = "steps", cost_s: float = 0.0) -> None:
+    def __init__(self, longest_s: float = 0.1, stage: Stage = "steps") -> None:
         self.now = self.mark_s = 1000.0
-        self.quiet = Quiet(self.now)
-        self.longest_s, self.stage, self.cost_s = longest_s, stage, cost_s
+        self.quiet = Quiet()
+        self.longest_s, self.stage = longest_s, stage
         self.looks: list[float] = []
 
     def spell(self, *, made: bool = True) -> Spell:
@@ -49,7 +49,7 @@ class Job:
             spell = self.spell() if judged else None
             self.quiet = quiet.follow(self.quiet, spell, self.now)
             if spell is not None and quiet.is_due(self.quiet, spell, self.now):
-                self.quiet = quiet.spent(quiet.looking(self.quiet, self.now), self.cost_s)
+                self.quiet = quiet.looking(self.quiet, self.now)
                 self.looks.append(self.now - self.mark_s)
         return self.looks
 
@@ -144,29 +144,6 @@ def test_where_the_clock_was_started_again_no_spell_ended_by_itself() -> None:
     assert first_look(job) == pytest.approx(LEAST_S, abs=1.0)
 
 
-def test_what_looks_at_a_slow_start_have_cost_delays_no_look_at_the_training() -> None:
-    job = Job(stage="start", cost_s=1.0)
-    job.step()
-    assert first_look(job)
-    job.stage = "steps"
-    job.step()
-    assert first_look(job) <= LEAST_S + 2 * TICK_S
-
-
-def test_looks_cost_no_more_than_their_share_of_the_job() -> None:
-    job = Job(cost_s=0.2)
-    for _ in range(200):
-        job.step()
-        job.wait(1.0)
-        job.step()
-        job.wait(8.0)
-        job.quiet = quiet.Quiet(
-            job.quiet.job_s, "steps", job.quiet.begin_s, (), 0.0, (), job.quiet.spent_s
-        )  # no memory
-    lived_s = job.now - job.quiet.job_s
-    assert 0 < job.quiet.spent_s <= 0.001 * lived_s + 0.2
-
-
 # --- of a watched job -------------------------------------------------------------------------------------------------
 
 
@@ -229,7 +206,7 @@ def test_when_a_job_counts_as_frozen(usual_s: float, longest_s: float, quiet_s: 
     spell = Spell(1000.0, "steps", usual_s, longest_s)
     expected = quiet_s if frozen else 0.0
     assert quiet.frozen_s(None, spell, 1000.0 + quiet_s) == pytest.approx(expected)
-    assert quiet.frozen_s(Quiet(0.0, "steps"), spell, 1000.0 + quiet_s) == pytest.approx(expected)
+    assert quiet.frozen_s(Quiet("steps"), spell, 1000.0 + quiet_s) == pytest.approx(expected)
     assert quiet.frozen_s(None, None, 1000.0 + quiet_s) == 0.0
 
 

@@ -23,8 +23,6 @@ FROZEN_TIMES, FROZEN_S = 10.0, 2.0
 FEW_STEPS, FEW_S = 5, 5.0
 FORGETS_S = 86_400.0
 REMEMBERED = 8
-# What looks may cost of the job's time, counted as five minutes where it is shorter.
-SHARE, COUNTED_S = 0.001, 300.0
 
 Stage = Literal["start", "first steps", "steps"]
 """No rank has stepped; too few steps for a usual one; the usual step is known."""
@@ -57,16 +55,14 @@ class Quiet:
     """What is known of a job's quiet.
 
     ``begin_s``: the beginning of the present spell, 0 without one. ``looks``: how long it had lasted at each look at
-    it. ``excused_s``: until then nobody was to be judged. ``spent_s``: what looks have cost in this stage.
+    it. ``excused_s``: until then nobody was to be judged.
     """
 
-    job_s: float
     stage: Stage = "start"
     begin_s: float = 0.0
     looks: tuple[float, ...] = ()
     excused_s: float = 0.0
     ended: tuple[Ended, ...] = ()
-    spent_s: float = 0.0
 
 
 def follow(known: Quiet, spell: Spell | None, now: float) -> Quiet:
@@ -74,7 +70,7 @@ def follow(known: Quiet, spell: Spell | None, now: float) -> Quiet:
     if spell is None:
         return replace(known, begin_s=0.0, looks=(), excused_s=now)
     if spell.stage != known.stage:  # how long a start takes, and looks at it, says nothing about training
-        known = replace(known, stage=spell.stage, begin_s=0.0, looks=(), ended=(), spent_s=0.0)
+        known = replace(known, stage=spell.stage, begin_s=0.0, looks=(), ended=())
     begin_s = max(spell.since_s, known.excused_s)
     if begin_s <= known.begin_s:
         return known
@@ -99,8 +95,7 @@ def is_quiet(age_s: float, usual_s: float) -> bool:
 def is_due(known: Quiet, spell: Spell, now: float) -> bool:
     """Whether to look now, at the spell that ``follow`` has taken in."""
     after_s = GROWTH * known.looks[-1] if known.looks else first_look_s(known, spell, now)
-    affordable = known.spent_s <= SHARE * max(COUNTED_S, now - known.job_s)
-    return bool(known.begin_s) and now - known.begin_s >= after_s and affordable
+    return bool(known.begin_s) and now - known.begin_s >= after_s
 
 
 def first_look_s(known: Quiet, spell: Spell, now: float) -> float:
@@ -133,8 +128,3 @@ def frozen_s(known: Quiet | None, spell: Spell | None, now: float) -> float:
 def looking(known: Quiet, now: float) -> Quiet:
     """A look at the present spell begins."""
     return replace(known, looks=(*known.looks, now - known.begin_s))
-
-
-def spent(known: Quiet, seconds: float) -> Quiet:
-    """A look has kept a rank from its work for ``seconds``."""
-    return replace(known, spent_s=known.spent_s + seconds)
