@@ -29,13 +29,32 @@ class Held:
 def holder(pid: int, fd: int) -> int | None:
     """Another process that holds a lock on the file behind ``pid``'s descriptor ``fd``; None if unknown.
 
+    The kernel names the process that has taken the lock; a child that inherits it may be the only one to have it now.
     May block on a file system that does not answer, so call it under a deadline.
     """
     try:
         place = _place(Path(f"/proc/{pid}/fd/{fd}"))
     except OSError:
         return None
-    return next((held.pid for held in parse(_table()) if held.place == place and held.pid != pid), None)
+    held = next((held for held in parse(_table()) if held.place == place and held.pid != pid), None)
+    if held is None or _has(held.pid, held) is not False:
+        return held.pid if held is not None else None
+    others = (int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208 - as everywhere in /proc
+    return next((other for other in others if other != pid and _has(other, held)), None)
+
+
+def _has(pid: int, lock: Held) -> bool | None:
+    """Whether a descriptor of the process has the lock; None if they cannot be read."""
+    try:
+        names = os.listdir(f"/proc/{pid}/fdinfo")  # noqa: PTH208
+    except OSError:
+        return None
+    texts = (_text(Path(f"/proc/{pid}/fdinfo/{name}")) for name in names)
+    return any(lock in _locks_in(text) for text in texts)
+
+
+def _locks_in(fdinfo: str) -> Iterator[Held]:
+    return parse(fdinfo.replace("lock:", ""))
 
 
 def locks_of(pid: int, *, of_others: bool) -> tuple[FileLock, ...]:
@@ -59,7 +78,7 @@ def locks_of(pid: int, *, of_others: bool) -> tuple[FileLock, ...]:
         except OSError:
             continue  # closed meanwhile
         found |= {held: name for held in table if held.place == place}
-        shared |= {held for held in parse(text.replace("lock:", "")) if held.pid != pid}
+        shared |= {held for held in _locks_in(text) if held.pid != pid}
     return tuple(
         FileLock(name, held.pid, program(held.pid) if held.pid != pid else "")
         for held, name in found.items()

@@ -25,6 +25,7 @@ from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.waits import Case
 
 MOST_EDGES = 24
+OTHERS = -1
 HABIT = 8  # calls that its rank has made since a thread began
 _NEVER: frozenset[Node] = frozenset()
 # Native threads of torch and of the libraries below it run no Python code of their own accord: what they call back is
@@ -36,7 +37,8 @@ _BELOW_TORCH = (*_TORCH, "libgomp", "omp", "blas", "mkl", "libnccl", "libcuda", 
 
 @dataclass(frozen=True)
 class _Actor:
-    """A thread of a process of a rank; ``tid`` 0: of a process that runs no Python, its first."""
+    """A thread of a process of a rank; ``tid`` 0: of a process that runs no Python, its first; ``OTHERS``: all threads
+    of which nothing is known."""
 
     rank: int
     pid: int
@@ -80,6 +82,13 @@ class _Process:
     rank: int
     evidence: ProcessEvidence
     python: tuple[Thread, ...]  # the threads that run Python, the main one first
+
+    @property
+    def has_others(self) -> bool:
+        """Whether it has native threads of which nothing is known."""
+        if self.python:
+            return not _has_only_torch_beside(self.evidence)
+        return bool(self.evidence.states) and len(self.evidence.states[-1].threads) > 1
 
 
 def prove(case: Case) -> tuple[ProofEdge, ...]:
@@ -131,6 +140,9 @@ class _Prover:
             view = first if number == 0 else View(process.evidence, rank, thread, self._case.read_source)
             yield self._actor(process, thread), view
 
+    def _is_main(self, process: _Process) -> bool:
+        return process.evidence.pid == self._case.ranks[process.rank].evidence.pid
+
     @staticmethod
     def _actor(process: _Process, thread: Thread) -> _Actor:
         return _Actor(process.rank, process.evidence.pid, thread.os_tid or 0)
@@ -158,6 +170,8 @@ class _Prover:
 
     def _of_c10d(self, view: View, process: _Process) -> tuple[Need, ...] | None:
         seen = view.awaited.peers
+        if not self._is_main(process):
+            return None  # its groups are its own, and no rank's
         if seen is None:
             return self._on_device(view) or self._of_open_calls(view, process)
         wait = peer_wait(view.rank, view, self._case.alignment)
@@ -294,11 +308,12 @@ class _Prover:
     def _of_descriptor(self, view: View, process: _Process) -> tuple[Need, ...] | None:
         wait, host = view.wait, view.rank.host
         key = view.store_key
+        own = {self._actor(process, view.thread)} if view.thread is not None else set()
         if key is not None and wait.target.startswith("tcp"):
-            others = sorted(self._case.world - {view.rank.rank})
-            return (Need(self._any_of(others), f"another rank sets the key {key.words}", _stack_claim(view)),)
+            givers = self._any_of(self._case.world - {view.rank.rank}) | (self._with_code - own)
+            return (Need(givers, f"another rank sets the key {key.words}", _stack_claim(view)),)
         if wait.locked_by is not None:
-            pids = [wait.locked_by]
+            pids = self._sharing(host, wait.locked_by)
         elif wait.ends is not None and wait.kind == "io":
             pids = [end.pid for end in wait.ends]
         else:
@@ -306,12 +321,27 @@ class _Prover:
         owners = [(host, pid) for pid in pids]
         if not owners or any(owner not in self._processes for owner in owners):
             return None
-        own = {self._actor(process, view.thread)} if view.thread is not None else set()
         givers = self._threads_of(owners) - own
         return (Need(givers, f"{wait.call} on {wait.target} at {view.place} gets an answer", _stack_claim(view)),)
 
     def _threads_of(self, owners: Iterable[tuple[str, int]]) -> frozenset[Node]:
-        return frozenset(actor for owner in owners for actor, _ in self._views(self._processes[owner]))
+        """All threads of these processes, native ones, too: they may write, close, or end their process."""
+        processes = [self._processes[owner] for owner in owners]
+        others = {_Actor(one.rank, one.evidence.pid, OTHERS) for one in processes if one.has_others}
+        return frozenset(others.union(actor for one in processes for actor, _ in self._views(one)))
+
+    def _sharing(self, host: str, pid: int) -> list[int]:
+        """The process and all others of its rank: a lock on a file is inherited."""
+        holder = self._processes.get((host, pid))
+        if holder is None:
+            return [pid]
+        return [one.evidence.pid for one in self._processes.values() if one.rank == holder.rank]
+
+    @cached_property
+    def _with_code(self) -> frozenset[Node]:
+        """All threads of children, and those of ranks that run code of the user's."""
+        children = [owner for owner, one in self._processes.items() if not self._is_main(one)]
+        return self._threads_of(children).union(*map(self._with_user_code, self._living))
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -448,7 +478,7 @@ class _Prover:
             whose = f" of rank {node.rank}" if node.rank >= 0 else ""
             return f"{node.signature[0]} #{node.number} of group {node.group!r}{whose}"
         assert isinstance(node, _Actor)
-        what = f"thread {node.tid}" if node.tid else "the program"
+        what = f"thread {node.tid}" if node.tid > 0 else "the program" if node.tid == 0 else "a native thread"
         return f"{what} of process {node.pid} of rank {node.rank}"
 
 

@@ -189,6 +189,16 @@ def test_the_locks_on_the_files_of_a_process(start: Start, tmp_path: Path) -> No
     assert start(opened + "input()", str(path)).wait_for(in_call("read")).locks == ()
 
 
+def test_a_lock_that_a_child_alone_has_left(start: Start, tmp_path: Path) -> None:
+    """The kernel names its parent, which took the lock."""
+    opened = "import fcntl, os, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, 2)"
+    forked = f"{opened}; child = os.fork()\nif child: file.close(); print(child, flush=True)\ntime.sleep(1000)"
+    child = int(start(forked, str(tmp_path / "cache.lock")).line())
+    main = start(opened, str(tmp_path / "cache.lock")).wait_for(in_call("flock")).main_thread
+    assert main is not None
+    assert main.locked_by == child
+
+
 def test_the_tree_and_a_zombie(start: Start) -> None:
     program = start(
         """

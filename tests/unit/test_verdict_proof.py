@@ -162,6 +162,28 @@ def reader(*ends: int) -> ProcessEvidence:
     return with_kernel(child, inode=1, ends=tuple(map(OtherEnd, ends)))
 
 
+def with_native_thread(one: ProcessEvidence, name: str = "worker") -> ProcessEvidence:
+    """The process with one more thread, which runs no Python."""
+    states = []
+    for state in one.states:
+        thread = structs.replace(state.threads[0], tid=one.pid + 9, name=name)
+        states.append(structs.replace(state, threads=(*state.threads, thread)))
+    return structs.replace(one, states=tuple(states))
+
+
+def at_file_lock(holder: int) -> RankEvidence:
+    return changed(rank(1, in_user(40), "flock", flight=behind()), with_kernel, locked_by=holder)
+
+
+def at_store_key(number: int, **fields: Any) -> RankEvidence:
+    one = rank(number, in_user(30), "poll", flight=behind(), **fields)
+    return changed(one, with_kernel, fd_target="tcp 10.0.0.1:29500")
+
+
+def asleep(pid: int) -> ProcessEvidence:
+    return process(pid, in_user(60), "sleep", role="child")
+
+
 def gone(number: int, returncode: int = 0) -> RankEvidence:
     return rank(number, seen=False, flight=behind(), more={"exit": RankExit(returncode, 1.0)})
 
@@ -236,6 +258,8 @@ PROVED = {
         in_transfer(0, "recv", 1), changed(with_side_thread(1, 1, "futex"), with_kernel, 1, rests_in="lock")
     ),
     "two calls under way, neither of which ends": job(of_two_calls(0, "all_gather"), waiting(1)),
+    "a pipe to itself, and torch's own threads": job(changed(at_pipe(1000), with_native_thread, "pt_nccl"), waiting(1)),
+    "a lock on a file of a rank that waits": job(waiting(0), at_file_lock(1000)),
 }
 WAITS = [waiting(0), waiting(1, "all_gather")]
 
@@ -281,6 +305,18 @@ NOT_PROVED = {
     "another type of as many bytes": job(
         waiting(0, flight=record(entry("all_reduce", 4, size=(4,), dtype="Float"))),
         waiting(1, flight=record(entry("all_reduce", 4, size=(2,), dtype="Long"))),
+    ),
+    "a pipe to itself, and a native thread of an unknown library": job(
+        changed(at_pipe(1000), with_native_thread), waiting(1)
+    ),
+    "a child that waits for its parent, and has another thread": job(
+        with_child(with_native_thread(structs.replace(reader(1000, 1500), stacks=()))), waiting(1)
+    ),
+    "a lock on a file that a child of the rank may have as well": job(
+        waiting(0, children=[asleep(1500)]), at_file_lock(1000)
+    ),
+    "a child that receives from another child": job(
+        with_child(process(1500, in_c10d("recv", 55), role="child")), waiting(1, children=[asleep(1600)])
     ),
     "a rank that failed": job(waiting(0), gone(1, 1)),
     "a crash": job(*WAITS, outcome="crash"),
@@ -337,6 +373,25 @@ def test_these_are_dead(name: str) -> None:
 @pytest.mark.parametrize("name", NOT_PROVED)
 def test_what_is_not_known_may_go_on(name: str) -> None:
     assert not proof(NOT_PROVED[name])
+
+
+SAVER = [("saver", in_user(70), "sleep")]
+
+
+@pytest.mark.parametrize(
+    ("at_key", "peer", "dead"),
+    [
+        ({}, {}, True),
+        ({}, {"threads": SAVER}, False),
+        ({"threads": SAVER}, {}, False),
+        ({}, {"children": [asleep(1500)]}, False),
+    ],
+    ids=["nobody else", "a thread of the peer's", "a thread of its own", "a child of the peer's"],
+)
+def test_who_may_set_a_key_of_the_store(at_key: dict[str, Any], peer: dict[str, Any], dead: bool) -> None:
+    source = 29 * "\n" + "store.get('ready')\n"
+    evidence = job(at_store_key(0, **at_key), waiting(1, **peer))
+    assert bool(prove(Case.of(evidence, lambda _: source))) is dead
 
 
 # --- jobs that are executed -------------------------------------------------------------------------------------------
