@@ -30,7 +30,7 @@ Part = Literal["alone", "waits", "leads", "follows"]
 class JointChecks:
     """``page``: what the leader says, if it is heard. Every method returns at once."""
 
-    def __init__(self, channel: Channel | None, page: Callable[[], Page | None]) -> None:
+    def __init__(self, channel: Channel, page: Callable[[], Page | None]) -> None:
         self._channel = channel
         self._page = page
         self._newest: list[Check] = []
@@ -42,7 +42,7 @@ class JointChecks:
 
     def part(self, unseen: Sequence[int], covered: bool, now: float) -> Part:
         """What this node does about them. ``unseen``: ranks of other nodes; ``covered``: all of them are heard."""
-        if self._channel is None or not unseen:
+        if not self._channel.is_started or not unseen:
             return "alone"
         leads, page = self._channel.seen.leads, self._page()
         if covered and (leads or (page is not None and page.compares)):
@@ -55,8 +55,6 @@ class JointChecks:
 
     def offer(self, checks: Sequence[Check], now: float) -> None:
         """Hands over what this node's ranks have computed."""
-        if self._channel is None:
-            return
         self._newest = [*self._newest, *checks][-KEPT:]
         if now - self._post_s < POST_EVERY_S:
             return
@@ -69,7 +67,7 @@ class JointChecks:
     def gathered(self) -> list[Check]:
         """What other nodes have handed over since the last call."""
         found: list[Check] = []
-        for slot, (edition, data) in (self._channel.seen.checks if self._channel is not None else {}).items():
+        for slot, (edition, data) in self._channel.seen.checks.items():
             if self._read.get(slot) != edition:
                 self._read[slot] = edition
                 try:
@@ -80,12 +78,11 @@ class JointChecks:
 
     def tell(self, found: Sequence[Inconsistency], *, stops: bool = False, place: str = "") -> None:
         """Tells all nodes what has been found in the checks of all."""
-        if self._channel is not None:
-            self._channel.tell_wrong(encode_found(Found(tuple(found)[:MOST_FOUND], stops, place[:4096])))
+        self._channel.tell_wrong(encode_found(Found(tuple(found)[:MOST_FOUND], stops, place[:4096])))
 
     def told(self) -> Found | None:
         """What the node that leads has found, where that is new."""
-        data = self._channel.seen.wrong if self._channel is not None else b""
+        data = self._channel.seen.wrong
         if data in (b"", self._told):
             return None
         self._told = data

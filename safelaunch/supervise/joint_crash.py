@@ -42,9 +42,7 @@ class Told:
 class JointCrash:
     """This node's part. ``nodes``: what it knows of all of them. Everything but ``settle`` returns at once."""
 
-    def __init__(
-        self, channel: Channel | None, about: Circumstances, nodes: Callable[[], tuple[NodeEvidence, ...]]
-    ) -> None:
+    def __init__(self, channel: Channel, about: Circumstances, nodes: Callable[[], tuple[NodeEvidence, ...]]) -> None:
         self._channel = channel
         self._about = about
         self._nodes = nodes
@@ -57,23 +55,20 @@ class JointCrash:
 
     def trouble(self, text: str) -> None:
         """Tells the others what has failed here on its own account; the first failure counts."""
-        if self._channel is not None and not self._channel.beat.trouble:
+        if not self._channel.beat.trouble:
             self._channel.tell(trouble=text[:LONGEST_TEXT])
 
     @property
     def has_trouble(self) -> bool:
-        return self._channel is not None and bool(self._channel.beat.trouble)
+        return bool(self._channel.beat.trouble)
 
     def anew(self) -> None:
         """The ranks have been started anew."""
         self._past = None
-        if self._channel is not None:
-            self._channel.tell(trouble="", crash=0, failed=-1, anew=False)
+        self._channel.tell(trouble="", crash=0, failed=-1, anew=False)
 
     def another_round(self) -> str:
         """torchrun has ended the ranks here, none of which had failed: it is about to start others. Returns why."""
-        if self._channel is None:
-            return "nodes have joined or left"
         self._channel.tell(anew=True)
         troubles = self._channel.seen.word.troubles
         return f"on another node, {troubles[0]}" if troubles else "nodes have joined or left"
@@ -85,7 +80,7 @@ class JointCrash:
         verdict that is stored is everybody's.
         """
         channel, number = self._channel, self._past
-        if channel is None or number is None:
+        if number is None:
             return Told(Word())
         half = aged(without_secrets(replace(half, nodes=self._nodes()), self._about.redactor), time.time())
         channel.fail(number + 1, condensed(half))
@@ -131,7 +126,6 @@ class JointCrash:
 
     def _judge_crash(self, half: Evidence, others: tuple[Evidence, ...]) -> tuple[str, bool]:
         """Returns the name of this node's bundle, and whether it will hold every rank."""
-        assert self._channel is not None
         own = replace(half, nodes=self._nodes())
         everything = replace(merged(own, others), outcome="crash")
         verdict = judged(everything, self._about)

@@ -39,7 +39,7 @@ class JointDump:
     ``asking`` waits for another question of this node's.
     """
 
-    def __init__(self, channel: Channel | None, about: Circumstances, page: Callable[[], Page | None]) -> None:
+    def __init__(self, channel: Channel, about: Circumstances, page: Callable[[], Page | None]) -> None:
         self._channel = channel
         self._about = about
         self._page = page
@@ -50,7 +50,7 @@ class JointDump:
     @contextmanager
     def asking(self, question: Question | None = None) -> Iterator[bool]:
         """Asks all nodes for their evidence, or what the question says, now. False: there is nobody to ask."""
-        if self._channel is None or not self.of_several:
+        if not self.of_several:
             yield False
             return
         with self._one_at_a_time:
@@ -82,7 +82,6 @@ class JointDump:
         return found, notes
 
     def _answers(self, stop: threading.Event | None = None) -> Mapping[int, list[bytes]]:
-        assert self._channel is not None
         stop, until = stop or threading.Event(), time.monotonic() + DUMP_S
         while (seen := self._channel.seen).page is not None and time.monotonic() < until:
             if (answers := self._own(seen.answers)) is not None and answers.complete:
@@ -100,7 +99,7 @@ class JointDump:
     def of_several(self) -> bool:
         """Whether there are other nodes, all of which take part in one dump or recording at a time."""
         page = self._page()
-        return self._channel is not None and page is not None and page.nodes > 1
+        return page is not None and page.nodes > 1
 
     @property
     def presses(self) -> bool:
@@ -119,8 +118,8 @@ class JointDump:
 
     def _new(self) -> dict[int, Question]:
         """What other nodes ask for, and this one has not taken part in."""
-        page = self._page() if self._channel is not None else None
-        if self._channel is None or page is None:
+        page = self._page()
+        if page is None:
             return {}
         answers, questions = self._channel.seen.answers, self._channel.seen.questions
         known = self._known | ({answers.number} if answers is not None else set())
@@ -131,17 +130,14 @@ class JointDump:
         return share_of(node_count(self._page()))
 
     def hand_in(self, number: int, evidence: Evidence) -> None:
-        if self._channel is not None:
-            self._channel.hand_in_dump(
-                number, condensed(without_secrets(evidence, self._about.redactor), share=self._share)
-            )
+        own = without_secrets(evidence, self._about.redactor)
+        self._channel.hand_in_dump(number, condensed(own, share=self._share))
 
     def hand_in_recording(self, number: int, recording: Recording) -> None:
         """``recording`` is without secrets."""
-        if self._channel is not None:
-            share = self._share
-            small = bounded(recording, lambda one: packed(msgspec.msgpack.encode(one), share) is not None)
-            self._channel.hand_in_dump(number, packed(msgspec.msgpack.encode(small)) or [])
+        share = self._share
+        small = bounded(recording, lambda one: packed(msgspec.msgpack.encode(one), share) is not None)
+        self._channel.hand_in_dump(number, packed(msgspec.msgpack.encode(small)) or [])
 
 
 def recording_of(chunks: list[bytes]) -> Recording:

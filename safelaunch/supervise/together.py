@@ -21,7 +21,6 @@ from safelaunch.capture.command import helper_reports
 from safelaunch.capture.redaction import without_secrets
 from safelaunch.job.plan import Plan
 from safelaunch.model import BundlePlace, Evidence, Lost, NodeEvidence, Rendezvous
-from safelaunch.settings.config import Settings
 from safelaunch.supervise.answer import proves
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.council import SILENT_S
@@ -83,11 +82,13 @@ class Together:
         self._by_torchrun = plan.by_torchrun
         self._joined = 0  # the newest incident that this node takes part in
         found = meeting(plan.command, plan.env, plan.settings.cluster_store)
-        self._why = found.why if isinstance(found, Alone) else ""
-        self._channel: Channel | None = None
         self._notices: NodeNotices | None = None
         self._port: int | None = None
         self.job = f"{found.address} {found.prefix}" if isinstance(found, Meeting) else ""
+        version = plan.torch.version if plan.torch is not None else ""
+        script = digest_of(Path(plan.script[0])) if plan.script else ""
+        node = Node("", about.host[:255], os.getpid(), __version__, version[:255], script)
+        self._channel = Channel(node, found.why if isinstance(found, Alone) else "")
         if isinstance(found, Meeting):
             self._meet(plan, found)
         self.crash = JointCrash(self._channel, about, lambda: self.nodes(probing=False))
@@ -95,16 +96,15 @@ class Together:
         self.checks = JointChecks(self._channel, lambda: self._page)
 
     def _meet(self, plan: Plan, found: Meeting) -> None:
-        key = self._key(plan.settings)
-        if key is None:
+        key_file = plan.settings.cluster_key_file
+        try:
+            key = read_key(key_file) if key_file is not None else b""
+        except BadKeyFile as error:
+            self._channel.seen = Seen(why=f"--cluster-key-file {key_file}: {error}")
             return
-        version = plan.torch.version if plan.torch is not None else ""
-        script = digest_of(Path(plan.script[0])) if plan.script else ""
-        node = Node("", self._about.host[:255], os.getpid(), __version__, version[:255], script)
-        node = replace(node, node_rank=found.node_rank)
         self._port = found.address.port
-        self._channel = Channel(found, node, key, self._store_host(plan, found))
-        self._channel.start()
+        self._channel.node = replace(self._channel.node, node_rank=found.node_rank)
+        self._channel.start(found, key, self._store_host(plan, found))
         self._notices = NodeNotices(found, self._channel, hosts_of(plan.env))
 
     def _store_host(self, plan: Plan, found: Meeting) -> StoreHost | None:
@@ -114,24 +114,13 @@ class Together:
         log = self._about.run_dir / "store.log"
         return StoreHost(found.address, plan.torch.python, log, helper_reports.started)
 
-    def _key(self, settings: Settings) -> bytes | None:
-        """Empty where none was given; None, and why, where the one that was given cannot be had any more."""
-        if settings.cluster_key_file is None:
-            return b""
-        try:
-            return read_key(settings.cluster_key_file)
-        except BadKeyFile as error:
-            self._why = f"--cluster-key-file {settings.cluster_key_file}: {error}"
-            return None
-
     def close(self, *, at_once: bool = False) -> None:
         """Leaves the others; takes seconds, unless ``at_once``."""
-        if self._channel is not None:
-            self._channel.close(at_once=at_once)
+        self._channel.close(at_once=at_once)
 
     @property
     def _seen(self) -> Seen:
-        return self._channel.seen if self._channel is not None else Seen(why=self._why)
+        return self._channel.seen
 
     @property
     def _page(self) -> Page | None:
@@ -170,7 +159,7 @@ class Together:
 
     def tick(self, now: float, *, stopping: bool = False) -> None:
         """Tells the others what this node sees now, and a person what becomes of the others."""
-        if self._channel is None or self._notices is None:
+        if self._notices is None:
             return
         watch = self._watch
         ranks = watch.seen
@@ -218,7 +207,7 @@ class Together:
 
     def nodes(self, *, probing: bool = True) -> tuple[NodeEvidence, ...]:
         """The nodes of the job as evidence; empty where it has one. ``probing`` takes seconds where one is silent."""
-        if self._channel is None or not self._channel.seen.peers:
+        if not self._seen.peers:
             return ()
         self._note_store()
         channel = self._channel
@@ -239,7 +228,7 @@ class Together:
 
     def look_around(self) -> bool:
         """Asks what every node says of itself. False: there is nobody to ask."""
-        if self._channel is None or self._seen.page is None:
+        if self._seen.page is None:
             return False
         self._channel.look_around()
         return True
@@ -254,15 +243,14 @@ class Together:
     def suspect(self, window_s: float) -> bool:
         """Asks all nodes to look. False: there is nobody to ask."""
         page = self._page
-        if self._channel is None or page is None or not self._covers(page):
+        if page is None or not self._covers(page):
             return False
         self._channel.tell(doing="suspecting", suspects=page.incident, window_s=min(window_s, 60.0), at_limit=False)
         return True
 
     def at_limit(self) -> None:
         """This node will wait no longer for something that computes."""
-        if self._channel is not None:
-            self._channel.tell(at_limit=True)
+        self._channel.tell(at_limit=True)
 
     @property
     def asks_nccl(self) -> bool:
@@ -278,24 +266,21 @@ class Together:
 
     def let_go(self) -> None:
         """This node suspects nothing any more."""
-        if self._channel is not None:
-            self._channel.tell(doing="watching", at_limit=False)
+        self._channel.tell(doing="watching", at_limit=False)
 
     def calls(self) -> Page | None:
         """An incident in which all are to look, and this node does not yet."""
-        page = self._page if self._channel is not None else None
+        page = self._page
         return page if page is not None and page.phase == "looking" and page.incident > self._joined else None
 
     def join(self, incident: int) -> None:
         self._joined = incident
-        if self._channel is not None:
-            # This incident answers what the node has asked for meanwhile; else it would open the next one at once.
-            asked = min(self._asked, incident - 1)
-            self._channel.tell(incident=incident, suspects=asked, vote="", chunks=-1, agrees=False)
+        # This incident answers what the node has asked for meanwhile; else it would open the next one at once.
+        asked = min(self._asked, incident - 1)
+        self._channel.tell(incident=incident, suspects=asked, vote="", chunks=-1, agrees=False)
 
     def vote(self, vote: Vote) -> None:
-        if self._channel is not None:
-            self._channel.tell(vote=vote)
+        self._channel.tell(vote=vote)
 
     def outcome(self, incident: int) -> Outcome | None:
         """What became of it; None: nothing yet. 0: the one that this node has asked for, where that is over already."""
@@ -314,7 +299,7 @@ class Together:
 
     @property
     def _asked(self) -> int:
-        return self._channel.beat.suspects if self._channel is not None else 0
+        return self._channel.beat.suspects
 
     # --- what is done about it; in a thread of its own --------------------------------------------------------------
 
@@ -324,7 +309,6 @@ class Together:
         ``root``: this node's bundle, of which small files travel. None: the job moves after all. Takes ``SETTLE_S`` at
         most.
         """
-        assert self._channel is not None
         page = self._channel.seen.page
         nodes = node_count(page)
         files = small_files(root, records=page is not None and nodes <= FEW) if root is not None else {}
@@ -362,7 +346,6 @@ class Together:
         return Decision(common.verdict, action, self._about.host[:255], path[:4096], lowest)
 
     def _agreed(self, decision: Decision, evidence: Evidence, whole: Common | None) -> Settled:
-        assert self._channel is not None
         self._channel.tell(agrees=True, doing="watching", at_limit=False)
         outcome: Literal["hang", "suspect"] = "suspect" if decision.verdict.outcome == "suspect" else "hang"
         is_whole = whole is not None and decision.verdict == whole.verdict

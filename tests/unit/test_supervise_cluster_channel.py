@@ -48,9 +48,9 @@ def join(server: tuple[subprocess.Popen[str], Address]) -> Iterator[Callable[...
     made: list[Channel] = []
 
     def start(*ranks: int, key: bytes = b"", world: int = 4) -> Channel:
-        one = Channel(Meeting(server[1], "safelaunch/1/test"), Node("", f"host{ranks[0]}", 1, "0.1", "2.13"), key)
+        one = Channel(Node("", f"host{ranks[0]}", 1, "0.1", "2.13"))
         one.tell(ranks=ranks, world=world)
-        one.start()
+        one.start(Meeting(server[1], "safelaunch/1/test"), key)
         made.append(one)
         return one
 

@@ -45,7 +45,7 @@ class Channel:
         self.verdicts: list[Decision] = []
         self.gathers = False
 
-    def start(self) -> None: ...
+    def start(self, *_: object) -> None: ...
 
     def tell(self, **changes: Any) -> None:
         self.beat = replace(self.beat, **changes)

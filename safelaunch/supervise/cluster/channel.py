@@ -32,14 +32,13 @@ SEE_OFF_S = 8.0  # for the others' last words, where their store ends with this 
 class Channel:
     """``start`` it, and ``close`` it at the end. All methods return at once, and are for any thread.
 
-    ``host``: starts the store, where it is no store of torchrun's.
+    ``host``: starts the store, where it is no store of torchrun's. One that is never started hears nobody: the channel
+    of a job on one node. ``why``: why it is that of a job on several.
     """
 
-    def __init__(self, meeting: Meeting, node: Node, key: bytes = b"", host: StoreHost | None = None) -> None:
-        self._meeting = meeting
-        self._host = host
+    def __init__(self, node: Node, why: str = "") -> None:
+        self._host: StoreHost | None = None
         self.node = node
-        self._codec = Codec(meeting.prefix, key)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closing = self._sees_off = False
@@ -53,10 +52,16 @@ class Channel:
         self._checks = self._wrong = b""
         self._compares = False
         self._session: Session | None = None
-        self.seen = Seen()
-        self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
+        self.seen = Seen(why=why)
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
+    @property
+    def is_started(self) -> bool:
+        return self._thread is not None
+
+    def start(self, meeting: Meeting, key: bytes = b"", host: StoreHost | None = None) -> None:
+        self._host = host
+        self._thread = threading.Thread(target=self._run, args=(meeting, key), name="cluster", daemon=True)
         self._thread.start()
 
     def close(self, *, at_once: bool = False) -> None:
@@ -67,7 +72,7 @@ class Channel:
         self._sees_off = self.hosts and not at_once
         self._closing = True
         self._wake.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(GOODBYE_S + (SEE_OFF_S if self._sees_off else 0.0))
         if self._host is not None:
             self._host.close()
@@ -153,17 +158,18 @@ class Channel:
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, meeting: Meeting, key: bytes) -> None:
+        codec = Codec(meeting.prefix, key)
         tries, has_met = 0, False
         while not self._closing:
             met = False
             try:
                 if self._host is not None and not has_met:  # one that is lost is not replaced: nobody knows it
                     self._host.start()
-                store = Store(self._meeting.address, deadline_s=CONNECT_S + GREETED_S * self._meeting.most_nodes)
+                store = Store(meeting.address, deadline_s=CONNECT_S + GREETED_S * meeting.most_nodes)
                 try:
                     if self._session is None or not self._session.resume(store):
-                        self._session = Session(store, self._meeting.prefix, self._codec, self.node)
+                        self._session = Session(store, meeting.prefix, codec, self.node)
                     met = has_met = True
                     self._converse(self._session)
                 finally:
