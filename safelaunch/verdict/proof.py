@@ -252,6 +252,9 @@ class _Prover:
         rests_in = _rests_in(view)
         if rests_in in ("lock", "gil") or not (calls.in_torch(view.stack) or _is_own_line(view)):
             return None
+        in_future = calls.waits_for_future(view.stack)
+        if calls.waits_for_rpc(view.stack) or (in_future and process.has_others):
+            return None  # another rank may answer, through a native thread
         ident = view.thread.ident if view.thread is not None else 0
         pending = [entry for entry in self._pending(view) if entry.thread in (0, ident)]
         of_torch = rests_in.startswith(_TORCH)
@@ -267,6 +270,8 @@ class _Prover:
             if view.wait.left_s is not None:
                 return None
             givers |= self._other_threads(process, view)  # or it is a lock, after all
+        elif in_future:
+            givers |= self._other_threads(process, view)
         return (Need(frozenset(givers), " or ".join(described(one) for one in pending[:3]), _stack_claim(view)),)
 
     def _of_lock(self, view: View, process: _Process) -> tuple[Need, ...] | None:

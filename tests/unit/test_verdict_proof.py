@@ -166,7 +166,7 @@ def with_native_thread(one: ProcessEvidence, name: str = "worker") -> ProcessEvi
     """The process with one more thread, which runs no Python."""
     states = []
     for state in one.states:
-        thread = structs.replace(state.threads[0], tid=one.pid + 9, name=name)
+        thread = structs.replace(state.threads[0], tid=one.pid + 9, name=name, rests_in="")
         states.append(structs.replace(state, threads=(*state.threads, thread)))
     return structs.replace(one, states=tuple(states))
 
@@ -178,6 +178,16 @@ def at_file_lock(holder: int) -> RankEvidence:
 def at_store_key(number: int, **fields: Any) -> RankEvidence:
     one = rank(number, in_user(30), "poll", flight=behind(), **fields)
     return changed(one, with_kernel, fd_target="tcp 10.0.0.1:29500")
+
+
+SAVER = [("saver", in_user(70), "sleep")]
+
+
+def in_future(*, file: str = "futures/__init__.py", **fields: Any) -> RankEvidence:
+    """It waits inside torch, while a collective that it has started is under way."""
+    frames = (Frame(f"/venv/lib/python3.11/site-packages/torch/{file}", 80, "wait"), *in_user(40))
+    one = rank(0, frames, flight=record(*past(3), entry("all_gather", 4)), **fields)
+    return changed(one, with_kernel, rests_in="libtorch_cpu.so")
 
 
 def asleep(pid: int) -> ProcessEvidence:
@@ -259,6 +269,7 @@ PROVED = {
     ),
     "two calls under way, neither of which ends": job(of_two_calls(0, "all_gather"), waiting(1)),
     "a pipe to itself, and torch's own threads": job(changed(at_pipe(1000), with_native_thread, "pt_nccl"), waiting(1)),
+    "a future of a call that never ends": job(in_future(), waiting(1)),
     "a lock on a file of a rank that waits": job(waiting(0), at_file_lock(1000)),
 }
 WAITS = [waiting(0), waiting(1, "all_gather")]
@@ -318,6 +329,9 @@ NOT_PROVED = {
     "a child that receives from another child": job(
         with_child(process(1500, in_c10d("recv", 55), role="child")), waiting(1, children=[asleep(1600)])
     ),
+    "a future that RPC may set": job(changed(in_future(), with_native_thread, "TP_UV_loop"), waiting(1)),
+    "a future that another thread may set": job(in_future(threads=SAVER), waiting(1)),
+    "an answer of RPC": job(in_future(file="distributed/rpc/api.py"), waiting(1)),
     "a rank that failed": job(waiting(0), gone(1, 1)),
     "a crash": job(*WAITS, outcome="crash"),
     "a thread asleep that has called": job(with_side_thread(0, 2), in_group(1, "b", TWO)),
@@ -373,9 +387,6 @@ def test_these_are_dead(name: str) -> None:
 @pytest.mark.parametrize("name", NOT_PROVED)
 def test_what_is_not_known_may_go_on(name: str) -> None:
     assert not proof(NOT_PROVED[name])
-
-
-SAVER = [("saver", in_user(70), "sleep")]
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,11 @@ def waits_for_rpc(stack: Stack) -> bool:
     return any("/torch/distributed/rpc/" in normal(f.file) for f in stack.called)
 
 
+def waits_for_future(stack: Stack) -> bool:
+    """The thread waits for a ``torch.futures.Future``: of a call of c10d or of RPC, or one that other code sets."""
+    return any("/torch/futures/" in normal(f.file) for f in stack.called)
+
+
 def handles_rpc(frames: Sequence[Frame]) -> bool:
     """A thread that runs what another rank has asked for."""
     return any(_in(f, "torch/distributed/rpc/internal.py") and short(f.function) == "_run_function" for f in frames)
