@@ -110,3 +110,18 @@ def test_a_rank_that_exits_waits_for_its_handlers_and_not_for_who_asked(
     with pytest.raises(Unanswered, match="exiting"):
         worker_server.ask_python("", "safelaunch_gil", asking, deadline_s=1.0)
     assert page.wait_for_answers(words)
+
+
+def test_a_rank_that_exits_on_a_starved_machine_waits_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its sleeps takes a second, as long as the handler waits for a core."""
+    _, words = page.create(str(tmp_path / f"0-0-{os.getpid()}"))
+    words[layout.ASKED] = 1
+    slept: list[float] = []
+
+    def starved(seconds: float) -> None:
+        slept.append(seconds)
+        words[layout.ANSWERED] = len(slept) > 9
+
+    monkeypatch.setattr(page, "sleep", starved)
+    monkeypatch.setattr(page, "monotonic_ns", lambda: len(slept) * 10**9)
+    assert page.wait_for_answers(words)
