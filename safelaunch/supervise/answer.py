@@ -138,7 +138,9 @@ def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: b
         return Judged("alive" if done else "unseen", done, f"the evidence was not understood: {type(error).__name__}")
     abort_s = limit.unix_s - time.time() + time.monotonic() - mark_s if limit.unix_s is not None else None
     limits = Limits(abort_s, limit.waits)
-    if proved and covers and not unseen and not looks.collectives_moved:
+    # Who has sent may be elsewhere while its bytes are still on their way: gloo records no send.
+    arriving = looks.collectives_moved or any(one.kind == "network" and one.pid == one.rank for one in done)
+    if proved and covers and not unseen and not arriving:
         return Judged("dead", done, "", limits, limit.group)
     if done or looks.collectives_moved:
         return Judged("alive", done, unseen, limits, limit.group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -66,6 +67,18 @@ def test_a_closed_set_of_waits_is_dead() -> None:
 
 def test_a_proof_counts_whatever_else_works() -> None:
     assert judged(looks(*IN_CALL, used_ms={1000: 9000})).found == "dead"
+
+
+@pytest.mark.parametrize(("pid", "found"), [(1000, "alive"), (2000, "dead")])
+def test_bytes_that_arrive_at_a_rank_may_be_what_it_waits_for(pid: int, found: str) -> None:
+    """A peer that has sent them is elsewhere by then. What a child downloads is no message of a rank's."""
+    taken = looks(RankLook(0, IN_CALL[0].main, (process(2000, in_user(8)),)), IN_CALL[1])
+    (first, _), (last, _) = taken.counters
+    moved = ProcessCounters(1000, sockets={7: 5_000_000})
+    quiet = ProcessCounters(1000, sockets={7: 0})
+    begin = dataclasses.replace(first, processes={**first.processes, (pid, pid): quiet})
+    end = dataclasses.replace(last, processes={**last.processes, (pid, pid): moved})
+    assert judged(dataclasses.replace(taken, counters=((begin, begin), (end, end)))).found == found
 
 
 def test_the_half_of_a_job_proves_nothing() -> None:
