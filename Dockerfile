@@ -1,4 +1,4 @@
-# safelaunch in an image: the wheel, built here and installed beside torch. docs/docker.md says more.
+# safelaunch in an image: the wheel, built here and installed beside torch. docs/schedulers.md says more.
 #
 #     docker build -t safelaunch .
 #     docker run --rm --cap-add=SYS_PTRACE --shm-size=2g safelaunch demo

@@ -166,7 +166,7 @@ def read_reproductions(files: Sequence[Path]) -> Found:
         wrong = [row for row in mine if row["why_not"]]
         said = sum(bool(row["in_part"]) and not row["why_not"] for row in mine)
         seen = f"{len(mine) - len(wrong) - said} of {len(mine)}"
-        seen += f"; {said} at the same calls, with another verdict, as the head of the script says" if said else ""
+        seen += f"; {said} at the same calls, with a different verdict, as the script's header notes" if said else ""
         table += [(f"scripts of `reproduce`, {words}: the same cause and ranks", seen)]
         table += [(f"– {row['name']}", row["why_not"][:120]) for row in wrong]
         counts.append((len(mine), said, len(wrong)))
@@ -183,7 +183,11 @@ def read_consistency(files: Sequence[Path]) -> Found:
     right = sum(row["right"] for row in faults)
     table = [(f"{len(healthy)} healthy programs", f"{len(alarms)} alarms")]
     table += [(f"– {row['about']}", "; ".join(row["said"])[:120] or "failed") for row in alarms]
-    table += [(row["about"], "found: step and rank right" if row["right"] else "**missed**") for row in faults]
+    found = [row["about"] for row in faults if row["right"]]
+    table += (
+        [(f"{len(found)} planted faults: {'; '.join(found)}", "found, with the right step and rank")] if found else []
+    )
+    table += [(row["about"], "**missed**") for row in faults if not row["right"]]
     seen = f"{len(alarms)} alarms of {len(healthy)} healthy programs; {right} of {len(faults)} faults found"
     return Found(seen, ("`--check-every 3`", "seen"), tuple(table))
 
@@ -228,7 +232,7 @@ def read_slurm(files: Sequence[Path]) -> Found:
     if not ran:
         return Found(rows[0]["promise"], ("", "seen"), (("sweeps through Slurm", rows[0]["promise"]),))
     seen = f"{sum(row['promise'] == 'kept' for row in ran)} of {len(ran)} kept"
-    what = "sweeps through a real Slurm: no job lost, none run twice, and told as it was"
+    what = "sweeps through a real Slurm: no job lost or run twice, every outcome reported correctly"
     return Found(seen, ("", "seen"), ((what, seen), *(
         (f"– {row['name']}", row["promise"].split("\n")[0][:120]) for row in rows if row["promise"] != "kept"
     )))  # fmt: skip
@@ -409,7 +413,7 @@ CHECKS = {
     "faults-nodes": _script(
         "scripts/faults.py", 60, read_node_faults, "tests/faults", *_JOBS, words=("--nodes", "--jobs", "3")
     ),
-    "slurm": _script("scripts/slurm_check.py", 8, read_slurm, "tests/integration/slurm.py", "docs/slurm.md"),
+    "slurm": _script("scripts/slurm_check.py", 8, read_slurm, "tests/integration/slurm.py", "docs/schedulers.md"),
     "slurm-cost": Check(
         ((PYTHON, "scripts/slurm_check.py", "--bench", "--json", "{out}"),),
         read_bench,

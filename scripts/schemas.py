@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import json
 import sys
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -15,7 +18,7 @@ import msgspec
 from safelaunch import schemas
 from safelaunch.cli import doctor, dump, gpu_rows, presets
 from safelaunch.cli.status import AnsweringRun, SilentRun
-from safelaunch.model import Verdict
+from safelaunch.model import Verdict, verdict
 from safelaunch.report.calls import CallDocument
 from safelaunch.report.recording import RecordDocument
 from safelaunch.sweep.summary import Summary
@@ -49,9 +52,23 @@ def schema_of(document: str) -> dict[str, Any]:
     for definition in definitions.values():
         if "description" in definition:
             definition["description"] = " ".join(definition["description"].replace("``", "`").split())
+        for name, text in meanings(definition.get("title", "")).items():
+            definition["properties"][name] = {**definition["properties"][name], "description": text}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
     one = found[0] if len(found) == 1 else {"anyOf": list(found)}
     return {**head, **({"type": "array", "items": one} if is_list else one), "$defs": definitions}
+
+
+def meanings(record: str) -> dict[str, str]:
+    """What the fields of a record of ``safelaunch.model.verdict`` mean: the strings below them."""
+    tree = ast.parse(inspect.getsource(verdict))
+    classes = {one.name: one.body for one in tree.body if isinstance(one, ast.ClassDef)}
+    return {
+        field.target.id: " ".join(text.value.value.replace("``", "`").split())
+        for field, text in pairwise(classes.get(record, ()))
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
 
 
 def text_of(document: str) -> str:

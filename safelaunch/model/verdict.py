@@ -29,19 +29,24 @@ Confidence = Literal["high", "medium", "low"]
 
 
 class Culprit(Record, frozen=True, omit_defaults=False):
-    """One rank at fault. ``process``: ``main``, ``dataloader worker (pid N)``, or another child's role and pid.
-
-    ``gpu``: the UUID of its GPU, only where that may be broken.
-    """
+    """One rank at fault."""
 
     rank: int
+    """its global rank"""
     host: str
+    """the host it ran on"""
     pid: int
+    """the pid of the process at fault"""
     process: str
+    """``main``, ``dataloader worker (pid N)``, or another child's role and pid"""
     frame: Frame | None
+    """the innermost frame of your own code in that process: ``file``, ``line``, ``function``"""
     step: int | None
+    """its last step"""
     reason: str
+    """why it is named"""
     gpu: str | msgspec.UnsetType = msgspec.UNSET
+    """the UUID of its GPU, only if the GPU itself may be broken"""
 
 
 class Claim(Record, frozen=True, omit_defaults=False):
@@ -90,33 +95,46 @@ class ProofEdge(Record, frozen=True, omit_defaults=False):
 
 
 class Verdict(Record, frozen=True, omit_defaults=False):
-    """The document of ``verdict.json``. ``victims`` is a list of ranks written as ranges (``"0-2,5"``).
-
-    ``bundle``: only where several nodes have reached the verdict together. ``nodes``: only for a job of several nodes.
-    ``doubts``: why the confidence is not high, a sentence each. ``next``: None where the run's command line is not
-    known. ``blamed_before``: how many of the last bundles have blamed the same GPU or node, a sentence each.
-    ``proof``: the closed set of waits that the job cannot leave; empty where nothing proves that it hangs.
-    ``recovered``: the job went on after this bundle was written.
-    """
+    """The document of ``verdict.json``."""
 
     schema: int
+    """1"""
     outcome: Outcome
+    """``hang``; ``suspect`` if the job may be hung and was left running; ``crash``; ``dump``"""
     cause: str
+    """one of the causes below"""
     confidence: Confidence
+    """``high``, ``medium`` or ``low``"""
     summary: str
+    """what happened, in one to three sentences"""
     culprits: tuple[Culprit, ...]
+    """one entry per rank at fault: all members of a cycle, none if no rank stands out"""
     victims: str
+    """the ranks that wait for the culprits, as ranges: ``0-2,5``"""
     evidence: tuple[Claim, ...]
+    """each claim, with the file of the bundle that supports it"""
     ruled_out: tuple[str, ...]
+    """what was checked on every rank and not found"""
     missing: tuple[str, ...]
+    """evidence that could not be collected"""
     suggestions: tuple[str, ...]
+    """what to do next"""
     bundle: BundlePlace | msgspec.UnsetType = msgspec.UNSET
+    """several nodes only: ``host`` and ``path`` of the bundle with every rank's evidence, to whose files the claims
+    refer; ``whole`` is true in that bundle"""
     nodes: tuple[NodeAtFault, ...] | msgspec.UnsetType = msgspec.UNSET
+    """several nodes only: nodes at fault as a whole, with ``host``, ``ranks`` and ``reason``"""
     doubts: tuple[str, ...] = ()
+    """why the confidence is not high, one sentence each"""
     next: NextStep | None = None
+    """one command to run next, and ``why``; null if the run's command is unknown or contains a secret"""
     blamed_before: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    """how many of the last bundles name the same GPU or node, one sentence each"""
     proof: tuple[ProofEdge, ...] = ()
+    """the waits that prove the hang: ``who`` waits, ``why``, and the ``file`` that shows it. ``waits_for`` lists what
+    could end the wait, all of it stuck as well; it is empty if nothing can. Without a proof, the list is empty"""
     recovered: bool | msgspec.UnsetType = msgspec.UNSET
+    """true if the job made progress after this bundle was written"""
 
     @property
     def nodes_at_fault(self) -> tuple[NodeAtFault, ...]:

@@ -103,17 +103,3 @@ def table(page: str, heading: str) -> list[list[str]]:
     return [
         [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", row.strip().strip("|"))] for row in rows
     ]
-
-
-def sections(page: str, level: int = 2) -> dict[str, str]:
-    """Returns heading → text below it, for the headings of one level. Ignores fenced blocks."""
-    found: dict[str, str] = {}
-    title, fenced = "", False
-    for line in PAGES[page].read_text().splitlines():
-        fenced ^= line.lstrip().startswith("```")
-        if not fenced and line.startswith("#" * level + " "):
-            title = line[level + 1 :].replace("`", "").strip()
-            found[title] = ""
-        elif title:
-            found[title] += line + "\n"
-    return found

@@ -71,12 +71,12 @@ def check_job(spec: Mapping[str, Any], first_pod: str) -> None:
     secret = volumes[mounts[folder]]["secret"]
     assert (secret["secretName"], secret["defaultMode"]) == ("safelaunch-key", 0o400)
     assert f"{secret['secretName']} --from-literal={key}=" in " ".join(
-        block.text for block in blocks("docs/kubernetes.md") if block.language == "console"
+        block.text for block in blocks("docs/schedulers.md") if block.language == "console"
     )
 
 
 def test_the_indexed_job() -> None:
-    service, job = yaml.safe_load_all(titled("docs/kubernetes.md", "job.yaml"))
+    service, job = yaml.safe_load_all(titled("docs/schedulers.md", "job.yaml"))
     assert (service["apiVersion"], service["kind"]) == ("v1", "Service")
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"] is True  # the first pod is asked for before it is ready
@@ -87,17 +87,10 @@ def test_the_indexed_job() -> None:
     check_job(job["spec"], f"{job['metadata']['name']}-0.{subdomain}")
 
 
-def test_the_jobset() -> None:
-    (jobset,) = yaml.safe_load_all(titled("docs/kubernetes.md", "jobset.yaml"))
-    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    network, (replicated,) = jobset["spec"]["network"], jobset["spec"]["replicatedJobs"]
-    assert network["enableDNSHostnames"] is True
-    first = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{network['subdomain']}"
-    check_job(replicated["template"]["spec"], first)
-
-
 def test_another_launcher_in_the_pods() -> None:
-    fragment = next(b for b in blocks("docs/kubernetes.md") if b.language == "yaml" and not b.title)
+    fragment = next(
+        b for b in blocks("docs/schedulers.md") if b.language == "yaml" and not b.title and "command:" in b.text
+    )
     words = yaml.safe_load(fragment.text)["command"]
     assert words[:2] == ["safelaunch", "exec"]
     command = split(words[2:], {option.flag: option.takes_value for option in options_of("exec")}, {})
@@ -105,7 +98,7 @@ def test_another_launcher_in_the_pods() -> None:
     found = meeting(None, {}, named)
     assert isinstance(found, Meeting)
     assert found.to_start
-    _, job = yaml.safe_load_all(titled("docs/kubernetes.md", "job.yaml"))
+    _, job = yaml.safe_load_all(titled("docs/schedulers.md", "job.yaml"))
     assert found.address.host == f"{job['metadata']['name']}-0.{job['spec']['template']['spec']['subdomain']}"
     assert found.address.port != 29400
 
@@ -128,7 +121,7 @@ def test_the_component(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchx", torchx)
     monkeypatch.setitem(sys.modules, "torchx.specs", torchx.specs)
     namespace: dict[str, Any] = {}
-    exec(titled("docs/torchx.md", "component.py"), namespace)
+    exec(titled("docs/schedulers.md", "component.py"), namespace)
     (role,) = namespace["train"]("train.py", nodes=3, ranks=4).roles
     assert (role.entrypoint, role.num_replicas, role.args[0]) == ("bash", 3, "-c")
     text = role.args[1].removeprefix("exec ").replace("$${TORCHX_RANK0_HOST:=localhost}", "node0")
@@ -145,7 +138,7 @@ def test_the_component(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("title", "words"), [("train.sbatch", "safelaunch"), ("tasks.sbatch", "safelaunch exec")])
 def test_the_scripts_for_sbatch(title: str, words: str) -> None:
     """``tests/integration/test_slurm.py`` submits the first of them."""
-    lines = titled("docs/slurm.md", title).splitlines()
+    lines = titled("docs/schedulers.md", title).splitlines()
     assert lines[0] == "#!/bin/bash"
     text = " ".join(line.removesuffix("\\") for line in lines)
     command = text[text.index("srun ") :].split()

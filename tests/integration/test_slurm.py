@@ -58,7 +58,7 @@ def verdicts(place: Path) -> list[dict[str, Any]]:
 
 def script(title: str, train: Path, *words: str) -> str:
     """A script of the page, for another program; its bundles go where the test says."""
-    text = next(block.text for block in blocks("docs/slurm.md") if block.title == title)
+    text = next(block.text for block in blocks("docs/schedulers.md") if block.title == title)
     assert "train.py" in text
     text = text.replace("train.py", " ".join([os.fspath(train), *words]))
     return text.replace('--bundle-dir="$SLURM_SUBMIT_DIR/bundles"', "")

@@ -258,7 +258,7 @@ def test_the_fingerprint_is_of_the_work_not_of_its_limits() -> None:
         assert of(other) != plain
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "colaunch.md"
+PAGE = Path(__file__).parents[2] / "docs" / "sweeps.md"
 
 
 @pytest.mark.parametrize(
