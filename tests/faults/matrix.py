@@ -17,6 +17,8 @@ SHORT = (
     "run directory fills up, restart, restarting",
     "rank closes descriptors, start-up, training",
     "progress page corrupted (ones), training, training",
+    "py-spy missing, suspicion, training",
+    "bundle directory fills up, writing, training",
 )
 ROWS: tuple[Row, ...] = (
     *fault_processes.ROWS,

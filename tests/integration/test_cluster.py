@@ -46,16 +46,6 @@ def test_one_node_computes_and_the_other_waits_for_it(tmp_path: Path) -> None:
     assert [result.bundles for result in results] == [(), ()]
 
 
-@pytest.mark.rare
-def test_at_max_stall_all_nodes_act_although_one_computes(tmp_path: Path) -> None:
-    own = ["--stall-timeout=3", "--max-stall=10"]
-    with TwoNodes(tmp_path, own, [APART, "--how=evaluates", "--seconds=120"]) as nodes:
-        results = [job.wait() for job in nodes.jobs]
-    assert [result.code for result in results] == [124, 124], [result.stderr for result in results]
-    verdict = said_the_same(whole_and_half(results))
-    assert [culprit["rank"] for culprit in verdict["culprits"]] == [0], verdict["summary"]
-
-
 @pytest.mark.parametrize("over", ["c10d", pytest.param("static", marks=pytest.mark.rare)])
 def test_a_hang_has_one_verdict_on_all_nodes(tmp_path: Path, over: Literal["c10d", "static"]) -> None:
     with TwoNodes(tmp_path, QUICK, [APART, "--how=asleep", "--culprit=3"], over=over) as nodes:
@@ -105,9 +95,8 @@ def training(nodes: TwoNodes) -> tuple[Job, Job]:
     return first, second
 
 
-@pytest.mark.parametrize(
-    "rank", [pytest.param(0, id="with rank 0"), pytest.param(2, id="the other", marks=pytest.mark.rare)]
-)
+@pytest.mark.rare
+@pytest.mark.parametrize("rank", [pytest.param(0, id="with rank 0"), pytest.param(2, id="the other")])
 def test_a_node_that_is_told_to_stop_accuses_nobody_anywhere(tmp_path: Path, rank: int) -> None:
     with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
         training(nodes)
@@ -119,8 +108,7 @@ def test_a_node_that_is_told_to_stop_accuses_nobody_anywhere(tmp_path: Path, ran
     assert not any(bundle.verdict["culprits"] for bundle in results[1].bundles), results[1].said
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.rare), 3])
-def test_a_rank_that_is_killed_is_named_by_all_nodes_alike(tmp_path: Path, rank: int) -> None:
+def test_a_rank_that_is_killed_is_named_by_all_nodes_alike(tmp_path: Path, rank: int = 3) -> None:
     with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
         training(nodes)
         failing, victims = nodes.with_rank(rank)
@@ -133,9 +121,8 @@ def test_a_rank_that_is_killed_is_named_by_all_nodes_alike(tmp_path: Path, rank:
     assert all(whole.problems() == [] for whole in wholes)
 
 
-@pytest.mark.parametrize(
-    "rank", [pytest.param(0, id="with rank 0"), pytest.param(2, id="the other", marks=pytest.mark.rare)]
-)
+@pytest.mark.rare  # the fault matrix for nodes has more of it
+@pytest.mark.parametrize("rank", [pytest.param(0, id="with rank 0"), pytest.param(2, id="the other")])
 def test_a_node_whose_processes_are_all_killed_is_lost_or_nobody_is_named(tmp_path: Path, rank: int) -> None:
     """Where it hosts the store of torchrun's agents, its end looks as if it had ended in good order."""
     with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
@@ -156,6 +143,7 @@ def test_a_node_whose_processes_are_all_killed_is_lost_or_nobody_is_named(tmp_pa
     assert "no longer be reached" in result.said or named[0] == "node-lost", result.said
 
 
+@pytest.mark.rare
 def test_a_node_whose_ranks_are_all_stopped_is_named_as_a_node(tmp_path: Path) -> None:
     with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
         training(nodes)
@@ -209,6 +197,7 @@ def test_a_job_that_may_get_more_nodes_is_watched_by_the_one_that_has_come(tmp_p
     assert (result.verdict["confidence"], result.verdict["missing"]) == ("medium", [])
 
 
+@pytest.mark.rare  # another round of the rendezvous has a node that joins late
 def test_a_node_that_joins_late_shares_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # With the store shared, torch gives nodes of a later round no MASTER_ADDR: plain torchrun fails as well.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from jobs import Bundle, Job
 from nodes import APART, TwoNodes
-from test_cluster import QUICK, TRAINING, training
+from test_cluster import QUICK
 from test_live import asked, asking
 
 pytestmark = pytest.mark.torch
@@ -30,45 +30,25 @@ def is_sampled(job: Job) -> bool:
     return bool(list(job.runtime.glob("**/record-*")))
 
 
-def test_status_shows_all_nodes_on_each(tmp_path: Path) -> None:
-    with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
-        for job in training(nodes):
-            job.until(lambda job=job: all(one["step"] for one in nodes_by(job)), "steps of all")  # type: ignore[misc]
-            found = nodes_by(job)
-            assert [one["ranks"] for one in found] == ["0-1", "2-3"]
-            assert {(one["state"], one["doing"]) for one in found} == {("heard", "watching")}
-            here = found[0] if 0 in job.ranks() else found[1]
-            assert [one["here"] for one in found] == [one is here for one in found]
-            assert sum(one["leads"] for one in found) == 1
-        said = asked(job, "status", str(job.process.pid)).stdout
-        assert "this node" in said and "leads" in said and "2-3" in said, said
-
-
-def test_status_shows_a_node_that_is_not_heard(tmp_path: Path) -> None:
-    with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
-        one, other = training(nodes)
-        leads = next(node["leads"] for node in nodes_by(one) if node["here"])
-        leader, follower = (one, other) if leads else (other, one)
-        os.kill(follower.process.pid, signal.SIGSTOP)
-
-        def silent() -> bool:
-            found = nodes_by(leader)
-            return [node["state"] for node in found if not node["here"]] == ["silent"]
-
-        leader.until(silent, "the silence to be noticed", 60.0)
-        os.kill(follower.process.pid, signal.SIGCONT)
-
-
 @pytest.mark.parametrize(
     "rank", [pytest.param(0, id="with rank 0"), pytest.param(2, id="the other", marks=pytest.mark.rare)]
 )
-def test_dump_has_every_rank_and_the_job_goes_on(tmp_path: Path, rank: int) -> None:
+def test_status_dump_and_record_have_every_node_and_the_job_goes_on(tmp_path: Path, rank: int) -> None:
     stop = ["--steps=1000000"]
     with TwoNodes(tmp_path, QUICK, [APART, "--how=asleep", "--culprit=-1", *stop]) as nodes:
         job, other = nodes.with_rank(rank)
         for one in (job, other):
             one.until(lambda one=one: "together with" in one.stderr, "the nodes to meet")  # type: ignore[misc]
-        job.until(lambda: all(one["step"] for one in nodes_by(job)), "steps of all")
+        for one in (job, other):
+            one.until(lambda one=one: all(node["step"] for node in nodes_by(one)), "steps of all")  # type: ignore[misc]
+            found = nodes_by(one)
+            assert [node["ranks"] for node in found] == ["0-1", "2-3"]
+            assert {(node["state"], node["doing"]) for node in found} == {("heard", "watching")}
+            here = found[0] if 0 in one.ranks() else found[1]
+            assert [node["here"] for node in found] == [node is here for node in found]
+            assert sum(node["leads"] for node in found) == 1
+        said = asked(other, "status", str(other.process.pid)).stdout
+        assert "this node" in said and "leads" in said and "2-3" in said, said
         done = asked(job, "dump", str(job.process.pid), patience_s=150.0)
         assert done.returncode == 0, done.stderr
         bundle = Bundle(Path(done.stdout.strip()))
@@ -92,3 +72,13 @@ def test_dump_has_every_rank_and_the_job_goes_on(tmp_path: Path, rank: int) -> N
         before = max(one["step"] for one in nodes_by(job))
         job.until(lambda: min(one["step"] for one in nodes_by(job)) > before, "more steps")
         assert [one.process.poll() for one in nodes.jobs] == [None, None]
+
+        leads = next(node["leads"] for node in nodes_by(job) if node["here"])
+        leader, follower = (job, other) if leads else (other, job)
+        os.kill(follower.process.pid, signal.SIGSTOP)
+        leader.until(
+            lambda: [node["state"] for node in nodes_by(leader) if not node["here"]] == ["silent"],
+            "the silence to be noticed",
+            60.0,
+        )
+        os.kill(follower.process.pid, signal.SIGCONT)

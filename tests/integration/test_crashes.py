@@ -50,28 +50,26 @@ def culprits(result: Result) -> list[int]:
     return [culprit["rank"] for culprit in result.verdict["culprits"]]
 
 
-@pytest.mark.parametrize("culprit", [0, *(pytest.param(rank, marks=pytest.mark.rare) for rank in (1, 2))])
-def test_an_exception_on_one_rank(culprit: int, tmp_path: Path) -> None:
+def test_an_exception_on_one_rank(tmp_path: Path) -> None:
     own = {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": f"{tmp_path}/my_nccl.%h.%p", "SAFELAUNCH_PRESET": "hang-debug"}
-    result = crash(tmp_path, 3, "exception", culprit, env=own)
+    result = crash(tmp_path, 3, "exception", 0, env=own)
     verdict = result.verdict
-    assert (verdict["cause"], verdict["confidence"], culprits(result)) == ("rank-exception", "high", [culprit])
+    assert (verdict["cause"], verdict["confidence"], culprits(result)) == ("rank-exception", "high", [0])
     frame = verdict["culprits"][0]["frame"]
     assert (frame["file"], frame["line"]) == (str(CRASHING), line_of(CRASHING, "FAILS: exception"))
     assert "ValueError: loss 3.2 is above the limit" in verdict["summary"]
-    peers = {0, 1, 2} - {culprit}
-    assert verdict["victims"] == ",".join(map(str, sorted(peers))).replace("0,1", "0-1").replace("1,2", "1-2")
+    assert verdict["victims"] == "1-2"
     assert any("consequence" in text for text in verdict["ruled_out"])
-    for peer in peers:  # where they stood while the failing rank still held its connections
+    for peer in (1, 2):  # where they stood while the failing rank still held its connections
         assert "training.py" in result.bundle.text(f"ranks/{peer}/stack.txt")
         assert "Thread" in result.bundle.text(f"ranks/{peer}/stack.txt")
-    assert result.bundle.json(f"ranks/{culprit}/exception.json")["type"] == "ValueError"
-    assert f"rank      : {culprit} (local_rank: {culprit})" in result.stderr  # torchrun's own account is there
+    assert result.bundle.json("ranks/0/exception.json")["type"] == "ValueError"
+    assert "rank      : 0 (local_rank: 0)" in result.stderr  # torchrun's own account is there
     (log,) = result.bundle.path.glob("node/*/my_nccl.*")  # the user's variables hold, and their file is collected
     assert log.name == f"my_nccl.{socket.gethostname().partition('.')[0]}.{verdict['culprits'][0]['pid']}"
     environment = result.bundle.json(f"node/{verdict['culprits'][0]['host']}/env.json")
     assert {name: environment[name] for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE")}.items() <= own.items()
-    assert "Connection closed by b" in result.bundle.json(f"ranks/{culprit}/rank.json")["nccl_log"]["warnings"][0]
+    assert "Connection closed by b" in result.bundle.json("ranks/0/rank.json")["nccl_log"]["warnings"][0]
 
 
 def test_a_script_that_python_cannot_read_leaves_no_bundle(tmp_path: Path) -> None:
@@ -92,30 +90,21 @@ def test_a_rank_that_exits_with_a_code(tmp_path: Path) -> None:
     assert result.verdict["victims"] == "0"
 
 
-@pytest.mark.parametrize(
-    ("name", "culprit"), [("SIGKILL", 0), ("SIGSEGV", 1), pytest.param("SIGABRT", 0, marks=pytest.mark.rare)]
-)
-def test_a_rank_that_a_signal_kills(name: str, culprit: int, tmp_path: Path) -> None:
-    result = crash(tmp_path, 2, name, culprit)
-    assert (result.verdict["cause"], culprits(result)) == ("rank-killed", [culprit])
-    assert name in result.verdict["summary"]
-    assert result.verdict["victims"] == str(1 - culprit)
-    frame = result.verdict["culprits"][0]["frame"]
-    if name == "SIGKILL":
-        assert frame is None
-        assert "no out-of-memory kill" in result.verdict["summary"]
-    else:  # faulthandler could still speak
-        line = line_of(CRASHING, "FAILS: signal")
-        assert (frame["line"], frame["function"]) == (line, "kill_myself")
-        assert f'crashing.py", line {line} in kill_myself' in result.bundle.text(f"ranks/{culprit}/fault.txt")
+def test_a_rank_that_a_signal_kills(tmp_path: Path) -> None:
+    """By its own fault: faulthandler can still speak. SIGKILL is a row of the fault matrix."""
+    result = crash(tmp_path, 2, "SIGSEGV", 1)
+    assert (result.verdict["cause"], culprits(result), result.verdict["victims"]) == ("rank-killed", [1], "0")
+    assert "SIGSEGV" in result.verdict["summary"]
+    frame, line = result.verdict["culprits"][0]["frame"], line_of(CRASHING, "FAILS: signal")
+    assert (frame["line"], frame["function"]) == (line, "kill_myself")
+    assert f'crashing.py", line {line} in kill_myself' in result.bundle.text("ranks/1/fault.txt")
 
 
-@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.rare), 2])
-def test_a_clean_early_exit_names_who_left_early(culprit: int, tmp_path: Path) -> None:
-    result = crash(tmp_path, 3, "exit", culprit, PROGRAMS / "uneven.py")
-    assert (result.verdict["cause"], culprits(result)) == ("uneven-batches", [culprit])
+def test_a_clean_early_exit_names_who_left_early(tmp_path: Path) -> None:
+    result = crash(tmp_path, 3, "exit", 2, PROGRAMS / "uneven.py")
+    assert (result.verdict["cause"], culprits(result)) == ("uneven-batches", [2])
     assert result.verdict["culprits"][0]["frame"]["line"] == line_of(PROGRAMS / "uneven.py", "EXITS")
-    assert result.verdict["victims"] == {0: "1-2", 2: "0-1"}[culprit]
+    assert result.verdict["victims"] == "0-1"
 
 
 def test_peers_that_have_ended_do_not_take_the_blame(tmp_path: Path) -> None:
@@ -215,12 +204,11 @@ def test_groups_without_a_timeout_get_that_of_the_command_line(given: str, patie
     assert "5000ms" in result.bundle.json("ranks/0/exception.json")["message"]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.rare)])
-def test_a_stop_by_the_user_leaves_no_bundle(signum: signal.Signals, tmp_path: Path) -> None:
+def test_a_stop_by_the_user_leaves_no_bundle(tmp_path: Path) -> None:
     with Job(["--nproc-per-node=2", PROGRAMS / "live.py", f"--until={tmp_path}/stop"], tmp_path) as job:
         job.until(lambda: len(job.ranks()) == 2, "two ranks")
         job.until(lambda: all(_computes(pid) for pid in job.ranks().values()), "ranks that train")
-        os.kill(job.process.pid, signum)
+        os.kill(job.process.pid, signal.SIGINT)
         result = job.wait()
     assert result.bundles == ()
     assert result.leftovers == ()
@@ -234,40 +222,3 @@ def _computes(pid: int) -> bool:
         return "libgloo" in (maps := Path(f"/proc/{pid}/maps").read_text()) or "libtorch_cpu" in maps
     except OSError:
         return False
-
-
-@pytest.mark.rare  # the next one has two attempts as well, and test_differential a restart that helps
-def test_a_restart_after_a_crash(tmp_path: Path) -> None:
-    script = tmp_path / "flaky.py"
-    script.write_text(
-        "import os\n"
-        "print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
-        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '1':\n"
-        "    raise ValueError('only at first')\n"
-    )
-    result = run(tmp_path, "--nproc-per-node=2", "--max-restarts=1", script)
-    assert result.code == 0, result.stderr
-    assert sorted(result.stdout.split("\n")).count("attempt 1") == 2
-    assert (result.verdict["cause"], culprits(result)) == ("rank-exception", [1])
-    assert result.verdict["culprits"][0]["frame"]["line"] == 4
-    assert result.leftovers == ()
-
-
-def test_a_crash_in_both_attempts_leaves_a_bundle_for_each(tmp_path: Path) -> None:
-    script = tmp_path / "broken.py"
-    script.write_text("import os\nif os.environ['RANK'] == '0':\n    raise ValueError('always')\n")
-    result = run(tmp_path, "--nproc-per-node=2", "--max-restarts=1", script)
-    assert result.code == 1, result.stderr
-    assert len(result.bundles) == 2
-    for bundle in result.bundles:
-        assert (bundle.verdict["cause"], bundle.verdict["culprits"][0]["rank"]) == ("rank-exception", 0)
-        assert bundle.problems() == []
-
-
-@pytest.mark.parametrize("how", ["shape", pytest.param("dtype", marks=pytest.mark.rare)])
-def test_sizes_that_differ_abort_a_rank(how: str, tmp_path: Path) -> None:
-    """gloo aborts whoever received more than it expected: a victim as likely as the one at fault."""
-    result = crash(tmp_path, 3, how, 1, PROGRAMS / "collectives.py")
-    line = line_of(PROGRAMS / "collectives.py", f"HANGS: {how}")
-    faults = [path.read_text() for path in result.bundle.path.glob("ranks/*/fault.txt")]
-    assert any(f'collectives.py", line {line} in' in text for text in faults)

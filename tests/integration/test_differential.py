@@ -353,16 +353,12 @@ def test_an_empty_pythonpath_and_an_abbreviation(twins: Twins) -> None:
     assert ours.seen()["seen-0"]["env"]["PYTHONPATH"] == ""
 
 
-def test_a_module_and_a_pet_variable(twins: Twins) -> None:
+def test_a_module_a_pet_variable_and_pythons_options_from_the_environment(twins: Twins) -> None:
     twins.file("package/__init__.py", "")
     twins.file("package/train.py", OBSERVE)
-    _, ours = twins.same("-m", "package.train", "-m", "x", env={"PET_NPROC_PER_NODE": "2"})
+    python = {"PYTHONWARNINGS": "error", "PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"}
+    _, ours = twins.same("-m", "package.train", "-m", "x", env={"PET_NPROC_PER_NODE": "2", **python})
     assert ours.seen()["seen-1"]["argv"] == ["<cwd>/package/train.py", "-m", "x"]
-
-
-def test_python_options_from_the_environment(twins: Twins) -> None:
-    twins.file("observe.py", OBSERVE)
-    twins.same("observe.py", env={"PYTHONWARNINGS": "error", "PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"})
 
 
 def test_run_path(twins: Twins) -> None:
@@ -400,6 +396,7 @@ def test_no_python_with_a_program(twins: Twins) -> None:
     assert (ours.code, ours.complaints()) == (theirs.code, theirs.complaints()) == (0, [])
 
 
+@pytest.mark.rare
 def test_isolated_ranks(twins: Twins) -> None:
     """``python -I`` never looks at PYTHONPATH: no beacon, and no other difference either."""
     twins.file("observe.py", OBSERVE.replace("dict(os.environ)", "{**os.environ, 'PYTHONPATH': 'as it may be'}"))
@@ -449,6 +446,7 @@ def test_output_of_every_kind(twins: Twins) -> None:
     assert ours.files()["elsewhere"] == "into a file\n"
 
 
+@pytest.mark.rare
 def test_a_closed_stdout(twins: Twins) -> None:
     """The script closes its streams; what it writes then fails as it did, and its end is as it was."""
     twins.file("close.py", """
@@ -540,7 +538,7 @@ FAILURES = {
 
 RARE_FAILURES = (
     "an exception that is no Exception", "sys.exit with a text", "sys.exit with a code", "os._exit",
-    "a segmentation fault",
+    "a segmentation fault", "an error in a hook of its own",
 )  # fmt: skip
 
 

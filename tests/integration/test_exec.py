@@ -70,6 +70,7 @@ def test_a_shell_script_that_starts_ranks(tmp_path: Path) -> None:
     assert not result.leftovers
 
 
+@pytest.mark.rare
 def test_a_shell_script_whose_ranks_finish(tmp_path: Path) -> None:
     script(tmp_path, ASLEEP)
     result = run(tmp_path, "bash", shell_launcher(tmp_path))

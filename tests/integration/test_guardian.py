@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from jobs import PROGRAMS, TAG, Job
+from jobs import PROGRAMS, Job
 
 from safelaunch.capture.proc import state_letter
 from safelaunch.job import controlgroup
@@ -192,20 +192,6 @@ def test_supervisor_and_guardian_killed_under_exec(tmp_path: Path) -> None:
         until_nothing_is_left(job)
 
 
-def test_a_rank_that_goes_on_as_a_daemon_stays(tmp_path: Path) -> None:
-    """After a normal end nobody is left to end the job, and that is as it should be."""
-    script = tmp_path / "daemon.py"
-    script.write_text(
-        "import os, time\nif not os.fork():\n    os.setsid()\n    os.fork()\n    open(f'd{os.getpid()}', 'w').close()\n"
-        "    time.sleep(3600)\nwhile len([n for n in os.listdir('.') if n[0] == 'd' and n[1:].isdigit()]) < 2:\n"
-        "    time.sleep(0.01)\n"
-    )
-    with Job(["--nproc-per-node=1", script], tmp_path) as job:
-        assert job.wait(grace_s=0).code == 0
-        time.sleep(0.5)
-        assert len(job.pids()) == 2
-
-
 @pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
 def test_a_rank_in_uninterruptible_sleep_goes_when_the_kernel_lets_go(tmp_path: Path) -> None:
     """SIGKILL is pending while the rank is in state D; its end comes with the end of what it waits for."""
@@ -217,21 +203,8 @@ def test_a_rank_in_uninterruptible_sleep_goes_when_the_kernel_lets_go(tmp_path: 
         until_nothing_is_left(job)
 
 
-def test_a_daemon_left_after_a_normal_end_stays(tmp_path: Path) -> None:
-    script = tmp_path / "uploader.py"
-    script.write_text(
-        "import subprocess\n"
-        "p = subprocess.Popen(['sleep', '3603'], start_new_session=True, stdin=-3, stdout=-3, stderr=-3)\n"
-        "open('daemon', 'w').write(str(p.pid))\n"
-    )
-    with Job(["--nproc-per-node=1", script], tmp_path) as job:
-        result = job.wait(grace_s=0)
-        assert result.code == 0, result.stderr
-        daemon = int((tmp_path / "daemon").read_text())
-        assert f"{TAG}={job.tag}".encode() in Path(f"/proc/{daemon}/environ").read_bytes()
-
-
-def test_the_directories_of_dead_runs_are_swept_by_the_next(tmp_path: Path) -> None:
+def test_after_a_normal_end_daemons_stay_and_the_directories_of_dead_runs_are_swept(tmp_path: Path) -> None:
+    """Nobody is left to end a rank that goes on as a daemon, or a program it left, and that is as it should be."""
     runtime = Path("/tmp") / f"sl-sweep-{os.getpid()}"
     dead = runtime / "safelaunch" / "r999999999"
     dead.mkdir(parents=True)
@@ -241,10 +214,18 @@ def test_the_directories_of_dead_runs_are_swept_by_the_next(tmp_path: Path) -> N
     unfinished = run_root({}, os.getuid()) / "bundles" / f".r999999999-{os.getpid()}-hang-1"
     unfinished.mkdir(parents=True)
     os.utime(unfinished, (1, 1))  # a young one may be about to be locked
-    script = tmp_path / "nothing.py"
-    script.write_text("")
+    script = tmp_path / "daemon.py"
+    script.write_text(
+        "import os, subprocess, time\nif not os.fork():\n    os.setsid()\n    os.fork()\n"
+        "    open(f'd{os.getpid()}', 'w').close()\n    time.sleep(3600)\n"
+        "subprocess.Popen(['sleep', '3603'], start_new_session=True, stdin=-3, stdout=-3, stderr=-3)\n"
+        "while len([n for n in os.listdir('.') if n[0] == 'd' and n[1:].isdigit()]) < 2:\n    time.sleep(0.01)\n"
+    )
     with Job(["--nproc-per-node=1", script], tmp_path, runtime=runtime) as job:
-        assert job.wait().code == 0
+        result = job.wait(grace_s=0)
+        assert result.code == 0, result.stderr
+        time.sleep(0.5)
+        assert len(job.pids()) == 3
     assert not dead.exists()
     assert not unfinished.exists()
     (runtime / "safelaunch").rmdir()

@@ -98,6 +98,7 @@ def test_one_task_computes_and_the_other_waits_for_it(tmp_path: Path) -> None:
         assert [job.process.poll() for job in nodes.jobs] == [None, None], said
 
 
+@pytest.mark.rare
 def test_the_store_ends_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     script = [APART, "--how=evaluates", "--seconds=0"]
     with TwoNodes(tmp_path, quick(free_port()), script, over="exec") as nodes:

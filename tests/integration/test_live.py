@@ -101,7 +101,7 @@ def finish(job: Job) -> None:
     assert not result.leftovers
 
 
-def test_status_and_dump_of_a_job_that_moves(tmp_path: Path) -> None:
+def test_status_and_dump_of_a_job_that_moves_and_while_its_supervisor_is_stopped(tmp_path: Path) -> None:
     with live(tmp_path, "--run-name=moving") as job:
         until(job, lambda: steps(job), "steps in the status")
         first = steps(job)
@@ -136,7 +136,22 @@ def test_status_and_dump_of_a_job_that_moves(tmp_path: Path) -> None:
         as_json = asked(job, "dump", "moving", "--json", "--bundle-dir", str(elsewhere))
         assert as_json.returncode == 0
         assert Path(json.loads(as_json.stdout)["bundle"]).parent == elsewhere
+
+        # Ctrl-Z and fg: CPython (3.11 at least) fills no siginfo in when a stop uses up the rest of the timeout.
+        os.kill(job.process.pid, signal.SIGSTOP)
+        try:
+            shown = asked(job, "status", str(job.process.pid))
+            dump = asked(job, "dump", str(job.process.pid))
+        finally:
+            os.kill(job.process.pid, signal.SIGCONT)
+        assert shown.returncode == 0 and f"kill -CONT {job.process.pid}" in shown.stdout
+        assert dump.returncode == 1 and "stopped" in dump.stderr and not dump.stdout
+        until(job, lambda: steps(job), "an answer once it runs again")
         finish(job)
+        assert status(job) is None, "after the end there is nothing to see"
+        gone = asked(job, "status", f"r{job.process.pid}")
+        assert gone.returncode == 2 and "no run" in gone.stderr
+        assert asked(job, "dump", f"r{job.process.pid}").returncode == 2
 
 
 def test_a_job_that_moves_by_its_collectives_alone(tmp_path: Path) -> None:
@@ -188,7 +203,7 @@ def test_a_dump_of_a_job_that_hangs_names_the_sleeper_and_leaves_it_alone(tmp_pa
         assert steps(job) == stuck and set(job.ranks()) == {0, 1}, "nothing was ended, nothing was moved"
 
 
-def test_a_straggler_is_seen_in_the_table(tmp_path: Path) -> None:
+def test_a_straggler_is_seen_in_the_table_and_a_killed_supervisor_is_gone(tmp_path: Path) -> None:
     with live(tmp_path, how="lag") as job:
         until(job, lambda: len(steps(job)) == 2 and steps(job)[0] > 10, "rank 0 to be ahead")
         shown = asked(job, "status", str(job.process.pid)).stdout
@@ -201,7 +216,11 @@ def test_a_straggler_is_seen_in_the_table(tmp_path: Path) -> None:
         assert sorted(one["rank"] for one in document["ranks"]) == [0, 1] and document["missing"] == []
         folder = Path(document["folder"])
         assert folder.name.endswith("-record") and (folder / "record.html").stat().st_size > 20_000
-        finish(job)
+        job.process.kill()
+        job.process.wait()
+        found = status(job)
+        assert found is None or (not found["alive"] and "gone" in found["problem"])
+        assert asked(job, "dump", f"r{job.process.pid}").returncode == 2
 
 
 def test_a_hang_during_a_recording_is_diagnosed_as_without(tmp_path: Path) -> None:
@@ -221,36 +240,6 @@ def test_a_hang_during_a_recording_is_diagnosed_as_without(tmp_path: Path) -> No
         assert bundle.problems() == [] and bundle.verdict["cause"] == "stuck-in-user-code"
         (culprit,) = bundle.verdict["culprits"]
         assert (culprit["rank"], culprit["frame"]["function"]) == (1, "rest_for_a_while")
-
-
-def test_a_stopped_supervisor_is_said_to_be_that_and_watches_on_to_the_end(tmp_path: Path) -> None:
-    """Ctrl-Z and fg: CPython (3.11 at least) fills no siginfo in when the rest of the timeout is used up by a stop."""
-    with live(tmp_path) as job:
-        until(job, lambda: steps(job), "steps in the status")
-        os.kill(job.process.pid, signal.SIGSTOP)
-        try:
-            shown = asked(job, "status", str(job.process.pid))
-            dump = asked(job, "dump", str(job.process.pid))
-        finally:
-            os.kill(job.process.pid, signal.SIGCONT)
-        assert shown.returncode == 0 and f"kill -CONT {job.process.pid}" in shown.stdout
-        assert dump.returncode == 1 and "stopped" in dump.stderr and not dump.stdout
-        until(job, lambda: steps(job), "an answer once it runs again")
-        finish(job)
-        assert status(job) is None, "after the end there is nothing to see"
-        gone = asked(job, "status", f"r{job.process.pid}")
-        assert gone.returncode == 2 and "no run" in gone.stderr
-        assert asked(job, "dump", f"r{job.process.pid}").returncode == 2
-
-
-def test_a_killed_supervisor_is_gone_and_the_table_does_not_hang(tmp_path: Path) -> None:
-    with live(tmp_path) as job:
-        until(job, lambda: steps(job), "steps in the status")
-        job.process.kill()
-        job.process.wait()
-        found = status(job)
-        assert found is None or (not found["alive"] and "gone" in found["problem"])
-        assert asked(job, "dump", f"r{job.process.pid}").returncode == 2
 
 
 def test_what_slows_a_job_down_is_seen_from_outside(

@@ -61,6 +61,7 @@ def feed(job: Job, scratch: Path, *, after_s: float = 0.0) -> None:
             os.kill(int(pid), signal.SIGKILL)
 
 
+@pytest.mark.rare
 def test_a_rank_that_gets_no_core_is_left_alone(tmp_path: Path) -> None:
     words = ["--stall-timeout=3", "--max-stall=600", "--nproc-per-node=2", APART, "--how=starved", "--steps=8"]
     with Job([*words, f"--scratch={tmp_path}"], tmp_path) as job:

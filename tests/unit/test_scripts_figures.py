@@ -47,11 +47,6 @@ The end.
     )
 
 
-def test_rendered_again_nothing_changes() -> None:
-    once = figures.render(document("zoo", "soak", "launch"), RECORDS).text
-    assert figures.render(once, RECORDS).text == once
-
-
 def test_several_checks_share_a_table_and_each_run_is_told() -> None:
     text = figures.render(document("zoo", "soak", between="old\n"), RECORDS).text
     assert text.count("|---|") == 1 and "old" not in text
@@ -67,11 +62,6 @@ def test_a_table_that_nobody_has_recorded_says_so() -> None:
     assert (done.text, done.problems) == (text, [])
     assert figures.render(text.replace("faults", "speed"), RECORDS).problems != [], "no such check"
     assert "Noted by hand" not in figures.render(text.replace("faults", "zoo"), RECORDS).text
-
-
-def test_a_check_that_failed_is_shown_as_failed() -> None:
-    failed = Record("abc123", "2026-11-20", "2 cores", 60.0, 1, "4 of 5", ("", "seen"), (("the zoo", "4 of 5"),))
-    assert "on 2 cores, failed (1).*" in figures.render(document("zoo"), {"zoo": failed}).text
 
 
 @pytest.mark.parametrize(
@@ -90,11 +80,6 @@ def test_what_is_wrong_with_markers(text: str, problem: str) -> None:
     assert told.startswith(problem)
 
 
-def test_a_block_without_figures_stays_as_it_was() -> None:
-    text = document("zoo", "faults", between="by hand\n")
-    assert figures.render(text, RECORDS).text == text
-
-
 def test_check_fails_where_a_document_differs_and_writes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "costs.md"
     path.write_text(document("zoo", between="| the zoo | 6 of 5 |\n"))
@@ -104,12 +89,3 @@ def test_check_fails_where_a_document_differs_and_writes_nothing(tmp_path: Path)
     assert path.read_text() == before
     assert figures.update([path], RECORDS, write=True) == []
     assert figures.update([path], RECORDS, write=False) == []
-
-
-def test_documents_are_the_readme_and_all_of_docs(tmp_path: Path) -> None:
-    (tmp_path / "docs" / "deep").mkdir(parents=True)
-    for name in ("README.md", "docs/b.md", "docs/deep/a.md", "docs/a.txt"):
-        (tmp_path / name).write_text("")
-    assert [str(path.relative_to(tmp_path)) for path in figures.documents(tmp_path)] == [
-        "README.md", "docs/b.md", "docs/deep/a.md",
-    ]  # fmt: skip

@@ -116,11 +116,6 @@ def test_a_check_that_left_no_results_has_failed(place: Place) -> None:
     assert checks.load(place.results)["a"].result == "no results"
 
 
-def test_results_of_an_earlier_run_are_not_taken_for_those_of_this_one(place: Place) -> None:
-    place.verify({"a": check("a")})
-    assert not place.verify({"a": Check((("true",),), read, (), 1)}, again=True)
-
-
 def test_a_check_that_resumes_finds_the_rows_of_an_interrupted_run(place: Place) -> None:
     one = check("a")
     place.verify({"a": one})
@@ -147,12 +142,6 @@ def test_interrupted_it_goes_on_with_the_check_that_was_cut_short(
     monkeypatch.undo()
     assert place.verify(known)
     assert place.runs == "abc"
-
-
-def test_several_commands_are_read_together_and_the_environment_is_theirs(place: Place) -> None:
-    one = check("a", env={"HOW": "long"})
-    place.verify({"a": replace(one, commands=one.commands * 2)})
-    assert checks.load(place.results)["a"].result == "long+long"
 
 
 def test_after_a_command_that_failed_the_next_is_not_run(place: Place) -> None:
@@ -200,18 +189,6 @@ def figure(name: str, values: list[float], target: str = "", unit: str = "", met
     return {"name": name, "values": values, "unit": unit, "target": target, "note": "", "met": met}
 
 
-def test_rows_of_slurm_and_a_machine_without_it(tmp_path: Path) -> None:
-    rows = [{"name": name, "seconds": 1.0, "promise": promise} for name, promise in (
-        ("healthy", "kept"), ("a node is killed", "BROKEN lost\nlogs"), ("read-only", "not run: no chattr"),
-    )]  # fmt: skip
-    told = found("slurm", tmp_path, rows)
-    assert told.result == "1 of 2 kept"
-    assert told.rows[1:] == (("– a node is killed", "BROKEN lost"), ("– read-only", "not run: no chattr"))
-    absent = found("slurm", tmp_path, [{"name": "all rows", "seconds": 0.0, "promise": "not run: no slurmctld"}])
-    assert absent.result == "not run: no slurmctld"
-    assert found("slurm-cost", tmp_path, {"figures": []}).result == "0 of 0 aims met"
-
-
 def test_benchmarks_show_what_has_an_aim_and_what_stands_beneath_it(tmp_path: Path) -> None:
     one = {"figures": [
         figure("CPU", [0.5, 0.3, 0.4], "<= 0.5", "%", True), figure("  of that, ours", [0.1], "", "%"),
@@ -236,32 +213,6 @@ def test_the_zoo_names_what_was_wrong_and_counts_what_cannot_run(tmp_path: Path)
     assert told.rows[1:] == (("– asleep, rank 1 of 2", "cause; line"),)
 
 
-def test_reproductions_are_counted_by_their_source(tmp_path: Path) -> None:
-    rows = [
-        {"case": "barrier", "name": "barrier", "why_not": "", "in_part": ""},
-        {"case": "skip, no stacks, 0", "name": "skip", "why_not": "other ranks", "in_part": ""},
-        {"case": "skip, sends, no stacks, 0", "name": "skip, sends", "why_not": "", "in_part": "another cause"},
-    ]
-    told = found("reproductions", tmp_path, rows)
-    assert told.result == "1 of 3 lead to the same verdict, 1 differ as said, 1 differ"
-    assert [row[1].split(";")[0] for row in told.rows] == ["1 of 1", "0 of 1", "other ranks", "0 of 0", "0 of 1"]
-
-
-def test_soak_counts_both_halves(tmp_path: Path) -> None:
-    rows = [{"name": "a", "kind": "healthy", "wrong": []}, {"name": "b", "kind": "frozen", "wrong": ["missed"]}]
-    told = found("soak", tmp_path, rows)
-    assert told.result == "1 healthy: none ended or disturbed; 1 frozen: 1 missed or misjudged"
-    assert told.rows[-1] == ("– b", "missed")
-
-
-def test_the_soak_of_nodes_counts_two_nodes_and_three_together(tmp_path: Path) -> None:
-    two = [{"name": "a (clocks)", "kind": "healthy", "wrong": ["exit code 124"]}]
-    three = [{"name": "a", "kind": "healthy", "wrong": []}, {"name": "b", "kind": "frozen", "wrong": []}]
-    told = found("soak-nodes", tmp_path, two, three)
-    assert told.result == "2 healthy: 1 ended or disturbed; 1 frozen: none missed or misjudged"
-    assert told.rows[1] == ("– a (clocks)", "exit code 124")
-
-
 @pytest.mark.parametrize("name", ["faults", "faults-nodes"])
 def test_the_fault_matrix_counts_promises(name: str, tmp_path: Path) -> None:
     row = dict(zip(HEAD, ("kill -9", "writing", "hang", "124", "0", "1", "-", "9.1", "kept"), strict=True))
@@ -270,46 +221,6 @@ def test_the_fault_matrix_counts_promises(name: str, tmp_path: Path) -> None:
     assert told.result == "1 of 2 kept"
     assert told.rows[1] == ("– kill -9, writing, hang", "2 processes left")
     assert "(1 rows cannot run here)" in told.rows[0][0]
-
-
-def test_a_matrix_of_which_no_row_can_run_says_why(tmp_path: Path) -> None:
-    told = found("faults-nodes", tmp_path, [{"promise": "not run: there is no ip"}] * 2)
-    assert told.result == "not run: there is no ip"
-
-
-def test_attacks_count_what_got_through(tmp_path: Path) -> None:
-    areas = {"dumps": {"tried": 7, "skipped": {"no root": 2}, "fallen": ["deep: MemoryError"]}}
-    told = found("attack", tmp_path, {"seed": 5, "areas": areas})
-    assert told.result == "7 tried, 1 got through (seed 5)"
-    assert told.rows == (("dumps: 7 attacks", "1 got through; 2 could not run here"), ("– deep: MemoryError", ""))
-
-
-def test_a_version_of_torch_that_could_not_be_installed_says_why(tmp_path: Path) -> None:
-    good = {"version": "2.13.0", "features": {"torch": "2.13.0+cpu", "python": "3.11.7", "server": "yes", "gloo": "no"},
-            "passed": 3, "failed": 0, "skipped": 1, "problem": ""}  # fmt: skip
-    bad = {"version": "2.6.0", "features": {}, "passed": 0, "failed": 0, "skipped": 0, "problem": "no such\nversion"}
-    told = found("compat", tmp_path, [good, bad])
-    assert told.result == "1 of 2 versions"
-    assert told.rows == (
-        ("2.13.0+cpu", "3.11.7", "yes", "no", "3 passed, 0 failed, 1 skipped"),
-        ("2.6.0", "?", "?", "?", "no such version"),
-    )
-
-
-def test_what_pytest_tells(tmp_path: Path) -> None:
-    told = found(
-        "frameworks",
-        tmp_path,
-        '<testsuites><testsuite><testcase name="test_a_healthy_job[fsdp2]"/>'
-        '<testcase name="test_b"><failure/></testcase>'
-        '<testcase name="test_a_hang_is_found[trainer-asleep]"><skipped/></testcase></testsuite></testsuites>',
-    )
-    assert told.result == "1 passed, 1 failed, 1 skipped"
-    assert told.rows == (
-        ("fsdp2: a healthy job", "passed"),
-        ("b", "failed"),
-        ("trainer-asleep: a hang is found", "skipped"),
-    )
 
 
 def test_every_check_saves_its_results_and_its_inputs_exist() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import subprocess
 import sys
@@ -34,8 +35,11 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture
-def server() -> Iterator[tuple[subprocess.Popen[str], Address]]:
+NUMBERS = itertools.count()
+
+
+@contextmanager
+def serving() -> Iterator[tuple[subprocess.Popen[str], Address]]:
     words = [sys.executable, "-W", "ignore", "-c", SERVER]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -43,14 +47,26 @@ def server() -> Iterator[tuple[subprocess.Popen[str], Address]]:
         process.kill()
 
 
+@pytest.fixture(scope="module")
+def address() -> Iterator[Address]:
+    """One store for all tests here: its process imports torch. Each test has keys of its own."""
+    with serving() as (_, address):
+        yield address
+
+
 @pytest.fixture
-def join(server: tuple[subprocess.Popen[str], Address]) -> Iterator[Callable[..., Channel]]:
+def prefix() -> str:
+    return f"safelaunch/1/test-{next(NUMBERS)}"
+
+
+@pytest.fixture
+def join(address: Address, prefix: str) -> Iterator[Callable[..., Channel]]:
     made: list[Channel] = []
 
-    def start(*ranks: int, key: bytes = b"", world: int = 4) -> Channel:
+    def start(*ranks: int, key: bytes = b"", world: int = 4, at: Address = address) -> Channel:
         one = Channel(Node("", f"host{ranks[0]}", 1, "0.1", "2.13"))
         one.tell(ranks=ranks, world=world)
-        one.start(Meeting(server[1], "safelaunch/1/test"), key)
+        one.start(Meeting(at, prefix), key)
         made.append(one)
         return one
 
@@ -213,37 +229,36 @@ def test_the_leader_dies_in_the_middle_and_the_other_goes_on(
     assert {one.seen.page.result for one in left if one.seen.page} == {"elsewhere"}
 
 
-def test_without_a_store_each_is_alone_and_says_why(
-    server: tuple[subprocess.Popen[str], Address], join: Callable[..., Channel]
-) -> None:
-    one, other = join(0, 1), join(2, 3)
-    until(covered(one, other), "each other")
-    server[0].kill()
+def test_without_a_store_each_is_alone_and_says_why(join: Callable[..., Channel]) -> None:
+    with serving() as (process, address):
+        one, other = join(0, 1, at=address), join(2, 3, at=address)
+        until(covered(one, other), "each other")
+        process.kill()
     until(lambda: phase(one, other) == {"alone"}, "the loss")
     assert "closed the connection" in one.seen.why or "refused" in one.seen.why or "reset" in one.seen.why
 
 
 def test_garbage_in_the_store_costs_nothing_but_the_channel(
-    server: tuple[subprocess.Popen[str], Address], join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
+    address: Address, prefix: str, join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (council, sessions):
         monkeypatch.setattr(module, "SILENT_S", 4.0)
     monkeypatch.setattr(council, "PROVING_S", 1.0)
-    hostile = Store(server[1])
+    hostile = Store(address)
     for name in ("head", "m/1", "b/1", "b/3", "m/3"):
-        hostile.set(f"safelaunch/1/test/{name}", b"\xff" * 5000, deadline_s=15.0)
+        hostile.set(f"{prefix}/{name}", b"\xff" * 5000, deadline_s=15.0)
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
     for value in (b"\xdd\xff\xff\xff\xff", b"", b"\x91" * 60_000):
-        hostile.set("safelaunch/1/test/head", value, deadline_s=15.0)
-        hostile.set("safelaunch/1/test/n", b"99999999999", deadline_s=15.0)
+        hostile.set(f"{prefix}/head", value, deadline_s=15.0)
+        hostile.set(f"{prefix}/n", b"99999999999", deadline_s=15.0)
         until(lambda: one.seen.leads or other.seen.leads, "a leader again")
         until(covered(one, other), "each other again")
     hostile.close()
 
 
 @contextmanager
-def scribbling(address: Address, value: Callable[[int], bytes]) -> Iterator[None]:
+def scribbling(address: Address, prefix: str, value: Callable[[int], bytes]) -> Iterator[None]:
     """A stranger that writes ``value`` of a growing number over the leader's page, again and again."""
     ended = threading.Event()
 
@@ -251,7 +266,7 @@ def scribbling(address: Address, value: Callable[[int], bytes]) -> Iterator[None
         hostile, number = Store(address), 0
         while not ended.wait(0.3):
             number += 1
-            hostile.set("safelaunch/1/test/head", value(number), deadline_s=60.0)
+            hostile.set(f"{prefix}/head", value(number), deadline_s=60.0)
         hostile.close()
 
     thread = threading.Thread(target=scribble)
@@ -265,14 +280,15 @@ def scribbling(address: Address, value: Callable[[int], bytes]) -> Iterator[None
 
 @pytest.mark.parametrize("size", [40, 5000], ids=["small", "too large to compare"])
 def test_a_stranger_cannot_separate_nodes_that_have_a_key(
-    server: tuple[subprocess.Popen[str], Address],
+    address: Address,
+    prefix: str,
     join: Callable[..., Channel],
     monkeypatch: pytest.MonkeyPatch,
     size: int,
 ) -> None:
     monkeypatch.setattr(sessions, "SILENT_S", 6.0)
     monkeypatch.setattr(sessions, "LARGEST_VALUE", 4096)  # more than any page of these two
-    with scribbling(server[1], lambda number: bytes([number % 256]) * size):
+    with scribbling(address, prefix, lambda number: bytes([number % 256]) * size):
         one, other = join(0, 1, key=b"k"), join(2, 3, key=b"k")
         until(covered(one, other), "each other")
         pages = [node.seen.page for node in (one, other) if node.seen.page]
@@ -302,22 +318,20 @@ def break_connection(node: Channel) -> None:
 
 
 def test_in_another_store_a_slot_is_nobodys(
-    join: Callable[..., Channel], server: tuple[subprocess.Popen[str], Address], monkeypatch: pytest.MonkeyPatch
+    join: Callable[..., Channel], address: Address, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channels, "AGAIN_S", (1.0,))
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
     before = other.seen.slot
-    store = Store(server[1])
-    store.set(f"safelaunch/1/test/m/{before}", b"somebody else's", deadline_s=15.0)
+    store = Store(address)
+    store.set(f"{prefix}/m/{before}", b"somebody else's", deadline_s=15.0)
     store.close()
     break_connection(other)
     until(lambda: other.seen.slot not in (0, before), "another slot")
 
 
-def test_what_an_old_connection_still_brings_is_known_to_be_old(
-    join: Callable[..., Channel], server: tuple[subprocess.Popen[str], Address]
-) -> None:
+def test_what_an_old_connection_still_brings_is_known_to_be_old(join: Callable[..., Channel]) -> None:
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
     leader, follower = (one, other) if one.seen.leads else (other, one)
@@ -329,13 +343,11 @@ def test_what_an_old_connection_still_brings_is_known_to_be_old(
     assert session._decoded([follower.seen.slot], [data])[follower.seen.slot].doing == "watching"
 
 
-def test_slots_that_nobody_has_hide_no_other(
-    join: Callable[..., Channel], server: tuple[subprocess.Popen[str], Address]
-) -> None:
-    store = Store(server[1])
-    store.add("safelaunch/1/test/n", 150, deadline_s=15.0)
+def test_slots_that_nobody_has_hide_no_other(join: Callable[..., Channel], address: Address, prefix: str) -> None:
+    store = Store(address)
+    store.add(f"{prefix}/n", 150, deadline_s=15.0)
     one = join(0, 1)
-    store.add("safelaunch/1/test/n", 400, deadline_s=15.0)
+    store.add(f"{prefix}/n", 400, deadline_s=15.0)
     other = join(2, 3)
     until(covered(one, other), "each other")
     store.close()
