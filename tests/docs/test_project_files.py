@@ -1,4 +1,4 @@
-"""Files that other programs read: issue forms, hooks, the Dockerfile, the package's metadata."""
+"""Files that other programs read: hooks, the package's metadata, the demo."""
 
 from __future__ import annotations
 
@@ -16,37 +16,14 @@ import pytest
 import yaml
 from pages import ROOT
 
-from safelaunch.cli import COMMANDS
-
 if sys.version_info >= (3, 11):
     import tomllib as toml
 else:
     import tomli as toml
 
-FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
-FIELDS = {"markdown", "textarea", "input", "dropdown", "checkboxes"}
-INSTRUCTIONS = {"FROM", "ARG", "RUN", "COPY", "WORKDIR", "ENTRYPOINT", "CMD", "ENV", "USER"}
-
 
 def read(path: Path) -> Any:
     return yaml.safe_load(path.read_text("utf-8"))
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.name)
-def test_an_issue_form_is_one(form: Path) -> None:
-    found = read(form)
-    assert {"name", "description", "body"} <= found.keys()
-    assert {field["type"] for field in found["body"]} <= FIELDS
-    answers = [field for field in found["body"] if field["type"] != "markdown"]
-    assert len({field["id"] for field in answers}) == len(answers) > 0
-    assert all(field["attributes"]["label"] for field in answers)
-    assert all(field["attributes"]["options"] for field in answers if field["type"] == "dropdown")
-
-
-def test_the_forms_name_commands_that_there_are() -> None:
-    named = {word for form in FORMS for word in re.findall(r"`safelaunch ([a-z]+)", form.read_text("utf-8"))}
-    assert named
-    assert named <= COMMANDS.keys()
 
 
 def test_the_hooks_are_the_tools_of_the_environment() -> None:
@@ -57,29 +34,6 @@ def test_the_hooks_are_the_tools_of_the_environment() -> None:
         program, *words = shlex.split(hook["entry"])
         assert program.startswith(".venv/bin/")
         assert all((ROOT / word).is_file() for word in words if word.endswith(".py"))
-
-
-def instructions() -> list[tuple[str, str]]:
-    """The Dockerfile's instructions with their arguments, continued lines joined, comments left out."""
-    lines = [line for line in (ROOT / "Dockerfile").read_text("utf-8").splitlines() if not line.startswith("#")]
-    whole = "\n".join(lines).replace("\\\n", " ").splitlines()
-    return [(word, rest) for word, _, rest in (line.partition(" ") for line in whole if line.strip())]
-
-
-def test_the_dockerfile_is_one() -> None:
-    found = instructions()
-    assert {word for word, _ in found} <= INSTRUCTIONS
-    stages = [rest.rpartition(" AS ")[2] for word, rest in found if word == "FROM" and " AS " in rest]
-    known = {rest.partition("=")[0] for word, rest in found if word == "ARG"}
-    for word, rest in found:
-        assert set(re.findall(r"\$\{(\w+)\}", rest)) <= known, f"{word} {rest}"
-        if word == "COPY":
-            source = next((part.partition("=")[2] for part in rest.split() if part.startswith("--from=")), None)
-            assert source in (None, *stages)
-        if word in ("ENTRYPOINT", "CMD"):
-            assert all(isinstance(part, str) for part in yaml.safe_load(rest))
-        if word == "RUN":
-            shlex.split(rest)
 
 
 def test_the_metadata_is_complete() -> None:

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from jobs import PROGRAMS, Job, Result
 from jsonschema import Draft202012Validator
 
@@ -171,65 +170,6 @@ jobs:
     assert sweep.marks("left") == {"long": 1}
 
 
-# Four GPUs, as far as the Python binding goes.
-NVML = """
-class NVMLError(Exception):
-    value = 0
-
-NVML_ERROR_LIBRARY_NOT_FOUND = 12
-
-def nvmlInit():
-    pass
-
-def nvmlDeviceGetCount():
-    return 4
-
-def nvmlDeviceGetHandleByIndex(index):
-    return index
-
-def nvmlDeviceGetUUID(handle):
-    return f"GPU-{handle}000"
-
-def nvmlDeviceGetName(handle):
-    return "stub"
-
-def nvmlSystemGetCudaDriverVersion():
-    return 12040
-
-def nvmlShutdown():
-    pass
-"""
-
-
-def test_each_job_has_gpus_of_its_own(tmp_path: Path) -> None:
-    """Of the three that CUDA_VISIBLE_DEVICES leaves; what asks for none sees none; cores are left alone."""
-    (tmp_path / "stub").mkdir()
-    (tmp_path / "stub" / "pynvml.py").write_text(NVML)
-    (tmp_path / "stub" / "libnvidia-ml.so.1").touch()  # the sign that there is a driver to ask
-    sizes = {"a": 2, "b": 1, "c": 3, "d": 1, "e": 0}
-    spec = "\n".join(["jobs:", *(f"  {n}: {{gpus: {k}, command: '{SWEPT} {n} ok 0.4'}}" for n, k in sizes.items())])
-    path = os.pathsep.join([os.fspath(tmp_path / "stub"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "3,1,0", "LD_LIBRARY_PATH": os.fspath(tmp_path / "stub")}
-    env["SAFELAUNCH_LEASE_DIR"] = os.fspath(tmp_path / "leases")
-    sweep, result = run(tmp_path, spec, env=env)
-    assert result.code == 0, result.stderr
-    assert "5 jobs on 3 GPUs" in result.said
-    for name, size in sizes.items():
-        found = re.search(r"^visible None gpus (.*)$", sweep.log(name), re.M)
-        assert found is not None
-        assert found[1].split(",") == (sweep.jobs[name]["gpus"] or [""])
-        assert len(sweep.jobs[name]["gpus"]) == size
-        assert set(sweep.jobs[name]["gpus"]) <= {"GPU-3000", "GPU-1000", "GPU-0000"}
-    held: set[str] = set()
-    for record in sweep.records():
-        gpus = set(sweep.jobs[record["job"]]["gpus"]) if "job" in record else set()
-        if record["event"] == "started":
-            assert not held & gpus
-            held |= gpus
-        elif record["event"] == "ended":
-            held -= gpus
-
-
 def test_a_job_that_asks_for_more_than_there_is_is_refused(tmp_path: Path) -> None:
     sweep, result = run(tmp_path, f"jobs: {{a: {{gpus: 3, command: '{SWEPT} a ok 0'}}}}", "--slots", "2")
     assert result.code == 2
@@ -345,12 +285,8 @@ def test_two_at_once_on_the_same_sweep(tmp_path: Path) -> None:
     assert sweep.marks("begun") == {"j0": 1}
 
 
-@pytest.mark.parametrize(
-    "also", [pytest.param("", id="watched"), pytest.param("--no-watch", id="unwatched", marks=pytest.mark.rare)]
-)
-def test_killed_its_jobs_are_asked_to_end_at_once(tmp_path: Path, also: str) -> None:
-    spec = several("polite", 600, 2).replace("exec --", f"exec {also} --")
-    with Sweep(tmp_path, spec, "--slots", "2") as sweep:
+def test_killed_its_jobs_are_asked_to_end_at_once(tmp_path: Path) -> None:
+    with Sweep(tmp_path, several("polite", 600, 2), "--slots", "2") as sweep:
         until_running(sweep, 2)
         sweep.process.kill()
         sweep.process.wait()

@@ -1,4 +1,4 @@
-"""A sweep of real torchrun jobs on four slots, killed in its middle and resumed. ``--whole``: 30 jobs."""
+"""A sweep of 30 real torchrun jobs on four slots, killed in its middle and resumed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from jobs import PROGRAMS
 from test_colaunch import Sweep
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.torch, pytest.mark.rare, pytest.mark.timeout(900)]  # test_colaunch is about other programs
 
 RANKS = 2
 STEPS = 5
@@ -28,8 +28,8 @@ jobs: {{j: {{name: "j{{seed}}"}}}}
 """
 
 
-def test_a_sweep_that_is_killed_is_completed_by_resume(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    count = 30 if request.config.getoption("--whole") else 5
+def test_a_sweep_that_is_killed_is_completed_by_resume(tmp_path: Path) -> None:
+    count = 30
     with Sweep(tmp_path, spec(count), "--slots", "4") as sweep:
         sweep.until(lambda: len(sweep.recorded()) >= count // 3, "a third of the jobs", 400)
         recorded = sweep.recorded()

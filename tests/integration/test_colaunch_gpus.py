@@ -108,19 +108,6 @@ jobs:
     assert (result.code, result.leftovers, leases(node).look(EVERYTHING)) == (1, (), {})
 
 
-def test_killed_it_leaves_no_lease_and_resume_goes_on(node: stub.Node, tmp_path: Path) -> None:
-    spec = several("ok", 1.0)
-    with Sweep(tmp_path, spec, "--max-parallel", "2", env=node.environ) as sweep:
-        sweep.until(lambda: len(sweep.marks("begun")) >= 2, "two jobs")
-        sweep.process.kill()
-        sweep.process.wait()
-        with Sweep(tmp_path, spec, "--resume", env=node.environ) as again:
-            result = again.wait()
-        assert sweep.left_behind() == []
-    assert set(again.states().values()) == {"succeeded"} and again.marks("twice") == {}
-    assert (result.code, leases(node).look(EVERYTHING)) == (0, {})
-
-
 def test_where_no_lease_can_be_taken_nothing_is_started(node: stub.Node, tmp_path: Path) -> None:
     node.lease_dir.write_text("in the way")
     with Sweep(tmp_path, several("ok", 0, 1), env=node.environ) as sweep:

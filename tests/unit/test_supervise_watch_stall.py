@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -94,24 +95,136 @@ def stepping(now: float, every: float, *, until: float = 1e9, first: float = 10.
     return first + (min(now, until) - first) // every * every
 
 
-# --- suspicion --------------------------------------------------------------------------------------------------------
+def paused(number: int, since: float, until: float, now: float) -> Mark:
+    """A rank that last stepped at 10 s and pauses from ``since`` to ``until``."""
+    at = until if now >= until else since if now >= since else 0.0
+    return rank(number, 10.0, paused=since <= now < until, phase_since_s=START_S + at if at else 0.0)
 
 
-def test_a_job_that_steps_is_left_alone() -> None:
-    job = Replay(lambda now: [rank(r, stepping(now, 2.0)) for r in range(4)])
-    assert job.until(600) == []
+def phase(name: str, since: float, timeout_s: float = 0.0) -> dict[str, Any]:
+    return {"phase": name, "phase_since_s": START_S + since, "phase_timeout_s": timeout_s}
 
 
-def test_slow_steps_below_the_threshold_are_left_alone() -> None:
-    job = Replay(lambda now: [rank(0, stepping(now, 29.5))])
-    assert job.until(600) == []
+def suspected(at: float) -> list[tuple[float, str]]:
+    """And found dead."""
+    return [(at, "suspect"), (at + 2.0, "hang")]
 
 
-def test_suspected_when_the_slowest_rank_has_stood_for_the_threshold() -> None:
-    """Rank 2 stops at 40 s; its peers go on (a collective far away): measured from rank 2."""
+@dataclass(frozen=True)
+class Case:
+    """A history, played to ``until_s``, and all events that it leads to."""
+
+    marks: Callable[[float], Sequence[Mark]]
+    until_s: float
+    events: list[tuple[float, str]]
+    found: Callable[[float], Found] = lambda now: "dead"
+
+
+CASES = {
+    "steps": Case(lambda now: [rank(r, stepping(now, 2.0)) for r in range(4)], 600, []),
+    "slow steps below the threshold": Case(lambda now: [rank(0, stepping(now, 29.5))], 600, []),
+    "nobody has come": Case(lambda now: [], 2000, []),
+    "a hang is said once": Case(lambda now: [rank(0, 10.0)], 5000, suspected(40.0)),
+    # Its evidence is being collected: there is no way back that would not lie in the bundle.
+    "moves after the verdict": Case(lambda now: [rank(0, 10.0 if now < 50 else now)], 100, suspected(40.0)),
+    # Before the first step.
+    "the latest arrival": Case(
+        lambda now: [rank(0, claimed=1.0), *([rank(1, claimed=60.0)] if now >= 60 else [])], 200, suspected(160.0)
+    ),
+    "the first step": Case(lambda now: [rank(0, stepping(now, 1.0, first=90.0, until=90.0))], 130, suspected(120.0)),
+    "an evaluator beside the trainers": Case(lambda now: [rank(0), rank(1, stepping(now, 1.0))], 2000, []),
+    "no step at all": Case(lambda now: [rank(0)], 200, suspected(100.0)),
+    # Who is not judged.
+    "one has exited": Case(lambda now: [rank(0, 10.0, exited=True), rank(1, stepping(now, 1.0))], 600, []),
+    "all have exited": Case(lambda now: [rank(0, 10.0, exited=True), rank(1, exited=True)], 2000, []),
+    "a peer has exited": Case(lambda now: [rank(0, 10.0, exited=True), rank(1, 12.0)], 60, suspected(42.0)),
+    # One rank waits for its user's input; its peers wait for it, and are not blamed for that when it goes on.
+    "a pause of one": Case(lambda now: [paused(0, 15, 500, now), rank(1, 10.0)], 540, suspected(530.0)),
+    "a pause during the look": Case(
+        lambda now: [paused(0, 41, 600, now), rank(1, 10.0)],
+        640,
+        [(40.0, "suspect"), (42.0, "recovered"), *suspected(630.0)],
+    ),
+    "pauses one after another": Case(
+        lambda now: [paused(0, 12, 200, now), paused(1, 100, 400, now), rank(2, 10.0)], 440, suspected(430.0)
+    ),
+    "a pause ends an undecided wait": Case(
+        lambda now: [rank(0, 10.0, paused=now >= 60)],
+        100,
+        [
+            (40.0, "suspect"),
+            (42.0, "undecided"),
+            (49.5, "suspect"),
+            (51.5, "undecided"),
+            (59.0, "suspect"),
+            (61.0, "recovered"),
+        ],
+        lambda now: "alive",
+    ),
+    # Phases.
+    "a phase is entered": Case(
+        lambda now: [rank(0, 10.0, **phase("eval" if now >= 35 else "", 35 * (now >= 35)))], 80, suspected(65.0)
+    ),
+    "a phase with its timeout": Case(lambda now: [rank(0, 10.0, **phase("eval", 20, 200.0))], 300, suspected(220.0)),
+    "a shorter timeout": Case(lambda now: [rank(0, 10.0, **phase("step", 20, 5.0))], 60, suspected(25.0)),
+    "a timeout outside its phase": Case(lambda now: [rank(0, 10.0, **phase("", 20, 200.0))], 60, suspected(50.0)),
+    "a peer's phase": Case(
+        lambda now: [rank(0, 10.0, **phase("eval", 20, 200.0)), rank(1, 19.0)], 300, suspected(219.0)
+    ),
+    "a phase of a rank without steps": Case(
+        lambda now: [rank(0, 10.0), rank(1, None, **phase("eval", 12, 200.0))], 300, suspected(210.0)
+    ),
+    "a short phase of a rank without steps": Case(
+        lambda now: [rank(0, 10.0), rank(1, None, **phase("eval", 12, 5.0))], 300, suspected(40.0)
+    ),
+    # Rank 0 evaluates for 150 s with leave to do so; rank 1, in a barrier, has been waiting for it.
+    "the end of a long phase": Case(
+        lambda now: [
+            rank(0, 10.0, **(phase("eval", 20, 200.0) if now < 170 else {"phase_since_s": START_S + 170})),
+            rank(1, 10.0),
+        ],
+        240,
+        suspected(200.0),
+    ),
+    # Every rank wraps its step into a phase; rank 1 is stuck in its own.
+    "phases within each step": Case(
+        lambda now: [rank(0, now, **phase("step", now // 1, 5.0)), rank(1, 10.0, **phase("step", 10, 5.0))],
+        60,
+        suspected(15.0),
+    ),
+    # A suspended job (kill -STOP, a frozen cgroup): when it goes on, it has its whole threshold again.
+    "all are stopped": Case(
+        lambda now: [rank(0, 10.0)],
+        80,
+        [(40.0, "suspect"), (42.0, "clock-restarted"), (72.0, "suspect"), (74.0, "clock-restarted")],
+        lambda now: "stopped",
+    ),
+    "a mark during the look": Case(
+        lambda now: [rank(0, 10.0 if now < 41 else 41.0)],
+        80,
+        [(40.0, "suspect"), (42.0, "recovered"), *suspected(71.0)],
+        lambda now: "moving" if now < 50 else "dead",
+    ),
+    # A long evaluation: recovered once.
+    "a step while it is undecided": Case(
+        lambda now: [rank(0, 10.0 if now < 45 else stepping(now, 1.0))],
+        200,
+        [(40.0, "suspect"), (42.0, "undecided"), (45.0, "recovered")],
+        lambda now: "alive",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_becomes_of_a_job(case: str) -> None:
+    one = CASES[case]
+    assert Replay(one.marks, one.found).until(one.until_s) == one.events
+
+
+def test_the_slowest_rank_is_suspected_while_its_peers_go_on() -> None:
+    """Rank 2 stops at 40 s; a collective is far away: measured from rank 2."""
     job = Replay(lambda now: [rank(r, stepping(now, 1.0, until=40 if r == 2 else 1e9)) for r in range(4)])
-    events = job.until(80)
-    assert events == [(70.0, "suspect"), (72.0, "hang")]
+    assert job.until(80) == suspected(70.0)
     stall = job.stalls[0]
     assert (stall.ranks, stall.mark_s, stall.stalled_s, stall.threshold_s) == ((2,), START_S + 40, 30.0, 30.0)
     assert (stall.before_first_step, stall.step) == (False, 7)
@@ -121,6 +234,10 @@ def test_ranks_that_stand_equally_long_are_suspected_together() -> None:
     job = Replay(lambda now: [rank(r, stepping(now, 1.0, until=20 if r != 3 else 25)) for r in range(4)])
     job.until(60)
     assert job.stalls[0].ranks == (0, 1, 2)
+    start = Replay(lambda now: [rank(0, claimed=1.0), rank(1, claimed=60.0)])
+    start.until(200)
+    stall = start.stalls[0]
+    assert (stall.before_first_step, stall.ranks, stall.threshold_s, stall.step) == (True, (0, 1), 100.0, None)
 
 
 def test_the_suspicion_comes_within_a_tick_of_the_threshold() -> None:
@@ -130,84 +247,13 @@ def test_the_suspicion_comes_within_a_tick_of_the_threshold() -> None:
     assert 0 <= at - (33.3 + POLICY.stall_s) <= TICK_S + 1e-6
 
 
-def test_nothing_is_said_while_nobody_has_come() -> None:
-    assert Replay(lambda now: []).until(2000) == []
-
-
-# --- before the first step --------------------------------------------------------------------------------------------
-
-
-def test_before_the_first_step_the_startup_threshold_counts_from_the_latest_arrival() -> None:
-    job = Replay(lambda now: [rank(0, claimed=1.0), *([rank(1, claimed=60.0)] if now >= 60 else [])])
-    assert job.until(200)[0] == (160.0, "suspect")
-    stall = job.stalls[0]
-    assert (stall.before_first_step, stall.ranks, stall.threshold_s, stall.step) == (True, (0, 1), 100.0, None)
-
-
-def test_the_first_step_switches_to_the_stall_threshold() -> None:
-    job = Replay(lambda now: [rank(0, stepping(now, 1.0, first=90.0, until=90.0))])
-    assert job.until(130)[0] == (120.0, "suspect")
-
-
-def test_a_rank_that_never_stepped_is_not_judged_once_another_has() -> None:
-    """An evaluator or an actor beside the trainers."""
-    job = Replay(lambda now: [rank(0), rank(1, stepping(now, 1.0))])
-    assert job.until(2000) == []
-
-
-def test_a_never_stepped_rank_that_works_is_never_given_up() -> None:
+def test_a_never_stepped_rank_that_works_is_given_up_at_the_users_limit_alone() -> None:
     job = Replay(lambda now: [rank(0)], lambda now: "alive")
     job.until(20_000)
-    assert set(job.kinds) == {"suspect", "undecided"}
-    assert len(job.events) > 300
-    assert job.state.status is not Status.HUNG
-
-
-def test_a_never_stepped_rank_that_works_is_given_up_at_the_users_limit() -> None:
+    assert set(job.kinds) == {"suspect", "undecided"} and len(job.events) > 300
     job = Replay(lambda now: [rank(0)], lambda now: "alive", GIVEN)
     job.until(600)
     assert job.events[-1] == (360.0, "hang")
-
-
-def test_a_start_that_is_proved_dead_is_given_up_at_once() -> None:
-    job = Replay(lambda now: [rank(0)])
-    assert job.until(200) == [(100.0, "suspect"), (102.0, "hang")]
-
-
-# --- who is not judged ------------------------------------------------------------------------------------------------
-
-
-def test_exited_ranks_do_not_count() -> None:
-    job = Replay(lambda now: [rank(0, 10.0, exited=True), rank(1, stepping(now, 1.0))])
-    assert job.until(600) == []
-
-
-def test_when_all_have_exited_nobody_is_suspected() -> None:
-    assert Replay(lambda now: [rank(0, 10.0, exited=True), rank(1, exited=True)]).until(2000) == []
-
-
-def test_the_peers_of_an_exited_rank_are_still_watched() -> None:
-    job = Replay(lambda now: [rank(0, 10.0, exited=True), rank(1, 12.0)])
-    assert job.until(60) == [(42.0, "suspect"), (44.0, "hang")]
-
-
-def paused(number: int, since: float, until: float, now: float) -> Mark:
-    """A rank that last stepped at 10 s and pauses from ``since`` to ``until``."""
-    at = until if now >= until else since if now >= since else 0.0
-    return rank(number, 10.0, paused=since <= now < until, phase_since_s=START_S + at if at else 0.0)
-
-
-def test_a_paused_rank_pauses_the_watch_of_all() -> None:
-    """One rank waits for its user's input; its peers wait for it, and are not blamed for that when it goes on."""
-    job = Replay(lambda now: [paused(0, 15, 500, now), rank(1, 10.0)])
-    assert job.until(540) == [(530.0, "suspect"), (532.0, "hang")]
-    assert job.stalls[0].ranks == (0, 1)
-
-
-def test_a_pause_during_the_closer_look_voids_it() -> None:
-    job = Replay(lambda now: [paused(0, 41, 600, now), rank(1, 10.0)])
-    assert job.until(600) == [(40.0, "suspect"), (42.0, "recovered")]
-    assert job.until(640)[2:] == [(630.0, "suspect"), (632.0, "hang")]
 
 
 def test_short_pauses_do_not_hide_another_ranks_hang() -> None:
@@ -221,88 +267,6 @@ def test_short_pauses_do_not_hide_another_ranks_hang() -> None:
     job.until(80)
     assert job.kinds[:2] == ["suspect", "hang"]
     assert 40 <= job.events[0][0] <= 41.25, "no earlier than without the pauses, and no later than one pause"
-
-
-def test_pauses_one_after_another_are_all_excused() -> None:
-    job = Replay(lambda now: [paused(0, 12, 200, now), paused(1, 100, 400, now), rank(2, 10.0)])
-    assert job.until(440)[0] == (430.0, "suspect")
-
-
-def test_a_pause_ends_an_undecided_wait() -> None:
-    job = Replay(lambda now: [rank(0, 10.0, paused=now >= 60)], lambda now: "alive")
-    assert job.until(100) == [
-        (40.0, "suspect"),
-        (42.0, "undecided"),
-        (49.5, "suspect"),
-        (51.5, "undecided"),
-        (59.0, "suspect"),
-        (61.0, "recovered"),
-    ]
-
-
-# --- phases -----------------------------------------------------------------------------------------------------------
-
-
-def test_entering_a_phase_is_progress() -> None:
-    job = Replay(
-        lambda now: [rank(0, 10.0, phase="eval" if now >= 35 else "", phase_since_s=START_S + 35 * (now >= 35))]
-    )
-    assert job.until(80)[0] == (65.0, "suspect")
-    assert job.stalls[0].phase == "eval"
-
-
-def test_a_phases_own_timeout_replaces_the_threshold() -> None:
-    phase = {"phase": "eval", "phase_since_s": START_S + 20, "phase_timeout_s": 200.0}
-    job = Replay(lambda now: [rank(0, 10.0, **phase)])
-    assert job.until(300)[0] == (220.0, "suspect")
-    assert job.stalls[0].threshold_s == 200.0
-
-
-def test_a_phases_timeout_may_be_shorter() -> None:
-    phase = {"phase": "step", "phase_since_s": START_S + 20, "phase_timeout_s": 5.0}
-    assert Replay(lambda now: [rank(0, 10.0, **phase)]).until(60)[0] == (25.0, "suspect")
-
-
-def test_one_ranks_phase_covers_its_peers() -> None:
-    """Rank 0 evaluates with a timeout; rank 1 waits for it in a barrier."""
-    phase = {"phase": "eval", "phase_since_s": START_S + 20, "phase_timeout_s": 200.0}
-    job = Replay(lambda now: [rank(0, 10.0, **phase), rank(1, 19.0)])
-    assert job.until(300)[0] == (219.0, "suspect")
-
-
-def test_a_long_phases_end_starts_the_clock_again() -> None:
-    """Rank 0 evaluates for 150 s with leave to do so; rank 1, in a barrier, has been waiting for it."""
-
-    def marks(now: float) -> list[Mark]:
-        within = {"phase": "eval", "phase_since_s": START_S + 20, "phase_timeout_s": 200.0}
-        return [rank(0, 10.0, **within if now < 170 else {"phase_since_s": START_S + 170}), rank(1, 10.0)]
-
-    assert Replay(marks).until(240)[0] == (200.0, "suspect")
-
-
-def test_timed_phases_within_each_step_do_not_hide_another_ranks_hang() -> None:
-    """Every rank wraps its step into a phase; rank 1 is stuck in its own."""
-
-    def marks(now: float) -> list[Mark]:
-        phase = {"phase": "step", "phase_timeout_s": 5.0}
-        return [
-            rank(0, now, **phase, phase_since_s=START_S + now // 1),
-            rank(1, 10.0, **phase, phase_since_s=START_S + 10),
-        ]
-
-    assert Replay(marks).until(60)[0] == (15.0, "suspect")
-
-
-def test_a_timeout_counts_only_inside_its_phase() -> None:
-    job = Replay(lambda now: [rank(0, 10.0, phase="", phase_since_s=START_S + 20, phase_timeout_s=200.0)])
-    assert job.until(60)[0] == (50.0, "suspect")
-
-
-@pytest.mark.parametrize(("timeout_s", "due_s"), [(200.0, 210.0), (5.0, 40.0)])
-def test_a_timed_phase_of_a_rank_without_steps_gives_its_peers_that_long(timeout_s: float, due_s: float) -> None:
-    phase = {"phase": "eval", "phase_since_s": START_S + 12, "phase_timeout_s": timeout_s}
-    job = Replay(lambda now: [rank(0, 10.0), rank(1, None, **phase)])
-    assert job.until(300)[0] == (due_s, "suspect")
 
 
 # --- the clock --------------------------------------------------------------------------------------------------------
@@ -325,7 +289,7 @@ def test_the_longest_tick_is_no_gap() -> None:
     assert job.kinds == ["suspect"]
 
 
-def test_a_gap_during_a_closer_look_makes_the_look_worthless() -> None:
+def test_a_gap_during_a_closer_look_makes_the_look_worthless_and_one_after_the_verdict_changes_nothing() -> None:
     job = Replay(lambda now: [rank(0, 10.0)])
     job.until(41)
     assert job.kinds == ["suspect"]
@@ -333,21 +297,9 @@ def test_a_gap_during_a_closer_look_makes_the_look_worthless() -> None:
     assert event is not None
     assert event.kind == "clock-restarted"
     assert conclude(state, job.stalls[0], "dead", POLICY, START_S + 100) == (state, None)
-
-
-def test_a_gap_after_the_verdict_changes_nothing() -> None:
-    job = Replay(lambda now: [rank(0, 10.0)])
     job.until(50)
-    assert job.kinds[-1] == "hang"
     job.step(3600.0)
-    assert job.kinds[-1] == "hang"
-    assert job.state.status is Status.HUNG
-
-
-def test_all_ranks_stopped_together_start_the_clock_again() -> None:
-    """A suspended job (kill -STOP, a frozen cgroup): when it goes on, it has its whole threshold again."""
-    job = Replay(lambda now: [rank(0, 10.0)], lambda now: "stopped")
-    assert job.until(80) == [(40.0, "suspect"), (42.0, "clock-restarted"), (72.0, "suspect"), (74.0, "clock-restarted")]
+    assert (job.kinds[-1], job.state.status) == ("hang", Status.HUNG)
 
 
 def test_a_new_attempt_starts_the_clock() -> None:
@@ -362,31 +314,11 @@ def test_a_new_attempt_starts_the_clock() -> None:
 # --- the conclusion ---------------------------------------------------------------------------------------------------
 
 
-def test_a_mark_during_the_closer_look() -> None:
-    """The step came while we looked: no event but the conclusion's own, and the watch goes on."""
-    job = Replay(lambda now: [rank(0, 10.0 if now < 41 else 41.0)], lambda now: "moving" if now < 50 else "dead")
-    assert job.until(80) == [(40.0, "suspect"), (42.0, "recovered"), (71.0, "suspect"), (73.0, "hang")]
-
-
-def test_undecided_then_a_step() -> None:
-    """A long evaluation: suspected, undecided, and then the next step: recovered, once."""
-    job = Replay(lambda now: [rank(0, 10.0 if now < 45 else stepping(now, 1.0))], lambda now: "alive")
-    assert job.until(200) == [(40.0, "suspect"), (42.0, "undecided"), (45.0, "recovered")]
-    assert job.state.status is Status.WATCHING
-
-
 def test_undecided_until_max_stall() -> None:
     job = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive", GIVEN)
     job.until(400)
     assert job.events[-1] == (370.0, "hang"), "360 s after the last step, exactly"
     assert set(job.kinds[:-1]) == {"suspect", "undecided"}
-
-
-def test_undecided_then_still() -> None:
-    job = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive" if now < 60 else "dead")
-    job.until(100)
-    assert job.kinds[-1] == "hang"
-    assert 60 <= job.events[-1][0] <= 70
 
 
 def test_looks_grow_no_denser_than_a_quarter_of_the_threshold_and_at_most_a_minute_apart() -> None:
@@ -395,19 +327,6 @@ def test_looks_grow_no_denser_than_a_quarter_of_the_threshold_and_at_most_a_minu
     looks = [at for at, kind in job.events if kind == "suspect"]
     assert len(looks) > 10
     assert {round(b - a, 2) for a, b in pairwise(looks)} == {62.0}
-
-
-def test_a_hang_is_said_once() -> None:
-    job = Replay(lambda now: [rank(0, 10.0)])
-    job.until(5000)
-    assert job.kinds.count("hang") == 1
-
-
-def test_a_job_that_moves_again_after_the_verdict_stays_condemned() -> None:
-    """Its evidence is being collected: there is no way back that would not lie in the bundle."""
-    job = Replay(lambda now: [rank(0, 10.0 if now < 50 else now)])
-    job.until(100)
-    assert job.kinds == ["suspect", "hang"]
 
 
 STALL = Stall((0,), START_S, 40.0, 30.0, before_first_step=False)
