@@ -160,21 +160,36 @@ def _sends(op: Any) -> bool:
 
 
 def _ops_of(frame: Any, kind: type) -> list[Any]:
-    """Of a function that names what batches are made of; others are not looked into.
-
-    Before Python 3.13, to look leaves a copy of the function's variables behind, which would keep tensors alive.
-    """
+    """Of a function that names what batches are made of; others are not looked into."""
     if not {"P2POp", "batch_isend_irecv"}.intersection(frame.f_code.co_names):
         return []
+
+    def read(variables: Any) -> list[Any]:
+        ops = []
+        for value in list(variables.values()):
+            each = value[:MOST_POSTED] if type(value) in (list, tuple) else (value,)
+            ops += [op for op in each if type(op) is kind]
+        return list({id(op): op for op in _waited_for(variables, ops)}.values())
+
+    return _in_variables(frame, read) or []
+
+
+def _in_variables(frame: Any, read: Callable[[Any], Any]) -> Any:
+    """``read`` of the function's variables; None where they must not be looked at.
+
+    Before Python 3.13, to look leaves a copy of them behind, which would keep tensors alive. While a tracer is at a
+    line (a debugger at its prompt), the interpreter writes that copy back afterwards: what is missing is deleted.
+    """
+    if sys.version_info >= (3, 13):
+        return read(frame.f_locals)
+    if frame.f_trace is not None:
+        return None
     variables = frame.f_locals
-    ops = []
-    for value in list(variables.values()):
-        each = value[:MOST_POSTED] if type(value) in (list, tuple) else (value,)
-        ops += [op for op in each if type(op) is kind]
-    ops = _waited_for(variables, ops)
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & _OPTIMIZED:
-        variables.clear()
-    return list({id(op): op for op in ops}.values())
+    try:
+        return read(variables)
+    finally:
+        if frame.f_code.co_flags & _OPTIMIZED:
+            variables.clear()
 
 
 def _waited_for(variables: Any, ops: list[Any]) -> list[Any]:
@@ -204,10 +219,7 @@ def _batches() -> dict[str, int]:
             if frame is None:
                 break
             if frame.f_code.co_flags & _OPTIMIZED and "DataLoader" in frame.f_code.co_names:
-                variables = frame.f_locals
-                found.update(_batches_in(variables, kind))
-                if sys.version_info < (3, 13):
-                    variables.clear()  # see _ops_of
+                found.update(_in_variables(frame, lambda variables: _batches_in(variables, kind)) or {})
             frame = frame.f_back
     return dict(list(found.items())[:MOST_LOADERS])
 

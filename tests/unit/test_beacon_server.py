@@ -158,3 +158,40 @@ def test_the_batch_sizes_of_the_loaders_are_told(monkeypatch: pytest.MonkeyPatch
         assert json.loads(server._told())["batches"] == {"loader": 32, "val_loader": 8}
         monkeypatch.setitem(vars(sys.modules["__main__"]), "test_loader", Shard(None, Sampler()))
         assert json.loads(server._told())["batches"] == {"loader": 32, "val_loader": 8, "test_loader": 8}
+
+
+class Loader:
+    def __init__(self) -> None:
+        self.batch_size = 7
+
+
+def test_a_function_under_a_debugger_keeps_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tracer stops in a function with a DataLoader; before Python 3.13 its variables are written back then."""
+    module = types.ModuleType("torch.utils.data.dataloader")
+    module.DataLoader = Loader  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    go, there, found = threading.Event(), threading.Event(), list[object]()
+
+    def train() -> None:
+        DataLoader = module.DataLoader
+        loader = DataLoader()
+        count = 5
+        found.extend((loader.batch_size, count))
+
+    def trace(frame: types.FrameType, event: str, _: object) -> object:
+        if frame.f_code is train.__code__ and "count" in frame.f_locals:
+            there.set()
+            go.wait()
+        return trace if frame.f_code is train.__code__ else None
+
+    def debugged() -> None:
+        sys.settrace(trace)  # type: ignore[arg-type]
+        train()
+
+    thread = threading.Thread(target=debugged)
+    thread.start()
+    there.wait()
+    server._batches()
+    go.set()
+    thread.join()
+    assert found == [7, 5]
