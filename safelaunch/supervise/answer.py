@@ -115,10 +115,11 @@ def proves(evidence: Evidence) -> bool:
 
 
 def _proved(evidence: Evidence) -> tuple[bool, GroupLimit]:
+    from safelaunch.capture import user_source
     from safelaunch.verdict.proof import limit_of, prove
     from safelaunch.verdict.waits import Case
 
-    case = Case.of(replace(evidence, outcome="hang"))
+    case = Case.of(replace(evidence, outcome="hang"), user_source.text)
     return bool(prove(case)), limit_of(case)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from safelaunch.model import Claim, Collective, Frame, RankEvidence
 from safelaunch.model.entries import Entries
 from safelaunch.verdict.causes import FAILURES, Sign
-from safelaunch.verdict.collectives import Mismatch, describe, vote
+from safelaunch.verdict.collectives import Mismatch, Signature, describe, vote
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.exits import aborted_in, failed_at, is_aborted
 from safelaunch.verdict.findings import (
@@ -79,17 +79,28 @@ def _aborted_by_gloo(facts: Facts, one: RankFacts) -> bool:
 
 
 def _with_aborted(facts: Facts, found: Mismatch, aborted: Sequence[int]) -> Mismatch:
-    """The vote with the aborted ranks, whose records are lost: each is of the side that called from its line."""
+    """The vote with the aborted ranks, whose records are lost: each is of the side that called from its line, and that
+    has less to receive than another one sends.
+    """
     sides = {key: list(ranks) for key, ranks in found.classes.items()}
     for rank in aborted:
         stack = aborted_in(facts.ranks[rank].evidence)
         site = stack.user_frame if stack is not None else None
         same = [key for key, ranks in found.classes.items() if site in _sites_of(facts, found, ranks)]
+        same = same if len(same) < 2 else _smaller(same)
         if site is not None and len(same) == 1:
             sides[same[0]].append(rank)
     odd, majority = vote(sides)
     known = {rank for ranks in found.classes.values() for rank in ranks}
     return replace(found, odd=tuple(rank for rank in odd if rank in known), majority=majority)
+
+
+def _smaller(calls: Sequence[Signature]) -> list[Signature]:
+    """Those of one operation on one type but for the largest, which has room for all that others send."""
+    elements = {key: key[1] for key in calls if len(key) > 1 and isinstance(key[1], int)}
+    if len(elements) < len(calls) or len({(key[0], *key[2:]) for key in calls}) > 1:
+        return list(calls)
+    return [key for key in calls if elements[key] < max(elements.values())]
 
 
 def _sites_of(facts: Facts, found: Mismatch, ranks: Iterable[int]) -> set[Frame | None]:

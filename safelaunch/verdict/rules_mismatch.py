@@ -23,6 +23,8 @@ from safelaunch.verdict.findings import (
     wait_words,
     waiting_culprit,
 )
+from safelaunch.verdict.guarding import partings
+from safelaunch.verdict.history import UNKNOWN
 from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
@@ -264,6 +266,8 @@ def _finding(facts: Facts, meeting: Meeting) -> Finding:
     left = _left_loop(facts, meeting)
     if left is not None:
         meeting = left.judged(meeting)
+    if not meeting.majority:
+        meeting = _by_a_guard(facts, meeting)
     odd_first = sorted(words, key=lambda rank: (rank not in meeting.odd, rank))
     text = capital(apart({rank: words[rank] for rank in odd_first}))
     text += f"; {left.says}" if left is not None else ""
@@ -276,8 +280,23 @@ def _finding(facts: Facts, meeting: Meeting) -> Finding:
         meeting.claims + wait_claims(facts, words),
         _other_end(facts, meeting),
         signs=_signs(meeting, left),
-        calls={r: fr.stack_of(facts.ranks[r].evidence, call.stack).user_frames for r, call in meeting.calls.items()},
+        calls=_user_frames(facts, meeting),
     )
+
+
+def _by_a_guard(facts: Facts, meeting: Meeting) -> Meeting:
+    """Where no majority tells: the one side whose call stands behind a condition on the rank that keeps all the others
+    from there. No round of any loop brings these to it.
+    """
+    found = [one for one in partings(facts, _user_frames(facts, meeting), frozenset(meeting.odd)) if one.kept]
+    sides = {one.ranks: one.kept for one in found if {*one.ranks, *one.kept} == meeting.calls.keys()}
+    if len(sides) != 1 or len({one.ranks for one in found}) != 1:
+        return meeting
+    return replace(meeting, odd=next(iter(sides)), majority=True, doubts=(*meeting.doubts, Doubt.EITHER_SIDE))
+
+
+def _user_frames(facts: Facts, meeting: Meeting) -> dict[int, tuple[Frame, ...]]:
+    return {r: fr.stack_of(facts.ranks[r].evidence, call.stack).user_frames for r, call in meeting.calls.items()}
 
 
 def _signs(meeting: Meeting, left: LeftLoop | None) -> frozenset[Sign]:
@@ -376,6 +395,8 @@ def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
         loop = loop_left(meeting.calls[ahead[0]].stack, meeting.calls[behind[0]].stack, facts.read_source)
         if loop is not None:
             group, number = meeting.number
+            if group and _were_past_it(facts, group, number, (ahead[0], behind[0]), loop):
+                return None
             aligned = facts.histories.in_group(group) if group else None
             made = aligned.round_before(ahead[0], number) if aligned is not None else ""
             times = aligned.times_called(behind[0], number) if aligned is not None else 0
@@ -383,6 +404,19 @@ def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
             often = often and _calls_once(facts, behind[0], group, number)
             return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made, often)
     return None
+
+
+def _were_past_it(facts: Facts, group: str, number: int, ends: tuple[int, int], loop: Loop) -> bool:
+    """Both made the same call right before, behind ``loop``: the second of them has begun its next round, and the first
+    has not come to that.
+    """
+    aligned = facts.histories.in_group(group)
+    made = [aligned.histories[rank].at(number - 1) if rank in aligned.histories else UNKNOWN for rank in ends]
+    if UNKNOWN in made or made[0] != made[1]:
+        return False
+    entries = [facts.alignment.entry(ends[1], group, n) for n in (number - 1, number)]
+    was, now = (facts.alignment.stack(ends[1], one).user_frames if one is not None else () for one in entries)
+    return loop_left(was, now, facts.read_source) == loop
 
 
 def _calls_once(facts: Facts, rank: int, group: str, number: int) -> bool:

@@ -359,18 +359,23 @@ def _to_make(case: Case, waiting: Mapping[int, Holder]) -> Ruling:
     if first.poll is not None:
         who = ranks_do(waiting, "polls", "poll")
         does, what = f"{who} at {fr.place(first.frame)}: {first.poll.words}", f"{who} for something"
-        may = f"{gone_on} and may have been the one to make that come true"
     else:
         key = first.key.words if first.key is not None else ""
         what = f"{ranks_do(waiting, 'waits', 'wait')} for the key {key} of the store"
-        does, may = what.replace(" for ", f" at {fr.place(first.frame)} for ", 1), gone_on
-    culprits = [waiting_culprit(case.ranks[holder.rank], f"Rank {holder.rank} {gone_on}, and {what}.", holder.site)]
+        does = what.replace(" for ", f" at {fr.place(first.frame)} for ", 1)
+    may = (
+        f"and it {gone_on}"
+        if holder.site is not None
+        else f"which {gone_on} and may have been the one to make that come true"
+    )
+    site = holder.site if first.poll is None else None  # else the wait behind which it makes the file
+    culprits = [waiting_culprit(case.ranks[holder.rank], f"Rank {holder.rank} {gone_on}, and {what}.", site)]
     if len(waiting) == 1:
         culprits += [culprit(case.ranks[rank], condition) for rank, condition in own.items()]
     return Finding(
         first.cause,
         (Doubt.MAY_BE_OWED, *those({Doubt.UNSEEN_RANKS: bool(case.unseen)})),
-        f"{capital(does)}. {capital(holder.words)}, {'which' if first.poll is not None else 'and it'} {may}.",
+        f"{capital(does)}. {capital(holder.words)}, {may}.",
         tuple(culprits),
         condition_claims(own) + wait_claims(case, sorted(case.waits.waiting)),
         held_up=tuple(waiting),
@@ -424,7 +429,7 @@ def _held_by_one(case: Case, held_by: Mapping[int, Holder], holder: Holder) -> R
     return Finding(
         own.cause,
         _doubts(case, (own, *told.values())),
-        f"{text} {capital(holder.words)}." if holder.kind == "key" else text,
+        f"{text} {capital(holder.words)}." if holder.site is not None else text,
         (culprit(case.ranks[holder.rank], named[holder.rank]),),
         condition_claims(named) + condition_claims(told) + wait_claims(case, waiters),
         held_up=tuple(held_by),

@@ -32,8 +32,8 @@ Key = tuple[Hashable, ...]
 class Holder:
     """Whom a rank waits for: another one, or a child process of its. ``condition``: what that does by its own doing, if
     anything; None where it waits for peers in turn. ``kind``: it has a file locked, the other end of a connection,
-    alone does not poll for what the others look for, or alone sets the key that they wait for, at ``site``. ``words``
-    say why, of the last two."""
+    alone does not poll for what the others look for, or alone sets the key, or makes the file, that they wait for, at
+    ``site``. ``words`` say why, of the last two."""
 
     rank: int
     node: Node
@@ -193,15 +193,22 @@ def _answers(facts: Facts, rank: int, nodes: Mapping[int, Node]) -> Holder | Non
 
 
 def _sets(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node]) -> Holder | None:
-    """Of a rank that waits for a key of the store: the one other rank that comes to the line that sets it."""
-    for line in own.key.set_at if own.key is not None else ():
+    """Of a rank that waits for a key of the store, or polls for a file: the one other rank that comes to the line that
+    sets or makes it.
+    """
+    lines = own.key.set_at if own.key is not None else own.poll.made_at if own.poll is not None else ()
+    for line in lines:
         guards = guards_of((line,), facts.read_source)
         kept = {other for other in facts.world if any(_is_kept(facts, other, guard) for guard in guards)}
         may = facts.world - kept
         if len(may) == 1 and rank in kept and (other := next(iter(may))) in facts.ranks:
             behind = [f"`{step.guard.words}`" for step in way_to(line, facts.read_source) if not step.loop]
-            words = f"rank {other} alone sets it, at {fr.place(line)}, behind {' and '.join(behind)}"
-            return Holder(other, nodes.get(other, other), facts.ranks[other].condition, "key", words, line)
+            does = f"sets it, at {fr.place(line)}"
+            if own.key is None:
+                does = f"comes to {fr.place(line)}, which names that file"
+            words = f"rank {other} alone {does}, behind {' and '.join(behind)}"
+            kind: Kind = "key" if own.key is not None else "poll"
+            return Holder(other, nodes.get(other, other), facts.ranks[other].condition, kind, words, line)
     return None
 
 

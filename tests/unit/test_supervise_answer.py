@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +80,22 @@ def test_bytes_that_arrive_at_a_rank_may_be_what_it_waits_for(pid: int, found: s
     begin = dataclasses.replace(first, processes={**first.processes, (pid, pid): quiet})
     end = dataclasses.replace(last, processes={**last.processes, (pid, pid): moved})
     assert judged(dataclasses.replace(taken, counters=((begin, begin), (end, end)))).found == found
+
+
+def test_the_source_is_read_for_the_proof(tmp_path: Path) -> None:
+    """``isend(...).wait()`` rests in c10d without a frame of it: what the line calls is all that tells."""
+    script = tmp_path / "pipeline.py"
+    script.write_text("import torch.distributed as dist\n\ndist.isend(tensor, 1).wait()\n")
+    sending = side(0, (at(3, "<module>", str(script)),), flight=record(*past(3)))
+    assert sending.main is not None
+    states = tuple(
+        replace(state, threads=tuple(replace(thread, rests_in="libtorch_cpu.so") for thread in state.threads))
+        for state in sending.main.states
+    )
+    sending = replace(sending, main=replace(sending.main, states=states))
+    assert answer.proves(job(sending, waiting(1)))
+    script.write_text("import mine\n\nmine.take(tensor)\n")
+    assert not answer.proves(job(sending, waiting(1)))
 
 
 def test_the_half_of_a_job_proves_nothing() -> None:

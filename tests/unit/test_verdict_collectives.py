@@ -384,7 +384,9 @@ def test_past_the_loop_of_its_peers(world: int, culprit: int) -> None:
     assert diagnose(job(*peers)).cause == "collective-mismatch"  # without the source
 
 
-EPOCHS = "\n" * 38 + "for epoch in epochs:\n    for batch in loader:\n" + "        pass\n" * 20 + "    dist.barrier()\n"
+EPOCHS = (
+    "\n" * 38 + "for epoch in epochs:\n    for batch in loader:\n" + "        pass\n" * 20 + "    dist.barrier()\n" * 2
+)
 
 
 def in_epochs(ahead: list[int], behind: list[int], text: str) -> Verdict:
@@ -414,6 +416,8 @@ ROUND = "0@50x4 barrier:0@61 "
         ([1], [0], "0@50x4", "collective-mismatch", [0, 1], "low"),
         ([1], [0, 2, 3], "0@50x200", "collective-mismatch", [1], "medium"),  # 60 steps: no loop over batches
         ([1], [0, 2, 3], ROUND + "0@50x3 barrier:0@61 0@50x3", "uneven-batches", [1], "medium"),  # rounds differ
+        ([1], [0, 2, 3], ROUND * 3 + "0@50x4 barrier:0@62", "collective-mismatch", [1], "high"),  # all were past it
+        ([1], [0], ROUND * 3 + "0@50x4 barrier:0@62", "collective-mismatch", [0, 1], "medium"),
     ],
 )
 def test_a_loop_within_a_loop(

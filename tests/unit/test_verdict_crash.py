@@ -216,6 +216,14 @@ def test_who_receives_a_wrong_size_is_aborted_and_the_sender_is_named() -> None:
     assert "Rank 0 was aborted" in verdict.summary
 
 
+def test_an_aborted_rank_is_not_of_the_side_that_sends_the_most() -> None:
+    """More than its call has room for reached it, so it is not of the rank with the largest one."""
+    verdict = diagnose(job(_aborted(0), _at_six(1, (24,)), _at_six(2, (8,)), outcome="crash"))
+    assert ([c.rank for c in verdict.culprits], verdict.confidence) == ([1], "medium")
+    three = diagnose(job(_aborted(0), _at_six(1, (24,)), _at_six(2, (8,)), _at_six(3, (9,)), outcome="crash"))
+    assert three.culprits == ()  # of which of the others it is, nobody knows
+
+
 def test_an_aborted_rank_counts_for_the_side_whose_line_it_was_at() -> None:
     """Two against two, as its stack shows, although only one of the two on its side has left a record."""
     other = rank(3, in_c10d("all_reduce", 60), flight=record(*past(5), entry("all_reduce", 6, line=60, size=(24,))))

@@ -21,11 +21,18 @@ def verdict_of(source: str, *ranks: int, odd: int = 41, op: str = "all_gather", 
     return diagnose(job(*sides), lambda path: text if path == SCRIPT else None)
 
 
-def test_one_against_one_says_whom_the_condition_keeps_away() -> None:
+def test_one_against_one_the_call_that_a_condition_keeps_the_other_from_is_at_fault() -> None:
     verdict = verdict_of("if rank == 1:\n    gather()\n", 1)
-    assert [c.rank for c in verdict.culprits] == [0, 1]
+    assert [c.rank for c in verdict.culprits] == [1] and "either side" not in verdict.summary
+    assert verdict.confidence != "high"  # the other may have left out what was to meet it
     assert "`if rank == 1 (train.py:40)` keeps rank 0 from train.py:41 (train)." in verdict.summary
     assert any(claim.file == "ranks/1/stack.txt" and "keeps" in claim.claim for claim in verdict.evidence)
+
+
+def test_one_against_one_behind_either_side_of_a_condition() -> None:
+    source = "if rank == 1:\n    gather()\nelse:\n" + "    step()\n" * 8
+    verdict = verdict_of(source, 1)
+    assert [c.rank for c in verdict.culprits] == [0, 1] and "either side" in verdict.summary
 
 
 @pytest.mark.parametrize(

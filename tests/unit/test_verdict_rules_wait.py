@@ -199,6 +199,36 @@ def test_the_rank_that_was_to_make_the_file_is_stuck_itself() -> None:
     assert verdict.victims == "1-3"
 
 
+FLAG = """
+def prepare(rank, flag):
+    if rank == 0:
+        download()
+        if late:
+            dist.barrier()
+        open(flag, "w").close()
+    while not os.path.exists(flag):
+        time.sleep(1)
+    load(flag)
+"""
+
+
+@pytest.mark.parametrize(
+    ("opens", "culprits"),
+    [("open(flag", [(0, 6)]), ("open(other", [(1, 9), (2, 9)]), ("if rank < 2: open(flag", [(1, 9), (2, 9)])],
+)
+def test_the_file_is_made_behind_a_condition_on_the_rank(opens: str, culprits: list[tuple[int, int]]) -> None:
+    """All ranks come to the loop; rank 0 alone comes to the line that ends it, and waits for the others before."""
+    text = FLAG.replace("if rank == 0", "if rank < 2" if "rank < 2" in opens else "if rank == 0")
+    text = text.replace("open(flag", opens.rpartition(": ")[2])
+    inside = rank(0, in_c10d("barrier", 6, "prepare"), flight=record(*past(3), entry("barrier", 4, line=6)))
+    evidence = job(inside, *(naps(n, (9, "prepare")) for n in (1, 2)))
+    verdict = diagnose(evidence, lambda path: text if path == SCRIPT else None)
+    assert decided(verdict)[:2] == ("stuck-in-user-code", culprits), verdict.summary
+    if culprits == [(0, 6)]:
+        assert "Rank 0 alone comes to train.py:7, which names that file, behind `if rank == 0" in verdict.summary
+        assert verdict.summary.endswith("and it has gone on to barrier at train.py:6 (prepare).")
+
+
 def test_without_a_condition_on_the_rank_those_who_poll_are_named() -> None:
     verdict = told(job(waiting(0), *(naps(n, (6, "wait_for")) for n in (1, 2, 3))))
     assert decided(verdict) == ("stuck-in-user-code", [(1, 6), (2, 6), (3, 6)], "medium")

@@ -39,12 +39,16 @@ _Loop = ast.While | ast.For
 
 @dataclass(frozen=True)
 class Poll:
-    """``text``: the condition or the call, as written at ``line``. ``of``: what that asks for, as far as names tell."""
+    """``text``: the condition or the call, as written at ``line``. ``of``: what that asks for, as far as names tell.
+
+    ``made_at``: of a file, the lines of the same source that do something else with what is written there.
+    """
 
     file: str
     line: int
     text: str
     of: Kind
+    made_at: tuple[Frame, ...] = ()
 
     @property
     def words(self) -> str:
@@ -74,21 +78,43 @@ def _in_source(text: str, file: str, line: int, sleeping: bool) -> Poll | Litera
     if sleeping and not any(_SLEEPS in name for one in _calls_of_line(scope, line) for name in names_in(one)):
         return "not here"
     loops = [one for one in ast.walk(scope) if isinstance(one, _Loop) and _within(one.body, line)]
-    return (_of_loop(max(loops, key=lambda one: one.lineno), file, line) or "not here") if loops else "no loop"
+    return (_of_loop(max(loops, key=lambda one: one.lineno), file, line, tree) or "not here") if loops else "no loop"
 
 
-def _of_loop(loop: _Loop, file: str, line: int) -> Poll | None:
+def _of_loop(loop: _Loop, file: str, line: int, tree: ast.Module) -> Poll | None:
     """Its condition; else that of the branch by which it is left; else what it tries."""
     if isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant):
-        return Poll(file, loop.lineno, _shown("while ", loop.test), _kind(loop.test))
+        made_at = _made_at(loop.test, file, tree)
+        return Poll(file, loop.lineno, _shown("while ", loop.test), _kind(loop.test), made_at)
     for statement in loop.body:
         if isinstance(statement, ast.If) and _leaves(statement.body):
-            return Poll(file, statement.lineno, _shown("if ", statement.test), _kind(statement.test))
+            made_at = _made_at(statement.test, file, tree)
+            return Poll(file, statement.lineno, _shown("if ", statement.test), _kind(statement.test), made_at)
     for statement in loop.body:
         tried = next(iter(statement.body), None) if isinstance(statement, ast.Try) else None
         if isinstance(statement, ast.Try) and tried is not None and _comes_after(statement, line):
             return Poll(file, tried.lineno, _shown("", _head(tried)), "attempt")
     return None
+
+
+def _made_at(test: ast.expr, file: str, tree: ast.Module) -> tuple[Frame, ...]:
+    """The other calls that name, as their argument or object, the file that ``test`` asks for: in the same function, as
+    its variables may be other ones elsewhere.
+    """
+    asked = [name for one in _calls(test) if _kind(one.func) == "file" for name in _named(one)]
+    calls = _calls(scope_of(tree, test.lineno)) if asked else ()
+    found = {one.lineno for one in calls if _kind(one.func) != "file" and set(_named(one)) & set(asked)}
+    return tuple(Frame(file, line, "") for line in sorted(found))
+
+
+def _calls(node: ast.AST) -> Iterator[ast.Call]:
+    return (one for one in ast.walk(node) if isinstance(one, ast.Call))
+
+
+def _named(call: ast.Call) -> list[str]:
+    """Its arguments, and the object whose method it is, as written."""
+    objects = [call.func.value] if isinstance(call.func, ast.Attribute) else []
+    return [ast.unparse(one) for one in (*call.args, *objects)]
 
 
 def _comes_after(tried: ast.Try, line: int) -> bool:

@@ -28,14 +28,17 @@ def _tree_in(path: str, read_source: ReadSource) -> ast.Module | None:
 
 
 def calls_method(frame: Frame, name: str, read_source: ReadSource) -> bool:
-    """The line calls a method of this name without arguments, and none other."""
+    """The line calls a method of this name without arguments, and none other but for the object: ``f(x).wait()``."""
     tree = _tree_in(frame.file, read_source)
     here = [
         one
         for one in (ast.walk(tree) if tree is not None else ())
         if isinstance(one, ast.Call) and one.lineno <= frame.line <= (one.end_lineno or one.lineno)
     ]
-    return len(here) == 1 and isinstance(here[0].func, ast.Attribute) and here[0].func.attr == name and not here[0].args
+    if not here or not isinstance(here[0].func, ast.Attribute):  # breadth first: the outermost one
+        return False
+    of_object = set(ast.walk(here[0].func))
+    return here[0].func.attr == name and not here[0].args and of_object.issuperset(here[1:])
 
 
 # --- locks ------------------------------------------------------------------------------------------------------------
