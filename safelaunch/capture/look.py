@@ -26,6 +26,7 @@ from .worker_server import Questions
 T = TypeVar("T")
 
 LOCK_DEADLINE_S = 0.5
+RETURN_S = 0.2  # what has been read of a rank has to be returned before the look is over
 MAX_CHILDREN = 48  # per rank: a loader's worker pool is smaller, and the look must stay short
 
 
@@ -49,11 +50,15 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class ProcessLook:
-    """One process at one moment; ``state`` None: it is gone."""
+    """One process at one moment; ``state`` None: it is gone, or was not seen in time (``is_late``)."""
 
     pid: int
     state: ProcessState | None
     stack: Result[StackSample]
+
+    @property
+    def is_late(self) -> bool:
+        return self.stack.value is None and self.stack.kind == "timeout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +84,15 @@ class Look:
 
 
 def take(targets: Sequence[Target], *, deadline_s: float) -> Look:
-    """Looks at all ``targets`` in parallel, within ``deadline_s`` seconds; never raises. No process is stopped."""
+    """Looks at all ``targets`` in parallel, within ``deadline_s`` seconds; never raises. No process is stopped.
+
+    A rank's main process has up to half of that, but 3 seconds where there are as many; its children have the rest.
+    """
     begin = time.monotonic()
     table = proc.process_table()
 
     def one(target: Target) -> RankLook:
-        return _rank(target, table, min(deadline_s, stacks.DEADLINE_S))
+        return _rank(target, table, deadline_s, begin + deadline_s - RETURN_S)
 
     results = gather([lambda target=target: one(target) for target in targets], deadline_s=deadline_s)  # type: ignore[misc]
     ranks = {
@@ -160,17 +168,17 @@ def _with_ends(ranks: dict[int, RankLook], table: Iterable[int]) -> dict[int, Ra
     }
 
 
-def _rank(target: Target, table: dict[int, tuple[int, int]], deadline_s: float) -> RankLook:
-    main = _process(target.pid, deadline_s)
+def _rank(target: Target, table: dict[int, tuple[int, int]], deadline_s: float, until: float) -> RankLook:
+    each_s = min(deadline_s, max(stacks.DEADLINE_S, deadline_s / 2))
+    main = _process(target.pid, each_s)
     if main.state is not None and main.state.start_ticks != target.start_ticks:
         main = ProcessLook(target.pid, None, Result(None, "py-spy dump", 0.0, missing="the process has ended"))
-    below = proc.process_tree(target.pid, table)[:MAX_CHILDREN]
-    looks = gather(
-        [lambda pid=pid: _process(pid, deadline_s) for pid, _ in below],  # type: ignore[misc]
-        deadline_s=2 * deadline_s,
-        workers=4,
-    )
-    return RankLook(target.rank, main, tuple(look for look in looks if look is not None and look.state is not None))
+    below = [pid for pid, _ in proc.process_tree(target.pid, table)[:MAX_CHILDREN]]
+    left_s = max(0.0, until - time.monotonic())
+    looks = gather([lambda pid=pid: _process(pid, each_s) for pid in below], deadline_s=left_s, workers=4)  # type: ignore[misc]
+    late_one = Result[StackSample](None, "py-spy dump", left_s, missing=late(left_s), kind="timeout")
+    children = (one or ProcessLook(pid, None, late_one) for pid, one in zip(below, looks, strict=True))
+    return RankLook(target.rank, main, tuple(one for one in children if one.state is not None or one.is_late))
 
 
 def _process(pid: int, deadline_s: float) -> ProcessLook:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from msgspec import structs
@@ -31,12 +31,13 @@ def with_ends(
 ) -> tuple[ProcessState, ...]:
     """The same states, with the other ends of what their threads wait at. ``pids``: where to look, and in which order.
 
-    After ``deadline_s`` seconds it gives up. It then tells of connections whose other end it has found: these have one.
-    Of a pipe it tells nothing, because what matters is that nobody else has it, and that may be among the rest.
+    The processes of ``states`` are always read. After ``deadline_s`` seconds it gives up on all others. It then tells
+    of connections whose other end it has found: these have one. Of a pipe it tells nothing, because what matters is
+    that nobody else has it, and that may be among the rest.
     """
     until = time.monotonic() + deadline_s
     wanted = {(state.pid, tid): one for state in states for tid, one in _wanted(state)}
-    found = _holders(frozenset(wanted.values()), pids, until) if wanted else {}
+    found = _holders(frozenset(wanted.values()), pids, {state.pid for state in states}, until) if wanted else {}
     return tuple(_told(state, wanted, found) for state in states)
 
 
@@ -53,11 +54,13 @@ def _wanted(state: ProcessState) -> Iterator[tuple[int, Wanted]]:
             yield tid, (f"socket:[{peers[inode]}]", False)
 
 
-def _holders(wanted: frozenset[Wanted], pids: Iterable[int], until: float) -> dict[Wanted, tuple[OtherEnd, ...]]:
+def _holders(
+    wanted: frozenset[Wanted], pids: Iterable[int], own: Collection[int], until: float
+) -> dict[Wanted, tuple[OtherEnd, ...]]:
     targets = {target for target, _ in wanted}
     found: dict[Wanted, dict[int, OtherEnd]] = {one: {} for one in wanted}
     for pid in dict.fromkeys(pids):
-        if time.monotonic() > until:
+        if pid not in own and time.monotonic() > until:
             found = {one: holders for one, holders in found.items() if holders and one[0].startswith("socket:")}
             break
         for path, target in sockets.descriptors(pid):

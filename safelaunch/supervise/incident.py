@@ -44,7 +44,7 @@ from safelaunch.model import (
 )
 from safelaunch.supervise import recall
 from safelaunch.supervise.documents import add_reports, job_of
-from safelaunch.supervise.looks import Looks, native_where_it_tells
+from safelaunch.supervise.looks import Looks, native_where_it_tells, with_the_late
 from safelaunch.supervise.node_evidence import NodeSaid, collect_node, nccl_logs
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.rhythm import Threshold
@@ -54,7 +54,7 @@ from safelaunch.system.errors import CaptureError
 from safelaunch.system.redaction.redactor import Redactor
 from safelaunch.system.task import Task
 
-EVIDENCE_DEADLINE_S = 22.0  # of ranks and node, which have shorter ones of their own
+EVIDENCE_DEADLINE_S = 34.0  # of ranks and node, which have shorter ones of their own
 
 Exits = Callable[[], Mapping[int, RankExit]]
 """The ranks that have ended so far, and how."""
@@ -217,7 +217,7 @@ def take_evidence(
 
     def ranks(gate: Gate) -> None:
         try:
-            better = native_where_it_tells(looks) if ask and native else looks
+            better = native_where_it_tells(with_the_late(looks)) if ask and native else looks
             better = replace(better, taken=without_secrets(better.taken, about.redactor))
             gate.put_all([], lambda: newest.append(better))
             collect.ranks(better.targets, better.taken, known.ranks, pages, about.host, gate, seen, ask=ask)

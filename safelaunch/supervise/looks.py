@@ -18,6 +18,7 @@ from safelaunch.capture.result import Result
 from safelaunch.capture.sockets import resends
 
 LOOK_DEADLINE_S = 6.0
+LATE_DEADLINE_S = 12.0  # of a machine that is too busy for the looks
 NATIVE_DEADLINE_S = 10.0  # libraries of gigabytes, on a disk that many read
 ENTRIES_DEADLINE_S = 1.5
 _one_at_a_time = threading.Lock()
@@ -46,6 +47,11 @@ class Looks:
         """The times in which nobody looked: between the last two looks, and before the first."""
         between = [(before[1], after[0]) for before, after in pairwise(self.counters[-2:])]
         return (*between, *([(self.quiet, self.counters[0][0])] if self.quiet is not None and self.counters else []))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether some process did not answer within the newest look."""
+        return bool(self.taken) and any(_lacks(self.taken[-1].ranks.get(target.rank)) for target in self.targets)
 
     @property
     def collectives_moved(self) -> bool:
@@ -104,6 +110,24 @@ def newest_entries(targets: Sequence[Target]) -> dict[int, int]:
     calls = [partial(newest_entry, str(target.socket)) for target in asked]
     answers = gather(calls, deadline_s=ENTRIES_DEADLINE_S)
     return {target.rank: number for target, number in zip(asked, answers, strict=True) if number is not None}
+
+
+def with_the_late(looks: Looks) -> Looks:
+    """Looks once more, with more time, at the ranks of which the newest look lacks a process that did not answer.
+
+    Only after a hang is confirmed: till then, the next looks tell.
+    """
+    if not looks.is_late:
+        return looks
+    last = looks.taken[-1]
+    late = [target for target in looks.targets if _lacks(last.ranks.get(target.rank))]
+    with _one_at_a_time:
+        more = take(late, deadline_s=LATE_DEADLINE_S)
+    return replace(looks, taken=(*looks.taken, replace(more, ranks={**last.ranks, **more.ranks})))
+
+
+def _lacks(look: RankLook | None) -> bool:
+    return look is None or look.main is None or any(process.is_late for process in look.processes)
 
 
 def native_where_it_tells(looks: Looks) -> Looks:

@@ -14,7 +14,7 @@ from safelaunch.supervise.answer import Judged
 from safelaunch.supervise.cluster.messages import Vote
 from safelaunch.supervise.early import without_the_gil
 from safelaunch.supervise.incident import Circumstances, Collected, Exits, Known, Report, Timeline
-from safelaunch.supervise.looks import Looks, look_at
+from safelaunch.supervise.looks import LOOK_DEADLINE_S, Looks, look_at
 from safelaunch.supervise.together import OPEN_S, Together
 from safelaunch.supervise.together import Outcome as Joint
 from safelaunch.supervise.watch.job import Glance, Watch
@@ -23,6 +23,7 @@ from safelaunch.supervise.watch.stall import Found, Stall, ends_after_s, suspect
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
 
+MOST_LOOK_S = 24.0
 AGAIN = 1.5  # a quiet time gets a second bundle only if it lasts so many times as long as one that ended by itself
 
 
@@ -80,6 +81,7 @@ class StallCase:
         self.attempt = (0, 0)  # the attempt that was found to hang, here or by all nodes
         self._looked_at: tuple[int, int] | None = None  # the attempt under suspicion
         self._said_waiting = ""
+        self._look_s = LOOK_DEADLINE_S  # grows while processes do not answer in time
 
     @property
     def busy(self) -> bool:
@@ -173,11 +175,15 @@ class StallCase:
 
     def _look(self, suspicion: _Suspicion) -> None:
         targets, looks, quiet = self._watch.targets(), suspicion.looks, self._watch.quiet
+        deadline_s = self._look_s
         if looks is None:
             suspicion.steps = self._watch.steps()
         # Only a vote asks for the network, of the newest look: a node's table of connections may be long.
         network = looks is not None and suspicion.incident > 0
-        self._looking = Task("look", lambda: look_at(targets, looks, collectives=True, network=network, quiet=quiet))
+        self._looking = Task(
+            "look",
+            lambda: look_at(targets, looks, collectives=True, network=network, quiet=quiet, deadline_s=deadline_s),
+        )
 
     def _advance_suspicion(self, suspicion: _Suspicion, now: float) -> None:
         if suspicion.asked_s is not None:
@@ -202,6 +208,8 @@ class StallCase:
             suspicion.second_look_s = now + suspicion.window_s
             Task("prepare", incident.prepare)
         else:
+            is_late = suspicion.looks.is_late
+            self._look_s = min(2 * self._look_s, MOST_LOOK_S) if is_late else LOOK_DEADLINE_S
             suspicion.judging = self._judge(suspicion, suspicion.looks)
 
     def _judge(self, suspicion: _Suspicion, looks: Looks) -> Task[Judged]:

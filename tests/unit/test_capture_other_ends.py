@@ -108,6 +108,17 @@ def test_after_the_deadline_nothing_is_told(pipe: tuple[int, int]) -> None:
         assert ends(waiting(reader, "read"), os.getpid(), deadline_s=-1.0) is None
 
 
+def test_the_jobs_own_processes_are_read_whatever_the_time() -> None:
+    code = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).recv(1)"
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
+        far, _ = server.accept()
+        with far, started(code, near.fileno()) as reader, started(SLEEPS, far.fileno()) as serving:
+            states = [waiting(reader, "recvfrom"), waiting(serving, "clock_nanosleep", "select")]
+            told, _ = with_ends(states, [reader, serving, os.getpid()], deadline_s=-1.0)
+    assert told.main_thread is not None and told.main_thread.ends is not None
+    assert [one.pid for one in told.main_thread.ends] == [serving]
+
+
 def test_after_the_deadline_the_end_of_a_connection_that_was_found_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).recv(1)"
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from evidence import in_c10d, in_user, process
 
-from safelaunch.capture import stacks
+from safelaunch.capture import look, proc, stacks
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target, evidence_of, with_c_frames
 from safelaunch.capture.result import Result
 from safelaunch.model import Frame, StackSample
-from safelaunch.supervise.looks import _is_unclear, look_at
+from safelaunch.supervise.answer import what_was_not_seen
+from safelaunch.supervise.looks import Looks, _is_unclear, look_at, with_the_late
 
 
 @pytest.mark.parametrize(
@@ -29,8 +32,8 @@ from safelaunch.supervise.looks import _is_unclear, look_at
 def test_a_futex_below_the_users_line_is_unclear(frames: tuple[Frame, ...], kernel: str, unclear: bool) -> None:
     """Also where a stack reader's stop has left ``restart_syscall`` in place of a wait with a time limit."""
     one = process(10, frames, kernel)
-    look = RankLook(0, ProcessLook(10, one.states[-1], Result(one.stacks[-1], "py-spy", 0.1)))
-    assert _is_unclear(look) is unclear
+    seen = RankLook(0, ProcessLook(10, one.states[-1], Result(one.stacks[-1], "py-spy", 0.1)))
+    assert _is_unclear(seen) is unclear
 
 
 def looked_at(number: int, line: int) -> RankLook:
@@ -63,6 +66,46 @@ def test_c_frames_are_read_of_one_rank_of_each_stack_first(monkeypatch: pytest.M
     assert mains[1] is not None and mains[1].stack.note == "without the C frames: no answer in time"
     main, _ = evidence_of([last, found], 1)
     assert main is not None and len(main.stacks) == len(main.states) == 1
+
+
+def test_a_process_that_is_late_costs_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank itself has been read when its children are not; who is late is there, as not seen."""
+    mine, child = os.getpid(), os.getpid() + 1
+    monkeypatch.setattr(proc, "process_tree", lambda pid, table: [(child, 1)])
+    over = threading.Event()
+
+    def read(pid: int, deadline_s: float) -> ProcessLook:
+        if pid == child:
+            over.wait(60)
+        return ProcessLook(pid, proc.read_process(mine), Result(None, "py-spy", 0.1, missing="no permission"))
+
+    monkeypatch.setattr(look, "_process", read)
+    start_ticks = proc.read_process(mine).start_ticks
+    found = look_at([Target(0, 0, mine, start_ticks)], None, deadline_s=1.0)
+    over.set()
+    rank = found.taken[-1].ranks[0]
+    assert rank.main is not None and rank.main.state is not None
+    assert [(one.pid, one.state, one.is_late) for one in rank.children] == [(child, None, True)]
+    assert found.is_late and what_was_not_seen(found.taken[-1], found) != ""
+
+
+def test_who_was_late_is_looked_at_again_with_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = looked_at(0, 7), looked_at(1, 7)
+    assert one.main is not None and two.main is not None
+    slow = replace(two, main=replace(two.main, stack=Result(None, "py-spy", 3.0, missing="too slow", kind="timeout")))
+    looks = Looks(tuple(Target(n, n, 10 + n, 1) for n in (0, 1)), taken=(Look(0.0, 1.0, {0: one, 1: slow}),))
+    asked: list[int] = []
+
+    def take(targets: list[Target], *, deadline_s: float) -> Look:
+        asked.extend(target.rank for target in targets)
+        return Look(2.0, 3.0, {1: two})
+
+    monkeypatch.setattr("safelaunch.supervise.looks.take", take)
+    found = with_the_late(looks)
+    assert asked == [1] and not found.is_late
+    assert with_the_late(found) is found
+    main, _ = evidence_of(found.taken, 1)
+    assert main is not None and len(main.stacks) == 1
 
 
 def test_a_later_look_knows_what_the_ranks_have_by_then() -> None:
