@@ -10,6 +10,7 @@ import os
 import stat
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import structs
@@ -18,7 +19,7 @@ from safelaunch.capture import sockets
 from safelaunch.model import OtherEnd, ProcessState, ThreadState
 from safelaunch.system import procstat
 
-DEADLINE_S = 0.5  # a descriptor takes some microseconds
+CPU_S, DEADLINE_S = 0.5, 5.0  # a descriptor takes some microseconds, and on a busy machine the turn to read it
 
 _WRITES = frozenset({"write", "writev", "sendto", "sendmsg", "sendmmsg", "sendfile", "splice"})
 _READS = frozenset({"read", "readv", "recvfrom", "recvmsg", "recvmmsg", "poll", "ppoll"})
@@ -26,16 +27,26 @@ _READS = frozenset({"read", "readv", "recvfrom", "recvmsg", "recvmmsg", "poll", 
 Wanted = tuple[str, bool]  # what the descriptor points at; whether it has to be one for writing
 
 
+@dataclass(frozen=True)
+class _Until:
+    cpu_s: float
+    wall_s: float
+
+    @property
+    def is_over(self) -> bool:
+        return time.thread_time() > self.cpu_s or time.monotonic() > self.wall_s
+
+
 def with_ends(
     states: Sequence[ProcessState], pids: Iterable[int], *, deadline_s: float = DEADLINE_S
 ) -> tuple[ProcessState, ...]:
     """The same states, with the other ends of what their threads wait at. ``pids``: where to look, and in which order.
 
-    The processes of ``states`` are always read. After ``deadline_s`` seconds it gives up on all others. It then tells
-    of connections whose other end it has found: these have one. Of a pipe it tells nothing, because what matters is
-    that nobody else has it, and that may be among the rest.
+    The processes of ``states`` are always read. After ``CPU_S`` seconds of CPU, or ``deadline_s`` seconds, it gives up
+    on all others. It then tells of connections whose other end it has found: these have one. Of a pipe it tells
+    nothing, because what matters is that nobody else has it, and that may be among the rest.
     """
-    until = time.monotonic() + deadline_s
+    until = _Until(time.thread_time() + CPU_S, time.monotonic() + deadline_s)
     wanted = {(state.pid, tid): one for state in states for tid, one in _wanted(state)}
     found = _holders(frozenset(wanted.values()), pids, {state.pid for state in states}, until) if wanted else {}
     return tuple(_told(state, wanted, found) for state in states)
@@ -55,12 +66,12 @@ def _wanted(state: ProcessState) -> Iterator[tuple[int, Wanted]]:
 
 
 def _holders(
-    wanted: frozenset[Wanted], pids: Iterable[int], own: Collection[int], until: float
+    wanted: frozenset[Wanted], pids: Iterable[int], own: Collection[int], until: _Until
 ) -> dict[Wanted, tuple[OtherEnd, ...]]:
     targets = {target for target, _ in wanted}
     found: dict[Wanted, dict[int, OtherEnd]] = {one: {} for one in wanted}
     for pid in dict.fromkeys(pids):
-        if pid not in own and time.monotonic() > until:
+        if pid not in own and until.is_over:
             found = {one: holders for one, holders in found.items() if holders and one[0].startswith("socket:")}
             break
         for path, target in sockets.descriptors(pid):

@@ -126,7 +126,8 @@ def test_after_the_deadline_the_end_of_a_connection_that_was_found_is_told(monke
         with far, started(code, near.fileno()) as reader:
             state = waiting(reader, "recvfrom")
             clock = iter((0.0, 0.0, 100.0))  # the beginning, before the first process, before the second
-            monkeypatch.setattr(other_ends, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+            fake = SimpleNamespace(monotonic=lambda: next(clock), thread_time=lambda: 0.0)
+            monkeypatch.setattr(other_ends, "time", fake)
             found = ends(state, os.getpid(), reader)
             assert found is not None and [one.pid for one in found] == [os.getpid()]
 
