@@ -179,9 +179,10 @@ def _at_exit() -> None:
     if value is not None and not _words[layout.EXCEPTION_NS]:
         _note_exception(type(value), value, value.__traceback__)
     _words[layout.EXIT_NS] = monotonic_ns()
-    marks.set_state(layout.EXITED)
     server = sys.modules.get("_safelaunch_beacon.server")
-    if server is not None and not _words[layout.EXCEPTION_NS]:  # of a failure, the supervisor has asked already
+    asked = _words[layout.EXCEPTION_NS] and _words[layout.ACK]  # of a failure, unless the supervisor was late
+    if server is not None and not asked:
         log.guarded(server.keep_flight_record)(_base + layout.FLIGHT_SUFFIX)
+    marks.set_state(layout.EXITED)
     if page.wait_for_answers(_words) and server is not None:
         server.stop()

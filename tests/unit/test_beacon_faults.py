@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from safelaunch.beacon import faults, layout, marks
 from safelaunch.beacon.faults import quoted
 from safelaunch.beacon.imports import _Loader
 from safelaunch.beacon.log import without_our_frames
@@ -63,3 +65,23 @@ def test_frames_of_the_import_system_beside_ours_are_left_out_too(tmp_path: Any,
     files = [frame.filename.rpartition("/")[2] for frame in traceback.extract_tb(raised.value.__traceback__)]
     assert [name for name in files if "importlib" in name or name == "imports.py"] == [], files
     assert files[-1] == "interrupted_import.py"
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen", "kept"),
+    [(False, False, True), (True, False, True), (True, True, False)],
+    ids=["a clean end", "an exception that the supervisor was too busy to look at", "an exception that it has seen"],
+)
+def test_what_nobody_has_asked_for_is_kept_before_the_rank_says_that_it_ends(
+    monkeypatch: pytest.MonkeyPatch, raised: bool, seen: bool, kept: bool
+) -> None:
+    words = memoryview(bytearray(layout.SIZE)).cast("Q")
+    words[layout.EXCEPTION_NS], words[layout.ACK] = int(raised), int(seen)
+    states: list[int] = []
+    server = SimpleNamespace(keep_flight_record=lambda path: states.append(words[layout.STATE]), stop=lambda: None)
+    monkeypatch.setitem(sys.modules, "_safelaunch_beacon.server", server)  # type: ignore[arg-type]
+    for module in (faults, marks):
+        monkeypatch.setattr(module, "_words", words)
+    monkeypatch.setattr(faults, "_owner", os.getpid())
+    faults._at_exit()
+    assert states == ([layout.STARTED] if kept else []) and words[layout.STATE] == layout.EXITED
