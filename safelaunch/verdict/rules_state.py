@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from safelaunch.model import Claim
@@ -131,6 +131,7 @@ def first_failure(facts: Facts) -> Ruling:
     doubts = {
         Doubt.CALL_ON_SOME_RANKS: bool(alone),
         Doubt.TRANSFER_LEFT_OUT: bool(paired),
+        Doubt.MAY_BE_OWED: main.cause == "uneven-batches" and _may_have_called_too_often(facts, named, blamed),
         Doubt.SAME_MOMENT: any(_at_the_same_moment(facts, first, facts.ranks[rank]) for rank in later),
         Doubt.UNSEEN_RANKS: bool(facts.unseen) and main.cause != "rank-exception",
     }
@@ -152,6 +153,12 @@ def a_peer_ended(facts: Facts) -> Ruling:
         text += f" No step had been made here for {facts.evidence.stall_s:.0f} s: that node may have ended a hang."
     text += " What went wrong is in that node's bundle or output."
     return Finding("rank-exited", (Doubt.UNSEEN_RANKS,), text, claims=wait_claims(facts, lost), held_up=tuple(lost))
+
+
+def _may_have_called_too_often(facts: Facts, ended: Collection[int], waiting: Collection[int]) -> bool:
+    """Those that wait are no more than those that have ended, and no record shows that these are a call behind."""
+    unrecorded = any(rank not in facts.alignment.records for rank in (*ended, *waiting))
+    return 0 < len(waiting) <= len(ended) and unrecorded
 
 
 def _left_in_p2p(facts: Facts, blamed: Iterable[int]) -> list[int]:

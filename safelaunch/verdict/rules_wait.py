@@ -187,7 +187,7 @@ def one_sided(case: Case) -> Ruling:
         text = f"{capital(ranks_do([rank], 'waits', 'wait'))} in {wait.words}, and rank {peer} in {theirs.words}"
         left_out = _left_out(case, peer, theirs)
         if left_out is None and not case.ranks[rank].evidence.gil.posted and _is_outvoted(case, rank, peer):
-            text += f", where most are: rank {rank} goes another way than these."
+            text += f", a call that most ranks have made: rank {rank} took another path."
             claims, culprits = wait_claims(case, (rank, peer)), waiting_culprits(case, [rank])
             other = f"rank {peer} left out the other end of {wait.words}: runner-up"
             return Finding("collective-mismatch", (Doubt.EITHER_SIDE,), text, culprits, claims, (other,))
@@ -209,10 +209,14 @@ def one_sided(case: Case) -> Ruling:
 
 
 def _is_outvoted(case: Case, rank: int, peer: int) -> bool:
-    """Most ranks are in one collective with ``peer``, and ``rank`` is the one that they wait for."""
+    """Most ranks made the collective that ``peer`` is in, and ``rank`` is the one that it waits for."""
     theirs = next(one for one in case.waits.circle if peer in one.ranks)
-    members, _ = case.alignment.members(str(theirs.wait.group))
-    return rank in theirs.blockers and len(theirs.ranks) > 2 and 2 * len(theirs.ranks) > len(members)
+    group, number = str(theirs.wait.group), theirs.wait.seq
+    members, _ = case.alignment.members(group)
+    made = set(theirs.ranks)
+    if number is not None:  # a broadcast lets some of them go on
+        made |= {one for one in members - {rank} if case.alignment.last(one, group) >= number}
+    return rank in theirs.blockers and len(made) > 2 and 2 * len(made) > len(members)
 
 
 def _left_out(case: Case, rank: int, wait: PeerWait) -> Collective | None:

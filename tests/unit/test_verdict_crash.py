@@ -5,7 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from evidence import C10D, SITE, at, behind, calls, entry, in_c10d, in_init, in_user, job, past, rank, record, waiting
+from evidence import (
+    C10D,
+    MODULE,
+    SITE,
+    at,
+    behind,
+    calls,
+    entry,
+    in_c10d,
+    in_init,
+    in_user,
+    job,
+    past,
+    rank,
+    record,
+    waiting,
+)
 from msgspec.structs import replace
 
 from safelaunch.model import (
@@ -115,17 +131,31 @@ def test_several_that_have_left_are_named_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("inner", "sure"),
+    ("inner", "fits"),
     [((), False), ((Frame(C10D, 2500, "recv"),), False), ((Frame(C10D, 3252, "all_reduce"),), True)],
 )
-def test_a_clean_exit_may_have_left_out_a_send(inner: tuple[Frame, ...], sure: bool) -> None:
+def test_a_clean_exit_may_have_left_out_a_send(inner: tuple[Frame, ...], fits: bool) -> None:
     """Sends and receives are met by one peer, not by all: that it is gone says nothing about its batches."""
     left = raised(0, "RuntimeError", RESET, 101.0)
     assert left.exception is not None
     error = replace(left.exception, frames=(*inner, at(41, "step"), at(100, "<module>")))
     verdict = diagnose(job(replace(left, exception=error), ended(1, 0), outcome="crash"))
-    assert (verdict.cause, verdict.confidence == "high") == ("uneven-batches", sure), verdict.summary
-    assert any("send or receive" in text for text in verdict.ruled_out) != sure
+    assert (verdict.cause, verdict.confidence) == ("uneven-batches", "medium" if fits else "low"), verdict.summary
+    assert any("send or receive" in text for text in verdict.ruled_out) != fits
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_without_a_record_one_that_waits_for_one_that_ended_may_have_called_too_often(recorded: bool) -> None:
+    """``if rank == 0: all_reduce(x)`` as the last act: the peer's end looks as one of fewer batches."""
+    wait = (Frame(C10D, 3252, "all_reduce"), at(41), MODULE)
+    flights = [record(*calls(text)) if recorded else None for text in ("0@41x3", "0@41x2")]
+    first = raised(0, "RuntimeError", RESET, 101.0)
+    assert first.exception is not None
+    first = replace(first, exception=replace(first.exception, frames=wait), flight_record=flights[0])
+    verdict = diagnose(job(first, replace(ended(1, 0), flight_record=flights[1]), outcome="crash"))
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("uneven-batches", [1])
+    assert (verdict.confidence == "high") is recorded
+    assert any("either may be at fault" in doubt for doubt in verdict.doubts) is not recorded
 
 
 def test_a_clean_exit_does_not_explain_an_exception() -> None:

@@ -67,7 +67,16 @@ def test_a_peer_that_waits_elsewhere_made_no_call_or_the_rank_one_too_many() -> 
 def test_a_transfer_of_one_rank_where_most_wait_in_a_collective() -> None:
     verdict = diagnose(job(receives(0, 1), *(waiting(n) for n in (1, 2, 3))))
     assert named(verdict) == ("collective-mismatch", [0], "medium")
-    assert "in all_reduce at train.py:50 (train), where most are" in verdict.summary
+    assert "in all_reduce at train.py:50 (train), a call that most ranks have made" in verdict.summary
+
+
+def test_a_transfer_of_one_rank_where_a_broadcast_has_let_most_go_on() -> None:
+    root = in_broadcast(0, 0)
+    further = record(*past(3), entry("broadcast", 4, done=True, line=50), entry("barrier", 5, line=60))
+    gone_on = [rank(n, in_c10d("barrier", 60), flight=further) for n in (1, 3)]
+    verdict = diagnose(job(root, receives(2, 0), *gone_on))
+    assert named(verdict) == ("collective-mismatch", [2], "medium")
+    assert named(diagnose(job(root, receives(2, 0), *gone_on[:1])))[1] == [0, 2]  # two of three are no majority
 
 
 def with_p2p(number: int, text: str, *now: int, call: CallArguments | None = None, op: str) -> RankEvidence:
