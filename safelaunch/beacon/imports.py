@@ -1,4 +1,4 @@
-"""Post-import hooks: call a function once, right after a named module has been executed.
+"""Post-import hooks: call a function once, right after a named module has been executed. And ``import safelaunch``.
 
 A process that never imports the module pays one dictionary lookup per import. The hook restores the module's loader
 before the module runs, so ``inspect`` and ``linecache`` see the real one.
@@ -6,6 +6,7 @@ before the module runs, so ``inspect`` and ``linecache`` see the real one.
 
 from __future__ import annotations
 
+import os
 import sys
 
 TYPE_CHECKING = False
@@ -71,3 +72,23 @@ def after_import(name: str, callback: Callback) -> None:
     _finder._callbacks[name] = callback
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
+
+
+class _OwnPackage:
+    """Finds safelaunch where the script's environment lacks it: then it is installed as a tool, in one of its own."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "safelaunch":
+            return None
+        from importlib.machinery import PathFinder
+
+        package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        return PathFinder.find_spec(name, [os.path.dirname(package)], target)
+
+    def invalidate_caches(self) -> None:
+        """Called by ``importlib.invalidate_caches``. This finder caches nothing."""
+
+
+def offer_safelaunch() -> None:
+    """Lets the script import safelaunch (``step``, ``phase``, ``pause``, ``probes``) whatever its environment has."""
+    sys.meta_path.append(_OwnPackage())

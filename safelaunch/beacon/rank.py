@@ -40,6 +40,7 @@ _owner = 0  # pid of the process that installed the beacon; a forked child's dif
 def start(run_dir: str, role: str) -> None:
     """Starts the beacon in this process. ``role``: ``rank``, or ``spawned`` if the rank's number arrives later."""
     log.run_dir = run_dir
+    imports.offer_safelaunch()
     if role == "spawned":
         imports.after_import("torch.distributed.elastic.multiprocessing.api", _claim_when_spawned)
         return

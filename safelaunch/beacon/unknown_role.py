@@ -29,6 +29,7 @@ TASKS = (
 def start(run_dir: str, role: str) -> None:
     """Installs the hooks that reveal the role of this process. They cost nothing until one of them fires."""
     log.run_dir = run_dir
+    imports.offer_safelaunch()
     marks.before_first_step = _before_first_step
     imports.after_import("torch.distributed.elastic.multiprocessing.api", agent.start_with_first_workers)
     imports.after_import("torch.optim.optimizer", lambda _: _claim())

@@ -51,7 +51,8 @@ def test_the_script_runs_in_the_active_environment(tmp_path: Path) -> None:
     (packages / "torch.pth").write_text(sysconfig.get_path("purelib"))  # whose own .pth files don't count
     (packages / "only_there.py").touch()
     script = tmp_path / "train.py"
-    script.write_text(f"import sys; sys.path.append({str(PROGRAMS)!r}); import uncompiled, only_there\n{TRAINING}")
+    ours = "import safelaunch; safelaunch.probes, safelaunch.step\n"
+    script.write_text(f"import sys; sys.path.append({str(PROGRAMS)!r}); import uncompiled, only_there\n{ours}{TRAINING}")
     with Job(["--nproc-per-node=1", script], tmp_path, env={"VIRTUAL_ENV": str(there)}) as job:
         result = job.wait()
     said = f"the job runs with {there}/bin/python (VIRTUAL_ENV); safelaunch itself is installed in {sys.prefix}"

@@ -696,6 +696,7 @@ def test_names_of_a_language_model(name: str) -> None:
         "credentials: file",
         "run.py --secret-santa bob",
         "cache key='abc123def4' hit",
+        "DistStoreError: wait timeout after 300000ms, keys: /default_pg/0//cpu//0/0",
     ],
 )
 def test_what_a_language_model_logs_is_left_alone(text: str) -> None:

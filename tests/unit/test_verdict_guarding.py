@@ -121,7 +121,7 @@ def test_a_clean_exit_is_less_sure_where_a_peer_waits_alone_under_a_condition() 
     text = "\n" * 39 + "if rank == 0:\n    gather()\n"
     verdict = diagnose(evidence, lambda path: text)
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("uneven-batches", [1])
-    assert (sure.confidence, verdict.confidence) == ("high", "medium")
+    assert (sure.confidence, verdict.confidence) == ("medium", "low")
     assert any("if rank == 0 (train.py:40)" in text and "runner-up" in text for text in verdict.ruled_out)
 
 

@@ -25,6 +25,7 @@ _SETTINGS = {
     "environment", "anonymous", "public", "private", "sasl", "plain", "x509", "oauth", "oauth2", "jwt",
 }  # fmt: skip
 _SHORT_HASH = re.compile(r"(?=\w*\d)[0-9a-f]{8,12}")
+_STORE_WAIT = re.compile(r"wait timeout after \d+ms, \Z")  # of c10d's store, whose keys follow
 _NUMBER = re.compile(r"-?\d{1,6}(?:\.\d{0,20})?(?:e-?\d{1,4})?", re.IGNORECASE)
 _BARE_TOKEN = re.compile(r"[A-Za-z0-9_\-+/=.]{16,}")
 _OPAQUE = re.compile(r"[A-Za-z0-9_\-+/=~%]{8,}")
@@ -201,6 +202,10 @@ def _is_plain(kind: Kind, assigned: re.Match[str], value: str) -> bool:
     if name == "session" and not _is_opaque(bare):
         return True
     if name in ("key", "keys") and _SHORT_HASH.fullmatch(bare):  # of a cache, a sample, a commit
+        return True
+    if name == "keys" and _STORE_WAIT.search(
+        assigned.string[max(assigned.start("name") - 40, 0) : assigned.start("name")]
+    ):
         return True
     ambiguous = name.rstrip("0123456789") in {"token", "session", "pass", "auth", "signature", "cookie"}
     return ambiguous and ":" in between and not _BARE_TOKEN.fullmatch(bare)
