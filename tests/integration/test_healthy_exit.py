@@ -48,7 +48,9 @@ def test_the_script_runs_in_the_active_environment(tmp_path: Path) -> None:
     there = tmp_path / "user"
     venv.create(there, symlinks=True)
     (packages,) = there.glob("lib/python*/site-packages")
-    (packages / "torch.pth").write_text(sysconfig.get_path("purelib"))  # whose own .pth files don't count
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if "safelaunch" not in entry.name:
+            (packages / entry.name).symlink_to(entry)
     (packages / "only_there.py").touch()
     script = tmp_path / "train.py"
     ours = "import safelaunch; safelaunch.probes, safelaunch.step\n"
