@@ -176,6 +176,7 @@ _MODELS: tuple[Sign, ...] = ("ddp-forward", "fsdp-forward", "sync-batchnorm", "s
 _ALL_NODES = Advice(
     "Put the bundles of all nodes into one folder: `safelaunch diagnose FOLDER` reaches one verdict over all ranks.",
     only_if="nobody-named",
+    unless=("launcher",),
 )
 _NO_STACKS = "No stack could be read: `safelaunch doctor`, where the job runs, shows why."
 _OTHER_NODES = Advice(_ALL_NODES.text, only_if="ranks-unseen")
@@ -218,6 +219,11 @@ _STORE_KEY = Advice(
     only_if="store-key",
 )
 
+_LAUNCHER = Advice(
+    "Fix what the launcher complains of: its command line, its configuration, what it needs on this node, or the error"
+    " of a process that it started, which is above it in the output.",
+    only_if="launcher",
+)
 _STORE_ADDRESS = Advice(
     "Print `MASTER_ADDR` and `MASTER_PORT` (or the `init_method`) right before this line on every rank: the script may"
     " have changed what torchrun gave it (`node/<host>/env.json`), or kept it from before a restart. Then see whether"
@@ -662,7 +668,8 @@ CAUSES: dict[str, Cause] = {
             only_if="somebody-named",
             unless=("one-rank",),
         ),
-        Advice("Find the `sys.exit()` or `os._exit()` that ended it.", only_if="one-rank"),
+        _LAUNCHER,
+        Advice("Find the `sys.exit()` or `os._exit()` that ended it.", only_if="one-rank", unless=("launcher",)),
         Advice(
             "Its last words are in the rank's `log_tail.txt`.",
             only_if="somebody-named",
@@ -760,11 +767,7 @@ CAUSES: dict[str, Cause] = {
             only_if="all-alike",
             unless=("unused-parameters", "gpu-memory"),
         ),
-        Advice(
-            "Fix what the launcher complains of: its command line, its configuration, what it needs on this node, or"
-            " the error of a process that it started, which is above it in the output.",
-            only_if="launcher",
-        ),
+        _LAUNCHER,
         Advice("Fix the exception at this line.", only_if="one-rank", unless=("launcher",)),
         Advice(
             "Fix the exception on this rank; the errors of the other ranks follow from it.",
@@ -849,8 +852,8 @@ CAUSES: dict[str, Cause] = {
             only_if="all-apart",
         ),
         Advice(
-            "Look at what sets the parameters before the first step: a checkpoint that only some ranks load after DDP"
-            " has wrapped the model, initialisation under a seed of each rank's own.",
+            "Look at what sets the parameters before the first step: a checkpoint (model or optimizer) that only some"
+            " ranks load, or initialisation under a seed of each rank's own.",
             only_if="apart-at-first",
         ),
         Advice(

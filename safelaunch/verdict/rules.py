@@ -146,7 +146,7 @@ RULES: tuple[Rule, ...] = (
     Rule(unusual_group, ("missing-from-collective",), ("a crash",)),
     Rule(compared_by_torch, _MISMATCH, ("a crash",)),
     Rule(called_past_the_end, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
-    Rule(launcher_failed, ("rank-exception",), ("a crash",)),
+    Rule(launcher_failed, ("rank-exception", "rank-exited"), ("a crash",)),
     Rule(first_failure, _FAILED, witness="the rank"),
     Rule(store_lost, ("launcher-stopped", "node-unreachable"), ("a crash", "several nodes")),
     Rule(a_peer_ended, ("rank-exited",), ("a crash",)),

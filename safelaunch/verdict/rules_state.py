@@ -74,7 +74,7 @@ def slow_not_stuck(facts: Facts) -> Ruling:
 
 
 def launcher_failed(facts: Facts) -> Ruling:
-    """What `exec` started raised an exception in its own code before any rank was seen: a launcher, as a rule.
+    """What `exec` started failed in its own code before any rank was seen: a launcher, as a rule.
 
     Its process passes for rank 0 of one, as nothing else has come: it runs no code of the user's, made no step and no
     call.
@@ -82,18 +82,22 @@ def launcher_failed(facts: Facts) -> Ruling:
     launched, one = facts.evidence.launched, next(iter(facts.ranks.values()), None)
     if launched is None or launched.typed[:1] != ("exec",) or one is None or len(facts.world) > 1:
         return ""
-    raised, record = one.evidence.exception, one.evidence.flight_record
-    if raised is None or one.step is not None or (record is not None and record.entries):
+    raised, left, record = one.evidence.exception, one.evidence.exit_call, one.evidence.flight_record
+    if one.step is not None or (record is not None and record.entries):
         return ""
-    stack = fr.stack_of(one.evidence, raised.frames)
+    stack = fr.stack_of(one.evidence, raised.frames if raised is not None else left.frames if left is not None else ())
     program = fr.program_of(stack)
-    if not program:
-        return ""
-    text = f"The launcher ({program}) raised {raised.type}: {one_line(raised.message)}{fr.at(stack.frames[0])},"
-    of_its_own = raised.type.rpartition(".")[2] not in ("CalledProcessError", "ChildFailedError")
-    text += " in its own code: no rank was seen." if of_its_own else " for a process that it started."
-    claim = Claim(f"first exception: {raised.type}", f"ranks/{one.rank}/exception.json")
-    return Finding("rank-exception", (), text, claims=(claim,), signs=frozenset({"launcher"}))
+    if program and raised is not None:
+        text = f"The launcher ({program}) raised {raised.type}: {one_line(raised.message)}{fr.at(stack.frames[0])},"
+        of_its_own = raised.type.rpartition(".")[2] not in ("CalledProcessError", "ChildFailedError")
+        text += " in its own code: no rank was seen." if of_its_own else " for a process that it started."
+        claim = Claim(f"first exception: {raised.type}", f"ranks/{one.rank}/exception.json")
+        return Finding("rank-exception", (), text, claims=(claim,), signs=frozenset({"launcher"}))
+    if program and left is not None and left.code:
+        text = f"The launcher ({program}) called {left.function}({left.code}): no rank was seen."
+        claim = Claim(f"it called {left.function}()", f"ranks/{one.rank}/exit_call.json")
+        return Finding("rank-exited", (), text, claims=(claim,), signs=frozenset({"launcher"}))
+    return ""
 
 
 def first_failure(facts: Facts) -> Ruling:

@@ -53,8 +53,8 @@ def test_the_script_runs_in_the_active_environment(tmp_path: Path) -> None:
             (packages / entry.name).symlink_to(entry)
     (packages / "only_there.py").touch()
     script = tmp_path / "train.py"
-    ours = "import safelaunch; safelaunch.probes, safelaunch.step\n"
-    script.write_text(f"import sys; sys.path.append({str(PROGRAMS)!r}); import uncompiled, only_there\n{ours}{TRAINING}")
+    imports = f"import sys; sys.path.append({str(PROGRAMS)!r}); import uncompiled, only_there, safelaunch\n"
+    script.write_text(f"{imports}safelaunch.probes, safelaunch.step\n{TRAINING}")
     with Job(["--nproc-per-node=1", script], tmp_path, env={"VIRTUAL_ENV": str(there)}) as job:
         result = job.wait()
     said = f"the job runs with {there}/bin/python (VIRTUAL_ENV); safelaunch itself is installed in {sys.prefix}"

@@ -621,6 +621,16 @@ def test_an_error_of_the_launcher_is_no_ranks(outer: tuple[Frame, ...], name: st
     assert verdict.suggestions[0].startswith("Fix what the launcher complains of") and len(verdict.suggestions) == 1
 
 
+def test_a_launcher_that_rejects_its_command_line_is_no_rank() -> None:
+    parser = Frame("/usr/lib/python3.11/argparse.py", 2617, "exit")
+    call = ExitCall("sys.exit", 2, (parser, Frame(LAUNCH, 43, "main"), BY_NAME))
+    one = rank(0, seen=False, step=None, more={"exit": RankExit(2, 100.5), "exit_call": call})
+    verdict = diagnose(job(one, outcome="crash", launched=Launched(("exec", "--", "accelerate", "launch"))))
+    assert (verdict.cause, verdict.culprits) == ("rank-exited", ())
+    assert verdict.summary == "The launcher (accelerate) called sys.exit(2): no rank was seen."
+    assert verdict.suggestions[0].startswith("Fix what the launcher complains of") and len(verdict.suggestions) == 1
+
+
 @pytest.mark.parametrize(
     ("frames", "typed"),
     [
