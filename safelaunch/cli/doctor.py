@@ -67,18 +67,34 @@ def document(checks: tuple[Check, ...]) -> Document:
 
 
 def text(checks: Sequence[Check], *, width: int, colour: bool) -> str:
-    """One line for each check with its fix below, and a summary."""
+    """One line for each check with its fix below, and a summary. On a narrow terminal, details stand below names."""
     column = max((len(check.name) for check in checks), default=0)
+    indent = 9 + column + 2 if width >= 9 + column + 2 + _LEAST_DETAIL else 11
     lines: list[str] = []
     for check in checks:
         head = f"{check.result:<7}  {check.name:<{column}}  "
-        wrapped = textwrap.wrap(
-            clean(check.detail), max(30, width - len(head)), break_long_words=False, break_on_hyphens=False
-        ) or [""]
-        shown = f"\x1b[{_COLOURS[check.result]}m{check.result:<7}\x1b[0m" + head[7:] if colour else head
-        lines += [shown + wrapped[0], *(" " * len(head) + line for line in wrapped[1:])]
+        first, *more = _wrapped(clean(check.detail), width, " " * indent) or [""]
+        first = head + first[indent:] if indent == len(head) else f"{head.rstrip()}\n{first}"
+        lines += [f"\x1b[{_COLOURS[check.result]}m{first[:7]}\x1b[0m{first[7:]}" if colour else first, *more]
         if check.fix and check.result != "ok":
-            first, *rest = check.fix.splitlines()
-            lines += [f"{'':9}-> {first}", *(f"{'':12}{line}" for line in rest)]
+            fix, *rest = check.fix.splitlines()
+            lines += _wrapped(fix, width, " " * 12, " " * 9 + "-> ")
+            lines += [part for line in rest for part in _wrapped(line, width, " " * 12)]
     counts = [f"{sum(check.result == result for check in checks)} {result}" for result in RESULTS]
     return "\n".join([*lines, "", f"{len(checks)} checks: {', '.join(counts)}"])
+
+
+_LEAST_DETAIL = 30
+
+
+def _wrapped(text: str, width: int, indent: str, first: str = "") -> list[str]:
+    """Between words alone: a path or an option is copied from the screen."""
+    lead = first or indent
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=lead,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -107,11 +107,13 @@ def _setting_lines(setting: EnvSetting, preset: Preset, width: int) -> list[str]
     if setting.origin != f"preset {preset.name}":
         notes.append(f"from {setting.origin.removeprefix('preset ')}")
     lines = [f"  {setting.name}={setting.value}", *_wrapped(setting.why, " " * 6, width)]
-    return [*lines, f"      ({'; '.join(notes)})"] if notes else lines
+    return [*lines, *_wrapped(f"({'; '.join(notes)})", " " * 6, width)] if notes else lines
 
 
 def _wrapped(text: str, indent: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _shown(value: object) -> str:

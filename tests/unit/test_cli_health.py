@@ -447,6 +447,17 @@ def test_text_aligns_wraps_and_keeps_the_lines_of_a_remedy() -> None:
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_every_line_fits_the_terminal_and_breaks_between_words(width: int) -> None:
+    fix = "use --preset hang-debug, which compares what the ranks recorded once they hang; without DDP, DETAIL may work"
+    checks = (warning("reading stacks of spawned children", "with a long detail " * 9, fix), *CHECKS)
+    lines = command.text(checks, width=width, colour=False).splitlines()
+    assert max(map(len, lines)) <= width
+    assert {word for check in checks for word in f"{check.name} {check.detail} {check.fix}".split()} <= {
+        word for line in lines for word in line.split()
+    }
+
+
 def test_colour_changes_nothing_but_colour() -> None:
     coloured = command.text(CHECKS, width=80, colour=True)
     plain = coloured.replace("\x1b[32m", "").replace("\x1b[31m", "").replace("\x1b[0m", "")
