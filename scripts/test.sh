@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Sets everything up and runs the tests. Arguments go to pytest.
 #
+#   READY=1 bash scripts/test.sh   # without the setup, which has just been done
 #   bash scripts/test.sh --fast    # the unit tests without the slow ones, and a few real jobs: under a minute on 2 cores
 set -euo pipefail
 cd "$(dirname "$0")/.."
-if [ "${1:-}" != --fast ] || [ ! -x "${VENV:-.venv}/bin/pytest" ]; then
+if [ -z "${READY:-}" ] && { [ "${1:-}" != --fast ] || [ ! -x "${VENV:-.venv}/bin/pytest" ]; }; then
   bash scripts/setup.sh
 fi
 export OMP_NUM_THREADS=1

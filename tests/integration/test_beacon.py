@@ -747,7 +747,6 @@ SCRIPT = (
 GONE = 'while [ -e "$SAFELAUNCH_RUN_DIR" ]; do rm -rf "$SAFELAUNCH_RUN_DIR" 2>/dev/null; done'
 WRAPPERS = {
     "no run directory": GONE,
-    "a file in its place": f'{GONE}; : > "$SAFELAUNCH_RUN_DIR"',
     "a file in place of the pages": 'rm -r "$SAFELAUNCH_RUN_DIR/pages"; : > "$SAFELAUNCH_RUN_DIR/pages"',
 }
 WRAPPERS_OF_ONE_RANK = {
@@ -761,10 +760,7 @@ WRAPPERS_OF_ONE_RANK = {
 }
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(name, marks=[pytest.mark.rare] if name == "a file in its place" else []) for name in WRAPPERS],
-)
+@pytest.mark.parametrize("fault", WRAPPERS)
 def test_a_fault_before_the_rank_starts(start: Start, fault: str) -> None:
     unharmed(start(SCRIPT, wrapper=WRAPPERS[fault]).wait(), 1)
 

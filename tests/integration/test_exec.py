@@ -77,15 +77,6 @@ def test_a_shell_script_whose_ranks_finish(tmp_path: Path) -> None:
     assert (result.code, result.bundles, result.leftovers) == (0, (), ()), result.stderr
 
 
-@pytest.mark.rare  # the shell script above starts it, too
-def test_torchrun_by_another_name(tmp_path: Path) -> None:
-    train = script(tmp_path, ASLEEP)
-    result = run(tmp_path, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", train, "hang")
-    assert result.code == 124, result.stderr
-    assert [c["rank"] for c in result.verdict["culprits"]] == [1]
-    assert not result.leftovers
-
-
 def test_a_plain_script_is_rank_0_of_1(tmp_path: Path) -> None:
     result = run(tmp_path, sys.executable, script(tmp_path, ALONE), "hang")
     assert result.code == 124, result.stderr

@@ -105,9 +105,6 @@ def without_group(root_only: str = "takes root, to hide the control groups from 
 @pytest.mark.parametrize(
     ("kind", "killed"),
     [
-        pytest.param("family", "supervisor", marks=pytest.mark.rare),
-        pytest.param("family", "torchrun", marks=pytest.mark.rare),
-        pytest.param("family", "supervisor and torchrun", marks=pytest.mark.rare),
         ("daemonizing", "supervisor and torchrun"),
         pytest.param("wiped", "torchrun", marks=pytest.mark.rare),
         ("wiped", "supervisor and ranks"),
@@ -116,17 +113,10 @@ def without_group(root_only: str = "takes root, to hide the control groups from 
 def test_nothing_is_left(tmp_path: Path, kind: str, killed: str) -> None:
     """Nobody waits for anybody's next look at what has just lost its parent."""
     decoy = subprocess.Popen(["sleep", "3600"], env={"PATH": os.environ["PATH"], "SAFELAUNCH_RUN_DIR": "/tmp/x"})
-    words = ["--nproc-per-node=2", PROGRAMS / "family.py", tmp_path] if kind == "family" else kin(tmp_path, kind)
     interpreter = without_group() if kind == "daemonizing" else ()
     try:
-        with Job(words, tmp_path, interpreter=interpreter) as job:
-            if kind == "family":
-                job.until(lambda: len(list(job.scratch.glob("ready-*"))) == 2, "the ranks' relatives")
-                assert len(job.pids()) >= 9, "torchrun, and for each rank itself, a worker, and two others"
-                ranks = []
-            else:
-                ranks = started(job)
-            pids = {"supervisor": [job.process.pid], "torchrun": [agent_of(job)], "ranks": ranks}
+        with Job(kin(tmp_path, kind), tmp_path, interpreter=interpreter) as job:
+            pids = {"ranks": started(job), "supervisor": [job.process.pid], "torchrun": [agent_of(job)]}
             kill(pid for part in killed.split(" and ") for pid in pids[part])
             until_nothing_is_left(job)
             job.process.wait(60)

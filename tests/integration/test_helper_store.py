@@ -84,20 +84,6 @@ def test_a_hang_of_nodes_that_meet_in_etcd_has_one_verdict(tmp_path: Path, monke
     assert not any(result.leftovers for result in results)
 
 
-@pytest.mark.rare  # as a node of test_cluster
-def test_one_task_computes_and_the_other_waits_for_it(tmp_path: Path) -> None:
-    script = [TASK, "--how=evaluates", "--seconds=120", f"--once={tmp_path}/met"]
-    with TwoNodes(tmp_path, quick(free_port()), script, over="task", ranks=(1, 1)) as nodes:
-        met(nodes)
-        one, other = nodes.jobs
-        one.until(lambda: "something computes" in one.stderr + other.stderr, "a closer look")
-        (tmp_path / "enough").touch()
-        one.until((tmp_path / "evaluated").exists, "the end of the evaluation")
-        said = [job.stderr for job in nodes.jobs]
-        assert [job.bundles() for job in nodes.jobs] == [(), ()]
-        assert [job.process.poll() for job in nodes.jobs] == [None, None], said
-
-
 @pytest.mark.rare
 def test_the_store_ends_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     script = [APART, "--how=evaluates", "--seconds=0"]

@@ -52,16 +52,6 @@ def test_a_ddp_job_trains_under_all_presets_at_once(tmp_path: Path) -> None:
     assert done.stdout.count("trained") == 2
 
 
-@pytest.mark.rare
-@pytest.mark.torch
-@pytest.mark.parametrize("name", [preset.name for preset in list_presets()])
-def test_a_ddp_job_trains_under_each_preset(name: str, tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text(DDP)
-    done = run(script, [name], tmp_path)
-    assert (done.returncode, done.stdout.count("trained")) == (0, 2), done.stderr
-
-
 @pytest.mark.torch
 def test_hang_debug_adds_nothing_to_the_console(tmp_path: Path) -> None:
     script = tmp_path / "job.py"

@@ -34,12 +34,6 @@ def test_none_is_ended_and_none_is_missed(tmp_path: Path) -> None:
     assert wrong == {name: [] for name in (*HEALTHY, *FROZEN)}
 
 
-def test_the_cases_of_the_short_form_exist() -> None:
-    names = {case.name for case in (*soak.HEALTHY, *soak.FROZEN)}
-    assert {*HEALTHY, *FROZEN} <= names
-    assert len(soak.HEALTHY) >= 40 and len(soak.FROZEN) >= 40
-
-
 def test_a_job_without_a_step_is_watched_by_its_collectives(tmp_path: Path) -> None:
     """--stall-timeout alone: the time before the first step, which never comes, is half an hour by default."""
     mine = ["--how=collectives", "--freeze=sleep", "--after=70", "--length=0.1", "--culprit=1", f"--scratch={tmp_path}"]

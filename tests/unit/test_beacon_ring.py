@@ -69,28 +69,6 @@ def test_it_is_readable_while_the_writer_lives_and_after(path: str) -> None:
     assert back(path) == [(STDOUT, b"one"), (STDERR, b"two")]
 
 
-def test_the_oldest_give_way(path: str) -> None:
-    lines = [(STDOUT, f"line {number}\n".encode()) for number in range(20_000)]
-    write(path, lines)
-    kept = back(path)
-    assert kept == lines[-len(kept) :]
-    assert len(kept) == len(expected(lines, CAPACITY))
-
-
-def test_more_than_it_holds_keeps_the_end(path: str) -> None:
-    data = bytes(range(256)) * 1024
-    write(path, [(STDERR, b"before"), (STDOUT, data)])
-    assert back(path) == [(STDOUT, data[-(CAPACITY - RECORD.size) :])]
-
-
-def test_exactly_full(path: str) -> None:
-    data = b"x" * (SMALL - RECORD.size)
-    made = write(path, [(STDOUT, data)], SMALL)
-    assert back(path) == [(STDOUT, data)]
-    made.append(STDOUT, b"")
-    assert back(path) == [(STDOUT, b"")]
-
-
 def test_memory_views_are_taken(path: str) -> None:
     """What the stream layer hands over; it may be reused by the caller afterwards."""
     made = Ring(path)
