@@ -13,7 +13,7 @@ sys.path[:0] = [str(HERE), *(str(HERE.parent / name) for name in ("integration",
 
 from attack import attacks  # noqa: E402
 
-SAMPLE = 12
+SAMPLE = 8
 
 
 @pytest.mark.slow

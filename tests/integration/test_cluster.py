@@ -108,7 +108,9 @@ def test_a_node_that_is_told_to_stop_accuses_nobody_anywhere(tmp_path: Path, ran
     assert not any(bundle.verdict["culprits"] for bundle in results[1].bundles), results[1].said
 
 
-def test_a_rank_that_is_killed_is_named_by_all_nodes_alike(tmp_path: Path, rank: int = 3) -> None:
+@pytest.mark.rare  # the fault matrix for nodes kills a rank
+def test_a_rank_that_is_killed_is_named_by_all_nodes_alike(tmp_path: Path) -> None:
+    rank = 3
     with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
         training(nodes)
         failing, victims = nodes.with_rank(rank)

@@ -58,6 +58,7 @@ def test_probes_return_records_and_print_once_without_numpy(tmp_path: Path) -> N
     assert result.stdout.count("1 of 7 tensors differ") == 1 and result.stdout.count("1 of 5 tensors differ") == 1
 
 
+@pytest.mark.rare
 def test_replicas_on_two_nodes_are_compared_and_both_nodes_end_for_it(tmp_path: Path) -> None:
     own = ["--check-every=3", "--on-inconsistent=stop"]
     with TwoNodes(tmp_path, own, [REPLICAS, "hsdp-flip", "100000"]) as nodes:

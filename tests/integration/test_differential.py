@@ -538,7 +538,7 @@ FAILURES = {
 
 RARE_FAILURES = (
     "an exception that is no Exception", "sys.exit with a text", "sys.exit with a code", "os._exit",
-    "a segmentation fault", "an error in a hook of its own",
+    "a segmentation fault", "an error in a hook of its own", "SIGKILL",
 )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from safelaunch.capture.look import ProcessLook, RankLook
+from safelaunch.capture.result import Result
 from safelaunch.model import (
     CallArguments,
     Collective,
@@ -163,6 +165,13 @@ def process(
         stacks.append(_sample(pid, 9.0, every, owns_gil, tuple(native)))
     shown = [s for s in stacks if any(t.frames for t in s.threads)]
     return ProcessEvidence(role, tuple(states), tuple(shown))
+
+
+def looked_at(number: int, frames: Sequence[Frame], kernel: str = "futex") -> RankLook:
+    """What one look at a rank shows, of its main process alone."""
+    one = process(1000 + 10 * number, frames, kernel)
+    stack = Result(one.stacks[-1] if one.stacks else None, "py-spy", 0.1)
+    return RankLook(number, ProcessLook(one.states[-1].pid, one.states[-1], stack))
 
 
 def _sample(

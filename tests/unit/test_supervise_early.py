@@ -11,14 +11,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from evidence import at, behind, in_user, rank, with_culprit
+from evidence import at, behind, in_user, looked_at, rank, with_culprit
 from msgspec.structs import replace
 
 from safelaunch.bundle.onbundle import Notifier
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.capture.worker_server import Questions
-from safelaunch.model import EarlyLook, FirstWord, Place, ProcessState, StackSample, Thread
+from safelaunch.model import EarlyLook, FirstWord, Place, StackSample, Thread
 from safelaunch.supervise import answer, early, early_verdict, incident
 from safelaunch.supervise.early import EarlyLooks, without_the_gil
 from safelaunch.supervise.incident import Circumstances
@@ -153,7 +153,7 @@ def test_ranks_that_go_on_are_no_news(job: Job) -> None:
 
 
 def test_a_job_that_is_stopped_as_a_whole_is_no_news(job: Job) -> None:
-    stopped = RankLook(0, ProcessLook(1000, ProcessState(1000, 1, 1, 0.0, "python", (), "T"), Result(None, "", 0.0)))
+    stopped = looked_at(0, (), "stop")
     job.ranks = {0: stopped, 1: stopped}
     job.wait(60)
     assert job.looks
@@ -188,16 +188,6 @@ def test_on_a_node_among_others_work_is_no_news(job: Job) -> None:
     assert job.said == []
 
 
-ALL_SEEN = RankLook(
-    0,
-    ProcessLook(
-        1000,
-        ProcessState(1000, 1, 1, 0.0, "python", (), "S"),
-        Result(StackSample(1000, 1.0, "py-spy", (Thread((), os_tid=1000),)), None, "", 0.1),
-    ),
-)
-
-
 @pytest.mark.parametrize(
     ("seen", "unseen", "word", "proved"),
     [
@@ -211,7 +201,12 @@ ALL_SEEN = RankLook(
 def test_a_proof_needs_every_rank_and_no_line(
     job: Job, seen: bool, unseen: tuple[int, ...], word: FirstWord, proved: bool
 ) -> None:
-    job.ranks, job.watch.unseen, job.word, job.watch.stage = {0: ALL_SEEN} if seen else {}, unseen, word, "start"
+    job.ranks, job.watch.unseen, job.word, job.watch.stage = (
+        {0: looked_at(0, in_user(7), "sleep")} if seen else {},
+        unseen,
+        word,
+        "start",
+    )
     job.wait(20)
     assert job.watch.proved_s == (job.watch.mark_s if proved else 0.0)
 
@@ -259,14 +254,14 @@ def test_an_error_ends_the_early_looks_and_not_the_watch(job: Job, monkeypatch: 
 
 
 def test_a_rank_whose_gil_is_taken_is_asked_nothing_that_needs_it() -> None:
-    def look(*threads: Thread) -> Look:
+    def seen(*threads: Thread) -> Look:
         sample = Result(StackSample(7, 1.0, "py-spy", threads) if threads else None, "py-spy", 0.1)
         return Look(1.0, 1.1, {0: RankLook(0, ProcessLook(7, None, sample))})
 
     target = Target(0, 0, 7, 5, questions=cast(Questions, object()))
-    assert without_the_gil(target, look(Thread(()), Thread(()))) is target
-    assert without_the_gil(target, look(Thread(()), Thread((), owns_gil=True))).questions is None
-    assert without_the_gil(target, look()).questions is None
+    assert without_the_gil(target, seen(Thread(()), Thread(()))) is target
+    assert without_the_gil(target, seen(Thread(()), Thread((), owns_gil=True))).questions is None
+    assert without_the_gil(target, seen()).questions is None
     assert without_the_gil(target, Look(1.0, 1.1, {})).questions is None
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from evidence import in_c10d, in_user, process
+from evidence import in_c10d, in_user, looked_at, process
 
 from safelaunch.capture import look, proc, stacks
-from safelaunch.capture.look import Look, ProcessLook, RankLook, Target, evidence_of, with_c_frames
+from safelaunch.capture.look import Look, ProcessLook, Target, evidence_of, with_c_frames
 from safelaunch.capture.result import Result
 from safelaunch.model import Frame, StackSample
 from safelaunch.supervise.answer import what_was_not_seen
@@ -31,32 +31,25 @@ from safelaunch.supervise.looks import Looks, _is_unclear, look_at, with_the_lat
 )
 def test_a_futex_below_the_users_line_is_unclear(frames: tuple[Frame, ...], kernel: str, unclear: bool) -> None:
     """Also where a stack reader's stop has left ``restart_syscall`` in place of a wait with a time limit."""
-    one = process(10, frames, kernel)
-    seen = RankLook(0, ProcessLook(10, one.states[-1], Result(one.stacks[-1], "py-spy", 0.1)))
-    assert _is_unclear(seen) is unclear
-
-
-def looked_at(number: int, line: int) -> RankLook:
-    one = process(10 + number, in_user(line), "futex")
-    return RankLook(number, ProcessLook(one.states[-1].pid, one.states[-1], Result(one.stacks[-1], "py-spy", 0.1)))
+    assert _is_unclear(looked_at(0, frames, kernel)) is unclear
 
 
 def test_c_frames_are_read_of_one_rank_of_each_stack_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the time ends before all are read, the others keep their stacks, with a note."""
     lines = {0: 7, 1: 7, 2: 7, 3: 7, 4: 9, 5: 7}
-    last = Look(0.0, 1.0, {number: looked_at(number, line) for number, line in lines.items()})
+    last = Look(0.0, 1.0, {number: looked_at(number, in_user(line)) for number, line in lines.items()})
     asked: list[int] = []
 
     def answers(pid: int, state: object = None, *, deadline_s: float) -> Result[StackSample]:
-        asked.append(pid - 10)
-        if pid in (10, 14):
+        asked.append((pid - 1000) // 10)
+        if asked[-1] in (0, 4):
             return Result(
                 process(pid, in_user(1), "futex", native=(Frame("libtorch.so", 0, "c10d::wait"),)).stacks[-1], "", 0.1
             )
         return Result(None, "py-spy", deadline_s, missing="no answer in time", kind="timeout")
 
     monkeypatch.setattr(stacks, "with_c_frames_of", answers)
-    targets = [Target(number, number, 10 + number, 1) for number in lines]
+    targets = [Target(number, number, 1000 + 10 * number, 1) for number in lines]
     found = with_c_frames(targets, last, deadline_s=60.0)
     assert set(asked[:2]) == {0, 4}
     assert set(asked) == set(lines)
@@ -90,7 +83,7 @@ def test_a_process_that_is_late_costs_no_other_one(monkeypatch: pytest.MonkeyPat
 
 
 def test_who_was_late_is_looked_at_again_with_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = looked_at(0, 7), looked_at(1, 7)
+    one, two = looked_at(0, in_user(7)), looked_at(1, in_user(7))
     assert one.main is not None and two.main is not None
     slow = replace(two, main=replace(two.main, stack=Result(None, "py-spy", 3.0, missing="too slow", kind="timeout")))
     looks = Looks(tuple(Target(n, n, 10 + n, 1) for n in (0, 1)), taken=(Look(0.0, 1.0, {0: one, 1: slow}),))

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from evidence import in_c10d, in_user, process
+from evidence import in_c10d, in_user, looked_at
 
 from safelaunch.capture.gpu import gpus_json
-from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
+from safelaunch.capture.look import Look, RankLook, Target
 from safelaunch.capture.result import Result
-from safelaunch.model import Frame
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.on_request import AGAIN_S, GpuMemory, SilentRanks, memory_by_process, words_of
 from tests.nvml import stub
@@ -21,35 +20,28 @@ from tests.nvml import stub
 TARGETS = tuple(Target(rank, rank, 1000 + rank, 1) for rank in range(3))
 
 
-def seen(frames: Sequence[Frame], kernel: str = "futex", number: int = 1) -> RankLook:
-    one = process(1000 + number, frames, kernel)
-    return RankLook(number, ProcessLook(1000 + number, one.states[-1], Result(one.stacks[-1], "py-spy", 0.1)))
-
-
 @pytest.mark.parametrize(
-    ("look", "words"),
+    ("seen", "words"),
     [
-        (seen(in_user(7), "sleep"), "train.py:7 (train)"),
-        (seen(in_c10d("all_reduce", 9)), "waits in all_reduce at train.py:9 (train)"),
-        (seen(in_user(7), "stop"), "is stopped at train.py:7 (train)"),
+        (looked_at(1, in_user(7), "sleep"), "train.py:7 (train)"),
+        (looked_at(1, in_c10d("all_reduce", 9)), "waits in all_reduce at train.py:9 (train)"),
+        (looked_at(1, in_user(7), "stop"), "is stopped at train.py:7 (train)"),
         (RankLook(1, None), "not seen"),
         (None, "not seen"),
     ],
 )
-def test_what_a_silent_rank_does(look: RankLook | None, words: str) -> None:
-    assert words_of(look) == words
+def test_what_a_silent_rank_does(seen: RankLook | None, words: str) -> None:
+    assert words_of(seen) == words
 
 
 def test_only_silent_ranks_are_looked_at_once_until_they_move() -> None:
     asked: list[list[int]] = []
 
-    def look(targets: Sequence[Target]) -> Looks:
+    def ask_ranks(targets: Sequence[Target]) -> Looks:
         asked.append([target.rank for target in targets])
-        return Looks(
-            tuple(targets), (Look(0.0, 0.0, {one.rank: seen(in_user(7), number=one.rank) for one in targets}),)
-        )
+        return Looks(tuple(targets), (Look(0.0, 0.0, {one.rank: looked_at(one.rank, in_user(7)) for one in targets}),))
 
-    silent = SilentRanks(look)
+    silent = SilentRanks(ask_ranks)
 
     def ask(ranks: dict[int, float], later_s: float = 0.0) -> None:
         import time
@@ -71,10 +63,10 @@ def test_only_silent_ranks_are_looked_at_once_until_they_move() -> None:
 
 
 def test_a_look_that_fails_costs_only_its_words() -> None:
-    def look(targets: Sequence[Target]) -> Looks:
+    def fails(targets: Sequence[Target]) -> Looks:
         raise OSError("no")
 
-    silent = SilentRanks(look)
+    silent = SilentRanks(fails)
     silent.ask({1: 5.0}, TARGETS, 0.0)
     while silent.busy:
         pass
@@ -85,7 +77,7 @@ def test_the_memory_of_all_gpus_by_process(node: stub.Node, monkeypatch: pytest.
     for name, value in node.environ.items():
         monkeypatch.setenv(name, value)
     node.write(f"process 0 {os.getpid()} 1000", f"process 3 {os.getpid()} 500", "process 3 4711 7", gpus=4)
-    found = memory_by_process(gpus_json())
+    found = memory_by_process(gpus_json(deadline_s=120.0))
     assert (found[os.getpid()], found[4711]) == (1500, 7)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,6 +77,11 @@ class Together:
         return None
 
 
+def case_of(watch: object, together: Together, place: Path) -> StallCase:
+    about = Circumstances("train", place, place / "bundles", place, {}, host="here")
+    return StallCase(watch, about, dict, together)  # type: ignore[arg-type]
+
+
 def advance(case: StallCase, together: Together, votes: int) -> None:
     deadline = time.monotonic() + 30
     while len(together.votes) < votes:
@@ -88,8 +93,7 @@ def advance(case: StallCase, together: Together, votes: int) -> None:
 def test_a_node_looks_and_votes_anew_in_every_incident(tmp_path: Path) -> None:
     """The next incident may open before this node has seen how the last one ended."""
     together = Together()
-    about = Circumstances("train", tmp_path, tmp_path / "bundles", tmp_path, {}, host="here")
-    case = StallCase(Watch(), about, dict, together)  # type: ignore[arg-type]
+    case = case_of(Watch(), together, tmp_path)
     case.advance(Glance((), Event("suspect", SUSPECT), ()), 5.0)
     together.open = 1
     advance(case, together, votes=1)
@@ -101,8 +105,7 @@ def test_a_node_looks_and_votes_anew_in_every_incident(tmp_path: Path) -> None:
 def test_a_node_that_looks_for_another_keeps_its_vote_when_it_suspects_the_job_as_well(tmp_path: Path) -> None:
     """Its ranks' marks are a moment younger: it is asked first, and its own suspicion comes while it looks."""
     together = Together()
-    about = Circumstances("train", tmp_path, tmp_path / "bundles", tmp_path, {}, host="here")
-    case = StallCase(Watch(), about, dict, together)  # type: ignore[arg-type]
+    case = case_of(Watch(), together, tmp_path)
     together.open = 1
     case.advance(Glance((), None, ()), 5.0)
     case.advance(Glance((), Event("suspect", SUSPECT), ()), 5.0)
@@ -115,24 +118,25 @@ def test_a_rank_whose_words_have_not_arrived_is_not_still(tmp_path: Path, monkey
 
     class Cut(Watch):
         def targets(self) -> tuple[Target, ...]:  # type: ignore[override]
-            return (Target(0, 0, os.getpid(), 0),)
+            return (Target(0, 0, quiet.pid, 0),)
 
-    monkeypatch.setattr("safelaunch.supervise.looks.resends", lambda pid: pid == os.getpid())
     monkeypatch.setattr("safelaunch.supervise.looks.take", lambda *_, **__: Look(0.0, 0.0))
     together = Together()
-    about = Circumstances("train", tmp_path, tmp_path / "bundles", tmp_path, {}, host="here")
-    case = StallCase(Cut(), about, dict, together)  # type: ignore[arg-type]
-    case.advance(Glance((), Event("suspect", SUSPECT), ()), 5.0)
-    together.open = 1
-    advance(case, together, votes=1)
+    with subprocess.Popen(["sleep", "600"]) as quiet:
+        time.sleep(0.5)  # its start would be work
+        monkeypatch.setattr("safelaunch.supervise.looks.resends", lambda pid: pid == quiet.pid)
+        case = case_of(Cut(), together, tmp_path)
+        case.advance(Glance((), Event("suspect", SUSPECT), ()), 5.0)
+        together.open = 1
+        advance(case, together, votes=1)
+        quiet.kill()
     assert together.votes == [(1, "unknown")]
 
 
 def test_ranks_that_were_started_anew_are_under_no_suspicion(tmp_path: Path) -> None:
-    about = Circumstances("train", tmp_path, tmp_path / "bundles", tmp_path, {}, host="here")
     watch, together = Watch(), Together()
     together.let_go = lambda: None  # type: ignore[attr-defined]
-    case = StallCase(watch, about, dict, together)  # type: ignore[arg-type]
+    case = case_of(watch, together, tmp_path)
     case.advance(Glance((), Event("suspect", SUSPECT), ()), 5.0)
     assert case.looking
     watch.attempt = (0, 2)
@@ -163,7 +167,6 @@ def test_what_is_said_before_a_job_is_ended(
     """Ranks that meet in every step make their last one at nearly the same moment: that is no going on."""
     pages = {rank: SimpleNamespace(last_step_ns=int(at_s * 1e9)) for rank, at_s in enumerate(last_steps_s)}
     watch = SimpleNamespace(last_progress=pages, policy=Policy(60.0, 1800.0, 1800.0))
-    about = Circumstances("train", tmp_path, tmp_path / "bundles", tmp_path, {}, host="here")
-    case = StallCase(watch, about, dict, Together())  # type: ignore[arg-type]
+    case = case_of(watch, Together(), tmp_path)
     case._say_hang(Stall((0,), 40.0, 60.0, 60.0, False, 61), judged, 100.0)
     assert said in " ".join(capfd.readouterr().err.split())
