@@ -63,7 +63,10 @@ class ProcessLook:
 
 @dataclass(frozen=True, slots=True)
 class RankLook:
-    """A rank and its children at one moment; ``main`` None: nothing could be read within the deadline."""
+    """A rank and its children at one moment, among them orphans, whose parent has ended.
+
+    ``main`` None: nothing could be read within the deadline.
+    """
 
     rank: int
     main: ProcessLook | None
@@ -173,7 +176,8 @@ def _rank(target: Target, table: dict[int, tuple[int, int]], deadline_s: float, 
     main = _process(target.pid, each_s)
     if main.state is not None and main.state.start_ticks != target.start_ticks:
         main = ProcessLook(target.pid, None, Result(None, "py-spy dump", 0.0, missing="the process has ended"))
-    below = [pid for pid, _ in proc.process_tree(target.pid, table)[:MAX_CHILDREN]]
+    family = [*proc.process_tree(target.pid, table), *proc.orphans(target.pid, table)]
+    below = [pid for pid, _ in family[:MAX_CHILDREN]]
     left_s = max(0.0, until - time.monotonic())
     looks = gather([lambda pid=pid: _process(pid, each_s) for pid in below], deadline_s=left_s, workers=4)  # type: ignore[misc]
     late_one = Result[StackSample](None, "py-spy dump", left_s, missing=late(left_s), kind="timeout")

@@ -133,6 +133,25 @@ def process_tree(pid: int, table: dict[int, tuple[int, int]] | None = None) -> l
     return found
 
 
+def orphans(pid: int, table: dict[int, tuple[int, int]]) -> list[tuple[int, int]]:
+    """Processes of the session that ``pid`` leads, as torchrun's ranks do, which aren't below it: their parent has
+    ended. As (pid, start_ticks)."""
+    try:
+        if os.getsid(pid) != pid:
+            return []
+    except OSError:  # it has ended
+        return []
+    known = {pid, *(one for one, _ in process_tree(pid, table))}
+    return [(one, ticks) for one, (_, ticks) in sorted(table.items()) if one not in known and _session(one) == pid]
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return 0
+
+
 def role_of(state: ProcessState | None, stacks: tuple[StackSample, ...] = ()) -> str:
     """The role of a rank's child: ``dataloader worker``, ``resource tracker``, ``forkserver`` or ``child``.
 

@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
-from safelaunch.capture import gpu, logs, node, proc, resting, stacks, worker_server
+from safelaunch.capture import gpu, logs, look, node, proc, resting, stacks, worker_server
 from safelaunch.capture.flight_recorder import flight_record_of
+from safelaunch.capture.look import Target
 from safelaunch.job.process import ProcessId, identify
 from safelaunch.model import FileLock, GilTest, ProcessState
 from safelaunch.system.errors import CaptureError
@@ -221,6 +222,28 @@ def test_the_tree_and_a_zombie(start: Start) -> None:
     assert state.state == "Z"
     assert "zombie" in state.note
     assert "zombie" in stacks.stack_of(dead).missing
+
+
+def test_an_orphan_is_seen_with_its_rank(start: Start) -> None:
+    """It may hold what its rank waits for, a semaphore, say."""
+    program = start(
+        """
+        import os, time
+        if os.fork() == 0:
+            if os.fork() == 0:
+                print(os.getpid(), flush=True)
+                time.sleep(1000)
+            os._exit(0)
+        os.wait()
+        time.sleep(1000)
+        """
+    )
+    orphan = int(program.line())
+    program.wait_for(in_call("clock_nanosleep"))
+    taken = look.take([Target(0, 0, program.pid, proc.read_quick(program.pid).start_ticks)], deadline_s=PATIENCE_S)
+    assert [child.pid for child in taken.ranks[0].children] == [orphan]
+    assert proc.orphans(orphan, proc.process_table()) == []  # it leads no session
+    os.kill(orphan, signal.SIGKILL)
 
 
 def test_a_process_that_is_gone() -> None:
