@@ -28,7 +28,7 @@ from calibration import outcome_of
 
 import safelaunch
 from safelaunch.model import Evidence, Verdict
-from safelaunch.verdict.findings import Finding
+from safelaunch.verdict.findings import Annotation, Finding
 
 DIAGNOSE: Any = importlib.import_module("safelaunch.verdict.diagnose")
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,7 +106,7 @@ def _of_unit_tests(folder: Path) -> Iterator[Case]:
 
 def _diagnoses(test: Path) -> bool:
     text = test.read_text()
-    return "safelaunch.diagnose import" in text and "from synthetic import" not in text
+    return "safelaunch.verdict" in text and "from synthetic import" not in text
 
 
 # --- leaving out ------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def _rules() -> list[str]:
 
 
 def _explanations() -> list[str]:
-    return [explanation.__name__ for explanation in DIAGNOSE.EXPLANATIONS]
+    return [explanation.__name__ for explanations in DIAGNOSE.EXPLANATIONS for explanation in explanations]
 
 
 @contextmanager
@@ -160,12 +160,12 @@ def _with(rules: tuple[Any, ...], explanations: tuple[Any, ...]) -> Iterator[Non
 def _without(name: str) -> Any:
     return _with(
         tuple(rule for rule in DIAGNOSE.RULES if rule.name != name),
-        tuple(one for one in DIAGNOSE.EXPLANATIONS if one.__name__ != name),
+        tuple(tuple(one for one in those if one.__name__ != name) for those in DIAGNOSE.EXPLANATIONS),
     )
 
 
 def _noting(took_part: list[str]) -> Any:
-    """Notes the rule that concludes and each explanation that changes the finding."""
+    """Notes the rule that concludes and each explanation that has something to say."""
 
     def noting_rule(rule: Any) -> Any:
         def decide(case: Any) -> Any:
@@ -177,15 +177,16 @@ def _noting(took_part: list[str]) -> Any:
         return replace(rule, decide=decide)
 
     def noting_explanation(explanation: Any) -> Any:
-        def explain(case: Any, finding: Finding) -> Finding:
-            explained: Finding = explanation(case, finding)
-            if explained != finding:
+        def explain(case: Any, finding: Finding) -> list[Annotation]:
+            notes = [one for one in explanation(case, finding) if one != Annotation()]
+            if notes:
                 took_part.append(explanation.__name__)
-            return explained
+            return notes
 
         return explain
 
-    return _with(tuple(map(noting_rule, DIAGNOSE.RULES)), tuple(map(noting_explanation, DIAGNOSE.EXPLANATIONS)))
+    explanations = tuple(tuple(map(noting_explanation, those)) for those in DIAGNOSE.EXPLANATIONS)
+    return _with(tuple(map(noting_rule, DIAGNOSE.RULES)), explanations)
 
 
 def _decision(verdict: Verdict) -> Any:

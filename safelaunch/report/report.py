@@ -42,9 +42,9 @@ from safelaunch.report.tree import tree_lines
 from safelaunch.system.console import PREFIX
 from safelaunch.system.printable import clean, clean_lines, is_clean
 from safelaunch.verdict.belonging import mesh
+from safelaunch.verdict.gpu_memory import of_rank
 from safelaunch.verdict.rank_state import Facts
 from safelaunch.verdict.reading.device_memory import words
-from safelaunch.verdict.shortage import of_rank
 
 MAX_LINES = 22
 _LOG_LINES = 15

@@ -1,38 +1,27 @@
-"""What to do about a finding: the advice of its cause that fits the case, and one command to paste.
-
-What sets cases of one cause apart are signs, and each sign is a fact about the evidence (:data:`SIGNS`) or was noted by
-the rule that found it.
-"""
+"""What to do about a finding: the advice of its cause that fits the case, and one command to paste."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from safelaunch.model import Frame, Launched, NextStep, RankEvidence, RankException
+from safelaunch.model import Frame, Launched, NextStep, RankEvidence
 from safelaunch.model.entries import Entries
-from safelaunch.verdict.causes import Advice, Sign, advice_for
+from safelaunch.verdict.causes import CAUSES, Advice
 from safelaunch.verdict.collectives import op_name
-from safelaunch.verdict.doubts import confidence_of
 from safelaunch.verdict.exits import aborted_in, failure_of_rank, has_lost_a_peer, is_timeout
 from safelaunch.verdict.findings import Finding
 from safelaunch.verdict.rank_state import Facts, view_of
-from safelaunch.verdict.reading import calls
+from safelaunch.verdict.reading import calls, failures
 from safelaunch.verdict.reading import frames as fr
 
 # The same call on other ranks is part of training.
 _TRAINING: frozenset[calls.Purpose] = frozenset(
     {"gradients", "ddp-forward", "fsdp-forward", "fsdp-backward", "sync-batchnorm"}
 )
-_UNUSED = re.compile("expected to have finished reduction in the prior iteration", re.IGNORECASE)
-_GPU_MEMORY = re.compile("(?:cuda|hip) out of memory", re.IGNORECASE)
-_HOST_MEMORY = re.compile(
-    r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|cannot allocate memory|std::bad_alloc", re.IGNORECASE
-)
-_GPU_ASSERT = re.compile("device-side assert|illegal memory access|cudaErrorAssert", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -41,6 +30,16 @@ class Scene:
 
     facts: Facts
     finding: Finding
+
+    @property
+    def launched(self) -> Launched:
+        return self.facts.evidence.launched or Launched()
+
+    @cached_property
+    def attached(self) -> frozenset[Advice]:
+        """By whoever found the sub-case: the rule, or the conditions of the ranks at fault."""
+        own = (self.facts.ranks[rank].condition for rank in self.named)
+        return self.finding.advice.union(*(one.advice for one in own if one is not None))
 
     @cached_property
     def named(self) -> frozenset[int]:
@@ -77,12 +76,12 @@ class Scene:
         if not there or not there <= self.named:
             return False
         rest = {found for rank, found in self.purposes.items() if rank not in there}
-        return rest <= _TRAINING or any(there == set(one.ranks) for one in self.finding.partings)
+        return rest <= _TRAINING or any(there == set(one.ranks) for one in self.finding.branches)
 
     @cached_property
     def out_of_step(self) -> bool:
         """Ranks at fault wait at lines from which their peers have made the same call: no pass that they make alone."""
-        if self.finding.partings:
+        if self.finding.branches:
             return False
         waits = [wait for rank in self.named if (wait := self.facts.ranks[rank].wait) is not None]
         return bool(waits) and all(wait.frame is not None and self._is_common(wait.op, wait.frame) for wait in waits)
@@ -96,24 +95,13 @@ class Scene:
             for kind in Entries.of(alignment.records[rank].entries).used().values()
         )
 
-    @cached_property
-    def kinds(self) -> list[str]:
-        """The operations on all records, with their backends."""
-        records = self.facts.alignment.records.values()
-        return list(dict.fromkeys(kind.op for record in records for kind in Entries.of(record.entries).used().values()))
-
-    @property
-    def raised(self) -> list[RankException]:
-        """The exceptions of ranks at fault."""
+    def raised_like(self, pattern: re.Pattern[str]) -> bool:
+        """An exception of a rank at fault, type included, has such words."""
         raised = (self.facts.ranks[rank].evidence.exception for rank in self.named)
-        return [one for one in raised if one is not None]
+        return any(one is not None and pattern.search(f"{one.type}: {one.message}") for one in raised)
 
-    @property
-    def messages(self) -> list[str]:
-        return [one.message for one in self.raised]
-
-    @property
-    def failures(self) -> set[Sign]:
+    @cached_property
+    def failures(self) -> set[failures.Kind]:
         """What the errors of ranks at fault mean; where none is named, those of all ranks."""
         ranks = (self.facts.ranks[rank].evidence for rank in self.named or self.facts.ranks)
         return {told.kind for one in ranks if (told := failure_of_rank(one)) is not None}
@@ -123,34 +111,63 @@ class Scene:
         return any(has_lost_a_peer(one.evidence) for one in self.facts.ranks.values())
 
     @property
-    def whole(self) -> bool:
+    def timed_out(self) -> bool:
+        raised = (one.exception for one in self.facts.evidence.ranks)
+        return any(one is not None and is_timeout(one) for one in raised)
+
+    @property
+    def _whole(self) -> bool:
         """All ranks were seen, at one time."""
         return not (self.facts.unseen or self.facts.evidence.rendezvous or self.facts.evidence.stopped)
 
     @property
-    def waits(self) -> bool:
-        return any(one.wait is not None for one in self.facts.ranks.values())
+    def _waits(self) -> set[str]:
+        """The kinds of the ranks' waits for peers."""
+        return {one.wait.kind for one in self.facts.ranks.values() if one.wait is not None}
 
     @property
-    def somewhere(self) -> bool:
-        """Some rank's place is known."""
-        return any(one.condition is not None and one.condition.frame for one in self.facts.ranks.values())
+    def all_arrived(self) -> bool:
+        return self._whole and bool(self._waits) and not self.lost
+
+    @property
+    def all_in_init(self) -> bool:
+        return self._waits == {"init"}
+
+    @property
+    def all_in_own_code(self) -> bool:
+        """No rank waits for a peer, and some rank's place is known."""
+        somewhere = any(one.condition is not None and one.condition.frame for one in self.facts.ranks.values())
+        return self._whole and somewhere and not self._waits
+
+    @property
+    def nodes_absent(self) -> bool:
+        return not self.facts.unseen and self.facts.evidence.rendezvous is not None
+
+    @property
+    def one_rank(self) -> bool:
+        return len(self.facts.world) == 1
+
+    @property
+    def all_alike(self) -> bool:
+        """Every rank is named."""
+        return len(self.named) > 1 and self.named == self.facts.world
+
+    @property
+    def over_gloo(self) -> bool:
+        kinds = (Entries.of(record.entries).used().values() for record in self.facts.alignment.records.values())
+        return any(kind.op.startswith("gloo:") for used in kinds for kind in used)
+
+    @property
+    def without_stack(self) -> bool:
+        """Of a rank that was there to be looked at."""
+        ranks = self.facts.ranks.values()
+        living = [one.evidence for one in ranks if one.evidence.exit is None and not _has_ended(one.evidence)]
+        return not ranks or any(one.main is None or not one.main.stacks for one in living)
 
 
 def _is_at(one: Frame | None, other: Frame) -> bool:
     """On one line: a recorded frame has the name of a function without that of its class."""
     return one is not None and (one.file, one.line) == (other.file, other.line)
-
-
-def _says(pattern: re.Pattern[str]) -> Callable[[Scene], bool]:
-    return lambda scene: any(pattern.search(message) for message in scene.messages)
-
-
-def _without_stack(scene: Scene) -> bool:
-    """Of a rank that was there to be looked at."""
-    ranks = scene.facts.ranks.values()
-    living = [one.evidence for one in ranks if one.evidence.exit is None and not _has_ended(one.evidence)]
-    return not ranks or any(one.main is None or not one.main.stacks for one in living)
 
 
 def _has_ended(rank: RankEvidence) -> bool:
@@ -160,60 +177,11 @@ def _has_ended(rank: RankEvidence) -> bool:
     )
 
 
-SIGNS: Mapping[Sign, Callable[[Scene], bool]] = {
-    "transfer": lambda scene: bool(scene.transfers),
-    "may-send": lambda scene: any(op != "recv" for op in scene.transfers),
-    "receives": lambda scene: bool(scene.transfers) and set(scene.transfers) == {"recv"},
-    "send-and-receive": lambda scene: all(any(word in op for op in scene.transfers) for word in ("send", "recv")),
-    "somebody-named": lambda scene: bool(scene.named),
-    "nobody-named": lambda scene: not scene.named,
-    "ranks-unseen": lambda scene: bool(scene.facts.unseen),
-    "nodes-absent": lambda scene: not scene.facts.unseen and scene.facts.evidence.rendezvous is not None,
-    "all-arrived": lambda scene: scene.whole and scene.waits and not scene.lost,
-    "all-in-init": lambda scene: {one.wait.kind for one in scene.facts.ranks.values() if one.wait} == {"init"},
-    "group-timeout": lambda scene: any(
-        one.exception is not None and is_timeout(one.exception) for one in scene.facts.evidence.ranks
-    ),
-    "all-in-own-code": lambda scene: scene.whole and scene.somewhere and not scene.waits,
-    "lost-connection": lambda scene: scene.lost and not scene.facts.evidence.stopped,
-    "seen-apart": lambda scene: bool(scene.facts.evidence.stopped),
-    "ddp": lambda scene: any(one in ("gradients", "ddp-forward") for one in scene.purposes.values()),
-    "ddp-forward": lambda scene: scene.alone_in("ddp-forward") and not scene.out_of_step,
-    "out-of-step": lambda scene: scene.alone_in("ddp-forward") and scene.out_of_step,
-    "fsdp-forward": lambda scene: scene.alone_in("fsdp-forward"),
-    "sync-batchnorm": lambda scene: scene.alone_in("sync-batchnorm"),
-    "state-dict": lambda scene: scene.alone_in("state-dict"),
-    "unused-parameters": _says(_UNUSED),
-    "gpu-memory": _says(_GPU_MEMORY),
-    "gpu-assert": _says(_GPU_ASSERT),
-    "out-of-memory": lambda scene: any(
-        one.type == "MemoryError" or _HOST_MEMORY.search(one.message) for one in scene.raised
-    ),
-    "one-rank": lambda scene: len(scene.facts.world) == 1,
-    "all-alike": lambda scene: len(scene.named) > 1 and scene.named == scene.facts.world,
-    "not-all-alike": lambda scene: (
-        len(scene.facts.world) > 1 and (len(scene.named) == 1 or scene.named != scene.facts.world)
-    ),
-    "foreign-dumps": lambda scene: scene.facts.evidence.launched is None and _without_stack(scene),
-    "no-stacks": lambda scene: scene.facts.evidence.launched is not None and _without_stack(scene),
-    "build-lock": lambda scene: any(
-        one.condition is not None and "build-lock" in one.condition.signs for one in scene.facts.ranks.values()
-    ),
-    "gloo": lambda scene: any(op.startswith("gloo:") for op in scene.kinds),
-    "unsure": lambda scene: confidence_of(scene.finding.doubts) != "high",
-}
-
-
 def advise(facts: Facts, finding: Finding) -> tuple[tuple[str, ...], NextStep | None]:
     """What to do, the surest first; and what to type next, where it is known how the job was started."""
     scene = Scene(facts, finding)
-    signs: set[Sign] = {sign for sign, holds in SIGNS.items() if holds(scene)} | scene.failures
-    for rank in scene.named:
-        condition = facts.ranks[rank].condition
-        signs |= condition.signs if condition is not None else set()
-    launched = facts.evidence.launched or Launched()
-    given = tuple(advice_for(finding.cause, signs | (finding.signs or {"no-sign"}), launched.presets, launched.torch))
-    step = _next_step(launched, given) if facts.evidence.outcome != "dump" else None
+    given = [one for one in CAUSES[finding.cause].advice if one.fits(scene)]
+    step = _next_step(scene.launched, given) if facts.evidence.outcome != "dump" else None
     return tuple(one.shown for one in given), step
 
 

@@ -12,7 +12,7 @@ import msgspec
 from safelaunch.model import Claim, RankEvidence
 from safelaunch.model.entries import Entries
 from safelaunch.verdict.collectives import DEFAULT_GROUPS, label_of
-from safelaunch.verdict.findings import Finding, ranks_word
+from safelaunch.verdict.findings import Annotation, Finding, ranks_word
 from safelaunch.verdict.rank_state import Facts
 from safelaunch.verdict.waits import Case
 
@@ -29,18 +29,13 @@ class _Group:
         return f"{self.name} ({ranks_word(self.ranks)})"
 
 
-def with_belonging(case: Case, finding: Finding) -> Finding:
-    """Adds the groups and the GPUs of the ranks at fault. Where these are all ranks of one group, and no others, the
-    summary says so: what that group alone does is then where to look."""
+def belonging(case: Case, finding: Finding) -> Iterator[Annotation]:
+    """The groups and the GPUs of the ranks at fault. Where these are all ranks of one group, and no others, a sentence
+    says so: what that group alone does is then where to look."""
     named = sorted({one.rank for one in finding.culprits})
-    if not named:
-        return finding
-    claims = [claim for rank in named[:MOST_RANKS] for claim in _claims(case, rank)]
-    whole = next((group for group in _groups(case, named[0]) if list(group.ranks) == named), None)
-    if whole is None or len(named) < 2:
-        return replace(finding, claims=(*finding.claims, *claims))
-    text = f"{finding.summary} These are all ranks of group {whole.name}."
-    return replace(finding, summary=text, claims=(*finding.claims, *claims))
+    claims = tuple(claim for rank in named[:MOST_RANKS] for claim in _claims(case, rank))
+    whole = next((one for one in _groups(case, named[0]) if list(one.ranks) == named), None) if len(named) > 1 else None
+    yield Annotation(f"These are all ranks of group {whole.name}." if whole is not None else "", context=claims)
 
 
 def _claims(case: Case, rank: int) -> Iterator[Claim]:

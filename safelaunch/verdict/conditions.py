@@ -10,7 +10,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from safelaunch.model import Claim, Frame, OtherEnd, ProcessEvidence, RankEvidence, StackSample, Thread
-from safelaunch.verdict.causes import Sign
+from safelaunch.verdict.causes import (
+    ATTEMPTS,
+    BUILD_LOCK,
+    CONNECTION,
+    HANDLER,
+    LOCK,
+    OWN_LOCK,
+    OWN_LOOP,
+    POLLS,
+    POOL,
+    STORE_KEY,
+    Advice,
+)
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
@@ -49,7 +61,7 @@ class Condition:
     owed_by: int | None = None
     poll: Poll | None = None
     key: StoreKey | None = None
-    signs: frozenset[Sign] = frozenset()
+    advice: frozenset[Advice] = frozenset()
     for_good: bool = False
 
 
@@ -271,19 +283,21 @@ def _lock(view: View) -> Condition | None:
         text += f", which it has taken itself at {fr.basename(view.user_frame.file)}:{taken.held_at}"
         lock = replace(lock, own=True)
     if lock.of_pool:  # its workers are to end that, and no lock is held
-        return Condition("stuck-in-user-code", text, lock=lock, signs=frozenset({"pool"}))
-    signs: frozenset[Sign] = frozenset({"own-lock" if lock.own else "lock"}) if lock.on == "lock" else frozenset()
+        return Condition("stuck-in-user-code", text, lock=lock, advice=frozenset({POOL}))
+    advice = frozenset[Advice]()
+    if lock.on == "lock":
+        advice = frozenset({OWN_LOCK}) if lock.own else LOCK
     if lock.what == "Future.result" and calls.runs_event_loop(view.stack.frames):
         text += ", on the thread of an event loop, which stands meanwhile"
-        signs = frozenset({"own-loop"})
+        advice = frozenset({OWN_LOOP})
     handler = _in_handler(view) if lock.on == "lock" else None
     if handler is not None:
         name, held = fr.short(handler.handler.function), fr.place(handler.holder)
         text += f": its signal handler {name} waits for a lock that the code it interrupted, at {held}, may hold"
-        signs = frozenset({"handler"})
+        advice = frozenset({HANDLER})
     at_own_line = all(frame.file.endswith("/threading.py") for frame in inner)  # a library's may be held for a while
     for_good = not doubts and lock.on == "lock" and at_own_line and wait.left_s is None
-    return Condition("lock-deadlock", text, doubts=doubts, lock=lock, signs=signs, for_good=for_good)
+    return Condition("lock-deadlock", text, doubts=doubts, lock=lock, advice=advice, for_good=for_good)
 
 
 def _in_handler(view: View) -> Interruption | None:
@@ -324,12 +338,17 @@ def _io_or_sleep(view: View) -> Condition | None:
         key = view.store_key if wait.target.startswith("tcp") or _in_store(view) else None
         if key is not None:
             text = f"waits at {where} for the key {key.words} of the store"
-            return Condition("blocking-io", text, key=key, signs=frozenset({"store-key"}))
+            return Condition("blocking-io", text, key=key, advice=frozenset({STORE_KEY}))
         others = tuple(one for one in wait.ends or () if one.pid != view.process.pid)
         text = f"is blocked in I/O at {where}{call}"
-        signs: frozenset[Sign] = frozenset() if wait.wanted_lock or wait.locked_by else frozenset({"connection"})
+        known = wait.wanted_lock or wait.locked_by
         return Condition(
-            "blocking-io", text, locks=wait.wanted_lock, locked_by=wait.locked_by, ends=others, signs=signs
+            "blocking-io",
+            text,
+            locks=wait.wanted_lock,
+            locked_by=wait.locked_by,
+            ends=others,
+            advice=frozenset() if known else frozenset({CONNECTION}),
         )
     return None
 
@@ -345,7 +364,7 @@ def _polls_at(view: View) -> Condition:
         file = view.thread.lock_file if view.thread is not None else ""
         text = f"waits at {where} for another process to build a C++ extension: the lock file {file or 'of that build'}"
         text += " is still there"
-        return Condition("stuck-in-user-code", text, doubts=(Doubt.MAY_END,), signs=frozenset({"build-lock"}))
+        return Condition("stuck-in-user-code", text, doubts=(Doubt.MAY_END,), advice=frozenset({BUILD_LOCK}))
     if poll is None:
         does = (
             "asks again and again for a file lock" if calls.polls_file_lock(view.stack) else "wakes up and sleeps again"
@@ -354,10 +373,10 @@ def _polls_at(view: View) -> Condition:
     claim = view.stack_claim(f"the loop that it is in says {poll.words}")
     if poll.of == "attempt":
         text = f"tries {poll.words} again and again, asleep at {where} in between"
-        return Condition("stuck-in-user-code", text, claims=(claim,), poll=poll, signs=frozenset({"attempts"}))
+        return Condition("stuck-in-user-code", text, claims=(claim,), poll=poll, advice=frozenset({ATTEMPTS}))
     text = f"polls at {where}: {poll.words}"
     doubts = () if poll.of == "process" else (Doubt.MAY_END,)
-    return Condition("stuck-in-user-code", text, doubts=doubts, claims=(claim,), poll=poll, signs=frozenset({"polls"}))
+    return Condition("stuck-in-user-code", text, doubts=doubts, claims=(claim,), poll=poll, advice=frozenset({POLLS}))
 
 
 def _unexplained(view: View) -> Condition:

@@ -1,66 +1,56 @@
 """From evidence to a verdict. Pure.
 
 Each rule either reaches a finding or says why not; the first finding wins, and what was ruled out on the way is kept.
-:data:`~safelaunch.verdict.rules.RULES` lists them in order. ``EXPLANATIONS`` then add to a finding, each in turn: why
-the rank is there, what it printed, where its memory went, whose it is, what was seen before. To the verdict itself,
-hardware is added that may be broken, and how often it was blamed: ``with_gpus``, ``with_repeats``.
+:data:`~safelaunch.verdict.rules.RULES` lists them in order. ``EXPLANATIONS`` then annotate a finding: why the rank is
+there, what it printed, where its memory went, whose it is, what was seen before. To the verdict itself, hardware is
+added that may be broken, and how often it was blamed: ``with_gpus``, ``with_repeats``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from safelaunch.model import Claim, Evidence, ProofEdge, Verdict, format_ranks
-from safelaunch.verdict import nccl_witness
+from safelaunch.verdict import nccl_witness, remarks
 from safelaunch.verdict.advice import advise
-from safelaunch.verdict.belonging import with_belonging, with_group_names
+from safelaunch.verdict.belonging import belonging, with_group_names
 from safelaunch.verdict.causes import BY_ITSELF
 from safelaunch.verdict.collectives import out_of_sight
 from safelaunch.verdict.doubts import Doubt, confidence_of, those
 from safelaunch.verdict.exits import GONE_CAUSES, was_a_hang
-from safelaunch.verdict.findings import Finding, ranks_word
-from safelaunch.verdict.guarding import unless_drawn, with_guards
-from safelaunch.verdict.outsiders import with_unusual_group, with_wrong_group
-from safelaunch.verdict.own_words import with_own_words
+from safelaunch.verdict.findings import Annotation, Finding, annotated, ranks_word
+from safelaunch.verdict.gpu_memory import gpu_memory
+from safelaunch.verdict.guarding import guards
 from safelaunch.verdict.proof import prove
 from safelaunch.verdict.rank_state import Facts
 from safelaunch.verdict.reading.source import ReadSource
 from safelaunch.verdict.repeats import with_gpus, with_repeats
 from safelaunch.verdict.rules import RULES
-from safelaunch.verdict.rules_aborted import with_detail
-from safelaunch.verdict.rules_nodes import version_claims, with_node_behind
+from safelaunch.verdict.rules_nodes import node_behind, version_claims
 from safelaunch.verdict.rules_results import CAUSES as WRONG_RESULTS
-from safelaunch.verdict.rules_results import with_wrong_results
-from safelaunch.verdict.same_line import with_frames_below
-from safelaunch.verdict.series import with_early_looks
-from safelaunch.verdict.shortage import with_device_memory
 from safelaunch.verdict.standing import with_the_time_without_a_step
-from safelaunch.verdict.swallowed import with_caught_exception, with_skipped_batch
+from safelaunch.verdict.swallowed import caught_exception, skipped_batch
 from safelaunch.verdict.waits import Case
+from safelaunch.verdict.wrong_group import wrong_group
 
 __all__ = ["diagnose"]
 
 SCHEMA = 1
-# What is added to a finding, in this order.
-EXPLANATIONS = (
-    with_wrong_group,
-    with_unusual_group,
-    with_guards,
-    with_frames_below,
-    with_caught_exception,
-    with_skipped_batch,
-    with_own_words,
-    with_device_memory,
-    with_detail,
-    unless_drawn,
-    with_belonging,
-    with_group_names,
-    with_node_behind,
-    with_early_looks,
-    with_wrong_results,
-    with_the_time_without_a_step,
+Explanation = Callable[[Case, Finding], Iterator[Annotation]]
+# Why the ranks at fault went another way; then what else is known of those that are named.
+EXPLANATIONS: tuple[tuple[Explanation, ...], ...] = (
+    (wrong_group, guards, remarks.frames_below, caught_exception, skipped_batch),
+    (
+        remarks.own_words,
+        gpu_memory,
+        remarks.debug_detail,
+        belonging,
+        node_behind,
+        remarks.early_looks,
+        remarks.wrong_results_before,
+    ),
 )
 
 
@@ -74,8 +64,9 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
         evidence = msgspec.structs.replace(evidence, outcome="hang")
     case = Case.of(evidence, read_source)
     finding, ruled_out = _conclude(case)
-    for explained in EXPLANATIONS:
-        finding = explained(case, finding)
+    for explanations in EXPLANATIONS:
+        finding = annotated(finding, [note for one in explanations for note in one(case, finding)])
+    finding = with_the_time_without_a_step(case, with_group_names(case, finding))
     return with_repeats(with_gpus(_verdict(case, finding, ruled_out), evidence), evidence)
 
 

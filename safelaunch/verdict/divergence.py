@@ -90,21 +90,6 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Departure:
-    """``rank`` made ``call`` where the others of its role, ``mates``, made ``theirs``; until then all called alike.
-
-    ``left_out``: that call is one of the next that the mates made, and the rank has made others since; so it left out
-    what they made before. Else it may yet make that.
-    """
-
-    rank: int
-    call: Collective
-    mates: tuple[int, ...]
-    theirs: Collective
-    left_out: bool = False
-
-
-@dataclass(frozen=True)
 class Habit:
     """``usual``: the call that came right before each earlier one from the same place, and not this time.
 
@@ -233,39 +218,25 @@ class Aligned:
                 return calls if calls and max(agreed) >= max(SURE_MATCHES, calls) else None
         return None
 
-    def departures(self) -> Iterator[Departure]:
-        """The ranks that wait now in a call that is not the one which most ranks made there."""
-        for rank, history in self.histories.items():
-            last = history.last
-            there = {mate: other.at(last) for mate, other in self.histories.items() if mate != rank and other.at(last)}
-            sides = Counter(there.values()).most_common(1)
-            if not sides or history.at(last) == sides[0][0] or 2 * sides[0][1] <= len(there) + 1:
-                continue
-            mates = [mate for mate, made in there.items() if made == sides[0][0]]
-            usual = self.histories[mates[0]]
-            begin = max(history.first, usual.first)
-            call, theirs = history.window.at(last), usual.window.at(last)
-            same = begin < last and history.column.values_of(begin, last - begin) == usual.column.values_of(
-                begin, last - begin
-            )
-            if call and theirs and same:
-                yield Departure(rank, call, tuple(mates), theirs)
-
     @property
-    def departure(self) -> Departure | None:
-        """The first one of a single rank from all others, which had called alike for some rounds."""
+    def of_one(self) -> Divergence | None:
+        """The first divergence of a single rank from all others, which had called alike for some rounds.
+
+        ``missing`` if its call is one of the next that they made, and it has made others since: so it left out what
+        they made before. Else it may yet make that, and its call is only a different one.
+        """
         at = self.parted
         odd, majority = vote(self.sides) if at is not None else ((), False)
         if at is None or not majority or len(odd) != 1 or not self.by_frames or at - self._first < _LONG_ALIKE:
             return None
-        (rank,) = odd
-        mates = tuple(sorted(other for other in self.histories if other != rank))
-        mine, usual = self.histories[rank], self.histories[max(mates, key=lambda mate: self.histories[mate].last)]
-        call, theirs = mine.window.at(at), usual.window.at(at)
-        if call is None or theirs is None or len(self.sides) > 2 or usual.at(at) not in mine.before(at):
+        mine = self.histories[odd[0]]
+        peer = max((rank for rank in self.histories if rank not in odd), key=lambda rank: self.histories[rank].last)
+        usual = self.histories[peer]
+        if len(self.sides) > 2 or usual.at(at) not in mine.before(at):
             return None
         following = {usual.at(at + number) for number in range(1, SURE_MATCHES + 1)}
-        return Departure(rank, call, mates, theirs, left_out=mine.at(at) in following and mine.last > at)
+        missing = mine.at(at) in following and mine.last > at
+        return self._divergence(odd, peer, at, "missing" if missing else "different")
 
     @property
     def _first(self) -> int:
@@ -384,13 +355,10 @@ class Histories:
         members, known = self._alignment.members(shift.call.group)
         return known and bool(members & set(shift.peers))
 
-    def parting_of_one(self, ranks: Collection[int]) -> Departure | None:
+    def of_one(self, ranks: Collection[int]) -> Divergence | None:
         """How one of ``ranks`` alone left its role, over whole programs; None where none did, or several."""
-        found = [one for role in self.roles if (one := role.departure) is not None and one.rank in ranks]
+        found = [one for role in self.roles if (one := role.of_one) is not None and one.ranks[0] in ranks]
         return found[0] if len(found) == 1 else None
-
-    def departures(self) -> list[Departure]:
-        return [departure for role in self.roles for departure in role.departures()]
 
     @cached_property
     def roles(self) -> list[Aligned]:

@@ -8,7 +8,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from safelaunch.model import Claim, Frame, NcclLog, RankEvidence, RankException
-from safelaunch.verdict.causes import FAILURES, Sign
+from safelaunch.verdict.causes import (
+    ABORTED,
+    AFTER_THE_END,
+    EXIT_CALLED,
+    FAILURES,
+    FATAL_SIGNAL,
+    KILLED_FROM_OUTSIDE,
+    OUT_OF_MEMORY,
+    Advice,
+)
 from safelaunch.verdict.conditions import Condition, View
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.reading import aborts, calls, failures, tracebacks
@@ -257,7 +266,7 @@ def _killed_condition(rank: RankEvidence) -> Condition:
     assert rank.exit is not None
     number = -rank.exit.returncode
     claims, said, frame = [_claim_of_status(rank)], "", None
-    signs: set[Sign] = {"fatal-signal"} if number not in (signal.SIGKILL, signal.SIGTERM) else set()
+    advice: set[Advice] = {FATAL_SIGNAL} if number not in (signal.SIGKILL, signal.SIGTERM) else set()
     doubts: tuple[Doubt, ...] = ()
     within = aborted_in(rank)
     if number in _FATAL_SIGNALS and rank.fatal is not None:
@@ -267,11 +276,11 @@ def _killed_condition(rank: RankEvidence) -> Condition:
         words, memory, taken = _memory_words(rank)
         said += words
         claims += memory
-        signs.add("out-of-memory" if taken else "killed-from-outside")
+        advice.add(OUT_OF_MEMORY if taken else KILLED_FROM_OUTSIDE)
     if number in _FATAL_SIGNALS and rank.progress is not None and rank.progress.state == "exited":
         said += " after its script had ended, while Python shut down"
         if number == signal.SIGABRT:
-            signs.add("after-the-end")
+            advice.add(AFTER_THE_END)
         claims.append(Claim("its progress page says that the script had ended", f"ranks/{rank.rank}/progress.json"))
     words = _abort_words(rank)
     if words:
@@ -287,9 +296,11 @@ def _killed_condition(rank: RankEvidence) -> Condition:
             (Doubt.ABORTED_IN_COLLECTIVE,),
             f", by its communication library in the middle of a collective{said}",
         )
-        signs.add("aborted-in-a-collective")
+        advice |= ABORTED
     text = f"was killed by {signal_name(rank.exit.returncode)}{fr.at(frame)}{said}"
-    return Condition("rank-killed", text, frame, rank.pid, doubts=doubts, claims=tuple(claims), signs=frozenset(signs))
+    return Condition(
+        "rank-killed", text, frame, rank.pid, doubts=doubts, claims=tuple(claims), advice=frozenset(advice)
+    )
 
 
 def aborted_in(rank: RankEvidence) -> fr.Stack | None:
@@ -337,8 +348,8 @@ def _exit_condition(rank: RankEvidence) -> Condition:
         return Condition("rank-exited", text, frame, rank.pid, claims=tuple(claims))
     text = f"has left the training loop: it exited cleanly (code 0{where})"
     early = frame is not None and frame.function != "<module>"  # `sys.exit(main())` is how scripts end
-    signs: frozenset[Sign] = frozenset({"exit-called"}) if early else frozenset()
-    return Condition("uneven-batches", text, frame, rank.pid, claims=tuple(claims), signs=signs)
+    advice = frozenset({EXIT_CALLED}) if early else frozenset[Advice]()
+    return Condition("uneven-batches", text, frame, rank.pid, claims=tuple(claims), advice=advice)
 
 
 def _abort_words(rank: RankEvidence) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from safelaunch.model import Claim, Culprit, Frame, NodeAtFault, format_ranks
-from safelaunch.verdict.causes import Sign
+from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.doubts import Doubt, levels_of
 from safelaunch.verdict.rank_state import Facts, RankFacts
@@ -14,7 +14,7 @@ from safelaunch.verdict.reading.guards import Guard
 
 
 @dataclass(frozen=True)
-class Parting:
+class Branch:
     """``ranks`` come to ``call``, which is past ``guard``. ``kept``: those that it is known to keep away from there;
     empty where it asks for more than the rank.
     """
@@ -31,8 +31,8 @@ class Finding:
 
     ``held_up``: victims beside those that wait in a collective. ``nodes``: those that are to blame as a whole.
     ``calls``: rank → the user's frames, innermost first, of the call at which ways parted, where that is not where the
-    ranks are now. ``signs``: what sets it apart from other cases of its cause, for the advice. ``partings``: the
-    conditions on the rank that parted those at fault from their peers.
+    ranks are now. ``advice``: of the sub-case that it is. ``branches``:
+    the conditions on the rank that sent those at fault another way than their peers.
     """
 
     cause: str
@@ -44,8 +44,56 @@ class Finding:
     held_up: tuple[int, ...] = ()
     nodes: tuple[NodeAtFault, ...] = ()
     calls: Mapping[int, tuple[Frame, ...]] = field(default_factory=dict)
-    signs: frozenset[Sign] = frozenset()
-    partings: tuple[Parting, ...] = ()
+    advice: frozenset[Advice] = frozenset()
+    branches: tuple[Branch, ...] = ()
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """What is added to a finding: a ``sentence``, and the ``claims`` that support it.
+
+    ``culprits``: who is at fault, where not those that the rule named. ``explains``: it says why they are there, so its
+    sentence comes first, and its doubts, culprits and advice take the place of all others. ``context``: claims about
+    the ranks at fault that come last.
+    """
+
+    sentence: str = ""
+    claims: tuple[Claim, ...] = ()
+    doubts: tuple[Doubt, ...] = ()
+    culprits: tuple[Culprit, ...] | None = None
+    advice: frozenset[Advice] = frozenset()
+    cause: str = ""
+    explains: bool = False
+    ruled_out: tuple[str, ...] = ()
+    nodes: tuple[NodeAtFault, ...] = ()
+    branches: tuple[Branch, ...] = ()
+    context: tuple[Claim, ...] = ()
+
+
+def annotated(finding: Finding, annotations: Iterable[Annotation]) -> Finding:
+    """The finding with its annotations; only the order of sentences and claims depends on theirs."""
+    found = list(annotations)
+    why = next((one for one in found if one.explains), None)
+    if why is not None:
+        found = [one for one in found if one is why or (one.culprits is None and not one.explains)]
+    decisive = [why] if why is not None else found
+    doubts = (*(() if why else finding.doubts), *(doubt for one in decisive for doubt in one.doubts))
+    advice = frozenset[Advice]() if why else finding.advice
+    words = [why.sentence if why else "", finding.summary, *(one.sentence for one in found if one is not why)]
+    first = why.claims if why else ()
+    behind = [claim for one in found if one is not why for claim in one.claims]
+    return replace(
+        finding,
+        cause=next((one.cause for one in decisive if one.cause), finding.cause),
+        doubts=doubts,
+        summary=" ".join(filter(None, words)),
+        culprits=next((one.culprits for one in decisive if one.culprits is not None), finding.culprits),
+        claims=(*first, *finding.claims[:1], *behind, *finding.claims[1:], *(c for one in found for c in one.context)),
+        ruled_out=(*finding.ruled_out, *(text for one in found for text in one.ruled_out)),
+        nodes=(*finding.nodes, *(node for one in found for node in one.nodes)),
+        advice=advice.union(*(one.advice for one in decisive)),
+        branches=(*finding.branches, *(branch for one in found for branch in one.branches)),
+    )
 
 
 Ruling = Finding | str  # a finding, or why there is none ("" where that is not worth saying)

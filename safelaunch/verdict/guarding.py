@@ -1,4 +1,4 @@
-"""The condition on the rank that parted ranks: read from the source wherever they stand on different sides.
+"""The condition that sent ranks different ways: read from the source wherever they stand on different sides.
 
 ``if rank == 0: dist.all_gather(...)`` is the commonest collective that peers never call, and ``if rank != 0: continue``
 the commonest that one leaves out. What other rules find is true without it; this says which line sends ranks which way.
@@ -9,68 +9,70 @@ sure, and names nobody: ``unless_drawn``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
 from math import comb
 
 from safelaunch.model import Claim, Culprit, Frame
-from safelaunch.verdict.causes import Sign
+from safelaunch.verdict.causes import DRAWN, GROUPS_MADE, GUARDED, LEFT_OUT, Advice
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.findings import Finding, Parting, capital, ranks_do, ranks_word
-from safelaunch.verdict.own_words import says_why
+from safelaunch.verdict.findings import Annotation, Branch, Finding, capital, ranks_do, ranks_word
 from safelaunch.verdict.rank_state import Facts, user_stack_of
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.guards import Guard, Whereabouts, guards_of, way_to
+from safelaunch.verdict.remarks import says_why
 
 # Findings that say who went another way than its peers, and not why.
 _EXPLAINED = frozenset({"collective-mismatch", "missing-from-collective", "uneven-batches", "group-order", "p2p-cycle"})
 _MOST = 2
 
 
-def with_guards(facts: Facts, finding: Finding) -> Finding:
-    """The finding with the conditions on the rank that parted those at fault from their peers, where there are any."""
+def guards(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+    """The conditions on the rank that sent those at fault another way than their peers; and where none did, whether
+    each rank may have decided for itself.
+    """
     if finding.cause not in _EXPLAINED or not finding.culprits:
-        return finding
+        return
     stacks = finding.calls or _where_they_wait(facts, finding)
     named = frozenset(one.rank for one in finding.culprits)
-    found = [one for one in partings(facts, stacks, named) if not _is_of_a_transfer(facts, one)]
+    found = [one for one in branches(facts, stacks, named) if not _is_of_a_transfer(facts, one)]
+    cause = finding.cause
     if Doubt.ROUND_UNKNOWN in finding.doubts and any(one.kept and named.issuperset(one.ranks) for one in found):
-        finding = replace(finding, cause="collective-mismatch")  # they are there by this, not as a loop has ended
+        cause = "collective-mismatch"  # they are there by this, not as a loop has ended
     told = [one for one in found if one.kept][:_MOST]
-    if not told and finding.cause == "collective-mismatch" and "groups-made" not in finding.signs:
-        finding = replace(finding, doubts=(*finding.doubts, *_drawn(facts, finding)))
-    claims, more = (tuple(claim_of(facts, one) for one in found if (one in told) is known) for known in (False, True))
-    return replace(
-        finding,
-        summary=" ".join([finding.summary, *map(_sentence, told)]),
-        claims=(*finding.claims[:1], *claims, *finding.claims[1:], *more),
-        signs=finding.signs | _signs(facts, found, named),
-        partings=tuple(found),
+    rest = (one for one in found if one not in told)
+    yield Annotation(
+        " ".join(map(_sentence, told)),
+        tuple(claim_of(facts, one) for one in (*told, *rest)),
+        advice=_advice(facts, found, named),
+        cause=cause,
+        branches=tuple(found),
     )
+    if not told and cause == "collective-mismatch" and GROUPS_MADE not in finding.advice:
+        yield _unless_drawn(facts, finding, found)
 
 
-def _is_of_a_transfer(facts: Facts, one: Parting) -> bool:
+def _is_of_a_transfer(facts: Facts, one: Branch) -> bool:
     """Nobody expects the other end of a send or receive at the same line."""
     waits = (facts.ranks[rank].wait for rank in one.ranks)
     return all(wait is not None and wait.kind == "p2p" and wait.frame == one.call for wait in waits)
 
 
-def _signs(facts: Facts, found: Iterable[Parting], named: frozenset[int]) -> frozenset[Sign]:
+def _advice(facts: Facts, found: Iterable[Branch], named: frozenset[int]) -> frozenset[Advice]:
     """Of an ``if`` with its ``else``, each side is kept from the other's call: who made the odd one counts."""
-    signs = {_sign(facts, one, named) for one in found}
-    return frozenset({"guarded"} if "guarded" in signs else signs)
+    advice = frozenset[Advice]().union(*(_advice_on(facts, one, named) for one in found))
+    return frozenset({GUARDED}) if GUARDED in advice else advice
 
 
-def _sign(facts: Facts, one: Parting, named: frozenset[int]) -> Sign:
+def _advice_on(facts: Facts, one: Branch, named: frozenset[int]) -> frozenset[Advice]:
     """Whether those at fault came to the call by the condition, or were kept from it: where both sides are named, the
     fewer ones did what they should not.
     """
     if not one.kept and one.guard.by_data:
-        return "drawn"
+        return DRAWN
     came, kept = named & set(one.ranks), named - set(one.ranks)
     if came and kept:
         admitted = [one.guard.admits(whereabouts(facts, rank)) for rank in facts.world]
-        return "left-out" if 2 * admitted.count(True) > len(admitted) else "guarded"
-    return "guarded" if came else "left-out"
+        return frozenset({LEFT_OUT if 2 * admitted.count(True) > len(admitted) else GUARDED})
+    return frozenset({GUARDED if came else LEFT_OUT})
 
 
 CHANCE = 0.01  # that ranks which draw for themselves make a pattern
@@ -114,24 +116,20 @@ def _may_have_decided(facts: Facts, finding: Finding) -> bool:
     return len(ways) != 1
 
 
-def unless_drawn(facts: Facts, finding: Finding) -> Finding:
-    """The finding without culprits, where each rank has decided for itself which way to go: by a random number, or by
-    data of its own.
+def _unless_drawn(facts: Facts, finding: Finding, found: Iterable[Branch]) -> Annotation:
+    """Nobody is at fault where each rank has decided for itself which way to go: by a random number, or by data of its
+    own.
 
     The numbers of those on either side are then no property of theirs, and the next run has others. What is wrong is
     the decision, which all ranks make at one line. Unless a rank says itself why it is where it is, or came to its call
     by a condition that asks for the rank: then the decision is the rank's, whatever else it asks for.
     """
-    if Doubt.NO_PATTERN not in finding.doubts or finding.cause != "collective-mismatch":
-        return finding
-    if any(says_why(facts, one.rank) for one in finding.culprits):
-        return finding
-    named = {one.rank for one in finding.culprits}
-    if any(named.issuperset(one.ranks) for one in finding.partings):
-        doubts = (Doubt.RANK_AND_MORE if one is Doubt.NO_PATTERN else one for one in finding.doubts)
-        return replace(finding, doubts=tuple(doubts))
-    text = f"{finding.summary} {_DRAWN}"
-    return replace(finding, summary=text, culprits=(), signs=finding.signs | {"drawn"})
+    doubts, named = _drawn(facts, finding), {one.rank for one in finding.culprits}
+    if Doubt.NO_PATTERN not in doubts or any(says_why(facts, rank) for rank in named):
+        return Annotation(doubts=doubts)
+    if any(named.issuperset(one.ranks) for one in found):
+        return Annotation(doubts=(Doubt.RANK_AND_MORE,))
+    return Annotation(_DRAWN, doubts=doubts, culprits=(), advice=DRAWN)
 
 
 _DRAWN = (
@@ -175,7 +173,7 @@ def _where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, .
     return {rank: user_stack_of(facts.ranks[rank].evidence) for rank in waiting}
 
 
-def partings(facts: Facts, stacks: Mapping[int, Sequence[Frame]], named: frozenset[int]) -> list[Parting]:
+def branches(facts: Facts, stacks: Mapping[int, Sequence[Frame]], named: frozenset[int]) -> list[Branch]:
     """The guards of each call that are not those of the others' calls, the most telling first.
 
     ``stacks``: rank → the user's frames of the call that it made there, innermost first; none for no call.
@@ -195,23 +193,23 @@ def partings(facts: Facts, stacks: Mapping[int, Sequence[Frame]], named: frozens
         shared = {guard for other in places if other != place for guard in guards[other]}
         for guard in guards[place]:
             if guard not in shared and (named & set(ranks) or named & set(others)):
-                one = _parting(facts, guard, place[0], ranks, others)
+                one = _branch(facts, guard, place[0], ranks, others)
                 found += [one] if one is not None and _tells(one, named, others) else []
     return sorted(found, key=lambda one: (not one.kept, one.ranks))
 
 
-def _tells(one: Parting, named: Set[int], others: Sequence[int]) -> bool:
+def _tells(one: Branch, named: Set[int], others: Sequence[int]) -> bool:
     """Where ranks on either side may be at fault, it has to keep one of these away: the rest is where it always is."""
     both = bool(named & set(one.ranks)) and bool(named & set(others))
     return not both or not one.kept or bool(named & set(one.kept))
 
 
-def _parting(facts: Facts, guard: Guard, call: Frame, ranks: Sequence[int], others: Sequence[int]) -> Parting | None:
+def _branch(facts: Facts, guard: Guard, call: Frame, ranks: Sequence[int], others: Sequence[int]) -> Branch | None:
     here = {guard.admits(whereabouts(facts, rank)) for rank in ranks}
     there = {rank: guard.admits(whereabouts(facts, rank)) for rank in others}
     if False in here or (there and all(there.values())):
         return None  # it is not what it seems, or keeps nobody away
-    return Parting(
+    return Branch(
         guard, call, tuple(sorted(ranks)), tuple(sorted(rank for rank, comes in there.items() if comes is False))
     )
 
@@ -221,13 +219,13 @@ def whereabouts(facts: Facts, rank: int) -> Whereabouts:
     return Whereabouts(rank, local, facts.evidence.world_size)
 
 
-def _sentence(one: Parting) -> str:
+def _sentence(one: Branch) -> str:
     if one.kept:
         return f"`{one.guard.words}` keeps {ranks_word(one.kept)} from {fr.place(one.call)}."
     return f"{capital(ranks_do(one.ranks, 'comes', 'come'))} to {fr.place(one.call)} under `{one.guard.words}`."
 
 
-def claim_of(facts: Facts, one: Parting) -> Claim:
+def claim_of(facts: Facts, one: Branch) -> Claim:
     return facts.ranks[one.ranks[0]].line_claim(_sentence(one).rstrip("."))
 
 

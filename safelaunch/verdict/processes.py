@@ -15,7 +15,18 @@ from functools import cached_property
 from msgspec import structs
 
 from safelaunch.model import Claim, ProcessEvidence, Thread
-from safelaunch.verdict.causes import CAUSES, Sign
+from safelaunch.verdict.causes import (
+    CAUSES,
+    DEAD_CHILD,
+    FULL_PIPE,
+    HELD,
+    INHERITED_END,
+    LOCK,
+    OWN_END,
+    TASK_DONE,
+    WAITS_IN_TURN,
+    Advice,
+)
 from safelaunch.verdict.conditions import Condition, View, thread_condition
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.exits import signal_name
@@ -252,11 +263,11 @@ class Inside:
             own = _with_dead(view, own, dead)
         if kept is None or calls.takes_item(view.stack.called):  # who takes from a queue has both its ends
             return own
-        sign, words = kept
+        advice, words = kept
         claims = (*own.claims, view.kernel_claim(words))
-        return replace(own, reason=f"{own.reason}; {words}", claims=claims, signs=own.signs | {sign})
+        return replace(own, reason=f"{own.reason}; {words}", claims=claims, advice=own.advice | {advice})
 
-    def _kept_open(self, view: View) -> tuple[Sign, str] | None:
+    def _kept_open(self, view: View) -> tuple[Advice, str] | None:
         """Who of this rank has the other end of the pipe open, where that is nobody who would use it."""
         ends, wait = view.wait.ends or (), view.wait
         if not (is_pipe := wait.target.startswith("pipe:")) and "unnamed" not in wait.target:
@@ -265,11 +276,11 @@ class Inside:
         pid, family = view.process.pid, {one.process.pid for one in self._family}
         others = [one for one in ends if one.pid != pid and one.pid in family]
         if ends and all(one.pid == pid for one in ends):
-            return "own-end", f"process {pid} itself alone has the {end} end open"
+            return OWN_END, f"process {pid} itself alone has the {end} end open"
         if not others or wait.writes:
             return None
         who = ", ".join(f"{one.pid} ({one.name})" if one.name else f"{one.pid}" for one in others[:3])
-        return "inherited-end", f"the {end} end is still open in process{'es' * (len(others) > 1)} {who}"
+        return INHERITED_END, f"the {end} end is still open in process{'es' * (len(others) > 1)} {who}"
 
     def _of_a_lock(self, view: View, own: Condition, lock: calls.LockWait) -> Condition:
         """The wait itself is the finding, and the other threads are told as evidence: any of them may hold the lock.
@@ -286,7 +297,7 @@ class Inside:
         if takers:
             who = "its worker waits" if len(takers) == 1 else f"each of its {len(takers)} workers waits"
             reason = f"{own.reason}; {who} for the next item at {takers[0].place}"
-            return replace(own, reason=reason, signs=own.signs | {"task-done"})
+            return replace(own, reason=reason, advice=own.advice | {TASK_DONE})
         if lock.of_pool:
             return self._of_a_pool(own)
         if lock.on == "work" and others:
@@ -330,12 +341,12 @@ class Inside:
         process = found.process if is_thread else f"{other.process.role} (pid {other.process.pid})"
         held = other.holds(waiter) if edge.kind == "lock" else None
         if held is not None:
-            who, found = f"{who} has held it since line {held.line} and", replace(found, signs=found.signs | {"held"})
+            who, found = f"{who} has held it since line {held.line} and", replace(found, advice=found.advice | {HELD})
         reason = f"{own.reason}; {who} {found.reason}" if own.frame is not None else found.reason
         reason += "" if is_thread or edge.kind != "work" else _note_on(found.lock)
         told = replace(found, reason=reason, process=process, claims=own.claims + found.claims)
         if edge.kind == "child" and other.wait.writes and other.wait.ends is None:  # the waiter's, as a rule
-            told = replace(told, signs=told.signs | {"full-pipe"})
+            told = replace(told, advice=told.advice | {FULL_PIPE})
         if own.frame is not None and (found.frame is None or fr.is_pseudo(found.frame.file)):
             told = replace(told, frame=own.frame, process=own.process, pid=own.pid)  # the nearest line in a file
         if edge.may_end:
@@ -356,7 +367,6 @@ class Inside:
             how = f"cannot go on writing{where}: the pipe is full, and {whose} is to read it"
         else:
             how = f"waits{where} for what {whose} is to send"
-        sign: Sign = "full-pipe" if last.wait.writes else "waits-in-turn"
         ends = f"{last.process.pid}'s {wait_words(last.wait)}: the other end is process {first.process.pid}'s"
         claims = (c for edge in self.circle for c in edge.claims)
         return replace(
@@ -364,7 +374,7 @@ class Inside:
             reason=f"{own.reason}; child process {last.process.pid} {how}",
             doubts=(*own.doubts, *those({Doubt.MAY_END: any(edge.may_end for edge in self.circle)})),
             claims=(*claims, *there.claims, last.kernel_claim(ends)),
-            signs=own.signs | {sign},
+            advice=own.advice | {FULL_PIPE if last.wait.writes else WAITS_IN_TURN},
             for_good=False,
         )
 
@@ -380,9 +390,9 @@ class Inside:
             claims += [*edge.claims, *([other.stack_claim(f"{other.words} {since}")] if since else [])]
         for_good = all(self._condition(self._views[edge.of]).for_good for edge in self.circle)
         reason = "; ".join([own.reason, *words])
-        signs: frozenset[Sign] = frozenset({"lock" if all(edge.kind == "lock" for edge in self.circle) else "held"})
+        advice = LOCK if all(edge.kind == "lock" for edge in self.circle) else frozenset({HELD})
         return replace(
-            own, cause="lock-deadlock", reason=reason, doubts=(), claims=tuple(claims), signs=signs, for_good=for_good
+            own, cause="lock-deadlock", reason=reason, doubts=(), claims=tuple(claims), advice=advice, for_good=for_good
         )
 
     def _of_a_worker(self, view: View, worker: View, further: Sequence[View], found: Condition) -> Condition:
@@ -431,8 +441,8 @@ def _with_dead(view: View, own: Condition, dead: Sequence[View]) -> Condition:
     claims = tuple(
         view.kernel_claim(f"child process {v.process.pid}: state Z{_how_ended(v.process)}") for v in dead[:4]
     )
-    sign: Sign = "dead-child" if view.awaited.processes == "message" else "no-sign"
-    return replace(own, reason=f"{own.reason}; {words}", claims=own.claims + claims, signs=own.signs | {sign})
+    advice = own.advice | {DEAD_CHILD} if view.awaited.processes == "message" else own.advice
+    return replace(own, reason=f"{own.reason}; {words}", claims=own.claims + claims, advice=advice)
 
 
 def _how_ended(process: ProcessEvidence) -> str:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from msgspec import structs
 
 from safelaunch.model import Claim, Evidence, FileLock, Frame, ProcessEvidence, RankEvidence
-from safelaunch.verdict.causes import BY_ITSELF, Sign
+from safelaunch.verdict.causes import BY_ITSELF, FOREIGN_LOCK, LOCK_FILE, OUTLIVES, OWED, STORE_NOT_REACHED
 from safelaunch.verdict.collectives import Alignment, described, number_of, op_name
 from safelaunch.verdict.conditions import Condition, View, gil_condition, record_claim, thread_condition
 from safelaunch.verdict.divergence import Histories
@@ -149,8 +149,8 @@ def _seen_from_the_others(facts: Facts, rank: int) -> RankFacts | None:
     if one.evidence.exception is not None and (peers := missed_the_store(one.evidence, facts.evidence.ranks)):
         failed = exception_condition(one.evidence, one.evidence.exception)
         doubts = those({Doubt.STATE_INFERRED: all(calls.makes_store(peer.stack) for peer in peers)})
-        signs: frozenset[Sign] = frozenset({"store-not-reached"})
-        return replace(one, wait=None, condition=replace(failed, signs=signs, doubts=doubts, for_good=True))
+        failed = replace(failed, advice=frozenset({STORE_NOT_REACHED}), doubts=doubts, for_good=True)
+        return replace(one, wait=None, condition=failed)
     absent = _absent_thread(facts, one)
     if absent is not None or one.wait is not None:
         return replace(one, wait=None, condition=absent) if absent is not None else None
@@ -178,7 +178,7 @@ def _at_its_end(facts: Facts, one: RankFacts, left: Condition) -> Condition:
         does = thread_condition(thread)
         reason = f"has ended its script, and its thread {thread.name} keeps it from exiting: it {does.reason}"
         claims = left.claims + does.claims
-        return replace(does, cause="stuck-in-user-code", reason=reason, claims=claims, signs=frozenset({"outlives"}))
+        return replace(does, cause="stuck-in-user-code", reason=reason, claims=claims, advice=frozenset({OUTLIVES}))
     if own.cause == "missing-from-collective" or own.frame is None:
         return left
     return replace(own, reason=f"has ended its script, and {own.reason}")
@@ -199,7 +199,7 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
             "no process that was seen has a file locked: another one has it, or a dead one left its lock file behind"
         )
         claims = (*own.claims, Claim(words, f"ranks/{one.rank}/proc.json"))
-        return replace(own, reason=f"{own.reason}; {words}", claims=claims, signs=own.signs | {"lock-file"})
+        return replace(own, reason=f"{own.reason}; {words}", claims=claims, advice=own.advice | {LOCK_FILE})
     if len(others) != 1 or others[0][1] == one.rank:
         return own
     ((host, rank, (lock, *_)),) = others
@@ -236,7 +236,7 @@ def _locked_elsewhere(facts: Facts, one: RankFacts, own: Condition) -> Condition
     if own.locked_by is None:
         return own
     reason = f"{own.reason}, which is not one of this job's ranks"
-    return replace(own, reason=reason, signs=own.signs | {"foreign-lock"})
+    return replace(own, reason=reason, advice=own.advice | {FOREIGN_LOCK})
 
 
 def _at_the_other_end(facts: Facts, one: RankFacts, own: Condition) -> Condition:
@@ -258,7 +258,7 @@ def _at_the_other_end(facts: Facts, one: RankFacts, own: Condition) -> Condition
         reason=f"{own.reason}; {words}",
         owed_by=main if main in owners else pid,
         claims=(*own.claims, claim),
-        signs=own.signs | {"owed"},
+        advice=own.advice | {OWED},
     )
 
 

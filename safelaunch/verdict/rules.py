@@ -12,21 +12,17 @@ from typing import Literal
 
 from safelaunch.verdict.causes import CAUSES, FAILURES
 from safelaunch.verdict.findings import Finding, Ruling
-from safelaunch.verdict.outsiders import unusual_group
 from safelaunch.verdict.rank_state import RankFacts
 from safelaunch.verdict.rules_aborted import aborted_by_a_peer, wrong_size_received
-from safelaunch.verdict.rules_groups import groups_made_apart
 from safelaunch.verdict.rules_history import (
     called_past_the_end,
-    departed,
     group_order,
     left_its_role,
     left_out_between_groups,
-    parted_between_groups,
+    out_of_step,
     parted_earlier,
-    parted_out_of_step,
 )
-from safelaunch.verdict.rules_mismatch import compared_by_torch, mismatch, mispaired
+from safelaunch.verdict.rules_mismatch import compared_by_torch, mismatch
 from safelaunch.verdict.rules_nodes import (
     failed_elsewhere,
     launcher_stopped,
@@ -51,7 +47,7 @@ from safelaunch.verdict.rules_state import (
     stopped_ranks,
 )
 from safelaunch.verdict.rules_threads import threads_that_race
-from safelaunch.verdict.rules_unfit import unfit_transfers
+from safelaunch.verdict.rules_unfit import groups_made_apart, unfit_transfers
 from safelaunch.verdict.rules_wait import (
     beside_calls,
     held_up,
@@ -62,6 +58,7 @@ from safelaunch.verdict.rules_wait import (
 )
 from safelaunch.verdict.standing import stands
 from safelaunch.verdict.waits import Case
+from safelaunch.verdict.wrong_group import unusual_group
 
 Need = Literal[
     "a live job",
@@ -162,18 +159,15 @@ RULES: tuple[Rule, ...] = (
     Rule(node_cut_off, ("node-unreachable",), ("several nodes",)),
     Rule(node_silent, ("node-unreachable", "launcher-stopped"), ("several nodes", "ranks that wait for peers")),
     Rule(unseen_peers, ("missing-from-collective", "collective-mismatch"), ("ranks that wait for peers",)),
-    Rule(parted_between_groups, _MISMATCH, ("every rank seen", "a circle of waits")),
+    Rule(out_of_step, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
     Rule(other_tags, _MISMATCH, ("sends or receives in the circle",)),
     Rule(sends_and_receives, ("p2p-cycle",), ("sends or receives in the circle",)),
     Rule(one_sided, _MISMATCH, ("every rank seen", "sends or receives in the circle")),
-    Rule(departed, _MISMATCH, ("every rank seen", "sends or receives in the circle")),
-    Rule(left_its_role, _MISMATCH, ("every rank seen", "a circle over several groups")),
+    Rule(left_its_role, _MISMATCH, ("every rank seen", "a circle of waits")),
     Rule(left_out_between_groups, _MISMATCH, ("a circle over several groups",)),
     Rule(group_order, ("group-order",), ("a circle over several groups",)),
-    Rule(mismatch, _EITHER, ("a circle of waits",)),
     Rule(unfit_transfers, _MISMATCH, ("ranks that wait for peers",)),
-    Rule(parted_out_of_step, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
-    Rule(mispaired, _EITHER, ("ranks that wait for peers",), "its record"),
+    Rule(mismatch, _EITHER, ("ranks that wait for peers",), "its record"),
     Rule(left_by_all, ("gpu-kernel",)),
     Rule(alone, OWN, ("no rank that waits for peers",)),
     Rule(versions_differ, ("versions-differ",), ("several nodes",)),

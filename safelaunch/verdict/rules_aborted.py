@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from safelaunch.model import Claim, Collective, Frame, RankEvidence
 from safelaunch.model.entries import Entries
-from safelaunch.verdict.causes import FAILURES, Sign
+from safelaunch.verdict.causes import FAILURES, SIZES_DIFFER, UNUSUAL_GROUP
 from safelaunch.verdict.collectives import Mismatch, Signature, describe, vote
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.exits import aborted_in, failed_at, is_aborted
@@ -24,12 +24,12 @@ from safelaunch.verdict.findings import (
     waiting_culprits,
     waits_words,
 )
-from safelaunch.verdict.outsiders import unusual
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.rank_state import Facts, RankFacts
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.rules_mismatch import of_record
+from safelaunch.verdict.wrong_group import unusual
 
 _NEWEST = 64  # calls that a survivor may have made since
 
@@ -139,7 +139,7 @@ def wrong_size_received(facts: Facts) -> Ruling:
         (*culprits, *waiting_culprits(facts, named)),
         tuple(Claim(f"rank {r}: aborted in a collective", f"ranks/{r}/fault.txt") for r in sites)
         + wait_claims(facts, sorted(others)),
-        signs=frozenset({"sizes-differ"}) if places.issuperset(sites.values()) else frozenset(),
+        advice=frozenset({SIZES_DIFFER}) if places.issuperset(sites.values()) else frozenset(),
     )
 
 
@@ -160,7 +160,7 @@ def _in_another_group(facts: Facts, rank: int, words: str, aborted: Sequence[int
         (waiting_culprit(facts.ranks[rank], words),),
         (*claims, *wait_claims(facts, sorted(facts.ranks))),
         held_up=tuple(aborted),
-        signs=frozenset({"unusual-group"}),
+        advice=frozenset({UNUSUAL_GROUP}),
     )
 
 
@@ -184,19 +184,3 @@ def _last_at(facts: Facts, rank: int, sites: Container[Frame | None]) -> Collect
     ring = Entries.of(record.entries) if record is not None else ()
     newest = (ring[at] for at in reversed(range(max(0, len(ring) - _NEWEST), len(ring))))
     return next((one for one in newest if facts.alignment.stack(rank, one).user_frame in sites), None)
-
-
-def with_detail(facts: Facts, finding: Finding) -> Finding:
-    """The finding with the variable under which torch 2.13 and later crash where a DDP model is built."""
-    ranks = [facts.ranks[one.rank].evidence for one in finding.culprits]
-    launched = facts.evidence.launched
-    if finding.cause != "rank-killed" or launched is None or launched.distributed_debug != "DETAIL":
-        return finding
-    fatal = [fr.stack_of(rank, rank.fatal.frames) for rank in ranks if rank.fatal is not None]
-    if not fatal or any(calls.purpose(stack) != "ddp-constructor" for stack in fatal):
-        return finding
-    text = f"{finding.summary} `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set, under which torch"
-    text += f" {launched.torch or '2.13 and later'} crashes where a DDP model is built."
-    claim = Claim("TORCH_DISTRIBUTED_DEBUG=DETAIL is in the job's environment", "launch.json")
-    signs = frozenset[Sign]({"detail-crash"})
-    return replace(finding, summary=text, claims=(claim, *finding.claims), signs=finding.signs | signs)

@@ -10,10 +10,19 @@ from dataclasses import replace
 
 from safelaunch.model import Claim, Collective, Frame
 from safelaunch.model.entries import Entries
-from safelaunch.verdict.causes import Sign
+from safelaunch.verdict.causes import (
+    DDP_FORWARD,
+    EXIT_CALLED,
+    FSDP_FORWARD,
+    LEFT_OUT,
+    STATE_DICT,
+    SYNC_BATCHNORM,
+    UNUSED_PARAMETERS,
+    Advice,
+)
 from safelaunch.verdict.collectives import describe, number_of, op_name
 from safelaunch.verdict.conditions import record_claim
-from safelaunch.verdict.divergence import Departure, Divergence, Habit
+from safelaunch.verdict.divergence import Divergence, Habit
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.findings import (
     Finding,
@@ -85,7 +94,7 @@ def _ended_and_waiting(case: Case) -> tuple[list[int], list[int]]:
     more, or other ranks do something of their own."""
     own = conditions(case)
     waits = {rank: one.wait for rank, one in case.ranks.items() if one.wait is not None}
-    if any(one.cause != "uneven-batches" or "exit-called" in one.signs for one in own.values()):
+    if any(one.cause != "uneven-batches" or EXIT_CALLED in one.advice for one in own.values()):
         return [], []
     if any(wait.kind != "collective" for wait in waits.values()):
         return [], []
@@ -103,7 +112,8 @@ def _newest_call(case: Case, rank: int) -> Collective | None:
     if wait.group is not None and wait.seq is not None:
         return case.alignment.entry(rank, wait.group, wait.seq)
     newest = next((call for call in reversed(Entries.of(record.entries)) if not call.is_p2p), None)
-    return newest if newest is not None and _is_at(_site(case, rank, newest), wait.frame) else None
+    site = case.alignment.stack(rank, newest).user_frame if newest is not None else None
+    return newest if _is_at(site, wait.frame) else None
 
 
 def _is_at(one: Frame | None, other: Frame | None) -> bool:
@@ -131,92 +141,51 @@ def _too_many(case: Case, waiting: Sequence[int], ended: Sequence[int], text: st
     )
 
 
-def parted_between_groups(case: Case) -> Ruling:
-    """Ranks wait for each other across groups, because one of them made a call too many or too few."""
-    groups = case.waits.groups_of_circle
-    if not (len(groups) > 1 or case.waits.transfers_of_circle):
-        return ""
-    found = [shift for group in sorted(groups) if (shift := case.histories.shift_in(group)) is not None]
-    return _shifted_now(case, max(found, key=lambda shift: shift.matched, default=None))
+def out_of_step(case: Case) -> Ruling:
+    """A rank made a call too many or too few, and ranks wait for each other across groups, or no group shows it yet.
 
-
-def parted_out_of_step(facts: Facts) -> Ruling:
-    """A rank made a call too many or too few over its whole program; no group shows it yet.
-
-    CPUs run ahead of what their devices do, so all have queued every call; in which order, their programs tell.
+    CPUs run ahead of what their devices do, so all may have queued every call; in which order, their programs tell.
     """
-    return _shifted_now(facts, None) if facts.histories.first_mismatch is None else ""
-
-
-def _shifted_now(facts: Facts, shift: Divergence | None) -> Ruling:
-    """``shift``, or that over the whole programs, as what keeps the ranks where they wait."""
-    shift = shift or facts.histories.shift_of_program
-    return shifted(facts, shift, wait_words(facts, facts.ranks)) if shift is not None else ""
-
-
-def departed(case: Case) -> Ruling:
-    """A rank in the circle is in another call than the others of its role made at that place."""
-    ranks = case.waits.in_circle
-    found = [one for one in case.histories.departures() if one.rank in ranks and not one.call.completed]
-    if len(found) != 1:
+    groups, found = case.waits.groups_of_circle, []
+    if case.waits.circle:
+        if len(groups) < 2 and not case.waits.transfers_of_circle:
+            return ""
+        found = [shift for group in sorted(groups) if (shift := case.histories.shift_in(group)) is not None]
+    elif case.histories.first_mismatch is not None:
         return ""
-    (one,) = found
-    call, usual = _named_calls(case, one)
-    text = f"waits in {call}, where {_mates(one)} called {usual}"
-    finding = _of_departure(case, one, text, f"Rank {one.rank} {text}.")
-    return replace(
-        finding, calls={rank: case.alignment.stack(rank, entry).user_frames for rank, entry in _both_calls(one)}
-    )
+    shift = max(found, key=lambda shift: shift.matched, default=None) or case.histories.shift_of_program
+    return shifted(case, shift, wait_words(case, case.ranks)) if shift is not None else ""
 
 
 def left_its_role(case: Case) -> Ruling:
     """A rank in the circle made another call than all others of its role, which had called alike until then."""
-    one = case.histories.parting_of_one(case.waits.in_circle)
-    if one is None:
+    if len(case.waits.groups_of_circle) < 2 and not case.waits.transfers_of_circle:
         return ""
-    call, usual = _named_calls(case, one)
-    text = f"called {call}, where {_mates(one)} called {usual}"
-    if one.left_out:
-        text = f"left out {usual}, which {_mates(one)} called"
-    now = apart(wait_words(case, case.waits.in_circle))
-    finding = _of_departure(case, one, text, f"Rank {one.rank} {text}; now {now}.")
-    if one.left_out:
-        return replace(finding, signs=frozenset({"left-out"}))
-    rival = f"groups entered in different orders: rank {one.rank} may yet make the other call"
-    return replace(finding, ruled_out=(rival,))
+    one = case.histories.of_one(case.waits.in_circle)
+    return of_role(case, one) if one is not None else ""
 
 
-def _mates(one: Departure) -> str:
-    return f"{ranks_word(one.mates)}, which had called alike until then,"
-
-
-def _both_calls(one: Departure) -> tuple[tuple[int, Collective], tuple[int, Collective]]:
-    """The rank's own call, and that of its mates."""
-    return (one.rank, one.call), (one.mates[0], one.theirs)
-
-
-def _named_calls(case: Case, one: Departure) -> list[str]:
-    """Both, as ``all_reduce at train.py:9``."""
-    return [f"{op_name(call)} at {fr.place(_site(case, rank, call))}" for rank, call in _both_calls(one)]
-
-
-def _site(case: Case, rank: int, call: Collective) -> Frame | None:
-    return case.alignment.stack(rank, call).user_frame
-
-
-def _of_departure(case: Case, one: Departure, text: str, summary: str) -> Finding:
-    """``text``: what the rank did. The line is that of its own call, or of the one that it left out."""
-    shown = _both_calls(one)[1 if one.left_out else 0]
+def of_role(case: Case, one: Divergence) -> Finding:
+    """The finding for a rank that left its role. The line is that of its own call, or of the one that it left out."""
+    (rank,), missing = one.ranks, one.kind == "missing"
+    both = [(rank, one.there[rank]), (one.peers[0], one.there[one.peers[0]])]
+    sites = [case.alignment.stack(*made).user_frame for made in both]
+    own, usual = (f"{op_name(call)} at {fr.place(site)}" for (_, call), site in zip(both, sites, strict=True))
+    peers = f"{ranks_word(one.peers)}, which had called alike until then,"
+    text = f"left out {usual}, which {peers} called" if missing else f"called {own}, where {peers} called {usual}"
     claims = [
-        record_claim(rank, f"rank {rank}: {op_name(call)} is collective #{number_of(call)} of group {call.group!r}")
-        for rank, call in _both_calls(one)
+        record_claim(who, f"rank {who}: {op_name(call)} is collective #{number_of(call)} of group {call.group!r}")
+        for who, call in both
     ]
     return Finding(
         "collective-mismatch",
         (Doubt.ROLE_ALONE,),
-        summary,
-        (waiting_culprit(case.ranks[one.rank], f"Rank {one.rank} {text}.", _site(case, *shown)),),
+        f"Rank {rank} {text}; now {apart(wait_words(case, case.waits.in_circle))}.",
+        (waiting_culprit(case.ranks[rank], f"Rank {rank} {text}.", sites[missing]),),
         (*claims, *wait_claims(case, case.waits.in_circle)),
+        () if missing else (f"groups entered in different orders: rank {rank} may yet make the other call",),
+        calls={} if missing else {who: case.alignment.stack(who, call).user_frames for who, call in both},
+        advice=frozenset({LEFT_OUT} if missing else ()),
     )
 
 
@@ -257,26 +226,26 @@ def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: t
         (*places, record_claim(shift.ranks[0], agree), *claims, *wait_claims(facts, sorted(words))),
         tuple(ruled),
         calls=dict.fromkeys(shift.ranks if extra else shift.peers, shift.stack),
-        signs=_signs_of(facts, shift),
+        advice=_advice_on(facts, shift),
     )
 
 
-_OF_MODELS: Mapping[calls.Purpose, Sign] = {
-    "ddp-forward": "ddp-forward",
-    "fsdp-forward": "fsdp-forward",
-    "sync-batchnorm": "sync-batchnorm",
-    "state-dict": "state-dict",
+_OF_MODELS: Mapping[calls.Purpose, Advice] = {
+    "ddp-forward": DDP_FORWARD,
+    "fsdp-forward": FSDP_FORWARD,
+    "sync-batchnorm": SYNC_BATCHNORM,
+    "state-dict": STATE_DICT,
 }
 
 
-def _signs_of(facts: Facts, shift: Divergence) -> frozenset[Sign]:
-    """What torch made the call for that was too many, or left out."""
+def _advice_on(facts: Facts, shift: Divergence) -> frozenset[Advice]:
+    """By what torch made the call for that was too many, or left out."""
     assert shift.call is not None
     caller = shift.ranks[0] if shift.kind == "extra" else shift.peers[0]
     purpose = calls.purpose(facts.alignment.stack(caller, shift.call))
     if shift.kind == "extra":
         return frozenset({_OF_MODELS[purpose]} if purpose in _OF_MODELS else ())
-    return frozenset({"left-out", "unused-parameters"} if purpose == "gradients" else {"left-out"})
+    return frozenset({LEFT_OUT, UNUSED_PARAMETERS} if purpose == "gradients" else {LEFT_OUT})
 
 
 def _what(shift: Divergence) -> str:
@@ -376,7 +345,7 @@ def left_out_between_groups(case: Case) -> Ruling:
         f"Rank {rank} {text}.",
         (waiting_culprit(case.ranks[rank], f"Rank {rank} {text}.", site),),
         (claim, *wait_claims(case, case.waits.in_circle)),
-        signs=frozenset({"left-out"}),
+        advice=frozenset({LEFT_OUT}),
         ruled_out=(f"the groups entered in different orders is the runner-up: rank {rank} may yet call the other",),
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from safelaunch.model import Claim, Frame
-from safelaunch.verdict.causes import Sign
+from safelaunch.verdict.causes import LEFT_OUT, SIZES_DIFFER, Advice
 from safelaunch.verdict.collectives import Mismatch, describe, mismatch_at, number_of, op_name, vote
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.doubts import Doubt
@@ -23,14 +23,14 @@ from safelaunch.verdict.findings import (
     wait_words,
     waiting_culprit,
 )
-from safelaunch.verdict.guarding import partings
+from safelaunch.verdict.guarding import branches
 from safelaunch.verdict.history import UNKNOWN
 from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.failures import Fingerprint, fingerprints
 from safelaunch.verdict.reading.source import Loop, loop_left
-from safelaunch.verdict.rules_history import left_its_role, shifted
+from safelaunch.verdict.rules_history import of_role, shifted
 from safelaunch.verdict.sides import Sides, sides_without_majority
 from safelaunch.verdict.waits import Case, same_op
 
@@ -93,7 +93,7 @@ def compared_by_torch(case: Case) -> Ruling:
         f"{capital(text)}: torch compared these calls, and they do not match.",
         tuple(waiting_culprit(case.ranks[r], f"Rank {r} called {words[r]}, its peers did not.", sites[r]) for r in odd),
         tuple(claims)[:4] + wait_claims(case, [rank for rank in made if case.ranks[rank].wait is not None]),
-        signs=frozenset({"sizes-differ"}) if len({call.op for call in by_call}) == 1 else frozenset(),
+        advice=frozenset({SIZES_DIFFER}) if len({call.op for call in by_call}) == 1 else frozenset(),
         calls={rank: user_stack_of(case.ranks[rank].evidence) for rank in made},
     )
 
@@ -109,46 +109,37 @@ def _compared(case: Case) -> dict[int, Fingerprint]:
 
 
 def mismatch(case: Case) -> Ruling:
-    """The members of one group do not meet: the minority is at fault.
+    """The members of one group do not meet under one number: the minority is at fault.
 
     The Flight Recorder decides under the lowest number that is pending, counting also the ranks that got past it.
-    Without it, the functions and lines in which the stacks wait are compared, with less confidence.
+    Without it, the functions and lines in which the stacks wait are compared, with less confidence. Where all ranks
+    have arrived, they may have met in different operations before: a backend pairs by number, not by kind, and may let
+    a wrong pair pass; what it exchanged then is rubbish, and the ranks are one operation apart from there on.
     """
+    if not case.waits.circle:
+        return _mispaired(case)
     waiting = [one.wait for one in case.waits.circle]
     numbered = [w for w in waiting if w.kind == "collective" and w.seq is not None]
     if numbered:
         lowest = min(numbered, key=lambda w: w.seq or 0)
         found = mismatch_at(case.alignment, str(lowest.group), lowest.seq or 0)
         if found is not None:
-            return _by_its_role(case, found) or of_record(case, found)
+            role = None if found.majority else case.histories.of_one(found.odd)
+            own = role.there[role.ranks[0]] if role is not None else None
+            if role is not None and own is not None and (own.group, number_of(own)) == (found.group, found.seq):
+                return of_role(case, role)  # the group beside it, of other replicas, makes the same calls
+            return of_record(case, found)
     meeting = _by_stacks(case, case.waits.in_circle)
     if any(w.kind == "p2p" and w.seq is not None for w in waiting):  # some ranks send and others do not, by design
         meeting = replace(meeting, odd=tuple(sorted(meeting.calls)), majority=False)
     return _finding(case, meeting)
 
 
-def _by_its_role(case: Case, found: Mismatch) -> Ruling:
-    """Where no majority decides: the one member that did not call there what all others of its role did, be they
-    members or not. The group beside it, of other replicas, makes the same calls.
-    """
-    one = None if found.majority else case.histories.parting_of_one(found.odd)
-    if one is None or (one.call.group, number_of(one.call)) != (found.group, found.seq):
-        return ""
-    return left_its_role(case)
-
-
-def mispaired(case: Case) -> Ruling:
-    """All ranks have arrived, but they met in different operations before.
-
-    A backend pairs by number, not by kind, and may let a wrong pair pass; what it exchanged then is rubbish, and the
-    ranks are one operation apart from there on.
-    """
+def _mispaired(case: Case) -> Ruling:
     found = case.histories.first_mismatch
     if found is None:
         return "all ranks recorded the same operations under the same numbers" if case.alignment.records else ""
-    if case.alignment.members(found.group)[0] & case.unseen:
-        return ""
-    return of_record(case, found)
+    return "" if case.alignment.members(found.group)[0] & case.unseen else of_record(case, found)
 
 
 def of_record(facts: Facts, found: Mismatch) -> Finding:
@@ -279,7 +270,7 @@ def _finding(facts: Facts, meeting: Meeting) -> Finding:
         tuple(waiting_culprit(facts.ranks[r], _reason(meeting, r, left), meeting.calls[r].site) for r in meeting.odd),
         meeting.claims + wait_claims(facts, words),
         _other_end(facts, meeting),
-        signs=_signs(meeting, left),
+        advice=_advice(meeting, left),
         calls=_user_frames(facts, meeting),
     )
 
@@ -288,7 +279,7 @@ def _by_a_guard(facts: Facts, meeting: Meeting) -> Meeting:
     """Where no majority tells: the one side whose call stands behind a condition on the rank that keeps all the others
     from there. No round of any loop brings these to it.
     """
-    found = [one for one in partings(facts, _user_frames(facts, meeting), frozenset(meeting.odd)) if one.kept]
+    found = [one for one in branches(facts, _user_frames(facts, meeting), frozenset(meeting.odd)) if one.kept]
     sides = {one.ranks: one.kept for one in found if {*one.ranks, *one.kept} == meeting.calls.keys()}
     if len(sides) != 1 or len({one.ranks for one in found}) != 1:
         return meeting
@@ -299,10 +290,10 @@ def _user_frames(facts: Facts, meeting: Meeting) -> dict[int, tuple[Frame, ...]]
     return {r: fr.stack_of(facts.ranks[r].evidence, call.stack).user_frames for r, call in meeting.calls.items()}
 
 
-def _signs(meeting: Meeting, left: LeftLoop | None) -> frozenset[Sign]:
+def _advice(meeting: Meeting, left: LeftLoop | None) -> frozenset[Advice]:
     if left is not None and (left.cut_short or (left.of_a_step and meeting.odd == left.ahead)):
-        return frozenset({"left-out"})
-    return frozenset({"sizes-differ"}) if meeting.sizes_differ else frozenset()
+        return frozenset({LEFT_OUT})
+    return frozenset({SIZES_DIFFER}) if meeting.sizes_differ else frozenset()
 
 
 def _other_end(facts: Facts, meeting: Meeting) -> tuple[str, ...]:

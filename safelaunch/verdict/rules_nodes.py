@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from safelaunch.model import Claim, Evidence, NcclState, NodeAtFault, NodeEvidence, format_ranks
@@ -11,6 +11,7 @@ from safelaunch.verdict.causes import CAUSES, FAILURES
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.exits import is_timeout, one_line
 from safelaunch.verdict.findings import (
+    Annotation,
     Finding,
     Ruling,
     capital,
@@ -244,34 +245,31 @@ _TRIED = {"answers": "the host itself answers", "no answer": "the host does not 
 # --- a node whose ranks are all behind ----------------------------------------------------------------------------
 
 
-def with_node_behind(case: Case, finding: Finding) -> Finding:
-    """Names the node where the ranks at fault are all ranks of one node, and no others: its trouble, not theirs."""
+def node_behind(case: Case, finding: Finding) -> Iterator[Annotation]:
+    """The node, where the ranks at fault are all ranks of one node, and no others: its trouble, not theirs."""
     named = frozenset(one.rank for one in finding.culprits)
     node = next((node for node in _nodes(case.evidence) if len(named) > 1 and named == set(node[1])), None)
     if node is None or case.unseen:
-        return finding
+        return
     host, ranks = node
     reasons = dict.fromkeys(one.reason.removeprefix(f"Rank {one.rank} ") for one in finding.culprits)
-    at_fault = NodeAtFault(host, format_ranks(ranks), f"each of its ranks {next(iter(reasons)).rstrip('.')}")
+    reason = f"each of its ranks {next(iter(reasons)).rstrip('.')}"
     if len(reasons) > 1:
-        at_fault = NodeAtFault(host, format_ranks(ranks), f"all of its ranks are behind: rank {next(iter(ranks))} "
-                               f"{next(iter(reasons)).rstrip('.')}, and others likewise")  # fmt: skip
+        first = next(iter(reasons)).rstrip(".")
+        reason = f"all of its ranks are behind: rank {next(iter(ranks))} {first}, and others likewise"
+    at_fault = (NodeAtFault(host, format_ranks(ranks), reason),)
     of_node = CAUSES[finding.cause].of_node
     if not of_node or case.evidence.outcome not in ("hang", "suspect"):
-        return replace(finding, nodes=(at_fault,))
-    doubts = finding.doubts if of_node == "surely" else (*finding.doubts, Doubt.NOT_OF_THE_NODE)
-    waiting = sorted(case.waits.waiting - named)
-    text = f"Node {host} is behind as a whole: {ranks_word(ranks)}, and no others. {finding.summary}"
-    ruled = (*finding.ruled_out, f"{finding.cause} of {ranks_word(ranks)} alone: they are all ranks of the node")
-    return replace(
-        finding,
-        cause="node-behind",
-        doubts=doubts,
-        summary=text,
+        yield Annotation(nodes=at_fault)
+        return
+    yield Annotation(
+        f"Node {host} is behind as a whole: {ranks_word(ranks)}, and no others.",
+        doubts=finding.doubts if of_node == "surely" else (*finding.doubts, Doubt.NOT_OF_THE_NODE),
         culprits=(),
-        ruled_out=ruled,
-        held_up=(*finding.held_up, *waiting),
-        nodes=(at_fault,),
+        cause="node-behind",
+        explains=True,
+        ruled_out=(f"{finding.cause} of {ranks_word(ranks)} alone: they are all ranks of the node",),
+        nodes=at_fault,
     )
 
 

@@ -1,12 +1,11 @@
-"""Wrong results that ``--check-every`` has found: the verdict over a live job, and a claim beside any other finding."""
+"""Wrong results that ``--check-every`` has found: the verdict over a live job."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from safelaunch.model import Claim, Culprit, Inconsistency, format_ranks
-from safelaunch.verdict.causes import Sign
+from safelaunch.verdict.causes import ALL_APART, APART_AT_FIRST, APART_LATER, ONE_APART, Advice
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.findings import Finding, Ruling, capital
 from safelaunch.verdict.rank_state import Facts
@@ -36,20 +35,20 @@ def wrong_results(facts: Facts) -> Ruling:
         f"{capital(first.words)}.",
         tuple(_culprit(facts, rank, first) for rank in named),
         (*_detail(first), *(Claim(one.words, FILE) for one in found[1:])),
-        signs=_signs(first, named),
+        advice=_advice(first, named),
     )
 
 
 _PAIR = 2  # of two ranks, each differs from the other whatever happened
 
 
-def _signs(one: Inconsistency, named: Sequence[int]) -> frozenset[Sign]:
+def _advice(one: Inconsistency, named: Sequence[int]) -> frozenset[Advice]:
     if one.kind != "replicas-diverged":
         return frozenset()
-    signs: set[Sign] = {"apart-later" if one.since_step else "apart-at-first"}
+    advice = {APART_LATER if one.since_step else APART_AT_FIRST}
     if len(one.sides) > _PAIR and all(len(side) == 1 for side in one.sides):
-        signs.add("all-apart")
-    return frozenset(signs | {"one-apart"} if len(named) == 1 and one.since_step else signs)
+        advice.add(ALL_APART)
+    return frozenset(advice | {ONE_APART} if len(named) == 1 and one.since_step else advice)
 
 
 def _detail(one: Inconsistency) -> tuple[Claim, ...]:
@@ -63,13 +62,6 @@ def _detail(one: Inconsistency) -> tuple[Claim, ...]:
         apart = " | ".join(format_ranks(side) for side in one.sides)
         return (Claim(f"at step {one.step}: other bits on ranks {apart}, in {share}", FILE), *before)
     return (Claim(f"at step {one.step}: an infinity or a NaN in the gradients of {share}", FILE), *before)
-
-
-def with_wrong_results(facts: Facts, finding: Finding) -> Finding:
-    """Whatever has happened to the job, it had computed wrong results before."""
-    if finding.cause in CAUSES:
-        return finding
-    return replace(finding, claims=(*finding.claims, *(Claim(one.words, FILE) for one in facts.evidence.inconsistent)))
 
 
 def _named(facts: Facts, one: Inconsistency) -> tuple[int, ...]:

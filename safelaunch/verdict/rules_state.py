@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from safelaunch.model import Claim
-from safelaunch.verdict.causes import FAILURES, Sign
+from safelaunch.verdict.causes import FAILURES, LAUNCHER, STORE_NOT_REACHED
 from safelaunch.verdict.conditions import Condition, View
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.exits import (
@@ -45,6 +45,7 @@ from safelaunch.verdict.reading.kernel import kind_of, thread_samples
 from safelaunch.verdict.standing import seconds_words, silent_s
 
 CLOCKS_S = 2.0
+_STORE = frozenset({STORE_NOT_REACHED})
 
 
 def slow_not_stuck(facts: Facts) -> Ruling:
@@ -92,11 +93,11 @@ def launcher_failed(facts: Facts) -> Ruling:
         of_its_own = raised.type.rpartition(".")[2] not in ("CalledProcessError", "ChildFailedError")
         text += " in its own code: no rank was seen." if of_its_own else " for a process that it started."
         claim = Claim(f"first exception: {raised.type}", f"ranks/{one.rank}/exception.json")
-        return Finding("rank-exception", (), text, claims=(claim,), signs=frozenset({"launcher"}))
+        return Finding("rank-exception", (), text, claims=(claim,), advice=frozenset({LAUNCHER}))
     if program and left is not None and left.code:
         text = f"The launcher ({program}) called {left.function}({left.code}): no rank was seen."
         claim = Claim(f"it called {left.function}()", f"ranks/{one.rank}/exit_call.json")
-        return Finding("rank-exited", (), text, claims=(claim,), signs=frozenset({"launcher"}))
+        return Finding("rank-exited", (), text, claims=(claim,), advice=frozenset({LAUNCHER}))
     return ""
 
 
@@ -252,14 +253,13 @@ def _store_not_reached(facts: Facts, inside: Sequence[int]) -> Finding | None:
         rank: Condition("init-not-joined", f"{reason}{fr.at(frame)}", frame, doubts=(Doubt.STATE_INFERRED,))
         for rank, frame in frames.items()
     }
-    signs: frozenset[Sign] = frozenset({"store-not-reached"})
     if there or 2 * len(astray) < len(inside):
         found = blame(facts, "init-not-joined", (Doubt.STATE_INFERRED,), named, rest)
-        return replace(found, signs=signs)
+        return replace(found, advice=_STORE)
     others = f", and {waits_words(facts, rest)}" if rest else ""
     text = f"{capital(each_of(astray))} {reason}{fr.at(frames[astray[0]])}: nothing answers at its address{others}."
     doubts = (Doubt.STATE_INFERRED, *those({Doubt.EITHER_SIDE: bool(rest)}))
-    return Finding("init-not-joined", doubts, text, claims=wait_claims(facts, inside), signs=signs)
+    return Finding("init-not-joined", doubts, text, claims=wait_claims(facts, inside), advice=_STORE)
 
 
 def _store_without_answer(facts: Facts, views: Mapping[int, View]) -> Finding | None:
@@ -268,8 +268,7 @@ def _store_without_answer(facts: Facts, views: Mapping[int, View]) -> Finding | 
         return None
     text = f"{capital(waits_words(facts, sorted(views)))}: all are blocked at the store. It waits for more"
     text += " ranks than there are, or what answers at its address is no store."
-    signs: frozenset[Sign] = frozenset({"store-not-reached"})
-    return Finding("init-not-joined", (Doubt.STATE_INFERRED,), text, claims=wait_claims(facts, views), signs=signs)
+    return Finding("init-not-joined", (Doubt.STATE_INFERRED,), text, claims=wait_claims(facts, views), advice=_STORE)
 
 
 _NAP_S = 0.05  # who hosts the store looks for the others every 10 ms; who does not reach it waits longer to try again
@@ -379,8 +378,8 @@ def nobody_stands_out(facts: Facts) -> Finding:
         Doubt.SEVERAL_PLACES: seen and not (alike or (waits and not own)),
         Doubt.UNSEEN_RANKS: bool(facts.unseen or apart or lost),
     }
-    keys: frozenset[Sign] = frozenset({"store-key"}) if alike and all(one.key for one in own.values()) else frozenset()
-    return Finding("no-rank-stands-out", those(doubts), text, claims=claims, signs=keys)
+    advice = frozenset(one for condition in own.values() for one in condition.advice)
+    return Finding("no-rank-stands-out", those(doubts), text, claims=claims, advice=advice)
 
 
 def _who_would_set(facts: Facts, own: Condition) -> str:

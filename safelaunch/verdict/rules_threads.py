@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from safelaunch.model import Collective, Frame
+from safelaunch.verdict.causes import RACE
 from safelaunch.verdict.collectives import Alignment, op_name
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.findings import Finding, Ruling, capital, ranks_word, wait_claims
@@ -64,7 +65,7 @@ def threads_that_race(case: Case) -> Ruling:
         (),
         text,
         claims=(*claims, *wait_claims(case, waiting)),
-        signs=frozenset({"race"}),
+        advice=frozenset({RACE}),
         held_up=tuple(waiting),
     )
 

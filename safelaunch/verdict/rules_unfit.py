@@ -1,16 +1,18 @@
 """Ranks that meet and do not fit.
 
-A send and its receive; two roots of one gather; what goes into an all_to_all and what comes out.
+A send and its receive; two roots of one gather; what goes into an all_to_all and what comes out; how many groups ranks
+have made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 
-from safelaunch.model import Collective
+from safelaunch.model import Claim, Collective
+from safelaunch.verdict.causes import GROUPS_MADE, ROOTS_DIFFER
 from safelaunch.verdict.collectives import number_of, op_name, vote
 from safelaunch.verdict.conditions import record_claim
-from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.findings import (
     Finding,
     Ruling,
@@ -33,6 +35,8 @@ def unfit_transfers(case: Case) -> Ruling:
 
     Of a send and its receive, either may be the wrong one: both are named. Of an all_to_all only the sums are known.
     """
+    if case.waits.circle:
+        return ""
     for one in sorted(case.waits.classes.values(), key=lambda one: one.ranks):
         wait, members = one.wait, one.ranks
         if wait.group is None or wait.seq is None:
@@ -111,7 +115,7 @@ def _of_sources(facts: Facts, wait: PeerWait, sources: Mapping[int, int]) -> Fin
         tuple(waiting_culprit(facts.ranks[r], f"Rank {r} names rank {sources[r]} as the root.") for r in odd),
         tuple(facts.ranks[r].line_claim(f"rank {r} names rank {root} as the root") for r, root in sources.items())[:8]
         + wait_claims(facts, sorted(sources)),
-        signs=frozenset({"roots-differ"}),
+        advice=frozenset({ROOTS_DIFFER}),
     )
 
 
@@ -139,7 +143,7 @@ def _roots(facts: Facts, group: str, seq: int, roots: tuple[int, ...]) -> Findin
             for rank in roots[:4]
         )
         + wait_claims(facts, sorted(facts.ranks)),
-        signs=frozenset({"roots-differ"}),
+        advice=frozenset({ROOTS_DIFFER}),
     )
 
 
@@ -165,4 +169,39 @@ def _exchange(facts: Facts, wait: PeerWait, members: tuple[int, ...], sums: tupl
         (Doubt.SUMS_ALONE,),
         f"{capital(ranks_do(members, 'waits', 'wait'))} in {wait.words}, {where}: {text}.",
         claims=(claim, *wait_claims(facts, members)),
+    )
+
+
+def groups_made_apart(case: Case) -> Ruling:
+    """Ranks wait in ``new_group``, and some have made more groups than others: not all ranks took part before.
+
+    torch names groups by a count of its own on each rank, so ranks that are not in step wait for different ones.
+    """
+    inside = [rank for rank, one in case.ranks.items() if one.wait is not None and one.wait.op == "new_group"]
+    made = {rank: one.evidence.gil.groups_made for rank, one in case.ranks.items()}
+    if not inside or None in made.values():
+        return ""
+    least = min(made[rank] or 0 for rank in inside)  # the one under way counts
+    counts: dict[int, list[int]] = {}
+    for rank, count in made.items():
+        if rank in inside or (count or 0) >= least:  # who has made fewer, and waits elsewhere, has not come there yet
+            counts.setdefault(count or 0, []).append(rank)
+    if len(counts) < 2:
+        return ""
+    odd, majority = vote(counts)
+    odd = odd if majority else tuple(counts[min(counts)])  # they have left out a call that every rank has to make
+    parts = [f"{ranks_do(ranks, 'has', 'have')} made {count}" for count, ranks in sorted(counts.items(), reverse=True)]
+    text = f"{capital(ranks_do(inside, 'waits', 'wait'))} in new_group, and not all ranks have made the same groups: "
+    text += f"{', '.join(parts)}. Every rank has to call new_group(), also for a group of others."
+    reason = "has made another number of groups than its peers"
+    return Finding(
+        "collective-mismatch",
+        those({Doubt.NO_MAJORITY: not majority}),
+        text,
+        tuple(waiting_culprit(case.ranks[rank], f"Rank {rank} {reason}.") for rank in odd),
+        tuple(Claim(f"rank {rank} has made {made[rank]} process groups", f"ranks/{rank}/rank.json") for rank in made)[
+            :8
+        ]
+        + wait_claims(case, sorted(case.waits.waiting)),
+        advice=frozenset({GROUPS_MADE}),
     )

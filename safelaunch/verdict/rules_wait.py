@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from safelaunch.model import Claim, Collective, Culprit
-from safelaunch.verdict.causes import Sign
+from safelaunch.verdict.causes import LEFT_OUT, LOCK, OWN_LOOP, TAGS_DIFFER, Advice
 from safelaunch.verdict.collectives import mismatch_at, op_name
 from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
 from safelaunch.verdict.doubts import Doubt, levels_of, those
@@ -166,7 +166,7 @@ def other_tags(case: Case) -> Ruling:
                 text,
                 waiting_culprits(case, pair),
                 wait_claims(case, pair),
-                signs=frozenset({"tags-differ"}),
+                advice=frozenset({TAGS_DIFFER}),
             )
     return ""
 
@@ -203,7 +203,7 @@ def one_sided(case: Case) -> Ruling:
             f"{text}: rank {peer} {did}.",
             (waiting_culprit(case.ranks[peer], f"Rank {peer} {did}.", site),),
             wait_claims(case, (rank, peer)),
-            signs=frozenset({"left-out"}),
+            advice=frozenset({LEFT_OUT}),
         )
     return ""
 
@@ -287,7 +287,7 @@ class _Server:
 
     words: str
     claim: Claim
-    signs: frozenset[Sign]
+    advice: frozenset[Advice]
 
 
 def _server_of(case: Case, rank: int) -> _Server | None:
@@ -303,11 +303,11 @@ def _server_of(case: Case, rank: int) -> _Server | None:
         own = thread_condition(other)
         if own.lock is not None and own.lock.on == "lock":
             text = f"its thread {other.name}, which was to answer, {own.reason}"
-            return _Server(text, other.stack_claim(f"thread {other.name} {own.reason}"), frozenset({"lock"}))
+            return _Server(text, other.stack_claim(f"thread {other.name} {own.reason}"), LOCK)
     return None
 
 
-_OWN_LOOP = frozenset[Sign]({"own-loop"})
+_OWN_LOOP = frozenset({OWN_LOOP})
 
 
 def _kept_from_serving(case: Case, rank: int, server: _Server, waiting: Mapping[int, Holder]) -> Finding:
@@ -324,7 +324,7 @@ def _kept_from_serving(case: Case, rank: int, server: _Server, waiting: Mapping[
         (waiting_culprit(case.ranks[rank], text),),
         (Claim(f"rank {rank}: {server.claim.claim}", server.claim.file), *condition_claims(own), *claims),
         held_up=tuple(own),
-        signs=server.signs,
+        advice=server.advice,
     )
 
 
@@ -383,7 +383,7 @@ def _to_make(case: Case, waiting: Mapping[int, Holder]) -> Ruling:
         tuple(culprits),
         condition_claims(own) + wait_claims(case, sorted(case.waits.waiting)),
         held_up=tuple(waiting),
-        signs=first.signs,
+        advice=first.advice,
     )
 
 
@@ -415,7 +415,7 @@ def _deadlock(case: Case, held_by: Mapping[int, Holder], holders: tuple[int, ...
         f"{text} None of them can go on.",
         tuple(culprits),
         condition_claims(named) + wait_claims(case, holders),
-        signs=frozenset({"lock"}),
+        advice=LOCK,
     )
 
 

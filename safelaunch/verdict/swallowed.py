@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from msgspec import structs
 
 from safelaunch.model import CaughtException, Claim, Culprit, Frame
 from safelaunch.model.entries import Entries
+from safelaunch.verdict.causes import DRAWN, LEFT_OUT
 from safelaunch.verdict.collectives import Mismatch
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.exits import one_line
-from safelaunch.verdict.findings import Finding, capital, ranks_word
-from safelaunch.verdict.guarding import claim_of
+from safelaunch.verdict.findings import Annotation, Finding, capital, ranks_word
 from safelaunch.verdict.rank_state import Facts, user_stack_of
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.said import Left, left_by
@@ -45,8 +45,8 @@ class _Fit:
     sure: bool
 
 
-def with_caught_exception(facts: Facts, finding: Finding) -> Finding:
-    """The finding with the exception as its cause, where one explains it; else the finding as it is.
+def caught_exception(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+    """The exception as the cause, where one explains the finding.
 
     It has to lie between the last call that the rank made as its peers did and the first that it did not, or where a
     few calls more would make its record that of its peers to the end: not just somewhere before. Peers that caught the
@@ -54,14 +54,12 @@ def with_caught_exception(facts: Facts, finding: Finding) -> Finding:
     against one), the exception tells which side it was.
     """
     if finding.cause not in EXPLAINED or not any(f.evidence.caught for f in facts.ranks.values()):
-        return finding
+        return
     mismatch = facts.histories.first_mismatch
     fits = {c.rank: fit for c in finding.culprits if (fit := _fit(facts, c.rank, mismatch)) is not None}
     if not fits or (not finding.doubts and len(fits) < len(finding.culprits)):
-        return finding
+        return
     culprits = tuple(_culprit(c, fits[c.rank]) for c in finding.culprits if c.rank in fits)
-    first = culprits[0]
-    summary = f"{first.reason} {finding.summary}" if len(culprits) == 1 else _of_several(fits, finding.summary)
     claims = tuple(
         Claim(
             f"{fit.exception.type} at {fr.place(fit.exception.raised)}, after #{fit.number - 1} of group"
@@ -70,46 +68,45 @@ def with_caught_exception(facts: Facts, finding: Finding) -> Finding:
         )
         for rank, fit in fits.items()
     )
-    return replace(
-        finding,
+    yield Annotation(
+        culprits[0].reason if len(culprits) == 1 else _of_several(fits),
+        claims,
+        those({Doubt.SEVERAL_PLACES_FIT: not all(fit.sure for fit in fits.values())}),
+        culprits,
         cause="swallowed-exception",
-        doubts=those({Doubt.SEVERAL_PLACES_FIT: not all(fit.sure for fit in fits.values())}),
-        summary=summary,
-        culprits=culprits,
-        claims=(*claims, *finding.claims),
-        ruled_out=(*finding.ruled_out, f"{finding.cause} alone: the exception says why"),
+        explains=True,
+        ruled_out=(f"{finding.cause} alone: the exception says why",),
     )
 
 
-def with_skipped_batch(facts: Facts, finding: Finding) -> Finding:
-    """The finding with what its culprits alone have printed as they left out calls that their peers made, as its cause.
+def skipped_batch(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+    """What the ranks at fault alone have printed as they left out calls that their peers made, as the cause.
 
     Of the records only a call too many contradicts that; where they show a call left out, they agree with it. Who has
     left the loop by that (``break``, ``return``) has left it, whatever it printed.
     """
     said = _said(facts, [one.rank for one in finding.culprits]) if finding.cause in EXPLAINED - {"rank-exited"} else {}
     if not said or (not finding.doubts and len(said) < len(finding.culprits)):
-        return finding
+        return
     shifts = [shift for group in facts.alignment.groups() if (shift := facts.histories.shift_in(group)) is not None]
     if any(shift.kind == "extra" and said.keys() & set(shift.ranks) for shift in shifts):
-        return finding
+        return
     claims = tuple(Claim(_of_print(*one).rstrip("."), f"ranks/{one[0]}/log_tail.txt") for one in said.items())
-    words = [_of_print(*one) for one in said.items()]
+    words = " ".join(_of_print(*one) for one in said.items())
     if not all(left.swallows or left.goes == "continue" for left, _ in said.values()):
-        return replace(finding, summary=" ".join([finding.summary, *words]), claims=(*finding.claims, *claims))
+        yield Annotation(words, context=claims)
+        return
     swallows = any(left.swallows for left, _ in said.values())
-    by_data = {claim_of(facts, one) for one in finding.partings if not one.kept}
     shown = all(any(rank in shift.ranks for shift in shifts) for rank in said)
-    return replace(
-        finding,
+    yield Annotation(
+        words,
+        claims,
+        those({Doubt.SEVERAL_PLACES_FIT: not shown}),
+        tuple(_who_said(one, *said[one.rank]) for one in finding.culprits if one.rank in said),
+        frozenset() if swallows else DRAWN | {LEFT_OUT},
         cause="swallowed-exception" if swallows else "collective-mismatch",
-        doubts=those({Doubt.SEVERAL_PLACES_FIT: not shown}),
-        summary=" ".join([*words, finding.summary]),
-        culprits=tuple(_who_said(one, *said[one.rank]) for one in finding.culprits if one.rank in said),
-        claims=(*claims, *(claim for claim in finding.claims if claim not in by_data)),
-        ruled_out=(*finding.ruled_out, f"{finding.cause} alone: what the rank printed says why"),
-        signs=frozenset() if swallows else frozenset({"left-out", "drawn"}),
-        partings=tuple(one for one in finding.partings if one.kept),
+        explains=True,
+        ruled_out=(f"{finding.cause} alone: what the rank printed says why",),
     )
 
 
@@ -164,10 +161,10 @@ def _culprit(culprit: Culprit, fit: _Fit) -> Culprit:
     )
 
 
-def _of_several(fits: dict[int, _Fit], summary: str) -> str:
+def _of_several(fits: dict[int, _Fit]) -> str:
     types = " and ".join(sorted({fit.exception.type for fit in fits.values()}))
     who = capital(ranks_word(fits))
-    return f"{who} raised {types} and went on, without the collectives that their peers called. {summary}"
+    return f"{who} raised {types} and went on, without the collectives that their peers called."
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,13 @@ from msgspec.structs import replace
 
 from safelaunch.model import Evidence, Frame, Launched, RankException, RankExit, Verdict
 from safelaunch.settings.presets import find_builtin_dir, list_presets
-from safelaunch.verdict.advice import SIGNS, again
-from safelaunch.verdict.causes import CAUSES, advice_for
+from safelaunch.verdict import causes
+from safelaunch.verdict.advice import Scene, again
+from safelaunch.verdict.causes import ABORTED, CAUSES, LEFT_OUT, ROOTS_DIFFER, Advice
 from safelaunch.verdict.diagnose import diagnose
+from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.findings import Finding, waiting_culprits
+from safelaunch.verdict.rank_state import Facts
 
 DDP = f"{SITE}/torch/nn/parallel/distributed.py"
 TYPED = ("--nproc-per-node=4", "train.py", "--name", "my run")
@@ -146,11 +150,19 @@ def test_uneven_loaders(peers_in: str) -> None:
     assert any("model.join()" in text for text in verdict.suggestions) is (peers_in == "ddp")
 
 
-def test_a_guarded_send_or_receive_is_no_side_effect() -> None:
-    """``if rank == 0: send()``: what the advice on collectives calls a side effect is the other end's counterpart."""
-    for kind, fits in (("transfer", False), ("roots-differ", False), ("left-out", True)):
-        given = advice_for("collective-mismatch", {"guarded", kind})  # type: ignore[arg-type]
-        assert any("Gate the side effect" in one.text for one in given) is fits
+def given(
+    cause: str, *attached: Advice, doubts: tuple[Doubt, ...] = (), launched: Launched | None = None
+) -> list[Advice]:
+    """The advice on a finding that names rank 0, of two that wait in the same collective."""
+    facts = Facts.of(job(waiting(0), waiting(1), launched=launched))
+    finding = Finding(cause, doubts, "", waiting_culprits(facts, [0]), advice=frozenset(attached))
+    return [one for one in CAUSES[cause].advice if one.fits(Scene(facts, finding))]
+
+
+@pytest.mark.parametrize(("kind", "fits"), [(ROOTS_DIFFER, False), (LEFT_OUT, True)])
+def test_a_root_under_a_condition_is_no_side_effect(kind: Advice, fits: bool) -> None:
+    assert kind in given("collective-mismatch", causes.GUARDED, kind)
+    assert (causes.GUARDED in given("collective-mismatch", causes.GUARDED, kind)) is fits
 
 
 def test_advice_points_at_no_lines_where_no_stack_was_seen() -> None:
@@ -161,9 +173,9 @@ def test_advice_points_at_no_lines_where_no_stack_was_seen() -> None:
     assert not any("`safelaunch doctor`" in text for text in seen)
 
 
-def test_every_sign_is_of_some_advice() -> None:
-    used = {sign for cause in CAUSES.values() for one in cause.advice for sign in (one.only_if, *one.unless) if sign}
-    assert set(SIGNS) <= used
+def test_every_sub_case_is_of_some_cause() -> None:
+    listed = {one for cause in CAUSES.values() for one in cause.advice}
+    assert {one for one in vars(causes).values() if isinstance(one, Advice)} <= listed
 
 
 # --- presets ----------------------------------------------------------------------------------------------------------
@@ -180,16 +192,19 @@ def test_a_preset_is_not_advised_where_it_does_nothing() -> None:
 
 @pytest.mark.parametrize(("torch", "advised"), [("2.9.1", True), ("2.13.0+cpu", False), ("2.14", False), ("", False)])
 def test_desync_detail_is_advised_only_where_it_works(torch: str, advised: bool) -> None:
-    for cause in CAUSES:
-        given = list(advice_for(cause, {"unsure", "all-arrived", "aborted-in-a-collective"}, torch=torch))
-        assert any(one.preset == "desync-detail" for one in given) <= advised
-    given = list(advice_for("collective-mismatch", {"unsure"}, torch=torch))
-    assert any(one.preset == "desync-detail" for one in given) is advised
+    found = [
+        *given("rank-killed", *ABORTED, launched=Launched(torch=torch)),
+        *given("collective-mismatch", doubts=(Doubt.NO_MAJORITY,), launched=Launched(torch=torch)),
+        *given("no-rank-stands-out", launched=Launched(torch=torch)),
+    ]
+    assert sum(one.preset == "desync-detail" for one in found) == (3 if advised else 0)
 
 
 def test_a_preset_that_the_run_had_is_not_advised() -> None:
     for presets, advised in (((), True), (("cuda-sync",), False)):
-        assert any(one.preset == "cuda-sync" for one in advice_for("gpu-kernel", (), presets)) is advised
+        assert (
+            any(one.preset == "cuda-sync" for one in given("gpu-kernel", launched=Launched(presets=presets))) is advised
+        )
 
 
 # --- the next command -------------------------------------------------------------------------------------------------

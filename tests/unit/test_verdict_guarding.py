@@ -9,8 +9,8 @@ from msgspec import structs
 from safelaunch.model import Frame, HandledException, RankEvidence, RankException, RankExit, Verdict
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.findings import Finding, waiting_culprits
-from safelaunch.verdict.guarding import unless_drawn, with_guards
+from safelaunch.verdict.findings import Finding, annotated, waiting_culprits
+from safelaunch.verdict.guarding import guards
 from safelaunch.verdict.rank_state import Facts
 
 
@@ -198,8 +198,9 @@ def test_who_waits_in_a_send_or_receive_has_decided_nothing(op: str, named: list
     ranks = [rank(n, in_c10d(op, 41)) if n in (1, 4, 6) else waiting(n, flight=None) for n in range(8)]
     facts = Facts.of(job(*ranks))
     culprits = waiting_culprits(facts, (1, 4, 6))
-    finding = with_guards(facts, Finding("collective-mismatch", (Doubt.STACKS_ALONE,), "They do not meet.", culprits))
-    assert [one.rank for one in unless_drawn(facts, finding).culprits] == named
+    finding = Finding("collective-mismatch", (Doubt.STACKS_ALONE,), "They do not meet.", culprits)
+    finding = annotated(finding, guards(facts, finding))
+    assert [one.rank for one in finding.culprits] == named
     assert (Doubt.MAY_BE_OWED in finding.doubts) is bool(named)
 
 

@@ -54,32 +54,3 @@ def test_who_took_the_wrong_group_is_named_with_the_call() -> None:
 def test_without_such_a_warning_nothing_is_said(logs: dict[str, Any]) -> None:
     verdict = diagnose(halves(**logs))
     assert "not in" not in verdict.summary
-
-
-MESH = {"0": (0, 1, 2, 3), "1": (0, 2), "2": (1, 3), "4": (2, 3)}
-
-
-def in_one_line(number: int, text: str, line: int) -> RankEvidence:
-    return rank(number, in_c10d("all_reduce", line), flight=record(*calls(text), groups=MESH))
-
-
-@pytest.mark.parametrize(
-    ("rounds", "second", "said"), [(5, "1@8x5 4@8*", True), (1, "1@8 4@8*", False), (4, "1@8x4 4@8 4@8*", False)]
-)
-def test_a_line_that_takes_another_group_than_ever_before(rounds: int, second: str, said: bool) -> None:
-    """Rank 2 waits in its tensor group at the line where all its calls were in the data group, and rank 0 still is."""
-    verdict = diagnose(
-        job(
-            in_one_line(0, f"1@8x{rounds} 1@8*", 8),
-            in_one_line(1, f"2@8x{rounds + 1} 0@14*", 14),
-            in_one_line(2, second, 8),
-            in_one_line(3, f"2@8x{rounds + 1} 0@14*", 14),
-        )
-    )
-    if said:
-        assert verdict.cause == "group-order"
-        text = "Rank 2 made its 5 earlier calls at train.py:8 (train) in group '1': with group '4' it may have taken"
-        assert text in verdict.summary
-        assert verdict.suggestions[0].startswith("Look at how this line gets its group")
-    else:
-        assert "earlier calls at" not in verdict.summary

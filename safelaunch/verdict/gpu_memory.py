@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from safelaunch.model import Allocations, Claim, DeviceMemory, GpuProcess, RankEvidence
-from safelaunch.verdict.causes import Sign
-from safelaunch.verdict.findings import Finding
+from safelaunch.verdict.causes import GPU_FRAGMENTED, GPU_FULL, GPU_OF_TWO_RANKS, GPU_SHARED, GPU_UNSHARDED, Advice
+from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.rank_state import Facts
 from safelaunch.verdict.reading import device_memory
 from safelaunch.verdict.reading import frames as fr
@@ -19,21 +19,15 @@ _NAMES = 3
 _SHARE = 10  # a tenth of what is in tensors
 
 
-def with_device_memory(facts: Facts, finding: Finding) -> Finding:
-    """Adds where the memory of the first such rank's GPU is."""
+def gpu_memory(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+    """Where the memory of each rank's GPU is that had none left; the first one's in a sentence."""
     ranks = [facts.ranks[one.rank].evidence for one in finding.culprits]
     short = [(rank, told) for rank in ranks if (told := of_rank(rank)) is not None]
-    if not short:
-        return finding
-    claims = [
-        Claim(f"rank {rank.rank}: {_sizes(told)}", f"ranks/{rank.rank}/exception.json") for rank, told in short[:_MOST]
-    ]
-    claims += [one for rank, _ in short[:_MOST] for one in _claims(rank)]
-    rank, told = short[0]
-    holds = [*_held(rank), *_whole(rank), *_others(facts, rank, told)]
-    text = " ".join([finding.summary, f"Rank {rank.rank} {_sizes(told)}.", *holds])
-    signs = frozenset(sign for rank, one in short for sign in _signs(facts, rank, one))
-    return replace(finding, summary=text, claims=(*claims, *finding.claims), signs=finding.signs | signs)
+    for rank, told in short[:_MOST]:
+        words = [f"Rank {rank.rank} {_sizes(told)}.", *_held(rank), *_whole(rank), *_others(facts, rank, told)]
+        claim = Claim(f"rank {rank.rank}: {_sizes(told)}", f"ranks/{rank.rank}/exception.json")
+        text = " ".join(words) if rank is short[0][0] else ""
+        yield Annotation(text, (claim, *_claims(rank)), advice=frozenset(_advice(facts, rank, told)))
 
 
 def of_rank(rank: RankEvidence) -> Shortage | None:
@@ -154,19 +148,19 @@ def _listed(facts: Facts, rank: RankEvidence, told: Shortage) -> tuple[GpuProces
     return found.processes if found is not None else ()
 
 
-def _signs(facts: Facts, rank: RankEvidence, told: Shortage) -> Iterator[Sign]:
+def _advice(facts: Facts, rank: RankEvidence, told: Shortage) -> Iterator[Advice]:
     by_pid = _by_pid(facts)
     others = [pid for pid, _, _ in _beside(facts, rank, told)]
     if any(pid in by_pid for pid in others):
-        yield "gpu-of-two-ranks"
+        yield GPU_OF_TWO_RANKS
     if any(pid not in by_pid for pid in others):
-        yield "gpu-shared"
+        yield GPU_SHARED
     if rank.device_memory is not None and _is_hardly_sharded(rank.device_memory):
-        yield "gpu-unsharded"
+        yield GPU_UNSHARDED
     if told.is_fragmented:
-        yield "gpu-fragmented"
+        yield from GPU_FRAGMENTED
     elif told.allocated is not None and told.total and 2 * told.allocated > told.total:
-        yield "gpu-full"
+        yield GPU_FULL
 
 
 def _by_pid(facts: Facts) -> dict[int, str]:

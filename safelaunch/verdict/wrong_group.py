@@ -2,17 +2,19 @@
 
 That is harmless where every member calls as well. Where a group waits for a member that was such an outsider of another
 one, it has taken the wrong group: what other rules find then (ranks that entered groups in different orders) follows.
+Without a warning, a habit tells: the newest call from a line is in another group than all before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from safelaunch.model import Claim, Culprit, Frame
-from safelaunch.verdict.causes import FAILURES
+from safelaunch.verdict.causes import FAILURES, UNUSUAL_GROUP, WRONG_GROUP
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import (
+    Annotation,
     Finding,
     Ruling,
     capital,
@@ -25,8 +27,8 @@ from safelaunch.verdict.findings import (
 from safelaunch.verdict.rank_state import Facts
 from safelaunch.verdict.reading import frames as fr
 
-_EXPLAINED = frozenset({"group-order", "missing-from-collective", "collective-mismatch"})
 _ENOUGH = 2  # earlier calls that make a habit
+_EXPLAINED = frozenset({"group-order", "missing-from-collective", "collective-mismatch"})
 _WARNING = "Running {op} on global rank {rank} which does not belong to the given group"
 
 
@@ -44,38 +46,21 @@ class _Outsider:
         return _WARNING.format(op=self.op, rank=self.rank)
 
 
-def with_wrong_group(facts: Facts, finding: Finding) -> Finding:
-    """The finding with the ranks that took a wrong group as its culprits, where their own group waits for them."""
-    if finding.cause not in _EXPLAINED:
-        return finding
-    found = _outsiders(facts)
+def wrong_group(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+    """The ranks that took a wrong group as those at fault, where their own group waits for them."""
+    found = _outsiders(facts) if finding.cause in _EXPLAINED else []
     if not found or not {one.rank for one in found} <= {one.rank for one in finding.culprits}:
-        return finding
+        return
     claims = (Claim(f"rank {one.rank}: torch warns: {one.warning}", f"ranks/{one.rank}/log_tail.txt") for one in found)
-    return replace(
-        finding,
+    yield Annotation(
+        _sentence(facts, found),
+        tuple(claims),
+        finding.doubts,
+        tuple(_culprit(facts, one) for one in found),
+        finding.advice | {WRONG_GROUP},
         cause="missing-from-collective",
-        summary=_summary(facts, found),
-        culprits=tuple(_culprit(facts, one) for one in found),
-        claims=(*claims, *finding.claims),
-        ruled_out=(*finding.ruled_out, f"{finding.cause} alone: a call on a wrong group says why"),
-        signs=finding.signs | {"wrong-group"},
-    )
-
-
-def with_unusual_group(facts: Facts, finding: Finding) -> Finding:
-    """Adds that a rank at fault waits in another group than in all its earlier calls from that line."""
-    told = [text for one in finding.culprits if finding.cause == "group-order" and (text := unusual(facts, one.rank))]
-    if len(told) != 1:
-        return finding
-    (text,) = told
-    rank = text.split()[1]
-    claim = Claim(f"rank {rank}: each of its earlier calls from that line is in the other group", _record(rank))
-    return replace(
-        finding,
-        summary=f"{finding.summary} {text}",
-        claims=(claim, *finding.claims),
-        signs=finding.signs | {"unusual-group"},
+        explains=True,
+        ruled_out=(f"{finding.cause} alone: a call on a wrong group says why",),
     )
 
 
@@ -98,7 +83,7 @@ def unusual_group(facts: Facts) -> Ruling:
         tuple(waiting_culprit(facts.ranks[rank], text) for rank, text in told.items()),
         (*claims, *condition_claims(ended)),
         ruled_out=(f"{ranks_word(ended)} left a loop too early: nobody meets that call in any case",),
-        signs=frozenset({"unusual-group"}),
+        advice=frozenset({UNUSUAL_GROUP}),
     )
 
 
@@ -146,7 +131,7 @@ def _culprit(facts: Facts, one: _Outsider) -> Culprit:
     return waiting_culprit(facts.ranks[one.rank], reason, one.frame)
 
 
-def _summary(facts: Facts, found: Sequence[_Outsider]) -> str:
+def _sentence(facts: Facts, found: Sequence[_Outsider]) -> str:
     they, their, groups = ("it is", "its", "group") if len(found) == 1 else ("they are", "their", "groups")
     ops = "/".join(sorted({one.op for one in found}))
     waits = waits_words(facts, sorted({rank for one in found for rank in one.waiters}))

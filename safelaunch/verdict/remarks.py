@@ -1,0 +1,167 @@
+"""What is added to a finding beside the reason: frames of frameworks, the ranks' own words, earlier looks. Pure.
+
+None of it changes a cause or makes a finding surer: it says which line to look at first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+
+from safelaunch.model import Claim, Culprit, EarlyLook, Frame, HandledException, RankEvidence
+from safelaunch.verdict.causes import DETAIL_CRASH
+from safelaunch.verdict.exits import one_line
+from safelaunch.verdict.findings import Annotation, Finding, capital, ranks_do
+from safelaunch.verdict.rank_state import Facts, view_of
+from safelaunch.verdict.reading import calls, tracebacks
+from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.rules_results import CAUSES as WRONG_RESULTS
+from safelaunch.verdict.rules_results import FILE as INCONSISTENT
+
+_MOST_SIDES = 3
+_MOST_TOLD = 2  # ranks whose own words the summary has
+
+
+def frames_below(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+    """The frames of a framework that set apart ranks which are at one line of the user's, as ``trainer.fit(model)``:
+    callbacks, metrics.
+    """
+    named = {one.rank for one in finding.culprits}
+    sides: dict[tuple[Frame, ...], list[int]] = {}
+    for rank in sorted(named | {rank for rank, one in facts.ranks.items() if one.wait is not None}):
+        stack = _stack_of(facts, rank)
+        if stack is not None and stack.user_frame is not None:
+            below = (frame for frame in reversed(stack.called) if fr.is_of_framework(frame.file))
+            sides.setdefault((stack.user_frame, *below), []).append(rank)
+    lines = {side[0] for side, ranks in sides.items() if named.intersection(ranks)}
+    if len(lines) != 1 or len(sides) < 2 or any(side[0] not in lines for side in sides):
+        return
+    told = _telling_frames(list(sides))
+    if None in told:
+        return
+    pairs = list(zip(told, sides.values(), strict=True))[:_MOST_SIDES]
+    parts = [f"{ranks_do(ranks, 'is', 'are')} at {fr.place(frame)}" for frame, ranks in pairs]
+    text = f"below {fr.place(lines.pop())}, {', '.join(parts)}"
+    claim = Claim(text, f"ranks/{next(iter(sides.values()))[0]}/stack.txt")
+    yield Annotation(f"{capital(text)}.", (claim,))
+
+
+def _stack_of(facts: Facts, rank: int) -> fr.Stack | None:
+    """Of the call that it waits in, as recorded; else of its main thread."""
+    one = facts.ranks[rank]
+    if one.wait is not None and one.wait.group is not None and one.wait.seq is not None:
+        entry = facts.alignment.entry(rank, one.wait.group, one.wait.seq)
+        if entry is not None and entry.frames:
+            return facts.alignment.stack(rank, entry)
+    view = view_of(one.evidence)
+    return view.stack if view is not None else None
+
+
+def _telling_frames(sides: Sequence[tuple[Frame, ...]]) -> list[Frame | None]:
+    """Of each side the outermost frame that tells it from the others: in a file of its own, else in a function of its
+    own behind their last common call. None where there is none.
+    """
+    shared = len(list(takewhile(lambda level: len({(f.file, f.line) for f in level}) == 1, zip(*sides, strict=False))))
+    rest = [side[shared:] for side in sides]
+    return [_telling(side, [f for other in rest if other is not side for f in other]) for side in rest]
+
+
+def _telling(side: Sequence[Frame], others: Sequence[Frame]) -> Frame | None:
+    files = {frame.file for frame in others}
+    functions = {(frame.file, frame.function) for frame in others}
+    own_file = (frame for frame in side if frame.file not in files)
+    own_function = (frame for frame in side if (frame.file, frame.function) not in functions)
+    return next(own_file, None) or next(own_function, None)
+
+
+# --- what the ranks at fault say themselves ---------------------------------------------------------------------------
+
+
+def own_words(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+    """What its culprits say themselves of the reason, where they have not failed by it."""
+    told = [words for one in finding.culprits if (words := _words_of(facts, one.rank)) is not None]
+    yield from (Annotation(text if number < _MOST_TOLD else "", (claim,)) for number, (text, claim) in enumerate(told))
+
+
+def says_why(facts: Facts, rank: int) -> bool:
+    """Whether the rank says itself why it is where it is."""
+    return _words_of(facts, rank) is not None
+
+
+def _words_of(facts: Facts, number: int) -> tuple[str, Claim] | None:
+    rank = facts.ranks[number].evidence
+    if rank.exception is not None or rank.exit is not None:
+        return None
+    return _handles(rank) or _lost_a_thread(facts, rank)
+
+
+def _handles(rank: RankEvidence) -> tuple[str, Claim] | None:
+    """Its main thread is in a ``finally``, or an ``except``: what it waits for there, it would not else."""
+    view = view_of(rank)
+    ident = view.thread.ident if view is not None and view.thread is not None else 0
+    for one in rank.gil.handling:
+        if ident and one.thread == ident:
+            words = _words(rank, one)
+            text = f"Rank {rank.rank} does so while it handles {words}."
+            return text, Claim(f"rank {rank.rank}: handles {words}", f"ranks/{rank.rank}/rank.json")
+    return None
+
+
+def _words(rank: RankEvidence, one: HandledException) -> str:
+    message = f": {one_line(one.message)}" if one.message else ""
+    return f"{one.type}{message}, raised{fr.at(fr.stack_of(rank, one.frames).user_frame)}"
+
+
+def _lost_a_thread(facts: Facts, rank: RankEvidence) -> tuple[str, Claim] | None:
+    """It waits for its own threads, and its output ends with the exception of one."""
+    condition = facts.ranks[rank.rank].condition
+    if condition is None or condition.lock is None:
+        return None
+    found = next(tracebacks.of_threads(rank.log_tail), None)
+    if found is None:
+        return None
+    where = fr.at(fr.stack_of(rank, found.frames).user_frame)
+    words = f"thread {found.thread!r} has ended by {one_line(found.message)}{where}"
+    return f"Its {words}.", Claim(f"rank {rank.rank}: its {words}", f"ranks/{rank.rank}/log_tail.txt")
+
+
+# --- what was seen before ---------------------------------------------------------------------------------------------
+
+
+def early_looks(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+    """Earlier looks at the same quiet that have seen a culprit at the same place, doing nothing else."""
+    looks = [look for look in facts.evidence.early if look.movement == "still" and not look.lasted_s]
+    for culprit in finding.culprits:
+        if seen := [look for look in looks if _is_there(culprit, look)]:
+            yield Annotation(claims=(_claim_of(culprit, seen),))
+
+
+def _is_there(culprit: Culprit, look: EarlyLook) -> bool:
+    return culprit.frame is not None and any(
+        (place.rank, place.frame) == (culprit.rank, culprit.frame) for place in look.places
+    )
+
+
+def _claim_of(culprit: Culprit, looks: list[EarlyLook]) -> Claim:
+    times = [f"{look.quiet_s:.0f} s" for look in looks]
+    when = " and ".join([", ".join(times[:-1]), times[-1]] if len(times) > 1 else times)
+    return Claim(f"rank {culprit.rank} was at {fr.place(culprit.frame)} {when} after the last progress", "early.json")
+
+
+def debug_detail(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+    """The variable under which torch 2.13 and later crash where a DDP model is built."""
+    ranks = [facts.ranks[one.rank].evidence for one in finding.culprits]
+    launched = facts.evidence.launched
+    if finding.cause != "rank-killed" or launched is None or launched.distributed_debug != "DETAIL":
+        return
+    fatal = [fr.stack_of(rank, rank.fatal.frames) for rank in ranks if rank.fatal is not None]
+    if fatal and all(calls.purpose(stack) == "ddp-constructor" for stack in fatal):
+        text = f"`TORCH_DISTRIBUTED_DEBUG=DETAIL` is set, under which torch {launched.torch or '2.13 and later'}"
+        claim = Claim("TORCH_DISTRIBUTED_DEBUG=DETAIL is in the job's environment", "launch.json")
+        yield Annotation(f"{text} crashes where a DDP model is built.", (claim,), advice=frozenset({DETAIL_CRASH}))
+
+
+def wrong_results_before(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+    """Whatever has happened to the job, it had computed wrong results before."""
+    if finding.cause not in WRONG_RESULTS:
+        yield Annotation(context=tuple(Claim(one.words, INCONSISTENT) for one in facts.evidence.inconsistent))
