@@ -239,11 +239,14 @@ def test_an_orphan_is_seen_with_its_rank(start: Start) -> None:
         """
     )
     orphan = int(program.line())
-    program.wait_for(in_call("clock_nanosleep"))
-    taken = look.take([Target(0, 0, program.pid, proc.read_quick(program.pid).start_ticks)], deadline_s=PATIENCE_S)
-    assert [child.pid for child in taken.ranks[0].children] == [orphan]
-    assert proc.orphans(orphan, proc.process_table()) == []  # it leads no session
-    os.kill(orphan, signal.SIGKILL)
+    try:
+        program.wait_for(in_call("clock_nanosleep"))
+        target = Target(0, 0, program.pid, proc.read_quick(program.pid).start_ticks)
+        taken = look.take([target], deadline_s=PATIENCE_S)
+        assert [child.pid for child in taken.ranks[0].children] == [orphan]
+        assert proc.orphans(orphan, proc.process_table()) == []  # it leads no session
+    finally:
+        os.kill(orphan, signal.SIGKILL)
 
 
 def test_a_process_that_is_gone() -> None:
