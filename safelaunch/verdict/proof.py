@@ -315,6 +315,8 @@ class _Prover:
         key = view.store_key
         own = {self._actor(process, view.thread)} if view.thread is not None else set()
         if key is not None and wait.target.startswith("tcp"):
+            if not self._may_be_store(view):
+                return None
             givers = self._any_of(self._case.world - {view.rank.rank}) | (self._with_code - own)
             return (Need(givers, f"another rank sets the key {key.words}", _stack_claim(view)),)
         if wait.locked_by is not None:
@@ -328,6 +330,14 @@ class _Prover:
             return None
         givers = self._threads_of(owners) - own
         return (Need(givers, f"{wait.call} on {wait.target} at {view.place} gets an answer", _stack_claim(view)),)
+
+    def _may_be_store(self, view: View) -> bool:
+        """Whether its connection leads to c10d's store: in a rank, or in the agent that started one. The clients of
+        other stores, outside the job, are asked in the same words."""
+        here = {pid: one for (host, pid), one in self._processes.items() if host == view.rank.host}
+        agents = {one.evidence.states[-1].ppid for one in here.values() if self._is_main(one) and one.evidence.states}
+        hosts = {pid for pid, one in here.items() if not one.has_others} | agents
+        return bool(view.wait.ends) and all(end.pid in hosts for end in view.wait.ends or ())
 
     def _threads_of(self, owners: Iterable[tuple[str, int]]) -> frozenset[Node]:
         """All threads of these processes, native ones, too: they may write, close, or end their process."""

@@ -175,9 +175,11 @@ def at_file_lock(holder: int) -> RankEvidence:
     return changed(rank(1, in_user(40), "flock", flight=behind()), with_kernel, locked_by=holder)
 
 
-def at_store_key(number: int, **fields: Any) -> RankEvidence:
-    one = rank(number, in_user(30), "poll", flight=behind(), **fields)
-    return changed(one, with_kernel, fd_target="tcp 10.0.0.1:29500")
+def at_store_key(number: int, *ends: int, **fields: Any) -> RankEvidence:
+    """``ends``: who has the other end of its connection; by default the agent, which has started it."""
+    one = rank(number, in_user(30), "pipe", flight=behind(), **fields)
+    target = {"fd_target": "tcp 10.0.0.1:29500", "inode": 1, "wchan": "wait_woken", "syscall_name": "recvfrom"}
+    return changed(one, with_kernel, ends=tuple(map(OtherEnd, ends or (1,))), **target)
 
 
 SAVER = [("saver", in_user(70), "sleep")]
@@ -400,9 +402,21 @@ def test_what_is_not_known_may_go_on(name: str) -> None:
     ids=["nobody else", "a thread of the peer's", "a thread of its own", "a child of the peer's"],
 )
 def test_who_may_set_a_key_of_the_store(at_key: dict[str, Any], peer: dict[str, Any], dead: bool) -> None:
-    source = 29 * "\n" + "store.get('ready')\n"
-    evidence = job(at_store_key(0, **at_key), waiting(1, **peer))
-    assert bool(prove(Case.of(evidence, lambda _: source))) is dead
+    assert bool(prove(with_source(job(at_store_key(0, **at_key), waiting(1, **peer))))) is dead
+
+
+@pytest.mark.parametrize(
+    ("ends", "native", "dead"),
+    [((1,), "", True), ((1010,), "", True), ((77,), "", False), ((1, 77), "", False), ((1010,), "grpc", False)],
+    ids=["the agent", "a rank", "another program", "another program as well", "a server of a rank's"],
+)
+def test_whose_store_it_is(ends: tuple[int, ...], native: str, dead: bool) -> None:
+    peer = changed(waiting(1), with_native_thread, native) if native else waiting(1)
+    assert bool(prove(with_source(job(at_store_key(0, *ends), peer)))) is dead
+
+
+def with_source(evidence: Evidence) -> Case:
+    return Case.of(evidence, lambda _: 29 * "\n" + "feature_store.get('ready')\n")
 
 
 # --- jobs that are executed -------------------------------------------------------------------------------------------
