@@ -288,11 +288,14 @@ class Inside:
         One that computes may be on its way to end the wait, so that is told, and less sure.
         """
         others = [(other, self._condition(other)) for other in view.beside()]
-        waiting = [f"thread {o.name} {c.reason}" for o, c in others if c.lock is not None]
+        held = {
+            o.name: f", which {view.words} has held since line {one.line}" for o, _ in others if (one := view.holds(o))
+        }
+        waiting = [f"thread {o.name} {c.reason}{held.get(o.name, '')}" for o, c in others if c.lock is not None]
         busy = [f"thread {o.name} {c.reason}" for o, c in others if c.cause == "busy-loop"]
         claims = own.claims + tuple(view.stack_claim(f"thread {o.name} {c.reason}") for o, c in others)
         for_good = own.for_good and all(c.for_good for _, c in others)
-        own = replace(own, claims=claims, for_good=for_good)
+        own = replace(own, claims=claims, for_good=for_good, advice=own.advice | ({HELD} if held else set()))
         takers = [one for one in (*view.beside(), *self._children) if _takes_items(one)] if lock.of_items else []
         if takers:
             who = "its worker waits" if len(takers) == 1 else f"each of its {len(takers)} workers waits"

@@ -323,6 +323,15 @@ def test_a_join_with_the_lock_held_that_the_thread_needs() -> None:
     assert verdict.suggestions[0].startswith("Don't block while holding a lock")
 
 
+def test_a_queue_that_is_full_because_its_reader_needs_the_lock() -> None:
+    reader = ("reader", (at(6, "Buffer.log"), THREAD), "futex")
+    verdict = locked(PUT, at(4, "Buffer.put"), threads=[reader])
+    assert place_of(verdict) == ("lock-deadlock", 4)
+    assert "while thread 'reader' waits for a lock (`self.lock`) at train.py:6 (Buffer.log), which" in verdict.summary
+    assert "its main thread has held since line 3" in verdict.summary
+    assert verdict.suggestions[0].startswith("Don't block while holding a lock")
+
+
 @pytest.mark.parametrize("result", [JOIN[:1], (EVENT, Frame(f"{STDLIB}/concurrent/futures/_base.py", 451, "result"))])
 @pytest.mark.parametrize("with_source", [True, False])
 def test_a_join_is_not_the_lock_that_another_thread_waits_for(result: tuple[Frame, ...], with_source: bool) -> None:
