@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,14 +57,22 @@ def _locks_in(fdinfo: str) -> Iterator[Held]:
     return parse(fdinfo.replace("lock:", ""))
 
 
-def locks_of(pid: int, *, of_others: bool) -> tuple[FileLock, ...]:
+def table() -> tuple[Held, ...]:
+    """All locks of the node. While the kernel writes them down, nobody there gets or releases one: read it seldom."""
+    return tuple(parse(_table()))
+
+
+def locks_of(pid: int, *, of_others: bool, known: Sequence[Held] | None = None) -> tuple[FileLock, ...]:
     """The exclusive locks on files that ``pid`` has open: its own, with ``of_others`` those of other processes too.
+
+    ``known``: the locks of the node, where they have been read.
 
     Not those that it shares: a child has its parent's file, and the lock on it. May block as :func:`holder` may, on a
     file that somebody has locked; the other files are not touched.
     """
-    table = {held for held in parse(_table()) if held.exclusive and (of_others or held.pid == pid)}
-    inodes = {held.place[2] for held in table}
+    every = table() if known is None else known
+    wanted = {held for held in every if held.exclusive and (of_others or held.pid == pid)}
+    inodes = {held.place[2] for held in wanted}
     found: dict[Held, str] = {}
     shared: set[Held] = set()
     for path in Path(f"/proc/{pid}/fdinfo").iterdir() if inodes else ():
@@ -77,7 +85,7 @@ def locks_of(pid: int, *, of_others: bool) -> tuple[FileLock, ...]:
             name, place = str(link.readlink()), _place(link)
         except OSError:
             continue  # closed meanwhile
-        found |= {held: name for held in table if held.place == place}
+        found |= {held: name for held in wanted if held.place == place}
         shared |= {held for held in _locks_in(text) if held.pid != pid}
     return tuple(
         FileLock(name, held.pid, program(held.pid) if held.pid != pid else "")

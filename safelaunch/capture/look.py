@@ -20,7 +20,7 @@ from safelaunch.system.errors import CaptureError
 
 from . import filelocks, other_ends, proc, stacks
 from .parallel import gather, late
-from .result import Result, within
+from .result import NO_ANSWER, Result, within
 from .worker_server import Questions
 
 T = TypeVar("T")
@@ -58,7 +58,9 @@ class ProcessLook:
 
     @property
     def is_late(self) -> bool:
-        return self.stack.value is None and self.stack.kind == "timeout"
+        """Its stack did not come in time, or what the kernel says of it."""
+        no_stack = self.stack.value is None and self.stack.kind == "timeout"
+        return no_stack or (self.state is not None and NO_ANSWER in self.state.note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +94,10 @@ def take(targets: Sequence[Target], *, deadline_s: float) -> Look:
     A rank's main process has up to half of that, but 3 seconds where there are as many; its children have the rest.
     """
     begin = time.monotonic()
-    table = proc.process_table()
+    table, locks = proc.process_table(), _locks_of_the_node(deadline_s)
 
     def one(target: Target) -> RankLook:
-        return _rank(target, table, deadline_s, begin + deadline_s - RETURN_S)
+        return _rank(target, table, locks, deadline_s, begin + deadline_s - RETURN_S)
 
     results = gather([lambda target=target: one(target) for target in targets], deadline_s=deadline_s)  # type: ignore[misc]
     ranks = {
@@ -171,23 +173,37 @@ def _with_ends(ranks: dict[int, RankLook], table: Iterable[int]) -> dict[int, Ra
     }
 
 
-def _rank(target: Target, table: dict[int, tuple[int, int]], deadline_s: float, until: float) -> RankLook:
+def _locks_of_the_node(deadline_s: float) -> tuple[filelocks.Held, ...] | None:
+    """None where they cannot be read in time: then each process is asked for its own, and says so if it is late."""
+    try:
+        return within(deadline_s / 4, "the file locks", filelocks.table)
+    except CaptureError:
+        return None
+
+
+def _rank(
+    target: Target,
+    table: dict[int, tuple[int, int]],
+    locks: tuple[filelocks.Held, ...] | None,
+    deadline_s: float,
+    until: float,
+) -> RankLook:
     each_s = min(deadline_s, max(stacks.DEADLINE_S, deadline_s / 2))
-    main = _process(target.pid, each_s)
+    main = _process(target.pid, each_s, locks)
     if main.state is not None and main.state.start_ticks != target.start_ticks:
         main = ProcessLook(target.pid, None, Result(None, "py-spy dump", 0.0, missing="the process has ended"))
     family = [*proc.process_tree(target.pid, table), *proc.orphans(target.pid, table)]
     below = [pid for pid, _ in family[:MAX_CHILDREN]]
     left_s = max(0.0, until - time.monotonic())
-    looks = gather([lambda pid=pid: _process(pid, each_s) for pid in below], deadline_s=left_s, workers=4)  # type: ignore[misc]
+    looks = gather([lambda pid=pid: _process(pid, each_s, locks) for pid in below], deadline_s=left_s, workers=4)  # type: ignore[misc]
     late_one = Result[StackSample](None, "py-spy dump", left_s, missing=late(left_s), kind="timeout")
     children = (one or ProcessLook(pid, None, late_one) for pid, one in zip(below, looks, strict=True))
     return RankLook(target.rank, main, tuple(one for one in children if one.state is not None or one.is_late))
 
 
-def _process(pid: int, deadline_s: float) -> ProcessLook:
+def _process(pid: int, deadline_s: float, locks: tuple[filelocks.Held, ...] | None) -> ProcessLook:
     try:
-        state = proc.read_process(pid)
+        state = proc.read_process(pid, deadline_s=deadline_s * 2 / 3, locks=locks)
     except CaptureError as error:
         return ProcessLook(pid, None, Result(None, "py-spy dump", 0.0, missing=error.message))
     stack = stacks.stack_of(pid, state, deadline_s=deadline_s)

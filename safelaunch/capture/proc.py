@@ -12,7 +12,7 @@ import re
 import struct
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -55,8 +55,16 @@ def parse_schedstat(text: str) -> tuple[int, int] | None:
     return int(fields[1]) // 1_000_000, int(fields[2])
 
 
-def read_process(pid: int, *, clock: Callable[[], float] = time.monotonic, deadline_s: float = 2.0) -> ProcessState:
+def read_process(
+    pid: int,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    deadline_s: float = 2.0,
+    locks: Sequence[filelocks.Held] | None = None,
+) -> ProcessState:
     """The current state of a process and its threads; takes at most ``deadline_s`` seconds.
+
+    ``locks``: those of the node, where they have been read.
 
     ``note`` names what is left out: files that may not be read (another user's process) or that do not answer.
     Raises ``CaptureError`` only if the process does not exist.
@@ -65,14 +73,14 @@ def read_process(pid: int, *, clock: Callable[[], float] = time.monotonic, deadl
     if quick.state in "ZX":
         return structs.replace(quick, note="zombie: it has ended, but its parent has not reaped it")
     try:
-        threads, cmdline, locks, notes = within(deadline_s, f"/proc/{pid}", lambda: _details(pid, quick.state))
+        threads, cmdline, held, notes = within(deadline_s, f"/proc/{pid}", lambda: _details(pid, quick.state, locks))
     except CaptureError as error:
         return structs.replace(quick, note=error.message)
     except Exception as error:  # noqa: BLE001 - the boundary: everything read so far still counts
         return structs.replace(quick, note=f"details of /proc/{pid}: {type(error).__name__}: {error}")
     threads = threads or quick.threads
     letter = next((t.state for t in threads if t.tid == pid), quick.state)  # of the same moment as the rest
-    return structs.replace(quick, state=letter, threads=threads, cmdline=cmdline, locks=locks, note="; ".join(notes))
+    return structs.replace(quick, state=letter, threads=threads, cmdline=cmdline, locks=held, note="; ".join(notes))
 
 
 def read_quick(pid: int, *, clock: Callable[[], float] = time.monotonic) -> ProcessState:
@@ -170,7 +178,9 @@ def role_of(state: ProcessState | None, stacks: tuple[StackSample, ...] = ()) ->
     return "child"
 
 
-def _details(pid: int, letter: str) -> tuple[tuple[ThreadState, ...], tuple[str, ...], tuple[FileLock, ...], list[str]]:
+def _details(
+    pid: int, letter: str, locks: Sequence[filelocks.Held] | None
+) -> tuple[tuple[ThreadState, ...], tuple[str, ...], tuple[FileLock, ...], list[str]]:
     """Threads, command line, file locks and notes: the part that may block."""
     notes: list[str] = []
     denied: set[str] = set()
@@ -190,14 +200,14 @@ def _details(pid: int, letter: str) -> tuple[tuple[ThreadState, ...], tuple[str,
             notes += [f"traced by process {tracer[1]}"] if tracer else []
     except OSError as error:
         notes.append(f"command line: {error.strerror}")
-    return threads, cmdline, _locks(pid, threads), notes
+    return threads, cmdline, _locks(pid, threads, locks), notes
 
 
-def _locks(pid: int, threads: tuple[ThreadState, ...]) -> tuple[FileLock, ...]:
+def _locks(pid: int, threads: tuple[ThreadState, ...], known: Sequence[filelocks.Held] | None) -> tuple[FileLock, ...]:
     """Those of others only of a process whose main thread sleeps: it may be asking for one again and again."""
     asleep = any(thread.tid == pid and kind_of(thread) in ("sleep", "select") for thread in threads)
     try:
-        return filelocks.locks_of(pid, of_others=asleep)
+        return filelocks.locks_of(pid, of_others=asleep, known=known)
     except OSError:
         return ()  # another user's process
 

@@ -17,6 +17,9 @@ from safelaunch.system.errors import CaptureError, Failure
 T = TypeVar("T")
 
 
+NO_ANSWER = "no answer from the kernel"
+
+
 @dataclass(frozen=True)
 class Result(Generic[T]):
     """One look at one source: ``value``, or None and the reason in ``missing``.
@@ -71,7 +74,7 @@ def within(deadline_s: float, what: str, source: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     if not values:
-        raise CaptureError(f"{what}: no answer from the kernel within {deadline_s:g} s", kind="timeout")
+        raise CaptureError(f"{what}: {NO_ANSWER} within {deadline_s:g} s", kind="timeout")
     return values[0]
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from evidence import in_c10d, in_user, looked_at, process
+from msgspec import structs
 
-from safelaunch.capture import look, proc, stacks
+from safelaunch.capture import filelocks, look, proc, stacks
 from safelaunch.capture.look import Look, ProcessLook, Target, evidence_of, with_c_frames
 from safelaunch.capture.result import Result
 from safelaunch.model import Frame, StackSample
@@ -67,7 +69,7 @@ def test_a_process_that_is_late_costs_no_other_one(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(proc, "process_tree", lambda pid, table: [(child, 1)])
     over = threading.Event()
 
-    def read(pid: int, deadline_s: float) -> ProcessLook:
+    def read(pid: int, deadline_s: float, locks: object) -> ProcessLook:
         if pid == child:
             over.wait(60)
         return ProcessLook(pid, proc.read_process(mine), Result(None, "py-spy", 0.1, missing="no permission"))
@@ -80,6 +82,33 @@ def test_a_process_that_is_late_costs_no_other_one(monkeypatch: pytest.MonkeyPat
     assert rank.main is not None and rank.main.state is not None
     assert [(one.pid, one.state, one.is_late) for one in rank.children] == [(child, None, True)]
     assert found.is_late and what_was_not_seen(found.taken[-1], found) != ""
+
+
+def test_the_nodes_file_locks_are_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel lets nobody on the node lock a file while it writes them down."""
+    read = Counter[str]()
+
+    def table() -> str:
+        read["all"] += 1
+        return "1: FLOCK  ADVISORY  WRITE 1 08:02:131 0 EOF\n"
+
+    monkeypatch.setattr(filelocks, "_table", table)
+    monkeypatch.setattr(proc, "process_tree", lambda pid, known: [(pid, 1)] * 3)
+    monkeypatch.setattr(stacks, "stack_of", lambda *_, **__: Result(None, "py-spy", 0.1, missing="no permission"))
+    mine = os.getpid()
+    targets = [Target(n, n, mine, proc.read_quick(mine).start_ticks) for n in (0, 1)]
+    found = look_at(targets, None, deadline_s=60.0)
+    assert len(found.taken[-1].ranks[1].children) == 3
+    assert read["all"] == 1
+
+
+def test_a_process_of_which_the_kernel_does_not_tell_in_time_is_late() -> None:
+    one = looked_at(0, in_user(7))
+    assert one.main is not None and one.main.state is not None and not one.main.is_late
+    silent = replace(
+        one.main, state=structs.replace(one.main.state, note="/proc/10: no answer from the kernel within 2 s")
+    )
+    assert silent.is_late
 
 
 def test_who_was_late_is_looked_at_again_with_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
