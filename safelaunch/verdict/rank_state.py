@@ -329,9 +329,9 @@ def rank_facts(rank: RankEvidence, alignment: Alignment, read_source: ReadSource
     condition = gone_condition(rank, view)
     condition = replace(condition, for_good=True) if condition is not None else None
     if condition is None and view is not None:
-        condition = _held(view) or gil_condition(view) or _left(view)
-    if condition is None and view is not None and rank.exception is None:
-        condition = gpu_condition(view, alignment)
+        condition = _held(view) or _left(view)
+    if condition is None and view is not None and rank.exception is None:  # else its handler waits, for our look
+        condition = gil_condition(view) or gpu_condition(view, alignment)
     if condition is None and (view is None or not view.frames) and not kernel_says_busy(view):
         condition = device_condition(rank, alignment)
     wait = None

@@ -25,7 +25,7 @@ from safelaunch.verdict.findings import (
     waits_words,
 )
 from safelaunch.verdict.peers import PeerWait
-from safelaunch.verdict.rank_state import Facts, RankFacts
+from safelaunch.verdict.rank_state import Facts, RankFacts, view_of
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.rules_mismatch import of_record
@@ -112,8 +112,9 @@ def wrong_size_received(facts: Facts) -> Ruling:
     """gloo aborted a rank in a call: a peer sent more than that has room for, so the calls that met do not fit.
 
     gloo does so from a thread of its own, and for hardly another reason; its words go past Python. Which side is wrong
-    is not recorded. Where several survivors wait in one call, the aborted rank is the odd one; where one of them is in
-    another group than in all its earlier calls from that line, it is.
+    is not recorded. Where several survivors wait in one call, the aborted rank is the odd one, unless it was at the
+    same line: then who came to that on another way than most. Where one of them is in another group than in all its
+    earlier calls from that line, it is.
     """
     aborted = [one for one in facts.ranks.values() if one.condition is not None and _aborted_by_gloo(facts, one)]
     waits = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None}
@@ -130,6 +131,10 @@ def wrong_size_received(facts: Facts) -> Ruling:
     if len(astray) == 1:
         return _in_another_group(facts, *astray.popitem(), list(sites), text)
     text += _sizes_that_met(facts, sites, sorted(others))
+    odd = _on_another_way(facts, [*sites, *others]) if places == set(sites.values()) else ()
+    if odd:
+        text += f" {capital(ranks_word(odd))} came there through other frames than most."
+        sites, named = {r: site for r, site in sites.items() if r in odd}, [r for r in odd if r in others]
     reason = "was aborted, as a peer sent more than its call has room for"
     culprits = [waiting_culprit(facts.ranks[r], f"Rank {r} {reason}{fr.at(site)}.", site) for r, site in sites.items()]
     return Finding(
@@ -141,6 +146,18 @@ def wrong_size_received(facts: Facts) -> Ruling:
         + wait_claims(facts, sorted(others)),
         advice=frozenset({SIZES_DIFFER}) if places.issuperset(sites.values()) else frozenset(),
     )
+
+
+def _on_another_way(facts: Facts, ranks: Iterable[int]) -> tuple[int, ...]:
+    """Those that came to the call through other frames, a library's too, than a majority; empty where there is none."""
+    ways: dict[tuple[Frame, ...], list[int]] = {}
+    for rank in sorted(ranks):
+        one = facts.ranks[rank].evidence
+        aborted, view = aborted_in(one), view_of(one)
+        frames = one.exception.frames if one.exception is not None else view.frames if view is not None else ()
+        ways.setdefault(tuple(aborted.frames if aborted is not None else frames), []).append(rank)
+    odd, majority = vote(ways)
+    return odd if majority else ()
 
 
 def _may_meet(facts: Facts, wait: PeerWait, aborted: Iterable[RankFacts]) -> bool:

@@ -28,6 +28,7 @@ from safelaunch.model import (
     ExitCall,
     FatalError,
     Frame,
+    GilTest,
     Launched,
     MemoryKills,
     NcclLog,
@@ -300,6 +301,26 @@ def test_a_size_that_does_not_fit_where_the_survivors_agree() -> None:
     verdict = diagnose(job(aborted_in_a_thread(2), *(_at_six(n, (16,)) for n in (0, 1, 3)), outcome="crash"))
     assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
     assert [c.rank for c in verdict.culprits] == [2]
+
+
+def test_at_one_line_whoever_came_there_on_another_way_than_most_is_at_fault() -> None:
+    """A rank that is in the forward pass of ``model(x).backward()``, where the others are in the backward one."""
+    lost = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:5: Connection reset by peer"
+    forward, backward = (
+        (*in_c10d("all_gather", 26)[:2], Frame(f"{SITE}/torch/{name}", 9, "f"), at(26)) for name in "ab"
+    )
+
+    def thrown_out(number: int, frames: tuple[Frame, ...]) -> RankEvidence:
+        raised = RankException("RuntimeError", lost, 100.5, frames, "Traceback")
+        page = GilTest(ping=True, python=False)
+        return rank(number, (), "sleep", gil=page, more={"exception": raised, "exit": RankExit(-15, 105.0, False)})
+
+    aborted = rank(1, seen=False, more={"exit": RankExit(-6, 100.0), "fatal": FatalError("Aborted", backward)})
+    verdict = diagnose(job(thrown_out(0, forward), aborted, thrown_out(2, backward), outcome="crash"))
+    assert ([c.rank for c in verdict.culprits], verdict.confidence) == ([0], "medium"), verdict.summary
+    assert "Rank 0 came there through other frames than most." in verdict.summary
+    alike = diagnose(job(thrown_out(0, backward), aborted, thrown_out(2, backward), outcome="crash"))
+    assert [c.rank for c in alike.culprits] == [1]
 
 
 def test_who_waits_in_a_group_without_the_aborted_rank_has_sent_it_nothing() -> None:
