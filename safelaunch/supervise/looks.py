@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 from safelaunch.capture import counters
 from safelaunch.capture.counters import Counters
@@ -63,6 +64,30 @@ class Looks:
             return False
         before, after = self.entries[-2:]
         return any(number > before.get(rank, -1) for rank, number in after.items())
+
+
+def _run_and_waited_ns() -> tuple[int, int]:
+    """How long the main thread has run, and how long it has waited for a core."""
+    try:
+        run, waited, _ = Path("/proc/self/schedstat").read_text().split()
+        return int(run), int(waited)
+    except (OSError, ValueError):
+        return 0, 0  # a lean kernel
+
+
+class Starvation:
+    """How much longer than on an idle machine everything takes, as far as this process itself waits for a core."""
+
+    def __init__(self, read: Callable[[], tuple[int, int]] = _run_and_waited_ns) -> None:
+        self._read = read
+        self._before = 0, 0
+
+    def factor(self) -> float:
+        """Since it was last asked; 1.0: nothing has to wait."""
+        now = self._read()
+        run, waited = now[0] - self._before[0], now[1] - self._before[1]
+        self._before = now
+        return 1.0 + waited / run if run > 0 else 1.0
 
 
 def look_at(

@@ -14,7 +14,7 @@ from safelaunch.supervise.answer import Judged
 from safelaunch.supervise.cluster.messages import Vote
 from safelaunch.supervise.early import without_the_gil
 from safelaunch.supervise.incident import Circumstances, Collected, Exits, Known, Report, Timeline
-from safelaunch.supervise.looks import LOOK_DEADLINE_S, Looks, look_at
+from safelaunch.supervise.looks import LOOK_DEADLINE_S, Looks, Starvation, look_at
 from safelaunch.supervise.together import OPEN_S, Together
 from safelaunch.supervise.together import Outcome as Joint
 from safelaunch.supervise.watch.job import Glance, Watch
@@ -82,6 +82,7 @@ class StallCase:
         self._looked_at: tuple[int, int] | None = None  # the attempt under suspicion
         self._said_waiting = ""
         self._look_s = LOOK_DEADLINE_S  # grows while processes do not answer in time
+        self._starvation = Starvation()
 
     @property
     def busy(self) -> bool:
@@ -175,7 +176,7 @@ class StallCase:
 
     def _look(self, suspicion: _Suspicion) -> None:
         targets, looks, quiet = self._watch.targets(), suspicion.looks, self._watch.quiet
-        deadline_s = self._look_s
+        deadline_s = min(MOST_LOOK_S, self._look_s * self._starvation.factor())
         if looks is None:
             suspicion.steps = self._watch.steps()
         # Only a vote asks for the network, of the newest look: a node's table of connections may be long.

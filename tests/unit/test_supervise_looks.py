@@ -17,7 +17,7 @@ from safelaunch.capture.look import Look, ProcessLook, Target, evidence_of, with
 from safelaunch.capture.result import Result
 from safelaunch.model import Frame, StackSample
 from safelaunch.supervise.answer import what_was_not_seen
-from safelaunch.supervise.looks import Looks, _is_unclear, look_at, with_the_late
+from safelaunch.supervise.looks import Looks, Starvation, _is_unclear, look_at, with_the_late
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,13 @@ def test_a_process_of_which_the_kernel_does_not_tell_in_time_is_late() -> None:
         one.main, state=structs.replace(one.main.state, note="/proc/10: no answer from the kernel within 2 s")
     )
     assert silent.is_late
+
+
+def test_a_supervisor_that_waits_for_a_core_knows_that_all_others_do() -> None:
+    read = iter([(100, 100), (200, 1000), (200, 1000), (300, 1000)])
+    starvation = Starvation(lambda: next(read))
+    assert [starvation.factor() for _ in range(4)] == [2.0, 10.0, 1.0, 1.0]
+    assert Starvation().factor() >= 1.0
 
 
 def test_who_was_late_is_looked_at_again_with_more_time(monkeypatch: pytest.MonkeyPatch) -> None:

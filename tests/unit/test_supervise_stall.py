@@ -113,6 +113,25 @@ def test_a_node_that_looks_for_another_keeps_its_vote_when_it_suspects_the_job_a
     assert (together.votes, together.asked) == ([(1, "still")], 0)
 
 
+def test_on_a_starved_machine_a_look_has_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def take(*_: object, deadline_s: float) -> Look:
+        given.append(deadline_s)
+        return Look(0.0, 0.0)
+
+    monkeypatch.setattr("safelaunch.supervise.looks.take", take)
+    monkeypatch.setattr("safelaunch.supervise.looks.Starvation.factor", lambda self: 3.0)
+    together = Together()
+    case = case_of(Watch(), together, tmp_path)
+    together.open = 1
+    case.advance(Glance((), None, ()), 5.0)
+    until = time.monotonic() + 60
+    while not given and time.monotonic() < until:
+        time.sleep(0.01)
+    assert given == [18.0]
+
+
 def test_a_rank_whose_words_have_not_arrived_is_not_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a cut link is mended, the nodes talk at once, and the ranks only when their kernels send again."""
 
