@@ -282,6 +282,19 @@ def an_event_of_a_process(spell: Spell) -> None:
 
 
 @case()
+def a_semaphore_of_an_orphan(spell: Spell) -> None:
+    """The rank's child has started it, and has ended."""
+    semaphore = multiprocessing.get_context("fork").Semaphore(0)
+    if os.fork() == 0:
+        if os.fork() == 0:
+            time.sleep(spell.quiet)
+            semaphore.release()
+        os._exit(0)
+    os.wait()
+    semaphore.acquire()
+
+
+@case()
 def an_executor_of_processes_naps(spell: Spell) -> None:
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         assert pool.submit(nap, spell.quiet).result() == spell.quiet
