@@ -31,31 +31,28 @@ from figures import render
 
 RUN, NOT_RUN = {"bash"}, {"console"}
 FRAGMENTS = {"text", "python", "yaml", "json", "toml", "ini", "dockerfile", "sh"}
-EVERY_PAGE = pytest.mark.parametrize("page", PAGES)
+EVERY_BLOCK = [block for page in PAGES for block in blocks(page)]
 
 
 # --- how pages are written --------------------------------------------------------------------------------------------
 
 
-@EVERY_PAGE
-def test_every_block_is_of_a_known_kind(page: str) -> None:
-    for block in blocks(page):
+def test_every_block_is_of_a_known_kind() -> None:
+    for block in EVERY_BLOCK:
         assert block.language in {"setup", *RUN, *NOT_RUN, *FRAGMENTS}, f"{block.where}: {block.language!r}"
         assert not block.rest, f"{block.where}: {block.rest!r}"
 
 
-@EVERY_PAGE
-def test_every_command_that_is_not_run_says_why(page: str) -> None:
-    for block in blocks(page):
+def test_every_command_that_is_not_run_says_why() -> None:
+    for block in EVERY_BLOCK:
         if block.language in NOT_RUN:
             assert block.comment.startswith("not run: "), block.where
 
 
-@EVERY_PAGE
-def test_fragments_parse(page: str) -> None:
-    for block in blocks(page):
+def test_fragments_parse() -> None:
+    for block in EVERY_BLOCK:
         if block.language == "python":
-            ast.parse(block.text)
+            ast.parse(block.text, block.where)
         elif block.language == "yaml":
             list(yaml.safe_load_all(block.text))
         elif block.language == "sh":
@@ -64,12 +61,11 @@ def test_fragments_parse(page: str) -> None:
             json.loads(block.text)
 
 
-@EVERY_PAGE
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_lead_somewhere() -> None:
     """MkDocs checks those between pages; README is none of its pages."""
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", PAGES[page].read_text()):
-        if "://" not in target:
-            assert (PAGES[page].parent / target).exists(), target
+    for name, page in PAGES.items():
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+            assert "://" in target or (page.parent / target).exists(), f"{name}: {target}"
 
 
 def test_figures_are_marked() -> None:
@@ -134,11 +130,10 @@ def test_a_symptom_is_named_where_its_owner_looks(symptom: str, page: str) -> No
     assert symptom in " ".join(PAGES[f"docs/{page}.md"].read_text().split())
 
 
-@EVERY_PAGE
-def test_the_advice_that_a_page_shows_is_still_given(page: str) -> None:
+def test_the_advice_that_a_page_shows_is_still_given() -> None:
     """If this fails, run ``python scripts/docs_output.py PAGE``."""
     given = {" ".join(advice.shown.split()) for cause in CAUSES.values() for advice in cause.advice}
-    for block in blocks(page):
+    for block in EVERY_BLOCK:
         if block.comment == "verdict":
             words = " ".join(line.removeprefix("safelaunch:").strip() for line in block.text.splitlines())
             for advice in words.split(" next: ")[1:]:

@@ -19,9 +19,10 @@ from safelaunch.model.recording import RankRecord, Recording
 from safelaunch.settings.config import Settings
 from safelaunch.supervise import joint_crash
 from safelaunch.supervise import together as module
+from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.council import SILENT_S
 from safelaunch.supervise.cluster.evidence import aged, condensed
-from safelaunch.supervise.cluster.messages import Beat, Decision, Node, Page, Question, Result, packed
+from safelaunch.supervise.cluster.messages import Decision, Node, Page, Question, Result, packed
 from safelaunch.supervise.cluster.seen import Answers, Neighbour, Seen, Word
 from safelaunch.supervise.crash import notes_of, own_failure
 from safelaunch.supervise.incident import Circumstances
@@ -29,61 +30,35 @@ from safelaunch.supervise.joint_crash import Told
 from safelaunch.supervise.together import SUCCEED_S, Outcome, Together
 
 
-class Channel:
-    """The thread's face, without a thread."""
+class Unheard(Channel):
+    """One whose thread is not started: a test says what has been heard (``say``), and reads what would be sent."""
 
     def __init__(self, *_: object) -> None:
-        self.node = Node("", "here", 1, "0.1", "2.13")
+        super().__init__(Node("", "here", 1, "0.1", "2.13"))
         self.seen = Seen(Page(leader=1, nodes=2, covered=True, world=4), why="")
-        self.beat = Beat("a", 1)
-        self.handed_in: list[int] = []
-        self.decided: list[Decision] = []
-        self.dumps: list[int] = []
-        self.asks: Question | None = None
-        self.hosts = False
-        self.failed: list[int] = []
         self.verdicts: list[Decision] = []
-        self.gathers = False
 
     def start(self, *_: object) -> None: ...
 
-    def tell(self, **changes: Any) -> None:
-        self.beat = replace(self.beat, **changes)
-
-    def note(self, step: int) -> None:
-        self.beat = replace(self.beat, step=step)
-
-    def look_around(self) -> None: ...
-
-    def ask_all(self, question: Question | None) -> None:
-        self.asks = question
-
-    def hand_in_dump(self, number: int, chunks: list[bytes]) -> None:
-        self.dumps.append(number)
-
-    def hand_in(self, incident: int, chunks: list[bytes]) -> None:
-        self.handed_in.append(incident)
-
     def decide(self, incident: int, decision: Decision) -> None:
-        self.decided.append(decision)
         self.say(decision=(incident, decision))
 
     def fail(self, crash: int, chunks: list[bytes]) -> None:
-        self.failed.append(crash)
-        self.tell(crash=crash, failed=len(chunks))
-
-    def gather(self) -> None:
-        self.gathers = True
+        super().fail(crash, chunks)
+        self.tell(failed=len(chunks))
 
     def decide_crash(self, decision: Decision) -> None:
         self.verdicts.append(decision)
         self.say(crash=(self.beat.crash, decision))
 
     def say(self, *, page: dict[str, Any] | None = None, **changes: Any) -> None:
-        import dataclasses
-
         assert self.seen.page is not None
         self.seen = dataclasses.replace(self.seen, page=replace(self.seen.page, **(page or {})), **changes)
+
+    @property
+    def dumped(self) -> tuple[int, list[bytes]]:
+        assert self._dumped is not None
+        return self._dumped
 
 
 class Roster:
@@ -107,21 +82,21 @@ class Watch:
 
 
 @pytest.fixture
-def channel(monkeypatch: pytest.MonkeyPatch) -> Channel:
-    made = Channel()
+def channel(monkeypatch: pytest.MonkeyPatch) -> Unheard:
+    made = Unheard()
     monkeypatch.setattr(module, "Channel", lambda *_: made)
     return made
 
 
 @pytest.fixture
-def node(channel: Channel, tmp_path: Path) -> Together:
+def node(channel: Unheard, tmp_path: Path) -> Together:
     command = CommandLine((), ("--nnodes=2",), ("train.py",))
     plan = Plan((), {}, (), "train", tmp_path, None, Settings(), True, (), command=command)
     about = Circumstances("train", tmp_path, tmp_path / "bundles", tmp_path, {}, host="here")
     return Together(plan, about, Watch())  # type: ignore[arg-type]
 
 
-def test_nobody_is_asked_where_a_rank_is_not_seen_or_the_leader_not_heard(node: Together, channel: Channel) -> None:
+def test_nobody_is_asked_where_a_rank_is_not_seen_or_the_leader_not_heard(node: Together, channel: Unheard) -> None:
     assert node.suspect(2.0)
     assert (channel.beat.doing, channel.beat.suspects) == ("suspecting", 0)
     channel.say(silent_s=SILENT_S)
@@ -135,14 +110,14 @@ def test_nobody_is_asked_where_a_rank_is_not_seen_or_the_leader_not_heard(node: 
     assert (node.is_covered, node.why_alone) == (False, "no store at h:1: refused")
 
 
-def test_a_page_that_does_not_count_this_node_says_nothing_about_its_job(node: Together, channel: Channel) -> None:
+def test_a_page_that_does_not_count_this_node_says_nothing_about_its_job(node: Together, channel: Unheard) -> None:
     """A launcher that has not started its ranks yet looks like the only rank of a job."""
     channel.say(page={"nodes": 1, "world": 1})
     assert not node.is_covered
     assert not node.suspect(2.0)
 
 
-def test_a_call_is_answered_once(node: Together, channel: Channel) -> None:
+def test_a_call_is_answered_once(node: Together, channel: Unheard) -> None:
     assert node.calls() is None
     channel.say(page={"phase": "looking", "incident": 3})
     call = node.calls()
@@ -152,7 +127,7 @@ def test_a_call_is_answered_once(node: Together, channel: Channel) -> None:
     assert (channel.beat.incident, channel.beat.vote, channel.beat.chunks) == (3, "", -1)
 
 
-def test_an_incident_answers_what_was_asked_while_it_was_open(node: Together, channel: Channel) -> None:
+def test_an_incident_answers_what_was_asked_while_it_was_open(node: Together, channel: Unheard) -> None:
     channel.say(page={"phase": "looking", "incident": 3})
     node.suspect(2.0)
     assert channel.beat.suspects == 3, "it would have the next one opened"
@@ -172,12 +147,12 @@ def test_an_incident_answers_what_was_asked_while_it_was_open(node: Together, ch
         ({"incident": 2, "phase": "idle"}, "alone"),
     ],
 )
-def test_the_outcome(node: Together, channel: Channel, page: dict[str, Any], outcome: Outcome | None) -> None:
+def test_the_outcome(node: Together, channel: Unheard, page: dict[str, Any], outcome: Outcome | None) -> None:
     channel.say(page=page)
     assert node.outcome(3) == outcome
 
 
-def test_a_leader_that_is_not_heard_is_given_time_to_be_followed(node: Together, channel: Channel) -> None:
+def test_a_leader_that_is_not_heard_is_given_time_to_be_followed(node: Together, channel: Unheard) -> None:
     channel.say(page={"incident": 3, "phase": "looking"}, silent_s=SILENT_S + 1)
     assert node.outcome(3) is None
     channel.say(silent_s=SILENT_S + SUCCEED_S)
@@ -185,7 +160,7 @@ def test_a_leader_that_is_not_heard_is_given_time_to_be_followed(node: Together,
 
 
 @pytest.mark.parametrize("result", ["active", "moving"])
-def test_an_incident_that_was_over_before_this_node_looked(node: Together, channel: Channel, result: Result) -> None:
+def test_an_incident_that_was_over_before_this_node_looked(node: Together, channel: Unheard, result: Result) -> None:
     node.suspect(2.0)
     assert node.outcome(0) is None
     channel.say(page={"incident": 1, "phase": "idle", "result": result})
@@ -201,7 +176,7 @@ def half(*ranks: int) -> Evidence:
     return Evidence("hang", 4, sides, tuple(set(range(4)) - set(ranks)))
 
 
-def test_the_leader_judges_the_evidence_of_all(node: Together, channel: Channel, tmp_path: Path) -> None:
+def test_the_leader_judges_the_evidence_of_all(node: Together, channel: Unheard, tmp_path: Path) -> None:
     evidence = {2: condensed(half(2, 3)), 3: [b"garbage"]}
     channel.say(page={"incident": 3, "phase": "collecting"}, leads=True, complete=True, evidence=evidence)
     settled = node.settle(3, replace(half(0, 1), ends=True))
@@ -214,7 +189,7 @@ def test_the_leader_judges_the_evidence_of_all(node: Together, channel: Channel,
     assert (settled.action, settled.step, channel.beat.agrees) == ("kill", 7, True)
 
 
-def test_another_node_takes_the_decision_as_it_is(node: Together, channel: Channel) -> None:
+def test_another_node_takes_the_decision_as_it_is(node: Together, channel: Unheard) -> None:
     verdict = module.judged(half(0, 1, 2, 3), node._about)
     decision = Decision(verdict, "restart", "there", "/there/bundle", 5)
     channel.say(page={"incident": 3, "phase": "decided"}, decision=(3, decision))
@@ -225,7 +200,7 @@ def test_another_node_takes_the_decision_as_it_is(node: Together, channel: Chann
     assert [rank.rank for rank in settled.common.evidence.ranks] == [0, 1]
 
 
-def test_a_job_that_moves_after_all_is_no_incident(node: Together, channel: Channel) -> None:
+def test_a_job_that_moves_after_all_is_no_incident(node: Together, channel: Unheard) -> None:
     channel.say(page={"incident": 3, "phase": "idle", "result": "active"})
     assert node.settle(3, half(0, 1)) is None
 
@@ -239,7 +214,7 @@ def test_a_job_that_moves_after_all_is_no_incident(node: Together, channel: Chan
     ],
 )
 def test_nobody_acts_before_all_agree_nor_upon_what_is_void(
-    node: Together, channel: Channel, page: dict[str, Any], acts: bool
+    node: Together, channel: Unheard, page: dict[str, Any], acts: bool
 ) -> None:
     channel.say(page={"incident": 3, "phase": "decided"})
     timer = threading.Timer(0.2, lambda: channel.say(page=page))
@@ -249,13 +224,11 @@ def test_nobody_acts_before_all_agree_nor_upon_what_is_void(
     timer.join()
 
 
-def test_where_the_others_are_lost_a_decision_stands(node: Together, channel: Channel) -> None:
+def test_where_the_others_are_lost_a_decision_stands_and_a_node_has_its_own_half(
+    node: Together, channel: Unheard
+) -> None:
     channel.seen = Seen(why="gone")
     assert node.all_agree(3)
-
-
-def test_where_the_others_are_lost_a_node_has_its_own_half(node: Together, channel: Channel) -> None:
-    channel.seen = Seen(why="gone")
     settled = node.settle(3, half(0, 1))
     assert settled is not None and settled.common is None
 
@@ -263,9 +236,9 @@ def test_where_the_others_are_lost_a_node_has_its_own_half(node: Together, chann
 # --- what a person asks for -------------------------------------------------------------------------------------------
 
 
-def test_a_dump_has_what_all_have_handed_in(node: Together, channel: Channel) -> None:
+def test_a_dump_has_what_all_have_handed_in(node: Together, channel: Unheard) -> None:
     with node.dump.asking() as asked:
-        assert asked and channel.asks == Question()
+        assert asked and channel._asks == Question()
         channel.say(page={"dumps": (1,)}, answers=Answers(1, True, {2: condensed(half(2, 3)), 3: [b"garbage"]}))
         assert node.dump.wanted(100.0) is None, "it is this node's own"
         everything, others = node.dump.collected(half(0, 1))
@@ -273,11 +246,11 @@ def test_a_dump_has_what_all_have_handed_in(node: Together, channel: Channel) ->
         assert [rank.rank for rank in others] == [2, 3]
         assert "could not be read" in everything.notes[0]
     channel.say(answers=None, questions={1: Question()})
-    assert channel.asks is None
+    assert channel._asks is None
     assert node.dump.wanted(100.0) is None, "the page may still have it"
 
 
-def test_a_dump_of_another_node_is_answered_once_and_not_too_often(node: Together, channel: Channel) -> None:
+def test_a_dump_of_another_node_is_answered_once_and_not_too_often(node: Together, channel: Unheard) -> None:
     channel.say(page={"dumps": (3, 4)})
     assert node.dump.wanted(100.0) is None, "what it is about has not been read yet"
     wants = {3: Question(), 4: Question("record", 10.0, "0-3")}
@@ -285,10 +258,10 @@ def test_a_dump_of_another_node_is_answered_once_and_not_too_often(node: Togethe
     assert [node.dump.wanted(100.0), node.dump.wanted(100.0), node.dump.wanted(102.0)] == [(3, wants[3]), None, None]
     assert [node.dump.wanted(110.0), node.dump.wanted(120.0)] == [(4, wants[4]), None]
     node.dump.hand_in(3, half(0, 1))
-    assert channel.dumps == [3]
+    assert channel.dumped[0] == 3
 
 
-def test_a_dump_comes_before_a_recording(node: Together, channel: Channel) -> None:
+def test_a_dump_comes_before_a_recording(node: Together, channel: Unheard) -> None:
     dump, recording = Question(), Question("record", 10.0)
     channel.say(page={"dumps": (3, 4)}, questions={3: recording, 4: dump})
     assert node.dump.presses
@@ -296,7 +269,7 @@ def test_a_dump_comes_before_a_recording(node: Together, channel: Channel) -> No
     assert [node.dump.wanted(110.0), node.dump.presses] == [(3, recording), False]
 
 
-def test_the_answers_to_an_earlier_question_are_not_those_to_the_next(node: Together, channel: Channel) -> None:
+def test_the_answers_to_an_earlier_question_are_not_those_to_the_next(node: Together, channel: Unheard) -> None:
     old = Answers(1, True, {2: condensed(half(2, 3))})
     with node.dump.asking():
         channel.say(answers=old)
@@ -307,19 +280,17 @@ def test_the_answers_to_an_earlier_question_are_not_those_to_the_next(node: Toge
         assert node.dump.recorded(stop) == ([], []), "the channel still has the last question's"
 
 
-def test_a_recording_has_what_all_have_handed_in(node: Together, channel: Channel) -> None:
-    handed_in: list[list[bytes]] = []
-    channel.hand_in_dump = lambda number, chunks: handed_in.append(chunks)  # type: ignore[method-assign]
+def test_a_recording_has_what_all_have_handed_in(node: Together, channel: Unheard) -> None:
     theirs = Recording(frames=[Frame("/x/train.py", 7, "step")], stacks=[(0,)], ranks=[RankRecord(2, "there")])
     node.dump.hand_in_recording(5, theirs)
     with node.dump.asking(Question("record", 10.0)):
-        channel.say(answers=Answers(6, True, {2: handed_in[0], 3: [b"garbage"], 4: packed(b"\x81") or []}))
+        channel.say(answers=Answers(6, True, {2: channel.dumped[1], 3: [b"garbage"], 4: packed(b"\x81") or []}))
         found, notes = node.dump.recorded(Event())
     assert found == [theirs]
     assert len(notes) == 2 and "could not be read" in notes[0]
 
 
-def test_one_question_of_a_node_waits_for_the_other(node: Together, channel: Channel) -> None:
+def test_one_question_of_a_node_waits_for_the_other(node: Together, channel: Unheard) -> None:
     second = threading.Event()
 
     def ask() -> None:
@@ -329,12 +300,12 @@ def test_one_question_of_a_node_waits_for_the_other(node: Together, channel: Cha
     other = threading.Thread(target=ask)
     with node.dump.asking(Question("record", 10.0)):
         other.start()
-        assert not second.wait(0.1) and channel.asks == Question("record", 10.0)
+        assert not second.wait(0.1) and channel._asks == Question("record", 10.0)
     assert second.wait(10.0)
     other.join()
 
 
-def test_where_nobody_is_heard_nobody_is_asked(node: Together, channel: Channel) -> None:
+def test_where_nobody_is_heard_nobody_is_asked(node: Together, channel: Unheard) -> None:
     channel.say(page={"nodes": 1, "covered": False})
     with node.dump.asking() as asked:
         assert not asked
@@ -343,7 +314,7 @@ def test_where_nobody_is_heard_nobody_is_asked(node: Together, channel: Channel)
         assert [asked, node.look_around()] == [False, False]
 
 
-def test_what_is_known_of_all_nodes_has_to_be_new(node: Together, channel: Channel) -> None:
+def test_what_is_known_of_all_nodes_has_to_be_new(node: Together, channel: Unheard) -> None:
     here = Neighbour("here", (0, 1), 7, "watching", here=True)
     channel.say(around=(5.0, (here,)))
     assert node.look_around()
@@ -365,13 +336,13 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(joint_crash, name, seconds)
 
 
-def test_who_failed_first_judges_what_all_know(node: Together, channel: Channel, tmp_path: Path) -> None:
+def test_who_failed_first_judges_what_all_know(node: Together, channel: Unheard, tmp_path: Path) -> None:
     channel.say(slot=1, page={"failed": (1, 2), "troubles": ((1, "rank 1 raised"),)})
     channel.say(halves={2: condensed(aged(crashed(2, 3), time.time())), 3: [b"garbage"]})
     node.tick(0.0)
     node.crash.trouble("rank 1 raised")
     told = node.crash.settle(crashed(0, 1, raises="no such batch"))
-    assert channel.failed == [1] and len(channel.verdicts) == 1
+    assert channel.beat.crash == 1 and len(channel.verdicts) == 1
     assert told.verdict is not None and told.verdict.cause == "rank-exception"
     assert [culprit.rank for culprit in told.verdict.culprits] == [0, 1]
     assert told.verdict.bundle == BundlePlace("here", str(tmp_path / "bundles" / told.name), True)
@@ -389,7 +360,7 @@ def test_who_failed_first_judges_what_all_know(node: Together, channel: Channel,
 )
 @pytest.mark.usefixtures("brief")
 def test_ranks_that_lost_those_of_a_node_that_starts_anew_have_not_failed(
-    node: Together, channel: Channel, page: dict[str, Any], own: str, excused: bool
+    node: Together, channel: Unheard, page: dict[str, Any], own: str, excused: bool
 ) -> None:
     anew = any(slot != 1 for slot in page["anew"])
     word = Word(troubles=tuple(text for _, text in page.get("troubles", ())), anew=anew)
@@ -402,7 +373,7 @@ def test_ranks_that_lost_those_of_a_node_that_starts_anew_have_not_failed(
     assert told.verdict is None or not excused
 
 
-def test_another_node_takes_the_verdict_about_a_crash_as_it_is(node: Together, channel: Channel) -> None:
+def test_another_node_takes_the_verdict_about_a_crash_as_it_is(node: Together, channel: Unheard) -> None:
     verdict = module.judged(crashed(0, 1, raises="no such batch"), node._about)
     node.tick(0.0)
     channel.say(slot=2, crash=(1, Decision(verdict, "dump", "there", "/there/bundle")))
@@ -412,7 +383,7 @@ def test_another_node_takes_the_verdict_about_a_crash_as_it_is(node: Together, c
 
 
 def test_a_failure_of_ones_own_that_the_others_have_not_heard_of_is_judged_here(
-    node: Together, channel: Channel
+    node: Together, channel: Unheard
 ) -> None:
     verdict = module.judged(crashed(2, 3), node._about)
     node.tick(0.0)
@@ -422,22 +393,22 @@ def test_a_failure_of_ones_own_that_the_others_have_not_heard_of_is_judged_here(
 
 
 @pytest.mark.usefixtures("brief")
-def test_where_nobody_failed_on_its_own_account_the_nodes_agree_all_the_same(node: Together, channel: Channel) -> None:
+def test_where_nobody_failed_on_its_own_account_the_nodes_agree_all_the_same(node: Together, channel: Unheard) -> None:
     channel.say(slot=1, page={"failed": (1,)})
     node.tick(0.0)
     told = node.crash.settle(crashed(0, 1))
     assert told.verdict is not None and told.verdict.culprits == ()
-    assert channel.gathers and channel.verdicts[0].path.endswith(told.name)
+    assert channel._crash.gathers and channel.verdicts[0].path.endswith(told.name)
     assert told.verdict.bundle == BundlePlace("here", channel.verdicts[0].path, False), "it lacks ranks 2-3"
 
 
-def test_a_node_that_is_stopped_ends_the_search(node: Together, channel: Channel) -> None:
+def test_a_node_that_is_stopped_ends_the_search(node: Together, channel: Unheard) -> None:
     node.tick(0.0)
     channel.say(word=Word(stopping=True))
     assert node.crash.settle(crashed(0, 1)) == Told(Word(stopping=True))
 
 
-def test_who_has_met_nobody_or_lost_them_judges_alone(node: Together, channel: Channel) -> None:
+def test_who_has_met_nobody_or_lost_them_judges_alone(node: Together, channel: Unheard) -> None:
     assert node.crash.settle(crashed(0, 1)) == Told(Word()), "the channel has never answered"
     node.tick(0.0)
     channel.seen = Seen(why="closed", lost="closed")
@@ -445,7 +416,7 @@ def test_who_has_met_nobody_or_lost_them_judges_alone(node: Together, channel: C
     assert channel.verdicts == []
 
 
-def test_a_crash_of_an_earlier_attempt_is_not_taken_for_this_one(node: Together, channel: Channel) -> None:
+def test_a_crash_of_an_earlier_attempt_is_not_taken_for_this_one(node: Together, channel: Unheard) -> None:
     channel.say(page={"crash": 3})
     node.tick(0.0)
     node.crash.anew()
@@ -453,14 +424,14 @@ def test_a_crash_of_an_earlier_attempt_is_not_taken_for_this_one(node: Together,
     node.tick(1.0)
     channel.say(word=Word(stopping=True))
     node.crash.settle(crashed(0, 1))
-    assert channel.failed == [5]
+    assert channel.beat.crash == 5
 
 
 # --- what is told -----------------------------------------------------------------------------------------------------
 
 
 def test_what_becomes_of_the_others_is_told_once(
-    node: Together, channel: Channel, capfd: pytest.CaptureFixture[str]
+    node: Together, channel: Unheard, capfd: pytest.CaptureFixture[str]
 ) -> None:
     node.tick(0.0)
     channel.say(page={"silent": (2,), "covered": False})
@@ -480,7 +451,7 @@ def test_what_becomes_of_the_others_is_told_once(
 
 
 def test_whose_ranks_have_ended_misses_nobody(
-    node: Together, channel: Channel, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    node: Together, channel: Unheard, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At a healthy end, the store goes with the node that has it, and the others' torchruns end later."""
     node.tick(0.0)
@@ -498,7 +469,7 @@ def test_whose_ranks_have_ended_misses_nobody(
 
 
 def test_nodes_of_another_torch_are_told_of_once(
-    node: Together, channel: Channel, capfd: pytest.CaptureFixture[str]
+    node: Together, channel: Unheard, capfd: pytest.CaptureFixture[str]
 ) -> None:
     channel.say(nodes=(Node("b", "there", 1, "0.1", "2.9"),))
     for second in range(3):
@@ -526,7 +497,7 @@ def test_what_a_crash_is_told_about_other_nodes() -> None:
 
 
 def test_who_has_come_to_a_rendezvous_that_does_not_complete(
-    node: Together, channel: Channel, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    node: Together, channel: Unheard, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Watch.roster, "workers", {})
     channel.node = replace(channel.node, node_rank=0)
@@ -545,7 +516,7 @@ def test_who_has_come_to_a_rendezvous_that_does_not_complete(
 
 
 def waits_for_nodes(
-    node: Together, channel: Channel, monkeypatch: pytest.MonkeyPatch, *, hosts: tuple[str, ...]
+    node: Together, channel: Unheard, monkeypatch: pytest.MonkeyPatch, *, hosts: tuple[str, ...]
 ) -> None:
     """Two of three nodes have come."""
     monkeypatch.setattr(Watch.roster, "workers", {})
@@ -559,7 +530,7 @@ def waits_for_nodes(
 
 
 def test_who_has_not_come_is_known_after_the_others_have_left(
-    node: Together, channel: Channel, monkeypatch: pytest.MonkeyPatch
+    node: Together, channel: Unheard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert node.rendezvous is None
     waits_for_nodes(node, channel, monkeypatch, hosts=("here", "gone", "there"))
@@ -575,7 +546,7 @@ def test_who_has_not_come_is_known_after_the_others_have_left(
 
 @pytest.mark.parametrize("hosts", [(), ("here", "there")])
 def test_a_list_of_other_hosts_than_the_jobs_names_nobody(
-    node: Together, channel: Channel, monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...]
+    node: Together, channel: Unheard, monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...]
 ) -> None:
     waits_for_nodes(node, channel, monkeypatch, hosts=hosts)
     assert node.rendezvous is not None
@@ -583,7 +554,7 @@ def test_a_list_of_other_hosts_than_the_jobs_names_nobody(
 
 
 def test_a_rendezvous_that_all_have_come_to_or_that_somebody_stops_is_complete(
-    node: Together, channel: Channel, monkeypatch: pytest.MonkeyPatch
+    node: Together, channel: Unheard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits_for_nodes(node, channel, monkeypatch, hosts=())
     channel.say(word=Word(stopping=True))
@@ -593,7 +564,7 @@ def test_a_rendezvous_that_all_have_come_to_or_that_somebody_stops_is_complete(
     assert node.rendezvous is None
 
 
-def test_one_node_asks_nccl_for_all(node: Together, channel: Channel) -> None:
+def test_one_node_asks_nccl_for_all(node: Together, channel: Unheard) -> None:
     assert not node.asks_nccl
     channel.say(leads=True)
     assert node.asks_nccl
@@ -601,7 +572,7 @@ def test_one_node_asks_nccl_for_all(node: Together, channel: Channel) -> None:
     assert node.asks_nccl, "alone, each asks"
 
 
-def test_ranks_are_spared_until_the_nodes_have_agreed(node: Together, channel: Channel) -> None:
+def test_ranks_are_spared_until_the_nodes_have_agreed(node: Together, channel: Unheard) -> None:
     assert node.spares_the_ranks == "the nodes have yet to agree"
     channel.say(silent_s=SILENT_S)
     assert node.spares_the_ranks == ""

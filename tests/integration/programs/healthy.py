@@ -1,4 +1,4 @@
-"""Healthy training, which may evaluate for long. It ends when the file ``finish`` appears in its scratch directory."""
+"""Healthy training, unless it is to be deaf. It ends when the file ``finish`` appears in its scratch directory."""
 
 import os
 import signal
@@ -9,17 +9,6 @@ import torch.distributed as dist
 from training import Training, parser
 
 options = parser.parse_args()
-
-
-def evaluate() -> float:
-    """Makes one rank compute, until the file ``enough`` appears, while its peers wait for it."""
-    total, weights = 0.0, torch.randn(128, 128)
-    while not os.path.exists(os.path.join(options.scratch, "enough")):
-        burst = time.monotonic() + 0.02  # a part of a core will do: other tests want the rest
-        while time.monotonic() < burst:
-            total += float((weights @ weights).sum())
-        time.sleep(0.03)
-    return total
 
 
 def finished(job: Training) -> bool:
@@ -37,8 +26,6 @@ def main() -> None:
             job.train(batch)
             if step == options.after:
                 open(os.path.join(options.scratch, f"training-{job.rank}"), "w").close()
-            if job.misbehaves(step) and options.how == "evaluates":
-                evaluate()
             if job.misbehaves(step) and options.how == "deaf":
                 time.sleep(86_400)  # HANGS: deaf
             if step > options.after and finished(job):
