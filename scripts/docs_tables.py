@@ -8,14 +8,14 @@
 ``<!-- fields: RECORD -->`` the fields of a record of ``safelaunch.model.verdict``
 ``<!-- presets -->``        the shipped presets, with a section for each
 ``<!-- commands -->``       the subcommands, with a section for each
+``<!-- causes -->``         the causes of verdicts, each with all advice that it can give
 =========================== ============================================================================
-
-Below each heading that is the name of a cause, it adds all advice that a verdict with this cause can give.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ from schemas import meanings
 from safelaunch.cli import COMMANDS
 from safelaunch.cli.help import EXIT_CODES
 from safelaunch.settings.options import OPTION_GROUPS
-from safelaunch.verdict.causes import CAUSES
+from safelaunch.verdict.causes import CAUSES, Cause
 from safelaunch.verdict.doubts import About, Doubt
 from safelaunch.verdict.rules import OWN, RULES
 
@@ -42,8 +42,7 @@ _ABOUT: dict[About, str] = {
     "share": "how many are named",
     "evidence": "the evidence",
 }
-_MARK = re.compile(r"<!-- (table|options|fields|presets|commands)(?:: (.+?))? -->")
-_CAUSE = re.compile(r"^(### `(?P<cause>[a-z0-9-]+)`\n.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
+_MARK = re.compile(r"<!-- (table|options|fields|presets|commands|causes)(?:: (.+?))? -->")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -51,13 +50,16 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def filled(markdown: str) -> str:
-    """Raises ``KeyError`` for a table, group, record or cause that does not exist."""
-    whole = _MARK.sub(lambda mark: _MAKERS[mark[1]](mark[2] or ""), markdown)
-    return _CAUSE.sub(lambda found: f"{found[1]}{_advice(found['cause'])}\n\n", whole)
+    """Raises ``KeyError`` for a table, group or record that does not exist."""
+    return _MARK.sub(lambda mark: _MAKERS[mark[1]](mark[2] or ""), markdown)
 
 
-def _advice(cause: str) -> str:
-    given = [f"{one.shown} (torch {one.torch})" if one.torch else one.shown for one in CAUSES[cause].advice]
+def _causes(_: str) -> str:
+    return "\n\n".join(f"### `{name}`\n\n{inspect.getdoc(cause)}\n\n{_advice(cause)}" for name, cause in CAUSES.items())
+
+
+def _advice(cause: type[Cause]) -> str:
+    given = [f"{one.shown} (torch {one.torch})" if one.torch else one.shown for one in cause.advice]
     return "**What to do**\n\n" + "\n".join(f"- {one}" for one in dict.fromkeys(given))
 
 
@@ -161,4 +163,5 @@ _MAKERS: dict[str, Callable[[str], str]] = {
     "fields": _fields,
     "presets": _presets,
     "commands": _commands,
+    "causes": _causes,
 }

@@ -57,10 +57,13 @@ def _sub_case(
     return Advice(text, when, unless, preset, torch)
 
 
-@dataclass(frozen=True)
-class Cause:
-    """One cause of the catalogue.
+CAUSES: dict[str, type[Cause]] = {}
 
+
+class Cause:
+    """One cause of the catalogue, by its name. The docstring is its paragraph in the documentation.
+
+    - ``advice``: of its sub-cases, and what fits all of them
     - ``own``: a rank may do it by itself and hold up its peers, without having failed
     - ``failure``: the rank has ended by it
     - ``of_node``: where all ranks of one node alone do it, the node is to blame (``perhaps``: or their script)
@@ -69,21 +72,17 @@ class Cause:
     """
 
     advice: tuple[Advice, ...]
-    own: bool = False
-    failure: bool = False
+    own = False
+    failure = False
     of_node: Literal["", "perhaps", "surely"] = ""
-    worker: int = 0
+    worker = 0
+
+    def __init_subclass__(cls, *, name: str) -> None:
+        CAUSES[name] = cls
 
 
-def _cause(
-    *advice: Advice | str,
-    own: bool = False,
-    failure: bool = False,
-    of_node: Literal["", "perhaps", "surely"] = "",
-    worker: int = 0,
-) -> Cause:
-    texts = tuple(Advice(one) if isinstance(one, str) else one for one in advice)
-    return Cause(texts, own, failure, of_node, worker)
+def _advice(*advice: Advice | str) -> tuple[Advice, ...]:
+    return tuple(Advice(one) if isinstance(one, str) else one for one in advice)
 
 
 def _failed_by(kind: Kind) -> Callable[[Scene], bool]:
@@ -455,8 +454,21 @@ _COMMUNICATION = (
     Advice("To have NCCL say which call failed", when=_failed_by("nccl-system"), preset="nccl-debug"),
 )
 
-CAUSES: dict[str, Cause] = {
-    "collective-mismatch": _cause(
+
+class CollectiveMismatch(Cause, name="collective-mismatch"):
+    """In one process group, at the same sequence number, ranks called different operations, or the same operation with
+    different shapes or types. The minority is at fault. A rank that made an extra call, or left one out, long ago
+    is named with the line where the histories diverge. A majority counts only if its members call from one place
+    and continue with the same calls. If the ranks diverge three or more ways, none is named, and the verdict shows
+    where they diverge.
+
+    ```text
+    Rank 1 waits in barrier at collectives.py:17 (wait_for_all) while ranks 0,2 wait in all_reduce at training.py:54
+    (train).
+    ```
+    """
+
+    advice = _advice(
         UNUSUAL_GROUP,
         RACE,
         _TRANSFER,
@@ -484,8 +496,15 @@ CAUSES: dict[str, Cause] = {
             preset=_DESYNC,
             torch=_DESYNC_WORKS,
         ),
-    ),
-    "missing-from-collective": _cause(
+    )
+
+
+class MissingFromCollective(Cause, name="missing-from-collective"):
+    """A rank never entered a collective that its peers wait in, and no stack shows why. This is typical of [verdicts
+    from dumps](dumps.md) alone.
+    """
+
+    advice = _advice(
         WRONG_GROUP,
         UNUSUAL_GROUP,
         Advice(
@@ -500,10 +519,22 @@ CAUSES: dict[str, Cause] = {
         ),
         _NO_STACKS,
         _ALL_NODES,
-        own=True,
-        of_node="perhaps",
-    ),
-    "uneven-batches": _cause(
+    )
+    own = True
+    of_node = "perhaps"
+
+
+class UnevenBatches(Cause, name="uneven-batches"):
+    """A rank left the training loop, or exited cleanly, while others are still in it: it had fewer batches, or stopped
+    early.
+
+    ```text
+    Rank 1 waits in barrier at uneven.py:25 (main) while ranks 0,2 wait in all_reduce at training.py:54 (train); rank
+    1 has left the loop at line 20.
+    ```
+    """
+
+    advice = _advice(
         EXIT_CALLED,
         _DRAWN_BATCHES,
         "Give every rank the same number of batches: `DistributedSampler` with `drop_last=True`, or a number of steps "
@@ -514,14 +545,26 @@ CAUSES: dict[str, Cause] = {
             when=lambda case: any(one in ("gradients", "ddp-forward") for one in case.purposes.values()),
         ),
         Advice("Take early-stopping decisions on one rank and broadcast them.", unless=(EXIT_CALLED,)),
-        own=True,
-    ),
-    "group-order": _cause(
+    )
+    own = True
+
+
+class GroupOrder(Cause, name="group-order"):
+    """A cycle of waits across process groups: ranks entered their groups in different orders. All members of the cycle
+    are named.
+    """
+
+    advice = _advice(
         "Let all ranks enter their groups in one order, or overlap them with `async_op=True` and wait afterwards.",
         "A rank that leaves out its call in one group waits in the other like this, too: look for a branch around it.",
         "Create groups with `new_group()` on every rank, in the same order, also on ranks that are not members.",
-    ),
-    "p2p-cycle": _cause(
+    )
+
+
+class P2PCycle(Cause, name="p2p-cycle"):
+    """Sends and receives wait for each other in a cycle. All members are named."""
+
+    advice = _advice(
         Advice(
             "Post one side first: even ranks send then receive, odd ranks receive then send; or use "
             "`batch_isend_irecv()` for the exchange.",
@@ -536,8 +579,23 @@ CAUSES: dict[str, Cause] = {
             "Where one sends and another receives, and both wait: compare peer, tag and group of the two calls.",
             when=lambda case: all(any(word in op for op in case.transfers) for word in ("send", "recv")),
         ),
-    ),
-    "init-not-joined": _cause(
+    )
+
+
+class InitNotJoined(Cause, name="init-not-joined"):
+    """Ranks are missing at process-group initialization or at the rendezvous: they never came, or they can't connect
+    to the store. Such a rank has a different address than its peers, or no route to it. It is named if its peers
+    are past that point, or are the majority. If all ranks wait at the store, another process may have its port. If
+    torchrun gives up its rendezvous because nodes are missing, no rank exists, and the bundle's `rendezvous.json`
+    lists the nodes.
+
+    ```text
+    Rank 1 never reached init_process_group: it is asleep in late.py:12 (unpack_dataset), while rank 0 waits in
+    init_process_group at training.py:27 (Training.__init__).
+    ```
+    """
+
+    advice = _advice(
         Advice(
             "If nodes have not come to the rendezvous: check that the job was started on every node, with the same "
             "`--nnodes` and endpoint, and that each node reaches the endpoint's host and port.",
@@ -557,17 +615,50 @@ CAUSES: dict[str, Cause] = {
             "Check `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` of the ranks in `node/<host>/env.json`; `safelaunch "
             "--dry-run ...` shows what they are given.",
         ),
-    ),
-    "data-loading": _cause(
+    )
+
+
+class DataLoading(Cause, name="data-loading"):
+    """The rank waits for its data pipeline. The verdict names the DataLoader worker and the worker's line, even if the
+    worker waits for a lock that it inherited through fork.
+
+    ```text
+    Rank 1 waits for its DataLoader; worker 11304 is asleep in loader.py:36 (Samples.load_bad_sample), while rank 0
+    waits in all_reduce at training.py:54 (Training.train).
+    ```
+    """
+
+    advice = _advice(
         OWN_LOCK,
         "Load the sample the worker is stuck on without a DataLoader; give reads and downloads a timeout, and the "
         "DataLoader `timeout=60` so that it raises instead of waiting.",
         _WORKER_LOCK,
         "To see whether the workers are at fault: the same run with `num_workers=0`.",
-        own=True,
-        of_node="perhaps",
-    ),
-    "blocking-io": _cause(
+    )
+    own = True
+    of_node = "perhaps"
+
+
+class BlockingIo(Cause, name="blocking-io"):
+    """A read, write, connect or open in your code doesn't return. If the kernel shows them, the verdict names the
+    file, pipe or socket, and the process at the other end of a pipe or local connection:
+
+    - only the rank itself, or a child that inherited it: the pipe never ends, even if its writer is dead;
+    - another rank: if that rank is stuck on its own, it is named. If it waits for the others in a collective, the
+      verdict is `medium`;
+    - a process outside the job, by name.
+
+    For a key of the store, the verdict names the key and, if the source shows it, the one rank that would set it;
+    that rank is at fault. For a file lock held by another process, it names that process, its command, and how long
+    it has held the lock.
+
+    ```text
+    Rank 1 is blocked in I/O at blocked.py:24 (read_new_prompts) (openat on /tmp/prompts), while rank 0 waits in
+    all_reduce at training.py:54 (Training.train).
+    ```
+    """
+
+    advice = _advice(
         *_CIRCLES,
         HELD,
         DEAD_CHILD,
@@ -582,19 +673,43 @@ CAUSES: dict[str, Cause] = {
             when=lambda case: not case.one_rank,
         ),
         CONNECTION,
-        own=True,
-        of_node="perhaps",
-        worker=3,
-    ),
-    "uninterruptible-io": _cause(
+    )
+    own = True
+    of_node = "perhaps"
+    worker = 3
+
+
+class UninterruptibleIo(Cause, name="uninterruptible-io"):
+    """The process is in the kernel's D state: it waits for storage, a network file system or a driver. The verdict
+    names the wait channel.
+    """
+
+    advice = _advice(
         "The kernel waits for storage, a network file system or a driver: look at `node/<host>/kernel_log.txt` and "
         "the mount that the line reads from; killing the process will not help until it answers.",
         "Put the data or the checkpoint on a local disk and run again.",
-        own=True,
-        of_node="surely",
-        worker=5,
-    ),
-    "lock-deadlock": _cause(
+    )
+    own = True
+    of_node = "surely"
+    worker = 5
+
+
+class LockDeadlock(Cause, name="lock-deadlock"):
+    """Threads, or a forked child, wait for locks that nothing will release. A file lock held by another rank counts
+    too, including one that sqlite or `filelock` polls: a barrier with such a lock held blocks both sides. So does
+    `Queue.join()` with an item taken without `task_done()`. If the source shows which thread holds the lock, the
+    verdict follows the wait to that thread, with both lines. A `Thread.join()` or `Future.result()` is judged by
+    what that thread does.
+
+    ```text
+    Rank 1 waits for a lock (`stats_lock`) at locks.py:28 (update_weights); its thread 'stats' has held it since
+    locks.py:18 (publish_stats) and waits for a lock (`weights_lock`) at locks.py:20 (publish_stats); its main thread
+    has held it since locks.py:26 (update_weights), while rank 0 waits in all_reduce at training.py:54
+    (Training.train).
+    ```
+    """
+
+    advice = _advice(
         *_CIRCLES,
         HELD,
         TASK_DONE,
@@ -604,18 +719,28 @@ CAUSES: dict[str, Cause] = {
         _LOCK_ORDER,
         "Give `lock.acquire()`, `queue.get()`, `event.wait()` and `future.result()` a timeout, so that it raises "
         "where it waits.",
-        own=True,
-        of_node="perhaps",
-        worker=4,
-    ),
-    "gil-held": _cause(
+    )
+    own = True
+    of_node = "perhaps"
+    worker = 4
+
+
+class GilHeld(Cause, name="gil-held"):
+    """Native code holds Python's global interpreter lock and doesn't return, so no Python thread of that rank runs."""
+
+    advice = _advice(
         "The native call has to release the GIL (Py_BEGIN_ALLOW_THREADS, pybind11's gil_scoped_release, ctypes.CDLL"
         " instead of PyDLL), or to return.",
         "See the C frames in `stack.txt` (needs `py-spy --native`; check with `safelaunch doctor`).",
-        own=True,
-        of_node="perhaps",
-    ),
-    "busy-loop": _cause(
+    )
+    own = True
+    of_node = "perhaps"
+
+
+class BusyLoop(Cause, name="busy-loop"):
+    """Your Python code spins without making a step."""
+
+    advice = _advice(
         _GROUP_TIMEOUT,
         "Bound the loop at this line, and check its exit condition on this rank.",
         Advice(
@@ -623,11 +748,24 @@ CAUSES: dict[str, Cause] = {
             "it, or a longer `--max-stall`.",
             when=lambda case: not case.one_rank,
         ),
-        own=True,
-        of_node="perhaps",
-        worker=1,
-    ),
-    "stuck-in-user-code": _cause(
+    )
+    own = True
+    of_node = "perhaps"
+    worker = 1
+
+
+class StuckInUserCode(Cause, name="stuck-in-user-code"):
+    """Your code blocks in a different way: a sleep, a subprocess, `input()`.
+
+    - *A subprocess that waits for its parent*: it writes into a full pipe that the parent would read only after it
+      exits, or waits for input that the parent no longer sends. The verdict names the parent's line.
+    - *A loop that polls*: the verdict quotes its condition. If a condition keeps one rank out of the loop, that
+      rank may be the one to end it: if it has moved on, it is named, with `medium` confidence. A loop around
+      `work.is_completed()` waits for its peers, and is never named for it.
+    - *A loop that retries* a call that raises each time.
+    """
+
+    advice = _advice(
         _GROUP_TIMEOUT,
         *_CIRCLES,
         HELD,
@@ -643,26 +781,55 @@ CAUSES: dict[str, Cause] = {
         ),
         "If the wait is meant, mark it: `safelaunch.pause()` or `safelaunch.phase(...)`, or a longer `--stall-"
         "timeout`.",
-        own=True,
-        worker=2,
-    ),
-    "swallowed-exception": _cause(
+    )
+    own = True
+    worker = 2
+
+
+class SwallowedException(Cause, name="swallowed-exception"):
+    """A rank raised an exception, caught it, and skipped the collectives that its peers called there. It then meets
+    its peers one call early, until it finishes and they don't. Reported on Python 3.12+; on older versions only if
+    the rank printed something in the `except` that its peers didn't. A batch skipped without an exception (`if not
+    torch.isfinite(loss): print(...); continue`) is a `collective-mismatch` with that line.
+
+    ```text
+    Rank 1 raised ValueError at train.py:30 (decode) and went on from train.py:62 (train), without the collectives
+    that its peers called there...
+    ```
+    """
+
+    advice = _advice(
         "Let the exception end the rank, or let all ranks take the same branch after it: a rank that skips a batch "
         "also skips its collectives.",
-    ),
-    "rank-stopped": _cause(
+    )
+
+
+class RankStopped(Cause, name="rank-stopped"):
+    """A signal stopped the process (state T), or its cgroup is frozen."""
+
+    advice = _advice(
         "Somebody or something stopped the process: `kill -CONT <pid>` lets it run on; look for a debugger, a job "
         "suspension by the scheduler, or a cgroup freezer.",
-        of_node="surely",
-        worker=7,
-    ),
-    "gpu-kernel": _cause(
+    )
+    of_node = "surely"
+    worker = 7
+
+
+class GpuKernel(Cause, name="gpu-kernel"):
+    """The rank waits for its GPU, and its peers are past that point."""
+
+    advice = _advice(
         Advice("To find the kernel", preset="cuda-sync"),
         "Look at `node/<host>/kernel_log.txt` for Xid errors.",
-        own=True,
-        of_node="surely",
-    ),
-    "rank-exited": _cause(
+    )
+    own = True
+    of_node = "surely"
+
+
+class RankExited(Cause, name="rank-exited"):
+    """A rank ended early through `sys.exit()` or `os._exit()`, and its peers fail or wait because of it."""
+
+    advice = _advice(
         Advice(
             "Find the `sys.exit()` or `os._exit()` on this rank; to stop early, let all ranks agree first.",
             when=lambda case: bool(case.named) and not case.one_rank,
@@ -673,10 +840,15 @@ CAUSES: dict[str, Cause] = {
         ),
         Advice("Its last words are in the rank's `log_tail.txt`.", when=lambda case: bool(case.named)),
         _ALL_NODES,
-        failure=True,
-        worker=6,
-    ),
-    "rank-killed": _cause(
+    )
+    failure = True
+    worker = 6
+
+
+class RankKilled(Cause, name="rank-killed"):
+    """A signal ended a rank: the out-of-memory killer, the scheduler, a segmentation fault, an abort."""
+
+    advice = _advice(
         DETAIL_CRASH,
         *_COMMUNICATION,
         OUT_OF_MEMORY,
@@ -685,9 +857,16 @@ CAUSES: dict[str, Cause] = {
         _CHECK_EVERY_CALL,
         AFTER_THE_END,
         FATAL_SIGNAL,
-        failure=True,
-    ),
-    "rank-exception": _cause(
+    )
+    failure = True
+
+
+class RankException(Cause, name="rank-exception"):
+    """A rank raised an uncaught exception, and this was the first failure: the errors of the other ranks follow from
+    it, whatever torchrun's summary says. If all ranks raised the same at one line, all are named.
+    """
+
+    advice = _advice(
         _GRADIENT_MISSING,
         *_COMMUNICATION,
         OUT_OF_MEMORY,
@@ -722,32 +901,77 @@ CAUSES: dict[str, Cause] = {
             unless=(STORE_NOT_REACHED,),
         ),
         STORE_NOT_REACHED,
-        failure=True,
-    ),
-    "node-lost": _cause(
+    )
+    failure = True
+
+
+class NodeLost(Cause, name="node-lost"):
+    """A [node](nodes.md) is gone: its safelaunch fell silent without reporting a failure or a stop, and the other
+    nodes' ranks lost their connections to it. Typical reasons are power, a kernel panic, or something that killed
+    every process of the job there.
+    """
+
+    advice = _advice(
         "Look at the node itself: power, kernel panic (its BMC or serial console), or a scheduler or out-of-memory "
         "killer that took every process of the job there.",
         "Leave the node out until it is checked: `scontrol update NodeName=NODE State=DRAIN`, `kubectl cordon`.",
-    ),
-    "node-unreachable": _cause(
+    )
+
+
+class NodeUnreachable(Cause, name="node-unreachable"):
+    """A node is silent, but no connection to it has closed: it is down, or cut off from the others. Given the bundles
+    of both sides, `safelaunch diagnose` can tell that both are alive.
+    """
+
+    advice = _advice(
         "From another node: `ping HOST`, and `ip -s link` on both ends; then the switch and its ports.",
         "If the node answers, look there for the job's processes: they may still run, and hold its GPUs.",
         _OTHER_NODES,
-    ),
-    "node-behind": _cause(
+    )
+
+
+class NodeBehind(Cause, name="node-behind"):
+    """All ranks of one node are behind, and no others: a slow or broken node, or a branch of the script for that node.
+    `nodes` names it; `culprits` is empty. Ranks that the script itself puts to sleep keep their own cause and
+    lines.
+    """
+
+    advice = _advice(
         "Compare this node with the others: `node/<host>/` has its GPUs, kernel log, disks, memory and load; then "
         "leave it out and run again.",
         "If the script branches by node or rank (`GROUP_RANK`, host name), look at that branch first.",
-    ),
-    "launcher-stopped": _cause(
+    )
+
+
+class LauncherStopped(Cause, name="launcher-stopped"):
+    """A node answers, but its torchrun or safelaunch doesn't: it was stopped, or exited and left its ranks behind. A
+    stopped torchrun blocks ranks wherever they use its store, as in `init_process_group`. If the process that hosts
+    the agents' store ends, torchrun fails on the other nodes too.
+    """
+
+    advice = _advice(
         "On that node: `ps -o pid,stat,cmd -C python`; `kill -CONT PID` lets a stopped torchrun or safelaunch run "
         "on. Look for a debugger, a job suspension by the scheduler, or a cgroup freezer.",
         "If it has ended, end the ranks that it left there before you start the job again.",
-    ),
-    "versions-differ": _cause(
+    )
+
+
+class VersionsDiffer(Cause, name="versions-differ"):
+    """All ranks wait, no rank stands out, and the nodes run different versions of torch, safelaunch or the script.
+    With a different cause, the difference is listed as evidence.
+    """
+
+    advice = _advice(
         "Give all nodes the same environment: one image, or one shared directory, and one copy of the script.",
-    ),
-    "no-rank-stands-out": _cause(
+    )
+
+
+class NoRankStandsOut(Cause, name="no-rank-stands-out"):
+    """Every rank is in the same place. Suspect the network, a GPU, or something outside the job that all ranks wait
+    for.
+    """
+
+    advice = _advice(
         *_COMMUNICATION,
         Advice(
             "All ranks have arrived: suspect the transport (NIC, `NCCL_SOCKET_IFNAME`, firewall between nodes) or a"
@@ -789,8 +1013,16 @@ CAUSES: dict[str, Cause] = {
         ),
         _NO_STACKS,
         _OTHER_NODES,
-    ),
-    "replicas-diverged": _cause(
+    )
+
+
+class ReplicasDiverged(Cause, name="replicas-diverged"):
+    """Parameters or BatchNorm statistics that should be equal on several ranks aren't, bit by bit, as [`--check-
+    every`](results.md) found. The job continues. The verdict names a rank if it differs from a majority, otherwise
+    both sides.
+    """
+
+    advice = _advice(
         ALL_APART,
         APART_AT_FIRST,
         APART_LATER,
@@ -799,23 +1031,46 @@ CAUSES: dict[str, Cause] = {
         ONE_APART,
         "To find the line: call `safelaunch.probes.check_consistent(model)` around the suspects, and run with"
         " `--check-every 1`.",
-    ),
-    "non-finite-gradient": _cause(
+    )
+
+
+class NonFiniteGradient(Cause, name="non-finite-gradient"):
+    """An optimizer step used infinite or NaN gradients, as [`--check-every`](results.md) found. The rank whose own
+    gradient wasn't finite first is named. If only the averaged gradient was seen, none is.
+    """
+
+    advice = _advice(
         "Look at that rank's batch of that step: print it, and `torch.isfinite(loss)` before `backward()`.",
         "For the operation: `torch.autograd.set_detect_anomaly(True)` for a few steps from the last good checkpoint.",
         "Under float16 use a GradScaler, or bfloat16; clip with `clip_grad_norm_(..., error_if_nonfinite=True)`, so"
         " that the step is not made.",
-    ),
-    "loss-diverged": _cause(
+    )
+
+
+class LossDiverged(Cause, name="loss-diverged"):
+    """The script reports its loss (`safelaunch.step(loss=loss)`), and one rank's loss isn't finite, or is far above
+    the others'.
+    """
+
+    advice = _advice(
         "Look at that rank's data: its shard, its sampler and its augmentation seed.",
         "If the losses should be alike, compare the models: `safelaunch --check-every 100 ...` finds replicas that"
         " have departed.",
-    ),
-    "slow-not-stuck": _cause(
+    )
+
+
+class SlowNotStuck(Cause, name="slow-not-stuck"):
+    """The job is making progress: steps or collectives advanced between two looks, or the last ones are only a few
+    usual steps old. Only `safelaunch dump` gives this verdict. If the job has been quiet for longer while a rank
+    computes, the verdict is about that rank, starts with `No step for 41 s (usual 0.1 s):`, and is never `high`,
+    because a dump can't distinguish slow from endless.
+    """
+
+    advice = _advice(
         "The job isn't hung. To see where the time goes, look at the merged stacks in `report.md`.",
         "To watch it: `safelaunch status --watch`",
-    ),
-}
+    )
+
 
 FAILURES = tuple(name for name, cause in CAUSES.items() if cause.failure)
 BY_ITSELF = ("rank-stopped", *FAILURES)  # true of a whole process, whatever its peers do

@@ -35,34 +35,39 @@ from safelaunch.verdict.reading.store_keys import StoreKey, store_key_at
 
 @dataclass(frozen=True)
 class Condition:
-    """A cause of the catalogue, with the clause that explains it (``is asleep in train.py:41 (load)``).
-
-    ``lock``: the thread waits for a lock of its own process, which may have a further cause in another thread.
-    ``locks``: it waits for a lock on this file, ``locked_by`` this process, of the host ``locked_on`` where that is not
-    its own. ``ends``: who else has the other end of the pipe or connection that it waits at, and ``owed_by`` the one of
-    these that is another rank's. ``poll``: what it asks for again and again. ``key``: of c10d's store, which it waits
-    for. ``for_good``: it will not go on, whatever any other process does or sends, and no time limit ends it soon.
-    Without that, it may be waiting for a rank that nobody saw.
-    ``doubts``: what makes it less than sure.
-    """
+    """What a rank does by its own doing."""
 
     cause: str
+    """of the catalogue"""
     reason: str
+    """the clause that explains it: ``is asleep in train.py:41 (load)``"""
     frame: Frame | None = None
     pid: int = 0
     process: str = "main"
     doubts: tuple[Doubt, ...] = ()
+    """what makes it less than sure"""
     claims: tuple[Claim, ...] = ()
     lock: calls.LockWait | None = None
+    """of its own process, for which the thread waits; it may have a further cause in another thread"""
     locks: str = ""
+    """the file for whose lock it waits"""
     locked_by: int | None = None
+    """the process that has locked that file"""
     locked_on: str = ""
+    """the host of that process, where it is not its own"""
     ends: tuple[OtherEnd, ...] = ()
-    owed_by: int | None = None
+    """who else has the other end of the pipe or connection that it waits at"""
+    awaits_message_from: int | None = None
+    """the one of these that is another rank's"""
     poll: Poll | None = None
+    """what it asks for again and again"""
     key: StoreKey | None = None
+    """the key of c10d's store that it waits for"""
     advice: frozenset[Advice] = frozenset()
+    """on the sub-case that it is"""
     for_good: bool = False
+    """it will not go on, whatever any other process does or sends, and no time limit ends it soon; without that, it may
+    be waiting for a rank that nobody saw"""
 
 
 def record_claim(rank: int, text: str) -> Claim:

@@ -26,11 +26,11 @@ from safelaunch.verdict.guarding import guards
 from safelaunch.verdict.proof import prove
 from safelaunch.verdict.rank_state import Facts
 from safelaunch.verdict.reading.source import ReadSource
-from safelaunch.verdict.repeats import with_gpus, with_repeats
+from safelaunch.verdict.remarks import with_gpus, with_repeats
 from safelaunch.verdict.rules import RULES
 from safelaunch.verdict.rules_nodes import node_behind, version_claims
 from safelaunch.verdict.rules_results import CAUSES as WRONG_RESULTS
-from safelaunch.verdict.standing import with_the_time_without_a_step
+from safelaunch.verdict.stalled import with_the_time_without_a_step
 from safelaunch.verdict.swallowed import caught_exception, skipped_batch
 from safelaunch.verdict.waits import Case
 from safelaunch.verdict.wrong_group import wrong_group
@@ -90,7 +90,7 @@ def _proof(case: Case) -> tuple[ProofEdge, ...]:
 def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
     facts: Facts = case
     named = {c.rank for c in finding.culprits}
-    victims = [r for r in facts.ranks if r not in named and (r in finding.held_up or _is_held_up(facts, r))]
+    victims = [r for r in facts.ranks if r not in named and (r in finding.victims or _is_victim(facts, r))]
     if finding.cause in ("slow-not-stuck", *WRONG_RESULTS):
         victims = []
     doubtful = {
@@ -121,7 +121,7 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
     )
 
 
-def _is_held_up(facts: Facts, rank: int) -> bool:
+def _is_victim(facts: Facts, rank: int) -> bool:
     """In a crash the launcher ends everybody who did not fail, whatever they were about when they were looked at."""
     condition = facts.ranks[rank].condition
     if facts.evidence.outcome == "crash":

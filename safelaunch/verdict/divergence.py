@@ -115,7 +115,7 @@ class Aligned:
         return self._read[0]
 
     @cached_property
-    def parted(self) -> int | None:
+    def diverged_at(self) -> int | None:
         """The first number under which two ranks made different calls, as far as all of them came; None for none."""
         if len(self.histories) < 2:
             return None
@@ -126,7 +126,7 @@ class Aligned:
     @property
     def alike(self) -> bool:
         """All ranks are known to have made the same calls as far as they came."""
-        return bool(self._windows) and len(self.histories) == len(self._windows) and self.parted is None
+        return bool(self._windows) and len(self.histories) == len(self._windows) and self.diverged_at is None
 
     @property
     def by_frames(self) -> bool:
@@ -136,21 +136,21 @@ class Aligned:
     def sides(self) -> dict[Identity, list[int]]:
         """The ranks by what they called when they parted."""
         found: dict[Identity, list[int]] = {}
-        if self.parted is not None:
+        if self.diverged_at is not None:
             for rank, history in self.histories.items():
-                found.setdefault(history.at(self.parted), []).append(rank)
+                found.setdefault(history.at(self.diverged_at), []).append(rank)
         return found
 
     @cached_property
     def divergence(self) -> Divergence | None:
         """The first one: who parted from whom. None where they did not, or where neither side is the odd one."""
-        if self.parted is None:
+        if self.diverged_at is None:
             return None
         ranks, majority = vote(self.sides)
         if majority:
             others = next(others for others in self.sides.values() if others[0] not in ranks)
-            return self._of_minority(ranks, others, self.parted)
-        return self._of_two(self.parted) if len(self.sides) == 2 else None
+            return self._of_minority(ranks, others, self.diverged_at)
+        return self._of_two(self.diverged_at) if len(self.sides) == 2 else None
 
     def split(self) -> Iterator[Aligned]:
         """Each side for itself: ranks that part and do not come together again run programs of their own."""
@@ -158,7 +158,7 @@ class Aligned:
             if len(ranks) > 1:
                 yield Aligned({rank: self._windows[rank] for rank in ranks})
 
-    def parted_before(self, ranks: Iterable[int], number: int) -> tuple[int, dict[Frame, list[int]]] | None:
+    def diverged_before(self, ranks: Iterable[int], number: int) -> tuple[int, dict[Frame, list[int]]] | None:
         """Where the lines of ``ranks`` parted on their way to ``number``: the first number since they last called from
         one line, and who was where. None where they did until ``number``, or nobody knows.
         """
@@ -225,7 +225,7 @@ class Aligned:
         ``missing`` if its call is one of the next that they made, and it has made others since: so it left out what
         they made before. Else it may yet make that, and its call is only a different one.
         """
-        at = self.parted
+        at = self.diverged_at
         odd, majority = vote(self.sides) if at is not None else ((), False)
         if at is None or not majority or len(odd) != 1 or not self.by_frames or at - self._first < _LONG_ALIKE:
             return None

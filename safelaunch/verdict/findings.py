@@ -27,47 +27,46 @@ class Branch:
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule's answer. ``culprits`` may be empty: the cause is known, who is at fault is not.
-
-    ``held_up``: victims beside those that wait in a collective. ``nodes``: those that are to blame as a whole.
-    ``calls``: rank → the user's frames, innermost first, of the call at which ways parted, where that is not where the
-    ranks are now. ``advice``: of the sub-case that it is. ``branches``:
-    the conditions on the rank that sent those at fault another way than their peers.
-    """
+    """A rule's answer."""
 
     cause: str
     doubts: tuple[Doubt, ...]
     summary: str
     culprits: tuple[Culprit, ...] = ()
+    """may be empty: the cause is known, who is at fault is not"""
     claims: tuple[Claim, ...] = ()
     ruled_out: tuple[str, ...] = ()
-    held_up: tuple[int, ...] = ()
+    victims: tuple[int, ...] = ()
+    """beside those that wait in a collective"""
     nodes: tuple[NodeAtFault, ...] = ()
+    """those that are at fault as a whole"""
     calls: Mapping[int, tuple[Frame, ...]] = field(default_factory=dict)
+    """rank → the user's frames, innermost first, of the call at which ways diverged, if the ranks are elsewhere now"""
     advice: frozenset[Advice] = frozenset()
+    """on the sub-case that it is"""
     branches: tuple[Branch, ...] = ()
+    """the conditions on the rank that sent those at fault another way than their peers"""
 
 
 @dataclass(frozen=True)
 class Annotation:
-    """What is added to a finding: a ``sentence``, and the ``claims`` that support it.
-
-    ``culprits``: who is at fault, where not those that the rule named. ``explains``: it says why they are there, so its
-    sentence comes first, and its doubts, culprits and advice take the place of all others. ``context``: claims about
-    the ranks at fault that come last.
-    """
+    """What is added to a finding."""
 
     sentence: str = ""
     claims: tuple[Claim, ...] = ()
+    """what supports the sentence"""
     doubts: tuple[Doubt, ...] = ()
     culprits: tuple[Culprit, ...] | None = None
+    """who is at fault, where not those that the rule named"""
     advice: frozenset[Advice] = frozenset()
     cause: str = ""
     explains: bool = False
+    """it says why the ranks are there: its sentence comes first, its doubts, culprits and advice replace all others"""
     ruled_out: tuple[str, ...] = ()
     nodes: tuple[NodeAtFault, ...] = ()
     branches: tuple[Branch, ...] = ()
     context: tuple[Claim, ...] = ()
+    """claims about the ranks at fault that come last"""
 
 
 def annotated(finding: Finding, annotations: Iterable[Annotation]) -> Finding:

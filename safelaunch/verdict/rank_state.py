@@ -256,7 +256,7 @@ def _at_the_other_end(facts: Facts, one: RankFacts, own: Condition) -> Condition
     return replace(
         own,
         reason=f"{own.reason}; {words}",
-        owed_by=main if main in owners else pid,
+        awaits_message_from=main if main in owners else pid,
         claims=(*own.claims, claim),
         advice=own.advice | {OWED},
     )

@@ -16,11 +16,11 @@ from safelaunch.verdict.rank_state import RankFacts
 from safelaunch.verdict.rules_aborted import aborted_by_a_peer, wrong_size_received
 from safelaunch.verdict.rules_history import (
     called_past_the_end,
+    diverged_earlier,
     group_order,
     left_its_role,
     left_out_between_groups,
     out_of_step,
-    parted_earlier,
 )
 from safelaunch.verdict.rules_mismatch import compared_by_torch, mismatch
 from safelaunch.verdict.rules_nodes import (
@@ -49,14 +49,14 @@ from safelaunch.verdict.rules_state import (
 from safelaunch.verdict.rules_threads import threads_that_race
 from safelaunch.verdict.rules_unfit import groups_made_apart, unfit_transfers
 from safelaunch.verdict.rules_wait import (
-    beside_calls,
-    held_up,
+    blocked_by,
     one_sided,
     other_tags,
     sends_and_receives,
     unseen_peers,
+    waits_outside_collectives,
 )
-from safelaunch.verdict.standing import stands
+from safelaunch.verdict.stalled import is_stalled
 from safelaunch.verdict.waits import Case
 from safelaunch.verdict.wrong_group import unusual_group
 
@@ -74,9 +74,9 @@ Need = Literal[
 ]
 
 _MET: Mapping[Need, Callable[[Case], bool]] = {
-    "a live job": lambda case: case.evidence.outcome == "dump" and not stands(case.evidence),
+    "a live job": lambda case: case.evidence.outcome == "dump" and not is_stalled(case.evidence),
     "a live job that moves": lambda case: (
-        case.evidence.outcome == "dump" and case.evidence.moving and not stands(case.evidence)
+        case.evidence.outcome == "dump" and case.evidence.moving and not is_stalled(case.evidence)
     ),
     "a crash": lambda case: case.evidence.outcome == "crash",
     "several nodes": lambda case: len(case.evidence.nodes) > 1,
@@ -153,9 +153,9 @@ RULES: tuple[Rule, ...] = (
     Rule(init_not_joined, ("init-not-joined",)),
     Rule(groups_made_apart, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
     Rule(threads_that_race, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
-    Rule(parted_earlier, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
-    Rule(beside_calls, OWN),
-    Rule(held_up, OWN, witness="the rank"),
+    Rule(diverged_earlier, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
+    Rule(waits_outside_collectives, OWN),
+    Rule(blocked_by, OWN, witness="the rank"),
     Rule(node_cut_off, ("node-unreachable",), ("several nodes",)),
     Rule(node_silent, ("node-unreachable", "launcher-stopped"), ("several nodes", "ranks that wait for peers")),
     Rule(unseen_peers, ("missing-from-collective", "collective-mismatch"), ("ranks that wait for peers",)),

@@ -176,7 +176,7 @@ def _in_another_group(facts: Facts, rank: int, words: str, aborted: Sequence[int
         f"{words} {capital(text)}",
         (waiting_culprit(facts.ranks[rank], words),),
         (*claims, *wait_claims(facts, sorted(facts.ranks))),
-        held_up=tuple(aborted),
+        victims=tuple(aborted),
         advice=frozenset({UNUSUAL_GROUP}),
     )
 

@@ -44,7 +44,7 @@ from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.waits import Case, same_op
 
 
-def parted_earlier(case: Case) -> Ruling:
+def diverged_earlier(case: Case) -> Ruling:
     """Peers wait for a rank that is behind only because of a call too many or too few, long ago.
 
     Without that call nobody would wait, so what the rank that is waited for does now (it sleeps, it has ended its

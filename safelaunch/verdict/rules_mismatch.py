@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Literal
 
 from safelaunch.model import Claim, Frame
 from safelaunch.verdict.causes import LEFT_OUT, SIZES_DIFFER, Advice
-from safelaunch.verdict.collectives import Mismatch, describe, mismatch_at, number_of, op_name, vote
+from safelaunch.verdict.collectives import Mismatch, describe, fits, mismatch_at, number_of, op_name, signature, vote
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import (
@@ -29,9 +30,9 @@ from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.failures import Fingerprint, fingerprints
+from safelaunch.verdict.reading.guards import way_to
 from safelaunch.verdict.reading.source import Loop, loop_left
 from safelaunch.verdict.rules_history import of_role, shifted
-from safelaunch.verdict.sides import Sides, sides_without_majority
 from safelaunch.verdict.waits import Case, same_op
 
 
@@ -209,7 +210,7 @@ def _recorded(facts: Facts, found: Mismatch) -> Meeting:
     parts = (f"{names[members[0]]} on {ranks_word(members)}" for members in found.classes.values())
     text = f"collective #{found.seq} of group {found.group!r} is {', '.join(parts)}"
     claims = [record_claim((found.odd or ranks)[0], text)]
-    parted = facts.histories.in_group(found.group).parted_before(ranks, found.seq)
+    parted = facts.histories.in_group(found.group).diverged_before(ranks, found.seq)
     if parted is not None:
         number, sites_then = parted
         places = (f"{ranks_word(m)} at {fr.basename(f.file)}:{f.line}" for f, m in sites_then.items())
@@ -414,3 +415,150 @@ def _calls_once(facts: Facts, rank: int, group: str, number: int) -> bool:
     """Its line makes one call each time that it runs. A backward pass, or a library, may make several."""
     entry = facts.alignment.entry(rank, group, number)
     return entry is not None and calls.is_direct(facts.alignment.stack(rank, entry))
+
+
+# --- the sides that ranks take under one number -----------------------------------------------------------------------
+
+_NEXT = 3  # calls after the one that does not fit
+_ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # whose root may call from a line of its own
+
+Place = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The ranks that agree with each other, side by side; none of them is a majority. ``under``: the innermost user
+    frame that all their stacks share. ``once_more``: the line that some called once more than others on the way there,
+    and ``condition``: what decides whether a rank comes to it, as the source shows.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    under: Frame | None = None
+    once_more: Frame | None = None
+    condition: str = ""
+
+
+def sides_without_majority(facts: Facts, found: Mismatch) -> Sides | None:
+    """Three or more sides, none of them a majority, where a vote by operation has one, or sees as many sides.
+
+    None for two sides that stand against each other: one of them is at fault, and both are named.
+    """
+    if not found.majority and len(found.classes) < 3:
+        return None
+    split = [
+        tuple(side)
+        for ranks in found.classes.values()
+        for there in _by_place(facts, found, ranks)
+        for side in _by_next_calls(facts, found, there)
+    ]
+    voters = sum(map(len, split))
+    if len(split) < 3 or any(2 * len(side) > voters for side in split):
+        return None
+    ranks = sorted(rank for side in split for rank in side)
+    once_more, condition = _once_more(facts, found, ranks)
+    return Sides(tuple(sorted(split)), _shared(facts, found, ranks), once_more, condition)
+
+
+def _by_place(facts: Facts, found: Mismatch, ranks: Sequence[int]) -> list[list[int]]:
+    """Ranks that made the same call, by the place that they made it from; whose place is not known goes with most.
+
+    Different places agree that have met under one number before: by design, ranks call from there.
+    """
+    places: dict[Place, list[int]] = {}
+    unknown = []
+    for rank in ranks:
+        entry = facts.alignment.entry(rank, found.group, found.seq)
+        stack = _frames_of_call(facts, found, rank) or (entry.frames if entry is not None else ())
+        if stack:
+            places.setdefault(tuple((frame.file, frame.line) for frame in stack), []).append(rank)
+        else:
+            unknown.append(rank)
+    sides: list[list[int]] = []
+    for side in sorted(places.values(), key=len, reverse=True):
+        known = next((one for one in sides if _met_before(facts, found, one[0], side[0])), None)
+        if known is not None or (sides and len(side) == 1 and _is_rooted(facts, found, side[0])):
+            (known or sides[0]).extend(side)
+        else:
+            sides.append(side)
+    if not sides:
+        return [unknown]
+    sides[0].extend(unknown)
+    return sides
+
+
+def _frames_of_call(facts: Facts, found: Mismatch, rank: int) -> tuple[Frame, ...]:
+    """The user's frames of the call, innermost first: as recorded, else as the main thread shows them that waits in it.
+
+    Behind a device's queue the main thread runs ahead, and waits wherever it needs a result.
+    """
+    entry = facts.alignment.entry(rank, found.group, found.seq)
+    recorded = facts.alignment.stack(rank, entry).user_frames if entry is not None else ()
+    wait = facts.ranks[rank].wait
+    is_queued = entry is not None and entry.started is not None
+    is_there = wait is not None and not is_queued and (wait.group, wait.seq) == (found.group, found.seq)
+    return recorded or (tuple(user_stack_of(facts.ranks[rank].evidence)) if is_there else ())
+
+
+def _is_rooted(facts: Facts, found: Mismatch, rank: int) -> bool:
+    entry = facts.alignment.entry(rank, found.group, found.seq)
+    return entry is not None and op_name(entry) in _ROOTED
+
+
+def _met_before(facts: Facts, found: Mismatch, rank: int, other: int) -> bool:
+    """The two made these calls under one number before they called from one place the last time."""
+    histories = facts.histories.in_group(found.group).histories
+    if rank not in histories or other not in histories:
+        return False
+    mine, its = histories[rank].column, histories[other].column
+    wanted = mine.at(found.seq), its.at(found.seq)
+    if wanted[0] == wanted[1]:  # then it is their stacks that differ
+        return False
+    numbers = range(max(mine.numbers[0], its.numbers[0]), found.seq)
+    met = next((number for number in numbers if (mine.at(number), its.at(number)) == wanted), None)
+    return met is not None and any(mine.at(number) == its.at(number) for number in range(met, found.seq))
+
+
+def _by_next_calls(facts: Facts, found: Mismatch, ranks: Sequence[int]) -> list[list[int]]:
+    """Ranks that agree under the number, by what they called next. Who has called nothing yet goes with most of them,
+    and for itself where there is no most.
+    """
+    for number in range(found.seq + 1, found.seq + 1 + _NEXT):
+        made = {rank: facts.alignment.entry(rank, found.group, number) for rank in ranks}
+        calls = {rank: signature(entry) for rank, entry in made.items() if entry is not None}
+        sides: list[list[int]] = []
+        for rank, call in calls.items():
+            known = next((side for side in sides if fits(calls[side[0]], call)), None)
+            known.append(rank) if known is not None else sides.append([rank])
+        if len(sides) > 1:
+            silent = [rank for rank in ranks if rank not in calls]
+            _, majority = vote(dict(enumerate(sides)))
+            if majority:
+                max(sides, key=len).extend(silent)
+            elif silent:
+                sides.append(silent)
+            return sides
+    return [list(ranks)]
+
+
+def _shared(facts: Facts, found: Mismatch, ranks: Iterable[int]) -> Frame | None:
+    """The innermost user frame that the stacks of all have in common; None for the script's outermost line, which
+    tells nothing. A comprehension counts as the function that it stands in.
+    """
+    stacks = [tuple(reversed(_frames_of_call(facts, found, rank))) for rank in ranks]
+    level = zip(*stacks, strict=False)
+    shared = [frames[0] for frames in takewhile(lambda f: len({(one.file, one.line) for one in f}) == 1, level)]
+    return next((frame for frame in reversed(shared[1:]) if not frame.function.endswith(">")), None)
+
+
+def _once_more(facts: Facts, found: Mismatch, ranks: Sequence[int]) -> tuple[Frame | None, str]:
+    """The line from which all called last before their lines parted, if some called from there again; and the innermost
+    condition before it."""
+    parted = facts.histories.in_group(found.group).diverged_before(ranks, found.seq)
+    before = facts.alignment.entry(ranks[0], found.group, parted[0] - 1) if parted is not None else None
+    if parted is None or before is None:
+        return None, ""
+    site = facts.alignment.stack(ranks[0], before).user_frame
+    if site is None or not any((frame.file, frame.line) == (site.file, site.line) for frame in parted[1]):
+        return None, ""
+    conditions = [step.guard.words for step in way_to(site, facts.read_source) if not step.loop]
+    return site, conditions[-1] if conditions else ""

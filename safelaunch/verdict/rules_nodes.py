@@ -158,7 +158,7 @@ def failed_elsewhere(case: Case) -> Ruling:
     text = f"{capital(waits_words(case, waiting))}; {'; '.join(node.trouble for node in told[:4])}."
     claims = tuple(Claim(f"node {node.host} said: {node.trouble}", FILE) for node in told)
     doubts = those({Doubt.UNSEEN_RANKS: True})
-    return Finding("rank-exited", doubts, text, claims=(*claims, *wait_claims(case, waiting)), held_up=tuple(waiting))
+    return Finding("rank-exited", doubts, text, claims=(*claims, *wait_claims(case, waiting)), victims=tuple(waiting))
 
 
 def versions_differ(case: Case) -> Ruling:
@@ -169,7 +169,7 @@ def versions_differ(case: Case) -> Ruling:
         return ""
     text = f"{capital(waits_words(case, waiting))}, and {claims[0].claim}."
     doubts = {Doubt.BY_EXCLUSION: True, Doubt.UNSEEN_RANKS: bool(case.unseen)}
-    return Finding("versions-differ", those(doubts), text, claims=wait_claims(case, waiting), held_up=tuple(waiting))
+    return Finding("versions-differ", those(doubts), text, claims=wait_claims(case, waiting), victims=tuple(waiting))
 
 
 def _gone(facts: Facts) -> list[NodeEvidence]:
@@ -218,7 +218,7 @@ def _finding(
         doubts,
         capital(text),
         claims=(*claims, *wait_claims(case, [rank for rank in waiting if case.ranks[rank].wait is not None])),
-        held_up=waiting,
+        victims=waiting,
         nodes=tuple(named.values()),
     )
 

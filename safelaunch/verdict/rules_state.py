@@ -42,7 +42,7 @@ from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.guards import way_to
 from safelaunch.verdict.reading.kernel import kind_of, thread_samples
-from safelaunch.verdict.standing import seconds_words, silent_s
+from safelaunch.verdict.stalled import seconds_words, silent_s
 
 CLOCKS_S = 2.0
 _STORE = frozenset({STORE_NOT_REACHED})
@@ -157,7 +157,7 @@ def a_peer_ended(facts: Facts) -> Ruling:
     if facts.evidence.stall_s:
         text += f" No step had been made here for {facts.evidence.stall_s:.0f} s: that node may have ended a hang."
     text += " What went wrong is in that node's bundle or output."
-    return Finding("rank-exited", (Doubt.UNSEEN_RANKS,), text, claims=wait_claims(facts, lost), held_up=tuple(lost))
+    return Finding("rank-exited", (Doubt.UNSEEN_RANKS,), text, claims=wait_claims(facts, lost), victims=tuple(lost))
 
 
 def _may_have_called_too_often(facts: Facts, ended: Collection[int], waiting: Collection[int]) -> bool:

@@ -66,7 +66,7 @@ def threads_that_race(case: Case) -> Ruling:
         text,
         claims=(*claims, *wait_claims(case, waiting)),
         advice=frozenset({RACE}),
-        held_up=tuple(waiting),
+        victims=tuple(waiting),
     )
 
 

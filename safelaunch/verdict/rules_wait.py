@@ -45,7 +45,7 @@ _UNEXPLAINED = Condition(
 )
 
 
-def held_up(case: Case) -> Ruling:
+def blocked_by(case: Case) -> Ruling:
     """Peers wait for a rank that waits for nobody: its own state is the cause.
 
     Waits are followed to their end, so a rank that waits for a rank that waits is nobody's culprit. Ranks that hold
@@ -252,7 +252,7 @@ def _inner_circle(classes: tuple[Waiters, ...]) -> tuple[Waiters, ...]:
 # them. For what a rank polls, the source alone can tell, where a condition on the rank keeps one from the loop.
 
 
-def beside_calls(case: Case) -> Ruling:
+def waits_outside_collectives(case: Case) -> Ruling:
     """A rank has a lock that others wait for, or owes them a message or file: it waits in turn, or is at fault itself.
 
     Only where nobody else is waited for who does something of his own: then that comes first.
@@ -323,28 +323,28 @@ def _kept_from_serving(case: Case, rank: int, server: _Server, waiting: Mapping[
         f"{text} {capital(ranks_do(own, 'waits', 'wait'))} for its answer.",
         (waiting_culprit(case.ranks[rank], text),),
         (Claim(f"rank {rank}: {server.claim.claim}", server.claim.file), *condition_claims(own), *claims),
-        held_up=tuple(own),
+        victims=tuple(own),
         advice=server.advice,
     )
 
 
-def _owed(case: Case, owed_by: Mapping[int, Holder], waiting: Mapping[int, Holder]) -> Finding:
+def _owed(case: Case, awaits_message_from: Mapping[int, Holder], waiting: Mapping[int, Holder]) -> Finding:
     """Each of these ranks waits at a connection, and who has its other end waits for it in turn: nothing will come.
 
     Who waits is named, as its line says what it lacks; whether it should not wait, or the other one should have sent
     something, nothing tells.
     """
     named = {}
-    for rank, by in owed_by.items():
+    for rank, by in awaits_message_from.items():
         own, there = case.ranks[rank].condition, case.ranks[by.rank]
         assert own is not None
         goes_on = f", which waits in {there.wait.words}" if there.wait is not None else ""
         named[rank] = replace(own, reason=own.reason + goes_on)
     cause = next(iter(named.values())).cause
     doubts = (Doubt.MAY_BE_OWED, *_doubts(case, named.values()))
-    others = case.waits.waiting - {by.rank for by in owed_by.values()}
+    others = case.waits.waiting - {by.rank for by in awaits_message_from.values()}
     found = blame(case, cause, doubts, named, sorted(others))
-    return replace(found, held_up=tuple(rank for rank in waiting if rank not in named))
+    return replace(found, victims=tuple(rank for rank in waiting if rank not in named))
 
 
 def _to_make(case: Case, waiting: Mapping[int, Holder]) -> Ruling:
@@ -382,7 +382,7 @@ def _to_make(case: Case, waiting: Mapping[int, Holder]) -> Ruling:
         f"{capital(does)}. {capital(holder.words)}, {may}.",
         tuple(culprits),
         condition_claims(own) + wait_claims(case, sorted(case.waits.waiting)),
-        held_up=tuple(waiting),
+        victims=tuple(waiting),
         advice=first.advice,
     )
 
@@ -436,7 +436,7 @@ def _held_by_one(case: Case, held_by: Mapping[int, Holder], holder: Holder) -> R
         f"{text} {capital(holder.words)}." if holder.site is not None else text,
         (culprit(case.ranks[holder.rank], named[holder.rank]),),
         condition_claims(named) + condition_claims(told) + wait_claims(case, waiters),
-        held_up=tuple(held_by),
+        victims=tuple(held_by),
     )
 
 

@@ -154,7 +154,7 @@ def _holders(facts: Facts, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Hol
         own = one.condition
         if own is None:
             continue
-        pid = own.locked_by if own.locked_by is not None else own.owed_by
+        pid = own.locked_by if own.locked_by is not None else own.awaits_message_from
         host = own.locked_on or one.evidence.host
         owner, _ = facts.processes.get((host, pid), (rank, ())) if pid is not None else (rank, ())
         if pid is not None and owner != rank:

@@ -68,7 +68,7 @@ def take(store: Store, *keys: str) -> Lease | None:
     return store.attempt(keys, pick, ourselves("", "mine.py")).lease
 
 
-def stands(store: Store, said: Said) -> None:
+def is_stalled(store: Store, said: Said) -> None:
     """Everything can be asked and B can be had; at most one line is said, and none can do a terminal harm."""
     begin = time.monotonic()
     held, waiting = store.look([A, B]), store.waiting()
@@ -87,7 +87,7 @@ def stands(store: Store, said: Said) -> None:
 def test_a_ticket_that_says_anything(what: str, store: Store, said: Said) -> None:
     with stranger(lambda: strangers.locked(place(store) / TICKET, strangers.contents()[what])):
         if not store.waiting():  # else he queues as he should, and is waited for
-            stands(store, said)
+            is_stalled(store, said)
             assert len(said) == 1 and TICKET in said[0]
 
 
@@ -97,14 +97,14 @@ def test_a_holder_who_says_anything(what: str, store: Store, said: Said) -> None
     text = strangers.contents()[what]
     with stranger(lambda: strangers.locked(place(store) / f"{A}.{STRANGER}", text)):
         assert store.look([A])[A].uid == STRANGER
-        stands(store, said)
+        is_stalled(store, said)
 
 
 @pytest.mark.parametrize("name", [*strangers.NAMES, *map(os.fsdecode, strangers.UNDECODABLE)])
 def test_names(name: str, store: Store, said: Said) -> None:
     text = strangers.encoded(words(candidates=[A], count=1))
     with stranger(lambda: strangers.locked(place(store) / name, text)):
-        stands(store, said)
+        is_stalled(store, said)
         # It stands under a name of A's, so somebody has A; who that is the kernel says.
         assert {one.uid for one in store.look([A]).values()} <= {STRANGER}
 
@@ -115,7 +115,7 @@ def test_things_that_are_no_files(what: str, name: str, store: Store, said: Said
     if name.startswith(B) and "file" in what and "link" not in what:
         name = name.replace(B, A)  # a locked file of his is his lease
     with stranger(lambda: strangers.things()[what](place(store) / name)):
-        stands(store, said)
+        is_stalled(store, said)
     assert (tmp_path / "precious").read_text() == "precious" and not (tmp_path / "new").exists()
 
 
@@ -126,7 +126,7 @@ def test_thousands_of_files(store: Store, said: Said) -> None:
         return [strangers.locked(place(store) / f"ticket.{number:020d}.2", b"[") for number in range(500)]
 
     with stranger(flood):
-        stands(store, said)
+        is_stalled(store, said)
 
 
 @ROOT

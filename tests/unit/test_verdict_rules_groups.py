@@ -36,7 +36,7 @@ def test_ranks_that_made_different_groups(made: tuple[int, ...], named: list[int
     assert "`new_group()` on every rank" in verdict.suggestions[0]
 
 
-def test_who_has_not_come_to_new_group_yet_is_held_up_by_something_else() -> None:
+def test_who_has_not_come_to_new_group_yet_is_victim_by_something_else() -> None:
     verdict = diagnose(job(making(0, 3), making(1, 3), elsewhere(2, 2)))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [2])
 

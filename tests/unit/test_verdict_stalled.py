@@ -9,7 +9,7 @@ import pytest
 
 from safelaunch.model import Evidence, Progress, Verdict
 from safelaunch.verdict.diagnose import diagnose
-from safelaunch.verdict.standing import rhythm_of, stands
+from safelaunch.verdict.stalled import is_stalled, rhythm_of
 from tests.unit.evidence import behind, in_user, job, rank, waiting
 
 STEP_NS = 100_000_000
@@ -80,12 +80,12 @@ def test_the_usual_step_without_a_history() -> None:
     assert rhythm_of(looked_at(41.0, **page)).usual_s == pytest.approx(0.1)
     resumed = {**page, "optimizer_steps": (), "step": 10_060}
     assert rhythm_of(looked_at(41.0, **resumed)).usual_s == 0.0, "the script's count says nothing of this run's"
-    assert stands(looked_at(41.0, **resumed)), "and then the time alone counts"
+    assert is_stalled(looked_at(41.0, **resumed)), "and then the time alone counts"
 
 
 def test_no_page_at_all() -> None:
     evidence = Evidence("dump", 1, (), moving=True, stall_s=0.0)
-    assert (stands(evidence), rhythm_of(evidence).words) == (False, "")
+    assert (is_stalled(evidence), rhythm_of(evidence).words) == (False, "")
     assert Progress(0, 0, 1, 0, 1, 1, "torch").history == ()
 
 

@@ -27,7 +27,7 @@ class Rhythm:
         return f" (usual {seconds_words(self.usual_s)}{longest})" if self.usual_s else ""
 
 
-def stands(evidence: Evidence) -> bool:
+def is_stalled(evidence: Evidence) -> bool:
     """Whether a job that somebody looks at has gone without a sign of progress for longer than a few usual steps.
 
     A pause or a phase that the script has announced is its own affair; nor does it count in a look that a finding of
@@ -74,7 +74,7 @@ def _rhythm(page: Progress) -> Rhythm:
 def with_the_time_without_a_step(facts: Facts, finding: Finding) -> Finding:
     """Of a job that stands while somebody computes: since when, and that one look cannot tell slow from endless."""
     evidence = facts.evidence
-    if not (evidence.moving and stands(evidence)):
+    if not (evidence.moving and is_stalled(evidence)):
         return finding
     stepped = any(one.step is not None for one in facts.ranks.values())
     since = (
