@@ -75,14 +75,16 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def _rules() -> str:
     rows = (
         (
-            f"`{rule.name}`",
-            rule.says.replace("``", "`"),
-            ", ".join(rule.needs),
-            "*its own*" if rule.concludes == OWN else ", ".join(f"`{cause}`" for cause in rule.concludes),
+            rule.asks if kind is rule.kinds[0] else "",
+            f"`{kind.name}`",
+            kind.says.replace("``", "`"),
+            ", ".join(kind.needs),
+            "*its own*" if kind.concludes == OWN else ", ".join(f"`{cause}`" for cause in kind.concludes),
         )
         for rule in RULES
+        for kind in rule.kinds
     )
-    return table(("rule", "finds", "needs", "causes"), rows)
+    return table(("rule", "kind", "finds", "needs", "causes"), rows)
 
 
 def _doubts() -> str:

@@ -114,7 +114,7 @@ def _parted(facts: Facts) -> dict[Meeting, int]:
     """Group → the first number under which its members made different calls, or one of them made none."""
     found: dict[Meeting, int] = {}
     for group in facts.alignment.groups():
-        parted = facts.histories.in_group(group).parted
+        parted = facts.histories.in_group(group).diverged_at
         last = min((facts.alignment.last(rank, group) for rank in _recording(facts, group)), default=0)
         found[(group,)] = min(last + 1, parted) if parted is not None else last + 1
     return found

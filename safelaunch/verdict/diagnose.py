@@ -27,7 +27,7 @@ from safelaunch.verdict.proof import prove
 from safelaunch.verdict.rank_state import Facts
 from safelaunch.verdict.reading.source import ReadSource
 from safelaunch.verdict.remarks import with_gpus, with_repeats
-from safelaunch.verdict.rules import RULES
+from safelaunch.verdict.rules import KINDS
 from safelaunch.verdict.rules_nodes import node_behind, version_claims
 from safelaunch.verdict.rules_results import CAUSES as WRONG_RESULTS
 from safelaunch.verdict.stalled import with_the_time_without_a_step
@@ -73,13 +73,13 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
 def _conclude(case: Case) -> tuple[Finding, list[str]]:
     """The first finding, and what was ruled out before it."""
     ruled_out: list[str] = []
-    for rule in RULES:
-        ruling = rule.ask(case)
+    for kind in KINDS:
+        ruling = kind.ask(case)
         if isinstance(ruling, Finding):
             return ruling, ruled_out
         if ruling:
             ruled_out.append(ruling)
-    raise AssertionError("the last rule concludes in any case")
+    raise AssertionError("the last kind concludes in any case")
 
 
 def _proof(case: Case) -> tuple[ProofEdge, ...]:

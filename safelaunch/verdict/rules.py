@@ -1,6 +1,6 @@
-"""The rules, as one table: in which order they are asked, what each needs, which causes it may conclude.
+"""The rules, as one table: in which order they are asked, and of each the kinds of case that it knows.
 
-The order goes from what explains itself to what has to be inferred. The first finding wins; a rule that says why it has
+The order goes from what explains itself to what has to be inferred. The first finding wins; a kind that says why it has
 none is kept among what was ruled out.
 """
 
@@ -89,7 +89,7 @@ _MET: Mapping[Need, Callable[[Case], bool]] = {
 }
 
 
-# What has to have been seen of every rank for a rule to rule something out.
+# What has to have been seen of every rank for a kind to rule something out.
 Witness = Literal["", "its process", "its record", "the rank"]
 
 _WAS_SEEN: Mapping[Witness, Callable[[RankFacts], bool]] = {
@@ -101,7 +101,7 @@ _WAS_SEEN: Mapping[Witness, Callable[[RankFacts], bool]] = {
 
 
 @dataclass(frozen=True)
-class Rule:
+class Kind:
     """``concludes``: the causes that it may name. ``witness``: without it of every rank, it rules nothing out."""
 
     decide: Callable[[Case], Ruling]
@@ -128,48 +128,93 @@ class Rule:
         return all(_WAS_SEEN[self.witness](one) for one in case.ranks.values())
 
 
+@dataclass(frozen=True)
+class Rule:
+    """One question, and the kinds of case that answer it, in the order in which they are asked."""
+
+    asks: str
+    kinds: tuple[Kind, ...]
+
+
 _MISMATCH = ("collective-mismatch",)
 _EITHER = ("collective-mismatch", "uneven-batches")
 _FAILED = (*FAILURES, "uneven-batches")
+_IN_CIRCLE: tuple[Need, ...] = ("sends or receives in the circle",)
+_WHOLE: tuple[Need, ...] = ("every rank seen", "ranks that wait for peers")
 OWN = tuple(name for name, cause in CAUSES.items() if cause.own)
 
 RULES: tuple[Rule, ...] = (
-    Rule(rendezvous_incomplete, ("init-not-joined",)),
-    Rule(wrong_results, WRONG_RESULTS, ("a live job",)),
-    Rule(slow_not_stuck, ("slow-not-stuck",), ("a live job that moves",)),
-    Rule(aborted_by_a_peer, _EITHER, ("a crash",)),
-    Rule(wrong_size_received, _MISMATCH, ("a crash",)),
-    Rule(node_lost, ("node-lost",), ("a crash", "several nodes")),
-    Rule(unusual_group, ("missing-from-collective",), ("a crash",)),
-    Rule(compared_by_torch, _MISMATCH, ("a crash",)),
-    Rule(called_past_the_end, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
-    Rule(launcher_failed, ("rank-exception", "rank-exited"), ("a crash",)),
-    Rule(first_failure, _FAILED, witness="the rank"),
-    Rule(store_lost, ("launcher-stopped", "node-unreachable"), ("a crash", "several nodes")),
-    Rule(a_peer_ended, ("rank-exited",), ("a crash",)),
-    Rule(stopped_ranks, ("rank-stopped",), witness="its process"),
-    Rule(launcher_stopped, ("launcher-stopped",), ("several nodes",)),
-    Rule(failed_elsewhere, ("rank-exited",), ("several nodes",)),
-    Rule(init_not_joined, ("init-not-joined",)),
-    Rule(groups_made_apart, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
-    Rule(threads_that_race, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
-    Rule(diverged_earlier, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
-    Rule(waits_outside_collectives, OWN),
-    Rule(blocked_by, OWN, witness="the rank"),
-    Rule(node_cut_off, ("node-unreachable",), ("several nodes",)),
-    Rule(node_silent, ("node-unreachable", "launcher-stopped"), ("several nodes", "ranks that wait for peers")),
-    Rule(unseen_peers, ("missing-from-collective", "collective-mismatch"), ("ranks that wait for peers",)),
-    Rule(out_of_step, _MISMATCH, ("every rank seen", "ranks that wait for peers")),
-    Rule(other_tags, _MISMATCH, ("sends or receives in the circle",)),
-    Rule(sends_and_receives, ("p2p-cycle",), ("sends or receives in the circle",)),
-    Rule(one_sided, _MISMATCH, ("every rank seen", "sends or receives in the circle")),
-    Rule(left_its_role, _MISMATCH, ("every rank seen", "a circle of waits")),
-    Rule(left_out_between_groups, _MISMATCH, ("a circle over several groups",)),
-    Rule(group_order, ("group-order",), ("a circle over several groups",)),
-    Rule(unfit_transfers, _MISMATCH, ("ranks that wait for peers",)),
-    Rule(mismatch, _EITHER, ("ranks that wait for peers",), "its record"),
-    Rule(left_by_all, ("gpu-kernel",)),
-    Rule(alone, OWN, ("no rank that waits for peers",)),
-    Rule(versions_differ, ("versions-differ",), ("several nodes",)),
-    Rule(nobody_stands_out, ("no-rank-stands-out",)),
+    Rule("Did all nodes come?", (Kind(rendezvous_incomplete, ("init-not-joined",)),)),
+    Rule("Does a live job compute wrong results?", (Kind(wrong_results, WRONG_RESULTS, ("a live job",)),)),
+    Rule("Does it make progress?", (Kind(slow_not_stuck, ("slow-not-stuck",), ("a live job that moves",)),)),
+    Rule(
+        "What broke the calls between ranks?",
+        (
+            Kind(aborted_by_a_peer, _EITHER, ("a crash",)),
+            Kind(wrong_size_received, _MISMATCH, ("a crash",)),
+            Kind(node_lost, ("node-lost",), ("a crash", "several nodes")),
+            Kind(unusual_group, ("missing-from-collective",), ("a crash",)),
+            Kind(compared_by_torch, _MISMATCH, ("a crash",)),
+        ),
+    ),
+    Rule(
+        "Who ended first?",
+        (
+            Kind(called_past_the_end, _MISMATCH, _WHOLE),
+            Kind(launcher_failed, ("rank-exception", "rank-exited"), ("a crash",)),
+            Kind(first_failure, _FAILED, witness="the rank"),
+            Kind(store_lost, ("launcher-stopped", "node-unreachable"), ("a crash", "several nodes")),
+            Kind(a_peer_ended, ("rank-exited",), ("a crash",)),
+        ),
+    ),
+    Rule(
+        "What cannot run?",
+        (
+            Kind(stopped_ranks, ("rank-stopped",), witness="its process"),
+            Kind(launcher_stopped, ("launcher-stopped",), ("several nodes",)),
+            Kind(failed_elsewhere, ("rank-exited",), ("several nodes",)),
+        ),
+    ),
+    Rule(
+        "Who is missing where groups are made?",
+        (Kind(init_not_joined, ("init-not-joined",)), Kind(groups_made_apart, _MISMATCH, _WHOLE)),
+    ),
+    Rule(
+        "Did calls diverge long before?",
+        (Kind(threads_that_race, _MISMATCH, _WHOLE), Kind(diverged_earlier, _MISMATCH, _WHOLE)),
+    ),
+    Rule(
+        "Where do the waits end?",
+        (
+            Kind(waits_outside_collectives, OWN),
+            Kind(blocked_by, OWN, witness="the rank"),
+            Kind(node_cut_off, ("node-unreachable",), ("several nodes",)),
+            Kind(node_silent, ("node-unreachable", "launcher-stopped"), ("several nodes", "ranks that wait for peers")),
+            Kind(unseen_peers, ("missing-from-collective", "collective-mismatch"), ("ranks that wait for peers",)),
+        ),
+    ),
+    Rule(
+        "All wait for each other, or have arrived: where do their calls diverge?",
+        (
+            Kind(out_of_step, _MISMATCH, _WHOLE),
+            Kind(other_tags, _MISMATCH, _IN_CIRCLE),
+            Kind(sends_and_receives, ("p2p-cycle",), _IN_CIRCLE),
+            Kind(one_sided, _MISMATCH, ("every rank seen", *_IN_CIRCLE)),
+            Kind(left_its_role, _MISMATCH, ("every rank seen", "a circle of waits")),
+            Kind(left_out_between_groups, _MISMATCH, ("a circle over several groups",)),
+            Kind(group_order, ("group-order",), ("a circle over several groups",)),
+            Kind(unfit_transfers, _MISMATCH, ("ranks that wait for peers",)),
+            Kind(mismatch, _EITHER, ("ranks that wait for peers",), "its record"),
+        ),
+    ),
+    Rule(
+        "What is odd where nobody is seen to wait for it?",
+        (
+            Kind(left_by_all, ("gpu-kernel",)),
+            Kind(alone, OWN, ("no rank that waits for peers",)),
+            Kind(versions_differ, ("versions-differ",), ("several nodes",)),
+        ),
+    ),
+    Rule("Nothing else?", (Kind(nobody_stands_out, ("no-rank-stands-out",)),)),
 )
+KINDS = tuple(kind for rule in RULES for kind in rule.kinds)

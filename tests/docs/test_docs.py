@@ -21,7 +21,7 @@ from safelaunch.settings.config import MAX_STALL_FACTOR, Settings
 from safelaunch.settings.options import BY_NAME, OWN_OPTIONS, Option
 from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.rules import OWN, RULES
+from safelaunch.verdict.rules import KINDS, OWN
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -211,7 +211,7 @@ def names(causes: Iterable[str]) -> str:
 def test_the_tables_of_rules_and_doubts(filled: dict[str, str]) -> None:
     page = filled["docs/how-it-works.md"]
     assert f"on its own while others wait for it: {names(OWN)}." in " ".join(page.split())
-    assert all(f"| `{rule.name}` |" in page for rule in RULES)
+    assert all(f"| `{rule.name}` |" in page for rule in KINDS)
     assert all(doubt.why in filled["docs/verdicts.md"] for doubt in Doubt)
 
 
