@@ -26,11 +26,9 @@ from safelaunch.verdict.causes import (
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.handlers import Interruption, interruption
+from safelaunch.verdict.reading.innermost import Interruption, Poll, StoreKey, interruption, poll_at, store_key_at
 from safelaunch.verdict.reading.kernel import KernelWait, kernel_wait, polled_lock, wait_words
-from safelaunch.verdict.reading.polls import Poll, poll_at
 from safelaunch.verdict.reading.source import LockHeld, LockTaken, ReadSource, lock_at, locks_held
-from safelaunch.verdict.reading.store_keys import StoreKey, store_key_at
 
 
 @dataclass(frozen=True)

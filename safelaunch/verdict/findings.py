@@ -62,6 +62,8 @@ class Annotation:
     cause: str = ""
     explains: bool = False
     """it says why the ranks are there: its sentence comes first, its doubts, culprits and advice replace all others"""
+    supersedes: bool = False
+    """and the rule's own summary follows from it, and is left out"""
     ruled_out: tuple[str, ...] = ()
     nodes: tuple[NodeAtFault, ...] = ()
     branches: tuple[Branch, ...] = ()
@@ -78,7 +80,8 @@ def annotated(finding: Finding, annotations: Iterable[Annotation]) -> Finding:
     decisive = [why] if why is not None else found
     doubts = (*(() if why else finding.doubts), *(doubt for one in decisive for doubt in one.doubts))
     advice = frozenset[Advice]() if why else finding.advice
-    words = [why.sentence if why else "", finding.summary, *(one.sentence for one in found if one is not why)]
+    summary = finding.summary if why is None or not why.supersedes else ""
+    words = [why.sentence if why else "", summary, *(one.sentence for one in found if one is not why)]
     first = why.claims if why else ()
     behind = [claim for one in found if one is not why for claim in one.claims]
     return replace(

@@ -60,6 +60,7 @@ def wrong_group(facts: Facts, finding: Finding) -> Iterator[Annotation]:
         finding.advice | {WRONG_GROUP},
         cause="missing-from-collective",
         explains=True,
+        supersedes=True,
         ruled_out=(f"{finding.cause} alone: a call on a wrong group says why",),
     )
 

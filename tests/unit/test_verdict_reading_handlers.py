@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from safelaunch.model import Frame
-from safelaunch.verdict.reading.handlers import interruption
+from safelaunch.verdict.reading.innermost import interruption
 
 FILE = "/home/me/preempt.py"
 SOURCE = """\

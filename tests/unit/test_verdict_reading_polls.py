@@ -7,7 +7,7 @@ from textwrap import dedent
 import pytest
 
 from safelaunch.model import Frame
-from safelaunch.verdict.reading.polls import Poll, poll_at
+from safelaunch.verdict.reading.innermost import Poll, poll_at
 
 FILE = "/home/me/train.py"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from safelaunch.model import Frame
-from safelaunch.verdict.reading.store_keys import StoreKey, store_key_at
+from safelaunch.verdict.reading.innermost import StoreKey, store_key_at
 
 FILE = "/home/me/train.py"
 LOCALS = {"step": "15", "name": "'run/7'"}

@@ -1,20 +1,22 @@
-"""What a loop asks for again and again, read from the source of the line at which its thread sleeps or spins.
+"""What a thread's innermost line waits for, by its source. Pure.
 
 Of ``while not os.path.exists(flag): time.sleep(1)`` a stack shows the sleep alone. The loop's own condition says what
-is waited for, in the words of whoever wrote it.
+is asked for again and again, in the words of whoever wrote it. Calls of c10d's store have no Python frames: the line
+says which key it waits for, and the file which lines set it. Python calls a signal handler between two instructions of
+the main thread: it stands on the stack above a line that does not call it.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from safelaunch.model import Frame
-from safelaunch.verdict.reading.frames import basename
-from safelaunch.verdict.reading.source import ReadSource, names_in, scope_of, tree_of
+from safelaunch.verdict.reading.frames import basename, short
+from safelaunch.verdict.reading.source import ReadSource, lock_at, locks_held, names_in, scope_of, tree_of
 
 # A file; a call of c10d under way; a child process; a key of c10d's store; the same call, which raises each time.
 Kind = Literal["file", "work", "process", "key", "attempt", ""]
@@ -154,3 +156,127 @@ def _kind(test: ast.AST) -> Kind:
 def _shown(before: str, node: ast.AST) -> str:
     text = " ".join((before + ast.unparse(node)).split())
     return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 3]}..."
+
+
+# --- a key of c10d's store --------------------------------------------------------------------------------------------
+
+_WAITS = frozenset({"get", "wait"})
+_SETS = frozenset({"set", "add", "append", "compare_set"})
+
+
+@dataclass(frozen=True)
+class StoreKey:
+    """``text``: as it is written; ``value``: with the values of its names, where these are known. ``set_at``: the lines
+    of the same file that set it."""
+
+    text: str
+    value: str = ""
+    set_at: tuple[Frame, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """```f'run/{step}'` (run/15)``."""
+        return f"`{self.text}` ({self.value})" if self.value and self.value not in self.text else f"`{self.text}`"
+
+
+def store_key_at(frame: Frame, read_source: ReadSource, values: Mapping[str, str] | None = None) -> StoreKey | None:
+    """The key for which this line waits in a store: of ``store.get(f"epoch/{n}")``, ``f"epoch/{n}"``.
+
+    ``values``: of local variables, as Python writes them. None where the line waits for no key.
+    """
+    text = read_source(frame.file)
+    found = _key_in_source(text, frame.file, frame.line) if text else None
+    if found is None:
+        return None
+    key, set_at = found
+    return StoreKey(ast.unparse(key)[:_MOST_TEXT], (_value(key, values or {}) or "")[:_MOST_TEXT], set_at)
+
+
+@lru_cache(256)
+def _key_in_source(text: str, file: str, line: int) -> tuple[ast.expr, tuple[Frame, ...]] | None:
+    tree = tree_of(text)
+    calls = [one for one in ast.walk(tree) if isinstance(one, ast.Call)] if tree is not None else []
+    here = (one for one in calls if one.lineno <= line <= (one.end_lineno or one.lineno))
+    key = next((key for one in here for key in _keys(one, _WAITS)), None)
+    if key is None:
+        return None
+    shape = _shape(key)
+    set_at = (one.lineno for one in calls if any(_shape(other) == shape for other in _keys(one, _SETS)))
+    return key, tuple(Frame(file, at, "") for at in sorted(set_at))
+
+
+def _keys(call: ast.Call, functions: frozenset[str]) -> Iterator[ast.expr]:
+    """The first argument of such a call of a store; of a list of one key, that."""
+    function = call.func
+    if not (isinstance(function, ast.Attribute) and function.attr in functions and call.args):
+        return
+    if any("store" in name.lower() for name in names_in(function.value)):
+        key = call.args[0]
+        yield key.elts[0] if isinstance(key, (ast.List, ast.Tuple)) and len(key.elts) == 1 else key
+
+
+def _shape(key: ast.expr) -> str:
+    """Alike for two keys that differ in the names of variables inside a string."""
+    if isinstance(key, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in key.values)
+    return str(key.value) if isinstance(key, ast.Constant) else ast.dump(key)
+
+
+def _value(key: ast.expr, values: Mapping[str, str]) -> str | None:
+    """None where it takes more than the values of names."""
+    if isinstance(key, ast.Constant):
+        return str(key.value)
+    if isinstance(key, ast.Name):
+        return values[key.id].strip("'\"") if key.id in values else None
+    if isinstance(key, ast.FormattedValue) and key.format_spec is None and key.conversion == -1:
+        return _value(key.value, values)
+    parts: list[str | None] = []
+    if isinstance(key, ast.JoinedStr):
+        parts = [_value(part, values) for part in key.values]
+    elif isinstance(key, ast.BinOp) and isinstance(key.op, ast.Add):
+        parts = [_value(key.left, values), _value(key.right, values)]
+    known = [part for part in parts if part is not None]
+    return "".join(known) if parts and len(known) == len(parts) else None
+
+
+# --- a signal handler, and the code that it has interrupted -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """``holder``: the frame of the interrupted code that is inside ``with`` the same lock, or the interrupted line."""
+
+    handler: Frame
+    holder: Frame
+
+
+def interruption(stack: Sequence[Frame], read_source: ReadSource) -> Interruption | None:
+    """The outermost handler on ``stack`` (the user's frames, innermost first), which waits for a lock; None without."""
+    trees = {frame.file: tree for frame in stack if (tree := tree_of(read_source(frame.file) or "")) is not None}
+    handlers = {name for tree in trees.values() for name in _registered(tree)}
+    for place in range(len(stack) - 1, 0, -1):
+        handler, below = stack[place - 1], stack[place:]
+        tree = trees.get(below[0].file)
+        if short(handler.function) not in handlers or tree is None:
+            continue
+        if short(handler.function) not in _called_at(tree, below[0].line):
+            lock, held = lock_at(stack[0], read_source), locks_held(below, read_source)
+            its = (one.frame for one in held if lock is not None and one.is_that(lock, stack[0]))
+            return Interruption(handler, next(its, below[0]))
+    return None
+
+
+def _registered(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _last(node.func) == "signal" and len(node.args) == 2:
+            yield _last(node.args[1])
+
+
+def _called_at(tree: ast.Module, line: int) -> set[str]:
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return {_last(one.func) for one in calls if one.lineno <= line <= (one.end_lineno or one.lineno)}
+
+
+def _last(node: ast.AST) -> str:
+    """``self.writer.lock`` → ``lock``."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
