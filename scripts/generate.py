@@ -26,7 +26,6 @@ from safelaunch.system.console import folded
 ROOT = Path(__file__).parents[1]
 MAN_PAGE = ROOT / "man" / "safelaunch.1"
 COMPLETIONS = ROOT / "safelaunch" / "cli" / "completions"
-PARSERS = {"colaunch": "colaunch_options"}  # the module of a subcommand's parser, if it is another one
 RUNS, PRESETS = "safelaunch completion --values runs 2>/dev/null", "safelaunch completion --values presets"
 
 ZSH_PRESETS = f"""\
@@ -49,7 +48,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
         found = argparse.ArgumentParser("safelaunch help", description="Shows the help, or that on a subcommand.")
         found.add_argument("subcommand", nargs="?", choices=[*COMMANDS, "torchrun"], metavar="SUBCOMMAND", help="which")
         return found
-    made: argparse.ArgumentParser = import_module(f"safelaunch.cli.{PARSERS.get(command, command)}").parser()
+    made: argparse.ArgumentParser = import_module(f"safelaunch.cli.{command}").parser()
     return made
 
 

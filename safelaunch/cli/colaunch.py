@@ -1,32 +1,21 @@
-"""``safelaunch colaunch``: many jobs on one node, each with its own GPUs or cores, each an ordinary safelaunch run."""
+"""``safelaunch colaunch``: many jobs, each an ordinary safelaunch run: on this node, or handed to a scheduler."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from safelaunch.cli import program
-from safelaunch.cli.colaunch_options import Options, parse
-from safelaunch.cli.colaunch_rows import (
-    COLUMNS,
-    GAP,
-    bundles,
-    cells,
-    choose,
-    columns,
-    describe,
-    headline,
-    many,
-    summary_lines,
-    typical_s,
-)
+from safelaunch.cli.colaunch_screen import describe, describe_batch, many, open_screen, summary_lines
+from safelaunch.cli.parsing import Parser
 from safelaunch.cli.run import understood
 from safelaunch.job import torchrun
 from safelaunch.job.argv import CommandLine, split
@@ -34,31 +23,98 @@ from safelaunch.job.paths import seen_from_here, working_directory
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import store_of
 from safelaunch.settings.config import options_of, resolve
+from safelaunch.settings.options import BY_FLAG
+from safelaunch.settings.values import parse_count, parse_seconds
 from safelaunch.settings.yamlfile import read_yaml
 from safelaunch.sweep import summary
+from safelaunch.sweep.batch import BatchEngine, Programs, Site, adopted, end_strays
+from safelaunch.sweep.engine import Engine, Queue, QueueError
 from safelaunch.sweep.expand import Places, expand
-from safelaunch.sweep.grid import Matrix
+from safelaunch.sweep.grid import Axis, Matrix, Text, parse_grid
 from safelaunch.sweep.jobs import Job
 from safelaunch.sweep.journal import Attempt, Journal, attempts
 from safelaunch.sweep.local import Local, Place
+from safelaunch.sweep.metrics import check_pattern
 from safelaunch.sweep.paths import DEFAULT_PARENT, SweepPaths
-from safelaunch.sweep.placeholders import Text
 from safelaunch.sweep.pool import Gpus, Pool, Slots, check_fits, default_slots
 from safelaunch.sweep.resume import History, history, recovered, wait_for_remains
-from safelaunch.sweep.runner import Runner
-from safelaunch.sweep.signals import Signals
-from safelaunch.sweep.slurm.engine import SlurmEngine
+from safelaunch.sweep.runner import Runner, Signals
 from safelaunch.sweep.spec import Template, templates_of
 from safelaunch.sweep.sweep import Rules, Sweep
-from safelaunch.sweep.view import Screen, Snapshot
-from safelaunch.system.console import PREFIX, redact, room, say, show
-from safelaunch.system.deadline import at_most
+from safelaunch.system.console import redact, room, say, show
 from safelaunch.system.errors import PresetError, SpecError, UsageError
-from safelaunch.system.printable import clean_text
 from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redactor import Redactor
 
+T = TypeVar("T")
 INTERRUPTED = 130
+ENGINES = ("local", "slurm")  # each of the others is a module of safelaunch.sweep with a Queue
+TASK = "safelaunch.sweep.task"
+ENDLESS = 1 << 30  # a scheduler decides how many run at a time
+
+USAGE = """safelaunch colaunch SPEC.yaml [options]
+       safelaunch colaunch --grid NAME=VALUES ... [options] -- [safelaunch and torchrun options] script.py [args]"""
+DESCRIPTION = """\
+Runs many jobs on this node, each on its own GPUs (on a node without GPUs: its own CPU cores), as many at a time as \
+fit; with --engine slurm, as jobs of Slurm. Each job is an ordinary safelaunch run: watched, with a bundle if it hangs \
+or crashes. A job that fails does not disturb the others."""
+EPILOG = """\
+on one line: after --, write what you would give safelaunch for a single run
+  safelaunch colaunch --grid lr=1e-3,3e-4 --grid seed=0..4 \\
+      --gpus-per-job 1 \\
+      -- --nproc-per-node=1 train.py --lr {lr} --seed {seed}
+
+the same sweep as a file, which has more keys
+  defaults:               # for all jobs; a job's own keys win
+    command: train.py --lr {lr} --seed {seed} --out {job_dir}
+    gpus: 1               # on a node without GPUs: slots
+    preset: hang-debug    # also stall-timeout, max-stall, on-stall
+    env: {WANDB_NAME: "{name}"}
+    timeout: 2h           # of each job; then it is timed-out
+    retries: 1
+    metric: val_loss=([0-9.]+)
+  matrix:                 # each combination is a job
+    lr: [1e-3, 3e-4]
+    seed: 0..4
+  jobs:                   # optional: several kinds of jobs
+    prepare: {command: exec -- bash prepare.sh, gpus: 0}
+    train: {needs: prepare}  # after all of prepare succeeded
+  more keys of a job: name (with placeholders), cwd, and ports. 'ports: 2' leases two ports for the job; use them as \
+{port} and {port2} in its command and env
+  with --engine slurm also: nodes, and slurm: {partition, account, qos, time, sbatch: [--cpus-per-task=8]}
+
+placeholders, in command, env, cwd, needs and name: {PARAMETER}; {name}, {job_dir} and {sweep_dir} are the job's name, \
+its directory and the sweep's. In command and env, {port}, {port2}, ... are the job's ports. For braces, write {{ and \
+}}. An unknown placeholder, or a parameter or port that nothing uses, is an error: nothing starts.
+
+the sweep directory: journal.jsonl (read by --resume), summary.json, summary.csv, and for each job jobs/NAME/ with \
+attempt-1.log (the job's output) and bundles/.
+
+Ctrl-C once: colaunch starts no more jobs, and asks running jobs to end. Twice: it kills them. If colaunch itself is \
+killed, its jobs end too (those in Slurm go on); --resume runs the jobs that have not succeeded. Exit code: 0 if every \
+job succeeded, 1 if not, 2 for an error in the sweep (nothing started), 128+N if signal N stopped it.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Either ``spec``, or ``grid`` (which may be empty) and ``command``."""
+
+    spec: str | None
+    grid: tuple[Axis, ...]
+    command: tuple[str, ...]
+    gpus_per_job: int = 1
+    ports_per_job: int = 0
+    timeout_s: float | None = None
+    retries: int = 0
+    slots: int | None = None
+    max_parallel: int | None = None
+    fail_fast: bool = False
+    resume: bool = False
+    sweep_dir: str = ""
+    metrics: tuple[str, ...] = ()
+    dry_run: bool = False
+    engine: str = "local"
 
 
 def main(argv: list[str]) -> int:
@@ -69,37 +125,76 @@ def main(argv: list[str]) -> int:
     templates = _templates(options, cwd)
     paths = SweepPaths(cwd / (options.sweep_dir or f"{DEFAULT_PARENT}/{_sweep_name(options)}"))
     jobs = expand(templates, Places(os.fspath(paths.root), os.fspath(paths.jobs), os.fspath(cwd)))
-    if options.engine == "slurm":
-        check_jobs(jobs, "Slurm", environ)
-        return _on_slurm(options, jobs, paths, environ)
-    pool = make_pool(jobs, options.slots, options.max_parallel, environ)
-    check_jobs(jobs, pool.kind, environ)
-    if options.dry_run:
-        show("\n".join(describe(jobs, paths, pool, room())), fold=True)
-        return 0
-    try:
-        return _run(options, jobs, pool, paths, environ)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-
-
-def _on_slurm(options: Options, jobs: Sequence[Job], paths: SweepPaths, environ: dict[str, str]) -> int:
-    from safelaunch.cli import colaunch_slurm
-
-    if options.dry_run:
-        show("\n".join(colaunch_slurm.describe(jobs, paths)))
-        return 0
     with suppress(KeyboardInterrupt):
-        colaunch_slurm.connect(environ)  # raises if there is none, before the sweep writes anything
-        journal = Journal(paths.journal)
-        known = _history(options, journal, jobs, paths)
-        sweep, site, before = colaunch_slurm.begin(options, jobs, paths, journal, known, environ)
-        with Signals() as signals, open_screen() as screen:
-            runner = Runner(sweep, SlurmEngine(sweep, site, screen.note, before), site.journal, paths, screen)
-            runner.run(signals)
-            problem = _write_summary(sweep, paths)
-        return _finish(sweep, paths, problem, runner.stopped_by)
+        if options.engine == "local":
+            pool = make_pool(jobs, options.slots, options.max_parallel, environ)
+            check_jobs(jobs, pool.kind, environ)
+            if not options.dry_run:
+                return _on_this_node(options, jobs, pool, paths, environ)
+            show("\n".join(describe(jobs, paths, pool, room())), fold=True)
+        else:
+            queue = import_module(f"safelaunch.sweep.{options.engine}").Queue(environ)
+            check_jobs(jobs, queue, environ)
+            if not options.dry_run:
+                return _through(queue, options, jobs, paths)
+            show("\n".join(describe_batch(jobs, paths, _programs(options.engine), queue)))
+        return 0
     return INTERRUPTED
+
+
+def _programs(engine: str) -> Programs:
+    return Programs(program(), [*program(TASK, f"from {TASK} import main; sys.exit(main())"), engine])
+
+
+def _on_this_node(options: Options, jobs: Sequence[Job], pool: Pool, paths: SweepPaths, environ: dict[str, str]) -> int:
+    pool.free()  # raises if nothing can be leased, before the sweep writes anything
+    journal = Journal(paths.journal)
+    known = _history(options, journal, jobs, paths)
+    _begin(journal, jobs)
+    at_most = options.max_parallel or pool.capacity + (os.cpu_count() or 1)  # jobs without any GPU are limited by cores
+    units = {job.name: pool.units(job.gpus) for job in jobs}
+    sweep = Sweep(jobs, Rules(pool.capacity, at_most, options.fail_fast, units), known.before)
+    say(f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}")
+    place = Place(paths, pool, store_of(environ), journal, environ, program())
+    return _run(sweep, lambda note: Local(sweep, place, note), journal, paths)
+
+
+def _through(queue: Queue, options: Options, jobs: Sequence[Job], paths: SweepPaths) -> int:
+    """Runs the sweep through a scheduler, and what is still there from before."""
+    try:
+        queue.list()  # before the sweep writes anything
+    except QueueError as error:
+        raise UsageError(f"--engine {options.engine}: {error.message}", error.fix or "nothing was started") from error
+    journal = Journal(paths.journal)
+    before, going_on, others = adopted(_history(options, journal, jobs, paths), jobs)
+    end_strays(others, queue, journal, paths, say)
+    marks = [str(record["sweep_id"]) for record in journal.records if record.get("sweep_id")]
+    sweep_id = marks[0] if marks else secrets.token_hex(5)
+    _begin(journal, jobs, sweep_id)
+    rules = Rules(ENDLESS, options.max_parallel or ENDLESS, options.fail_fast, ahead=queue.keeps_order)
+    sweep = Sweep(jobs, rules, before)
+    names = [str(record.get("batch")) for record in journal.records if record.get("event") == "handed"]
+    numbers = [int(tail) for name in names if (tail := name.rpartition("-")[2]).isdecimal()]
+    site = Site(paths, journal, _programs(options.engine), sweep_id, max(numbers, default=0))
+    there = f"; {many(len(going_on), 'job')} may still be there" if going_on else ""
+    say(f"{many(len(jobs), 'job')} through {queue.name}, in {paths.root}{there}")
+    return _run(sweep, lambda note: BatchEngine(sweep, queue, site, note, going_on), journal, paths)
+
+
+def _begin(journal: Journal, jobs: Sequence[Job], sweep_id: str = "") -> None:
+    try:
+        journal.begun(len(jobs), sweep_id)
+    except OSError as error:
+        raise UsageError(f"{journal.path} cannot be written: {error.strerror or error}", "free some space") from error
+
+
+def _run(sweep: Sweep, engine: Callable[[Callable[[str], None]], Engine], journal: Journal, paths: SweepPaths) -> int:
+    """Runs the sweep and shows it; ``engine`` gets what shows a message."""
+    with Signals() as signals, open_screen() as screen:
+        runner = Runner(sweep, engine(screen.note), journal, paths, screen)
+        runner.run(signals)
+        problem = _write_summary(sweep, paths)  # before the last update: the terminal may have stopped reading
+    return _finish(sweep, paths, problem, runner.stopped_by)
 
 
 def _templates(options: Options, cwd: Path) -> tuple[Template, ...]:
@@ -134,26 +229,6 @@ def _sweep_name(options: Options) -> str:
     return f"grid-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
 
 
-def _run(options: Options, jobs: Sequence[Job], pool: Pool, paths: SweepPaths, environ: dict[str, str]) -> int:
-    pool.free()  # raises if nothing can be leased, before the sweep writes anything
-    journal = Journal(paths.journal)
-    known = _history(options, journal, jobs, paths)
-    try:
-        journal.begun(len(jobs))
-    except OSError as error:
-        raise UsageError(f"{paths.journal} cannot be written: {error.strerror or error}", "free some space") from error
-    at_most = options.max_parallel or pool.capacity + (os.cpu_count() or 1)  # jobs without any GPU are limited by cores
-    units = {job.name: pool.units(job.gpus) for job in jobs}
-    sweep = Sweep(jobs, Rules(pool.capacity, at_most, options.fail_fast, units), known.before)
-    say(f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}")
-    with Signals() as signals, open_screen() as screen:
-        place = Place(paths, pool, store_of(environ), journal, environ, program())
-        runner = Runner(sweep, Local(sweep, place, screen.note), journal, paths, screen)
-        runner.run(signals)
-        problem = _write_summary(sweep, paths)  # before the last update: the terminal may have stopped reading
-    return _finish(sweep, paths, problem, runner.stopped_by)
-
-
 def _history(options: Options, journal: Journal, jobs: Sequence[Job], paths: SweepPaths) -> History:
     """The earlier attempts, once all their processes have ended. Without --resume, raises UsageError if any exist."""
     found = attempts(journal.records)
@@ -165,11 +240,11 @@ def _history(options: Options, journal: Journal, jobs: Sequence[Job], paths: Swe
         )
     if not found:
         return known
-    with_slurm = [attempt.job for attempt in known.unfinished if attempt.handed]
-    if with_slurm and options.engine != "slurm":
+    elsewhere = [attempt.job for attempt in known.unfinished if attempt.handed]
+    if elsewhere and options.engine == "local":
         raise UsageError(
-            f"jobs of this sweep may still be in Slurm: {', '.join(with_slurm[:5])}",
-            "use --engine slurm again, or choose another directory with --sweep-dir",
+            f"jobs of this sweep may still be in a scheduler: {', '.join(elsewhere[:5])}",
+            "give the same --engine again, or choose another directory with --sweep-dir",
         )
     wait_for_remains([attempt for attempt in known.unfinished if not attempt.handed], paths, say)
     found = tuple(_with_word(attempt, journal, jobs, paths) for attempt in found)
@@ -241,8 +316,11 @@ def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, envir
     return pool
 
 
-def check_jobs(jobs: Sequence[Job], kind: str, environ: Mapping[str, str]) -> None:
-    """Raises SpecError for a job that safelaunch would reject, or whose working directory does not exist."""
+def check_jobs(jobs: Sequence[Job], on: str | Queue, environ: Mapping[str, str]) -> None:
+    """Raises SpecError for a job that safelaunch would reject, or whose working directory does not exist.
+
+    ``on``: what the jobs run on: the pool's kind, or a scheduler.
+    """
     try:
         torch: torchrun.Torch | None = torchrun.find(environ)
     except UsageError:
@@ -253,14 +331,14 @@ def check_jobs(jobs: Sequence[Job], kind: str, environ: Mapping[str, str]) -> No
     seen: set[object] = set()
     for job in jobs:
         try:
-            _check(job.with_ports(range(20000, 20000 + job.ports)), kind, table, torch, environ, seen)
+            _check(job.with_ports(range(20000, 20000 + job.ports)), on, table, torch, environ, seen)
         except UsageError as error:
             raise SpecError(f"{job.where}: job {job.name}: {error.message}", error.fix) from error
 
 
 def _check(
     job: Job,
-    kind: str,
+    on: str | Queue,
     table: Mapping[str, bool],
     torch: torchrun.Torch | None,
     environ: Mapping[str, str],
@@ -276,8 +354,8 @@ def _check(
         understood(command, table)
     if not command.script:
         raise UsageError("the command names no script", "write the command as you would for safelaunch")
-    _check_nodes(job, kind, command)
-    if kind in ("GPU", "Slurm") and "CUDA_VISIBLE_DEVICES" in dict(job.env):
+    _check_nodes(job, on, command)
+    if on != "slot" and "CUDA_VISIBLE_DEVICES" in dict(job.env):
         raise UsageError("env: CUDA_VISIBLE_DEVICES cannot be set here", OURS["--gpus"])
     if not Path(job.cwd).is_dir():
         raise UsageError(f"cwd: directory {job.cwd} does not exist", "it is relative to colaunch's working directory")
@@ -291,14 +369,14 @@ def _check(
                 raise UsageError(f"{name} is set ({settings.origin(name)})", OURS[f"--{name}"])
 
 
-# What makes one job of several nodes; the Slurm engine gives it.
+# What makes one job of several nodes; the engine gives it.
 OF_SEVERAL_NODES = ("--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-id", "--rdzv-backend", "--master-addr")
 
 
-def _check_nodes(job: Job, kind: str, command: CommandLine) -> None:
+def _check_nodes(job: Job, on: str | Queue, command: CommandLine) -> None:
     if job.nodes == 1:
         return
-    if kind != "Slurm":
+    if isinstance(on, str) or on.across(job.nodes) is None:
         raise UsageError(f"nodes: {job.nodes} nodes, but this engine has one", "give --engine slurm")
     given = [word.partition("=")[0].replace("_", "-") for word in command.torchrun]
     for word in given:
@@ -306,111 +384,111 @@ def _check_nodes(job: Job, kind: str, command: CommandLine) -> None:
             raise UsageError(f"{word} cannot be given together with 'nodes'", "leave it out: colaunch gives it")
 
 
-REFRESH_S = 0.5
-WRITE_DEADLINE_S = 0.3
-STUCK_RETRY_S = 5.0
-PLAIN_REFRESH_S = 60.0
-_RIGHT = {"step", "rate", "age", "elapsed", "estimate"}
-MOST_BUNDLE_LINES = 9  # below the table, and a third of the screen at most
-_STYLES = {"running": "bold", "succeeded": "green", "failed": "red", "hung": "red", "timed-out": "red"}
+# --- the command line -------------------------------------------------------------------------------------------------
 
 
-# --- the screen -------------------------------------------------------------------------------------------------------
+def parse(argv: list[str]) -> Options:
+    """Parses the command line. Raises UsageError; argparse itself exits for ``--help`` and its own errors (code 2)."""
+    split = argv.index("--") if "--" in argv else len(argv)
+    command = tuple(argv[split + 1 :])
+    words = parser().parse_args(argv[:split])
+    _check_kind(words, command, has_command=split < len(argv))
+    if words.engine != "local" and words.slots is not None:
+        raise UsageError(
+            "colaunch: --slots works only on this node.",
+            f"Leave it out, or leave out --engine {words.engine}.",
+        )
+    axes = tuple(parse_grid(word) for word in words.grid)
+    names = [axis.name for axis in axes]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"--grid {twice} occurs twice.", "Give all its values at once: --grid NAME=1,2,3")
+    for pattern in words.metric:
+        check_pattern(pattern)
+    return Options(
+        spec=words.spec,
+        grid=axes,
+        command=command,
+        gpus_per_job=1 if words.gpus_per_job is None else words.gpus_per_job,
+        ports_per_job=words.ports_per_job or 0,
+        timeout_s=words.timeout,
+        retries=words.retries or 0,
+        slots=words.slots,
+        max_parallel=words.max_parallel,
+        fail_fast=words.fail_fast,
+        resume=words.resume,
+        sweep_dir=words.sweep_dir or "",
+        metrics=tuple(words.metric),
+        dry_run=words.dry_run,
+        engine=words.engine,
+    )
 
 
-@contextmanager
-def open_screen() -> Iterator[Screen]:
-    """The screen that fits stdout. Restores the terminal at the end."""
-    if not sys.stdout.isatty():
-        yield PlainScreen()
+def _check_kind(words: argparse.Namespace, command: tuple[str, ...], *, has_command: bool) -> None:
+    if words.spec is None and not command:
+        what = "the command after -- is missing" if has_command else "a file or a command is missing"
+        raise UsageError(f"colaunch: {what}.", "Use safelaunch colaunch SPEC.yaml, or --grid ... -- script.py {lr}")
+    if words.spec is None:
         return
-    from rich.live import Live
-
-    live = Live(auto_refresh=False, vertical_overflow="crop", transient=True)  # the summary has it all
-    live.start()
-    screen = TerminalScreen(live)
-    try:
-        yield screen
-    finally:
-        with suppress(OSError):  # the terminal may be gone
-            live.stop()
-        for text in screen.notes:
-            say(text)
+    if has_command or words.grid:
+        raise UsageError("colaunch: give either a file or a grid with a command, not both.", "See --help.")
+    for name in ("gpus_per_job", "ports_per_job", "timeout", "retries"):
+        if getattr(words, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            key = name.removesuffix("_per_job")
+            raise UsageError(
+                f"colaunch: {flag} works only with --grid.", f"In a file, set '{key}' in 'defaults' or in a job."
+            )
 
 
-class PlainScreen:
-    """One line on stderr per event, and the overall progress once a minute."""
-
-    def __init__(self) -> None:
-        self._next_s = time.monotonic() + PLAIN_REFRESH_S
-
-    def note(self, text: str) -> None:
-        say(text)
-
-    ended = note
-
-    def show(self, snapshot: Callable[[], Snapshot]) -> None:
-        now = time.monotonic()
-        if now >= self._next_s:
-            self._next_s = now + PLAIN_REFRESH_S
-            say(headline(snapshot()))
-
-
-class TerminalScreen:
-    """A live table below the events.
-
-    If the terminal stops reading (Ctrl-S, a dead connection), the sweep continues, and the screen retries briefly.
-    """
-
-    def __init__(self, live: Any) -> None:
-        self._live = live
-        self._next_s = 0.0
-        self.notes: list[str] = []  # not shown yet
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def ended(self, text: str) -> None:
-        """The table has it, and then the summary."""
-
-    def show(self, snapshot: Callable[[], Snapshot]) -> None:
-        now = time.monotonic()
-        if now < self._next_s:
-            return
-        self._next_s = now + REFRESH_S
-        from rich.text import Text
-
-        try:
-            with at_most(WRITE_DEADLINE_S):
-                for text in self.notes:
-                    self._live.console.print(Text(PREFIX + clean_text(redact(text))))
-                self.notes.clear()
-                size = self._live.console.size
-                self._live.update(picture(snapshot(), size.height, size.width), refresh=True)
-        except OSError:  # the terminal is gone, or does not read
-            self._next_s = time.monotonic() + STUCK_RETRY_S
+def parser() -> Parser:
+    """The command line of ``safelaunch colaunch`` up to ``--``."""
+    found = Parser(
+        "colaunch",
+        after_dashes={*BY_FLAG, *torchrun.KNOWN},
+        usage=USAGE,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = found.add_argument
+    add("spec", nargs="?", metavar="SPEC.yaml", help="the sweep as a file")
+    add("--grid", action="append", default=[], metavar="NAME=VALUES", help="a parameter: lr=1e-3,3e-4 or seed=0..4")
+    add("--gpus-per-job", type=_number(parse_count), metavar="N", help="GPUs (or slots) for each job of a grid [1]")
+    add(
+        "--ports-per-job",
+        type=_number(parse_count),
+        metavar="N",
+        help="ports for each job of a grid: {port}, {port2}",
+    )
+    add("--timeout", type=_number(parse_seconds), metavar="SECONDS", help="time limit for each job of a grid (90s, 2h)")
+    add("--retries", type=_number(parse_count), metavar="N", help="run a failed job of a grid again, up to N times [0]")
+    add(
+        "--engine",
+        choices=ENGINES,
+        default="local",
+        help="where the jobs run: here, or as jobs of Slurm [local]",
+    )
+    add("--slots", type=_number(_positive), metavar="N", help="assign N shares of the CPU cores instead of GPUs")
+    add("--max-parallel", type=_number(_positive), metavar="N", help="run at most N jobs at a time")
+    add("--fail-fast", action="store_true", help="stop everything when a job fails")
+    add("--resume", action="store_true", help="continue this sweep: run the jobs that have not succeeded")
+    add("--sweep-dir", metavar="DIR", help="where the sweep's files go [./safelaunch-sweeps/NAME]")
+    add("--metric", action="append", default=[], metavar="REGEX", help="a column: the last match in each job's output")
+    add("--dry-run", action="store_true", help="show the jobs; start nothing")
+    return found
 
 
-def picture(snapshot: Snapshot, height: int, width: int) -> Any:
-    """As much of the table as fits, and a summary line."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
+def _positive(text: str) -> int:
+    number = parse_count(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
 
-    found = bundles(snapshot.jobs, min(MOST_BUNDLE_LINES, height // 3), working_directory())
-    lines_of_bundles = sum(1 + (len(line) - 1) // max(1, width) for line in found)
-    shown = choose(snapshot, max(3, height - 5 - lines_of_bundles))
-    typical = typical_s(snapshot)
-    rows = [cells(job, typical.get(job.job.group)) for job in shown]
-    kept = columns(rows, width)
-    table = Table(box=None, pad_edge=False, padding=(0, len(GAP), 0, 0), header_style="dim")
-    for name in kept:
-        table.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=True)
-    for job, row in zip(shown, rows, strict=True):
-        said = dict(zip(COLUMNS, row, strict=True))
-        style = "yellow" if job.quiet else _STYLES.get(job.state, "dim")
-        table.add_row(*(Text(redact(said[name])) for name in kept), style=style)
-    more = len(snapshot.jobs) - len(shown)
-    rest = [Text(f"... and {more} more", style="dim")] if more else []
-    paths = [Text(redact(line), overflow="fold", style="red") for line in found]
-    return Group(table, *rest, *paths, Text(redact(headline(snapshot)), style="bold"))
+
+def _number(read: Callable[[str], T]) -> Callable[[str], T]:
+    def convert(text: str) -> T:
+        return read(text)
+
+    convert.__name__ = "value"  # argparse: "invalid value: 'x'"
+    return convert

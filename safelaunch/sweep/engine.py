@@ -1,14 +1,19 @@
-"""What the runner asks of an engine: the place where the jobs of a sweep run. Another engine is another such class."""
+"""What the runner asks of an engine, what a screen gets of it, and what ``BatchEngine`` asks of a scheduler's queue.
+
+An engine is the place where the jobs of a sweep run: ``local.Local`` on this node, ``batch.BatchEngine`` on whatever
+lies behind a ``Queue``. Another scheduler is another ``Queue``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
-from safelaunch.sweep.jobs import Job, Outcome
-from safelaunch.sweep.view import JobView
+from safelaunch.job.job import EXIT_GAVE_UP, EXIT_HUNG
+from safelaunch.sweep.jobs import Job, Metric, Outcome, Pace, State, Track
+from safelaunch.system.errors import SafelaunchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +25,29 @@ class Ended:
     outcome: Outcome
 
 
+@dataclass(frozen=True, slots=True)
+class Live:
+    """An attempt that runs, or that waits in a scheduler's queue.
+
+    ``on``: its GPUs, slots or nodes; ``ports``: the ranks' master port, then the leased ones. ``queued_for``: why a
+    scheduler lets it wait; None once it runs.
+    """
+
+    on: str = ""
+    ports: str = ""
+    gpus: tuple[str, ...] = ()
+    elapsed_s: float = 0.0
+    pace: Pace = field(default_factory=Pace)
+    stopping: bool = False
+    queued_for: str | None = None
+
+
 class Engine(Protocol):
     """Runs the jobs of one ``Sweep``, which says what may start. No method waits for a job."""
 
     @property
     def kind(self) -> str:
-        """What a job runs on: ``GPU``, ``slot``, ``node``."""
+        """What a job runs on: ``GPU``, ``slot``, or the scheduler's name."""
 
     @property
     def unfinished(self) -> int:
@@ -47,14 +69,158 @@ class Engine(Protocol):
     def log(self, name: str, attempt: int) -> Path:
         """The file with an attempt's output."""
 
-    def look(self) -> None:
-        """Looks at running jobs, for ``view`` and ``so_far``."""
-
-    def view(self, name: str) -> JobView:
-        """One job at this moment."""
-
-    def so_far(self) -> Mapping[str, Outcome]:
-        """What is known of running jobs, in the form of their outcomes."""
+    def look(self) -> Mapping[str, Live]:
+        """The attempts that have begun or been handed over, as they are now, by job."""
 
     def close(self) -> None:
         """Lets go of what the engine holds, once the runner has finished."""
+
+
+def state_of(code: int, verdict: str, ended_by_us: State | None = None) -> State:
+    """The state of an attempt. ``verdict``: the outcome in the bundle's verdict, empty without one; it beats the code.
+
+    ``ended_by_us``: why we asked the job to stop. A job that succeeded anyway has succeeded.
+    """
+    if code == 0:
+        return "succeeded"
+    if ended_by_us is not None:
+        return ended_by_us
+    if verdict in ("hang", "crash"):
+        return "hung" if verdict == "hang" and code in (EXIT_HUNG, EXIT_GAVE_UP) else "failed"
+    return "hung" if code == EXIT_HUNG else "failed"
+
+
+# --- what is seen of a sweep ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """One job at one moment. ``outcome``: of its last attempt that ended; ``metrics``: the newest ones.
+
+    ``live``: None unless it runs, or waits in a scheduler's queue.
+    """
+
+    job: Job
+    state: State
+    attempts: int = 0
+    why: str = ""
+    outcome: Outcome | None = None
+    live: Live | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+
+    @staticmethod
+    def of(track: Track, live: Live | None, metrics: Mapping[str, Metric]) -> JobView:
+        if live is None:
+            ended = track.outcome.metrics if track.outcome is not None else {}
+            return JobView(track.job, track.state, track.attempts, track.why, track.outcome, metrics=ended)
+        state: State = "running" if live.queued_for is None else "waiting"
+        why = "stopping" if live.stopping else "" if state == "running" else "queued"
+        return JobView(track.job, state, track.attempts, why, track.outcome, live, metrics)
+
+    @property
+    def so_far(self) -> Outcome | None:
+        """What is known of the attempt that goes on, in the form of its outcome."""
+        if self.live is None or self.state == "waiting":
+            return Outcome("waiting") if self.live is not None else None
+        took_s = round(self.live.elapsed_s, 3)
+        return Outcome("running", None, took_s, self.live.pace.step, self.live.gpus, metrics=self.metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All jobs. ``kind``: the unit they run on (``GPU``, ``slot``); ``stopped``: why no more start, or empty."""
+
+    jobs: tuple[JobView, ...]
+    kind: str
+    stopped: str = ""
+
+
+class Screen(Protocol):
+    """A display of a sweep. No method waits long for a terminal that does not read."""
+
+    def note(self, text: str) -> None:
+        """Shows an event."""
+
+    def ended(self, text: str) -> None:
+        """Shows how a job has ended; a display that has a line for each job does by itself."""
+
+    def show(self, snapshot: Callable[[], Snapshot]) -> None:
+        """Updates the display; takes a snapshot only if it will be shown."""
+
+
+# --- a scheduler ------------------------------------------------------------------------------------------------------
+
+
+class QueueError(SafelaunchError):
+    """A scheduler refused a request, or did not answer.
+
+    ``passing``: another try may succeed; ``full``: it takes no more jobs of this user until some have ended.
+    """
+
+    passing = False
+    full = False
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is handed over. ``name`` is unique: it finds the job again in the scheduler's list.
+
+    ``after``: the scheduler's numbers of the jobs that have to succeed first.
+    """
+
+    name: str
+    job: Job
+    script: Path
+    output: Path
+    after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A job as the scheduler lists it. ``number``: what it calls the job; ``word``: its own word for the state.
+
+    ``reason``: why it waits. ``hopeless``: it was ended because a job that it needs did not succeed.
+    """
+
+    name: str
+    number: str
+    stage: Literal["queued", "running", "ended"]
+    word: str = ""
+    reason: str = ""
+    nodes: str = ""
+    hopeless: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a scheduler's word says about a job that did not succeed. ``asked``: only if a signal ended the job."""
+
+    state: State
+    cause: str
+    asked: bool = False
+
+
+class Queue(Protocol):
+    """A scheduler. Its methods may take minutes, and are called one at a time, in a thread.
+
+    Its module also has ``Inside``: what a job sees of itself (see ``task``).
+    """
+
+    name: str
+    meanings: Mapping[str, Meaning]
+    keeps_order: bool  # whether it heeds Work.after
+
+    def across(self, nodes: int) -> Sequence[str] | None:
+        """The words that run a command once on each of a job's nodes; None if a job has one node only."""
+
+    def words(self, work: Work) -> list[str]:
+        """The command that submits ``work``."""
+
+    def submit(self, work: Work) -> str:
+        """Submits it; returns its number. Raises QueueError."""
+
+    def list(self) -> Iterable[Listed]:
+        """The jobs of this user; those that have ended as long as the scheduler knows them. Raises QueueError."""
+
+    def cancel(self, numbers: Sequence[str], *, kill: bool) -> None:
+        """Asks jobs to end; with ``kill``, ends them. One that has ended is no error. Raises QueueError."""

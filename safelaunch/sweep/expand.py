@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 
 from safelaunch.settings.values import parse_run_name
 from safelaunch.settings.yamlfile import did_you_mean
-from safelaunch.sweep.grid import BUILTIN, MAX_JOBS, Matrix, Params
+from safelaunch.sweep.grid import BUILTIN, MAX_JOBS, Matrix, Params, Text
 from safelaunch.sweep.jobs import Job, port_marks, port_names
-from safelaunch.sweep.placeholders import Text
 from safelaunch.sweep.spec import Template
 from safelaunch.system.errors import SpecError
 from safelaunch.system.redaction.names import is_secret_name
@@ -100,7 +99,7 @@ def _job(template: Template, params: Params, name: str, places: Places) -> tuple
     cwd = posixpath.join(places.cwd, template.cwd.fill(values)) if template.cwd is not None else places.cwd
     job = Job(
         name=name,
-        words=tuple(text.fill(with_ports) for text in (*_after_exec(template)[0], *_after_exec(template)[1])),
+        words=tuple(text.fill(with_ports) for text in _words(template)),
         where=template.where,
         group=template.group,
         params=params,
@@ -117,11 +116,10 @@ def _job(template: Template, params: Params, name: str, places: Places) -> tuple
     return job, tuple(Text(text.fill(values), text.where) for text in template.needs)
 
 
-def _after_exec(template: Template) -> tuple[tuple[Text, ...], tuple[Text, ...]]:
-    """Puts options before the command, but after a leading ``exec``."""
-    if template.command and template.command[0].text == "exec":
-        return (template.command[0], *template.options), template.command[1:]
-    return template.options, template.command
+def _words(template: Template) -> tuple[Text, ...]:
+    """The options before the command, but after a leading ``exec``."""
+    first = 1 if template.command and template.command[0].text == "exec" else 0
+    return (*template.command[:first], *template.options, *template.command[first:])
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

@@ -4,11 +4,11 @@ It has one JSON document per line, is only appended to, and each line is on the 
 
     {"event": "begun", "pid": 4711, ...}                                           colaunch has been started
     {"event": "started", "job": "lr-1e-3", "attempt": 1, "fingerprint": ..., "pid": ..., "start_ticks": ...}
-    {"event": "handed", "job": "lr-1e-3", "attempt": 1, "fingerprint": ..., "batch": ..., "task": 0, "size": 4}
+    {"event": "handed", "job": "lr-1e-3", "attempt": 1, "fingerprint": ..., "batch": ...}
     {"event": "ended", "job": "lr-1e-3", "attempt": 1, "state": "succeeded", ...}
 
 "started" is written while the job's process still waits for its release, so the journal knows every job; "handed", in
-its place, before a scheduler gets the job, which is found there by the name of its batch. An incomplete
+its place, before a scheduler gets the job, which is found there by its unique name, ``batch``. An incomplete
 last line was never acted upon, and is cut off. ``--resume`` runs a job without an "ended" again, unless its safelaunch
 recorded a success: colaunch may be killed between a job's end and its record. The colaunch that runs the sweep locks
 the journal (flock).
@@ -36,7 +36,10 @@ NOBODY = ProcessId(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt of a job in the journal. ``outcome`` None: its end was never recorded."""
+    """One attempt of a job in the journal. ``outcome`` None: its end was never recorded.
+
+    ``handed``: the unique names under which a scheduler got it: after an unclear answer it is handed over again.
+    """
 
     job: str
     number: int
@@ -45,19 +48,7 @@ class Attempt:
     outcome: Outcome | None = None
     gpus: tuple[str, ...] = ()
     began_unix_s: float = 0.0
-    handed: tuple[Handed, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Handed:
-    """What a scheduler got: the name of the batch, which is unique, and the attempt's number in it.
-
-    After an unclear answer of the scheduler, an attempt is handed over again.
-    """
-
-    batch: str
-    task: int
-    size: int
+    handed: tuple[str, ...] = ()
 
 
 # --- pure -------------------------------------------------------------------------------------------------------------
@@ -100,9 +91,9 @@ def attempts(records: Sequence[Record]) -> tuple[Attempt, ...]:
                 began_s = float(record.get("time_unix_s", 0.0))
                 found[key] = Attempt(*key, str(record["fingerprint"]), process, None, gpus, began_s)
             elif record["event"] == "handed":
-                handed = Handed(str(record["batch"]), int(record["task"]), int(record["size"]))
                 earlier = found[key].handed if key in found else ()
-                found[key] = Attempt(*key, str(record["fingerprint"]), NOBODY, handed=(*earlier, handed))
+                handed = (*earlier, str(record["batch"]))
+                found[key] = Attempt(*key, str(record["fingerprint"]), NOBODY, handed=handed)
             elif record["event"] == "ended" and key in found:
                 found[key] = replace(found[key], outcome=outcome_of(record))
         except (KeyError, TypeError, ValueError):
@@ -196,15 +187,10 @@ class Journal:
         words = {"job": job.name, "attempt": attempt, "fingerprint": job.fingerprint, "gpus": list(gpus)}
         self._write({"event": "started", **words, "pid": process.pid, "start_ticks": process.start_ticks})
 
-    def handed(self, batch: str, attempts: Sequence[tuple[Job, int]]) -> None:
-        """Records what a scheduler is about to get, all at once. Raises OSError if it can't be written."""
-        if not self.catch_up():
-            raise OSError(errno.EIO, "earlier records could not be written")
-        words = [
-            {"event": "handed", "job": job.name, "attempt": number, "fingerprint": job.fingerprint, "batch": batch}
-            for job, number in attempts
-        ]
-        self._append(b"".join(_line({**word, "task": i, "size": len(words)}) for i, word in enumerate(words)))
+    def handed(self, job: Job, attempt: int, name: str) -> None:
+        """Records what a scheduler is about to get, under ``name``. Raises OSError if it can't be written."""
+        words = {"job": job.name, "attempt": attempt, "fingerprint": job.fingerprint}
+        self._write({"event": "handed", **words, "batch": name})
 
     def ended(self, name: str, attempt: int, outcome: Outcome) -> None:
         """Records a job's end. If it can't be written now, it is kept and written as soon as possible."""

@@ -20,24 +20,23 @@ from safelaunch.leases import ports
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.store import Store
 from safelaunch.supervise.control.discover import our_roots
-from safelaunch.sweep import spawn
-from safelaunch.sweep.active import Active, lingers, outcome_of, so_far, view_of, view_without
-from safelaunch.sweep.engine import Ended
-from safelaunch.sweep.jobs import Job, Outcome, threads
+from safelaunch.sweep import metrics, spawn
+from safelaunch.sweep.engine import Ended, Live, state_of
+from safelaunch.sweep.jobs import Job, Outcome, State, threads
 from safelaunch.sweep.journal import Journal
-from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep.paths import SweepPaths, newest, verdict_of
 from safelaunch.sweep.pool import Pool, Share
 from safelaunch.sweep.steps import Steps
 from safelaunch.sweep.sweep import Sweep
-from safelaunch.sweep.view import JobView
 from safelaunch.system.errors import ResourceError, StoreError
 
 TICK_S = 0.5
 BUSY_TICK_S = 0.1
 # torchrun waits 30 s for ranks that do not end at SIGTERM, and then kills them.
 STOP_PATIENCE_S = 45.0
+# The guardian of a killed supervisor ends its job: SIGTERM, 5 s, SIGKILL.
+LINGER_S = 8.0
 CANNOT_START = 127
-
 
 # Temporary failures: no room on the disk, no process available. The job is not to blame, and starts later.
 PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
@@ -57,6 +56,40 @@ class Place:
     journal: Journal
     environ: Mapping[str, str]
     program: Sequence[str]
+
+
+@dataclass(slots=True)
+class Active:
+    """One attempt. ``process`` is its safelaunch; times are CLOCK_MONOTONIC, in seconds.
+
+    ``ended_by_us``: its state because we asked it to end; ``asked_s``: when (it is killed if it doesn't end).
+    ``below``: the processes below it when it was killed. ``status``: its wait status once it has been reaped.
+    ``before``: the bundles that there were.
+    """
+
+    job: Job
+    attempt: int
+    share: Share
+    process: ProcessId
+    log: Path
+    before: set[str]
+    began_s: float
+    ended_by_us: State | None = None
+    asked_s: float | None = None
+    killed_s: float | None = None
+    status: int | None = None
+    reaped_s: float = 0.0
+    below: tuple[ProcessId, ...] = ()
+
+    def lingers(self, now: float) -> bool:
+        """Whether processes of a job with a killed supervisor are still alive: its guardian ends them, then we do."""
+        assert self.status is not None
+        if not os.WIFSIGNALED(self.status) or not spawn.is_held(self.log):
+            return False
+        if now - self.reaped_s > LINGER_S:
+            for each in self.below:
+                each.send(signal.SIGKILL)
+        return now - self.reaped_s <= LINGER_S + 1.0
 
 
 class Local:
@@ -144,13 +177,28 @@ class Local:
         for active in list(self._active.values()):
             if active.status is None:
                 active.status, active.reaped_s = process.reap(active.process.pid), now
-            if active.status is not None and not lingers(active, now):
+            if active.status is not None and not active.lingers(now):
                 del self._active[active.job.name]
-                last_step, wrong = self._steps.last_of(active.process)
-                outcome = outcome_of(active, self._place.paths, last_step, self._say, wrong)
-                yield Ended(active.job, active.attempt, outcome)
+                yield Ended(active.job, active.attempt, self._outcome(active))
                 self._place.pool.release(active.share)  # once its end has been recorded
         self._hurry()
+
+    def _outcome(self, active: Active) -> Outcome:
+        assert active.status is not None
+        last_step, wrong = self._steps.last_of(active.process)
+        bundle = newest(self._place.paths.bundles_of(active.job.name) - active.before)
+        code = exit_code(active.status)
+        verdict, cause = verdict_of(bundle)
+        return Outcome(
+            state=state_of(code, verdict, active.ended_by_us),
+            exit_code=code,
+            duration_s=round(active.reaped_s - active.began_s, 3),
+            last_step=last_step,
+            gpus=active.share.gpus,
+            bundle=bundle,
+            metrics=metrics.from_log(active.log, active.job.metrics, self._say),
+            cause=cause or wrong,
+        )
 
     # --- the start of a job -----------------------------------------------------------------------------------------
 
@@ -252,10 +300,7 @@ class Local:
         share.lease.forget()
         self._waiting = False
         self._sweep.began(job)
-        now = self._clock()
-        self._active[job.name] = Active(
-            job, attempt, share, started, command.log, before, now, patterns=job.metrics, measured_s=now
-        )
+        self._active[job.name] = Active(job, attempt, share, started, command.log, before, self._clock())
         self._say(f"{job.name}: started on {self._place.pool.kind} {share.label}")
 
     def _environment(self, job: Job, share: Share) -> dict[str, str]:
@@ -266,19 +311,19 @@ class Local:
 
     # --- what is seen of it -----------------------------------------------------------------------------------------
 
-    def look(self) -> None:
-        self._steps.look([active.process for active in self._active.values() if active.status is None])
+    def look(self) -> dict[str, Live]:
+        running = [active for active in self._active.values() if active.status is None]
+        self._steps.look([active.process for active in running])
+        return {active.job.name: self._live(active) for active in running}
 
-    def so_far(self) -> dict[str, Outcome]:
-        now = self._clock()
-        return {
-            name: so_far(active, self._steps.of(active.process), now)
-            for name, active in self._active.items()
-            if active.status is None
-        }
+    def _live(self, active: Active) -> Live:
+        share, pace = active.share, self._steps.of(active.process)
+        ports = ",".join(dict.fromkeys(filter(None, (pace.master_port, *map(str, share.ports)))))
+        elapsed_s = self._clock() - active.began_s
+        return Live(share.label, ports, share.gpus, elapsed_s, pace, active.ended_by_us is not None)
 
-    def view(self, name: str) -> JobView:
-        running, track = self._active.get(name), self._sweep.tracks[name]
-        if running is None:
-            return view_without(track)
-        return view_of(running, track, self._steps.of(running.process), self._clock())
+
+def exit_code(status: int) -> int:
+    """The exit code for a wait status, as a shell shows it: 128 plus the number of a signal that ended it."""
+    code = os.waitstatus_to_exitcode(status)
+    return 128 - code if code < 0 else code

@@ -1,10 +1,13 @@
-"""All file names of one sweep."""
+"""All file names of one sweep, and what its jobs' bundles say."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 DEFAULT_PARENT = "safelaunch-sweeps"
 
@@ -65,3 +68,41 @@ class SweepPaths:
         except OSError:
             return set()
         return {path for path in found if os.path.exists(os.path.join(path, "verdict.json"))}  # noqa: PTH110, PTH118
+
+
+# --- bundles ----------------------------------------------------------------------------------------------------------
+
+
+def newest(bundles: Collection[str]) -> str:
+    """The path of the newest of these bundles, or empty. Of one job's nodes, one has the whole; it comes first."""
+    return max(bundles, key=lambda path: (_is_whole(path), modified_ns(path), path), default="")
+
+
+def verdict_of(bundle: str) -> tuple[str, str]:
+    """``hang``, ``crash`` or ``dump``, and the cause; both empty without a bundle or a readable verdict."""
+    document = _verdict(bundle) if bundle else None
+    if document is None or "outcome" not in document:
+        return "", ""
+    return str(document["outcome"]), str(document.get("cause", ""))
+
+
+def _is_whole(bundle: str) -> bool:
+    document = _verdict(bundle)
+    place = document.get("bundle") if document is not None else None
+    return document is not None and (not isinstance(place, dict) or bool(place.get("whole", True)))
+
+
+def _verdict(bundle: str) -> dict[str, Any] | None:
+    """What verdict.json says; None where it cannot be read."""
+    try:
+        document = json.loads((Path(bundle) / "verdict.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def modified_ns(path: str) -> int:
+    try:
+        return Path(path).stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -5,21 +5,69 @@ It never waits for a job, and never for long for a terminal.
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any
 
 from safelaunch.job.paths import seen_from_here
 from safelaunch.sweep import summary
-from safelaunch.sweep.engine import Ended, Engine
+from safelaunch.sweep.engine import Ended, Engine, JobView, Live, Screen, Snapshot
 from safelaunch.sweep.journal import Journal
+from safelaunch.sweep.metrics import Newest
 from safelaunch.sweep.paths import SweepPaths
-from safelaunch.sweep.signals import Signals
 from safelaunch.sweep.sweep import Sweep
-from safelaunch.sweep.view import Screen, Snapshot
 
 SUMMARY_EVERY_S = 2.0
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Signals:
+    """Within ``with``, collects stopping signals instead of acting on them. Ignored ones (nohup) stay ignored."""
+
+    def __init__(self) -> None:
+        self._taken: list[int] = []
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        self._wake, self._woken = os.pipe()
+        for descriptor in (self._wake, self._woken):
+            os.set_blocking(descriptor, False)
+        self._fd_before = signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        for signum in (*STOPPING, signal.SIGCHLD):
+            if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
+                self._before[signum] = signal.signal(signum, self._take)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(self._fd_before)
+        os.close(self._wake)
+        os.close(self._woken)
+
+    def _take(self, signum: int, frame: FrameType | None) -> None:
+        if signum in STOPPING:
+            self._taken.append(signum)
+
+    def taken(self) -> list[int]:
+        """The stopping signals since the last call."""
+        taken, self._taken = self._taken, []
+        return taken
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for a signal, a child's end, or ``timeout_s`` seconds."""
+        if self._taken:
+            return
+        if select.select([self._wake], [], [], timeout_s)[0]:
+            try:
+                os.read(self._wake, 4096)
+            except BlockingIOError:
+                return
 
 
 class Runner:
@@ -41,6 +89,8 @@ class Runner:
         self._screen = screen
         self._clock = clock
         self._seeing = True
+        self._live: Mapping[str, Live] = {}
+        self._metrics = Newest()
         self._summary_due_s = 0.0
         self.stopped_by = 0
         self._stops = 0
@@ -88,7 +138,10 @@ class Runner:
         if not self._seeing:
             return
         try:
-            self._engine.look()
+            self._live = self._engine.look()
+            running = [self._sweep.tracks[name] for name, live in self._live.items() if live.queued_for is None]
+            logs = {track.job: self._engine.log(track.job.name, track.attempts) for track in running}
+            self._metrics.look(logs, self._clock())
             self._screen.show(self.snapshot)
         except Exception as error:  # noqa: BLE001
             self._seeing = False
@@ -101,10 +154,15 @@ class Runner:
         now = self._clock()
         if now < self._summary_due_s:
             return
+        so_far = {view.job.name: known for view in self.snapshot().jobs if (known := view.so_far) is not None}
         with suppress(OSError):  # at the end, a failure is reported
-            summary.write_csv(tuple(self._sweep.tracks.values()), self._paths, self._engine.so_far())
+            summary.write_csv(tuple(self._sweep.tracks.values()), self._paths, so_far)
         self._summary_due_s = now + max(SUMMARY_EVERY_S, 20 * (self._clock() - now))
 
     def snapshot(self) -> Snapshot:
         """The current state of every job."""
-        return Snapshot(tuple(map(self._engine.view, self._sweep.tracks)), self._engine.kind, self._sweep.stopped)
+        views = [
+            JobView.of(track, self._live.get(name) if track.state == "running" else None, self._metrics.of(name))
+            for name, track in self._sweep.tracks.items()
+        ]
+        return Snapshot(tuple(views), self._engine.kind, self._sweep.stopped)

@@ -26,10 +26,9 @@ from dataclasses import dataclass, field
 from safelaunch.settings.options import BY_NAME, WATCHDOG_KEYS
 from safelaunch.settings.values import parse_count, parse_run_name, parse_seconds
 from safelaunch.settings.yamlfile import Node, known_entries, mapping_entries, text_of, texts_of
-from safelaunch.sweep.grid import Axis, Matrix, axis
+from safelaunch.sweep import slurm
+from safelaunch.sweep.grid import Axis, Matrix, Text, axis, scalar
 from safelaunch.sweep.metrics import check_pattern
-from safelaunch.sweep.placeholders import Text
-from safelaunch.sweep.slurm import words as slurm_words
 from safelaunch.system.errors import SpecError, UsageError
 
 TOP = ("defaults", "matrix", "jobs")
@@ -96,16 +95,13 @@ def _check_group(key: Node) -> None:
 
 
 def _merged(defaults: Mapping[str, Node], own: Mapping[str, Node]) -> dict[str, Node]:
-    """The job's keys merged over the defaults; environments are merged variable by variable."""
+    """The job's keys merged over the defaults; ``env`` and ``slurm`` are merged key by key."""
     merged = {**defaults, **own}
-    if "env" in defaults and "env" in own:
-        variables = {key.text: (key, value) for node in (defaults["env"], own["env"]) for key, value in node.entries}
-        mapping_entries(own["env"], "env")
-        merged["env"] = Node(own["env"].where, "mapping", entries=tuple(variables.values()))
-    if "slurm" in defaults and "slurm" in own:
-        mapping_entries(own["slurm"], "slurm")
-        words = {key.text: (key, value) for node in (defaults["slurm"], own["slurm"]) for key, value in node.entries}
-        merged["slurm"] = Node(own["slurm"].where, "mapping", entries=tuple(words.values()))
+    for name in ("env", "slurm"):
+        if name in defaults and name in own:
+            mapping_entries(own[name], name)
+            words = {key.text: (key, value) for each in (defaults, own) for key, value in each[name].entries}
+            merged[name] = Node(own[name].where, "mapping", entries=tuple(words.values()))
     return merged
 
 
@@ -129,7 +125,7 @@ def _template(group: str, where: str, keys: Mapping[str, Node], matrix: Matrix, 
         retries=_count(keys, "retries", 0),
         metrics=(*metrics, *more),
         nodes=_nodes(keys),
-        batch=_batch(keys["slurm"]) if "slurm" in keys else (),
+        batch=slurm.words_of(keys["slurm"]) if "slurm" in keys else (),
     )
 
 
@@ -139,7 +135,7 @@ def _template(group: str, where: str, keys: Mapping[str, Node], matrix: Matrix, 
 def command_of(node: Node) -> tuple[Text, ...]:
     """The command as words, from a list or from one text that is split as in a shell."""
     if node.kind == "list":
-        words = tuple(Text(_scalar(item, "command"), item.where) for item in node.items)
+        words = tuple(Text(scalar(item, "command"), item.where) for item in node.items)
     else:
         words = tuple(Text(word, node.where) for word in _split(text_of(node, "command"), node.where))
     if not words:
@@ -154,24 +150,15 @@ def _split(text: str, where: str) -> list[str]:
         raise SpecError(f"{where}: command: {error}", "check the quotes, or write a list of words") from error
 
 
-def _scalar(node: Node, what: str) -> str:
-    if node.kind in ("text", "number", "boolean"):
-        if "\0" in node.text:
-            raise SpecError(f"{node.where}: {what}: text cannot contain a NUL character")
-        return node.text
-    hint = 'a word that begins with { needs quotes: "{lr}"' if node.kind == "mapping" else ""
-    raise SpecError(f"{node.where}: {what}: a value must be text or a number, not {node.describe()}", hint)
-
-
 def _text(keys: Mapping[str, Node], name: str) -> Text | None:
-    return Text(_scalar(keys[name], name), keys[name].where) if name in keys else None
+    return Text(scalar(keys[name], name), keys[name].where) if name in keys else None
 
 
 def _count(keys: Mapping[str, Node], name: str, default: int) -> int:
     if name not in keys:
         return default
     try:
-        return parse_count(_scalar(keys[name], name))
+        return parse_count(scalar(keys[name], name))
     except ValueError:
         raise SpecError(f"{keys[name].where}: {name}: {keys[name].text!r} is not a whole number") from None
 
@@ -183,22 +170,11 @@ def _nodes(keys: Mapping[str, Node]) -> int:
     return nodes
 
 
-def _batch(node: Node) -> tuple[str, ...]:
-    """The words for sbatch of a job's ``slurm``."""
-    found: list[str] = []
-    for key, _, value in known_entries(node, slurm_words.KEYS, "slurm"):
-        if key != "sbatch":
-            found.append(slurm_words.key_word(key, Text(_scalar(value, key), value.where)))
-        elif value.kind != "list" or value.items:
-            found += slurm_words.checked([Text(item.text, item.where) for item in texts_of(value, "sbatch")])
-    return tuple(found)
-
-
 def _seconds(keys: Mapping[str, Node], name: str) -> float | None:
     if name not in keys:
         return None
     try:
-        return parse_seconds(_scalar(keys[name], name))
+        return parse_seconds(scalar(keys[name], name))
     except ValueError:
         text = keys[name].text
         raise SpecError(
@@ -232,7 +208,7 @@ def _env(node: Node) -> tuple[tuple[str, Text], ...]:
                 f"{value.where}: {key.text}: {value.text} is a boolean, but a variable's value must be text",
                 f'write "{value.text}" in quotes, or 1 or 0',
             )
-        found.append((key.text, Text(_scalar(value, key.text), value.where)))
+        found.append((key.text, Text(scalar(value, key.text), value.where)))
     return tuple(found)
 
 
@@ -260,7 +236,7 @@ def _matrix(node: Node) -> Matrix:
     axes: list[Axis] = []
     for key, value in mapping_entries(node, "matrix"):
         nodes = value.items if value.kind == "list" else (value,)
-        axes.append(axis(key.text, [_scalar(item, key.text) for item in nodes], key.where))
+        axes.append(axis(key.text, [scalar(item, key.text) for item in nodes], key.where))
     return Matrix(tuple(axes))
 
 

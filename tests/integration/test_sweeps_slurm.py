@@ -19,7 +19,7 @@ CHECK = Path(__file__).parents[2] / "scripts" / "slurm_check.py"
 
 
 def test_a_sweep_whose_colaunch_is_killed_right_after_sbatch() -> None:
-    """An array, a dependency, ``kill -9`` before the job's number is known, and ``--resume``: every job runs once."""
+    """Four jobs, a dependency, ``kill -9`` before the job's number is known, and ``--resume``: every job runs once."""
     done = subprocess.run([sys.executable, CHECK, "--only", "kill_after"], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "kept" in done.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.cli import colaunch_options, demo, dump
+from safelaunch.cli import colaunch, demo, dump
 from safelaunch.settings.config import (
     BY_FLAG,
     HOOK_ENV,
@@ -114,7 +114,7 @@ def test_each_subcommand_takes_what_applies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "parser"), [("demo", demo.parser()), ("dump", dump.parser()), ("colaunch", colaunch_options.parser())]
+    ("command", "parser"), [("demo", demo.parser()), ("dump", dump.parser()), ("colaunch", colaunch.parser())]
 )
 def test_the_table_says_which_options_the_other_subcommands_take(command: str, parser: argparse.ArgumentParser) -> None:
     taken = {flag for action in parser._actions for flag in action.option_strings} & set(BY_FLAG)

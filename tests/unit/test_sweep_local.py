@@ -21,16 +21,15 @@ from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.store import Store
 from safelaunch.sweep import spawn
+from safelaunch.sweep.engine import Snapshot
 from safelaunch.sweep.jobs import Job, port_marks
 from safelaunch.sweep.journal import Journal, attempts, parse
 from safelaunch.sweep.local import Local, Place
 from safelaunch.sweep.paths import SweepPaths
 from safelaunch.sweep.pool import Gpus, Share, Slots
-from safelaunch.sweep.runner import Runner
-from safelaunch.sweep.signals import Signals
+from safelaunch.sweep.runner import Runner, Signals
 from safelaunch.sweep.spawn import Command
 from safelaunch.sweep.sweep import Rules, Sweep
-from safelaunch.sweep.view import Snapshot
 
 
 class Notes:

@@ -7,39 +7,39 @@ import json
 import os
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path, PurePath
 
 import msgspec
 import pytest
 import stub
 
-from safelaunch.cli.colaunch import OURS, check_jobs, make_pool, picture
-from safelaunch.cli.colaunch_options import parse
-from safelaunch.cli.colaunch_rows import (
+from safelaunch.cli.colaunch import OURS, check_jobs, make_pool, parse
+from safelaunch.cli.colaunch_screen import (
+    _LESS_WANTED,
     COLUMNS,
     bundles,
     cause,
     cells,
     choose,
-    columns,
     describe,
     headline,
+    picture,
     summary_lines,
     time_left_s,
 )
+from safelaunch.cli.table import Table
 from safelaunch.leases import gpus
 from safelaunch.leases.choose import Gpu, Inventory
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import Store
 from safelaunch.model import Inconsistency, Progress, format_ranks
-from safelaunch.sweep import active, metrics, summary
-from safelaunch.sweep.bundles import newest, verdict_of
-from safelaunch.sweep.jobs import Job, Outcome, Track, ranks, threads
-from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep import metrics, summary
+from safelaunch.sweep.engine import JobView, Live, Snapshot, state_of
+from safelaunch.sweep.jobs import Job, Outcome, Pace, Track, ranks, threads
+from safelaunch.sweep.local import exit_code
+from safelaunch.sweep.paths import SweepPaths, newest, verdict_of
 from safelaunch.sweep.pool import Gpus, Share, Slots, check_fits, default_slots, share_out
 from safelaunch.sweep.steps import slowest, wrong_cause
-from safelaunch.sweep.view import JobView, Snapshot
 from safelaunch.system.errors import UsageError
 
 
@@ -237,11 +237,11 @@ def test_the_ranks_of_a_job(words: str, count: int) -> None:
     ],
 )
 def test_the_state_of_a_job_that_has_ended(code: int, verdict: str, by_us: str | None, state: str) -> None:
-    assert active.state_of(code, verdict, by_us) == state  # type: ignore[arg-type]
+    assert state_of(code, verdict, by_us) == state  # type: ignore[arg-type]
 
 
 def test_exit_codes_are_a_shells() -> None:
-    assert [active.exit_code(status) for status in (0, 256, 124 << 8, signal.SIGKILL)] == [0, 1, 124, 137]
+    assert [exit_code(status) for status in (0, 256, 124 << 8, signal.SIGKILL)] == [0, 1, 124, 137]
 
 
 def test_the_bundle_of_an_attempt_is_the_one_that_is_new(tmp_path: Path) -> None:
@@ -377,13 +377,21 @@ def test_a_working_directory_that_is_not_there_and_gpus_set_by_hand(tmp_path: Pa
 DONE = Outcome("succeeded", 0, 60.0, 100, metrics={"loss": 0.25})
 
 
-def view(state: str, name: str = "a", **more: object) -> JobView:
-    return JobView(job(name, params=(("lr", "1e-3"),)), state, **more)  # type: ignore[arg-type]
+def view(state: str, name: str = "a", live: Live | None = None, **more: object) -> JobView:
+    track = Track(job(name, params=(("lr", "1e-3"),)), state, 1, outcome=more.pop("outcome", None))  # type: ignore[arg-type]
+    track.attempts = int(str(more.pop("attempts", 1)))
+    known = live or (Live() if state == "running" else None)
+    return JobView.of(track, known, more.pop("metrics", {}))  # type: ignore[arg-type]
+
+
+def live(step: int | None = None, steps_per_s: float | None = None, elapsed_s: float = 0.0, **more: object) -> Live:
+    own = {name: more.pop(name) for name in ("on", "ports", "queued_for", "stopping") if name in more}
+    return Live(elapsed_s=elapsed_s, pace=Pace(step, steps_per_s, **more), **own)  # type: ignore[arg-type]
 
 
 def test_the_row_of_a_running_job() -> None:
-    running = view("running", on="0-1", ports="29401,20000", step=40, steps_per_s=2.0, elapsed_s=20.0, attempts=2)
-    running = replace(running, age_s=0.4, metrics={"loss": 0.5, "tag": "x"})
+    known = live(40, 2.0, 20.0, on="0-1", ports="29401,20000", age_s=0.4)
+    running = view("running", live=known, attempts=2, metrics={"loss": 0.5, "tag": "x"})
     row = dict(zip(COLUMNS, cells(running, 60.0), strict=True))
     assert row == {
         "job": "a",
@@ -402,22 +410,22 @@ def test_the_row_of_a_running_job() -> None:
 
 
 def test_a_job_that_is_quiet_has_no_rate_and_no_estimate_from_before() -> None:
-    known = {"step": 40, "steps_per_s": 1.84, "elapsed_s": 70.0, "age_s": 42.0}
-    row = dict(zip(COLUMNS, cells(view("running", **known, quiet=True, cause="data-loading"), 120.0), strict=True))
+    still = live(40, 1.84, 70.0, age_s=42.0, quiet=True, cause="data-loading")
+    row = dict(zip(COLUMNS, cells(view("running", live=still), 120.0), strict=True))
     shown = [row[name] for name in ("state", "cause", "rate", "age", "estimate")]
     assert shown == ["quiet", "data-loading?", "0/s", "42s", "-"]
-    late = dict(zip(COLUMNS, cells(view("running", **known), 60.0), strict=True))
+    late = dict(zip(COLUMNS, cells(view("running", live=live(40, 1.84, 70.0, age_s=42.0)), 60.0), strict=True))
     assert (late["state"], late["estimate"]) == ("running", "-"), "not 0.0s"
-    assert headline(Snapshot((view("running", "a", quiet=True), view("running", "b")), "slot")).startswith(
-        "0 of 2 done, 2 running (1 quiet)"
-    )
+    quiet = view("running", "a", live(quiet=True))
+    assert headline(Snapshot((quiet, view("running", "b")), "slot")).startswith("0 of 2 done, 2 running (1 quiet)")
 
 
 def test_the_row_of_a_job_that_has_ended_and_of_one_that_has_not_begun() -> None:
     hung = view("hung", outcome=Outcome("hung", 124, 90.0, 7, bundle="/b/a-hang", cause="busy-loop"))
     assert cells(hung, 60.0)[2:] == ("hung", "-", "-", "busy-loop", "7", "-", "-", "-", "1m30s", "-")
-    found = replace(view("running"), wrong="replicas-diverged")
-    assert cells(found, 60.0)[5] == "replicas-diverged" and cells(replace(found, cause="lock"), 60.0)[5] == "lock?"
+    wrong = {"wrong": "replicas-diverged"}
+    assert cells(view("running", live=live(**wrong)), 60.0)[5] == "replicas-diverged"  # type: ignore[arg-type]
+    assert cells(view("running", live=live(**wrong, cause="lock")), 60.0)[5] == "lock?"  # type: ignore[arg-type]
     assert cells(view("succeeded", outcome=DONE), 60.0)[9] == "loss=0.25"
     assert cells(view("waiting"), None)[2:] == ("waiting", *"---------")
 
@@ -425,8 +433,8 @@ def test_the_row_of_a_job_that_has_ended_and_of_one_that_has_not_begun() -> None
 def test_the_headline_counts_and_estimates() -> None:
     jobs = (
         view("succeeded", "a", outcome=DONE),
-        view("running", "b", elapsed_s=20.0),
-        view("running", "c", elapsed_s=0.0),
+        view("running", "b", live(elapsed_s=20.0)),
+        view("running", "c", live()),
         view("waiting", "d"),
     )
     snapshot = Snapshot(jobs, "slot")
@@ -460,18 +468,24 @@ def test_the_table_for_a_terminal_fits_and_says_what_it_leaves_out() -> None:
 HUNG = Outcome("hung", 124, 90.0, 7, bundle=f"/w/s/jobs/lr/bundles/lr-{'x' * 30}-hang", cause="collective-mismatch")
 
 
+def columns(rows: list[tuple[str, ...]], width: int) -> tuple[str, ...]:
+    return Table(COLUMNS, rows, less_wanted=_LESS_WANTED).fitted(width).columns
+
+
 def test_a_narrow_terminal_has_fewer_columns_not_shorter_words() -> None:
-    running = view("running", "lr-1e-3_seed-1", on="0-3", ports="20001", step=400, steps_per_s=49.4, elapsed_s=6.0)
-    rows = [cells(each, 60.0) for each in (replace(running, age_s=0.1), view("hung", "lr-3e-4_seed-1", outcome=HUNG))]
+    running = view("running", "lr-1e-3_seed-1", live(400, 49.4, 6.0, on="0-3", ports="20001", age_s=0.1))
+    rows = [cells(each, 60.0) for each in (running, view("hung", "lr-3e-4_seed-1", outcome=HUNG))]
     assert columns(rows, 160) == COLUMNS
     assert {"job", "state", "cause", "age"} <= set(columns(rows, 90))
     assert columns(rows, 10) == ("job", "state", "cause")
-    quiet = cells(view("running", "job-with-a-name", on="0", elapsed_s=1.0), None)
+    quiet = cells(view("running", "job-with-a-name", live(on="0", elapsed_s=1.0)), None)
     assert columns([quiet], 50) == ("job", "parameters", "state", "on", "elapsed"), "empty ones go first"
 
 
 def test_a_waiting_job_shows_why_the_scheduler_lets_it_wait() -> None:
-    assert cause(view("waiting", "j", cause="Resources")) == "Resources"
+    queued = view("running", "j", live(queued_for="Resources"))
+    assert (queued.state, queued.why, cause(queued)) == ("waiting", "queued", "Resources")
+    assert queued.so_far == Outcome("waiting")
     assert cause(view("waiting", "j")) == "-"
 
 
@@ -495,9 +509,9 @@ def sweep_on_screen() -> Snapshot:
     return Snapshot(
         (
             view("succeeded", names[0], attempts=1, outcome=DONE),
-            view("running", names[1], on="0-1", age_s=0.1, metrics={"loss": 0.7312}, **pace),
+            view("running", names[1], live(on="0-1", age_s=0.1, **pace), metrics={"loss": 0.7312}),  # type: ignore[arg-type]
             view("hung", names[2], outcome=hung),
-            view("running", names[3], on="2-3", age_s=42.0, quiet=True, cause="data-loading", **pace),
+            view("running", names[3], live(on="2-3", age_s=42.0, quiet=True, cause="data-loading", **pace)),  # type: ignore[arg-type]
             view("waiting", names[4]),
         ),
         "GPU",

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.cli.colaunch_options import EPILOG
+from safelaunch.cli.colaunch import EPILOG
 from safelaunch.settings.yamlfile import parse_yaml
 from safelaunch.sweep import spec
 from safelaunch.sweep.expand import Places, derive, expand
-from safelaunch.sweep.grid import Matrix, axis, parse_grid
+from safelaunch.sweep.grid import Matrix, Text, axis, parse_grid
 from safelaunch.sweep.jobs import Job
-from safelaunch.sweep.placeholders import Text
 from safelaunch.sweep.spec import Template, templates_of
 from safelaunch.system.errors import UsageError
 
