@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from safelaunch import schemas
-from safelaunch.cli import doctor, dump, gpu_rows, presets
+from safelaunch.cli import doctor, dump, gpus, presets
 from safelaunch.cli.status import AnsweringRun, SilentRun
 from safelaunch.model import Verdict, verdict
 from safelaunch.report.calls import CallDocument
@@ -31,7 +31,7 @@ DOCUMENTS: dict[str, tuple[tuple[type, ...], str]] = {
     "status.json": ((list, AnsweringRun, SilentRun), "What safelaunch status --json prints"),
     "dump.json": ((dump.Document,), "What safelaunch dump --json prints"),
     "record.json": ((RecordDocument,), "What safelaunch record --json prints"),
-    "gpus.json": ((gpu_rows.Document,), "What safelaunch gpus --json prints"),
+    "gpus.json": ((gpus.Document,), "What safelaunch gpus --json prints"),
     "doctor.json": ((doctor.Document,), "What safelaunch doctor --json prints"),
     "presets.json": ((list, presets.SummaryDocument), "What safelaunch presets --json prints"),
     "preset.json": ((presets.PresetDocument,), "What safelaunch presets show NAME --json prints"),

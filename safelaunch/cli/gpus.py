@@ -5,19 +5,203 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
 
-from safelaunch.leases.choose import Inventory
-from safelaunch.leases.holder import Holder
+from safelaunch.leases.choose import Gpu, Inventory, users_of
+from safelaunch.leases.holder import Holder, User, look, moment
 from safelaunch.leases.inventory import inventory
 from safelaunch.leases.store import Store, store_of
-from safelaunch.leases.users import User, look
 from safelaunch.system.console import redact, say, show, show_json
 from safelaunch.system.errors import StoreError
+from safelaunch.system.printable import clean
 
-from .gpu_rows import COLUMNS, RIGHT, STYLES, Row, document, rows, waiting_line
 from .parsing import Parser
+from .table import GAP, Table
+
+# --- The lines of ``safelaunch gpus``: the state of each GPU, from leases and NVML ------------------------------------
+
+
+COLUMNS = ("gpu", "name", "memory", "state", "pid", "user", "since", "command")
+RIGHT = frozenset({"gpu", "memory", "pid"})
+State = Literal["free", "leased", "ranks only", "unleased use", "left behind", "fault"]
+STYLES: dict[State, str] = {
+    "free": "green",
+    "leased": "",
+    "ranks only": "yellow",
+    "unleased use": "yellow",
+    "left behind": "bold red",
+    "fault": "bold red",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A GPU, its state, its holder (None: nobody) and the processes that NVML sees on it."""
+
+    gpu: Gpu
+    state: State
+    holder: Holder | None
+    users: tuple[User, ...]
+    note: str = ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row's cells, in the order of ``COLUMNS``."""
+        return (
+            self.gpu.label,
+            clean(self.gpu.name).removeprefix("NVIDIA ") or "-",
+            _memory(self.gpu),
+            self.state,
+            *self._who,
+        )
+
+    @property
+    def _who(self) -> tuple[str, str, str, str]:
+        if self.holder is not None:
+            one = self.holder
+            return str(one.pid or "-"), one.user, moment(one.since_unix_s), _short(one.command)
+        if not self.users:
+            return "-", "-", "-", self.note or "-"
+        first, others = self.users[0], self.users[1:]
+        command = _short(first.command) if first.command else "not visible from here"
+        more = f" (and pid {', '.join(str(user.pid) for user in others)})" if others else ""
+        return str(first.pid), first.user or "-", moment(first.since_unix_s), command + more
+
+
+def rows(gpus: Sequence[Gpu], held: Mapping[str, Holder], users: Mapping[int, User]) -> tuple[Row, ...]:
+    """One row per GPU."""
+    found = []
+    for gpu in gpus:
+        on_it = tuple(users.get(process.pid, User(process.pid)) for process in gpu.processes)
+        holder = held.get(gpu.uuid)
+        use = users_of(gpu)
+        note = "" if on_it or not use else use if gpu.error else "no process is visible on it"
+        found.append(Row(gpu, _state(gpu, holder, on_it, use), holder, on_it, note))
+    return tuple(found)
+
+
+def _state(gpu: Gpu, holder: Holder | None, users: Sequence[User], use: str) -> State:
+    if gpu.error:
+        return "fault"
+    if holder is not None:
+        return "ranks only" if holder.by == "ranks" else "leased"
+    if any(user.left_over for user in users):
+        return "left behind"
+    return "unleased use" if use else "free"
+
+
+class LeaseDocument(TypedDict):
+    """Who holds a GPU, or waits for one. ``alive``: the supervisor holds it, not only ranks that it left behind."""
+
+    pid: int
+    user: str
+    uid: int
+    run_name: str
+    command: str
+    since_unix_s: float
+    by: str
+    alive: bool
+
+
+class ProcessDocument(TypedDict):
+    """A process that uses a GPU. ``left_over``: of a run whose supervisor is gone."""
+
+    pid: int
+    user: str
+    command: str
+    since_unix_s: float
+    left_over: bool
+    memory_bytes: int | None
+
+
+class GpuDocument(TypedDict):
+    """A GPU, or a MIG instance of one. ``parent``: the UUID of the GPU."""
+
+    gpu: str
+    uuid: str
+    name: str
+    parent: str | None
+    memory_used_bytes: int | None
+    memory_total_bytes: int | None
+    state: State
+    note: str
+    lease: LeaseDocument | None
+    processes: list[ProcessDocument]
+
+
+class Document(TypedDict):
+    """The --json document. ``missing``: why there are no GPUs. ``waiting``: the jobs in the queue."""
+
+    missing: str
+    gpus: list[GpuDocument]
+    waiting: list[LeaseDocument]
+
+
+def document(table: Sequence[Row], waiting: Sequence[Holder], missing: str) -> Document:
+    """For ``--json``."""
+    return {
+        "missing": missing,
+        "gpus": [_gpu(row) for row in table],
+        "waiting": [_holder(one) for one in waiting],
+    }
+
+
+def _gpu(row: Row) -> GpuDocument:
+    gpu = row.gpu
+    return {
+        "gpu": gpu.label,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "parent": gpu.parent or None,
+        "memory_used_bytes": gpu.memory_used_bytes,
+        "memory_total_bytes": gpu.memory_total_bytes,
+        "state": row.state,
+        "note": gpu.error or row.note,
+        "lease": _holder(row.holder) if row.holder is not None else None,
+        "processes": [
+            {
+                "pid": user.pid,
+                "user": user.user,
+                "command": user.command,
+                "since_unix_s": user.since_unix_s,
+                "left_over": user.left_over,
+                "memory_bytes": process.memory_bytes,
+            }
+            for user, process in zip(row.users, gpu.processes, strict=True)
+        ],
+    }
+
+
+def _holder(one: Holder) -> LeaseDocument:
+    return {
+        "pid": one.pid,
+        "user": one.user,
+        "uid": one.uid,
+        "run_name": one.name,
+        "command": one.command,
+        "since_unix_s": one.since_unix_s,
+        "by": one.by,
+        "alive": one.by != "ranks",  # by its lock: a pid says nothing from another pid namespace
+    }
+
+
+def waiting_line(one: Holder) -> str:
+    """One job in the queue."""
+    return f"waiting: pid {one.pid} ({one.user}) since {moment(one.since_unix_s)}: {_short(one.command)}"
+
+
+def _short(command: str) -> str:
+    text = clean(command)
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
+def _memory(gpu: Gpu) -> str:
+    if gpu.memory_used_bytes is None or gpu.memory_total_bytes is None:
+        return "-"
+    return f"{gpu.memory_used_bytes / (1 << 30):.1f}/{gpu.memory_total_bytes / (1 << 30):.0f} GiB"
+
 
 LEAST = 12  # characters of a command or name on the narrowest terminal
 
@@ -67,36 +251,23 @@ def _users(found: Inventory) -> dict[int, User]:
 # --- showing ----------------------------------------------------------------------------------------------------------
 
 
-def plain(table: Sequence[Row]) -> list[str]:
+def as_table(found: Sequence[Row]) -> Table:
+    return Table(COLUMNS, [row.cells for row in found], RIGHT, [STYLES[row.state] for row in found])
+
+
+def plain(found: Sequence[Row]) -> list[str]:
     """Aligned lines."""
-    cells = [COLUMNS, *(row.cells for row in table)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(COLUMNS))]
-    lines = []
-    for line in cells:
-        parts = [
-            cell.rjust(width) if name in RIGHT else cell.ljust(width)
-            for name, cell, width in zip(COLUMNS, line, widths, strict=True)
-        ]
-        lines.append("  ".join(parts).rstrip())
-    return lines
+    return as_table(found).lines()
 
 
-def picture(table: Sequence[Row], width: int) -> Any:
+def picture(found: Sequence[Row], width: int) -> Any:
     """A table for a terminal. On a narrow one, commands and names are cut, but numbers and states are not."""
-    from rich.table import Table
-    from rich.text import Text
-
-    widths = {name: max(len(name), *(len(row.cells[at]) for row in table)) for at, name in enumerate(COLUMNS)}
+    table = as_table(found)
+    widths = {name: table.width_of(name) for name in COLUMNS}
     for name in ("command", "name"):
-        excess = sum(widths.values()) + 2 * (len(COLUMNS) - 1) - width
+        excess = sum(widths.values()) + GAP * (len(COLUMNS) - 1) - width
         widths[name] = max(min(widths[name], LEAST), widths[name] - max(0, excess))
-    shown: Any = Table(box=None, pad_edge=False, header_style="dim")
-    for name in COLUMNS:
-        side: Any = "right" if name in RIGHT else "left"
-        shown.add_column(name, justify=side, no_wrap=True, overflow="ellipsis", width=widths[name])
-    for row in table:
-        shown.add_row(*(Text(redact(cell)) for cell in row.cells), style=STYLES[row.state])
-    return shown
+    return table.drawn(cut=widths)
 
 
 def _print_rich(table: Sequence[Row], waiting: Sequence[Holder]) -> None:

@@ -105,8 +105,7 @@ def _report(
     run: Run, recording: Recording, earlier: Recording | None, called: str, place: Path, *, as_json: bool
 ) -> int:
     # Imported while nobody waits for the samples any more.
-    from safelaunch.report.profiling.compare import compare
-    from safelaunch.report.profiling.verdict import verdict_of
+    from safelaunch.report.profiling.verdict import compare, verdict_of
     from safelaunch.report.recording import Recorded, document, screen
 
     slowness = verdict_of(recording)
@@ -130,8 +129,7 @@ def _report(
 def _files(recorded: Any) -> dict[str, str]:
     from safelaunch.report import SPEEDSCOPE, page
     from safelaunch.report.exports import as_json
-    from safelaunch.report.recording import SCRIPT, content, markdown
-    from safelaunch.report.recording_exports import speedscope
+    from safelaunch.report.recording import SCRIPT, content, markdown, speedscope
 
     return {
         "record.html": page.render(content(recorded), SCRIPT),

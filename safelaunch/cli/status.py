@@ -25,13 +25,13 @@ from safelaunch.system.task import Task
 from .dump import DUMP_DEADLINE_S
 from .parsing import Parser
 from .status_rows import COLUMNS, NODE_COLUMNS, nodes, rows, since, told
-from .status_screen import ASCII, Glyphs, Line, View, screen
-from .terminal import Terminal, is_usable
+from .status_screen import ASCII, Glyphs, Line, Terminal, View, is_usable, screen
+from .table import ENDLESS, Table
 
 REFRESH_S = 1.0
 PLAIN_REFRESH_S = 5.0
 NONE_LIVE = "you have no runs on this node"
-_RIGHT = {"rank", "pid", "step", "rate", "age"}
+_RIGHT = frozenset({"rank", "pid", "step", "rate", "age"})
 NOTE_WIDTH = 28  # beyond which it may go on in the next line
 _LESS_WANTED = ("signals", "phase", "state", "pid")
 STACKS_DEADLINE_S = 20.0
@@ -120,13 +120,15 @@ def _lines(run: Run, now_unix_s: float, width: int | None) -> list[str]:
     if run.status is None:
         return _broken([f"{run.id}  {clean(run.problem)}"], width)
     lines = _broken([headline(run.status, now_unix_s), *(f"  {line}" for line in details(run.status))], width)
-    table = rows(run.status)
-    if not table:
+    table = Table(COLUMNS, [row.cells for row in rows(run.status)], _RIGHT, less_wanted=_LESS_WANTED)
+    if not table.rows:
         lines.append("  no rank has started yet")
-    else:
-        lines += _aligned(COLUMNS, [row.cells for row in table], width)
+    elif width is None or "signals" in table.fitted(width - 2).columns:
+        lines += table.fitted(width - 2 if width else ENDLESS).lines(indent="  ")
+    else:  # a note goes on in its column, which is the last one then
+        lines += table.without("signals").fitted(width - 2, NOTE_WIDTH).lines(width, "  ")
     if run.status.nodes:
-        lines += ["", *_aligned(NODE_COLUMNS, nodes(run.status))]
+        lines += ["", *Table(NODE_COLUMNS, nodes(run.status), _RIGHT).lines(indent="  ")]
     return lines
 
 
@@ -138,28 +140,6 @@ def _broken(lines: Sequence[str], width: int | None) -> list[str]:
         for line in lines
         for part in textwrap.wrap(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     ]
-
-
-def _aligned(columns: Sequence[str], table: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """``width``: of a terminal: columns that say least are left out, and a note goes on in its column."""
-    cells = [columns, *table]
-    for name in _LESS_WANTED if width is not None else ():
-        at = {column: index for index, column in enumerate(cells[0])}
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        if name not in at or sum(widths) - max(0, widths[at["note"]] - NOTE_WIDTH) + 2 * len(widths) <= (width or 0):
-            break
-        cells = [[cell for index, cell in enumerate(line) if index != at[name]] for line in cells]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for line in cells:
-        parts = [
-            cell.rjust(room) if name in _RIGHT else cell.ljust(room)
-            for name, cell, room in zip(cells[0], line, widths, strict=True)
-        ]
-        text = "  " + "  ".join(parts).rstrip()
-        where = sum(2 + room for room in widths[: cells[0].index("note")]) + 2
-        lines += [text] if width is None else textwrap.wrap(text, width, subsequent_indent=" " * where)
-    return lines
 
 
 def headline(status: RunStatus, now_unix_s: float) -> str:

@@ -105,16 +105,22 @@ def told(status: RunStatus) -> str:
     return f"{words}; behind the others: rank {names}"
 
 
+def stepping(status: RunStatus) -> list[RankStatus]:
+    """The ranks that make steps."""
+    return [one for one in status.ranks if one.step is not None and one.state != "exited" and one.age_s is not None]
+
+
+def standing_s(status: RunStatus) -> float:
+    """Seconds since the newest step of any rank, if that is far longer than usual and no rank announced it; else 0."""
+    quiet_s = min((one.age_s for one in stepping(status) if one.age_s is not None), default=0.0)
+    announced = any(one.state == "paused" or one.phase for one in status.ranks)
+    return quiet_s if not announced and is_quiet(quiet_s, status.usual_step_s) else 0.0
+
+
 def _standing(status: RunStatus) -> str:
     """A job that is merely watched may still stand: its threshold is not over yet."""
-    ages = [
-        one.age_s for one in status.ranks if one.step is not None and one.state != "exited" and one.age_s is not None
-    ]
-    if status.watch != "watching" or not ages or any(one.state == "paused" or one.phase for one in status.ranks):
-        return ""
-    if not is_quiet(min(ages), status.usual_step_s):
-        return ""
-    return f"; no step for {since(min(ages))} (usual {status.usual_step_s:.2g} s)"
+    quiet_s = standing_s(status) if status.watch == "watching" else 0.0
+    return f"; no step for {since(quiet_s)} (usual {status.usual_step_s:.2g} s)" if quiet_s else ""
 
 
 def stragglers(ranks: Sequence[RankStatus]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The screen of ``safelaunch status --watch``: a view in, lines of a given size out. Pure.
+"""The screen of ``safelaunch status --watch``: a view in, lines of a given size out; and the terminal that shows them.
 
 A screen is small and a job may be large: ranks that are alike share a line, those that stand out come first, and of
 several runs the selected one gets the room.
@@ -6,11 +6,18 @@ several runs the selected one gets the room.
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import sys
+import termios
 import textwrap
 import time
+import tty
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import FrameType, TracebackType
 from typing import Literal
 
 from safelaunch.cli.status_rows import (
@@ -21,8 +28,11 @@ from safelaunch.cli.status_rows import (
     rate,
     rows,
     since,
+    standing_s,
+    stepping,
     stragglers,
 )
+from safelaunch.cli.table import Table
 from safelaunch.model import EarlyLook, format_ranks
 from safelaunch.supervise.control.discover import Run
 from safelaunch.supervise.control.protocol import NodeStatus, RankStatus, RunStatus, StackStatus
@@ -36,8 +46,9 @@ SPARK_CELLS, SPARK_CELL_S = 24, 5.0
 MANY_RANKS = 8  # from here on, ranks that are alike share a line
 LEAST_ROWS = 4  # of the selected run's table
 KEYS = (("d", "dump"), ("s", "stacks"), ("q", "quit"))
+_LONGEST_RANKS, _LEAST_DOING = 24, 24  # columns of the terminal
 _COLUMNS = ("ranks", "state", "step", "rate", "age", "rss", "gpu", "doing")
-_RIGHT = {"step", "rate", "age", "rss", "gpu"}
+_RIGHT = frozenset({"step", "rate", "age", "rss", "gpu"})
 _LESS_WANTED = ("rss", "state", "rate", "gpu")
 _STYLES: dict[Mood, Style] = {"good": "plain", "behind": "warn", "late": "alarm", "quiet": "dim"}
 _STATES = {
@@ -184,12 +195,9 @@ def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, s
         words, style = f"watching; behind the others: {_ranks_word(slow)}", "warn"
     count = str(there) if there == status.world_size else f"{there} of {status.world_size}"
     parts = [words, f"{count} rank{'s' * (count != '1')}"]
-    stepping = _stepping(status)
-    if short and stepping:
-        parts += [
-            f"step {min(one.step or 0 for one in stepping):,}",
-            *([pace] if (pace := _pace(status)) != "-" else []),
-        ]
+    steps = [one.step or 0 for one in stepping(status)]
+    if short and steps:
+        parts += [f"step {min(steps):,}", *([pace] if (pace := _pace(status)) != "-" else [])]
     if not short:
         parts += [f"attempt {status.attempt}"] * bool(status.attempt)
         parts += [f"up {since(max(0.0, now_unix_s - status.started_unix_s))}", f"pid {status.supervisor_pid}"]
@@ -204,35 +212,16 @@ def _ranks_word(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(tuple(ranks))}"
 
 
-def _stepping(status: RunStatus) -> list[RankStatus]:
-    return [one for one in status.ranks if one.step is not None and one.state != "exited" and one.age_s is not None]
-
-
-def quiet_s(status: RunStatus) -> float | None:
-    """Seconds since the newest step of any rank; None before the first one."""
-    return min((one.age_s for one in _stepping(status) if one.age_s is not None), default=None)
-
-
-def standing_s(status: RunStatus) -> float:
-    """The same if that is far longer than usual, and no rank has said that it would be; else 0."""
-    quiet = quiet_s(status)
-    announced = any(one.state == "paused" or one.phase for one in status.ranks)
-    if quiet is None or announced or not is_quiet(quiet, status.usual_step_s):
-        return 0.0
-    return quiet
-
-
 def _progress(status: RunStatus, width: int, glyphs: Glyphs) -> list[Line]:
     """The step, the rate and its course; then how long it has been quiet, against what is usual and what is allowed."""
-    stepping = _stepping(status)
-    if not stepping:
+    steps = [one.step or 0 for one in stepping(status)]
+    if not steps:
         what = "no rank has started yet" if not status.ranks else "no step yet"
         return [Line(f"  {what}; suspected after {status.threshold_s:g} s ({clean(status.threshold_why)})", "dim")]
-    step = min(one.step or 0 for one in stepping)
     standing = standing_s(status)
     bars = spark(course(status.history), glyphs) if width >= 60 else ""
-    first = f"  step {step:,}  {_pace(status)}  {bars}".rstrip()
-    quiet, usual = quiet_s(status) or 0.0, status.usual_step_s
+    first = f"  step {min(steps):,}  {_pace(status)}  {bars}".rstrip()
+    quiet, usual = min(one.age_s or 0.0 for one in stepping(status)), status.usual_step_s
     times = f", {quiet / usual:,.0f} x usual ({_seconds(usual)})" if standing else ""
     usually = f"; usual {_seconds(usual)}" if usual and not standing else ""
     said = f"quiet for {_seconds(quiet)}{times}" if standing else f"last step {_seconds(quiet)} ago{usually}"
@@ -244,7 +233,7 @@ def _progress(status: RunStatus, width: int, glyphs: Glyphs) -> list[Line]:
 
 def _pace(status: RunStatus) -> str:
     """The rate of the slowest rank. One that was measured before the job froze is none."""
-    rates = [one.steps_per_s for one in _stepping(status) if one.steps_per_s is not None]
+    rates = [one.steps_per_s for one in stepping(status) if one.steps_per_s is not None]
     return "0/s" if standing_s(status) else rate(min(rates)) if rates else "-"
 
 
@@ -291,18 +280,16 @@ def spark(rates: Sequence[float | None], glyphs: Glyphs) -> str:
     return "".join(bars).lstrip()
 
 
-def _wrapped(text: str, width: int) -> list[Line]:
+def _wrapped(text: str, width: int, style: Style = "warn", first: str = "  ") -> list[Line]:
+    """At most three lines, below a progress line."""
     lines = textwrap.wrap(clean(text), max(20, width - 4), break_on_hyphens=False, break_long_words=False)
-    return [Line(f"  {line}" if not number else f"    {line}", "warn") for number, line in enumerate(lines[:3])]
+    return [Line(f"{first if not number else '    '}{line}", style) for number, line in enumerate(lines[:3])]
 
 
 def _words(status: RunStatus, width: int) -> list[Line]:
     """What an early look has found, while that lasts."""
     look = lasting(status.early)
-    if look is None:
-        return []
-    lines = textwrap.wrap(clean(look.words), max(20, width - 4), break_on_hyphens=False, break_long_words=False)
-    return [Line(f"    {line}", "warn" if look.movement == "still" else "dim") for line in lines[:3]]
+    return _wrapped(look.words, width, "warn" if look.movement == "still" else "dim", "    ") if look else []
 
 
 def lasting(early: Sequence[EarlyLook]) -> EarlyLook | None:
@@ -333,9 +320,11 @@ def _ranks(status: RunStatus, width: int, room: int, glyphs: Glyphs) -> list[Lin
     shown = groups
     if len(groups) > room - 1:
         shown = sorted(groups, key=lambda one: not one.stands_out)[: max(0, room - 2)]
-    cells = [_cells(one, status.usual_step_s) for one in shown]
-    names = _columns(cells, width)
-    lines = _aligned(names, cells, width, glyphs)
+    cells = [_cells(one, status.usual_step_s, glyphs) for one in shown]
+    table = Table(_COLUMNS, cells, _RIGHT, less_wanted=_LESS_WANTED)
+    if all(row[_COLUMNS.index("gpu")] == "-" for row in cells):
+        table = table.without("gpu")
+    lines = table.fitted(width - 2, _LEAST_DOING).lines(indent="  ")
     styled = [Line(lines[0], "dim")]
     styled += [Line(text, _STYLES[one.row.mood]) for text, one in zip(lines[1:], shown, strict=True)]
     hidden = sum(len(one.ranks) for one in groups) - sum(len(one.ranks) for one in shown)
@@ -358,7 +347,7 @@ def _groups(status: RunStatus, *, fold: bool) -> list[_Group]:
     return [_Group(tuple(rank for rank, _, _ in of), of[0][1], of[0][2]) for of in groups.values()]
 
 
-def _cells(group: _Group, usual_s: float) -> tuple[str, ...]:
+def _cells(group: _Group, usual_s: float, glyphs: Glyphs) -> tuple[str, ...]:
     ranks = group.ranks
     steps = [one.step for one in ranks if one.step is not None]
     rates = [one.steps_per_s for one in ranks if one.steps_per_s is not None]
@@ -369,7 +358,7 @@ def _cells(group: _Group, usual_s: float) -> tuple[str, ...]:
     age += f" ({times:,.0f} x)" if times and is_quiet(max(ages), usual_s) else ""
     doing = ", ".join(part for part in (group.doing, group.row.note) if part)
     return (
-        format_ranks(tuple(one.rank for one in ranks)),
+        fit(format_ranks(tuple(one.rank for one in ranks)), _LONGEST_RANKS, glyphs),
         group.row.cells[2],
         f"{min(steps):,}" if steps else "-",
         rate(min(rates)) if rates else "-",
@@ -384,34 +373,6 @@ def size(value: int) -> str:
     """``812M``, ``3.1G``."""
     mib = value / (1 << 20)
     return f"{mib:.0f}M" if mib < 1000 else f"{mib / 1024:.1f}G" if mib < 102_400 else f"{mib / 1024:.0f}G"
-
-
-def _columns(cells: Sequence[Sequence[str]], width: int) -> list[str]:
-    """The columns that leave room for what the ranks do."""
-    kept = [name for name in _COLUMNS if name != "gpu" or any(row[_COLUMNS.index("gpu")] != "-" for row in cells)]
-    for name in [one for one in _LESS_WANTED if one in kept]:
-        fixed = sum(_width(cells, _COLUMNS.index(one)) + 2 for one in kept[:-1])
-        if fixed + min(24, _width(cells, len(_COLUMNS) - 1)) + 2 <= width:
-            break
-        kept.remove(name)
-    return kept
-
-
-def _width(cells: Sequence[Sequence[str]], index: int) -> int:
-    return max(len(_COLUMNS[index]), *(min(len(row[index]), 24 if index == 0 else 1000) for row in cells))
-
-
-def _aligned(names: Sequence[str], cells: Sequence[Sequence[str]], width: int, glyphs: Glyphs) -> list[str]:
-    picked = [_COLUMNS.index(name) for name in names]
-    widths = {index: _width(cells, index) for index in picked}
-    lines = []
-    for row in (_COLUMNS, *cells):
-        parts = []
-        for index in picked:
-            cell = fit(row[index], widths[index], glyphs) if index == 0 else row[index]
-            parts.append(cell.rjust(widths[index]) if _COLUMNS[index] in _RIGHT else cell.ljust(widths[index]))
-        lines.append(fit("  " + "  ".join(parts).rstrip(), width, glyphs))
-    return lines
 
 
 # --- stacks, nodes ----------------------------------------------------------------------------------------------------
@@ -458,3 +419,109 @@ def _nodes(found: Sequence[NodeStatus], width: int, room: int, glyphs: Glyphs) -
         behind = f", step {min(steps):,}" if steps else ""
         lines.append(Line(f"  {rest} {'more ' if shown else ''}node{'s' * (rest != 1)}{behind}", "dim"))
     return [Line(f"  {len(found)} nodes", "dim"), *lines] if lines else []
+
+
+# --- the terminal -----------------------------------------------------------------------------------------------------
+
+# As rich names them; where colour is off, what is bold stays so.
+_RICH = {"plain": "", "bold": "bold", "dim": "dim", "warn": "bold yellow", "alarm": "bold red", "title": "bold cyan"}
+LONGEST_KEY = 8
+
+
+def is_usable() -> bool:
+    """Whether stdout is a terminal that can be drawn on."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+class Terminal:
+    """``with Terminal() as terminal: terminal.draw(lines); terminal.key(1.0)``. rich draws; keys are read here.
+
+    Ctrl-C, SIGTERM and SIGHUP leave the block as exceptions; Ctrl-Z gives the screen back for as long as it lasts.
+    """
+
+    def __init__(self) -> None:
+        from rich.live import Live
+
+        self._live = Live(screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._before: list[object] | None = None
+        self._handlers: dict[int, object] = {}
+        self.has_keys = sys.stdin.isatty()
+
+    def __enter__(self) -> Terminal:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            self._handlers[number] = signal.signal(number, self._end)
+        self._handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._stop)
+        try:
+            self._take()
+        except BaseException:
+            self._give_back()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._give_back()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def size(self) -> tuple[int, int]:
+        """Columns and lines, as they are now."""
+        return self._live.console.size
+
+    def draw(self, lines: Sequence[Line]) -> None:
+        """Draws the whole screen."""
+        from rich.console import Group
+        from rich.text import Text
+
+        encoding = sys.stdout.encoding or "ascii"
+        known = [Line(line.text.encode(encoding, "replace").decode(encoding), line.style) for line in lines]
+        shown = [Text(line.text, _RICH.get(line.style, ""), no_wrap=True, overflow="crop") for line in known]
+        self._live.update(Group(*shown), refresh=True)
+
+    def key(self, patience_s: float) -> str:
+        """The next key, or an empty text after ``patience_s`` seconds. A key with an escape sequence gives that."""
+        if not self.has_keys:
+            time.sleep(patience_s)
+            return ""
+        if not _is_typed(patience_s):
+            return ""
+        data = os.read(sys.stdin.fileno(), 1)
+        if not data:
+            self.has_keys = False  # the other end is closed
+        while data.startswith(b"\x1b") and len(data) < LONGEST_KEY and _is_typed(0.0):
+            data += os.read(sys.stdin.fileno(), 1)
+            if data[-1:].isalpha() or data[-1:] == b"~":
+                break
+        return data.decode("ascii", "replace")
+
+    def _take(self) -> None:
+        if self.has_keys:
+            self._before = termios.tcgetattr(sys.stdin.fileno())
+            tty.setcbreak(sys.stdin.fileno())  # Ctrl-C and Ctrl-Z remain what they are
+        self._live.start()
+
+    def _give_back(self) -> None:
+        try:
+            self._live.stop()
+            if self._before is not None:
+                termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, self._before)  # type: ignore[arg-type]
+        except (OSError, termios.error):
+            pass  # the terminal is gone
+        self._before = None
+
+    def _end(self, signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    def _stop(self, signum: int, frame: FrameType | None) -> None:
+        """Ctrl-Z: as if this program knew nothing of it, but with the terminal as it was."""
+        self._give_back()
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, self._stop)
+        self._take()
+
+
+def _is_typed(patience_s: float) -> bool:
+    ready, _, _ = select.select([sys.stdin.fileno()], [], [], patience_s)
+    return bool(ready)

@@ -4,18 +4,207 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from safelaunch.leases.choose import Pool, Wish, pool_of
-from safelaunch.leases.claims import Claim, Survey, Taken, Terms, refusal, table, what
-from safelaunch.leases.holder import ourselves
+from safelaunch.leases.choose import Gpu, Inventory, Pool, Wish, nearest, pool_of, users_of
+from safelaunch.leases.holder import Holder, User, described, look, moment, ourselves, told
 from safelaunch.leases.inventory import Asking, inventory
-from safelaunch.leases.store import store_of
+from safelaunch.leases.lease import Lease
+from safelaunch.leases.store import Attempt, Store, Ticket, store_of
 from safelaunch.system.errors import InterruptedWait, ResourceError
 
+# --- A claim on GPUs: the request, the driver's answer about them, the attempts to lease them; and these in words -----
+
+
+FRESH_S = 2.0  # a decision needs an answer of NVML that is no older
+LATER_S = 30.0  # pause before the next question to a driver that did not answer
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Leased GPUs. ``visible``: their value for CUDA_VISIBLE_DEVICES; ``notes``: what the user should know."""
+
+    lease: Lease
+    gpus: tuple[Gpu, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def visible(self) -> str:
+        return ",".join(gpu.uuid for gpu in self.gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The request, and who makes it.
+
+    ``tolerant``: use without a lease gives only a note, because the user named these GPUs in CUDA_VISIBLE_DEVICES.
+    """
+
+    wish: Wish
+    about: Holder
+
+    @property
+    def tolerant(self) -> bool:
+        return self.wish.keep and self.wish.origin.startswith("CUDA_VISIBLE_DEVICES")
+
+    @property
+    def keys(self) -> list[str]:
+        return [gpu.uuid for gpu in self.wish.candidates]
+
+
+class Survey:
+    """NVML's answer, renewed when a decision needs a younger one. The first is available from the start.
+
+    ``query`` may return None while the driver has not answered yet.
+    """
+
+    def __init__(self, found: Inventory, query: Callable[[], Inventory | None], clock: Callable[[], float]) -> None:
+        self.found = found
+        self._query = query
+        self._clock = clock
+        self._old_s = clock() + FRESH_S
+
+    def refresh(self) -> bool:
+        """Asks again if the last answer is too old; a failure keeps the last answer. False: no answer yet."""
+        if self._clock() > self._old_s:
+            found = self._query()
+            if found is None:
+                return False
+            # A driver that answered late, or not at all, is asked less often: waiting for it costs 10 s.
+            self._old_s = self._clock() + (FRESH_S if found.gpus else LATER_S)
+            if found.gpus:
+                self.found = found
+        return True
+
+    def outdated(self) -> None:
+        """Invalidates the last answer: something has changed."""
+        self._old_s = float("-inf")
+
+    def users(self, gpus: Sequence[Gpu]) -> dict[str, str]:
+        """UUID → how NVML says the GPU is used, leased or not."""
+        now = {gpu.uuid: gpu for gpu in self.found.gpus}
+        used = {gpu.uuid: users_of(now.get(gpu.uuid, gpu)) for gpu in gpus}
+        return {uuid: use for uuid, use in used.items() if use}
+
+    def seen(self, uuid: str) -> list[User]:
+        """The visible processes on one GPU."""
+        pids = [process.pid for gpu in self.found.gpus if gpu.uuid == uuid for process in gpu.processes]
+        return [user for pid in pids if (user := look(pid)).command]
+
+
+class Claim:
+    """A request that is tried until it succeeds or is given up. ``last``: the result of the last attempt.
+
+    Without ``queue``, everybody who waits comes first, whenever they came.
+    """
+
+    def __init__(self, store: Store, terms: Terms, survey: Survey) -> None:
+        self.terms = terms
+        self.survey = survey
+        self.last = Attempt(None)
+        self._store = store
+        self._ticket: Ticket | None = None
+
+    def advance(self) -> Taken | None:
+        """Leases the GPUs if they are free and it is our turn. Asks NVML again if that decides: 10 s at most."""
+        wish = self.terms.wish
+        leases_let_us = self.last.ahead is None and len(wish.candidates) - len(self.last.held) >= wish.count
+        if leases_let_us and not self.survey.refresh():
+            return None
+        self.last = self._store.attempt(self.terms.keys, self._pick, self.terms.about, self._ticket)
+        if self.last.lease is None:
+            return None
+        self._ticket = None
+        taken = set(self.last.lease.keys)
+        gpus = tuple(gpu for gpu in wish.candidates if gpu.uuid in taken)
+        uses = self.survey.users(gpus)
+        notes = tuple(f"GPU {gpu.label} is {uses[gpu.uuid]}" for gpu in gpus if gpu.uuid in uses)
+        return Taken(self.last.lease, gpus, notes)
+
+    def queue(self) -> None:
+        """Joins the queue: first come, first served. Other ``terms`` for the same GPUs keep the place."""
+        if self._ticket is None:
+            self._ticket = self._store.queue(self.terms.keys, self.terms.wish.count, self.terms.about)
+
+    def cancel(self) -> None:
+        """Leaves the queue. A kill does the same."""
+        if self._ticket is not None:
+            self._store.leave(self._ticket)
+            self._ticket = None
+
+    def free(self) -> int | None:
+        """The number of GPUs available now, 0 while somebody is ahead of us; None while the driver has not answered."""
+        self.last = self._store.attempt(self.terms.keys, lambda held: None, self.terms.about, self._ticket)
+        free = [gpu for gpu in self.terms.wish.candidates if gpu.uuid not in self.last.held]
+        if self.last.ahead is not None or not free:
+            return 0
+        if not self.survey.refresh():
+            return None
+        return len(free) - len(self.survey.users(free))
+
+    def foresee(self) -> tuple[Gpu, ...] | None:
+        """The GPUs that ``advance`` would lease now if nobody waited."""
+        chosen = self._pick(self._store.look(self.terms.keys))
+        return tuple(gpu for gpu in self.terms.wish.candidates if gpu.uuid in chosen) if chosen is not None else None
+
+    def _pick(self, held: Mapping[str, Holder]) -> list[str] | None:
+        wish = self.terms.wish
+        used = {} if self.terms.tolerant else self.survey.users(wish.candidates)
+        free = [gpu for gpu in wish.candidates if gpu.uuid not in held and gpu.uuid not in used]
+        chosen = nearest(free, wish.count, self.survey.found.distances)
+        return [gpu.uuid for gpu in chosen] if chosen is not None else None
+
+
+# --- in words: who holds the GPUs that a job requests ----------------------------------------------------------------
+
+
+def refusal(claim: Claim) -> str:
+    """Says that the GPUs are not available, and who holds them."""
+    return f"{what(claim)}: not available now.\n{table(claim)}"
+
+
+def what(claim: Claim) -> str:
+    """The request and its source."""
+    wish = claim.terms.wish
+    if wish.count == len(wish.candidates):
+        which = ", ".join(gpu.label for gpu in wish.candidates)
+        return f"GPU{'s' * (wish.count != 1)} {which} ({wish.origin})"
+    return f"{wish.count} of {len(wish.candidates)} GPUs ({wish.origin})"
+
+
+def table(claim: Claim, ours: Collection[int] | None = None) -> str:
+    """One line per GPU: free, or who holds it, or who uses it without a lease.
+
+    With ``ours``, the pids of our own jobs, it lists only what others hold; empty if that is nothing.
+    """
+    terms, attempt = claim.terms, claim.last
+    used = claim.survey.users(terms.wish.candidates)
+    lines = []
+    for gpu in terms.wish.candidates:
+        holder = attempt.held.get(gpu.uuid)
+        if ours is not None and (_is_one_of(holder, ours) if holder is not None else gpu.uuid not in used):
+            continue
+        state = told(holder) if holder is not None else used.get(gpu.uuid, "free")
+        lines.append(f"  GPU {gpu.label:<4} {state}")
+        if holder is None and gpu.uuid in used:
+            seen = claim.survey.seen(gpu.uuid)
+            lines += [
+                f"           pid {user.pid} ({user.user}) since {moment(user.since_unix_s)}: {user.command[:80]}"
+                for user in seen
+            ]
+    if attempt.ahead is not None:
+        lines.append(f"  ahead of this job in the queue: {described(attempt.ahead)}")
+    return "\n".join(lines)
+
+
+def _is_one_of(holder: Holder, ours: Collection[int]) -> bool:
+    """Whether the holder is one of our jobs. Anybody can write our pid, so the file's owner counts too."""
+    return holder.pid in ours and holder.uid == os.getuid()
+
+
 OUR_TURN_S = 0.1  # between two attempts of the first in the queue
-LATER_S = 0.3
+ASK_AGAIN_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +239,7 @@ def _wait(claim: Claim, patience: Patience) -> Taken | None:
         claim.queue()
         patience.say(f"waiting for {what(claim)}; Ctrl-C gives up\n{table(claim)}")
         while deadline is None or patience.clock() < deadline:
-            patience.sleep(OUR_TURN_S if claim.last.ahead is None else LATER_S)
+            patience.sleep(OUR_TURN_S if claim.last.ahead is None else ASK_AGAIN_S)
             taken = claim.advance()
             if taken is not None:
                 return taken

@@ -16,9 +16,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safelaunch.leases.choose import NVLINK, Gpu, GpuProcess, Inventory
-from safelaunch.leases.driver import has_driver
 from safelaunch.system import procstat
 from safelaunch.system.nvml import ask, processes, text
+
+# --- Whether the node has an NVIDIA driver ----------------------------------------------------------------------------
+
+
+LIBRARY = "libnvidia-ml.so.1"
+_SIGNS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
+
+
+def has_driver(environ: Mapping[str, str]) -> bool:
+    """Whether NVML is worth asking: the driver's own files exist, or its library in LD_LIBRARY_PATH."""
+    if any(os.path.exists(path) for path in _SIGNS):
+        return True
+    folders = environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    return any(folder and os.path.exists(os.path.join(folder, LIBRARY)) for folder in folders)
+
 
 DEADLINE_S = 10.0
 GRACE_S = 0.5

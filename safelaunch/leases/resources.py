@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from safelaunch.job.argv import CommandLine
 from safelaunch.job.mistakes import has_no_number_of_processes
-from safelaunch.leases.driver import has_driver
+from safelaunch.leases.inventory import has_driver
 from safelaunch.system.console import say
 from safelaunch.system.errors import ResourceError, StoreError, UsageError
 
 if TYPE_CHECKING:
     from safelaunch.job.torchrun import Torch
     from safelaunch.leases.choose import Gpu, Inventory, Ranks, Wish
-    from safelaunch.leases.claims import Claim, Survey
+    from safelaunch.leases.gpus import Claim, Survey
     from safelaunch.leases.holder import Holder
     from safelaunch.leases.lease import Lease
     from safelaunch.leases.ports import Ports
@@ -179,8 +179,7 @@ def _unleased(plain: Resources, settings: Settings, environ: Mapping[str, str]) 
 
 
 def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ranks: Ranks) -> Resources:
-    from safelaunch.leases.claims import Claim, Terms
-    from safelaunch.leases.gpus import Patience, take
+    from safelaunch.leases.gpus import Claim, Patience, Terms, take
     from safelaunch.leases.store import store_of
 
     found, wish = _wish(settings, environ, ranks)
@@ -245,7 +244,7 @@ def _wish(settings: Settings, environ: Mapping[str, str], ranks: Ranks) -> tuple
 def _survey(found: Inventory, environ: Mapping[str, str]) -> Survey:
     import time
 
-    from safelaunch.leases.claims import Survey
+    from safelaunch.leases.gpus import Survey
     from safelaunch.leases.inventory import inventory
 
     query: Callable[[], Inventory] = lambda: inventory(environ)  # noqa: E731

@@ -20,20 +20,159 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import stat
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from safelaunch.leases import files, tickets
-from safelaunch.leases.holder import MOST_BYTES, Holder, decode
-from safelaunch.leases.lease import RANKS, Lease, base_of
-from safelaunch.leases.tickets import Ticket
-from safelaunch.leases.users import look
+from safelaunch.leases.holder import MOST_BYTES, Holder, decode, look, of_words
+from safelaunch.leases.lease import (
+    RANKS,
+    Lease,
+    base_of,
+    is_locked,
+    owner_of,
+    pid_at_gate,
+    read_small,
+    take_own,
+    try_gate,
+    try_lock,
+)
+from safelaunch.system import procstat
 from safelaunch.system.console import say
 from safelaunch.system.errors import StoreError
+
+# --- The queue: one locked file for each process that waits, in order of arrival --------------------------------------
+
+
+PREFIX = "ticket."
+MOST_EACH = 64  # tickets of one user in the queue
+_NAME = re.compile(r"ticket\.[0-9]{20}\.[0-9]{1,10}", re.ASCII)
+_MOST_BYTES = 65536
+
+Odd = Callable[[str, str], None]  # the name of a file, and what is wrong with it
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiter:
+    """A process in the queue, and for how many of which candidates it waits."""
+
+    holder: Holder
+    candidates: frozenset[str]
+    count: int
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A place in the queue: the file's name, which sorts by arrival, and its locked descriptor; -1 after leaving."""
+
+    name: str
+    descriptor: int
+
+    def tear(self, directory: int) -> None:
+        """Leaves the queue, once. ``directory`` -1: it can't be opened, so only the lock is released."""
+        if self.descriptor >= 0:
+            if directory >= 0:
+                _remove(self.name, directory)
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Those ahead in the queue. ``promised``: things that one of them waits for exclusively.
+
+    ``blocking``: one that waits for some of many and may need any that becomes free, so later ones wait behind it.
+    """
+
+    promised: Mapping[str, Holder]
+    blocking: Holder | None = None
+
+
+def draw(candidates: Sequence[str], count: int, about: Holder, directory: int) -> Ticket:
+    """Draws a ticket behind all others. CLOCK_MONOTONIC orders them; a reboot restarts the clock and the queue."""
+    name = f"{PREFIX}{time.monotonic_ns():020d}.{os.getpid()}"
+    unfinished = f".{name}"  # until it is locked: an unlocked ticket counts as given up
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(unfinished, flags, 0o600, dir_fd=directory)
+    try_lock(fd)
+    try:
+        os.pwrite(fd, about.encode(candidates=list(candidates), count=count), 0)
+    except OSError:
+        pass  # a full disk: the ticket then blocks nobody
+    os.fchmod(fd, 0o644)
+    os.rename(unfinished, name, src_dir_fd=directory, dst_dir_fd=directory)
+    return Ticket(name, fd)
+
+
+def before(ticket: Ticket | None, candidates: Sequence[str], names: Iterable[str], directory: int, odd: Odd) -> Ahead:
+    """Those who came before ``ticket`` (None: before now) and wait for some of ``candidates``.
+
+    ``odd`` is called for unexpected files.
+    """
+    wanted = set(candidates)
+    promised: dict[str, Holder] = {}
+    for name, waiter in _waiters(names, directory, odd):
+        if ticket is not None and name >= ticket.name:
+            break
+        if waiter.candidates & wanted and waiter.count < len(waiter.candidates):
+            return Ahead(promised, waiter.holder)
+        for key in waiter.candidates & wanted:
+            promised.setdefault(key, waiter.holder)
+    return Ahead(promised)
+
+
+def all_living(names: Iterable[str], directory: int, odd: Odd) -> list[Holder]:
+    """Everybody in the queue."""
+    return [waiter.holder for _, waiter in _waiters(names, directory, odd)]
+
+
+def _waiters(names: Iterable[str], directory: int, odd: Odd) -> Iterator[tuple[str, _Waiter]]:
+    """Those who wait, in queue order."""
+    seen: Counter[int] = Counter()
+    for name in sorted(name for name in names if name.startswith(PREFIX)):
+        owner = owner_of(name, directory)
+        seen[owner] += 1
+        if not _NAME.fullmatch(name):
+            odd(name, "not a ticket's name")
+        elif seen[owner] > MOST_EACH:
+            odd(name, f"user {owner} has more than {MOST_EACH} tickets")
+        elif not is_locked(name, directory):
+            _remove(name, directory)
+        elif (waiter := _read(name, directory)) is None:
+            odd(name, "it does not say who waits for what")
+        elif not _is_stopped(waiter.holder):
+            yield name, waiter
+
+
+def _read(name: str, directory: int) -> _Waiter | None:
+    from safelaunch.leases.said import SaidTicket, read
+
+    data, uid = read_small(name, directory, _MOST_BYTES)
+    words = read(data, SaidTicket)
+    return _Waiter(of_words(words, uid, "waiter"), frozenset(words.candidates), words.count) if words else None
+
+
+def _is_stopped(waiter: Holder) -> bool:
+    """Whether a waiter is stopped (Ctrl-Z): it would block everybody. It gets its place back when it continues.
+
+    The pid alone does not identify it: in another pid namespace it is another process.
+    """
+    found = procstat.read(waiter.pid) if waiter.pid else None
+    return found is not None and found.start_ticks == waiter.start_ticks and found.state in "Tt"
+
+
+def _remove(name: str, directory: int) -> None:
+    """Removes an abandoned ticket of our user; the sticky bit protects those of others, which do no harm."""
+    try:
+        os.unlink(name, dir_fd=directory)
+    except OSError:
+        return
+
 
 DIRECTORY = "/tmp/safelaunch-leases"
 VARIABLE = "SAFELAUNCH_LEASE_DIR"
@@ -87,7 +226,7 @@ class Store:
         """One attempt; None if somebody took the same thing at the same moment."""
         names = os.listdir(directory)
         held = _held(candidates, names, directory)
-        ahead = tickets.before(ticket, candidates, names, directory, self._odd)
+        ahead = before(ticket, candidates, names, directory, self._odd)
         held = {**ahead.promised, **held}
         chosen = None if ahead.blocking is not None else pick(held)
         if chosen is None:
@@ -112,12 +251,12 @@ class Store:
         if not os.path.isdir(self.directory):
             return []
         with self._gate() as directory:
-            return tickets.all_living(os.listdir(directory), directory, self._odd)
+            return all_living(os.listdir(directory), directory, self._odd)
 
     def queue(self, candidates: Sequence[str], count: int, about: Holder) -> Ticket:
         """Joins the queue for ``count`` of ``candidates``."""
         with self._gate() as directory:
-            return tickets.draw(candidates, count, about, directory)
+            return draw(candidates, count, about, directory)
 
     def leave(self, ticket: Ticket) -> None:
         """Leaves the queue, even if the directory is no longer usable."""
@@ -135,7 +274,7 @@ class Store:
         own: list[str] = []
         try:
             for key in keys:
-                lease.locks[key], name = files.take_own(base_of(key), directory)
+                lease.locks[key], name = take_own(base_of(key), directory)
                 own += [name, name + RANKS]
             others = set(os.listdir(directory)) - set(own)
             taken = not _held(keys, others, directory)
@@ -190,7 +329,7 @@ class Store:
     def _wait_for_our_turn(self, directory: int) -> None:
         deadline = time.monotonic() + GATE_DEADLINE_S
         pause_s = 0.0002
-        while not files.try_gate(directory):
+        while not try_gate(directory):
             now = time.monotonic()
             if now < self._shut_until_s:
                 return
@@ -203,7 +342,7 @@ class Store:
 
 
 def _who_is_at(directory: int) -> str:
-    pid = files.pid_at_gate(directory)
+    pid = pid_at_gate(directory)
     user = look(pid) if pid is not None else None
     return f"pid {user.pid} ({user.user or 'unknown'})" if user is not None else "somebody"
 
@@ -221,7 +360,7 @@ def _held(keys: Iterable[str], names: Iterable[str], directory: int) -> dict[str
     for key in keys:
         # Supervisors' files first: if one is alive, its ranks don't matter.
         for name in sorted(files_of.get(base_of(key), ()), key=lambda name: name.endswith(RANKS)):
-            if files.is_locked(name, directory):
+            if is_locked(name, directory):
                 held[key] = _holder(name, directory)
                 break
     return held
@@ -230,8 +369,8 @@ def _held(keys: Iterable[str], names: Iterable[str], directory: int) -> dict[str
 def _holder(name: str, directory: int) -> Holder:
     """The holder of a locked file: its owner, described by the supervisor's file if he owns that too."""
     by = "ranks" if name.endswith(RANKS) else "supervisor"
-    uid = files.owner_of(name, directory)
-    data, writer = files.read_small(name.removesuffix(RANKS), directory, MOST_BYTES)
+    uid = owner_of(name, directory)
+    data, writer = read_small(name.removesuffix(RANKS), directory, MOST_BYTES)
     return decode(data if writer == uid else b"", uid, by)
 
 

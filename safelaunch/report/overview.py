@@ -4,16 +4,183 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from safelaunch.model import Culprit, Evidence, Frame, RankEvidence, format_ranks
 from safelaunch.report.tables import hosts_word
-from safelaunch.report.tree import Branch, stack_tree
 from safelaunch.verdict.conditions import View
 from safelaunch.verdict.findings import ranks_word
 from safelaunch.verdict.rank_state import Facts, RankFacts, child_views, view_of
 from safelaunch.verdict.reading.frames import is_ours, own_part
+
+# --- The main threads of all ranks as one tree: where the calls of a job begin together, and where ranks part ---------
+
+
+_DEEPEST = 60  # branches within branches: a runaway recursion, caught by each rank at another depth
+
+
+@dataclass(frozen=True)
+class Branch:
+    """``frames``, outermost first, that all of ``ranks`` share, and how they go on: ``branches``, the largest first.
+
+    ``missing``: who had come as far as where this branch begins and is not in it; empty where they are the majority.
+    Ranges, as ``"0-2,5"``; ``count`` is how many ``ranks`` are. A branch without frames: the innermost frame of these
+    ranks is the one before.
+    """
+
+    frames: tuple[Frame, ...]
+    ranks: str
+    missing: str
+    count: int
+    branches: tuple[Branch, ...] = ()
+
+
+def stack_tree(stacks: Mapping[int, Sequence[Frame]], everybody: Iterable[int]) -> tuple[Branch, ...]:
+    """The branches of the job's tree. ``stacks``: rank → frames, innermost first; ``everybody``: all ranks of it."""
+    groups: dict[tuple[Frame, ...], int] = {}
+    for rank, frames in stacks.items():
+        key = tuple(frames)
+        groups[key] = groups.get(key, 0) | 1 << rank
+    whole = sum(1 << rank for rank in set(everybody) | set(stacks))
+    return _branches([(frames[::-1], ranks) for frames, ranks in groups.items() if frames], 0, whole, 0)
+
+
+def _branches(
+    stacks: Sequence[tuple[tuple[Frame, ...], int]], depth: int, whole: int, nesting: int
+) -> tuple[Branch, ...]:
+    """``depth``: how many frames the stacks have in common; ``whole``: the ranks that have come so far."""
+    sides: dict[Frame | None, list[tuple[tuple[Frame, ...], int]]] = {}
+    for frames, ranks in stacks:
+        sides.setdefault(frames[depth] if depth < len(frames) else None, []).append((frames, ranks))
+    made = []
+    for frame, members in sides.items():
+        ranks = 0
+        for _, theirs in members:
+            ranks |= theirs
+        count, others = ranks.bit_count(), whole & ~ranks
+        missing = _ranges(others) if others.bit_count() < count else ""
+        end = depth if frame is None else _common_end([frames for frames, _ in members], depth)
+        further = len(members) > 1 and nesting < _DEEPEST
+        branches = _branches(members, end, ranks, nesting + 1) if further else ()
+        made.append((ranks, Branch(members[0][0][depth:end], _ranges(ranks), missing, count, branches)))
+    made.sort(key=lambda item: (-item[1].count, item[0] & -item[0]))
+    return tuple(branch for _, branch in made)
+
+
+def _common_end(stacks: Sequence[tuple[Frame, ...]], begin: int) -> int:
+    first = stacks[0]
+    end = min(map(len, stacks))
+    for frames in stacks[1:]:
+        end = next((at for at in range(begin, end) if frames[at] != first[at]), end)
+    return end
+
+
+def tree_lines(branches: Sequence[Branch], *, frames: int = 40, lines: int = 240) -> list[str]:
+    """The tree as text. Of a long run of frames the middle is left out, of a large tree the end."""
+    made: list[str] = []
+    for branch in branches:
+        _lines_of(branch, "", frames, made)
+    left = len(made) - lines
+    return [*made[:lines], f"... {left} more lines"] if left > 0 else made
+
+
+def _lines_of(branch: Branch, indent: str, most: int, made: list[str]) -> None:
+    made.append(f"{indent}{_who(branch)}")
+    shown = list(branch.frames)
+    if len(shown) > most:
+        shown[most // 2 : len(shown) - most // 2] = []
+    for number, frame in enumerate(shown):
+        if number == most // 2 and len(branch.frames) > most:
+            made.append(f"{indent}  ... {len(branch.frames) - len(shown)} more")
+        made.append(f"{indent}  {frame.file}:{frame.line} {frame.function}")
+    for further in branch.branches:
+        _lines_of(further, f"{indent}    ", most, made)
+
+
+def _who(branch: Branch) -> str:
+    """``ranks 0-2,5 | missing 3-4``."""
+    ranks = f"rank {branch.ranks}" if branch.count == 1 else f"ranks {branch.ranks}"
+    missing = f" | missing {branch.missing}" if branch.missing else ""
+    return f"{ranks}{'' if branch.frames else ': here'}{missing}"
+
+
+def _ranges(ranks: int) -> str:
+    found = []
+    while ranks:
+        lowest = ranks & -ranks
+        found.append(lowest.bit_length() - 1)
+        ranks ^= lowest
+    return format_ranks(found)
+
+
+# --- The environment contract of a job: which device each local rank has, and how large the batch of a rank is --------
+
+
+MOST = 8
+NO_SUCH_DEVICE = "invalid device ordinal"
+
+
+def world(size: int, mesh: Sequence[tuple[str, int]] = ()) -> str:
+    """``8 ranks = dp 2 x tp 4``. ``mesh``: dimensions and sizes."""
+    shape = " x ".join(f"{name} {length}" for name, length in mesh)
+    return f"{size} ranks{f' = {shape}' if shape else ''}" if size else ""
+
+
+def devices(evidence: Evidence) -> str:
+    """``local rank 0: GPU 0, 1: GPU 1``, by ``CUDA_VISIBLE_DEVICES``; and who asked for a device that is not there."""
+    chosen: dict[int, dict[str, None]] = {}
+    for rank in evidence.ranks:
+        if rank.gpu and rank.local_rank >= 0:
+            chosen.setdefault(rank.local_rank, {})[_name(rank.gpu)] = None
+    pairs = [f"{local}: {' or '.join(names)}" for local, names in sorted(chosen.items())]
+    more = f" and {len(pairs) - MOST} more" if len(pairs) > MOST else ""
+    parts = [f"local rank {', '.join(pairs[:MOST])}{more}"] if pairs else []
+    for rank in [one for one in evidence.ranks if one.device not in (None, one.local_rank)][:MOST]:
+        parts.append(f"rank {rank.rank} computed on cuda:{rank.device}")
+    wrong = [rank for rank in evidence.ranks if _asked_in_vain(rank)]
+    if wrong:
+        who = format_ranks([rank.rank for rank in wrong])
+        parts.append(f"{'rank' if who.isdigit() else 'ranks'} {who} asked for a device that is not there{_why(wrong)}")
+    return "; ".join(parts)
+
+
+def _name(gpu: str) -> str:
+    return f"GPU {gpu}" if gpu.isdecimal() else gpu[:12]
+
+
+def _asked_in_vain(rank: RankEvidence) -> bool:
+    return rank.exception is not None and NO_SUCH_DEVICE in rank.exception.message
+
+
+def _why(wrong: list[RankEvidence]) -> str:
+    """Where the number of the rank is not that of the local rank, the script has most likely taken the wrong one."""
+    mixed_up = all(rank.local_rank not in (-1, rank.rank) for rank in wrong)
+    return ": a device is numbered by LOCAL_RANK, not by RANK" if mixed_up else ""
+
+
+def batches(evidence: Evidence) -> str:
+    """``32 a rank (loader), 512 over 16 data-parallel ranks``, as far as the ranks' DataLoaders tell."""
+    fed = {rank.batch for rank in evidence.ranks}
+    batch = fed.pop() if len(fed) == 1 else None
+    if batch is not None:
+        return f"{batch} a rank{_step(batch, evidence.world_size)}"
+    told = [rank.gil.batches for rank in evidence.ranks if rank.gil.batches]
+    if not told:
+        return ""
+    if any(one != told[0] for one in told):
+        return f"not the same on all ranks: {_sizes(told[0])} or {_sizes(next(o for o in told if o != told[0]))}"
+    sizes = set(told[0].values())
+    return f"{_sizes(told[0])} a rank{_step(sizes.pop(), evidence.world_size) if len(sizes) == 1 else ''}"
+
+
+def _step(batch: int, world: int) -> str:
+    return f", {batch * world} a step if all {world} ranks are data-parallel"
+
+
+def _sizes(loaders: Mapping[str, int]) -> str:
+    return ", ".join(f"{size} ({name})" for name, size in list(loaders.items())[:MOST])
+
 
 ReadLine = Callable[[str, int], "str | None"]  # (file, line number from 1) → that line of the source, if readable
 

@@ -26,19 +26,21 @@ from safelaunch.model import (
     Verdict,
     format_ranks,
 )
-from safelaunch.report import contract
 from safelaunch.report.early import in_status
 from safelaunch.report.overview import (
     Alike,
     Overview,
     ReadLine,
     alike,
+    batches,
     culprit_lines,
+    devices,
     frame_text,
     overview,
     stack_lines,
+    tree_lines,
+    world,
 )
-from safelaunch.report.tree import tree_lines
 from safelaunch.system.console import PREFIX
 from safelaunch.system.printable import clean, clean_lines, is_clean
 from safelaunch.verdict.belonging import mesh
@@ -413,9 +415,9 @@ def markdown(
 def contract_words(evidence: Evidence, facts: Facts) -> str:
     """World size, mesh, batch and devices, as far as they are known."""
     found = (
-        contract.world(evidence.world_size, mesh(facts)),
-        f"batch: {batch}" if (batch := contract.batches(evidence)) else "",
-        f"devices: {devices}" if (devices := contract.devices(evidence)) else "",
+        world(evidence.world_size, mesh(facts)),
+        f"batch: {batch}" if (batch := batches(evidence)) else "",
+        f"devices: {kinds}" if (kinds := devices(evidence)) else "",
     )
     text = "; ".join(filter(None, found))
     return f"The job: {text}." if text else ""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 from safelaunch.model import Evidence, Verdict
 from safelaunch.reproduce.compare import Hang, compared, hang_of
-from safelaunch.reproduce.places import records_tell
 from safelaunch.reproduce.program import Program
 from safelaunch.reproduce.programs import program_of
 from safelaunch.reproduce.recorded import Extent
@@ -23,7 +22,7 @@ from safelaunch.reproduce.smaller import (
     with_sizes_that_gloo_checks,
     with_small_tensors,
 )
-from safelaunch.reproduce.text import Head, script
+from safelaunch.reproduce.text import Head, records_tell, script
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.rank_state import Facts
 from safelaunch.verdict.reading.source import ReadSource

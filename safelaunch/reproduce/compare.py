@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from safelaunch.model import Evidence, RankEvidence
-from safelaunch.reproduce.gloo import FUNCTIONS
+from safelaunch.reproduce.program import FUNCTIONS
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.findings import ranks_word
 from safelaunch.verdict.rank_state import Facts

@@ -7,19 +7,106 @@ on one line. All else is written from numbers and from words of this module.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from shlex import quote
 
-from safelaunch.model import Frame
+from msgspec import structs
+
+from safelaunch.model import Evidence, FlightRecord, Frame, RankEvidence
 from safelaunch.reproduce import fold
-from safelaunch.reproduce.families import Families, in_families
-from safelaunch.reproduce.gloo import TYPES
-from safelaunch.reproduce.places import places_matter
-from safelaunch.reproduce.program import BARE, OUTSIDE, TRANSFERS, WORLD, Call, End, Program, RankProgram, Sizes
+from safelaunch.reproduce.fold import Node, done
+from safelaunch.reproduce.program import BARE, OUTSIDE, TRANSFERS, TYPES, WORLD, Call, End, Program, RankProgram, Sizes
 from safelaunch.system.redaction.redact import redact_text
+from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.reading.frames import basename, is_pseudo, short
+
+# --- Groups that play the same part on different ranks, as the tensor-parallel groups of a job do, under one name -----
+
+
+Families = dict[str, list[tuple[int, ...]]]
+
+
+def in_families(program: Program) -> tuple[Program, Families]:
+    """The program with the names of families for those of groups, and each family's groups."""
+    turn = {rank: _in_turn(one) for rank, one in program.ranks.items()}
+    parts: dict[object, list[str]] = {}
+    for name, ranks in program.groups.items():
+        part = (len(ranks), tuple({turn[rank].get(name, -1) for rank in ranks}))
+        parts.setdefault(name if name in program.makers else part, []).append(name)
+    families: Families = {}
+    name_of: dict[str, str] = {WORLD: WORLD, OUTSIDE: OUTSIDE}
+    for names in parts.values():
+        for group in names:
+            members = program.groups[group]
+            family = next(
+                (f for f in dict.fromkeys(name_of[n] for n in names if n in name_of) if _fits(families[f], members)),
+                None,
+            )
+            family = family or f"group_{len(families) + 1}"
+            families.setdefault(family, []).append(members)
+            name_of[group] = family
+    programs = {rank: _renamed(one, name_of) for rank, one in program.ranks.items()}
+    makers = {name_of[name]: ranks for name, ranks in program.makers.items()}
+    return replace(program, ranks=programs, makers=makers), {name: sorted(groups) for name, groups in families.items()}
+
+
+def _in_turn(program: RankProgram) -> dict[str, int]:
+    """Group → its place among the groups of this rank, in the order in which it first calls in them."""
+    return {name: place for place, name in enumerate(dict.fromkeys(call.group for call in program.calls))}
+
+
+def _fits(family: list[tuple[int, ...]], members: tuple[int, ...]) -> bool:
+    return not any(set(other) & set(members) for other in family)
+
+
+def _renamed(program: RankProgram, name_of: Mapping[str, str]) -> RankProgram:
+    return replace(program, calls=tuple(_call(call, name_of) for call in program.calls))
+
+
+def _call(call: Call, name_of: Mapping[str, str]) -> Call:
+    parts = tuple(_call(part, name_of) for part in call.parts)
+    return replace(call, group=name_of[call.group], parts=parts)
+
+
+# --- What the records of the script will tell -------------------------------------------------------------------------
+
+
+Told = tuple[str, list[int]]  # cause and culprits
+
+
+def places_matter(program: Program, nodes: Sequence[Node]) -> bool:
+    """Whether the lines of ``nodes`` lead to another verdict than one line for equal calls would."""
+    steps = {rank: list(done(nodes, rank)) for rank in program.ranks}
+    lines, items = ({r: [k(s) for s in made] for r, made in steps.items()} for k in (id, lambda step: step.item))
+    return _told(program, lines) != _told(program, items)
+
+
+def records_tell(program: Program) -> Told:
+    """By the records alone that the script leaves, if it makes equal calls from one line."""
+    named, _ = in_families(program)
+    return _told(named, {rank: one.calls for rank, one in named.ranks.items()})
+
+
+def _told(program: Program, places: Mapping[int, Sequence[Hashable]]) -> Told:
+    numbers: dict[object, int] = {}
+    ranks = []
+    for rank, one in program.ranks.items():
+        entries = [
+            structs.replace(
+                entry, frames=(Frame("/repro.py", numbers.setdefault(place, len(numbers) + 1), "<module>"),)
+            )
+            for place, left in zip(places[rank], one.entries, strict=False)
+            for entry in left
+            if not entry.is_p2p
+        ]
+        entries = [structs.replace(entry, record_id=at) for at, entry in enumerate(entries)]
+        groups = {one.group: program.groups.get(one.group, tuple(program.ranks)) for one in entries}
+        ranks.append(RankEvidence(rank, "", rank + 1, flight_record=FlightRecord("", tuple(entries), groups)))
+    found = diagnose(Evidence("hang", program.world_size, tuple(ranks)))
+    return found.cause, [one.rank for one in found.culprits]
+
 
 _WIDTH = 118
 _INDENT = "    "

@@ -18,7 +18,7 @@ from safelaunch.capture.flight_recorder import arrivals_of, default_timeout_s
 from safelaunch.capture.gpu import gpus_json
 from safelaunch.capture.look import Target
 from safelaunch.capture.parallel import gather
-from safelaunch.leases.driver import has_driver
+from safelaunch.leases.inventory import has_driver
 from safelaunch.supervise.looks import newest_entries
 from safelaunch.supervise.watch import rhythm, stragglers, work
 from safelaunch.supervise.watch.job import Watch

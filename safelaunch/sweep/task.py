@@ -1,8 +1,8 @@
 """What runs inside a scheduler's job: claims the attempt, runs its safelaunch, and leaves how it ended.
 
-The scripts of ``batch`` call it, with the name of the submission: ``python -m safelaunch.sweep.task ENGINE NAME DIRECTORY
-ATTEMPT [options] -- COMMAND``. The files by which an attempt is known, whatever the scheduler still knows of it, are in
-the job's directory, which every node and the submitting host share:
+The scripts of ``batch`` call it: ``python -m safelaunch.sweep.task ENGINE NAME DIRECTORY ATTEMPT ... -- COMMAND``.
+NAME is the submission's. The files by which an attempt is known, whatever the scheduler still knows of it, are in the
+job's directory, which every node and the submitting host share:
 
     attempt-1.claim   who runs the attempt: a link that only one task can make, so no attempt runs twice
     attempt-1.end     how it ended

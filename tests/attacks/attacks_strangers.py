@@ -24,13 +24,12 @@ from strangers import MINE, STRANGER, stranger
 
 from safelaunch.bundle.publishing import Keeping, publish
 from safelaunch.bundle.staging import Staging
-from safelaunch.cli import gpu_rows, gpus, program
+from safelaunch.cli import gpus, program
 from safelaunch.leases import holder, ports
 from safelaunch.leases.choose import Gpu
-from safelaunch.leases.holder import Holder, ourselves
+from safelaunch.leases.holder import Holder, look, ourselves
 from safelaunch.leases.lease import Lease
 from safelaunch.leases.store import Store
-from safelaunch.leases.users import look
 from safelaunch.model import Artifact
 
 A, B = "GPU-aaaa", "GPU-bbbb"
@@ -124,9 +123,9 @@ def _used(store: Store, said: list[str]) -> str:
     held, waiting = store.look([A, B]), store.waiting()
     if any(one.uid != STRANGER for one in held.values()):
         return f"held by one who does not: {held}"
-    shown = [*map(holder.told, held.values()), *gpus.plain(gpu_rows.rows([Gpu("0", A)], held, {}))]
-    shown += [json.dumps([gpu_rows._holder(one) for one in waiting])]
-    if bad := [line for line in (*said, *shown, *map(gpu_rows.waiting_line, waiting)) if not line.isprintable()]:
+    shown = [*map(holder.told, held.values()), *gpus.plain(gpus.rows([Gpu("0", A)], held, {}))]
+    shown += [json.dumps([gpus._holder(one) for one in waiting])]
+    if bad := [line for line in (*said, *shown, *map(gpus.waiting_line, waiting)) if not line.isprintable()]:
         return f"reaches the terminal: {bad[0]!r:.200}"
     if len(said) > 1:
         return f"{len(said)} messages"

@@ -22,7 +22,7 @@ from _pytest.mark import ParameterSet
 from jobs import TAG, port_of_its_own
 from pages import PAGES, SETUP, Block, blocks, directive
 
-from safelaunch.leases.driver import has_driver
+from safelaunch.leases.inventory import has_driver
 
 # One group: the last test looks at what the first has left.
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240), pytest.mark.xdist_group("docs")]

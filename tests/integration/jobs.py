@@ -25,7 +25,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from safelaunch import schemas
-from safelaunch.leases.driver import has_driver
+from safelaunch.leases.inventory import has_driver
 
 PROGRAMS = Path(__file__).parent / "programs"
 TAG = "JOB_UNDER_TEST"

@@ -12,8 +12,7 @@ import incidents
 import pytest
 
 import safelaunch
-from safelaunch.cli.api.launching import Launch
-from safelaunch.cli.api.options import Options, words_of
+from safelaunch.cli.api.launching import Launch, Options, words_of
 from safelaunch.cli.api.supervisor import from_the_start
 from safelaunch.cli.api.wire import Done, Ended, FromCaller, FromSupervisor, Line, Ready, Stop, Stopping
 from safelaunch.settings.config import resolve

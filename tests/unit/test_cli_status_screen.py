@@ -132,8 +132,7 @@ def test_the_keys_ask_the_selected_run() -> None:
 
 DRAWING = """
 import sys
-from safelaunch.cli.status_screen import Line
-from safelaunch.cli.terminal import Terminal
+from safelaunch.cli.status_screen import Line, Terminal
 with Terminal() as terminal:
     terminal.draw([Line("step 1", "bold"), Line("r\\u00e9sum\\u00e9 \\u2581")])
     key = ""
@@ -160,22 +159,22 @@ def test_the_terminal_is_as_it_was_however_it_ends(ending: str) -> None:
             process.send_signal(signal.Signals[ending])
         else:
             os.write(master, ending.encode())
-        shown += until_shown(master, b"\x1b[?1049l")
+        shown += until_shown(master, b"\x1b[?1049l", b"\x1b[?25h")
         process.wait(60)
     after = termios.tcgetattr(slave)
     os.close(slave)
     os.close(master)
     assert after == before
-    assert b"\x1b[?1049h\x1b[?25l" in shown and b"r\xe9sum\xe9 ?" in shown and b"\x1b[?25h\x1b[?1049l" in shown
+    assert all(one in shown for one in (b"\x1b[?1049h", b"\x1b[?25l", b"r\xe9sum\xe9 ?"))
     assert b"'j' '\\x1b[A' '\\x1b[Z' " in shown or not ending.endswith("q"), "keys that come at once"
     assert process.returncode == {"j\x1b[A\x1b[Zq": 0, "x": 1, "\x03": -2, "SIGTERM": 143, "SIGHUP": 129}[ending]
 
 
-def until_shown(master: int, wanted: bytes) -> bytes:
-    """What the terminal shows, up to ``wanted``."""
+def until_shown(master: int, *wanted: bytes) -> bytes:
+    """What the terminal shows, up to the last of ``wanted``."""
     shown = b""
     deadline = time.monotonic() + 60
-    while wanted not in shown:
+    while not all(one in shown for one in wanted):
         ready, _, _ = select.select([master], [], [], max(0.0, deadline - time.monotonic()))
         assert ready, shown
         shown += os.read(master, 65536)

@@ -15,16 +15,13 @@ from pathlib import Path
 import pytest
 import stub
 
-from safelaunch.cli import gpu_rows, gpus
+from safelaunch.cli import gpus
 from safelaunch.leases.choose import NVLINK, Gpu, GpuProcess, Inventory, pool_of, wish_of
-from safelaunch.leases.claims import Claim, Survey, Taken, Terms
-from safelaunch.leases.driver import has_driver
-from safelaunch.leases.gpus import NodeGpus, Patience
+from safelaunch.leases.gpus import Claim, NodeGpus, Patience, Survey, Taken, Terms
 from safelaunch.leases.gpus import take as take_claimed
-from safelaunch.leases.holder import Holder, ourselves
-from safelaunch.leases.inventory import inventory
+from safelaunch.leases.holder import Holder, User, look, ourselves
+from safelaunch.leases.inventory import has_driver, inventory
 from safelaunch.leases.store import Store
-from safelaunch.leases.users import User, look
 from safelaunch.system.errors import InterruptedWait, ResourceError
 
 FOUR = Inventory(tuple(Gpu(str(n), f"GPU-{n}") for n in range(4)))
@@ -319,9 +316,9 @@ ROWS = [
 
 @pytest.mark.parametrize(("gpu", "held", "users", "state", "words"), ROWS)
 def test_rows(gpu: Gpu, held: dict[str, Holder], users: dict[int, User], state: str, words: str) -> None:
-    (row,) = gpu_rows.rows([gpu], held, users)
+    (row,) = gpus.rows([gpu], held, users)
     assert (row.state, row.cells[-1]) == (state, words)
-    (shown,) = gpu_rows.document([row], [], "")["gpus"]
+    (shown,) = gpus.document([row], [], "")["gpus"]
     assert shown["state"] == state
     # Whether a holder lives is known from its lock: pid 7 of these is no process of ours.
     assert not held or shown["lease"]["alive"] == (state == "leased")
@@ -329,7 +326,7 @@ def test_rows(gpu: Gpu, held: dict[str, Holder], users: dict[int, User], state: 
 
 def test_plain_lines_are_aligned() -> None:
     gpu = Gpu("10", "GPU-0", "NVIDIA H100", memory_used_bytes=MIB, memory_total_bytes=80 << 30)
-    lines = gpus.plain(gpu_rows.rows([gpu, replace(gpu, label="1")], {}, {}))
+    lines = gpus.plain(gpus.rows([gpu, replace(gpu, label="1")], {}, {}))
     assert [line.split()[0] for line in lines] == ["gpu", "10", "1"]
     assert len({line.index("H100") for line in lines[1:]}) == 1 and "0.0/80 GiB" in lines[1]
 
@@ -342,7 +339,7 @@ def test_on_a_narrow_terminal_names_are_cut_and_numbers_are_not() -> None:
     gpu = Gpu("0", "GPU-0", "NVIDIA H100 80GB HBM3", memory_used_bytes=10 << 30, memory_total_bytes=80 << 30)
     held = {"GPU-0": Holder(4194304, 1, "", "train.py --lr 1e-3 " + "x" * 60, time.time(), 0)}
     console = Console(file=io.StringIO(), width=80)
-    console.print(gpus.picture(gpu_rows.rows([gpu], held, {}), 80))
+    console.print(gpus.picture(gpus.rows([gpu], held, {}), 80))
     header, line = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert header.split() == list(gpus.COLUMNS) and len(line) <= 80
     assert "10.0/80 GiB" in line and "leased" in line and "4194304" in line and "train.py --" in line

@@ -17,15 +17,13 @@ import strangers
 from strangers import MINE, STRANGER, stranger, words
 
 from safelaunch.beacon import leases as beacon
-from safelaunch.cli import gpu_rows, gpus
-from safelaunch.leases import claims, files, holder, ports
+from safelaunch.cli import gpus as command
+from safelaunch.leases import gpus, holder, lease, ports
 from safelaunch.leases.choose import Gpu, Inventory, Wish
-from safelaunch.leases.claims import Claim, Survey, Terms
-from safelaunch.leases.holder import Holder, ourselves
+from safelaunch.leases.gpus import Claim, Survey, Terms
+from safelaunch.leases.holder import Holder, look, ourselves
 from safelaunch.leases.lease import Lease
-from safelaunch.leases.store import Store
-from safelaunch.leases.tickets import MOST_EACH
-from safelaunch.leases.users import look
+from safelaunch.leases.store import MOST_EACH, Store
 
 A, B = "GPU-aaaa", "GPU-bbbb"
 TICKET = "ticket.00000000000000000001.1"
@@ -73,8 +71,8 @@ def is_stalled(store: Store, said: Said) -> None:
     begin = time.monotonic()
     held, waiting = store.look([A, B]), store.waiting()
     shown = [holder.told(one) for one in (*held.values(), *waiting)]
-    rows = gpu_rows.rows([Gpu("0", A), Gpu("1", B)], held, {})
-    shown += [*gpus.plain(rows), *map(gpu_rows.waiting_line, waiting)]
+    rows = command.rows([Gpu("0", A), Gpu("1", B)], held, {})
+    shown += [*command.plain(rows), *map(command.waiting_line, waiting)]
     assert len(said) <= 1 and all(line.isprintable() for line in (*said, *shown))
     lease = take(store, B)
     assert lease is not None and set(store.look([B])) == {B}
@@ -201,7 +199,7 @@ def beacon_holds(lease: Lease) -> bool:
     path = Path(lease.rank_files[0])
     directory = os.open(path.parent, os.O_RDONLY)
     try:
-        return files.is_locked(path.name, directory)
+        return lease.is_locked(path.name, directory)
     finally:
         os.close(directory)
 
@@ -227,7 +225,7 @@ def test_a_stranger_who_writes_down_a_number_of_ours_is_shown(store: Store) -> N
             store, Terms(Wish(found.gpus, 1, "--gpus 1"), ourselves("", "")), Survey(found, lambda: found, lambda: 0.0)
         )
         assert claim.advance() is None
-        assert "theirs.py" in claims.table(claim, {os.getpid()})
+        assert "theirs.py" in gpus.table(claim, {os.getpid()})
 
 
 @contextmanager
@@ -316,7 +314,7 @@ def test_names_that_were_taken_beforehand_leave_others(store: Store) -> None:
     with stranger(deed):
         directory = os.open(where, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            descriptor, name = files.take_own(base, directory)
+            descriptor, name = lease.take_own(base, directory)
         finally:
             os.close(directory)
         os.close(descriptor)
@@ -335,7 +333,7 @@ def test_a_file_of_a_stranger_with_a_kernels_lease_on_it_is_passed_over(store: S
     with stranger(deed):
         directory = os.open(where, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            descriptor, name = files.take_own("port-20000", directory)
+            descriptor, name = lease.take_own("port-20000", directory)
         finally:
             os.close(directory)
         os.close(descriptor)

@@ -17,11 +17,10 @@ from test_cli_status_rows import rank, run, run_status
 
 import safelaunch
 from safelaunch import schemas
-from safelaunch.cli import COMMANDS, doctor, dump, gpu_rows, main, status
+from safelaunch.cli import COMMANDS, doctor, dump, gpus, main, status
 from safelaunch.cli.health.check import failed, ok
 from safelaunch.leases.choose import Gpu, GpuProcess
-from safelaunch.leases.holder import Holder
-from safelaunch.leases.users import User
+from safelaunch.leases.holder import Holder, User
 from safelaunch.model import BundlePlace, NodeAtFault
 from safelaunch.report import calls
 from safelaunch.report.profiling.verdict import verdict_of
@@ -97,7 +96,7 @@ def test_every_json_of_a_command_has_a_schema(command: str, capsys: pytest.Captu
 
 GPU = Gpu("0", "GPU-0", memory_used_bytes=1 << 30, processes=(GpuProcess(5),))
 HOLDER = Holder(7, 1, "trial", "train.py", 1.0, 0)
-GPUS = gpu_rows.rows([GPU, Gpu("1.0", "MIG-1", parent="GPU-1")], {"GPU-0": HOLDER}, {5: User(5, "ann")})
+GPUS = gpus.rows([GPU, Gpu("1.0", "MIG-1", parent="GPU-1")], {"GPU-0": HOLDER}, {5: User(5, "ann")})
 RUNS = [run(10, run_status(rank(0), nodes=[NodeStatus("node1", "0")])), run(11, problem="gone", alive=False)]
 STRAGGLER = Recorded(recorded("straggler"), verdict_of(recorded("straggler")))
 CALLS = calls.table(Facts.of(incidents.hang(4).evidence), calls.Selection(last=1))
@@ -109,7 +108,7 @@ CALLS = calls.table(Facts.of(incidents.hang(4).evidence), calls.Selection(last=1
         ("status.json", [status.document(one) for one in RUNS], "directory"),
         ("dump.json", dump.Document(run="r1", name="trial", bundle="/b", summary="slow"), "run"),
         ("record.json", record_document(STRAGGLER, "r1", "/folder"), "findings"),
-        ("gpus.json", gpu_rows.document(GPUS, [HOLDER], ""), "gpus"),
+        ("gpus.json", gpus.document(GPUS, [HOLDER], ""), "gpus"),
         ("doctor.json", doctor.document((ok("torch", "2.13"), failed("py-spy", "gone", "Install it."))), "checks"),
         ("calls.json", calls.document(CALLS), "ranks"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from safelaunch.model import Frame
-from safelaunch.report.tree import Branch, stack_tree, tree_lines
+from safelaunch.report.overview import Branch, stack_tree, tree_lines
 
 
 def stack(*places: str) -> tuple[Frame, ...]:

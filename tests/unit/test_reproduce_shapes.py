@@ -8,7 +8,7 @@ from test_verdict_rules_groups import NEW_GROUP
 
 from safelaunch.model import CallArguments, Evidence, GilTest
 from safelaunch.reproduce import Extent, Wish, reproduction_of
-from safelaunch.reproduce.gloo import returns
+from safelaunch.reproduce.program import returns
 
 ALL = Wish(Extent(everything=True))
 

@@ -58,7 +58,6 @@ WRITERS = {
     "capture.gpu": "a program of its own, read through a pipe",
     "leases.inventory": "a program of its own, read through a pipe",
     "cli.help": "words of ours, before anything else is imported",
-    "cli.terminal": "draws what redact has passed: cli.status",
     "cli.reproduce": "what has passed the filter",
     "cli.record": "what the supervisor has cleaned",
     "capture.command": "what a program of its own says on stderr, to read it back",

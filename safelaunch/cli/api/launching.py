@@ -19,8 +19,6 @@ from shutil import rmtree
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from safelaunch.beacon import entrypoint as ranks
-from safelaunch.cli.api.interpreter import command
-from safelaunch.cli.api.options import Options, words_of
 from safelaunch.cli.api.wire import Done, Ended, FromSupervisor, Line, Ready, Refused, Request, Stop, Stopping
 from safelaunch.model import Verdict
 from safelaunch.system import errors, procstat
@@ -30,6 +28,102 @@ from safelaunch.system.errors import SafelaunchError, UsageError
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
     from typing_extensions import Unpack
+from typing import Literal, TypedDict
+
+import msgspec
+
+from safelaunch.system.console import PREFIX
+from safelaunch.system.decoding import from_json
+
+# --- Starts safelaunch's own code in a new interpreter, wherever this one has imported safelaunch from ----------------
+
+
+def command(module: str, function: str = "main") -> list[str]:
+    """The command that calls ``function`` of ``module``, which reads its arguments from ``sys.argv``.
+
+    safelaunch's directory comes last on the module path, so that nothing in it shadows the standard library; the
+    working directory, which may hold anybody's modules, is not on it.
+    """
+    root = os.fspath(Path(__file__).resolve().parents[3])
+    code = f"import sys; sys.path[:1] = []; sys.path.append({root!r}); from {module} import {function} as f; f()"
+    return [sys.executable, "-c", code]
+
+
+# --- safelaunch's options as keywords of ``safelaunch.launch`` --------------------------------------------------------
+
+
+Text = str | os.PathLike[str]
+Seconds = float | str  # 90, "90s", "10m"
+
+
+class Options(TypedDict, total=False):
+    """Every keyword is the option of that name: ``stall_timeout=90`` is ``--stall-timeout 90``.
+
+    Two have other names here: ``config_file`` is ``--config``, and ``watch=False`` is ``--no-watch``.
+    """
+
+    preset: Text | Sequence[Text]
+    stall_timeout: Seconds
+    stall_floor: Seconds
+    max_stall: Seconds
+    startup_timeout: Seconds
+    on_stall: Literal["kill", "restart", "dump"]
+    no_early_look: bool
+    on_suspect: str
+    check_every: int
+    on_inconsistent: Literal["report", "dump", "stop"]
+    pg_timeout: Seconds  # "10m!": of all groups
+    watch: bool
+    bundle_dir: Text
+    keep_bundles: int
+    on_bundle: str
+    gpus: int | str
+    wait: bool | Seconds
+    no_lease: bool
+    run_name: str
+    cluster_key_file: Text
+    cluster_store: str
+    config_file: Text
+
+
+def words_of(options: Mapping[str, object]) -> tuple[tuple[str, str | None], ...]:
+    """The options as the command line's flags and values. What is unknown or wrong is found where those are."""
+    found: list[tuple[str, str | None]] = []
+    for name, value in options.items():
+        flag = "--config" if name == "config_file" else f"--{name.replace('_', '-')}"
+        if name == "watch":
+            found += [] if value else [("--no-watch", None)]
+        elif isinstance(value, bool):
+            found += [(flag, None)] if value else []
+        elif isinstance(value, (list, tuple)):
+            found += [(flag, os.fspath(one)) for one in value]
+        elif value is not None:
+            found.append((flag, str(value)))
+    return tuple(found)
+
+
+# --- ``safelaunch.diagnose(path)``: a verdict from files --------------------------------------------------------------
+
+
+def diagnose(path: str | os.PathLike[str]) -> Verdict:
+    """Reads evidence and returns the verdict: which rank and line hung the job, and why.
+
+    ``path``: a bundle or its ``.tar.gz``, a folder of bundles from several nodes, a run directory, or a folder of
+    Flight Recorder dumps of any job. It may be untrusted: nothing in it is run, and a process of its own reads it,
+    with bounded memory and time. This is ``safelaunch diagnose PATH --json``.
+
+    A verdict of confidence ``low`` without ``culprits`` means that the evidence does not suffice. Raises UsageError if
+    there is no evidence at ``path``.
+    """
+    words = [*command("safelaunch.cli", "entry"), "diagnose", "--json", "--", os.fspath(path)]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    try:
+        return from_json(done.stdout, Verdict)
+    except msgspec.DecodeError:
+        said = done.stderr.decode("utf-8", "replace").strip()
+        lines = [line.removeprefix(PREFIX) for line in said.splitlines()]
+        raise UsageError("\n".join(lines) or f"diagnosing {os.fspath(path)} ended with {done.returncode}") from None
+
 
 T = TypeVar("T")
 
