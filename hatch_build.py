@@ -1,11 +1,17 @@
-"""Makes the links of README absolute in the package's metadata: a package index lacks the files they lead to."""
+"""What is made as the package is built.
+
+The links of README, made absolute: a package index lacks the files they lead to. And what comes from the same tables as
+``--help``: the man page and the shells' completions, in a wheel as in an editable installation.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?!\w+:|#)(?P<target>[^)\s]+)\)")
@@ -23,3 +29,13 @@ class AbsoluteLinks(MetadataHookInterface):  # type: ignore[misc]
 
         text = LINK.sub(absolute, Path(self.root, "README.md").read_text("utf-8"))
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
+
+
+class Generated(BuildHookInterface):  # type: ignore[misc]
+    """Writes the man page and the completions, by ``scripts/generate.py``."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        sys.path[:0] = [self.root, str(Path(self.root, "scripts"))]
+        from generate import write
+
+        write()

@@ -1,13 +1,14 @@
 """Makes what has the same source as ``safelaunch --help``: the man page, and the shells' completions (with shtab).
 
-Writes the files that the wheel ships; with ``--check`` only says which of them are out of date.
+``hatch_build.py`` calls it as the package is built; they are not in the repository. In an editable installation, run it
+after a change of an option: ``python scripts/generate.py``.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -221,17 +222,14 @@ def generated() -> Mapping[Path, str]:
     return {MAN_PAGE: man_page(), **dict(completions())}
 
 
-def main() -> int:
-    """Writes the files; with ``--check`` returns 1 if one is out of date."""
-    check = sys.argv[1:] == ["--check"]
-    old = [path for path, text in generated().items() if not path.is_file() or path.read_text("utf-8") != text]
-    for path in old:
-        print(f"{path.relative_to(ROOT)} {'is out of date: run scripts/generate.py' if check else 'written'}")
-        if not check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(generated()[path], "utf-8")
-    return int(check and bool(old))
+def write() -> None:
+    """Writes each file, whole or not at all."""
+    for path, text in generated().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_text(text, "utf-8")
+        beside.replace(path)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    write()

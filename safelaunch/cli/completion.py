@@ -1,4 +1,4 @@
-"""``safelaunch completion SHELL``: the completion script of a shell, made by ``scripts/generate.py`` with shtab."""
+"""``safelaunch completion SHELL``: the completion script of a shell, made as the package is built (hatch_build.py)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from importlib import resources
 
 from safelaunch.cli.parsing import Parser
 from safelaunch.system.console import put, show
+from safelaunch.system.errors import SafelaunchError
 
 SHELLS = {"bash": "safelaunch.bash", "zsh": "_safelaunch", "fish": "safelaunch.fish"}
 _EPILOG = """\
@@ -43,8 +44,13 @@ def parser() -> Parser:
 
 
 def script(shell: str) -> str:
-    """The completion script of ``shell``."""
-    return resources.files("safelaunch.cli").joinpath(f"completions/{SHELLS[shell]}").read_text(encoding="utf-8")
+    """The completion script of ``shell``. Raises SafelaunchError in a source tree that was not installed."""
+    try:
+        return resources.files("safelaunch.cli").joinpath(f"completions/{SHELLS[shell]}").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SafelaunchError(
+            "completion: the scripts are made as safelaunch is installed.", "pip install -e ."
+        ) from None
 
 
 def _runs() -> list[str]:
