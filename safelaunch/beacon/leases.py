@@ -28,7 +28,7 @@ def hold(paths: str) -> None:
 def _open(path: str) -> int:
     """Opens ``path`` and locks a random byte of it. Returns the descriptor that holds the lock, or -1.
 
-    The lock is an exclusive lock of the open file description, which takes write permission (see ``leases.files``).
+    The lock is an exclusive lock of the open file description, which takes write permission (see ``leases.lease``).
     Each rank locks a different byte, so all of them can hold the file.
     """
     import fcntl

@@ -1,4 +1,4 @@
-"""A recording for people: the screen, ``report.md`` and the page. The files for viewers: ``recording_exports``."""
+"""A recording for people: the screen, ``report.md`` and the page. The file for speedscope."""
 
 from __future__ import annotations
 

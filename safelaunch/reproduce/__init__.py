@@ -1,7 +1,7 @@
 """Recorded calls → a small script that hangs in the same way. Pure.
 
-``recorded`` chooses the calls, ``programs`` makes a program of them, ``order`` finds which of them nobody can have
-waited for, ``families`` and ``fold`` find what ranks and rounds have in common, and ``text`` writes it down.
+``recorded`` chooses the calls, ``programs`` makes a program of them and finds which of them nobody can have waited for,
+``fold`` finds what ranks and rounds have in common, and ``text`` writes it down.
 ``smaller`` leaves out ranks and elements, and ``compare`` says whether a run of the script hangs as the job did.
 """
 

@@ -22,7 +22,7 @@ from safelaunch.leases import gpus, holder, lease, ports
 from safelaunch.leases.choose import Gpu, Inventory, Wish
 from safelaunch.leases.gpus import Claim, Survey, Terms
 from safelaunch.leases.holder import Holder, look, ourselves
-from safelaunch.leases.lease import Lease
+from safelaunch.leases.lease import Lease, is_locked
 from safelaunch.leases.store import MOST_EACH, Store
 
 A, B = "GPU-aaaa", "GPU-bbbb"
@@ -199,7 +199,7 @@ def beacon_holds(lease: Lease) -> bool:
     path = Path(lease.rank_files[0])
     directory = os.open(path.parent, os.O_RDONLY)
     try:
-        return lease.is_locked(path.name, directory)
+        return is_locked(path.name, directory)
     finally:
         os.close(directory)
 
