@@ -46,9 +46,10 @@ def test_the_metadata_is_complete() -> None:
 
 
 def test_the_links_of_the_readme_lead_somewhere_on_a_package_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    interface = types.ModuleType("hatchling.metadata.plugin.interface")
-    interface.MetadataHookInterface = object  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    for name, kind in (("metadata.plugin", "MetadataHookInterface"), ("builders.hooks.plugin", "BuildHookInterface")):
+        interface = types.ModuleType(f"hatchling.{name}.interface")
+        setattr(interface, kind, type(kind, (), {}))
+        monkeypatch.setitem(sys.modules, interface.__name__, interface)
     hook = runpy.run_path(str(ROOT / "hatch_build.py"))["AbsoluteLinks"]()
     hook.root = str(ROOT)
     metadata: dict[str, Any] = {"urls": {"Source": "https://example.org/safelaunch"}}

@@ -13,11 +13,8 @@ import pytest
 from safelaunch.capture import stacks
 from safelaunch.cli import doctor as command
 from safelaunch.cli import health
-from safelaunch.cli.health import attach, node, rules, torch_probe, torch_rules, tracing
-from safelaunch.cli.health.check import Check, failed, ok, warning
-from safelaunch.cli.health.rules import GIB, MIB, Clock, Disk
-from safelaunch.cli.health.torch_rules import Probe
-from safelaunch.cli.health.tracing import Rights, Trial
+from safelaunch.cli.health import node, rules
+from safelaunch.cli.health.rules import GIB, MIB, Check, Clock, Disk, Probe, Rights, Trial, failed, ok, warning
 from safelaunch.system.console import Display
 from safelaunch.system.errors import Failure, UsageError
 
@@ -48,7 +45,7 @@ REMEDIES = [
 
 @pytest.mark.parametrize(("rights", "must", "must_not"), REMEDIES, ids=[str(row[0]) for row in REMEDIES])
 def test_a_denied_reading_gets_the_remedy_of_this_place(rights: Rights, must: list[str], must_not: list[str]) -> None:
-    check = tracing.attach_check(DENIED, rights)
+    check = rules.attach_check(DENIED, rights)
     assert check.result == "failed"
     assert not [word for word in must if word not in check.fix], check.fix
     assert not [word for word in must_not if word in check.fix], check.fix
@@ -56,20 +53,20 @@ def test_a_denied_reading_gets_the_remedy_of_this_place(rights: Rights, must: li
 
 
 def test_in_a_container_its_own_remedy_comes_before_the_hosts() -> None:
-    fix = tracing.remedy(replace(HOST, place="docker", yama=1))
+    fix = rules.remedy(replace(HOST, place="docker", yama=1))
     assert fix.index("--cap-add") < fix.index("sysctl")
 
 
 @pytest.mark.parametrize("rights", [row[0] for row in REMEDIES], ids=str)
 def test_what_works_is_well_whatever_the_settings_say(rights: Rights) -> None:
-    check = tracing.attach_check(WELL, rights)
+    check = rules.attach_check(WELL, rights)
     assert (check.result, check.fix) == ("ok", "")
     assert "20 ms" in check.detail
 
 
 def test_root_is_told_that_others_may_fare_otherwise() -> None:
-    assert "as root" in tracing.attach_check(WELL, replace(HOST, root=True)).detail
-    assert "as root" not in tracing.attach_check(WELL, HOST).detail
+    assert "as root" in rules.attach_check(WELL, replace(HOST, root=True)).detail
+    assert "as root" not in rules.attach_check(WELL, HOST).detail
 
 
 @pytest.mark.parametrize(
@@ -81,16 +78,16 @@ def test_root_is_told_that_others_may_fare_otherwise() -> None:
     ],
 )
 def test_other_failures_have_remedies_of_their_own(problem: str, kind: Failure, fix: str) -> None:
-    check = tracing.attach_check(Trial(problem, kind=kind), HOST)
+    check = rules.attach_check(Trial(problem, kind=kind), HOST)
     assert check.result == "failed" and problem in check.detail and fix in check.fix
     assert "SYS_PTRACE" not in check.fix
 
 
 def test_strangers_and_c_frames_are_only_warned_about() -> None:
-    stranger = tracing.stranger_check(DENIED, replace(HOST, yama=1))
+    stranger = rules.stranger_check(DENIED, replace(HOST, yama=1))
     assert (stranger.result, "ptrace_scope=0" in stranger.fix) == ("warning", True)
-    assert tracing.native_check(Trial("no answer within 15 s")).result == "warning"
-    assert tracing.stranger_check(WELL, HOST).result == tracing.native_check(WELL).result == "ok"
+    assert rules.native_check(Trial("no answer within 15 s")).result == "warning"
+    assert rules.stranger_check(WELL, HOST).result == rules.native_check(WELL).result == "ok"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +102,7 @@ def test_strangers_and_c_frames_are_only_warned_about() -> None:
     ],
 )
 def test_py_spy_itself(path: str, version: str, python: tuple[int, int], result: str) -> None:
-    check = tracing.version_check(path, version, python)
+    check = rules.py_spy_check(path, version, python)
     assert check.result == result
     assert bool(check.fix) == (result == "failed")
 
@@ -124,7 +121,7 @@ def test_which_place_this_is(
     environ: dict[str, str], container: bool, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "exists", lambda _: False)
-    assert attach.place(environ, container) == place
+    assert node.place(environ, container) == place
 
 
 # --- the node ---------------------------------------------------------------------------------------------------------
@@ -165,7 +162,7 @@ def test_room(found: Disk, result: str) -> None:
         (16 * GIB, 8 * GIB, "docker", "ok", ""),
     ],
 )
-def test_shared_memory(total: int, free: int, place: tracing.Place, result: str, fix: str) -> None:
+def test_shared_memory(total: int, free: int, place: rules.Place, result: str, fix: str) -> None:
     check = rules.shm_check(Disk("/dev/shm", total, free, "tmpfs"), place)
     assert check.result == result and fix in check.fix
 
@@ -320,10 +317,10 @@ OLD_NCCL = {"ping": 200, "fr_trace_json": 404, "dump_nccl_trace_json": 200}
 )
 def test_torch(probe: Probe, imported: str, beacon: str | None, server: str | None, recorder: str | None) -> None:
     checks = [
-        torch_rules.import_check(probe),
-        torch_rules.beacon_check(probe),
-        torch_rules.server_check(probe),
-        torch_rules.recorder_check(probe),
+        rules.import_check(probe),
+        rules.beacon_check(probe),
+        rules.server_check(probe),
+        rules.recorder_check(probe),
     ]
     assert [check.result if check else None for check in checks] == [imported, beacon, server, recorder]
 
@@ -338,17 +335,17 @@ def test_torch(probe: Probe, imported: str, beacon: str | None, server: str | No
     ],
 )
 def test_what_torchs_own_checks_do_to_a_ddp_job(detail: str, result: str, words: str) -> None:
-    check = torch_rules.detail_check(replace(GOOD, detail=detail))
+    check = rules.detail_check(replace(GOOD, detail=detail))
     assert check is not None and check.result == result and words in check.detail
     assert ("hang-debug" in check.fix) is (result == "warning")
 
 
 def test_torchs_own_checks_are_not_judged_where_they_were_not_tried() -> None:
-    assert torch_rules.detail_check(GOOD) is None
+    assert rules.detail_check(GOOD) is None
 
 
 def test_the_users_own_sitecustomize_is_named() -> None:
-    check = torch_rules.beacon_check(replace(GOOD, chained="/usr/lib/python3/sitecustomize.py"))
+    check = rules.beacon_check(replace(GOOD, chained="/usr/lib/python3/sitecustomize.py"))
     assert check is not None and check.result == "ok" and "/usr/lib/python3/sitecustomize.py" in check.detail
 
 
@@ -364,7 +361,7 @@ def test_the_users_own_sitecustomize_is_named() -> None:
     ],
 )
 def test_torch_version(version: str, options: int, result: str) -> None:
-    assert torch_rules.version_check(version, "/x/torch", options).result == result
+    assert rules.version_check(version, "/x/torch", options).result == result
 
 
 @pytest.mark.parametrize(
@@ -379,7 +376,7 @@ def test_torch_version(version: str, options: int, result: str) -> None:
     ],
 )
 def test_gpus(missing: str, kind: Failure, cuda: str, devices: bool, result: str) -> None:
-    assert torch_rules.gpu_check(0 if missing else 8, missing, kind, cuda, devices).result == result
+    assert rules.gpu_check(0 if missing else 8, missing, kind, cuda, devices).result == result
 
 
 @pytest.mark.parametrize(
@@ -401,18 +398,18 @@ def test_bundles_may_go_to_a_network_disk_with_room(kind: str, free: int, result
     ],
 )
 def test_a_probe_that_says_nothing_usable(stdout: bytes, stderr: str, words: str) -> None:
-    assert words in torch_probe.parse(stdout, stderr, 3).problem
+    assert words in node.parse(stdout, stderr, 3).problem
 
 
 def test_a_probe_is_read_from_its_last_line() -> None:
-    probe = torch_probe.parse(b'a greeting\n{"python": "3.11.7", "beacon": true}\n', "", 0)
+    probe = node.parse(b'a greeting\n{"python": "3.11.7", "beacon": true}\n', "", 0)
     assert probe == Probe(python="3.11.7", beacon=True)
 
 
 def test_hints_name_what_is_set() -> None:
-    assert "PET_NNODES" in torch_rules.hints({"PET_NNODES": "2"}).detail
-    assert "PYTHONSAFEPATH" in torch_rules.hints({"PYTHONSAFEPATH": "1"}).detail
-    assert torch_rules.hints({"HOME": "/"}).detail.startswith("no variable")
+    assert "PET_NNODES" in rules.hints({"PET_NNODES": "2"}).detail
+    assert "PYTHONSAFEPATH" in rules.hints({"PYTHONSAFEPATH": "1"}).detail
+    assert rules.hints({"HOME": "/"}).detail.startswith("no variable")
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------

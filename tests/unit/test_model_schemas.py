@@ -18,7 +18,7 @@ from test_cli_status_rows import rank, run, run_status
 import safelaunch
 from safelaunch import schemas
 from safelaunch.cli import COMMANDS, doctor, dump, gpus, main, status
-from safelaunch.cli.health.check import failed, ok
+from safelaunch.cli.health.rules import failed, ok
 from safelaunch.leases.choose import Gpu, GpuProcess
 from safelaunch.leases.holder import Holder, User
 from safelaunch.model import BundlePlace, NodeAtFault

@@ -1,7 +1,6 @@
 """``safelaunch doctor``: checks whether safelaunch can watch jobs in this environment, with a fix for each failure.
 
-``tracing``, ``rules`` and ``torch_rules`` judge (values in, a ``Check`` out). ``attach``, ``node`` and ``torch_probe``
-collect the values. ``examine`` runs all of them.
+``node`` collects values, ``rules`` judge them (values in, a ``Check`` out), and ``examine`` runs all of them.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from safelaunch.settings.config import INTERNAL_ENV, resolve
 from safelaunch.supervise.control.discover import roots
 from safelaunch.system.errors import SafelaunchError
 
-from . import attach, node, rules, torch_probe, torch_rules, tracing
-from .check import RESULTS, Check, Result, failed, warning
+from . import node, rules
+from .rules import RESULTS, Check, Result, failed, warning
 
 __all__ = ["RESULTS", "Check", "Result", "examine", "worst"]
 
@@ -88,15 +87,15 @@ def _guarded(name: str, look: Look) -> Callable[[], list[Check]]:
 
 
 def _tracing(subject: Subject) -> tuple[Check | None, ...]:
-    path, version = attach.py_spy()
-    installed = tracing.version_check(path, version, attach.python_of(subject.python))
+    path, version = node.py_spy()
+    installed = rules.py_spy_check(path, version, node.python_of(subject.python))
     if not path:
         return (installed,)
-    rights = attach.rights(subject.environ)
-    rank, stranger, native = attach.trials(subject.python)
-    checks = [installed, tracing.attach_check(rank, rights)]
+    rights = node.rights(subject.environ)
+    rank, stranger, native = node.trials(subject.python)
+    checks = [installed, rules.attach_check(rank, rights)]
     if not rank.problem:
-        checks += [tracing.stranger_check(stranger, rights), tracing.native_check(native)]
+        checks += [rules.stranger_check(stranger, rights), rules.native_check(native)]
     return tuple(checks)
 
 
@@ -109,14 +108,14 @@ def _torch(subject: Subject) -> tuple[Check | None, ...]:
         options = torchrun.parse_options((torch.package / "distributed" / "run.py").read_text("utf-8"))
     except (OSError, ValueError, SyntaxError):
         options = {}
-    probe = torch_probe.ask(torch.python, subject.environ)
+    probe = node.ask(torch.python, subject.environ)
     return (
-        torch_rules.version_check(torch.version, os.fspath(torch.package), len(options)),
-        torch_rules.import_check(probe),
-        torch_rules.beacon_check(probe),
-        torch_rules.server_check(probe),
-        torch_rules.recorder_check(probe),
-        torch_rules.detail_check(probe),
+        rules.version_check(torch.version, os.fspath(torch.package), len(options)),
+        rules.import_check(probe),
+        rules.beacon_check(probe),
+        rules.server_check(probe),
+        rules.recorder_check(probe),
+        rules.detail_check(probe),
         _gpus(probe.cuda),
     )
 
@@ -124,12 +123,12 @@ def _torch(subject: Subject) -> tuple[Check | None, ...]:
 def _gpus(cuda: str) -> Check:
     found = gpu.gpus_json()
     count = len(json.loads(found.value).get("gpus", ())) if found.value is not None else 0
-    return torch_rules.gpu_check(count, found.missing, found.kind, cuda, node.has_gpu_devices())
+    return rules.gpu_check(count, found.missing, found.kind, cuda, node.has_gpu_devices())
 
 
 def _disks(subject: Subject) -> tuple[Check | None, ...]:
     root = paths.run_root(subject.environ, subject.uid)
-    place = attach.rights(subject.environ).place
+    place = node.rights(subject.environ).place
     return (
         node.run_root(root),
         rules.socket_check(os.fspath(root), node.longest_socket(root)),
@@ -157,7 +156,7 @@ def _configuration(subject: Subject) -> tuple[Check | None, ...]:
         version = subject.torch.version if subject.torch is not None else None
         settings = resolve([], own, subject.cwd, lambda: version)
     except SafelaunchError as error:
-        return torch_rules.hints(subject.environ), failed("configuration", error.message, error.fix)
+        return rules.hints(subject.environ), failed("configuration", error.message, error.fix)
     problem = check_directory(settings.bundle_dir)
     where = f"bundles go to {settings.bundle_dir}"
     if problem:
@@ -165,4 +164,4 @@ def _configuration(subject: Subject) -> tuple[Check | None, ...]:
         bundles = warning("bundle directory", f"{where}: {problem}; they would stay below the run directory", fix)
     else:
         bundles = rules.bundle_check(node.disk(settings.bundle_dir))
-    return torch_rules.hints(subject.environ), bundles
+    return rules.hints(subject.environ), bundles

@@ -1,24 +1,45 @@
-"""Looks up the facts of this node: disks, clock, ports, limits, leftovers of earlier runs. ``rules`` judges them."""
+"""Looks up the facts that ``rules`` judges: of this node, of reading a stack here, and of the torch that jobs use."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from safelaunch import beacon
 from safelaunch.beacon import layout
-from safelaunch.capture import cgroups
+from safelaunch.capture import cgroups, command, stacks
+from safelaunch.capture import tracing as kernel
 from safelaunch.capture.result import within
 from safelaunch.job.paths import RunPaths
+from safelaunch.settings.config import INTERNAL_ENV
 from safelaunch.supervise.control.discover import find
 from safelaunch.system.errors import CaptureError
 
-from .check import Check
-from .rules import Clock, Disk, cgroup_check, hostname_check, leftover_check, limits_check, port_check, run_root_check
+from .rules import (
+    Check,
+    Clock,
+    Disk,
+    Place,
+    Probe,
+    Rights,
+    Trial,
+    cgroup_check,
+    hostname_check,
+    leftover_check,
+    limits_check,
+    port_check,
+    run_root_check,
+)
 
 DISK_DEADLINE_S = 4.0
 NAME_DEADLINE_S = 8.0
@@ -171,3 +192,229 @@ def _text(path: str) -> str:
         return Path(path).read_text("utf-8", "replace")
     except OSError:
         return ""
+
+
+# --- Reads the stack of a child as it would read a rank's, and looks up the kernel settings that allow it -------------
+
+
+FUNCTION = "a_rank_that_waits"
+START_DEADLINE_S = 20.0
+NATIVE_DEADLINE_S = 15.0
+
+# Like the beacon, the child names the process whose descendants may trace it (0: none). It exits when its stdin closes.
+PROGRAM = f"""
+import ctypes, sys
+tracer = int(sys.argv[1])
+if tracer:
+    ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(tracer), 0, 0, 0)
+def {FUNCTION}():
+    print("ready", flush=True)
+    sys.stdin.read()
+{FUNCTION}()
+"""
+
+
+@contextmanager
+def child(python: str, tracer: int) -> Iterator[int]:
+    """Starts a process that waits, and gives its pid. Raises CaptureError if it does not start."""
+    process = subprocess.Popen(
+        [str(Path(python).absolute()), "-c", PROGRAM, str(tracer)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",  # with -c the working directory comes first on the module path
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        if within(START_DEADLINE_S, python, process.stdout.readline) != b"ready\n":
+            raise CaptureError(f"{python} does not start")
+        yield process.pid
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            process.kill()  # the child may never have reached its wait
+            process.wait()
+        process.stdout.close()
+
+
+def attempt(pid: int, *, native: bool = False) -> Trial:
+    """Reads the child's stack once; never raises."""
+    result = stacks.dump(
+        pid, nonblocking=not native, native=native, deadline_s=NATIVE_DEADLINE_S if native else stacks.DEADLINE_S
+    )
+    if result.value is None:
+        return Trial(result.missing, result.duration_s, result.kind)
+    if not any(frame.function == FUNCTION for thread in result.value.threads for frame in thread.frames):
+        return Trial("py-spy read a stack, but not the child's", result.duration_s)
+    return Trial("", result.duration_s)
+
+
+def trials(python: str) -> tuple[Trial, Trial, Trial]:
+    """Three trials: a child that allows tracing as a rank does, one that doesn't, and C frames of the first."""
+    try:
+        with child(python, os.getpid()) as pid:
+            like_a_rank = attempt(pid)
+            native = attempt(pid, native=True) if not like_a_rank.problem else like_a_rank
+        with child(python, 0) as pid:
+            return like_a_rank, attempt(pid), native
+    except (CaptureError, OSError) as error:
+        nothing = Trial(f"no child process to try it on: {error}")
+        return nothing, nothing, nothing
+
+
+def py_spy() -> tuple[str, str]:
+    """py-spy's path and version; both empty if it is not installed."""
+    try:
+        path = stacks.find_py_spy()
+        output = command.run([path, "--version"], deadline_s=5.0)
+    except CaptureError:
+        return "", ""
+    found = re.search(rb"\d+\.\d+\.\d+", output.stdout)
+    return path, found[0].decode() if found else ""
+
+
+def python_of(python: str) -> tuple[int, int]:
+    """The interpreter's version, from the name of its real file; else this interpreter's version."""
+    found = re.fullmatch(r"python(\d+)\.(\d+)\w?", Path(python).resolve().name)
+    return (int(found[1]), int(found[2])) if found else sys.version_info[:2]
+
+
+def rights(environ: Mapping[str, str]) -> Rights:
+    """The kernel's settings for this process."""
+    facts = kernel.look(os.getpid())
+    seccomp = re.search(r"^Seccomp:\s*(\d)", _text("/proc/self/status"), re.MULTILINE)
+    return Rights(
+        yama=facts.yama,
+        capable=facts.capable,
+        seccomp=int(seccomp[1]) if seccomp else 0,
+        place=place(environ, facts.container),
+        root=os.geteuid() == 0,
+    )
+
+
+def place(environ: Mapping[str, str], container: bool) -> Place:
+    """The kind of container: each needs a different fix."""
+    if "KUBERNETES_SERVICE_HOST" in environ or Path("/var/run/secrets/kubernetes.io").exists():
+        return "kubernetes"
+    if "APPTAINER_CONTAINER" in environ or "SINGULARITY_CONTAINER" in environ:
+        return "apptainer"
+    if Path("/run/.containerenv").exists():
+        return "podman"
+    return "docker" if container else "host"
+
+
+# --- Asks the interpreter that jobs will use whether it imports torch, runs the beacon, and serves dumps --------------
+
+
+TORCH_DEADLINE_S = 60.0
+INJECT = Path(beacon.__file__).parent / "inject"
+
+# torch's own interpreter runs this; it need not have safelaunch. The server must never be destroyed, so the process
+# exits without cleaning up.
+TORCH_PROGRAM = """
+import json, os, shutil, signal, socket, sys, tempfile, time
+inject = sys.argv[1]
+custom = getattr(sys.modules.get("sitecustomize"), "__file__", None) or ""
+seen = {
+    "python": sys.version.split()[0],
+    "isolated": bool(sys.flags.ignore_environment),
+    "beacon": bool(custom) and inject not in sys.path,
+    "chained": "" if custom.startswith(inject) else custom,
+}
+begin = time.monotonic()
+import torch
+seen["import_s"] = time.monotonic() - begin
+seen["cuda"] = torch.version.cuda or torch.version.hip or ""
+try:
+    from torch._C import _distributed_c10d as c10d
+except ImportError:
+    c10d = None
+seen["distributed"] = c10d is not None and hasattr(c10d, "ProcessGroup")
+seen["server"], seen["register"], seen["dump"] = (
+    hasattr(c10d, name) for name in ("_WorkerServer", "_register_handler", "_dump_fr_trace")
+)
+
+def status(path, handler):
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(5)
+        connection.connect(path)
+        head = f"POST /handler/{handler} HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Length: 0\\r\\nConnection: close"
+        connection.sendall(head.encode() + b"\\r\\n\\r\\n")
+        return int(connection.recv(4096).split()[1])
+
+def detailed():
+    from torch import distributed
+    distributed.set_debug_level(distributed.DebugLevel.DETAIL)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+
+def outcome(program, limit_s):
+    "How a fork that runs the program ends: it may crash, or hang."
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, 1)
+            os.dup2(null, 2)
+            program()
+            code = 0
+        finally:
+            os._exit(code)
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            code = os.waitstatus_to_exitcode(status)
+            return "works" if code == 0 else signal.Signals(-code).name if code < 0 else "fails"
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "hangs"
+
+if seen["distributed"]:
+    seen["detail"] = outcome(detailed, 15)
+if seen["server"]:
+    scratch = tempfile.mkdtemp(prefix="sl-", dir="/tmp")
+    server = c10d._WorkerServer(scratch + "/s")
+    seen["handlers"] = {}
+    for handler in ("ping", "fr_trace_json", "dump_nccl_trace_json"):
+        try:
+            seen["handlers"][handler] = status(scratch + "/s", handler)
+        except (OSError, IndexError, ValueError):
+            seen["handlers"][handler] = 0
+    shutil.rmtree(scratch)
+print(json.dumps(seen), flush=True)
+os._exit(0)
+"""
+
+
+def ask(python: str, environ: Mapping[str, str], *, deadline_s: float = TORCH_DEADLINE_S) -> Probe:
+    """Runs the program in ``python`` with the beacon on its PYTHONPATH; never raises."""
+    own = environ.get("PYTHONPATH")
+    entries = [str(Path(entry).absolute()) for entry in own.split(os.pathsep)] if own else []
+    path = os.pathsep.join([os.fspath(INJECT), *entries])
+    without = [word for name in sorted(INTERNAL_ENV) for word in ("-u", name)]
+    argv = ["env", *without, f"PYTHONPATH={path}", str(Path(python).absolute()), "-c", TORCH_PROGRAM, os.fspath(INJECT)]
+    try:
+        # With -c, the working directory comes first on the module path, so it must not be one that others may write to.
+        output = command.run(argv, deadline_s=deadline_s, cwd=Path("/"))
+    except CaptureError as error:
+        return Probe(problem=error.message)
+    if output.timed_out:
+        return Probe(problem=f"import torch did not finish within {deadline_s:g} s")
+    return parse(output.stdout, output.stderr, output.returncode)
+
+
+def parse(stdout: bytes, stderr: str, code: int | None) -> Probe:
+    """The document on the program's last line, or the reason for having none."""
+    lines = stdout.splitlines()
+    try:
+        seen: dict[str, Any] = json.loads(lines[-1])
+        return Probe(**seen)
+    except (IndexError, ValueError, TypeError):
+        said = stderr.strip().splitlines()
+        return Probe(problem=f"import torch failed: {said[-1][:300] if said else f'exit status {code}'}")

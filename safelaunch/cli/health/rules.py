@@ -4,10 +4,337 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from .check import Check, failed, ok, warning
-from .tracing import Place
+from safelaunch.system.errors import Failure
+
+# --- The result of one check of ``safelaunch doctor`` -----------------------------------------------------------------
+
+
+Result = Literal["ok", "warning", "failed"]
+RESULTS: tuple[Result, ...] = ("ok", "warning", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check. ``detail``: what it found; ``fix``: what to do about it, in one or more lines.
+
+    ``warning``: safelaunch works, but with less evidence or at a risk to the job. ``failed``: a main function of
+    safelaunch does not work.
+    """
+
+    name: str
+    result: Result
+    detail: str
+    fix: str = ""
+
+
+def ok(name: str, detail: str) -> Check:
+    return Check(name, "ok", detail)
+
+
+def warning(name: str, detail: str, fix: str = "") -> Check:
+    return Check(name, "warning", detail, fix)
+
+
+def failed(name: str, detail: str, fix: str = "") -> Check:
+    return Check(name, "failed", detail, fix)
+
+
+# --- Judges whether stacks can be read, by trials and the kernel's settings, with the fix for this environment --------
+
+
+Place = Literal["host", "docker", "podman", "kubernetes", "apptainer"]
+OLDEST_FOR = {(3, 13): (0, 4, 0)}  # py-spy's release notes
+
+_ADD_CAPABILITY: dict[Place, str] = {
+    "docker": "docker run --cap-add=SYS_PTRACE ...   (compose: cap_add: [SYS_PTRACE])",
+    "podman": "podman run --cap-add=SYS_PTRACE ...",
+    "kubernetes": "in the pod's specification, for the container of the job:\n"
+    "  securityContext:\n"
+    "    capabilities:\n"
+    '      add: ["SYS_PTRACE"]',
+    "apptainer": "apptainer exec --add-caps CAP_SYS_PTRACE ...   (once, as root: apptainer capability add)",
+    "host": "sudo setcap cap_sys_ptrace+ep $(readlink -f $(command -v py-spy)), or run the job as root",
+}
+_NO_SECCOMP: dict[Place, str] = {
+    "docker": "docker run --security-opt seccomp=unconfined ..., or docker >= 19.03 on a kernel >= 4.8",
+    "podman": "podman run --security-opt seccomp=unconfined ...",
+    "kubernetes": "securityContext: {seccompProfile: {type: Unconfined}}, or a profile that allows ptrace",
+    "apptainer": "ask the administrator for a seccomp profile that allows ptrace and process_vm_readv",
+    "host": "make the seccomp filter of your session or service allow ptrace and process_vm_readv",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """An attempt to read a waiting child's stack, which took ``took_s`` seconds. ``problem`` empty: it succeeded."""
+
+    problem: str
+    took_s: float = 0.0
+    kind: Failure = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """The settings that decide whether we may trace. ``yama``: ptrace_scope, None = off; ``seccomp`` 2 = a filter."""
+
+    yama: int | None
+    capable: bool
+    seccomp: int
+    place: Place
+    root: bool = False
+
+    def __str__(self) -> str:
+        yama = "Yama off" if self.yama is None else f"Yama ptrace_scope={self.yama}"
+        capable = "with" if self.capable else "without"
+        seccomp = ", under a seccomp filter" if self.seccomp == 2 else ""
+        return f"{yama}, {capable} CAP_SYS_PTRACE{seccomp}, {'in ' * (self.place != 'host')}{self.place}"
+
+
+def add_capability(place: Place) -> str:
+    """How to give CAP_SYS_PTRACE to processes in this environment."""
+    return _ADD_CAPABILITY[place]
+
+
+def py_spy_check(path: str, version: str, python: tuple[int, int]) -> Check:
+    """Checks py-spy. ``path`` empty: not installed; ``version``: its own answer, such as ``0.4.3``."""
+    name = "py-spy"
+    if not path:
+        return failed(
+            name,
+            "not installed, so safelaunch reads no Python stacks and reaches few verdicts",
+            "pip install 'py-spy>=0.4.0'",
+        )
+    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    if not numbers:
+        return failed(name, f"{path} does not print its version: {version or 'no answer'}", "pip install -U py-spy")
+    oldest = OLDEST_FOR.get(python)
+    if oldest is not None and numbers < oldest:
+        wanted = ".".join(map(str, oldest))
+        detail = f"{version} does not know Python {python[0]}.{python[1]}"
+        return failed(name, detail, f"pip install 'py-spy>={wanted}'   (this one: {path})")
+    return ok(name, f"{version}, {path}")
+
+
+def attach_check(trial: Trial, rights: Rights) -> Check:
+    """Judges the trial on a child that allows tracing, as the beacon makes every rank do."""
+    name = "reading stacks"
+    if not trial.problem:
+        note = "; you ran this as root: run it again as the user who runs the jobs" if rights.root else ""
+        return ok(name, f"works for a child like a rank, in {1000 * trial.took_s:.0f} ms ({rights}){note}")
+    if trial.kind != "denied":
+        return failed(name, f"{trial.problem} ({rights})", _other_remedy(trial.kind))
+    return failed(name, f"permission denied ({rights})", remedy(rights))
+
+
+def remedy(rights: Rights) -> str:
+    """The fix for denied tracing."""
+    on_host = "" if rights.place == "host" else "on the host: "
+    if rights.yama == 3:
+        return (
+            f"{on_host}kernel.yama.ptrace_scope=3 lasts until the next boot: set kernel.yama.ptrace_scope = 1 in\n"
+            "/etc/sysctl.d/10-ptrace.conf (or the file that sets 3) and reboot"
+        )
+    if rights.capable and rights.seccomp == 2:
+        return _NO_SECCOMP[rights.place]
+    if rights.yama in (1, 2) and not rights.capable:
+        # At 2, a rank's permission does not help. At 1 it does, but not for processes without a beacon.
+        relax = f"{on_host}sudo sysctl kernel.yama.ptrace_scope={rights.yama - 1}"
+        ways = [relax, add_capability(rights.place)]
+        return "\nor ".join(ways if rights.place == "host" else ways[::-1])
+    if not rights.capable:
+        return add_capability(rights.place)
+    return (
+        "Yama and capabilities allow it, so check SELinux (sudo setsebool deny_ptrace off) and AppArmor\n"
+        "(sudo dmesg | grep DENIED)"
+    )
+
+
+def _other_remedy(kind: Failure) -> str:
+    if kind == "outdated":
+        return "pip install -U py-spy"
+    if kind == "timeout":
+        return "the machine is overloaded, or ptrace is emulated (gVisor): try again, then run py-spy by hand"
+    return "run py-spy by hand on any Python process of yours: py-spy dump --pid PID"
+
+
+def stranger_check(trial: Trial, rights: Rights) -> Check:
+    """Judges the trial on a child without permission, such as a rank's spawned child or a rank without a beacon."""
+    name = "reading stacks of spawned children"
+    if not trial.problem:
+        return ok(name, "works, also for processes without a beacon")
+    why = f"permission denied ({rights})" if trial.kind == "denied" else trial.problem
+    detail = f"fails for processes that a rank spawns rather than forks, and for a rank without a beacon: {why}"
+    return warning(name, detail, remedy(rights))
+
+
+def native_check(trial: Trial) -> Check:
+    """Judges the trial with C frames, which distinguish a Python lock from a wait in C++."""
+    name = "reading C frames"
+    if not trial.problem:
+        return ok(name, f"works with py-spy --native, in {1000 * trial.took_s:.0f} ms")
+    return warning(name, f"{trial.problem}; a few verdicts are less certain without C frames")
+
+
+# --- Judges what the jobs' torch offers a watchdog, and whether the beacon starts in its processes --------------------
+
+
+OLDEST_TORCH = (2, 6)
+SLOW_IMPORT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The answer of torch's interpreter. ``problem``: why there is none.
+
+    ``handlers``: the HTTP status of each handler of its worker server, 0 without an answer. ``beacon``: our
+    sitecustomize ran; ``chained``: the user's own one, if any; ``isolated``: Python ignores its environment.
+    ``detail``: how a process ended that built a DDP model under TORCH_DISTRIBUTED_DEBUG=DETAIL: ``works``, ``fails``,
+    ``hangs``, or the name of the signal that killed it; empty where it was not tried.
+    """
+
+    problem: str = ""
+    python: str = ""
+    cuda: str = ""
+    import_s: float = 0.0
+    distributed: bool = False
+    server: bool = False
+    register: bool = False
+    dump: bool = False
+    handlers: Mapping[str, int] = field(default_factory=dict)
+    beacon: bool = False
+    chained: str = ""
+    isolated: bool = False
+    detail: str = ""
+
+
+def version_check(version: str, package: str, options: int) -> Check:
+    """Checks torch's version. ``options``: the number of options read from torchrun's source; 0: our table is used."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    where = f"{version or 'of unknown version'}, {package}"
+    if numbers and numbers < OLDEST_TORCH:
+        return failed("torch", f"{where}: older than 2.6", "pip install 'torch>=2.6'")
+    if not options:
+        fix = "all options still pass through; if safelaunch takes a value for the script, write it as --name=VALUE"
+        return warning("torch", f"{where}; the options of its torchrun could not be read", fix)
+    return ok("torch", f"{where}; {options} spellings of torchrun's options")
+
+
+def import_check(probe: Probe) -> Check:
+    """Checks whether torch can be imported, and how fast."""
+    name = "import torch"
+    if probe.problem:
+        return failed(name, probe.problem, "see its own error: python -c 'import torch.distributed'")
+    if not probe.distributed:
+        return failed(name, "it was built without torch.distributed", "install a build with torch.distributed")
+    detail = f"in {probe.import_s:.1f} s, Python {probe.python}, " + (f"CUDA {probe.cuda}" if probe.cuda else "no CUDA")
+    if probe.import_s > SLOW_IMPORT_S:
+        return warning(name, f"{detail}: slow, and every rank does it", "keep the environment on a local disk")
+    return ok(name, detail)
+
+
+def server_check(probe: Probe) -> Check | None:
+    """Checks c10d's worker server, the door into a rank that hangs. None if torch was not imported."""
+    name = "worker server"
+    if probe.problem or not probe.distributed:
+        return None
+    if not probe.server:
+        detail = "this torch has none, so safelaunch cannot read a live rank's Flight Recorder"
+        return warning(name, detail, "pip install 'torch>=2.6', a build for Linux")
+    if probe.handlers.get("ping") != 200:
+        return failed(name, f"it starts, but does not answer (status {probe.handlers.get('ping', 0)})", "")
+    if not probe.register:
+        detail = "it answers, but accepts no handlers, so safelaunch cannot test whether native code holds the GIL"
+        return warning(name, detail, "use a newer torch (2.13 accepts handlers)")
+    return ok(name, "it answers, and accepts handlers")
+
+
+def recorder_check(probe: Probe) -> Check | None:
+    """Checks the Flight Recorder, c10d's record of the last collectives. None if torch was not imported."""
+    name = "Flight Recorder"
+    if probe.problem or not probe.distributed or not probe.server:
+        return None
+    if probe.handlers.get("fr_trace_json") == 200 and probe.dump and probe.register:
+        return ok(name, "of a live rank, with stack frames")
+    if probe.handlers.get("fr_trace_json") == 200:
+        return warning(name, "of a live rank, without stack frames", "use a newer torch (2.13 has them)")
+    if probe.handlers.get("dump_nccl_trace_json") == 200:
+        detail = "this torch records only NCCL's collectives, not gloo's"
+        return warning(name, detail, "use a newer torch (2.13 records both)")
+    return warning(
+        name, "not available from a live rank of this torch, so verdicts rest on stacks", "use a newer torch"
+    )
+
+
+def detail_check(probe: Probe) -> Check | None:
+    """Checks whether a job with DDP survives TORCH_DISTRIBUTED_DEBUG=DETAIL. None if that was not tried."""
+    name = "checked collectives"
+    if not probe.detail:
+        return None
+    variable = "TORCH_DISTRIBUTED_DEBUG=DETAIL"
+    if probe.detail == "works":
+        return ok(name, f"a DDP model can be built under {variable}")
+    if probe.detail == "fails":
+        return ok(name, f"not tried: no gloo process group could be built for {variable}")
+    how = "hangs" if probe.detail == "hangs" else f"ends by {probe.detail}"
+    fix = "use --preset hang-debug, which compares what the ranks recorded once they hang; without DDP, DETAIL may work"
+    return warning(name, f"with this torch, building a DDP model under {variable} {how}", fix)
+
+
+def beacon_check(probe: Probe) -> Check | None:
+    """Checks whether ranks run the sitecustomize that starts the beacon. None if unknown."""
+    name = "beacon"
+    if probe.problem:
+        return None
+    if not probe.beacon:
+        why = (
+            "that python ignores its environment (-I or -E, or a wrapper with these)"
+            if probe.isolated
+            else "it did not run"
+        )
+        fix = "python must use PYTHONPATH and import site: remove -I, -E, -S, and any PYTHONPATH that a wrapper sets"
+        return failed(
+            name, f"the beacon's sitecustomize does not run in torch's python: {why}; steps are not counted", fix
+        )
+    return ok(name, "starts in torch's python" + (f"; your {probe.chained} runs after it" if probe.chained else ""))
+
+
+def hints(environ: Mapping[str, str]) -> Check:
+    """Lists variables that change how jobs start, or the results of these checks."""
+    found = []
+    if environ.get("SAFELAUNCH_RUN_DIR"):
+        found.append("SAFELAUNCH_RUN_DIR is set: this process belongs to a watched job")
+    if environ.get("PYTHONSAFEPATH"):
+        found.append("PYTHONSAFEPATH is set: scripts cannot import from their own directory; the beacon still starts")
+    if environ.get("PYTHONSTARTUP") and environ.get("PYTHONINSPECT"):
+        found.append("PYTHONINSPECT is set: ranks wait for input at their end instead of exiting")
+    if environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        found.append("CUDA_LAUNCH_BLOCKING=1 slows down every job")
+    pet = sorted(name for name in environ if name.startswith("PET_"))
+    if pet:
+        found.append(f"torchrun takes options from {', '.join(pet)}")
+    return ok("environment", "; ".join(found) or "no variable changes how jobs start")
+
+
+def gpu_check(count: int, missing: str, kind: Failure, cuda: str, devices: bool) -> Check:
+    """NVML. ``missing``, ``kind``: why it gave nothing; ``devices``: ``/dev/nvidia*`` exist."""
+    if not missing:
+        return ok("GPUs", f"NVML sees {count}")
+    if kind == "not installed":
+        return warning("GPUs", f"{missing}: bundles say nothing about GPUs", "pip install nvidia-ml-py")
+    if kind == "timeout":
+        fix = "if nvidia-smi hangs as well, look for XID errors (sudo dmesg | grep -i xid) and reboot the node"
+        return failed("GPUs", missing, fix)
+    if devices:
+        fix = "docker run --gpus all (NVIDIA_DRIVER_CAPABILITIES=all), or ldconfig -p | grep libnvidia-ml"
+        return warning("GPUs", f"{missing}, but /dev/nvidia* exist", fix)
+    if cuda:
+        fix = "if this is a GPU node, load its driver: nvidia-smi must list the GPUs"
+        return warning("GPUs", f"{missing}, but torch is built for CUDA {cuda}", fix)
+    return ok("GPUs", f"{missing}; torch is built for the CPU")
+
 
 MIB = 1 << 20
 GIB = 1 << 30
