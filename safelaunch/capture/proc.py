@@ -105,6 +105,7 @@ def read_quick(pid: int, *, clock: Callable[[], float] = time.monotonic) -> Proc
         throttled_ms=throttled_ms(pid),
         wait_status=stat.wait_status if stat.state in "ZX" else 0,
         handles_signals=stat.handles_signals,
+        handles_child_ends=stat.handles_child_ends,
     )
 
 

@@ -141,7 +141,8 @@ class ProcessState(Record, frozen=True):
     ``throttled_ms``: how long CPU limits have throttled its control groups so far. ``locks``: the file locks that it
     holds, and, while its main thread sleeps as if it asked for one repeatedly, the locks of others on files that it
     has open. ``wait_status``: of a zombie; 0 where it exited cleanly, and where that is not to be seen.
-    ``handles_signals``: a timer, or somebody outside, may end a wait of its main thread (SIGALRM, SIGUSR1, ...).
+    ``handles_signals``: a timer, or somebody outside, may end a wait of its main thread (SIGALRM, SIGUSR1, ...);
+    ``handles_child_ends``: the end of a child of its may (SIGCHLD).
     """
 
     pid: int
@@ -158,6 +159,7 @@ class ProcessState(Record, frozen=True):
     locks: tuple[FileLock, ...] = ()
     wait_status: int = 0
     handles_signals: bool = False
+    handles_child_ends: bool = False
     note: str = ""  # why a field above is missing
 
     @property

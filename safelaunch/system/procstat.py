@@ -15,8 +15,8 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class Stat:
     """The fields in use. ``cpu_ms``: user and system time. ``start_ticks``: field 22, clock ticks since boot.
     ``faults``: of pages, minor and major. ``wait_status``: of a zombie, as ``waitpid`` would return it; 0 for another
-    user's process. ``handles_signals``: one that others, or a timer, send for the program's own
-    purposes."""
+    user's process. ``handles_signals``: one that others, or a timer, send for the program's own purposes.
+    ``handles_child_ends``: SIGCHLD."""
 
     pid: int
     name: str
@@ -28,6 +28,7 @@ class Stat:
     wait_status: int = 0
     faults: int = 0
     handles_signals: bool = False
+    handles_child_ends: bool = False
 
 
 def parse(text: str) -> Stat:
@@ -52,6 +53,7 @@ def parse(text: str) -> Stat:
         status,
         faults,
         bool(caught & _SIGNALS),
+        bool(caught & 1 << signal.SIGCHLD - 1),
     )
 
 

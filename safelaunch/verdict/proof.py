@@ -11,7 +11,7 @@ The job is dead where the main thread of every rank that has not ended can never
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from safelaunch.model import Claim, Collective, Frame, ProcessEvidence, ProofEdge, StackSample, Thread, format_ranks
@@ -160,13 +160,22 @@ class _Prover:
             return found
         if view.wait.left_s is not None or _may_be_interrupted(view):
             return None  # a time limit ends it, or a timer
-        if view.wait.kind == "lock":
-            return self._of_lock(view, process)
-        if view.wait.kind == "child":
-            return self._of_child(view, process)
-        if view.wait.kind in ("io", "poll"):
-            return self._of_descriptor(view, process)
-        return None
+        of_kind = {
+            "lock": self._of_lock,
+            "child": self._of_child,
+            "io": self._of_descriptor,
+            "poll": self._of_descriptor,
+        }
+        needs = of_kind[view.wait.kind](view, process) if view.wait.kind in of_kind else None
+        handled = self._ends_handled(view, process)
+        return tuple(replace(need, givers=need.givers | handled) for need in needs or ()) or None
+
+    def _ends_handled(self, view: View, process: _Process) -> frozenset[Node]:
+        """The threads of children, where a handler of the main thread hears of their ends: it may release that."""
+        if view.os_tid != view.process.pid or not view.process.states[-1].handles_child_ends:
+            return _NEVER
+        family = (item for item in self._processes.items() if item[1].rank == process.rank)
+        return self._threads_of(owner for owner, one in family if one.evidence.states[-1].ppid == view.process.pid)
 
     def _of_c10d(self, view: View, process: _Process) -> tuple[Need, ...] | None:
         seen = view.awaited.peers
@@ -267,9 +276,11 @@ class _Prover:
             return None  # a library of its own
         givers: set[Node] = {_call(entry, view.rank.rank) for entry in pending}
         if not of_torch and not calls.in_torch(view.stack):
-            if view.wait.left_s is not None:
+            if view.wait.left_s is not None or _may_be_interrupted(view):
                 return None
-            givers |= self._other_threads(process, view)  # or it is a lock, after all
+            givers |= self._other_threads(process, view) | self._ends_handled(
+                view, process
+            )  # or it is a lock, after all
         elif in_future:
             givers |= self._other_threads(process, view)
         return (Need(frozenset(givers), " or ".join(described(one) for one in pending[:3]), _stack_claim(view)),)

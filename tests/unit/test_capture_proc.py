@@ -41,17 +41,19 @@ def test_stat_rejects_other_text(text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "handler", "found"),
     [
-        ("SIGALRM", "print", True),
-        ("SIGUSR1", "print", True),
-        ("SIGALRM", "signal.SIG_IGN", False),
-        ("SIGTERM", "print", False),
+        ("SIGALRM", "print", (True, False)),
+        ("SIGUSR1", "print", (True, False)),
+        ("SIGALRM", "signal.SIG_IGN", (False, False)),
+        ("SIGTERM", "print", (False, False)),
+        ("SIGCHLD", "print", (False, True)),
     ],
 )
-def test_which_signals_a_program_handles(name: str, handler: str, found: bool) -> None:
+def test_which_signals_a_program_handles(name: str, handler: str, found: tuple[bool, bool]) -> None:
     code = f"import signal; signal.signal(signal.{name}, {handler}); print('up', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
         assert program.stdout is not None and program.stdout.readline() == b"up\n"
-        assert proc.read_quick(program.pid).handles_signals is found
+        state = proc.read_quick(program.pid)
+        assert (state.handles_signals, state.handles_child_ends) == found
         program.kill()
 
 

@@ -121,8 +121,12 @@ def changed(one: RankEvidence, change: Any, *args: Any, **fields: Any) -> RankEv
     return structs.replace(one, main=change(one.main, *args, **fields))
 
 
-def with_signals(one: ProcessEvidence) -> ProcessEvidence:
-    return structs.replace(one, states=tuple(structs.replace(state, handles_signals=True) for state in one.states))
+def with_signals(one: ProcessEvidence, name: str = "handles_signals") -> ProcessEvidence:
+    return structs.replace(one, states=tuple(structs.replace(state, **{name: True}) for state in one.states))
+
+
+def of_parent(child: ProcessEvidence, ppid: int = 1000) -> ProcessEvidence:
+    return structs.replace(child, states=tuple(structs.replace(state, ppid=ppid) for state in child.states))
 
 
 def in_lock(number: int, *, flight: Any = None, **fields: Any) -> RankEvidence:
@@ -264,6 +268,10 @@ PROVED = {
         structs.replace(at_pipe(1000, 1500), children=(reader(1000, 1500),)), waiting(1)
     ),
     "a signal ends no call of c10d": job(changed(waiting(0), with_signals), waiting(1, "all_gather")),
+    "an event, and children that wait as well, whose ends would be handled": job(
+        changed(in_library(EVENT, children=[of_parent(reader(1000, 1500))]), with_signals, "handles_child_ends"),
+        waiting(1),
+    ),
     "different roots": job(in_broadcast(0, 0), in_broadcast(1, 1)),
     "a thread asleep that never called": job(with_side_thread(0, 1), in_group(1, "b", TWO)),
     "a receive, and a rank in a collective whose thread waits, too": job(
@@ -303,6 +311,17 @@ NOT_PROVED = {
     "a rank that was not seen": job(waiting(0), missing_ranks=(1,)),
     "a time limit": job(changed(in_library(QUEUE), with_kernel, ends_s=60.0), waiting(1)),
     "a signal may set an event": job(changed(in_library(EVENT), with_signals), waiting(1)),
+    "the end of a child may set an event": job(
+        changed(in_library(EVENT, children=[of_parent(asleep(1500))]), with_signals, "handles_child_ends"), waiting(1)
+    ),
+    "the end of a child may end a wait that looks like a call's": job(
+        changed(
+            rank(0, in_user(40), flight=record(*past(3), entry("all_gather", 4)), children=[of_parent(asleep(1500))]),
+            with_signals,
+            "handles_child_ends",
+        ),
+        waiting(1),
+    ),
     "a signal may end the wait for a lock": job(changed(in_lock(0), with_signals), waiting(1)),
     "a pipe to another program": job(at_pipe(1000, 77), waiting(1)),
     "a pipe, and nobody looked who has it": job(rank(0, in_user(40), "pipe", flight=behind()), waiting(1)),

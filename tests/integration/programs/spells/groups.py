@@ -202,32 +202,6 @@ def a_lock_that_a_writer_has_inherited(spell: Spell) -> None:
     assert writer is None or os.waitpid(writer, 0)[1] == 0
 
 
-CHILD = """
-import sys, time, torch, torch.distributed as dist
-store, rank, quiet = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-if rank == 0:
-    time.sleep(quiet)
-    dist.send(torch.ones(1), 1)
-else:
-    dist.recv(torch.ones(1), 0)
-dist.destroy_process_group()
-"""
-
-
-@case(on="all")
-def children_with_a_group_of_their_own(spell: Spell) -> None:
-    """Rank 1 waits for its child, that one for a child of rank 0, which is in the barrier itself."""
-    import torch.distributed as dist
-
-    words = [sys.executable, "-c", CHILD, spell.scratch / "store", str(spell.rank), str(spell.quiet)]
-    with subprocess.Popen(words) as child:
-        if spell.rank == 1:
-            child.wait()
-        dist.barrier()
-    assert child.returncode == 0
-
-
 @case(on="all", ranks=4)
 def a_pipeline_with_a_slow_stage(spell: Spell) -> None:
     import torch
