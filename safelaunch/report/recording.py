@@ -40,12 +40,26 @@ class Recorded:
 def places(times: Sequence[RankTime], *, waits: bool) -> list[tuple[Place, float, Frame | None, str]]:
     """The lines by their mean share, the largest first, each with the ranks that were seen there."""
     every = {one for time in times for one in time.places if one.waits == waits}
-    found = [(one, place_share(times, one)) for one in every]
-    found = sorted((item for item in found if item[1] >= 0.005), key=lambda item: (-item[1], item[0].function))
-    return [
-        (one, share, frame_of(times, one), format_ranks([t.rank for t in times if t.places.get(one, 0.0) > 0]))
-        for one, share in found
-    ]
+    found = [row for one in every for row in (_by_function if waits else _by_line)(times, one)]
+    return sorted((row for row in found if row[1] >= 0.005), key=lambda row: (-row[1], row[0].function))
+
+
+def _by_function(times: Sequence[RankTime], one: Place) -> list[tuple[Place, float, Frame | None, str]]:
+    ranks = format_ranks([time.rank for time in times if time.places.get(one, 0.0) > 0])
+    return [(one, place_share(times, one), frame_of(times, one), ranks)]
+
+
+def _by_line(times: Sequence[RankTime], one: Place) -> list[tuple[Place, float, Frame | None, str]]:
+    """What is not waiting, of the lines of a function: of a backward's samples at a line, some may be waits."""
+    seen = [time.lines.get(one, {}) for time in times]
+    lines = {line: mean([here.get(line, 0.0) for here in seen]) for line in {line for here in seen for line in here}}
+    if not one.file or not any(lines.values()):
+        return _by_function(times, one)
+    part = place_share(times, one) / sum(lines.values())
+    ranks = {
+        line: format_ranks([t.rank for t, here in zip(times, seen, strict=True) if line in here]) for line in lines
+    }
+    return [(one, share * part, Frame(one.file, line, one.function), ranks[line]) for line, share in lines.items()]
 
 
 def alike(times: Sequence[RankTime]) -> list[list[RankTime]]:

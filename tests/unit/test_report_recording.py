@@ -15,7 +15,7 @@ from safelaunch.model import Frame
 from safelaunch.model.recording import Recording
 from safelaunch.report import page
 from safelaunch.report.profiling.verdict import compare, verdict_of
-from safelaunch.report.recording import SCRIPT, Recorded, content, markdown, screen, speedscope
+from safelaunch.report.recording import SCRIPT, Recorded, content, markdown, places, screen, speedscope
 
 NAMES = ("straggler", "loader", "gil", "healthy", "nodes")
 WAITS = {FORWARD: 0.2, BACKWARD: 0.2, ALL_REDUCE: 0.6}
@@ -96,3 +96,13 @@ def test_the_page_draws_itself_without_errors(tmp_path: Path) -> None:
 
 def test_the_data_of_a_page_is_json() -> None:
     json.dumps(content(of(recorded("loader"))))
+
+
+def test_lines_of_one_function_are_told_apart() -> None:
+    """All of a script is one function: most of its time is in a line, not all."""
+    outer, other = AUGMENT[:-1], AUGMENT[-1]
+    second = (*outer, replace(other, line=other.line + 1))
+    one = recording(*[{AUGMENT: 0.5, second: 0.3, FORWARD: 0.2}] * 2)
+    assert "80% of the time goes to lines around data.py:12" in verdict_of(one).headline
+    rows = {frame.line: round(share, 2) for _, share, frame, _ in places(verdict_of(one).times, waits=False) if frame}
+    assert rows[other.line] == 0.5 and rows[other.line + 1] == 0.3

@@ -39,6 +39,7 @@ LOADING, HELD, WAITING, SAVING, OWN_CODE = 0.15, 0.25, 0.30, 0.15, 0.25
 SCARCE = 0.6  # of the time the GIL is held: less than that, and nobody waits long for it
 OTHER_THREAD = "Move that thread's work to a process of its own, or to code that releases the GIL."
 NAMED = 0.4  # of a difference that one function explains
+MOSTLY = 0.9  # of a function's time, in one of its lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +304,9 @@ def _own_code(times: Sequence[RankTime], late: Finding | None) -> Finding | None
     if most is None or least[most] < OWN_CODE or late is not None:
         return None
     share, frame = place_share(times, most), frame_of(times, most)
-    text = f"{percent(share)} of the time goes to {place(frame)}, outside of forward, backward and optimizer."
+    there = mean([time.lines.get(most, {}).get(frame.line, 0.0) for time in times]) if frame is not None else 0.0
+    where = f"{'' if there >= MOSTLY * share else 'lines around '}{place(frame)}"
+    text = f"{percent(share)} of the time goes to {where}, outside of forward, backward and optimizer."
     return Finding("script", share, tuple(one.rank for one in times), text, frame)
 
 
