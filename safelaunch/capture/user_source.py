@@ -17,6 +17,7 @@ from safelaunch.model import Evidence, Frame, RankEvidence
 from safelaunch.model.entries import Entries
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.redaction.redactor import Redactor
+from safelaunch.verdict.reading.guards import assignments_of_the_rank
 from safelaunch.verdict.reading.source import tree_of
 
 DEADLINE_S = 1.0
@@ -71,8 +72,9 @@ def _read(path: str) -> str | None:
 class Excerpts:
     """The source that a verdict may read, and that the bundle keeps, so that reading it again gives the same verdict.
 
-    Of a file, these are the functions, classes and other statements of the module in which the evidence has a line. All
-    other lines are empty, and there are no secrets. ``read``: path → excerpt, of all that ``text`` was asked for.
+    Of a file, these are the functions, classes and other statements of the module in which the evidence has a line, and
+    its assignments of the rank. All other lines are empty, and there are no secrets. ``read``: path → excerpt, of all
+    that ``text`` was asked for.
     """
 
     def __init__(self, evidence: Evidence, redactor: Redactor) -> None:
@@ -95,14 +97,17 @@ class Excerpts:
 
 
 def excerpt(source: str, lines: set[int]) -> str:
-    """``source`` with only those of the module's statements that hold one of ``lines``; the others' lines are empty."""
+    """``source`` with only those of the module's statements that hold one of ``lines``, and those that assign the rank
+    to a name, as conditions ask for it; the others' lines are empty.
+    """
     tree = tree_of(source)
     kept: set[int] = set()
+    asked = assignments_of_the_rank(tree) if tree is not None and lines else []
     for statement in tree.body if tree is not None else ():
         decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
         first = min([statement.lineno, *(one.lineno for one in decorators)])
         whole = range(first, (statement.end_lineno or first) + 1)
-        if lines.intersection(whole):
+        if lines.intersection(whole) or statement in asked:
             kept.update(whole)
     last = max(kept, default=0)
     split = source.split("\n")[:last]

@@ -85,6 +85,23 @@ def test_an_excerpt_has_the_statements_that_hold_the_lines(lines: tuple[int, ...
     assert {number: line for number, line in enumerate(found, 1) if line} == {n: whole[n - 1] for n in kept}
 
 
+ALIASES = """import torch.distributed as dist
+r = dist.get_rank()
+is_writer, name = r == 0, "x"
+last = dist.get_world_size() - 1
+key = "AB"
+if r == last and is_writer:
+    save()
+"""
+
+
+def test_an_excerpt_has_what_the_rank_is_called() -> None:
+    """Else the verdict would not know what the condition asks for."""
+    found = user_source.excerpt(ALIASES, {7}).split("\n")
+    assert [number for number, line in enumerate(found, 1) if line] == [2, 3, 4, 6, 7]
+    assert user_source.excerpt(ALIASES, set()) == ""
+
+
 def test_what_is_no_python_has_no_excerpt() -> None:
     assert user_source.excerpt("def f(:\n", {1}) == ""
 

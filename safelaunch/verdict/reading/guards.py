@@ -274,6 +274,17 @@ def asks_for_the_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int 
     return False
 
 
+def assignments_of_the_rank(module: ast.Module) -> list[ast.stmt]:
+    """The module's own assignments of what depends on the rank or the world size: ``r = dist.get_rank()``."""
+    names = _assigned(module)
+    values = {one: [value for _, value in _pairs(one) if value is not None] for one in module.body}
+    return [
+        one
+        for one, assigned in values.items()
+        if any(asks_for_the_rank(value, names) or any(map(_WORLD.match, _words(value))) for value in assigned)
+    ]
+
+
 _CASTS = frozenset({"int", "str", "bool", "get", "getenv"})
 
 
