@@ -53,10 +53,12 @@ def ranks(
     found: dict[int, RankEvidence] | None = None,
     *,
     ask: bool = True,
+    patience: float = 1.0,
 ) -> tuple[RankEvidence, ...]:
     """The evidence of all ``targets``, collected in parallel; every file, or its absence, goes to ``sink``.
 
-    ``ask`` False: the ranks are gone or about to end, so their worker servers are not asked. Of a rank that comes too
+    ``ask`` False: the ranks are gone or about to end, so their worker servers are not asked. ``patience``: so many
+    times longer than on an idle machine it may take. Of a rank that comes too
     late, evidence and files are those of the steps that it finished. ``found`` has them by rank as they come.
     """
     found = {} if found is None else found
@@ -67,7 +69,7 @@ def ranks(
         return True
 
     calls = [lambda target=target, gate=gate: one(target, gate) for target, gate in zip(targets, gates, strict=True)]
-    deadline_s = RANK_DEADLINE_S + 2.0
+    deadline_s = (RANK_DEADLINE_S + 2.0) * patience
     results = gather(calls, deadline_s=deadline_s)
     for target, gate, result in zip(targets, gates, results, strict=True):
         gate.close()

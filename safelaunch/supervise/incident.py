@@ -191,8 +191,10 @@ def take_evidence(
     native: bool = True,
     ranks_seen: Callable[[], object] = lambda: None,
     timeline: Timeline | None = None,
+    patience: float = 1.0,
 ) -> Collected:
     """Collects what the looks don't have yet. ``ask`` False: the ranks are gone. ``native`` False: there is no time.
+    ``patience``: see ``collect.ranks``.
 
     ``ranks_seen`` is called once the ranks may end.
     """
@@ -220,7 +222,9 @@ def take_evidence(
             better = native_where_it_tells(with_the_late(looks)) if ask and native else looks
             better = replace(better, taken=without_secrets(better.taken, about.redactor))
             gate.put_all([], lambda: newest.append(better))
-            collect.ranks(better.targets, better.taken, known.ranks, pages, about.host, gate, seen, ask=ask)
+            collect.ranks(
+                better.targets, better.taken, known.ranks, pages, about.host, gate, seen, ask=ask, patience=patience
+            )
         finally:
             ranks_seen()
 
@@ -240,7 +244,7 @@ def take_evidence(
             kills_at_start=about.kills_at_start,
         )
 
-    gather_into(staging, {"ranks": ranks, f"node/{about.host}": node}, deadline_s=EVIDENCE_DEADLINE_S)
+    gather_into(staging, {"ranks": ranks, f"node/{about.host}": node}, deadline_s=EVIDENCE_DEADLINE_S * patience)
     looks = newest[0] if newest else replace(looks, taken=without_secrets(looks.taken, about.redactor))
     for target in looks.targets:
         if target.rank not in seen:
@@ -345,12 +349,16 @@ def half_of(looks: Looks, known: Known, about: Circumstances) -> Evidence:
     return msgspec.structs.replace(found, ranks=complete)
 
 
-def evidence_of(outcome: Outcome, looks: Looks, known: Known, about: Circumstances, *, ask: bool) -> Evidence:
-    """What the looks and the ranks themselves tell, without a bundle. ``ask`` as in ``take_evidence``."""
+def evidence_of(
+    outcome: Outcome, looks: Looks, known: Known, about: Circumstances, *, ask: bool, patience: float = 1.0
+) -> Evidence:
+    """What the looks and the ranks themselves tell, without a bundle. ``ask``, ``patience`` as in ``take_evidence``."""
     nowhere, pages = Nowhere(about.redactor), about.run_dir / "pages"
     known = replace(known, ranks=without_secrets(known.ranks, about.redactor))
     taken = without_secrets(looks.taken, about.redactor)
-    seen = list(collect.ranks(looks.targets, taken, known.ranks, pages, about.host, nowhere, ask=ask))
+    seen = list(
+        collect.ranks(looks.targets, taken, known.ranks, pages, about.host, nowhere, ask=ask, patience=patience)
+    )
     for rank in sorted(known.ranks.keys() - {target.rank for target in looks.targets}):
         seen.append(collect.of_ended(rank, known.ranks[rank], pages, about.host, nowhere))
     return msgspec.structs.replace(_evidence(outcome, seen, known.world_size), launched=_launched(about))

@@ -19,6 +19,7 @@ from safelaunch.capture.result import Result
 from safelaunch.capture.sockets import resends
 
 LOOK_DEADLINE_S = 6.0
+MOST_PATIENCE = 4.0
 LATE_DEADLINE_S = 12.0  # of a machine that is too busy for the looks
 NATIVE_DEADLINE_S = 10.0  # libraries of gigabytes, on a disk that many read
 ENTRIES_DEADLINE_S = 1.5
@@ -83,11 +84,11 @@ class Starvation:
         self._before = 0, 0
 
     def factor(self) -> float:
-        """Since it was last asked; 1.0: nothing has to wait."""
+        """Since it was last asked: 1.0, nothing has to wait, to ``MOST_PATIENCE``."""
         now = self._read()
         run, waited = now[0] - self._before[0], now[1] - self._before[1]
         self._before = now
-        return 1.0 + waited / run if run > 0 else 1.0
+        return min(MOST_PATIENCE, 1.0 + waited / run) if run > 0 else 1.0
 
 
 def look_at(

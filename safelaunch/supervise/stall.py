@@ -82,7 +82,7 @@ class StallCase:
         self._looked_at: tuple[int, int] | None = None  # the attempt under suspicion
         self._said_waiting = ""
         self._look_s = LOOK_DEADLINE_S  # grows while processes do not answer in time
-        self._starvation = Starvation()
+        self._starvation, self._patience = Starvation(), 1.0
 
     @property
     def busy(self) -> bool:
@@ -176,7 +176,8 @@ class StallCase:
 
     def _look(self, suspicion: _Suspicion) -> None:
         targets, looks, quiet = self._watch.targets(), suspicion.looks, self._watch.quiet
-        deadline_s = min(MOST_LOOK_S, self._look_s * self._starvation.factor())
+        self._patience = self._starvation.factor()
+        deadline_s = min(MOST_LOOK_S, self._look_s * self._patience)
         if looks is None:
             suspicion.steps = self._watch.steps()
         # Only a vote asks for the network, of the newest look: a node's table of connections may be long.
@@ -217,10 +218,11 @@ class StallCase:
         """Asks the ranks for their records, and what all of it says."""
         watch, about, mark_s = self._watch, self._about, suspicion.stall.mark_s
         known, background, covers = incident.known_of(watch, self._exits()), watch.background, not watch.unseen
+        patience = self._patience
         looks = replace(looks, targets=tuple(without_the_gil(target, looks.taken[-1]) for target in looks.targets))
 
         def judge() -> Judged:
-            evidence = incident.evidence_of("hang", looks, known, about, ask=True)
+            evidence = incident.evidence_of("hang", looks, known, about, ask=True, patience=patience)
             found = answer.judge(looks, evidence, background, covers=covers, mark_s=mark_s)
             if looks.resends and found.found in ("dead", "unknown"):
                 return replace(found, found="unseen", unseen="a message between two ranks has not arrived")
@@ -285,7 +287,8 @@ class StallCase:
         timeline = suspicion.timeline.plus("first look", first.end_s).plus("second look", second.end_s)
         timeline = timeline.plus("confirmed")
         stalled_s, threshold = now - suspicion.stall.mark_s, suspicion.threshold
-        seen = self._ranks_seen = threading.Event()
+        seen, patience = threading.Event(), self._patience
+        self._ranks_seen = seen
 
         def take() -> Collected:
             found = incident.take_evidence(
@@ -298,6 +301,7 @@ class StallCase:
                 native=outcome == "hang",
                 ranks_seen=seen.set,
                 timeline=timeline,
+                patience=patience,
             )
             evidence = structs.replace(
                 found.evidence, answer=judged.answer, work=tuple(one.words for one in judged.work[:8])

@@ -115,3 +115,16 @@ def test_of_a_rank_that_comes_too_late_evidence_and_files_are_of_the_same_steps(
     assert listed.missing["ranks/0"] == "not collected within 10 s"
     assert listed.missing["ranks/0/stack.txt"] == "" and "ranks/0/log_tail.txt" not in listed.found
     assert (found.flight_record is record) == ("ranks/0/flight_recorder.json" in listed.found) == (slow != "stack.txt")
+
+
+def test_on_a_busy_machine_the_ranks_have_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def none(calls: list[Callable[[], object]], *, deadline_s: float) -> list[object]:
+        given.append(deadline_s)
+        return [None]
+
+    monkeypatch.setattr(collect, "gather", none)
+    for patience in (1.0, 3.0):
+        collect.ranks((Target(0, 0, 7, 5),), (look("stack"),), {}, tmp_path, "node1", Listed(), patience=patience)
+    assert given == [10.0, 30.0]
