@@ -137,13 +137,13 @@ def main(argv: list[str]) -> int:
             check_jobs(jobs, queue, environ)
             if not options.dry_run:
                 return _through(queue, options, jobs, paths)
-            show("\n".join(describe_batch(jobs, paths, _programs(options.engine), queue)))
+            show("\n".join(describe_batch(jobs, paths, _programs(queue), queue)))
         return 0
     return INTERRUPTED
 
 
-def _programs(engine: str) -> Programs:
-    return Programs(program(), [*program(TASK, f"from {TASK} import main; sys.exit(main())"), engine])
+def _programs(queue: Queue) -> Programs:
+    return Programs(program(), [*program(TASK, f"from {TASK} import main; sys.exit(main())"), type(queue).__module__])
 
 
 def _on_this_node(options: Options, jobs: Sequence[Job], pool: Pool, paths: SweepPaths, environ: dict[str, str]) -> int:
@@ -175,7 +175,7 @@ def _through(queue: Queue, options: Options, jobs: Sequence[Job], paths: SweepPa
     sweep = Sweep(jobs, rules, before)
     names = [str(record.get("batch")) for record in journal.records if record.get("event") == "handed"]
     numbers = [int(tail) for name in names if (tail := name.rpartition("-")[2]).isdecimal()]
-    site = Site(paths, journal, _programs(options.engine), sweep_id, max(numbers, default=0))
+    site = Site(paths, journal, _programs(queue), sweep_id, max(numbers, default=0))
     there = f"; {many(len(going_on), 'job')} may still be there" if going_on else ""
     say(f"{many(len(jobs), 'job')} through {queue.name}, in {paths.root}{there}")
     return _run(sweep, lambda note: BatchEngine(sweep, queue, site, note, going_on), journal, paths)

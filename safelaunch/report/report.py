@@ -117,7 +117,6 @@ def screen(
         who += [Line(text, "strong") for text in _wrap(node_words(node), room, "  ")[:3]]
     for text in verdict.blamed_before or ():
         who += [Line(part) for part in _wrap(clean(text), room, "  ")]
-    command = [*_command(verdict.next), *_place(place, clean(bundle_path), room, clean(cwd))]
     more_in = [Line(f"  details: {page} in the bundle")] if page else []
     command = [*_command(verdict.next), *more_in, *_place(place, clean(bundle_path), room, clean(cwd))]
     space = MAX_LINES - len(title) - len(head) - len(who) - len(command) - 1

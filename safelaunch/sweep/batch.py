@@ -106,7 +106,7 @@ def meaning(standing: Standing, verdict: str, queue: Queue, *, asked_by_us: bool
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The commands that start safelaunch, and what runs it inside a job: ``task``, with the engine's name."""
+    """The commands that start safelaunch, and what runs it inside a job: ``task``, with the queue's module."""
 
     safelaunch: Sequence[str]
     task: Sequence[str]

@@ -1,8 +1,8 @@
 """What runs inside a scheduler's job: claims the attempt, runs its safelaunch, and leaves how it ended.
 
-The scripts of ``batch`` call it: ``python -m safelaunch.sweep.task ENGINE NAME DIRECTORY ATTEMPT ... -- COMMAND``.
-NAME is the submission's. The files by which an attempt is known, whatever the scheduler still knows of it, are in the
-job's directory, which every node and the submitting host share:
+The scripts of ``batch`` call it: ``python -m safelaunch.sweep.task QUEUE NAME DIRECTORY ATTEMPT ... -- COMMAND``.
+QUEUE is the scheduler's module, NAME the submission's. The files by which an attempt is known, whatever the scheduler
+still knows of it, are in the job's directory, which every node and the submitting host share:
 
     attempt-1.claim   who runs the attempt: a link that only one task can make, so no attempt runs twice
     attempt-1.end     how it ended
@@ -62,7 +62,7 @@ def port_token(index: int) -> str:
 
 
 class Inside(Protocol):
-    """What a job sees of itself: the class ``Inside`` of the engine's module, made with the job's environment.
+    """What a job sees of itself: the class ``Inside`` of the queue's module, made with the job's environment.
 
     ``restart``: how often the scheduler has requeued it; ``node``: its own name for the node; ``cores``: None if not
     known.
@@ -213,12 +213,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the job's safelaunch."""
     words = _parser().parse_args(argv)
     environ = dict(os.environ)
-    return Task(words, environ, import_module(f"safelaunch.sweep.{words.engine}").Inside(environ)).run()
+    return Task(words, environ, import_module(words.queue).Inside(environ)).run()
 
 
 def _parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="safelaunch.sweep.task")
-    found.add_argument("engine")
+    found.add_argument("queue")
     found.add_argument("name")
     found.add_argument("directory", type=Path)
     found.add_argument("attempt", type=int)

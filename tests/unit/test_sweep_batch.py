@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shell_queue
 
 from safelaunch.job.process import ProcessId
 from safelaunch.settings.yamlfile import parse_yaml
@@ -184,8 +186,9 @@ def test_a_disk_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def run_task(place: Path, name: str, *command: str, restart: int = 0, options: Sequence[str] = ()) -> int:
     env = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restart)}
-    words = [sys.executable, "-m", task.__name__, "slurm", name, os.fspath(place), "1", "--cwd", os.fspath(place)]
-    return subprocess.run([*words, *options, "--", *command], env=env, capture_output=True).returncode
+    words = [sys.executable, "-m", task.__name__, slurm.__name__, name, os.fspath(place), "1", *options]
+    words += ["--cwd", os.fspath(place), "--", *command]
+    return subprocess.run(words, env=env, capture_output=True).returncode
 
 
 def test_a_task_runs_once_and_leaves_its_end(tmp_path: Path) -> None:
@@ -465,3 +468,27 @@ def test_a_stop_cancels_what_is_there_once(tmp_path: Path) -> None:
     scene.slurm.jobs = [Listed("colaunch.1f-1", "101", "ended", "CANCELLED")]
     scene.turn(20.0)
     assert scene.states() == ["cancelled"] and not scene.engine.unfinished
+
+
+def test_another_engine_is_a_queue_and_what_a_job_of_it_sees(tmp_path: Path) -> None:
+    """Real processes: two jobs, one that needs both, and one that fails and is tried again."""
+    jobs = [replace(job(name), cwd=os.fspath(tmp_path), gpus=0) for name in "ab"]
+    jobs += [replace(jobs[0], name="c", needs=("a", "b")), replace(jobs[0], name="d", retries=1)]
+    paths, environ = SweepPaths(tmp_path / "s"), {**os.environ, "PYTHONPATH": os.fspath(Path(__file__).parent)}
+    queue = shell_queue.Queue(environ)
+    run = ("/bin/sh", "-c", "echo $1 >> ran; [ $1 != d ]")  # $0 is --run-name
+    programs = Programs(run, (sys.executable, "-m", task.__name__, shell_queue.__name__))
+    journal = Journal(paths.journal)
+    sweep = Sweep(jobs, Rules(1 << 30, 1 << 30, ahead=queue.keeps_order))
+    engine = BatchEngine(sweep, queue, Site(paths, journal, programs, "1f"), lambda text: None, {})
+    deadline = time.monotonic() + 120
+    while not sweep.finished and time.monotonic() < deadline:
+        for each in engine.poll():
+            sweep.ended(each.job.name, each.outcome)
+        engine.submit()
+        time.sleep(engine.tick_s)
+    assert [each.wait(60) for each in queue.jobs.values()].count(0) == 3
+    assert [track.state for track in sweep.tracks.values()] == ["succeeded", "succeeded", "succeeded", "failed"]
+    ran = (tmp_path / "ran").read_text().split()
+    assert sorted(ran) == ["a", "b", "c", "d", "d"] and ran.index("c") > max(ran.index("a"), ran.index("b"))
+    assert sweep.tracks["d"].attempts == 2
