@@ -441,8 +441,13 @@ class StallCase:
         if still and len(still) < len(pages) and not stall.before_first_step:
             who = f"rank {still[0]} has" if len(still) == 1 else f"ranks {format_ranks(still)} have"
             what = f"{who} made no step {since}, while the others go on"
-        why = "" if judged.found == "dead" else f", and nothing proves a hang, but {self._why_ended(stall, judged)}"
+        why = "" if judged.found == "dead" else f", and {self._no_proof}, but {self._why_ended(stall, judged)}"
         say(f"{what}{why}: collecting evidence from every rank")
+
+    @property
+    def _no_proof(self) -> str:
+        """The evidence of all nodes may prove it, once it is merged."""
+        return "nothing on this node proves a hang" if self._watch.unseen else "nothing proves a hang"
 
     def _why_ended(self, stall: Stall, judged: Judged) -> str:
         policy, limits = self._watch.policy, judged.limits
@@ -462,7 +467,7 @@ class StallCase:
         if judged.found == "alive":
             what = f"the job works ({judged.work[0].words})" if judged.work else "the job works"
         else:
-            what = "nothing proves a hang" + (f" ({judged.unseen})" if judged.unseen else "")
+            what = self._no_proof + (f" ({judged.unseen})" if judged.unseen else "")
         text = f"no step for {now - stall.mark_s:.0f} s, but {what}: it continues"
         limit_s = ends_after_s(self._watch.policy, stall, judged.answer, judged.limits)
         if limit_s is not None:

@@ -185,7 +185,15 @@ def test_what_is_said_before_a_job_is_ended(
 ) -> None:
     """Ranks that meet in every step make their last one at nearly the same moment: that is no going on."""
     pages = {rank: SimpleNamespace(last_step_ns=int(at_s * 1e9)) for rank, at_s in enumerate(last_steps_s)}
-    watch = SimpleNamespace(last_progress=pages, policy=Policy(60.0, 1800.0, 1800.0))
+    watch = SimpleNamespace(last_progress=pages, policy=Policy(60.0, 1800.0, 1800.0), unseen=())
     case = case_of(watch, Together(), tmp_path)
     case._say_hang(Stall((0,), 40.0, 60.0, 60.0, False, 61), judged, 100.0)
     assert said in " ".join(capfd.readouterr().err.split())
+
+
+def test_one_node_of_several_knows_of_its_own_evidence_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """All nodes' evidence, which is merged next, may prove the hang that this one could not."""
+    pages = {0: SimpleNamespace(last_step_ns=int(40e9))}
+    watch = SimpleNamespace(last_progress=pages, policy=Policy(60.0, 1800.0, 1800.0), unseen=(1,))
+    case_of(watch, Together(), tmp_path)._say_hang(Stall((0,), 40.0, 60.0, 60.0, False, 61), OVER, 100.0)
+    assert "nothing on this node proves a hang, but" in " ".join(capfd.readouterr().err.split())
