@@ -134,11 +134,10 @@ def a_daemon_of_two_forks(spell: Spell) -> None:
 
 @case()
 def a_signal_of_a_child(spell: Spell) -> None:
-    heard = []
-    signal.signal(signal.SIGCHLD, lambda *_: heard.append(1))
+    ended = threading.Event()
+    signal.signal(signal.SIGCHLD, lambda *_: ended.set())
     with subprocess.Popen(["sleep", str(spell.quiet)]):
-        while not heard:
-            signal.pause()
+        ended.wait()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
