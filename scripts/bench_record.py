@@ -41,7 +41,7 @@ from benchlib import (
     workplace,
 )
 
-from safelaunch.capture.roster.progress import Roster
+from safelaunch.capture.pages import Roster
 from safelaunch.job.paths import RunPaths
 from safelaunch.supervise.control.discover import find, our_roots
 from safelaunch.supervise.control.protocol import RecordAnswer, Request, ask

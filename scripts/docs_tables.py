@@ -5,7 +5,7 @@
 ``<!-- table: doubts -->``  what lowers a verdict's confidence
 ``<!-- table: exit codes -->`` safelaunch's exit codes
 ``<!-- options: GROUP -->`` the options of one group of ``safelaunch --help``
-``<!-- fields: RECORD -->`` the fields of a record of ``safelaunch.model.verdict``
+``<!-- fields: RECORD -->`` the fields of a record of ``safelaunch.model.evidence``
 ``<!-- presets -->``        the shipped presets, with a section for each
 ``<!-- commands -->``       the subcommands, with a section for each
 ``<!-- causes -->``         the causes of verdicts, each with all advice that it can give

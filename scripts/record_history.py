@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 
 from jobs import Job
 
-from safelaunch.capture.roster.progress import Roster
+from safelaunch.capture.pages import Roster
 from safelaunch.job.paths import RunPaths
 
 RECORDED = Path(__file__).parents[1] / "tests" / "unit" / "recorded"

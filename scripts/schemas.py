@@ -18,7 +18,7 @@ import msgspec
 from safelaunch import schemas
 from safelaunch.cli import doctor, dump, gpus, presets
 from safelaunch.cli.status import AnsweringRun, SilentRun
-from safelaunch.model import Verdict, verdict
+from safelaunch.model import Verdict, evidence
 from safelaunch.report.calls import CallDocument
 from safelaunch.report.recording import RecordDocument
 from safelaunch.sweep.summary import Summary
@@ -60,8 +60,8 @@ def schema_of(document: str) -> dict[str, Any]:
 
 
 def meanings(record: str) -> dict[str, str]:
-    """What the fields of a record of ``safelaunch.model.verdict`` mean: the strings below them."""
-    tree = ast.parse(inspect.getsource(verdict))
+    """What the fields of a record of ``safelaunch.model.evidence`` mean: the strings below them."""
+    tree = ast.parse(inspect.getsource(evidence))
     classes = {one.name: one.body for one in tree.body if isinstance(one, ast.ClassDef)}
     return {
         field.target.id: " ".join(text.value.value.replace("``", "`").split())

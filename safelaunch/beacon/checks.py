@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 from time import monotonic_ns
 
-from . import fingerprints, imports, layout, log, marks, page, replicas
+from safelaunch.beacon import imports, layout, log, marks, page, replicas
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class _Series:
         self._torch = torch
         self.tensors = tensors
         self._locals = [replicas.local(one.tensor.detach()) for one in tensors]
-        self._prints = fingerprints.Prints(torch, self._locals)
+        self._prints = replicas.Prints(torch, self._locals)
         devices = [one.device for one in self._locals]
         self._device = next((one for one in devices if one.type != "cpu"), devices[0])
         self.on_cpu = self._device.type == "cpu"
@@ -215,8 +215,8 @@ class _Series:
             known = list(losses)
             parts = [
                 self._prints.of(now, device),
-                fingerprints.magnitudes(torch, [*now, *grads], device).view(torch.int64),
-                fingerprints.on(extra, device).view(torch.int64)
+                replicas.magnitudes(torch, [*now, *grads], device).view(torch.int64),
+                replicas.on(extra, device).view(torch.int64)
                 if extra is not None
                 else torch.zeros(layout.CHECK_WINDOW, dtype=torch.int64, device=device),
             ]
@@ -233,7 +233,7 @@ class _Series:
         torch = self._torch
         found = [one if hasattr(one, "reshape") and one.device == self._device else None for one in values]
         here = [float(one) for one, there in zip(values, found, strict=True) if there is None]
-        moved = iter(fingerprints.on(torch.tensor(here, dtype=torch.float64), self._device).unbind())
+        moved = iter(replicas.on(torch.tensor(here, dtype=torch.float64), self._device).unbind())
         return torch.stack([one.reshape(-1).select(0, 0).double() if one is not None else next(moved) for one in found])
 
     def _to_host(self, numbers: Any) -> tuple[Any, Any]:
@@ -500,7 +500,7 @@ class _Owner:
         torch = self._torch
         if self._copied is None:
             zero = window.new_zeros(())
-            return torch.stack([fingerprints.on(one[0], window.device) if one else zero for one in recent])
+            return torch.stack([replicas.on(one[0], window.device) if one else zero for one in recent])
         counts = [len(one) for one in recent]
         if not any(counts):
             return window.new_zeros(len(recent))

@@ -11,17 +11,16 @@ from pathlib import Path
 
 import msgspec
 
+from safelaunch.capture import flight_dump, flight_recorder, last_words, stacks
 from safelaunch.capture.redaction import without_secrets
-from safelaunch.model import Artifact, GilTest, Progress, RankEvidence, RankExit
+from safelaunch.capture.result import Gate, Sink, Step, gather, late
+from safelaunch.model import OWN_RECORDS, Artifact, GilTest, Processes, Progress, RankEvidence, RankExit
 from safelaunch.system.printable import is_clean
 from safelaunch.system.redaction.redactor import Redactor
 
-from . import flight_dump, flight_recorder, last_words, stacks, worker_server
 from .flight_recorder import FlightCapture
 from .last_words import LastWords
 from .look import Look, RankLook, Target, evidence_of
-from .parallel import gather, late
-from .sink import Gate, Sink, Step
 
 RANK_DEADLINE_S = 8.0
 RAW_OUTPUT = "contains the job's terminal sequences: read it with less or vim, not with cat"
@@ -103,7 +102,7 @@ def at_hand(target: Target, looks: Sequence[Look], known: Known, host: str, sink
     folder = f"ranks/{target.rank}"
     found = _known_of(target, looks, known, host)
     _write_stacks(folder, most_telling(looks, target.rank), sink)
-    seen = {"main": found.main, "children": found.children} if found.main is not None else None
+    seen = Processes(found.main, found.children) if found.main is not None else None
     sink.add_json(_from_proc(f"{folder}/proc.json", found.main is not None), seen)
     progress = known.progress
     sink.add_json(
@@ -147,19 +146,7 @@ def _rank(
         step.add(Artifact(f"{folder}/flight_recorder.json", "worker server", 0.0, reason), None)
     words = without_secrets(_last_words(pages, target.page_name or known.page_name), gate.redactor)
     _write_last_words(folder, words, step)
-    take(
-        msgspec.structs.replace(
-            side,
-            exception=words.exception,
-            fatal=words.fatal,
-            exit_call=words.exit_call,
-            caught=words.caught,
-            log_tail=words.log.value or "",
-            device_memory=words.device_memory,
-            batch=words.noted.batch,
-            device=words.noted.device,
-        )
-    )
+    take(_with_last_words(side, words))
 
 
 def most_telling(looks: Sequence[Look], rank: int) -> RankLook | None:
@@ -187,21 +174,28 @@ def of_ended(rank: int, known: Known, pages: Path, host: str, sink: Sink) -> Ran
         sink.add_json(Artifact(f"{folder}/progress.json", "progress page", 0.0), progress)
     words = without_secrets(_last_words(pages, known.page_name), sink.redactor)
     _write_last_words(folder, words, sink)
-    return RankEvidence(
+    found = RankEvidence(
         rank=rank,
         host=host,
         pid=known.pid,
         local_rank=progress.local_rank if progress else -1,
         progress=progress,
         flight_record=kept.record.value if kept is not None else None,
-        exception=words.exception,
         exit=known.exit,
-        fatal=words.fatal,
-        exit_call=words.exit_call,
-        caught=words.caught,
         beacon=progress is not None,
         code_roots=known.code_roots,
         gpu=known.gpu,
+    )
+    return _with_last_words(found, words)
+
+
+def _with_last_words(side: RankEvidence, words: LastWords) -> RankEvidence:
+    return msgspec.structs.replace(
+        side,
+        exception=words.exception,
+        fatal=words.fatal,
+        exit_call=words.exit_call,
+        caught=words.caught,
         log_tail=words.log.value or "",
         device_memory=words.device_memory,
         batch=words.noted.batch,
@@ -213,7 +207,7 @@ def of_another_node(side: RankEvidence, sink: Sink) -> None:
     """The files of a rank whose evidence came from its own node: what they are made from is in ``side``."""
     folder, how = f"ranks/{side.rank}", f"from {side.host}"
     main, children = side.main, side.children
-    seen = {"main": main, "children": children} if main is not None else None
+    seen = Processes(main, children) if main is not None else None
     sink.add_json(Artifact(f"{folder}/proc.json", how, 0.0, "" if main else "its node has sent none"), seen)
     processes = [one for one in (main, *children) if one is not None]
     samples = [one.stacks[-1] for one in processes if one.stacks]
@@ -227,15 +221,9 @@ def of_another_node(side: RankEvidence, sink: Sink) -> None:
     record = flight_dump.to_json(side.flight_record) if side.flight_record is not None else None
     missing = "" if record else "its node has sent none"
     sink.add(Artifact(f"{folder}/flight_recorder.json", how, 0.0, missing), record)
-    for name, value in (
-        ("progress", side.progress),
-        ("exception", side.exception),
-        ("exit_call", side.exit_call),
-        ("caught", side.caught or None),
-        ("device_memory", side.device_memory),
-    ):
-        if value is not None:
-            sink.add_json(Artifact(f"{folder}/{name}.json", how, 0.0), value)
+    if side.progress is not None:
+        sink.add_json(Artifact(f"{folder}/progress.json", how, 0.0), side.progress)
+    _write_own_records(folder, side, how, sink)
     if side.log_tail:
         note = RAW_OUTPUT if not is_clean(side.log_tail) else ""
         sink.add(Artifact(f"{folder}/log_tail.txt", how, 0.0, note=note), side.log_tail)
@@ -244,7 +232,7 @@ def of_another_node(side: RankEvidence, sink: Sink) -> None:
 def ask_server(target: Target, *, deadline_s: float = 2.0) -> Answer:
     """The GIL test and the Flight Recorder of a rank. A rank that is exiting gets no question that needs the GIL."""
     path, questions = str(target.socket), target.questions
-    gil = worker_server.gil_test(path, questions, deadline_s=deadline_s / 2) if questions is not None else GilTest()
+    gil = flight_recorder.gil_test(path, questions, deadline_s=deadline_s / 2) if questions is not None else GilTest()
     return gil, flight_recorder.flight_record_of(
         path,
         questions,
@@ -294,6 +282,12 @@ def _last_words(pages: Path, page_name: str) -> LastWords:
     return last_words.read(pages / page_name) if page_name else LastWords()
 
 
+def _write_own_records(folder: str, side: RankEvidence | LastWords, how: str, sink: Sink) -> None:
+    for name in OWN_RECORDS:
+        if value := getattr(side, name):
+            sink.add_json(Artifact(f"{folder}/{name}.json", how, 0.0), value)
+
+
 def _write_last_words(folder: str, words: LastWords, sink: Sink) -> None:
     """Writes the end of the rank's output, and its other records if they exist."""
     log = words.log.artifact(f"{folder}/log_tail.txt")
@@ -302,14 +296,7 @@ def _write_last_words(folder: str, words: LastWords, sink: Sink) -> None:
     sink.add(log, words.log.value)
     if words.fault_text:
         sink.add(Artifact(f"{folder}/fault.txt", "faulthandler", 0.0), words.fault_text)
-    if words.exception is not None:
-        sink.add_json(Artifact(f"{folder}/exception.json", "beacon", 0.0), words.exception)
-    if words.exit_call is not None:
-        sink.add_json(Artifact(f"{folder}/exit_call.json", "beacon", 0.0), words.exit_call)
-    if words.caught:
-        sink.add_json(Artifact(f"{folder}/caught.json", "beacon", 0.0), words.caught)
-    if words.device_memory is not None:
-        sink.add_json(Artifact(f"{folder}/device_memory.json", "beacon", 0.0), words.device_memory)
+    _write_own_records(folder, words, "beacon", sink)
     if words.snapshot is not None:
         note = "for https://pytorch.org/memory_viz"
         snapshot = Artifact(f"{folder}/memory_snapshot.pickle", "torch's allocator", 0.0, note=note)

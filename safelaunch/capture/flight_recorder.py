@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import re
+import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from safelaunch.beacon import layout
-from safelaunch.capture import worker_server
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, to_json
 from safelaunch.capture.flight_records import merged
 from safelaunch.capture.result import Result, attempt
-from safelaunch.capture.worker_server import Questions
-from safelaunch.model import FlightRecord
+from safelaunch.model import FlightRecord, GilTest
 from safelaunch.system.decoding import from_json
+from safelaunch.system.errors import CaptureError, Failure
 
 _RECORD_ID = re.compile(rb'"record_id": ?(\d{1,18})\b')
 
@@ -61,7 +63,7 @@ def flight_record_of(
             *PICKLE_HANDLERS,
             *(f"{PICKLE_HANDLERS[0]}_{name}" for name in NAMED_BACKENDS if _TAKES_NAMES in known),
         )
-        ask = partial(worker_server.ask_python, questions=questions)
+        ask = partial(post_to_python, questions=questions)
         as_pickle = _of_all(_all_of(socket_path, asked, pickle_deadline_s, ask), parse_pickle)
     else:
         unasked = Result[bytes](None, PICKLE_HANDLERS[0], 0.0, missing="not asked, because the GIL is not free")
@@ -178,7 +180,7 @@ def _texts(socket_path: str, deadline_s: float) -> list[bytes]:
 
 def _handlers(socket_path: str, deadline_s: float) -> str:
     """The server's own list of its handlers, as text; empty where it does not answer."""
-    return (attempt("", lambda: worker_server.names(socket_path, deadline_s=deadline_s)).value or b"").decode("latin-1")
+    return (attempt("", lambda: names(socket_path, deadline_s=deadline_s)).value or b"").decode("latin-1")
 
 
 def _named(handlers: tuple[str, ...], known: str) -> tuple[str, ...]:
@@ -195,9 +197,7 @@ def _all_of(
     """
     results: list[Result[bytes]] = []
     for handler in handlers:
-        one = attempt(
-            f"worker server: {handler}", partial(ask or worker_server.post, socket_path, handler, deadline_s=deadline_s)
-        )
+        one = attempt(f"worker server: {handler}", partial(ask or post, socket_path, handler, deadline_s=deadline_s))
         results.append(one)
         if one.value is None and one.kind != "no handler":
             break
@@ -206,3 +206,168 @@ def _all_of(
 
 def _is_empty(record: FlightRecord) -> bool:
     return not (record.entries or record.groups or record.status)
+
+
+# --- c10d's worker server ---------------------------------------------------------------------------------------------
+# It expects ``POST /handler/<name>`` with a Content-Length (without one, torch 2.6 and 2.9 wait until they time out).
+# Its answer has a Content-Length, and it keeps the connection open unless the request says otherwise.
+
+MAX_RESPONSE_BYTES = 64 << 20
+_MAX_HEADER_BYTES = 64 << 10
+_MOST_EXCEPTIONS = 16
+
+
+_COUNTED = "safelaunch_"  # the handlers that count the questions which they have answered
+
+
+class Questions(Protocol):
+    """The part of a rank's page that its Python handlers need; see ``progress.Page``."""
+
+    def begin_question(self) -> bool: ...
+
+    def withdraw_question(self) -> None: ...
+
+
+class Unanswered(CaptureError):
+    """A question that got no usable answer: its ``kind`` is absent, timeout, no handler or broken."""
+
+    def __init__(self, kind: Failure, message: str) -> None:
+        super().__init__(message, kind=kind)
+
+
+def post(socket_path: str, handler: str, *, deadline_s: float) -> bytes:
+    """The body of the answer to ``POST /handler/<handler>``; everything within ``deadline_s`` seconds.
+
+    Raises ``Unanswered`` (a ``CaptureError``).
+    """
+    return _ask(socket_path, "POST", handler, deadline_s)
+
+
+def post_to_python(socket_path: str, handler: str, questions: Questions | None, *, deadline_s: float) -> bytes:
+    """``post`` to a handler that needs the GIL. ``questions``: where that is announced, so that the rank does not end
+    meanwhile; one that is exiting gets none.
+    """
+    if questions is None:
+        return post(socket_path, handler, deadline_s=deadline_s)
+    if not questions.begin_question():
+        raise Unanswered("absent", "the rank is exiting")
+    try:
+        answer = post(socket_path, handler, deadline_s=deadline_s)
+    except Unanswered as error:
+        if error.kind in ("absent", "no handler"):
+            questions.withdraw_question()
+        raise
+    if not handler.startswith(_COUNTED):
+        questions.withdraw_question()
+    return answer
+
+
+def names(socket_path: str, *, deadline_s: float) -> bytes:
+    """The server's list of its handlers. Raises ``Unanswered``."""
+    return _ask(socket_path, "GET", "", deadline_s)
+
+
+def _ask(socket_path: str, method: str, handler: str, deadline_s: float) -> bytes:
+    until = time.monotonic() + deadline_s
+    head = f"{method} /handler/{handler} HTTP/1.1\r\nHost: localhost\r\n"
+    request = f"{head}Content-Length: 0\r\nConnection: close\r\n\r\n"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            connection.settimeout(_left(until))
+            connection.connect(socket_path)
+            connection.sendall(request.encode("ascii"))
+            return _answer(connection, handler, until)
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            raise Unanswered("absent", "the worker server is not running") from error
+        except TimeoutError as error:
+            raise Unanswered("timeout", f"worker server: {handler}: no answer within {deadline_s:g} s") from error
+        except BlockingIOError as error:  # the queue of connections is full: a stopped process accepts none
+            raise Unanswered("timeout", "the worker server accepts no connections") from error
+        except OSError as error:
+            raise Unanswered("broken", f"worker server: {handler}: {error}") from error
+
+
+def gil_test(
+    socket_path: str, questions: Questions | None = None, *, deadline_s: float = 1.0, handler: str = "safelaunch_gil"
+) -> GilTest:
+    """Whether the rank's C++ side answers, and whether Python code can run in it; never raises.
+
+    ``handler`` needs the GIL. It is asked twice, ``deadline_s`` seconds each: a busy Python loop releases the GIL often
+    enough to answer. Both stay None if the server is not running; ``python`` does if the handler is missing.
+    """
+    try:
+        post(socket_path, "ping", deadline_s=deadline_s)
+    except Unanswered as error:
+        return GilTest(ping=False if error.kind == "timeout" else None)
+    for _ in range(2):
+        try:
+            return _told(post_to_python(socket_path, handler, questions, deadline_s=deadline_s))
+        except Unanswered as error:
+            if error.kind != "timeout":
+                return GilTest(ping=True)
+    return GilTest(ping=True, python=False)
+
+
+def _told(answer: bytes) -> GilTest:
+    """What the Python handler says; nothing where the answer is of another version, or of somebody else."""
+    try:
+        told = from_json(answer, GilTest)
+    except (msgspec.DecodeError, RecursionError):
+        told = GilTest()
+    handling = told.handling[:_MOST_EXCEPTIONS]
+    return msgspec.structs.replace(told, ping=True, python=True, handling=handling)
+
+
+def parse_head(head: bytes) -> tuple[int, int | None]:
+    """Status and Content-Length (None if absent) of an HTTP response's head. Raises ``ValueError``."""
+    first, _, rest = head.decode("latin-1").partition("\r\n")
+    status = re.match(r"HTTP/1\.[01] (\d{3})", first)
+    if not status:
+        raise ValueError(f"not an HTTP response: {first[:80]!r}")
+    if re.search(r"^transfer-encoding:\s*(?!identity)", rest, re.IGNORECASE | re.MULTILINE):
+        raise ValueError("an encoded response, which c10d's server does not send")
+    length = re.search(r"^content-length:\s*(\d+)\s*$", rest, re.IGNORECASE | re.MULTILINE)
+    return int(status[1]), int(length[1]) if length else None
+
+
+def _answer(connection: socket.socket, handler: str, until: float) -> bytes:
+    data = bytearray()
+    while (end := data.find(b"\r\n\r\n")) < 0:
+        if len(data) > _MAX_HEADER_BYTES:
+            raise Unanswered("broken", f"worker server: {handler}: the header does not end")
+        _receive(connection, data, until, handler)
+    try:
+        status, length = parse_head(bytes(data[:end]))
+    except ValueError as error:
+        raise Unanswered("broken", f"worker server: {handler}: {error}") from error
+    del data[: end + 4]
+    if length is not None and length > MAX_RESPONSE_BYTES:
+        raise Unanswered("broken", f"worker server: {handler}: the answer is too large ({length} bytes)")
+    while length is None or len(data) < length:
+        if not _receive(connection, data, until, handler, may_end=length is None):
+            break
+        if len(data) > MAX_RESPONSE_BYTES:
+            raise Unanswered("broken", f"worker server: {handler}: the answer does not end")
+    body = bytes(data if length is None else data[:length])
+    if status == 404:
+        raise Unanswered("no handler", f"this torch's worker server has no handler {handler}")
+    if status != 200:
+        text = body[:200].decode("utf-8", "replace").strip()
+        raise Unanswered("broken", f"worker server: {handler}: status {status}: {text}")
+    return body
+
+
+def _receive(connection: socket.socket, data: bytearray, until: float, handler: str, *, may_end: bool = False) -> bool:
+    connection.settimeout(_left(until))
+    chunk = connection.recv(1 << 18)
+    data += chunk
+    if not chunk and not may_end:
+        raise Unanswered("broken", f"worker server: {handler}: the connection closed before the answer was complete")
+    return bool(chunk)
+
+
+def _left(until: float) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left

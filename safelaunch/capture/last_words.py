@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -11,11 +13,10 @@ from typing import TypeVar
 import msgspec
 
 from safelaunch.beacon import caught_exceptions, layout, ring
-from safelaunch.capture.roster.progress import Noted, read_contract
+from safelaunch.capture.pages import Noted, read_contract
 from safelaunch.model import CaughtException, DeviceMemory, ExitCall, FatalError, Frame, RankException
 from safelaunch.system.decoding import from_json
 
-from . import logs
 from .result import Result, attempt
 
 _T = TypeVar("_T")
@@ -65,7 +66,7 @@ def read(base: Path) -> LastWords:
         device_memory=_decoded(companion(layout.MEMORY_SUFFIX), DeviceMemory),
         snapshot=snapshot if (snapshot := companion(layout.SNAPSHOT_SUFFIX)).exists() else None,
         noted=read_contract(base) or Noted(),
-        log=attempt("output ring", lambda: logs.log_tail(ring.read(str(companion(layout.RING_SUFFIX))))),
+        log=attempt("output ring", lambda: log_tail(ring.read(str(companion(layout.RING_SUFFIX))))),
     )
 
 
@@ -146,3 +147,40 @@ def _bytes(path: Path) -> bytes:
             return file.read(MAX_BYTES)
     except OSError:
         return b""
+
+
+# --- its output -------------------------------------------------------------------------------------------------------
+
+STREAMS = {1: "out", 2: "err"}
+
+
+def log_tail(records: Iterable[tuple[int, int, bytes]]) -> str:
+    """The records of a rank's ring (CLOCK_REALTIME ns, stream, bytes) as ``log_tail.txt``, not yet redacted.
+
+    Each line of output becomes ``HH:MM:SS.mmm out| text``, in UTC, with the time of its first part. A line that a
+    progress bar rewrote with carriage returns shows its last state.
+    """
+    lines: list[tuple[int, str, bytes]] = []
+    open_lines: dict[str, tuple[int, bytes]] = {}
+    for time_ns, stream, data in records:
+        name = STREAMS.get(stream, str(stream))
+        begun, rest = open_lines.pop(name, (time_ns, b""))
+        *whole, rest = (rest + data).split(b"\n")
+        for number, line in enumerate(whole):
+            lines.append((begun if number == 0 else time_ns, name, line))
+        if rest:
+            open_lines[name] = (time_ns if whole else begun, rest)
+    lines += [(begun, name, rest) for name, (begun, rest) in open_lines.items()]
+    lines.sort(key=lambda line: line[0])
+    return "".join(f"{clock_text(begun)} {name}| {_visible(line)}\n" for begun, name, line in lines)
+
+
+def clock_text(time_ns: int) -> str:
+    """CLOCK_REALTIME nanoseconds as ``HH:MM:SS.mmm`` UTC."""
+    moment = dt.datetime.fromtimestamp(time_ns // 1_000_000_000, dt.timezone.utc)
+    return f"{moment:%H:%M:%S}.{time_ns // 1_000_000 % 1000:03d}"
+
+
+def _visible(line: bytes) -> str:
+    text = line.decode("utf-8", "replace").rstrip("\r")
+    return text.rsplit("\r", 1)[-1]

@@ -15,13 +15,13 @@ from typing import TypeVar
 
 import msgspec
 
+from safelaunch.capture import proc, sockets, stacks, waits
+from safelaunch.capture.flight_recorder import Questions
+from safelaunch.capture.result import gather, late
 from safelaunch.model import ProcessEvidence, ProcessState, StackSample
 from safelaunch.system.errors import CaptureError
 
-from . import filelocks, other_ends, proc, stacks
-from .parallel import gather, late
 from .result import NO_ANSWER, Result, within
-from .worker_server import Questions
 
 T = TypeVar("T")
 
@@ -160,7 +160,7 @@ def _with_ends(ranks: dict[int, RankLook], table: Iterable[int]) -> dict[int, Ra
     """The looks with what the ranks' pipes and connections lead to, the job's own processes before all others."""
     seen = [one.state for rank in ranks.values() for one in rank.processes if one.state is not None]
     own = [state.pid for state in seen]
-    told = {state.pid: state for state in other_ends.with_ends(seen, [*own, *sorted(set(table) - set(own))])}
+    told = {state.pid: state for state in sockets.with_ends(seen, [*own, *sorted(set(table) - set(own))])}
 
     def known(one: ProcessLook) -> ProcessLook:
         return replace(one, state=told.get(one.pid)) if one.state is not None else one
@@ -173,10 +173,10 @@ def _with_ends(ranks: dict[int, RankLook], table: Iterable[int]) -> dict[int, Ra
     }
 
 
-def _locks_of_the_node(deadline_s: float) -> tuple[filelocks.Held, ...] | None:
+def _locks_of_the_node(deadline_s: float) -> tuple[waits.Held, ...] | None:
     """None where they cannot be read in time: then each process is asked for its own, and says so if it is late."""
     try:
-        return within(deadline_s / 4, "the file locks", filelocks.table)
+        return within(deadline_s / 4, "the file locks", waits.lock_table)
     except CaptureError:
         return None
 
@@ -184,7 +184,7 @@ def _locks_of_the_node(deadline_s: float) -> tuple[filelocks.Held, ...] | None:
 def _rank(
     target: Target,
     table: dict[int, tuple[int, int]],
-    locks: tuple[filelocks.Held, ...] | None,
+    locks: tuple[waits.Held, ...] | None,
     deadline_s: float,
     until: float,
 ) -> RankLook:
@@ -201,7 +201,7 @@ def _rank(
     return RankLook(target.rank, main, tuple(one for one in children if one.state is not None or one.is_late))
 
 
-def _process(pid: int, deadline_s: float, locks: tuple[filelocks.Held, ...] | None) -> ProcessLook:
+def _process(pid: int, deadline_s: float, locks: tuple[waits.Held, ...] | None) -> ProcessLook:
     try:
         state = proc.read_process(pid, deadline_s=deadline_s * 2 / 3, locks=locks)
     except CaptureError as error:
@@ -216,7 +216,7 @@ def _with_polled_lock(state: ProcessState, stack: Result[StackSample]) -> Proces
     if main is None or not main.lock_file:
         return state
     try:
-        lock = within(LOCK_DEADLINE_S, "a file lock", lambda: filelocks.lock_on(state.pid, main.lock_file))
+        lock = within(LOCK_DEADLINE_S, "a file lock", lambda: waits.lock_on(state.pid, main.lock_file))
     except CaptureError:
         return state
     known = lock is None or any((one.path, one.pid) == (lock.path, lock.pid) for one in state.locks)

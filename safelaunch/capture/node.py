@@ -5,20 +5,60 @@ All of it comes from files. This process imports nothing of the job, and runs no
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import platform
 import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from safelaunch.capture import cgroups
+from msgspec import structs
+
+from safelaunch.capture import cgroups, command, gpu
 from safelaunch.capture.result import Result, attempt, within
+from safelaunch.model import Resources
 from safelaunch.system.errors import CaptureError
+from safelaunch.system.files import text_of
 from safelaunch.system.redaction.redact import shown_env
+
+DEADLINE_S = 6.0  # of each source
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Whom a node's sources ask. ``pid``: one of the ranks, whose packages are in ``code_roots``; ``env``: the
+    environment it was started with; ``kills``: what the out-of-memory killer had counted at the job's start, and now.
+    """
+
+    pid: int | None = None
+    code_roots: tuple[str, ...] = ()
+    env: Result[dict[str, str]] | None = None
+    kills: Mapping[str, Mapping[str, int | None] | None] = field(default_factory=dict)
+
+
+def sources() -> Mapping[str, Callable[[Subject], Result[Any] | None]]:
+    """The sources of a node's evidence, by the fields of ``NodeFiles``. None: there is nothing to ask."""
+    return {
+        "gpus": lambda _: gpu.gpus(deadline_s=DEADLINE_S),
+        "nvidia_smi": lambda _: gpu.nvidia_smi_text(deadline_s=DEADLINE_S),
+        "kernel_log": lambda _: kernel_log(deadline_s=DEADLINE_S),
+        "versions": lambda asked: versions(asked.code_roots, pid=asked.pid),
+        "resources": _resources_with_kills,
+        "env": lambda asked: asked.env,
+    }
+
+
+def _resources_with_kills(asked: Subject) -> Result[Resources]:
+    found = resources(pid=asked.pid)
+    if found.value is None:
+        return found
+    return replace(found, value=structs.replace(found.value, out_of_memory_kills=dict(asked.kills)))
+
 
 # Packages whose versions matter for a hang, if installed.
 PACKAGES = (
@@ -67,27 +107,28 @@ def versions(
     return attempt("package metadata", read)
 
 
-def resources(*, pid: int | None = None, cwd: str | None = None, deadline_s: float = 3.0) -> Result[dict[str, Any]]:
+def resources(*, pid: int | None = None, cwd: str | None = None, deadline_s: float = 3.0) -> Result[Resources]:
     """Memory, load, pressure, disks, network and limits of this node and of ``pid``'s cgroup; never raises.
 
     ``disks`` holds ``/dev/shm``, ``/tmp`` and ``cwd`` with total, used and free bytes, or the reason for having none: a
     dead network mount never answers.
     """
 
-    def read() -> dict[str, Any]:
+    def read() -> Resources:
         begin = time.monotonic()
-        found: dict[str, Any] = {"cpus": os.cpu_count(), "load": list(os.getloadavg())}
-        found["memory_bytes"] = parse_meminfo(_text("/proc/meminfo"))
-        found["pressure"] = {name: _text(f"/proc/pressure/{name}").splitlines() for name in ("cpu", "memory", "io")}
-        found["cgroup"] = cgroups.limits(pid or os.getpid())
-        if pid is not None:
-            found["limits"] = parse_limits(_text(f"/proc/{pid}/limits"))
         home = cwd or (_link(f"/proc/{pid}/cwd") if pid is not None else "")
         places = [place for place in ("/dev/shm", "/tmp", home) if place]
         each_s = deadline_s / len(places)
-        found["network"] = _network_within(min(1.0, deadline_s / 3))
-        found["disks"] = {place: _disk(place, min(each_s, deadline_s - (time.monotonic() - begin))) for place in places}
-        return found
+        return Resources(
+            cpus=os.cpu_count(),
+            load=os.getloadavg(),
+            memory_bytes=parse_meminfo(text_of("/proc/meminfo")),
+            pressure={n: tuple(text_of(f"/proc/pressure/{n}").splitlines()) for n in ("cpu", "memory", "io")},
+            cgroup=cgroups.limits(pid or os.getpid()),
+            limits=parse_limits(text_of(f"/proc/{pid}/limits")) if pid is not None else {},
+            network=_network_within(min(1.0, deadline_s / 3)),
+            disks={one: _disk(one, min(each_s, deadline_s - (time.monotonic() - begin))) for one in places},
+        )
 
     return attempt("/proc, cgroup, statvfs", read)
 
@@ -131,11 +172,11 @@ def _versions(code_roots: list[str], pid: int | None) -> dict[str, str]:
         if distribution is not None:
             found[package] = distribution.version
     for root in paths:
-        text = _text(Path(root, "torch", "version.py"))
+        text = text_of(Path(root, "torch", "version.py"))
         if text:
             found.update(torch_build(text))
             break
-    driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _text("/proc/driver/nvidia/version"))
+    driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text_of("/proc/driver/nvidia/version"))
     if driver:
         found["nvidia_driver"] = driver[1]
     from safelaunch import __version__
@@ -144,7 +185,7 @@ def _versions(code_roots: list[str], pid: int | None) -> dict[str, str]:
     return found
 
 
-def _disk(place: str, deadline_s: float) -> Mapping[str, int | str]:
+def _disk(place: str, deadline_s: float) -> dict[str, int | str]:
     try:
         usage = within(deadline_s, place, lambda: shutil.disk_usage(place))
     except CaptureError as error:
@@ -169,13 +210,13 @@ def network(root: Path = Path("/sys/class")) -> dict[str, dict[str, str | int]]:
     """
     found: dict[str, dict[str, str | int]] = {}
     for path in sorted((root / "net").glob("*")):
-        state = _text(path / "operstate").strip()
+        state = text_of(path / "operstate").strip()
         if path.name != "lo" and (state == "up" or (path / "device").exists()):
-            speed = _text(path / "speed").strip()
+            speed = text_of(path / "speed").strip()
             found[path.name] = {"state": state} | ({"speed_mbit": int(speed)} if speed.isdigit() else {})
             found[path.name] |= _counted(path / "statistics", ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped"))
     for path in sorted((root / "infiniband").glob("*/ports/*")):
-        state, rate = _text(path / "state").strip(), _text(path / "rate").strip()
+        state, rate = text_of(path / "state").strip(), text_of(path / "rate").strip()
         port = f"{path.parent.parent.name}/{path.name}"
         found[port] = {"state": state.partition(": ")[2] or state, "rate": rate}
         found[port] |= _counted(path / "counters", ("link_downed", "symbol_error", "port_rcv_errors"))
@@ -183,12 +224,12 @@ def network(root: Path = Path("/sys/class")) -> dict[str, dict[str, str | int]]:
 
 
 def _counted(folder: Path, names: Sequence[str]) -> dict[str, int]:
-    found = {name: _text(folder / name).strip() for name in names}
+    found = {name: text_of(folder / name).strip() for name in names}
     return {name: int(text) for name, text in found.items() if text.isdigit() and int(text)}
 
 
 def _os_name() -> str:
-    name = re.search(r"^PRETTY_NAME=\"?([^\"\n]+)", _text("/etc/os-release"), re.MULTILINE)
+    name = re.search(r"^PRETTY_NAME=\"?([^\"\n]+)", text_of("/etc/os-release"), re.MULTILINE)
     return name[1] if name else platform.system()
 
 
@@ -199,8 +240,87 @@ def _link(path: str) -> str:
         return ""
 
 
-def _text(path: str | Path) -> str:
-    try:
-        return Path(path).read_text("utf-8", "replace")
-    except OSError:
+# --- the kernel log ---------------------------------------------------------------------------------------------------
+
+MAX_KERNEL_LINES = 200
+NOTHING = "(nothing relevant)"
+_MAX_KMSG_BYTES = 8 << 20
+
+# Kernel messages that explain a hang or a killed rank: memory, GPUs, stuck tasks, storage, network, hardware.
+_RELEVANT = re.compile(
+    r"out of memory|oom[-_ ]?kill|killed process|memory cgroup|\bnvrm\b|\bxid\b|nvidia|nvlink|nvswitch"
+    r"|gpu has fallen|hung task|blocked for more than|soft lockup|hard lockup|rcu.*stall|segfault"
+    r"|general protection|traps:|i/o error|blk_update_request|nvme.*(timeout|reset|abort)|ext4-fs error"
+    r"|xfs.*(error|corrupt)|\bnfs\b|\blustre|\bceph|\bgpfs|\bmmfs|\bbeegfs|fuse.*(error|abort)"
+    r"|server .* not responding|remounting filesystem|machine check|\bmce: .*error|edac .*error|hardware error"
+    r"|aer: |pcie bus error|dmar: .*fault|iommu.*fault|mlx5.*(error|timeout|fail|down)|link (is )?down"
+    r"|thermal.*critical|temperature above|throttl",
+    re.IGNORECASE,
+)
+
+
+def kernel_log(*, deadline_s: float = 3.0) -> Result[str]:
+    """The last lines of the kernel log that may explain a hang, newest last; never raises.
+
+    From ``/dev/kmsg``, else ``journalctl -k``: many systems reserve the former for root (``kernel.dmesg_restrict``).
+    """
+
+    def read() -> str:
+        begin = time.monotonic()
+        try:
+            lines = within(deadline_s / 2, "/dev/kmsg", _kmsg)
+        except (OSError, CaptureError) as error:
+            lines = _journal(deadline_s - (time.monotonic() - begin), error)
+        found = relevant(lines)
+        return "\n".join(found or [NOTHING]) + "\n"
+
+    return attempt("kernel log", read)
+
+
+def relevant(lines: Iterable[str]) -> list[str]:
+    """The last ``MAX_KERNEL_LINES`` lines that may explain a hang or a killed process."""
+    return [line for line in lines if _RELEVANT.search(line)][-MAX_KERNEL_LINES:]
+
+
+def parse_kmsg(record: str, boot_unix_s: float) -> str:
+    """One record of ``/dev/kmsg`` (ABI/testing/dev-kmsg) as ``YYYY-MM-DD HH:MM:SS text``; ``""`` if none."""
+    head, separator, text = record.partition(";")
+    fields = head.split(",")
+    if not separator or len(fields) < 3 or not fields[2].isdigit():
         return ""
+    moment = dt.datetime.fromtimestamp(boot_unix_s + int(fields[2]) / 1e6, dt.timezone.utc)
+    first = text.split("\n", 1)[0]  # KEY=value lines of the device follow
+    return f"{moment:%Y-%m-%d %H:%M:%S} {first}"
+
+
+def _kmsg() -> list[str]:
+    boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    lines: list[str] = []
+    size = 0
+    descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        while size < _MAX_KMSG_BYTES:
+            try:
+                record = os.read(descriptor, 8192)
+            except BlockingIOError:
+                break  # the end
+            except BrokenPipeError:
+                continue  # overwritten while reading: the next read continues after the gap
+            size += len(record)
+            lines.append(parse_kmsg(record.decode("utf-8", "replace"), boot))
+    finally:
+        os.close(descriptor)
+    return lines
+
+
+def _journal(deadline_s: float, denied: Exception) -> list[str]:
+    reason = getattr(denied, "strerror", None) or str(denied)
+    remedy = "run as root, or sysctl kernel.dmesg_restrict=0"
+    program = shutil.which("journalctl")
+    if not program:
+        raise CaptureError(f"/dev/kmsg: {reason}", remedy)
+    argv = [program, "-k", "-n", "5000", "--no-pager", "-q", "-o", "short-iso"]
+    output = command.run(argv, deadline_s=max(0.1, deadline_s))
+    if output.timed_out or output.returncode != 0 or not output.stdout.strip():
+        raise CaptureError(f"/dev/kmsg: {reason}; journalctl -k shows nothing", remedy)
+    return output.stdout.decode("utf-8", "replace").splitlines()

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from safelaunch.capture import filelocks, sockets, syscalls
+from safelaunch.capture import sockets, waits
 from safelaunch.capture.cgroups import is_frozen, throttled_ms
-from safelaunch.capture.resting import Resting
 from safelaunch.capture.result import within
+from safelaunch.capture.waits import Resting
 from safelaunch.model import FileLock, ProcessState, StackSample, ThreadState
 from safelaunch.system import procstat
 from safelaunch.system.errors import CaptureError
@@ -60,7 +60,7 @@ def read_process(
     *,
     clock: Callable[[], float] = time.monotonic,
     deadline_s: float = 2.0,
-    locks: Sequence[filelocks.Held] | None = None,
+    locks: Sequence[waits.Held] | None = None,
 ) -> ProcessState:
     """The current state of a process and its threads; takes at most ``deadline_s`` seconds.
 
@@ -180,7 +180,7 @@ def role_of(state: ProcessState | None, stacks: tuple[StackSample, ...] = ()) ->
 
 
 def _details(
-    pid: int, letter: str, locks: Sequence[filelocks.Held] | None
+    pid: int, letter: str, locks: Sequence[waits.Held] | None
 ) -> tuple[tuple[ThreadState, ...], tuple[str, ...], tuple[FileLock, ...], list[str]]:
     """Threads, command line, file locks and notes: the part that may block."""
     notes: list[str] = []
@@ -204,11 +204,11 @@ def _details(
     return threads, cmdline, _locks(pid, threads, locks), notes
 
 
-def _locks(pid: int, threads: tuple[ThreadState, ...], known: Sequence[filelocks.Held] | None) -> tuple[FileLock, ...]:
+def _locks(pid: int, threads: tuple[ThreadState, ...], known: Sequence[waits.Held] | None) -> tuple[FileLock, ...]:
     """Those of others only of a process whose main thread sleeps: it may be asking for one again and again."""
     asleep = any(thread.tid == pid and kind_of(thread) in ("sleep", "select") for thread in threads)
     try:
-        return filelocks.locks_of(pid, of_others=asleep, known=known)
+        return waits.locks_of(pid, of_others=asleep, known=known)
     except OSError:
         return ()  # another user's process
 
@@ -256,9 +256,9 @@ def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting) -> Thre
     call = parse_syscall(text)
     wchan = optional("wchan")
     number, arguments = call if call else (None, ())
-    name = syscalls.name_of(number) if number is not None else ""
+    name = waits.name_of(number) if number is not None else ""
     target = _target(pid, name, arguments)
-    ends_s = syscalls.ends_s(name, arguments, lambda address, size: _memory(pid, address, size))
+    ends_s = waits.ends_s(name, arguments, lambda address, size: _memory(pid, address, size))
     io, scheduled = parse_io(optional("io")), parse_schedstat(optional("schedstat"))
     return ThreadState(
         tid=tid,
@@ -277,7 +277,7 @@ def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting) -> Thre
         ends_s=ends_s,
         locked_by=target.locked_by,
         inode=target.inode,
-        child=syscalls.child_of(name, arguments),
+        child=waits.child_of(name, arguments),
         rests_in=resting.rests_in(text) if name.startswith("futex") else "",
         started_ns=time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + stat.start_ticks * procstat.TICK_NS,
     )
@@ -294,13 +294,13 @@ class _Target(NamedTuple):
 
 def _target(pid: int, name: str, arguments: tuple[int, ...]) -> _Target:
     fd: int | None = None
-    if name in syscalls.FD_FIRST:
+    if name in waits.FD_FIRST:
         fd = arguments[0] & 0xFFFFFFFF
     elif name in ("poll", "ppoll") and arguments[1] == 1:  # one descriptor: a read or connect with a timeout
         pollfd = _memory(pid, arguments[0], 4)
         fd = struct.unpack("=i", pollfd)[0] if len(pollfd) == 4 else None
-    elif name in syscalls.PATH_ARGUMENT:
-        raw, ended, _ = _memory(pid, arguments[syscalls.PATH_ARGUMENT[name]], _MAX_PATH).partition(b"\0")
+    elif name in waits.PATH_ARGUMENT:
+        raw, ended, _ = _memory(pid, arguments[waits.PATH_ARGUMENT[name]], _MAX_PATH).partition(b"\0")
         return _Target(words=raw.decode("utf-8", "replace") if ended else "")
     if fd is None or not 0 <= fd < 1 << 24:
         return _Target()
@@ -308,9 +308,9 @@ def _target(pid: int, name: str, arguments: tuple[int, ...]) -> _Target:
         target = str(Path(f"/proc/{pid}/fd/{fd}").readlink())
     except OSError:
         return _Target(fd)
-    holder = filelocks.holder(pid, fd) if name in filelocks.CALLS else None
+    holder = waits.holder(pid, fd) if name in waits.CALLS else None
     if holder is not None:
-        target += f", locked by pid {holder}{filelocks.program(holder)}"
+        target += f", locked by pid {holder}{waits.program(holder)}"
     found = re.fullmatch(r"(socket|pipe):\[(\d+)\]", target)
     inode = int(found[2]) if found else None
     if found and found[1] == "socket":

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from safelaunch.capture import command, proc, stacks, tracing
+from safelaunch.capture import command, proc, stacks
 from safelaunch.job.process import identify
 from safelaunch.model import Frame
 from safelaunch.model.recording import Numbers, ProcessRecord, ThreadRecord
@@ -152,7 +152,7 @@ def _problem(pid: int, output: command.Output, data: bytes, duration_s: float) -
     if output.returncode is None:
         return output.stderr
     if output.returncode != 0 or not data:
-        return f"py-spy record: {tracing.explain(output.stderr, tracing.look(pid)).message}"
+        return f"py-spy record: {stacks.explain(output.stderr, stacks.tracing_facts(pid)).message}"
     if identify(pid) is None:
         return "the process ended meanwhile"
     return STOPPED if proc.state_letter(pid) in ("T", "t") else ""

@@ -22,9 +22,8 @@ from safelaunch.job.argv import CommandLine, split
 from safelaunch.job.paths import seen_from_here, working_directory
 from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import store_of
-from safelaunch.settings.config import options_of, resolve
-from safelaunch.settings.options import BY_FLAG
-from safelaunch.settings.values import parse_count, parse_seconds
+from safelaunch.settings.config import resolve
+from safelaunch.settings.options import BY_FLAG, options_of, parse_count, parse_seconds
 from safelaunch.settings.yamlfile import read_yaml
 from safelaunch.sweep import summary
 from safelaunch.sweep.batch import BatchEngine, Programs, Site, adopted, end_strays

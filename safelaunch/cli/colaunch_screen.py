@@ -22,9 +22,9 @@ from safelaunch.sweep.jobs import Job, Track, port_names
 from safelaunch.sweep.paths import SweepPaths
 from safelaunch.sweep.pool import Pool
 from safelaunch.system.console import PREFIX, command_lines, redact, say
-from safelaunch.system.deadline import at_most
 from safelaunch.system.printable import clean, clean_text
 from safelaunch.system.redaction.redact import redact_env
+from safelaunch.system.task import at_most
 
 COLUMNS = (
     "job",

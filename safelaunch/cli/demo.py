@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from safelaunch.bundle.publishing import check_directory
+from safelaunch.bundle.staging import check_directory
 from safelaunch.cli import program
 from safelaunch.cli.parsing import Parser
 from safelaunch.job import process

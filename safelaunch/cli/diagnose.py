@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from safelaunch.bundle.reading.found import Found, Unreadable
+from safelaunch.bundle.reading.guard import Found, Unreadable
 from safelaunch.cli.parsing import Parser
 from safelaunch.job.paths import seen_from_here, working_directory
 from safelaunch.model import Claim, ProofEdge, Verdict, format_ranks
 from safelaunch.report import HTML, PERFETTO
 from safelaunch.settings.config import bundle_dir_of
-from safelaunch.settings.values import parse_count
+from safelaunch.settings.options import parse_count
 from safelaunch.system.console import PREFIX, Display, display, folded, json_text, put, room, say, terminal_safe
 from safelaunch.system.errors import SafelaunchError, UsageError
 from safelaunch.system.printable import clean

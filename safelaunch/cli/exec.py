@@ -14,8 +14,8 @@ from safelaunch.job.argv import split
 from safelaunch.job.paths import working_directory
 from safelaunch.job.plan import build_exec
 from safelaunch.leases.resources import gather
-from safelaunch.settings.config import help_text, options_of, resolve
-from safelaunch.settings.options import wrapped
+from safelaunch.settings.config import resolve
+from safelaunch.settings.options import help_text, options_of, wrapped
 from safelaunch.settings.yamlfile import did_you_mean
 from safelaunch.supervise.preflight import check, mistakes_of_exec, without_effect
 from safelaunch.system.console import say, show

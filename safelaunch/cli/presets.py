@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import TypedDict
 
 from safelaunch.cli.parsing import Parser
-from safelaunch.settings.presets import (
-    EnvSetting,
-    Preset,
-    builtin_names,
-    find_builtin_dir,
-    list_presets,
-    preset_chain,
-)
+from safelaunch.settings.options import EnvSetting
+from safelaunch.settings.presets import Preset, builtin_names, find_builtin_dir, list_presets, preset_chain
 from safelaunch.system.console import display, show, show_json
 from safelaunch.system.errors import UsageError
 

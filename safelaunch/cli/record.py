@@ -17,7 +17,8 @@ import msgspec
 from safelaunch.cli.dump import INTERRUPTED, answer_of, choose
 from safelaunch.cli.parsing import Parser
 from safelaunch.job.paths import RunPaths, working_directory
-from safelaunch.model.recording import Recording, decode, ranks_in
+from safelaunch.model.recording import Recording, decode
+from safelaunch.model.words import ranks_in
 from safelaunch.supervise.control.discover import Run, look, our_roots
 from safelaunch.supervise.control.protocol import RecordAnswer, Request, ask
 from safelaunch.system.console import display, say, show, show_json
@@ -141,7 +142,7 @@ def _files(recorded: Any) -> dict[str, str]:
 
 def _write(directory: Path, run_name: str, at_unix_s: float, files: Mapping[str, str]) -> Path:
     """Writes the folder whole or not at all, readable by this user only. Raises SafelaunchError."""
-    from safelaunch.bundle.publishing import name_of
+    from safelaunch.bundle.staging import name_of
 
     target = directory / name_of(run_name, at_unix_s, "record")
     try:

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from safelaunch.bundle.reading.found import Unreadable
+from safelaunch.bundle.reading.guard import Unreadable
 from safelaunch.cli import program
 from safelaunch.cli.parsing import Parser
 from safelaunch.job.paths import working_directory

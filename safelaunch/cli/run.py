@@ -9,7 +9,7 @@ from dataclasses import replace
 from shutil import which
 
 from safelaunch.cli import COMMANDS
-from safelaunch.job import entrypoint, torchrun
+from safelaunch.job import mistakes, torchrun
 from safelaunch.job.argv import CommandLine, options_given, split
 from safelaunch.job.mistakes import nodes_never_meet
 from safelaunch.job.paths import run_root, working_directory
@@ -17,8 +17,8 @@ from safelaunch.job.plan import Plan, Surroundings, build
 from safelaunch.job.torchrun import Torch
 from safelaunch.leases import resources
 from safelaunch.leases.resources import Resources
-from safelaunch.settings.config import OWN_OPTIONS, Settings, resolve
-from safelaunch.settings.options import BY_FLAG
+from safelaunch.settings.config import resolve
+from safelaunch.settings.options import BY_FLAG, OWN_OPTIONS, Settings
 from safelaunch.settings.yamlfile import nearest
 from safelaunch.supervise.preflight import check, mistakes_of_torchrun, without_effect
 from safelaunch.system.console import room, say, show
@@ -112,7 +112,7 @@ def _why_no_script(command: CommandLine, options: Collection[str], environ: Mapp
     """Why there is nothing to run, in one line; empty if there is."""
     if not command.script:
         return "the script is missing (usage: safelaunch [options] script.py [script args...])"
-    why = entrypoint.why_missing(command.script, options, environ, torch.python)
+    why = mistakes.why_missing(command.script, options, environ, torch.python)
     word = command.script[0]
     match = nearest(word, COMMANDS) if why and not command.torchrun and not command.own and "." not in word else ""
     if match:

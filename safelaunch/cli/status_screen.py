@@ -33,7 +33,7 @@ from safelaunch.cli.status_rows import (
     stragglers,
 )
 from safelaunch.cli.table import Table
-from safelaunch.model import EarlyLook, format_ranks
+from safelaunch.model import EarlyLook, duration, format_ranks
 from safelaunch.supervise.control.discover import Run
 from safelaunch.supervise.control.protocol import NodeStatus, RankStatus, RunStatus, StackStatus
 from safelaunch.supervise.watch.quiet import is_quiet
@@ -239,9 +239,7 @@ def _pace(status: RunStatus) -> str:
 
 def _seconds(value: float) -> str:
     """``2 ms``, ``0.05 s``, ``13 s``, ``3m12s``."""
-    if value < 0.01:
-        return f"{max(1.0, 1000 * value):.0f} ms"
-    return f"{value:.2g} s" if value < 10 else f"{value:.0f} s" if value < 60 else since(value)
+    return duration(value) if value < 60 else since(value)
 
 
 def course(history: Sequence[tuple[float, int]]) -> list[float | None]:

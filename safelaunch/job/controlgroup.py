@@ -15,6 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from safelaunch.system.files import text_of
+
 LIMITS = ("memory.max", "memory.high", "cpu.max", "pids.max", "cpuset.cpus")
 PREFIX = "safelaunch-"
 OLD_S = 60.0  # younger groups may wait for their job
@@ -37,7 +39,7 @@ class ControlGroup:
 
     def members(self) -> list[int]:
         """The pids in it and in the groups that the job created below it."""
-        lists = [_read(directory / "cgroup.procs") for directory in self._directories()]
+        lists = [text_of(directory / "cgroup.procs") for directory in self._directories()]
         return [int(pid) for text in lists for pid in text.split() if pid != "0"]
 
     def kill(self) -> None:
@@ -64,14 +66,14 @@ class ControlGroup:
 def create(name: str) -> ControlGroup | None:
     """Creates a group below our own for the run ``name``; None if that is impossible or would change something."""
     own = _own()
-    if own is None or any(_limits(_read(own / limit)) for limit in LIMITS):
+    if own is None or any(_limits(text_of(own / limit)) for limit in LIMITS):
         return None
     group = ControlGroup(own / f"{PREFIX}{name}")
     try:
         group.path.mkdir()
     except OSError:
         return None
-    if _read(group.path / "cgroup.controllers").strip() or not (group.path / "cgroup.kill").exists():
+    if text_of(group.path / "cgroup.controllers").strip() or not (group.path / "cgroup.kill").exists():
         _remove(group.path)
         return None
     return group
@@ -90,7 +92,7 @@ def sweep() -> None:
 
 def _own() -> Path | None:
     """The directory of our group if we may write it, else None."""
-    found = locate(_read(Path("/proc/self/cgroup")), _read(Path("/proc/self/mountinfo")))
+    found = locate(text_of("/proc/self/cgroup"), text_of("/proc/self/mountinfo"))
     return found if found is not None and os.access(found, os.W_OK) else None
 
 
@@ -113,13 +115,6 @@ def locate(membership: str, mounts: str) -> Path | None:
 
 def _limits(value: str) -> bool:
     return value.split()[:1] not in ([], ["max"])
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8", "replace")
-    except OSError:
-        return ""
 
 
 def _write(path: Path, text: str) -> bool:

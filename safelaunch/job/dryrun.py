@@ -6,7 +6,8 @@ import os
 import shlex
 
 from safelaunch.job.plan import Applied, Plan
-from safelaunch.settings.config import INTERNAL_ENV, STALL_CEILING_S, Settings
+from safelaunch.settings.config import INTERNAL_ENV
+from safelaunch.settings.options import STALL_CEILING_S, Settings
 from safelaunch.system.console import command_lines
 from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redact import redact_env

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TypeGuard
 
 from safelaunch.job.argv import CommandLine
-from safelaunch.job.entrypoint import is_given
+from safelaunch.settings.yamlfile import nearest
 
 RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 _STARTERS = {"Process", "spawn", "start_processes", "Popen", "fork", "mp", "multiprocessing", "subprocess"}
@@ -133,3 +136,95 @@ def _name_of(node: ast.AST) -> str:
     if isinstance(node, ast.alias):
         return node.name.rpartition(".")[2]
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+# --- what torchrun shall start exists ---------------------------------------------------------------------------------
+# What Python or the system may accept passes: a directory or an archive with ``__main__.py``, a pipe, standard input,
+# a path within an archive. A module or program in a place that only the ranks know passes as well.
+
+_MOST_NAMES = 2000
+
+
+def why_missing(script: Sequence[str], options: Collection[str], environ: Mapping[str, str], python: str) -> str:
+    """Why the first word of ``script`` can't be started, in one line; empty if it can, or if that is not known.
+
+    ``options``: those given to torchrun, in full. ``python``: the interpreter that torchrun starts.
+    """
+    word = script[0] if script else ""
+    if not word or word.startswith("-"):
+        return ""  # standard input, or an option of Python's own
+    if is_given(options, environ, "no-python"):
+        return _program(word, environ)
+    if "PYTHON_EXEC" in environ:
+        return ""  # torchrun starts any program as Python
+    if is_given(options, environ, "module", "-m"):
+        return _module(word) if python == sys.executable else ""
+    return _file(word)
+
+
+def is_given(options: Collection[str], environ: Mapping[str, str], name: str, short: str = "") -> bool:
+    """Whether torchrun's switch ``name`` is on, by its option or its PET variable."""
+    variable = "PET_" + name.upper().replace("-", "_")
+    given = {f"--{name}", f"--{name.replace('-', '_')}", short} & set(options)
+    return bool(given) or environ.get(variable, "0").strip() not in ("", "0")
+
+
+def _program(word: str, environ: Mapping[str, str]) -> str:
+    from shutil import which
+
+    if which(word, path=environ.get("PATH")) is not None or os.path.exists(word):  # noqa: PTH110 - never raises
+        return ""
+    return f"{word}: command not found" if "/" not in word else f"{word} does not exist"
+
+
+def _module(word: str) -> str:
+    """A package may extend its own path, so only the first part of a name is looked for."""
+    import importlib.util
+
+    name = word.partition(".")[0]
+    path, here = list(sys.path), os.getcwd()  # noqa: PTH109 - a string for sys.path
+    sys.path.insert(0, here)
+    try:
+        found = importlib.util.find_spec(name) is not None
+    except Exception:  # noqa: BLE001 - a finder of the user's; Python will say what is wrong with it
+        return ""
+    finally:
+        sys.path[:] = path
+    return "" if found else f"there is no module {name} (in {here}, or installed for {sys.executable})"
+
+
+def _file(word: str) -> str:
+    try:
+        os.stat(word)  # noqa: PTH116 - pathlib changes the word
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError):
+        return ""  # within an archive, or not readable: Python says which
+    else:
+        return ""
+    if _is_known_to_import_system(word):
+        return ""
+    folder, name = os.path.split(word)
+    match = _neighbour(Path(folder or "."), name)
+    hint = f"; did you mean {os.path.join(folder, match)!r}?" if match else ""  # noqa: PTH118 - as the user wrote it
+    where = "" if folder.startswith("/") else f" in {os.getcwd()}"  # noqa: PTH109
+    return f"{word} does not exist{where}{hint}"
+
+
+def _is_known_to_import_system(word: str) -> bool:
+    import pkgutil
+
+    try:
+        return pkgutil.get_importer(word) is not None
+    except Exception:  # noqa: BLE001 - a path hook of the user's
+        return True
+
+
+def _neighbour(folder: Path, name: str) -> str:
+    from itertools import islice
+
+    try:
+        with os.scandir(folder) as found:
+            return nearest(name, [one.name for one in islice(found, _MOST_NAMES) if one.name.isprintable()])
+    except OSError:
+        return ""

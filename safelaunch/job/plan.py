@@ -11,8 +11,7 @@ from pathlib import Path
 from safelaunch.beacon import layout
 from safelaunch.job.argv import CommandLine
 from safelaunch.job.torchrun import Torch, launcher
-from safelaunch.settings.config import Settings
-from safelaunch.settings.presetfile import EnvSetting
+from safelaunch.settings.options import EnvSetting, Settings
 
 LEASES = "SAFELAUNCH_LEASES"  # the beacons' locks, by path
 GROUP_TIMEOUT = "SAFELAUNCH_GROUP_TIMEOUT"  # seconds, and a ! for all groups
@@ -72,42 +71,16 @@ class Surroundings:
 
 def build(command: CommandLine, settings: Settings, torch: Torch, around: Surroundings) -> Plan:
     """The plan for one torchrun job."""
-    applied, env = _environment(settings, around, {})
-    return Plan(
-        argv=(torch.python, os.fspath(launcher(torch.python)), *command.arguments),
-        env=env,
-        applied=applied,
-        run_name=settings.run_name or default_name(command),
-        run_dir=around.run_dir,
-        torch=torch,
-        settings=settings,
-        watched=settings.watch,
-        script=command.script,
-        gpus=around.gpus,
-        command=command,
-        typed=around.typed,
-    )
+    argv = (torch.python, os.fspath(launcher(torch.python)), *command.arguments)
+    return replace(_plan(argv, default_name(command), settings, torch, around), script=command.script, command=command)
 
 
 def build_exec(
     words: tuple[str, ...], program: str, settings: Settings, torch: Torch | None, around: Surroundings
 ) -> Plan:
     """The plan for any command that starts ranks or is one; ``program`` is the path of ``words[0]``."""
-    applied, env = _environment(settings, around, {"SAFELAUNCH_MODE": "exec"})
-    return Plan(
-        argv=(program, *words[1:]),
-        env=env,
-        applied=applied,
-        run_name=settings.run_name or _file_name(Path(_script_of(words)).stem),
-        run_dir=around.run_dir,
-        torch=torch,
-        settings=settings,
-        watched=settings.watch,
-        script=words,
-        by_torchrun=False,
-        gpus=around.gpus,
-        typed=around.typed,
-    )
+    name, own = _file_name(Path(_script_of(words)).stem), {"SAFELAUNCH_MODE": "exec"}
+    return replace(_plan((program, *words[1:]), name, settings, torch, around, own), script=words, by_torchrun=False)
 
 
 def build_beside(
@@ -117,19 +90,33 @@ def build_beside(
 
     ``argv``: that process's command line. Of ``env``, it needs what differs from its own.
     """
-    applied, env = _environment(settings, around, {"SAFELAUNCH_AGENT_PID": str(caller)})
+    own = {"SAFELAUNCH_AGENT_PID": str(caller)}
+    plan = _plan(argv, default_name(command), settings, torch, around, own)
+    return replace(plan, script=command.script, command=command, typed=())
+
+
+def _plan(
+    argv: tuple[str, ...],
+    name: str,
+    settings: Settings,
+    torch: Torch | None,
+    around: Surroundings,
+    own: Mapping[str, str] | None = None,
+) -> Plan:
+    """``name``: of the run, where the user gives none. ``own``: variables besides those of every watched job."""
+    applied, env = _environment(settings, around, own or {})
     return Plan(
         argv=argv,
         env=env,
         applied=applied,
-        run_name=settings.run_name or default_name(command),
+        run_name=settings.run_name or name,
         run_dir=around.run_dir,
         torch=torch,
         settings=settings,
         watched=settings.watch,
-        script=command.script,
+        script=(),
         gpus=around.gpus,
-        command=command,
+        typed=around.typed,
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safelaunch.system.errors import UsageError
+from safelaunch.system.files import text_of
 
 FLAG_ACTIONS = {"check_env", "store_true", "store_false", "store_const", "help", "version", "count", "append_const"}
 
@@ -150,10 +151,7 @@ def has_nccl(package: Path) -> bool:
 
 def _in_version(package: Path, name: str) -> str | None:
     """A variable of ``torch/version.py``, empty for ``None``; None if it can't be read."""
-    try:
-        text = (package / "version.py").read_text("utf-8", "replace")
-    except OSError:
-        return None
+    text = text_of(package / "version.py")
     match = re.search(rf"""^{name}\s*(?::[^=]*)?=\s*(?:None|['"]([^'"]+))""", text, re.M)
     return (match.group(1) or "") if match else None
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from safelaunch.leases.holder import Holder
     from safelaunch.leases.lease import Lease
     from safelaunch.leases.ports import Ports
-    from safelaunch.settings.config import Settings
+    from safelaunch.settings.options import Settings
 
 HELD = "SAFELAUNCH_HELD"
 RANK_LOCKS = "SAFELAUNCH_LEASES"

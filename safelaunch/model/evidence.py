@@ -1,4 +1,4 @@
-"""The records of a job: what was seen early, what is wrong in its results, and all the evidence of an incident.
+"""The records of a job: its nodes, early looks, wrong results, all the evidence of an incident; and the verdict.
 
 Times are seconds of ``CLOCK_MONOTONIC`` unless a name says otherwise.
 """
@@ -6,11 +6,201 @@ Times are seconds of ``CLOCK_MONOTONIC`` unless a name says otherwise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from safelaunch.model.nodes import GpuUse, NcclWitness, NodeEvidence, Rendezvous
-from safelaunch.model.processes import Frame, Record
-from safelaunch.model.ranks import RankEvidence
+import msgspec
+
+from safelaunch.model.ranks import Frame, RankEvidence, Record
+
+# --- a node -----------------------------------------------------------------------------------------------------------
+
+# What a node's agent is to its own supervisor: it runs, a signal has stopped it, or it is gone. "": not known.
+AgentState = Literal["", "running", "stopped", "gone"]
+# What a store that is lost says to those who connect again: the connection was closed and nobody listens, it accepts
+# and does not answer, no packet comes back. "": it is not lost.
+Lost = Literal["", "closed", "silent", "unreachable"]
+# A connection to a node, tried at the time of the evidence. "": not tried.
+Probe = Literal["", "answers", "no answer"]
+
+
+class NodeEvidence(Record, frozen=True):
+    """One node of the job: what its supervisor says of itself, or what the others know of one that says nothing.
+
+    - ``ranks``: those under its supervisor, as it said last
+    - ``here``: this evidence is its own
+    - ``silent_s``: how long its supervisor has not been heard; 0: it is heard, or was until its end
+    - ``last``: its last words: it watches, its ranks fail, somebody stops the job there, it has ended
+    - ``trouble``: what failed there on its own account
+    - ``agent_error``: what its torchrun agent has failed of itself, not of a rank; known of this node alone
+    - ``missed_s``: how long its supervisor was stopped itself until a moment before; known of this node alone
+    - ``store``: how the store of torchrun's agents, which it hosts, was lost
+    - ``script``: a digest of the script
+    """
+
+    host: str
+    slot: int = 0
+    ranks: tuple[int, ...] = ()
+    here: bool = False
+    silent_s: float = 0.0
+    last: Literal["", "watching", "failing", "stopping", "ended"] = ""
+    trouble: str = ""
+    agent: AgentState = ""
+    agent_error: str = ""
+    missed_s: float = 0.0
+    store: Lost = ""
+    probe: Probe = ""
+    torch: str = ""
+    safelaunch: str = ""
+    script: str = ""
+
+    @property
+    def is_gone(self) -> bool:
+        """It is not heard any more, and has not said why."""
+        return bool(self.silent_s or self.store) and not self.trouble and self.last in ("", "watching")
+
+
+class GpuProcess(Record, frozen=True):
+    """A process that has memory of a GPU. ``size``: in bytes, None where the driver does not say. ``name``: empty where
+    no such process was found: its pid is of another container."""
+
+    pid: int = 0
+    size: int | None = msgspec.field(default=None, name="memory_bytes")
+    name: str = ""
+
+
+class Gpu(Record, frozen=True, omit_defaults=False):
+    """A GPU of a node. ``index``: NVML's number. None: it does not report that. ``error``: why it can't be asked."""
+
+    index: int = -1
+    name: str | None = None
+    utilisation_percent: float | None = None
+    memory_used_bytes: float | None = None
+    memory_total_bytes: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+    ecc_errors: float | None = None  # uncorrected, since the driver was loaded
+    processes: tuple[GpuProcess, ...] | None = None
+    error: str = ""
+    uuid: str | None = None
+    sm_clock_mhz: float | None = None
+
+
+class Gpus(Record, frozen=True):
+    """``gpus.json``: what the driver says. ``missing``: why it says nothing; ``installed``: its Python package is."""
+
+    driver: str | None = None
+    cuda_driver: int | None = None
+    gpus: tuple[Gpu, ...] = ()
+    missing: str = ""
+    installed: bool = True
+
+    def uses(self, host: str) -> tuple[GpuUse, ...]:
+        """Who has memory of which GPU."""
+        return tuple(GpuUse(host, one.index, one.uuid or "", one.processes) for one in self.gpus if one.processes)
+
+
+class GpuUse(Record, frozen=True):
+    """Who has memory of a GPU of the node ``host``. ``index``: NVML's number."""
+
+    host: str
+    index: int
+    uuid: str = ""
+    processes: tuple[GpuProcess, ...] = ()
+
+
+class Resources(Record, frozen=True, omit_defaults=False):
+    """``resources.json``: of a node, and of the control group and limits of one of its ranks.
+
+    ``disks``: place → total, used and free bytes, or the reason for having none. ``network``: interface, or port of an
+    InfiniBand device (``mlx5_0/1``) → state, speed, and error counters that are not 0. ``out_of_memory_kills``: the
+    kernel's counts ``at_start`` of the job and ``now``.
+    """
+
+    cpus: int | None = None
+    load: tuple[float, ...] = ()
+    memory_bytes: dict[str, int] = msgspec.field(default_factory=dict)
+    pressure: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
+    cgroup: dict[str, str] = msgspec.field(default_factory=dict)
+    limits: dict[str, str] = msgspec.field(default_factory=dict)
+    network: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    disks: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    out_of_memory_kills: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class NodeFiles(Record, frozen=True):
+    """The files of ``node/<host>/``: each field is one, a text (``.txt``) or a record (``.json``), by its type.
+
+    ``capture.node.SOURCES`` collects them; they are written, read back and sent to other nodes by this list.
+    """
+
+    gpus: Gpus | None = None
+    nvidia_smi: str = ""
+    kernel_log: str = ""
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
+    resources: Resources | None = None
+    env: dict[str, str] = msgspec.field(default_factory=dict)  # of a rank, when it was started
+
+
+def node_file(field: str) -> str:
+    """The file name of a field of :class:`NodeFiles`."""
+    return f"{field}.txt" if NodeFiles.__annotations__[field] == "str" else f"{field}.json"
+
+
+class Rendezvous(Record, frozen=True):
+    """A rendezvous that has failed before any rank was started.
+
+    - ``wanted``: how many nodes torchrun waited for; ``hosts``: those that have come, the first few of ``come``
+    - ``absent_ranks``, ``absent_hosts``: node ranks and hosts that have not, as far as command line and scheduler tell
+    - ``store``: why the store where nodes meet does not answer; empty where it did
+    - ``error``: torchrun's own
+    """
+
+    wanted: int
+    come: int
+    hosts: tuple[str, ...] = ()
+    absent_ranks: tuple[int, ...] = ()
+    absent_hosts: tuple[str, ...] = ()
+    waited_s: float = 0.0
+    store: str = ""
+    error: str = ""
+
+
+# --- NCCL's own witness -----------------------------------------------------------------------------------------------
+
+
+# What NCCL's RAS service says of a process: it has answered, it did not in time, or NCCL has given it up.
+NcclState = Literal["answers", "unresponsive", "dead"]
+
+
+class NcclProcess(Record, frozen=True):
+    """A process in an answer of NCCL's RAS service. ``rank``: within its communicator; -1 where none is named.
+
+    ``host``: an address, or ``unknown``. ``gpu``: NVML's number.
+    """
+
+    host: str
+    pid: int
+    rank: int = -1
+    gpu: int = -1
+    state: NcclState = "answers"
+
+
+class NcclCommunicator(Record, frozen=True):
+    size: int
+    processes: tuple[NcclProcess, ...] = ()
+
+
+class NcclWitness(Record, frozen=True):
+    """What NCCL's RAS service said at the stall. ``processes``: those named outside any communicator.
+
+    ``file``: where the bundle has the answer.
+    """
+
+    version: str
+    communicators: tuple[NcclCommunicator, ...] = ()
+    processes: tuple[NcclProcess, ...] = ()
+    file: str = ""
+
 
 # --- early looks ------------------------------------------------------------------------------------------------------
 
@@ -152,3 +342,206 @@ def all_nodes(halves: Sequence[Evidence]) -> tuple[NodeEvidence, ...]:
         else:
             kept.setdefault(key, node)
     return (*kept.values(), *gone.values())
+
+
+# --- the verdict ------------------------------------------------------------------------------------------------------
+
+
+class Artifact(Record, frozen=True):
+    """One file of a bundle, or the reason why it is missing.
+
+    ``path`` is relative to the bundle. ``how``: the source (``py-spy dump --json``). ``missing``: the reason, empty if
+    the file exists.
+    """
+
+    path: str
+    how: str
+    duration_s: float
+    missing: str = ""
+    bytes: int = 0
+    note: str = ""
+
+
+Confidence = Literal["high", "medium", "low"]
+
+
+class Culprit(Record, frozen=True, omit_defaults=False):
+    """One rank at fault."""
+
+    rank: int
+    """its global rank"""
+    host: str
+    """the host it ran on"""
+    pid: int
+    """the pid of the process at fault"""
+    process: str
+    """``main``, ``dataloader worker (pid N)``, or another child's role and pid"""
+    frame: Frame | None
+    """the innermost frame of your own code in that process: ``file``, ``line``, ``function``"""
+    step: int | None
+    """its last step"""
+    reason: str
+    """why it is named"""
+    gpu: str | msgspec.UnsetType = msgspec.UNSET
+    """the UUID of its GPU, only if the GPU itself may be broken"""
+
+
+class Claim(Record, frozen=True, omit_defaults=False):
+    """One piece of evidence: a claim, and the file of the bundle that supports it."""
+
+    claim: str
+    file: str
+
+
+class NodeAtFault(Record, frozen=True, omit_defaults=False):
+    """A node that is to blame as a whole. ``ranks``: those on it, as ranges; empty where they are not known."""
+
+    host: str
+    ranks: str
+    reason: str
+
+
+class NextStep(Record, frozen=True, omit_defaults=False):
+    """A command that can be pasted as it stands, and what for."""
+
+    why: str
+    command: str
+
+
+class BundlePlace(Record, frozen=True, omit_defaults=False):
+    """Where the bundle is from which the verdict of several nodes was reached: the claims point at its files.
+
+    ``whole``: it is this one, and holds every rank.
+    """
+
+    host: str
+    path: str
+    whole: bool
+
+
+class ProofEdge(Record, frozen=True, omit_defaults=False):
+    """A wait in a proof. Any one of ``waits_for`` could end it, and all of these wait in turn; empty: nothing can.
+
+    ``why``: what has to happen, and cannot; ``file``: of the bundle, which shows it.
+    """
+
+    who: str
+    waits_for: tuple[str, ...]
+    why: str
+    file: str
+
+
+class Verdict(Record, frozen=True, omit_defaults=False):
+    """The document of ``verdict.json``."""
+
+    schema: int
+    """1"""
+    outcome: Outcome
+    """``hang``; ``suspect`` if the job may be hung and was left running; ``crash``; ``dump``"""
+    cause: str
+    """one of the causes below"""
+    confidence: Confidence
+    """``high``, ``medium`` or ``low``"""
+    summary: str
+    """what happened, in one to three sentences"""
+    culprits: tuple[Culprit, ...]
+    """one entry per rank at fault: all members of a cycle, none if no rank stands out"""
+    victims: str
+    """the ranks that wait for the culprits, as ranges: ``0-2,5``"""
+    evidence: tuple[Claim, ...]
+    """each claim, with the file of the bundle that supports it"""
+    ruled_out: tuple[str, ...]
+    """what was checked on every rank and not found"""
+    missing: tuple[str, ...]
+    """evidence that could not be collected"""
+    suggestions: tuple[str, ...]
+    """what to do next"""
+    bundle: BundlePlace | msgspec.UnsetType = msgspec.UNSET
+    """several nodes only: ``host`` and ``path`` of the bundle with every rank's evidence, to whose files the claims
+    refer; ``whole`` is true in that bundle"""
+    nodes: tuple[NodeAtFault, ...] | msgspec.UnsetType = msgspec.UNSET
+    """several nodes only: nodes at fault as a whole, with ``host``, ``ranks`` and ``reason``"""
+    doubts: tuple[str, ...] = ()
+    """why the confidence is not high, one sentence each"""
+    next: NextStep | None = None
+    """one command to run next, and ``why``; null if the run's command is unknown or contains a secret"""
+    blamed_before: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    """how many of the last bundles name the same GPU or node, one sentence each"""
+    proof: tuple[ProofEdge, ...] = ()
+    """the waits that prove the hang: ``who`` waits, ``why``, and the ``file`` that shows it. ``waits_for`` lists what
+    could end the wait, all of it stuck as well; it is empty if nothing can. Without a proof, the list is empty"""
+    recovered: bool | msgspec.UnsetType = msgspec.UNSET
+    """true if the job made progress after this bundle was written"""
+
+    @property
+    def nodes_at_fault(self) -> tuple[NodeAtFault, ...]:
+        return self.nodes or ()
+
+
+# --- the manifest -----------------------------------------------------------------------------------------------------
+
+
+class Moment(Record, frozen=True):
+    """When a stage of an incident was reached, on both clocks."""
+
+    stage: str = ""
+    unix_s: float = 0.0
+    monotonic_s: float = 0.0
+
+
+class Watched(Record, frozen=True, omit_defaults=False):
+    """What the watch knew. The fields of :class:`Evidence` say more."""
+
+    stalled_s: float = 0.0
+    threshold_s: float = 0.0
+    why: str = ""
+    answer: Answer | None = None
+    work: tuple[str, ...] = ()
+
+
+class GroupMembers(Record, frozen=True, omit_defaults=False):
+    """A process group: its description, and its ranks as ranges."""
+
+    called: str = ""
+    ranks: str = ""
+
+
+class JobShape(Record, frozen=True, omit_defaults=False):
+    """The job at the moment of capture; each dict is by rank, except ``mesh`` (dimension) and ``groups`` (name).
+
+    ``devices``: the GPU that the variables give it; ``computes_on``: the one that it was seen to use; ``batches``: of
+    each DataLoader. ``global_batch_if_data_parallel``: None unless all ranks were seen with one batch.
+    """
+
+    outcome: Outcome = "hang"
+    world_size: int = 0
+    moving: bool = False
+    for_finding: bool = False
+    mesh: dict[str, int] = msgspec.field(default_factory=dict)
+    groups: dict[str, GroupMembers] = msgspec.field(default_factory=dict)
+    devices: dict[str, str] = msgspec.field(default_factory=dict)
+    computes_on: dict[str, int] = msgspec.field(default_factory=dict)
+    batch: dict[str, int] = msgspec.field(default_factory=dict)
+    global_batch_if_data_parallel: int | None = None
+    batches: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)
+
+
+class Manifest(Record, frozen=True, omit_defaults=False):
+    """``manifest.json``. ``timeline`` begins with the last progress; ``missing``: the paths of missing artifacts."""
+
+    schema: int = 1
+    host: str = ""
+    written_unix_s: float = 0.0
+    user: int = -1
+    watch: Watched = Watched()
+    job: JobShape = msgspec.field(default_factory=JobShape)
+    notes: tuple[str, ...] = ()
+    earlier: tuple[tuple[str, ...], ...] | None = None
+    timeline: tuple[Moment, ...] = ()
+    artifacts: tuple[Artifact, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    @property
+    def taken(self) -> tuple[float, float]:
+        """From the last progress to when it was written, in Unix seconds; zeros where that is not known."""
+        return (self.timeline[0].unix_s, self.written_unix_s) if self.timeline else (0.0, 0.0)

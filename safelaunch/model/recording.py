@@ -9,10 +9,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from safelaunch.model.processes import Frame
+from safelaunch.model.ranks import Frame
 from safelaunch.system.decoding import from_json
-
-MOST_RANKS = 65_536
 
 
 class ThreadRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -190,17 +188,3 @@ def _with_threads(rank: RankRecord, change: Callable[[list[ThreadRecord]], list[
 def _with_processes(rank: RankRecord, change: Callable[[ProcessRecord], ProcessRecord]) -> RankRecord:
     main = change(rank.main) if rank.main is not None else None
     return msgspec.structs.replace(rank, main=main, children=[change(one) for one in rank.children])
-
-
-def ranks_in(text: str) -> tuple[int, ...]:
-    """``0-3,5`` as numbers; empty for an empty text. Raises ValueError for anything else."""
-    found: set[int] = set()
-    for part in text.split(",") if text else ():
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"{part!r} is no rank, and no range of ranks")
-        begin, end = int(first), int(last) if dash else int(first)
-        if not begin <= end < MOST_RANKS:
-            raise ValueError(f"{part!r} is no range of ranks")
-        found.update(range(begin, end + 1))
-    return tuple(sorted(found))

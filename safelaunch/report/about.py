@@ -6,26 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-
-class GpuProcess(msgspec.Struct, frozen=True):
-    """A process that holds memory of a GPU."""
-
-    pid: int = 0
-
-
-class Gpu(msgspec.Struct, frozen=True):
-    """A GPU as ``gpus.json`` has it. None: it does not report that. ``error``: why it could not be asked."""
-
-    index: int = -1
-    name: str | None = None
-    utilisation_percent: float | None = None
-    memory_used_bytes: float | None = None
-    memory_total_bytes: float | None = None
-    temperature_c: float | None = None
-    power_w: float | None = None
-    ecc_errors: float | None = None
-    processes: tuple[GpuProcess, ...] | None = None
-    error: str = ""
+from safelaunch.model import Gpu
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -58,7 +39,7 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class NodeFiles:
+class NodeSummary:
     """What the files in ``node/<host>/`` say. ``no_gpus``: why they name none. ``kernel_log``: its last lines."""
 
     host: str
@@ -82,4 +63,4 @@ class About:
     bundle: str = ""
     at_unix_s: float = 0.0
     launch: Launch = field(default_factory=Launch)
-    nodes: tuple[NodeFiles, ...] = ()
+    nodes: tuple[NodeSummary, ...] = ()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from safelaunch.model import Culprit, Evidence, Frame, Verdict, format_ranks
+from safelaunch.model import Culprit, Evidence, Frame, Verdict, rank_words
 from safelaunch.model.entries import Entries
 from safelaunch.report.overview import frames_at_fault
 from safelaunch.verdict.guarding import whereabouts
@@ -131,7 +131,7 @@ def _reasons(ranks: Sequence[int], named: Mapping[int, Culprit]) -> list[str]:
     starts = [f"Rank {rank} " for rank in ranks]
     alike = {named[rank].reason.removeprefix(start) for rank, start in zip(ranks, starts, strict=True)}
     if len(ranks) > 1 and len(alike) == 1 and named[ranks[0]].reason.startswith(starts[0]):
-        return [f"Each of {_ranks(ranks)} {alike.pop()}"]
+        return [f"Each of {rank_words(ranks)} {alike.pop()}"]
     return list(dict.fromkeys(named[rank].reason for rank in ranks[:3]))
 
 
@@ -143,7 +143,7 @@ def _groups_waited_in(ranks: Sequence[int], waits: Mapping[int, str | None]) -> 
             groups.setdefault(waits[rank] or "", []).append(rank)
     if len(groups) < 2:
         return []
-    words = [f"in group {group!r} {_ranks(members)}" for group, members in list(groups.items())[:4]]
+    words = [f"in group {group!r} {rank_words(members)}" for group, members in list(groups.items())[:4]]
     text = f"{'; '.join(words)}{'; and more' * (len(groups) > 4)}."
     return [text[:1].upper() + text[1:]]
 
@@ -311,14 +311,10 @@ def _note(facts: Facts, step: Step) -> str:
         admitted.setdefault(step.guard.admits(whereabouts(facts, rank)), []).append(rank)
     if not admitted.get(True) and not admitted.get(False):
         return "depends on the rank"
-    parts = [f"leads {_ranks(admitted[True])} here"] if admitted.get(True) else []
-    parts += [f"keeps {_ranks(admitted[False])} from here"] if admitted.get(False) else []
-    parts += [f"lets {_ranks(admitted[None])} pass if the rest holds"] if admitted.get(None) else []
+    parts = [f"leads {rank_words(admitted[True])} here"] if admitted.get(True) else []
+    parts += [f"keeps {rank_words(admitted[False])} from here"] if admitted.get(False) else []
+    parts += [f"lets {rank_words(admitted[None])} pass if the rest holds"] if admitted.get(None) else []
     return "; ".join(parts)
-
-
-def _ranks(ranks: Collection[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(set(ranks))}"
 
 
 def all_frames(evidence: Evidence, verdict: Verdict) -> list[Frame]:

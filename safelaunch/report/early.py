@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from safelaunch.model import EarlyLook
+from safelaunch.model import EarlyLook, duration
 
 
 def line(look: EarlyLook, before: EarlyLook | None = None, *, part: bool = False) -> str:
@@ -11,7 +11,7 @@ def line(look: EarlyLook, before: EarlyLook | None = None, *, part: bool = False
     """
     if before is not None and same(before, look):
         return f"quiet for {look.quiet_s:.0f} s: nothing has changed since {before.quiet_s:.0f} s"
-    usual = f"usual {_seconds(look.usual_s)}" if look.usual_s else "no usual step known"
+    usual = f"usual {duration(look.usual_s)}" if look.usual_s else "no usual step known"
     where = ", on this node" if part else ""
     return f"quiet for {look.quiet_s:.0f} s ({usual}){where}: {look.words}... watching"
 
@@ -25,10 +25,3 @@ def in_status(look: EarlyLook) -> str:
     """In ``status`` and in reports, where the time of the look stands before it."""
     ended = f" (over after {look.lasted_s:.0f} s)" if look.lasted_s else ""
     return f"quiet for {look.quiet_s:.0f} s{ended}: {look.words}"
-
-
-def _seconds(value: float) -> str:
-    """``2 ms``, ``0.05 s``, ``1.2 s``, ``70 s``."""
-    if value < 0.01:
-        return f"{max(1.0, 1000 * value):.0f} ms"
-    return f"{value:.2f} s" if value < 1 else f"{value:.1f} s" if value < 10 else f"{value:.0f} s"

@@ -8,8 +8,8 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from safelaunch.model import format_ranks
-from safelaunch.report.about import About, Gpu, Link, NodeFiles
+from safelaunch.model import Gpu, format_ranks
+from safelaunch.report.about import About, Link, NodeSummary
 from safelaunch.report.tables import hosts_word
 from safelaunch.system.printable import clean
 from safelaunch.verdict.rank_state import Facts
@@ -44,7 +44,7 @@ class _Node:
     ranks: str
     state: str
     culprit: bool
-    files: NodeFiles | None
+    files: NodeSummary | None
 
 
 def nodes(
@@ -121,7 +121,7 @@ def _standing_out(node: _Node) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _used(one: NodeFiles) -> float:
+def _used(one: NodeSummary) -> float:
     return 1 - one.memory_available_bytes / one.memory_total_bytes if one.memory_total_bytes else 0.0
 
 
@@ -164,7 +164,7 @@ def _span(values: Iterable[float | None]) -> list[float]:
     return [round(min(known), 1), round(max(known), 1)] if known else []
 
 
-def _gpu_words(one: NodeFiles) -> str:
+def _gpu_words(one: NodeSummary) -> str:
     """``8 × NVIDIA H100``."""
     counts = Counter(gpu.name or "GPU" for gpu in one.gpus)
     return ", ".join(f"{count} × {name}" for name, count in counts.items()) or one.no_gpus
@@ -178,7 +178,7 @@ def _network_words(links: Sequence[Link]) -> str:
     return ", ".join([*plain[:3], *more, *([f"{ports} InfiniBand port{'s' * (ports > 1)}"] if ports else [])])
 
 
-def _details(one: NodeFiles, names: _Table) -> dict[str, Any]:
+def _details(one: NodeSummary, names: _Table) -> dict[str, Any]:
     return {
         "gpus": [_gpu(gpu, names) for gpu in one.gpus[:MOST_GPUS]],
         "no_gpus": one.no_gpus,

@@ -25,6 +25,7 @@ from safelaunch.model import (
     RankEvidence,
     Verdict,
     format_ranks,
+    rank_words,
 )
 from safelaunch.report.early import in_status
 from safelaunch.report.overview import (
@@ -202,7 +203,7 @@ def _who(culprit: Culprit, room: int, read_line: ReadLine | None) -> list[Line]:
 
 def node_words(node: NodeAtFault) -> str:
     """``node a (ranks 0-7): its safelaunch was not heard for 20 s``."""
-    ranks = f" ({_ranks(node.ranks)})" if node.ranks else ""
+    ranks = f" ({rank_words(node.ranks)})" if node.ranks else ""
     return clean(f"node {node.host}{ranks}: {node.reason}")
 
 
@@ -244,7 +245,7 @@ def merged_claims(claims: Sequence[Claim], told: str = "") -> list[tuple[str, tu
 
 def _of_ranks(text: str, files: Mapping[str, tuple[int, ...]]) -> str:
     ranks = {rank for of in files.values() for rank in of}
-    return f"{'each of ' if len(ranks) > 1 else ''}{_ranks(format_ranks(ranks))}: {text}" if ranks else text
+    return f"{'each of ' if len(ranks) > 1 else ''}{rank_words(ranks)}: {text}" if ranks else text
 
 
 def _spread(claims: Sequence[tuple[str, tuple[str, ...]]], count: int) -> list[tuple[str, tuple[str, ...]]]:
@@ -265,7 +266,7 @@ def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
         lines += _cut(_wrap(clean(proved), room, "  "), 3, room)
     if verdict.victims:
         what = "held up by it" if verdict.culprits else "waiting"
-        lines.append(_shorten(f"  {what}: {_ranks(verdict.victims)}", room))
+        lines.append(_shorten(f"  {what}: {rank_words(verdict.victims)}", room))
     if verdict.missing:
         lines.append(_shorten(f"  missing: {clean('; '.join(verdict.missing))}", room))
     first, *second = [_wrap(f"next: {clean(text)}", room, "  ") for text in beside_next(verdict)[:2]] or [[]]
@@ -307,10 +308,6 @@ def _place(place: str, path: str, room: int, cwd: str) -> list[Line]:
         if len(line) > room:
             return [Line(f"{place}:"), Line(short, whole=True)]
     return [Line(line, whole=True)]
-
-
-def _ranks(ranges: str) -> str:
-    return f"rank {ranges}" if ranges.isdigit() else f"ranks {ranges}"
 
 
 def _shorten(text: str, room: int) -> str:
@@ -385,7 +382,7 @@ def markdown(
         f"# {md(OUTCOMES[verdict.outcome].capitalize())}: {md(verdict.cause)}",
         f"{md(verdict.summary)}",
         f"Confidence: **{md(verdict.confidence)}**."
-        + (f" Held up: {md(_ranks(verdict.victims))}." if verdict.victims else ""),
+        + (f" Held up: {md(rank_words(verdict.victims))}." if verdict.victims else ""),
         md(stalled_words(evidence)),
         md(proof_words(verdict)),
         md(contract_words(evidence, facts)),
@@ -520,7 +517,7 @@ def _md_stacks(laid_out: Overview) -> str:
     if len(laid_out.stacks) > _STACK_GROUPS:
         parts.append(f"{len(laid_out.stacks) - _STACK_GROUPS} more stacks: see ranks/*/stack.txt.")
     if laid_out.without_stack:
-        parts.append(f"No stack: {md(_ranks(laid_out.without_stack))}.")
+        parts.append(f"No stack: {md(rank_words(laid_out.without_stack))}.")
     return "\n\n".join(parts)
 
 

@@ -15,15 +15,20 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from safelaunch.settings.options import BY_FLAG, BY_NAME, OWN_OPTIONS, Option, help_text, options_of
-from safelaunch.settings.presetfile import EnvSetting, read_env, version_matches
-from safelaunch.settings.presets import Composition, Sourced, load_presets
-from safelaunch.settings.values import GroupTimeout
+from safelaunch.settings.options import (
+    BY_FLAG,
+    BY_NAME,
+    DEFAULT_BUNDLE_DIR,
+    OWN_OPTIONS,
+    EnvSetting,
+    Settings,
+)
+from safelaunch.settings.presets import Composition, Sourced, load_presets, read_env, version_matches
 from safelaunch.settings.yamlfile import (
     Node,
     decode,
@@ -37,11 +42,9 @@ from safelaunch.settings.yamlfile import (
     read_with_owner,
     read_yaml,
 )
-from safelaunch.system import untrusted_paths
 from safelaunch.system.console import say
 from safelaunch.system.errors import PresetError, UsageError
-
-__all__ = ["INTERNAL_ENV", "OWN_OPTIONS", "Option", "Settings", "help_text", "options_of", "resolve"]
+from safelaunch.system.files import exists, is_file
 
 # Set by safelaunch for the processes it starts; a run inside a run inherits them.
 INTERNAL_ENV = frozenset(
@@ -84,86 +87,7 @@ CONFIG_FILE = "safelaunch.yaml"
 PYPROJECT = "pyproject.toml"
 TOML_TABLE = "tool.safelaunch"
 
-DEFAULT_STALL_TIMEOUT_S = 600.0
-DEFAULT_STARTUP_TIMEOUT_S = 1800.0
-DEFAULT_MAX_STALL_S = 1800.0
-MAX_STALL_FACTOR = 12
-DEFAULT_BUNDLE_DIR = "safelaunch-bundles"
-DEFAULT_STALL_FLOOR_S = 60.0
-STALL_CEILING_S = 1800.0
-
 _Values = dict[str, Sourced]
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Every option's value. ``origins`` maps option names (``stall-timeout``) to where the value came from.
-
-    An origin is ``command line``, ``environment SAFELAUNCH_STALL_TIMEOUT``, ``safelaunch.yaml:3``, ``preset
-    hang-debug`` or ``default``. ``stall_timeout_s`` None is ``auto``; ``max_stall_s`` None is not given.
-    ``pg_timeout`` None leaves torch's own. ``gpus`` is a text from ``values.parse_gpus``, None if not given.
-    ``keep_bundles`` 0 keeps all. ``wait_timeout_s`` None waits for ever, if ``wait``. ``bundle_dir`` is absolute if the
-    working directory is. ``env`` holds the variables of presets and configuration file; exported variables win over
-    them.
-    ``idle_presets``: those that set nothing of their own for the installed torch.
-    """
-
-    presets: tuple[str, ...] = ()
-    stall_timeout_s: float | None = None
-    stall_floor_s: float = DEFAULT_STALL_FLOOR_S
-    max_stall_s: float | None = None
-    startup_timeout_s: float = DEFAULT_STARTUP_TIMEOUT_S
-    on_stall: str = "kill"
-    pg_timeout: GroupTimeout | None = None
-    watch: bool = True
-    bundle_dir: Path = Path(DEFAULT_BUNDLE_DIR)
-    keep_bundles: int = 0
-    on_bundle: str | None = None
-    early_look: bool = True
-    on_suspect: str | None = None
-    check_every: int = 0
-    on_inconsistent: str = "report"
-    gpus: str | None = None
-    wait: bool = False
-    wait_timeout_s: float | None = None
-    lease: bool = True
-    run_name: str | None = None
-    cluster_key_file: Path | None = None
-    cluster_store: str | None = None
-    config: str | None = None
-    dry_run: bool = False
-    env: tuple[EnvSetting, ...] = ()
-    idle_presets: tuple[str, ...] = ()
-    origins: Mapping[str, str] = field(default_factory=dict)
-
-    def origin(self, name: str) -> str:
-        """Where an option's value came from; ``default`` if nothing sets it."""
-        return self.origins.get(name, "default")
-
-    def is_explicit(self, name: str) -> bool:
-        """Whether anything sets an option, presets included."""
-        return self.origin(name) != "default"
-
-    @property
-    def effective_stall_timeout_s(self) -> float:
-        """The threshold in seconds; under ``auto`` the one that applies until the job's rhythm is known."""
-        return DEFAULT_STALL_TIMEOUT_S if self.stall_timeout_s is None else self.stall_timeout_s
-
-    @property
-    def effective_max_stall_s(self) -> float:
-        """The given value; else 12 times an explicit stall timeout; else 1800 seconds."""
-        if self.max_stall_s is not None:
-            return self.max_stall_s
-        if self.stall_timeout_s is not None:
-            return MAX_STALL_FACTOR * self.stall_timeout_s
-        return DEFAULT_MAX_STALL_S
-
-    @property
-    def max_stall_origin(self) -> str:
-        """Where ``effective_max_stall_s`` comes from."""
-        if self.max_stall_s is None and self.stall_timeout_s is not None:
-            return f"{MAX_STALL_FACTOR} x stall-timeout ({self.origin('stall-timeout')})"
-        return self.origin("max-stall")
 
 
 def resolve(
@@ -199,40 +123,14 @@ def bundle_dir_of(own: Sequence[tuple[str, str | None]], environ: Mapping[str, s
 
 
 def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settings:
-    def value(name: str, default: Any) -> Any:
-        return values[name].value if name in values else default
-
-    key_file, wait = value("cluster-key-file", None), value("wait", False)
-    return Settings(
-        presets=value("preset", ()),
-        stall_timeout_s=value("stall-timeout", None),
-        stall_floor_s=value("stall-floor", DEFAULT_STALL_FLOOR_S),
-        max_stall_s=value("max-stall", None),
-        startup_timeout_s=value("startup-timeout", DEFAULT_STARTUP_TIMEOUT_S),
-        on_stall=value("on-stall", "kill"),
-        pg_timeout=value("pg-timeout", None),
-        watch=not value("no-watch", False),
-        bundle_dir=cwd / Path(value("bundle-dir", DEFAULT_BUNDLE_DIR)).expanduser(),
-        keep_bundles=value("keep-bundles", 0),
-        on_bundle=value("on-bundle", None),
-        early_look=not value("no-early-look", False),
-        on_suspect=value("on-suspect", None),
-        check_every=value("check-every", 0),
-        on_inconsistent=value("on-inconsistent", "report"),
-        gpus=value("gpus", None),
-        wait=bool(wait),
-        wait_timeout_s=None if isinstance(wait, bool) else wait,
-        lease=not value("no-lease", False),
-        run_name=value("run-name", None),
-        cluster_key_file=cwd / Path(key_file).expanduser() if key_file is not None else None,
-        cluster_store=value("cluster-store", None),
-        config=value("config", None),
-        dry_run=value("dry-run", False),
-        env=env,
-        origins={
-            option.name: values[option.name].origin if option.name in values else "default" for option in OWN_OPTIONS
-        },
-    )
+    given = [option for option in OWN_OPTIONS if option.name in values]
+    fields: dict[str, Any] = {option.attribute: option.setting(values[option.name].value) for option in given}
+    wait = fields.get("wait", False)
+    fields |= {"wait": bool(wait), "wait_timeout_s": None if isinstance(wait, bool) else wait}
+    fields.setdefault("bundle_dir", Path(DEFAULT_BUNDLE_DIR))
+    paths = {name: cwd / value for name, value in fields.items() if isinstance(value, Path)}
+    origins = {option.name: "default" for option in OWN_OPTIONS} | {one.name: values[one.name].origin for one in given}
+    return Settings(**{**fields, **paths}, env=env, origins=origins)
 
 
 def _check(values: _Values) -> None:
@@ -316,10 +214,10 @@ def _config_root(chosen: Sourced | None, cwd: Path) -> tuple[Node, Path]:
             raise PresetError(f"configuration file {name} does not exist ({chosen.origin})", "check the path")
         return (_toml(path, name) if path.suffix == ".toml" else read_yaml(path, name)), path
     path = cwd / CONFIG_FILE
-    if untrusted_paths.exists(path) and (data := _found(path)) is not None:  # which, unlike pathlib, raises nothing
+    if exists(path) and (data := _found(path)) is not None:  # which, unlike pathlib, raises nothing
         return parse_yaml(decode(data, CONFIG_FILE), CONFIG_FILE), path
     path = cwd / PYPROJECT
-    if untrusted_paths.is_file(path) and (data := _found(path, b"[" + TOML_TABLE.encode())) is not None:
+    if is_file(path) and (data := _found(path, b"[" + TOML_TABLE.encode())) is not None:
         return parse_toml_table(decode(data, PYPROJECT), PYPROJECT, TOML_TABLE), path
     return Node(CONFIG_FILE, "nothing"), path
 

@@ -1,34 +1,150 @@
 """safelaunch's own options as one table: names, values, help, and which subcommands take them.
 
 The command line splitter, the environment, the configuration file, the presets' ``watchdog`` section and the
-help text all read this table. ``safelaunch.settings.values`` parses the values.
+help text all read this table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple, TypedDict
 
-from safelaunch.settings.values import (
-    AUTO,
-    ON_INCONSISTENT,
-    ON_STALL,
-    parse_command,
-    parse_count,
-    parse_flag,
-    parse_gpus,
-    parse_group_timeout,
-    parse_on_inconsistent,
-    parse_on_stall,
-    parse_path,
-    parse_run_name,
-    parse_seconds,
-    parse_stall_timeout,
-    parse_store,
-    parse_wait,
-)
 from safelaunch.settings.yamlfile import Node, did_you_mean, texts_of
 from safelaunch.system.errors import PresetError, UsageError
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+ON_STALL = ("kill", "restart", "dump")
+ON_INCONSISTENT = ("report", "dump", "stop")
+AUTO = "auto"
+
+_SECONDS = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?(s|m|h)?", re.IGNORECASE)
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
+_RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+_GPU_ID = re.compile(r"[0-9]+|(?:GPU|MIG)-[A-Za-z0-9/-]+")
+_STORE = re.compile(r"(?:(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):)?([0-9]{1,5})", re.ASCII)
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds from ``600``, ``1.5``, ``90s``, ``10m`` or ``2h``; ValueError unless positive and finite."""
+    match = _SECONDS.fullmatch(text.strip())
+    if not match:
+        raise ValueError(text)
+    seconds = float(match[1] + (match[2] or "")) * _UNITS[(match[3] or "").lower()]
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise ValueError(text)
+    return seconds
+
+
+class GroupTimeout(NamedTuple):
+    """The timeout of process groups. ``everywhere``: also of those to which the script gives one."""
+
+    seconds: float
+    everywhere: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.seconds:g} s{'!' if self.everywhere else ''}"
+
+
+def parse_group_timeout(text: str) -> GroupTimeout:
+    """``30s``, or ``30s!`` for all groups."""
+    text = text.strip()
+    seconds = parse_seconds(text.removesuffix("!"))
+    if not 1e-3 <= seconds <= 1e8:  # milliseconds, in a datetime.timedelta
+        raise ValueError(text)
+    return GroupTimeout(seconds, text.endswith("!"))
+
+
+def parse_count(text: str) -> int:
+    """A whole number of at most 6 digits, 0 included."""
+    if not re.fullmatch(r"[0-9]{1,6}", text.strip(), re.ASCII):
+        raise ValueError(text)
+    return int(text)
+
+
+def parse_stall_timeout(text: str) -> float | None:
+    """Seconds, or None for ``auto``."""
+    return None if text.strip() == AUTO else parse_seconds(text)
+
+
+def one_of(words: Sequence[str]) -> Callable[[str], str]:
+    """A parser of these words."""
+
+    def parse(text: str) -> str:
+        if text.strip() not in words:
+            raise ValueError(text)
+        return text.strip()
+
+    return parse
+
+
+def parse_run_name(text: str) -> str:
+    """A name that is safe in a file name: 1-64 of ``A-Z a-z 0-9 . _ -``, not starting with ``.`` or ``-``."""
+    if not _RUN_NAME.fullmatch(text):
+        raise ValueError(text)
+    return text
+
+
+def parse_gpus(text: str) -> str:
+    """``all``, ``none``, a count, or ids, without blanks.
+
+    Digits alone are a count. Ids are separated by commas (``0,2``; a single one is ``3,``), or are UUIDs that
+    begin with ``GPU-`` or ``MIG-``. Duplicate ids and a count of 0 are errors.
+    """
+    text = re.sub(r"\s*,\s*", ",", text.strip())
+    if text in ("all", "none"):
+        return text
+    if re.fullmatch(r"[0-9]+", text):
+        if int(text) == 0:
+            raise ValueError(text)
+        return str(int(text))
+    ids = text.removesuffix(",").split(",")
+    if len(set(ids)) != len(ids) or not all(_GPU_ID.fullmatch(one) for one in ids):
+        raise ValueError(text)
+    return text
+
+
+def parse_store(text: str) -> str:
+    """``HOST:PORT``, ``[IPv6]:PORT``, or a port alone."""
+    match = _STORE.fullmatch(text.strip())
+    if match is None or not 0 < int(match[1]) < 65536:
+        raise ValueError(text)
+    return text.strip()
+
+
+def parse_flag(text: str) -> bool:
+    """A switch in the environment or in YAML: 1/true/yes/on or 0/false/no/off."""
+    word = text.strip().lower()
+    if word not in _TRUE + _FALSE:
+        raise ValueError(text)
+    return word in _TRUE
+
+
+def parse_wait(text: str) -> bool | float:
+    """A switch, or for how many seconds it is on."""
+    return parse_flag(text) if text.strip().lower() in _TRUE + _FALSE else parse_seconds(text)
+
+
+def parse_nonblank(text: str) -> str:
+    """A path or a command line for the shell: not empty."""
+    if not text.strip() or "\0" in text:
+        raise ValueError(text)
+    return text
+
+
+def parse_path(text: str) -> Path:
+    """A path that is relative to the working directory, wherever it is given."""
+    return Path(parse_nonblank(text)).expanduser()
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +180,16 @@ class Option:
         if self.value_is_optional:
             return f"{self.flag}[={self.metavar}]"
         return f"{self.flag} {self.metavar or ''}".rstrip()
+
+    @property
+    def attribute(self) -> str:
+        """The field of :class:`Settings` that has its value: ``stall_timeout_s``, ``presets``, ``watch``."""
+        name = self.name.removeprefix("no-").replace("-", "_")
+        return f"{name}_s" if self.parse in (parse_seconds, parse_stall_timeout) else name + "s" * self.repeatable
+
+    def setting(self, value: object) -> object:
+        """The value of that field: a switch ``no-...`` turns it off."""
+        return not value if self.name.startswith("no-") else value
 
     @property
     def variable(self) -> str:
@@ -110,7 +236,7 @@ _WATCHING = (
     Option(
         "preset",
         "NAME|FILE",
-        parse_path,
+        parse_nonblank,
         "a preset's name or file",
         "Run under a preset's environment (see 'safelaunch presets'). Repeat to combine presets; later ones win.",
         _RUNS | {"demo"},
@@ -154,7 +280,7 @@ _WATCHING = (
     Option(
         "on-stall",
         "kill|restart|dump",
-        parse_on_stall,
+        one_of(ON_STALL),
         "kill, restart or dump",
         "What to do about a hang after its bundle is written: end the job (kill), start its ranks again, or let it run "
         "(dump) [kill].",
@@ -171,7 +297,7 @@ _WATCHING = (
     Option(
         "on-suspect",
         "COMMAND",
-        parse_command,
+        parse_nonblank,
         "a command",
         "Run COMMAND in /bin/sh when an early look finds ranks that stand still, for at most 30 s, with what they do "
         "in SAFELAUNCH_SUMMARY, _CAUSE, _RANKS, _QUIET_S, _USUAL_S and _RUN_NAME.",
@@ -188,7 +314,7 @@ _WATCHING = (
     Option(
         "on-inconsistent",
         "report|dump|stop",
-        parse_on_inconsistent,
+        one_of(ON_INCONSISTENT),
         "report, dump or stop",
         "When --check-every finds something: say so (report), also write a bundle (dump), also end the job (stop) "
         "[report].",
@@ -225,7 +351,7 @@ _BUNDLES = (
     Option(
         "on-bundle",
         "COMMAND",
-        parse_command,
+        parse_nonblank,
         "a command",
         "Run COMMAND in /bin/sh for each bundle, for at most 30 s, with its path and verdict in SAFELAUNCH_BUNDLE, "
         "_VERDICT, _OUTCOME, _CAUSE, _CONFIDENCE, _SUMMARY, _CULPRITS and _RUN_NAME.",
@@ -281,7 +407,7 @@ _OTHER = (
     Option(
         "config",
         "FILE",
-        parse_path,
+        parse_nonblank,
         "a file",
         "Configuration file, YAML or TOML [./safelaunch.yaml, else [tool.safelaunch] in ./pyproject.toml].",
         _RUNS,
@@ -317,6 +443,148 @@ WATCHDOG_KEYS = (
     "on-inconsistent",
     "pg-timeout",
 )
+
+
+# --- the settings of a run --------------------------------------------------------------------------------------------
+
+DEFAULT_STALL_TIMEOUT_S = 600.0
+DEFAULT_STARTUP_TIMEOUT_S = 1800.0
+DEFAULT_MAX_STALL_S = 1800.0
+MAX_STALL_FACTOR = 12
+DEFAULT_BUNDLE_DIR = "safelaunch-bundles"
+DEFAULT_STALL_FLOOR_S = 60.0
+STALL_CEILING_S = 1800.0
+
+
+RUN_DIR = "run_dir"
+
+
+@dataclass(frozen=True, slots=True)
+class EnvSetting:
+    """One environment variable to set. ``value`` is a template: call ``expand`` with the run directory.
+
+    ``origin`` is ``preset hang-debug`` or ``safelaunch.yaml:7``. ``torch`` is a version specifier, empty for any.
+    ``yields_to`` names variables with the same effect: if the user exported one of them, this one is left out.
+    """
+
+    name: str
+    value: str
+    why: str
+    origin: str
+    torch: str = ""
+    yields_to: tuple[str, ...] = ()
+
+    def expand(self, run_dir: str) -> str:
+        """The value with ``{run_dir}`` replaced, and with doubled braces as single ones."""
+        return self.value.format_map({RUN_DIR: run_dir})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Every option's value. ``origins`` maps option names (``stall-timeout``) to where the value came from.
+
+    An origin is ``command line``, ``environment SAFELAUNCH_STALL_TIMEOUT``, ``safelaunch.yaml:3``, ``preset
+    hang-debug`` or ``default``. ``stall_timeout_s`` None is ``auto``; ``max_stall_s`` None is not given.
+    ``pg_timeout`` None leaves torch's own. ``gpus`` is a text from ``values.parse_gpus``, None if not given.
+    ``keep_bundles`` 0 keeps all. ``wait_timeout_s`` None waits for ever, if ``wait``. ``bundle_dir`` is absolute if the
+    working directory is. ``env`` holds the variables of presets and configuration file; exported variables win over
+    them.
+    ``idle_presets``: those that set nothing of their own for the installed torch.
+    """
+
+    presets: tuple[str, ...] = ()
+    stall_timeout_s: float | None = None
+    stall_floor_s: float = DEFAULT_STALL_FLOOR_S
+    max_stall_s: float | None = None
+    startup_timeout_s: float = DEFAULT_STARTUP_TIMEOUT_S
+    on_stall: str = "kill"
+    pg_timeout: GroupTimeout | None = None
+    watch: bool = True
+    bundle_dir: Path = Path(DEFAULT_BUNDLE_DIR)
+    keep_bundles: int = 0
+    on_bundle: str | None = None
+    early_look: bool = True
+    on_suspect: str | None = None
+    check_every: int = 0
+    on_inconsistent: str = "report"
+    gpus: str | None = None
+    wait: bool = False
+    wait_timeout_s: float | None = None
+    lease: bool = True
+    run_name: str | None = None
+    cluster_key_file: Path | None = None
+    cluster_store: str | None = None
+    config: str | None = None
+    dry_run: bool = False
+    env: tuple[EnvSetting, ...] = ()
+    idle_presets: tuple[str, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def origin(self, name: str) -> str:
+        """Where an option's value came from; ``default`` if nothing sets it."""
+        return self.origins.get(name, "default")
+
+    def is_explicit(self, name: str) -> bool:
+        """Whether anything sets an option, presets included."""
+        return self.origin(name) != "default"
+
+    @property
+    def effective_stall_timeout_s(self) -> float:
+        """The threshold in seconds; under ``auto`` the one that applies until the job's rhythm is known."""
+        return DEFAULT_STALL_TIMEOUT_S if self.stall_timeout_s is None else self.stall_timeout_s
+
+    @property
+    def effective_max_stall_s(self) -> float:
+        """The given value; else 12 times an explicit stall timeout; else 1800 seconds."""
+        if self.max_stall_s is not None:
+            return self.max_stall_s
+        if self.stall_timeout_s is not None:
+            return MAX_STALL_FACTOR * self.stall_timeout_s
+        return DEFAULT_MAX_STALL_S
+
+    @property
+    def max_stall_origin(self) -> str:
+        """Where ``effective_max_stall_s`` comes from."""
+        if self.max_stall_s is None and self.stall_timeout_s is not None:
+            return f"{MAX_STALL_FACTOR} x stall-timeout ({self.origin('stall-timeout')})"
+        return self.origin("max-stall")
+
+
+Text = str | os.PathLike[str]
+Seconds = float | str  # 90, "90s", "10m"
+
+
+class Options(TypedDict, total=False):
+    """The keywords of ``safelaunch.launch``: ``stall_timeout=90`` is ``--stall-timeout 90``.
+
+    Two have other names here: ``config_file`` is ``--config``, and ``watch=False`` is ``--no-watch``.
+    """
+
+    preset: Text | Sequence[Text]
+    stall_timeout: Seconds
+    stall_floor: Seconds
+    max_stall: Seconds
+    startup_timeout: Seconds
+    on_stall: Literal["kill", "restart", "dump"]
+    no_early_look: bool
+    on_suspect: str
+    check_every: int
+    on_inconsistent: Literal["report", "dump", "stop"]
+    pg_timeout: Seconds  # "10m!": of all groups
+    watch: bool
+    bundle_dir: Text
+    keep_bundles: int
+    on_bundle: str
+    gpus: int | str
+    wait: bool | Seconds
+    no_lease: bool
+    run_name: str
+    cluster_key_file: Text
+    cluster_store: str
+    config_file: Text
+
+
+# --- help -------------------------------------------------------------------------------------------------------------
 
 
 def options_of(command: str) -> tuple[Option, ...]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 import msgspec
 
 from safelaunch.beacon import layout
-from safelaunch.capture.roster.checks import Series
+from safelaunch.capture.checks import Series
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import Inconsistency, format_ranks
 from safelaunch.supervise.joint_checks import Part
@@ -16,6 +16,8 @@ from safelaunch.supervise.together import Together
 from safelaunch.supervise.watch.consistency import Comparison
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.system.console import say
+from safelaunch.system.errors import internal_error
+from safelaunch.system.files import replace_file
 
 NOTHING_CHECKED = "the consistency checks had nothing to compare: no optimizer step was checked"
 
@@ -47,7 +49,7 @@ class Consistency:
             return self._advance(last=last)
         except Exception as error:  # noqa: BLE001 - the watch goes on without these checks
             self._failed = True
-            say(f"an internal error ended the consistency checks ({type(error).__name__}: {error}); still watching")
+            say(internal_error(error, "the consistency checks", "Still watching."))
             return []
 
     def stop_all(self, place: str) -> None:
@@ -110,10 +112,8 @@ class Consistency:
 
     def _keep(self) -> None:
         """Leaves it in the run directory. A full disk costs only this."""
-        beside = self._run.wrong.with_name(f".{self._run.wrong.name}")
         with suppress(OSError):
-            beside.write_bytes(msgspec.json.encode(self._watch.inconsistent))
-            beside.replace(self._run.wrong)
+            replace_file(self._run.wrong, msgspec.json.encode(self._watch.inconsistent))
 
     def _find(self) -> None:
         """Maps the files of the ranks of this attempt."""

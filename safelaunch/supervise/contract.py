@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from safelaunch.capture.roster.progress import Noted, read_contract
+from safelaunch.capture.pages import Noted, read_contract
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import format_ranks
 from safelaunch.supervise.watch.job import Watch

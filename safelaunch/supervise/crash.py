@@ -17,8 +17,8 @@ import msgspec
 
 from safelaunch.capture.collect import Answer, ask_server
 from safelaunch.capture.look import Target
-from safelaunch.capture.parallel import gather
-from safelaunch.capture.roster.progress import AgentEvent
+from safelaunch.capture.pages import AgentEvent
+from safelaunch.capture.result import gather
 from safelaunch.model import GilTest, RankEvidence, RankException, Verdict
 from safelaunch.supervise import incident
 from safelaunch.supervise.cluster.evidence import merged

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 from safelaunch.bundle.staging import OURS, Staging
 from safelaunch.capture import user_source
-from safelaunch.model import Artifact, Evidence, Verdict, format_ranks
+from safelaunch.model import Artifact, Evidence, GroupMembers, JobShape, Verdict, format_ranks
 from safelaunch.system.redaction.redactor import Redactor
+
+if TYPE_CHECKING:
+    from safelaunch.report.about import About
 
 MOST_GROUPS = 1024  # in the manifest
 
 
-def job_of(evidence: Evidence, shape: dict[str, int]) -> dict[str, object]:
+def job_of(evidence: Evidence, shape: dict[str, int]) -> JobShape:
     """The job's entry in the manifest. ``shape``: the dimensions of its mesh."""
-    return {
-        "outcome": evidence.outcome,
-        "world_size": evidence.world_size,
-        "moving": evidence.moving,
-        "for_finding": evidence.for_finding,
-        "mesh": shape,
-        "groups": _groups(evidence),
-        "devices": {str(rank.rank): rank.gpu for rank in evidence.ranks if rank.gpu},
-        "computes_on": {str(rank.rank): rank.device for rank in evidence.ranks if rank.device is not None},
-        "batch": {str(rank.rank): rank.batch for rank in evidence.ranks if rank.batch is not None},
-        "global_batch_if_data_parallel": _global_batch(evidence),
-        "batches": {str(rank.rank): rank.gil.batches for rank in evidence.ranks if rank.gil.batches},
-    }
+    return JobShape(
+        outcome=evidence.outcome,
+        world_size=evidence.world_size,
+        moving=evidence.moving,
+        for_finding=evidence.for_finding,
+        mesh=shape,
+        groups=_groups(evidence),
+        devices={str(rank.rank): rank.gpu for rank in evidence.ranks if rank.gpu},
+        computes_on={str(rank.rank): rank.device for rank in evidence.ranks if rank.device is not None},
+        batch={str(rank.rank): rank.batch for rank in evidence.ranks if rank.batch is not None},
+        global_batch_if_data_parallel=_global_batch(evidence),
+        batches={str(rank.rank): rank.gil.batches for rank in evidence.ranks if rank.gil.batches},
+    )
 
 
 def _global_batch(evidence: Evidence) -> int | None:
@@ -39,24 +43,28 @@ def _global_batch(evidence: Evidence) -> int | None:
     return batches[0] * evidence.world_size if alike and batches[0] is not None else None
 
 
-def _groups(evidence: Evidence) -> dict[str, dict[str, str]]:
+def _groups(evidence: Evidence) -> dict[str, GroupMembers]:
     """The process groups that the ranks told of, by their names: what they are called, and who is in them."""
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, GroupMembers] = {}
     for rank in evidence.ranks:
         for name, members in rank.gil.groups.items():
             if name not in found and len(found) < MOST_GROUPS:
-                found[name] = {"called": rank.gil.called.get(name, ""), "ranks": format_ranks(members)}
+                found[name] = GroupMembers(rank.gil.called.get(name, ""), format_ranks(members))
     return found
 
 
 def add_reports(
-    staging: Staging, verdict: Verdict, evidence: Evidence, redactor: Redactor, run_name: str, at_unix_s: float
+    staging: Staging,
+    verdict: Verdict,
+    evidence: Evidence,
+    redactor: Redactor,
+    run_name: str,
+    about: Callable[[], About],
 ) -> dict[str, int]:
     """The reports, and the files for viewers, each of which costs only itself where it fails.
 
-    Returns the dimensions of the job's mesh, by name.
+    ``about``: the job and its nodes. Returns the dimensions of the job's mesh, by name.
     """
-    from safelaunch.bundle.reading import surroundings
     from safelaunch.report import HTML, PERFETTO, exports, page, report
     from safelaunch.verdict.belonging import mesh
     from safelaunch.verdict.rank_state import Facts
@@ -75,10 +83,7 @@ def add_reports(
         return report.markdown(verdict, evidence, staging.settle(), facts=facts(), read_line=read_line)
 
     def html() -> str:
-        known = surroundings.about(staging.root)
-        known = replace(known, bundle=known.bundle or run_name, at_unix_s=at_unix_s)
-        artifacts = staging.settle()
-        return page.html(verdict, evidence, artifacts, facts=facts(), said=said, about=known)
+        return page.html(verdict, evidence, staging.settle(), facts=facts(), said=said, about=about())
 
     def perfetto() -> str:
         return exports.as_json(exports.perfetto(facts(), run_name))

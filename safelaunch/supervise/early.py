@@ -28,6 +28,8 @@ from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.quiet import Quiet, Spell
 from safelaunch.supervise.watch.stall import Status
 from safelaunch.system.console import say
+from safelaunch.system.errors import internal_error
+from safelaunch.system.files import replace_file
 from safelaunch.system.task import Task
 
 BETWEEN_S = 2.0
@@ -76,7 +78,7 @@ class EarlyLooks:
             self._advance(now, free=free and self._watch.state.status is Status.WATCHING)
         except Exception as error:  # noqa: BLE001 - the watch goes on without early looks
             self._failed = True
-            say(f"an internal error ended the early looks ({type(error).__name__}: {error}); still watching")
+            say(internal_error(error, "the early looks", "Still watching."))
 
     def _advance(self, now: float, *, free: bool) -> None:
         if self._watch.attempt != self._attempt:
@@ -203,11 +205,8 @@ class EarlyLooks:
         if self._watch.early == self._kept:
             return
         self._kept = self._watch.early
-        path = RunPaths(self._about.run_dir).early
-        beside = path.with_name(f".{path.name}")
         with suppress(OSError):
-            beside.write_bytes(msgspec.json.encode(self._kept))
-            beside.replace(path)
+            replace_file(RunPaths(self._about.run_dir).early, msgspec.json.encode(self._kept))
 
 
 def without_the_gil(target: Target, look: Look) -> Target:

@@ -9,23 +9,32 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from shutil import rmtree
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from safelaunch.beacon import layout
 from safelaunch.bundle.onbundle import Notifier
-from safelaunch.bundle.publishing import PUBLISH_DEADLINE_S, Keeping, Published, name_of, publish
-from safelaunch.bundle.staging import OURS, Staging, rewrite, roomier
+from safelaunch.bundle.staging import (
+    OURS,
+    PUBLISH_DEADLINE_S,
+    Keeping,
+    Published,
+    Staging,
+    name_of,
+    publish,
+    rewrite,
+    roomier,
+)
 from safelaunch.capture import collect
-from safelaunch.capture.memory import KillCounts, deaths_between, kill_counts, kills_of
-from safelaunch.capture.parallel import gather_into
+from safelaunch.capture.cgroups import KillCounts, deaths_between, kill_counts, kills_of
+from safelaunch.capture.node import Subject
+from safelaunch.capture.pages import read_meta
 from safelaunch.capture.redaction import without_secrets
-from safelaunch.capture.roster.progress import read_meta
-from safelaunch.capture.sink import Gate, Nowhere
+from safelaunch.capture.result import Gate, Sink, gather_into
 from safelaunch.capture.user_source import SOURCE_FILE, Excerpts
 from safelaunch.job.paths import Unfinished, may_be_ours
 from safelaunch.model import (
@@ -34,18 +43,22 @@ from safelaunch.model import (
     Evidence,
     Inconsistency,
     Launched,
+    Manifest,
+    Moment,
     NodeEvidence,
+    NodeFiles,
     Outcome,
     RankEvidence,
     RankExit,
     RankFile,
     Rendezvous,
     Verdict,
+    Watched,
 )
 from safelaunch.supervise import recall
 from safelaunch.supervise.documents import add_reports, job_of
 from safelaunch.supervise.looks import Looks, native_where_it_tells, with_the_late
-from safelaunch.supervise.node_evidence import NodeSaid, collect_node, nccl_logs
+from safelaunch.supervise.node_evidence import collect_node, nccl_logs
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.rhythm import Threshold
 from safelaunch.system.console import say
@@ -140,15 +153,6 @@ def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """When a stage of an incident was reached, on both clocks."""
-
-    stage: str
-    unix_s: float
-    monotonic_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Timeline:
     """The stages of an incident in their order, for ``manifest.json``: how long it took us, and where that went."""
 
@@ -171,6 +175,7 @@ class Collected:
     timeline: Timeline
     about: Circumstances
     without_stacks: str = ""
+    node: NodeFiles = field(default_factory=NodeFiles)
 
 
 def with_nodes(found: Collected, nodes: tuple[NodeEvidence, ...]) -> Collected:
@@ -209,13 +214,11 @@ def take_evidence(
     pages = about.run_dir / "pages"
     seen: dict[int, RankEvidence] = {}
     newest: list[Looks] = []
-    node_said = NodeSaid()
+    node_found: dict[str, Any] = {}
+    kills = kill_counts()
 
     # From here on, the job's output is free of its secrets. Verdict, bundle and screen are made of this.
-    known = replace(known, ranks=without_secrets(known.ranks, about.redactor))
-    known = replace(known, notes=without_secrets(known.notes, about.redactor))
-    known = replace(known, early=without_secrets(known.early, about.redactor))
-    known = replace(known, inconsistent=without_secrets(known.inconsistent, about.redactor))
+    known = without_secrets(known, about.redactor)
 
     def ranks(gate: Gate) -> None:
         try:
@@ -237,11 +240,9 @@ def take_evidence(
             folder,
             about.run_dir,
             gate,
-            node_said,
-            pid=pid,
-            code_roots=roots,
-            env=without_secrets(looks.env, about.redactor),
-            kills_at_start=about.kills_at_start,
+            node_found,
+            Subject(pid, roots, looks.env, {"at_start": asdict(about.kills_at_start), "now": asdict(kills)}),
+            about.redactor,
         )
 
     gather_into(staging, {"ranks": ranks, f"node/{about.host}": node}, deadline_s=EVIDENCE_DEADLINE_S * patience)
@@ -253,7 +254,8 @@ def take_evidence(
     for rank in sorted(known.ranks.keys() - seen.keys()):
         seen[rank] = collect.of_ended(rank, known.ranks[rank], pages, about.host, staging)
     timeline = timeline.plus("evidence complete")
-    kernel_log, kills = node_said.kernel_log, node_said.kills
+    node_files = NodeFiles(**node_found)
+    kernel_log = node_files.kernel_log
     complete = [
         msgspec.structs.replace(
             side,
@@ -274,11 +276,11 @@ def take_evidence(
         early=known.early,
         inconsistent=known.inconsistent,
         launched=_launched(about),
-        gpus=without_secrets(node_said.gpus, about.redactor),
+        gpus=node_files.gpus.uses(about.host) if node_files.gpus is not None else (),
     )
     if threshold is not None:
         evidence = msgspec.structs.replace(evidence, threshold_s=threshold.seconds, threshold_why=threshold.why)
-    return Collected(evidence, staging, timeline, about, _without_stacks(looks))
+    return Collected(evidence, staging, timeline, about, _without_stacks(looks), node_files)
 
 
 def _with_nccl_logs(
@@ -311,22 +313,22 @@ def of_rendezvous(rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence,
 
 
 def with_nccl(found: Collected, *, spare: str) -> Collected:
-    """The same with what NCCL's RAS service says; ``spare``: see ``nccl_ras.ask``. Last, lest it costs other evidence.
+    """The same with what NCCL's RAS service says; ``spare``: see ``nccl.ask``. Last, lest it costs other evidence.
 
-    Takes ``nccl_ras.DEADLINE_S`` at most; nothing where no rank has loaded NCCL.
+    Takes ``nccl.DEADLINE_S`` at most; nothing where no rank has loaded NCCL.
     """
-    from safelaunch.capture import nccl_ras  # late: only at a hang
+    from safelaunch.capture import nccl  # late: only at a hang
 
     ranks, about = found.evidence.ranks, found.about
     libraries = dict.fromkeys(rank.flight_record.library for rank in ranks if rank.flight_record is not None)
     pids = [rank.pid for rank in ranks if rank.pid and rank.exit is None]
-    answer = nccl_ras.ask(pids, libraries, spare=spare)
+    answer = nccl.ask(pids, libraries, spare=spare)
     if answer is None:
         return found
-    path, text = f"node/{about.host}/{nccl_ras.FILE}", without_secrets(answer.value, about.redactor)
+    path, text = f"node/{about.host}/{nccl.FILE}", without_secrets(answer.value, about.redactor)
     artifact = answer.artifact(path)
     try:
-        witness = nccl_ras.parse(text, path) if text else None
+        witness = nccl.parse(text, path) if text else None
     except CaptureError as error:
         witness, artifact = None, msgspec.structs.replace(artifact, note=f"{artifact.note}; {error}".strip("; "))
     found.staging.add(artifact, text)
@@ -353,7 +355,7 @@ def evidence_of(
     outcome: Outcome, looks: Looks, known: Known, about: Circumstances, *, ask: bool, patience: float = 1.0
 ) -> Evidence:
     """What the looks and the ranks themselves tell, without a bundle. ``ask``, ``patience`` as in ``take_evidence``."""
-    nowhere, pages = Nowhere(about.redactor), about.run_dir / "pages"
+    nowhere, pages = Sink(about.redactor), about.run_dir / "pages"
     known = replace(known, ranks=without_secrets(known.ranks, about.redactor))
     taken = without_secrets(looks.taken, about.redactor)
     seen = list(
@@ -419,9 +421,9 @@ def finish(found: Collected, outcome: Outcome | None = None, common: Common | No
     if place is not None and not place.whole:
         whole = Path(place.path).name  # as another node says: a plain name, or none
         about = replace(about, keeping=replace(about.keeping, whole="" if whole.startswith(".") else whole))
-    published = _publish(staging, verdict, evidence, about, timeline, name)
+    published = _publish(found, verdict, evidence, about, timeline, name)
     if published.lost:  # a cleaner has removed it all: what is known is written once more
-        published = _publish(staging, verdict, evidence, about, timeline, name)
+        published = _publish(found, verdict, evidence, about, timeline, name)
     about.unfinished.let_go(staging.root)
     if published.note:
         say(published.note)
@@ -447,9 +449,10 @@ def _add_files(common: Common, staging: Staging) -> None:
 
 
 def _publish(
-    staging: Staging, verdict: Verdict, evidence: Evidence, about: Circumstances, timeline: Timeline, name: str
+    found: Collected, verdict: Verdict, evidence: Evidence, about: Circumstances, timeline: Timeline, name: str
 ) -> Published:
-    _finish(staging, verdict, evidence, about, timeline)
+    staging = found.staging
+    _finish(staging, verdict, evidence, about, timeline, found.node)
     about.unfinished.hold(staging.root)  # which may exist again
     return publish(
         staging.root, about.bundle_dir, name, about.fallback_dir, about.keeping, deadline_s=PUBLISH_DEADLINE_S
@@ -499,8 +502,13 @@ def _evidence(outcome: Outcome, ranks: Sequence[RankEvidence], world_size: int) 
     return Evidence(outcome=outcome, world_size=world_size, ranks=everybody, missing_ranks=missing)
 
 
-def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circumstances, timeline: Timeline) -> None:
+def _finish(
+    staging: Staging, verdict: Verdict, evidence: Evidence, about: Circumstances, timeline: Timeline, node: NodeFiles
+) -> None:
     """Writes verdict, reports, launch and, last, the manifest that lists all other files."""
+    from safelaunch.bundle.reading import surroundings  # late: a run that never stalls does not pay for it
+    from safelaunch.report.about import About, Launch
+
     staging.add_json(Artifact("verdict.json", OURS, 0.0), verdict)
     staging.add_json(Artifact("launch.json", OURS, 0.0), about.launch)
     if evidence.nodes:
@@ -511,26 +519,30 @@ def _finish(staging: Staging, verdict: Verdict, evidence: Evidence, about: Circu
         staging.add_json(Artifact("inconsistent.json", OURS, 0.0), evidence.inconsistent)
     if evidence.rendezvous is not None:
         staging.add_json(Artifact("rendezvous.json", OURS, 0.0), evidence.rendezvous)
-    at_unix_s = timeline.moments[-1].unix_s
-    shape = add_reports(staging, verdict, evidence, about.redactor, about.run_name, at_unix_s)
+
+    def what_is_known() -> About:
+        launch = from_builtins(about.redactor.tree(dict(about.launch)), Launch)
+        known = surroundings.about(staging.root, launch, {about.host: node})
+        return replace(known, at_unix_s=timeline.moments[-1].unix_s)
+
+    shape = add_reports(staging, verdict, evidence, about.redactor, about.run_name, what_is_known)
     listed = staging.close()
-    manifest = {
-        "schema": 1,
-        "host": about.host,
-        "written_unix_s": round(time.time(), 3),
-        "user": os.getuid(),
-        "watch": {
-            "stalled_s": round(evidence.stall_s, 3),
-            "threshold_s": round(evidence.threshold_s, 3),
-            "why": evidence.threshold_why,
-            "answer": evidence.answer,
-            "work": evidence.work,
-        },
-        "job": job_of(evidence, shape),
-        "notes": evidence.notes,
-        "earlier": evidence.earlier,
-        "timeline": timeline.plus("written").moments,
-        "artifacts": listed,
-        "missing": [artifact.path for artifact in listed if artifact.missing],
-    }
+    manifest = Manifest(
+        host=about.host,
+        written_unix_s=round(time.time(), 3),
+        user=os.getuid(),
+        watch=Watched(
+            stalled_s=round(evidence.stall_s, 3),
+            threshold_s=round(evidence.threshold_s, 3),
+            why=evidence.threshold_why,
+            answer=evidence.answer,
+            work=evidence.work,
+        ),
+        job=job_of(evidence, shape),
+        notes=evidence.notes,
+        earlier=evidence.earlier,
+        timeline=timeline.plus("written").moments,
+        artifacts=listed,
+        missing=tuple(artifact.path for artifact in listed if artifact.missing),
+    )
     staging.finish(manifest)

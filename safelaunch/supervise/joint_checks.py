@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from safelaunch.capture.roster.checks import Check
+from safelaunch.capture.checks import Check
 from safelaunch.model import Inconsistency
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.messages import BadMessage, Page

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from safelaunch.bundle.publishing import name_of
+from safelaunch.bundle.staging import name_of
 from safelaunch.capture.redaction import without_secrets
 from safelaunch.model import BundlePlace, Evidence, NodeEvidence, Verdict
 from safelaunch.supervise.cluster.channel import Channel

@@ -9,7 +9,7 @@ import time
 
 from safelaunch import __version__
 from safelaunch.bundle.onbundle import Notifier
-from safelaunch.bundle.publishing import Keeping
+from safelaunch.bundle.staging import Keeping
 from safelaunch.job.job import Job
 from safelaunch.job.paths import local_bundles, working_directory
 from safelaunch.job.plan import Plan

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from safelaunch.bundle.publishing import name_of
+from safelaunch.bundle.staging import name_of
 from safelaunch.capture.look import Look
 from safelaunch.job.job import Job
 from safelaunch.job.paths import working_directory

@@ -14,8 +14,7 @@ from safelaunch.capture.counters import Counters
 from safelaunch.capture.flight_recorder import newest_entry
 from safelaunch.capture.look import Look, RankLook, Target, take, with_c_frames
 from safelaunch.capture.node import environment_of
-from safelaunch.capture.parallel import gather
-from safelaunch.capture.result import Result
+from safelaunch.capture.result import Result, gather
 from safelaunch.capture.sockets import resends
 
 LOOK_DEADLINE_S = 6.0

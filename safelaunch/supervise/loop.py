@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safelaunch.capture import command
-from safelaunch.capture.roster.progress import AgentEvent, Roster
+from safelaunch.capture.pages import AgentEvent, Roster
 from safelaunch.job import controlgroup, process
 from safelaunch.job.job import (
     EXIT_GAVE_UP,
@@ -27,7 +27,7 @@ from safelaunch.job.job import (
 )
 from safelaunch.job.paths import sweep, sweep_unfinished, working_directory
 from safelaunch.model import RankExit
-from safelaunch.settings.config import STALL_CEILING_S, Settings
+from safelaunch.settings.options import STALL_CEILING_S, Settings
 from safelaunch.supervise import incident
 from safelaunch.supervise.consistency import Consistency
 from safelaunch.supervise.contract import Contracts
@@ -47,6 +47,7 @@ from safelaunch.supervise.watch.restart import Failure, failure_of, why_give_up
 from safelaunch.supervise.watch.rhythm import Bounds
 from safelaunch.supervise.watch.stall import Policy, Status, confirm_after_s
 from safelaunch.system.console import display, redact, say
+from safelaunch.system.errors import internal_error
 from safelaunch.system.task import Task
 
 TICK_S = 0.25
@@ -234,7 +235,7 @@ class Supervisor:
             self._forwarder.release()
             self._watch.acknowledge()
             self._together.close(at_once=True)  # the other nodes must not take these ranks for watched
-            say(f"an internal error ended the watch ({type(error).__name__}: {error}). The job continues, unwatched.")
+            say(internal_error(error, "the watch", "The job continues, unwatched."))
 
     def _tick(self, now: float) -> None:
         if self._forwarder.stop_requested:

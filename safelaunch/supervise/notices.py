@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
-from safelaunch.capture.roster import beaconless
-from safelaunch.model import format_ranks
+from safelaunch.capture.pages import why_without_beacon
+from safelaunch.model import rank_words
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.stall import Policy
 from safelaunch.system.console import say
@@ -45,7 +45,7 @@ class Notices:
         together: Others | None = None,
         *,
         by_torchrun: bool = True,
-        why: Callable[[int], str] = beaconless.why,
+        why: Callable[[int], str] = why_without_beacon,
     ) -> None:
         """``why``: what keeps a worker (pid) from having a beacon; empty while it may still get one."""
         self._watch = watch
@@ -98,7 +98,7 @@ class Notices:
             return
         self._told_of = (unseen, covered)
         world = self._watch.world_size
-        here = f"watching {_ranks(set(range(world)) - set(unseen))} of {world}"
+        here = f"watching {rank_words(set(range(world)) - set(unseen))} of {world}"
         if self._others is not None and covered:
             say(f"{here}, together with {self._others.others}: one verdict for all")
             return
@@ -133,9 +133,9 @@ class Notices:
         self._unreached -= there
         if self._is_said_blind:
             self._is_said_blind = False
-            say(f"a beacon has appeared in {_ranks(self._watch.last_progress)}: safelaunch watches this job")
+            say(f"a beacon has appeared in {rank_words(self._watch.last_progress)}: safelaunch watches this job")
         elif there:
-            say(f"a beacon has appeared in {_ranks(there)}: safelaunch watches it")
+            say(f"a beacon has appeared in {rank_words(there)}: safelaunch watches it")
 
     def _say_without_steps(self) -> None:
         """Says what is watched instead of steps, unless the job steps, pauses or names its phases."""
@@ -151,8 +151,3 @@ class Notices:
             f"no step seen so far: watching {', '.join(signals)} instead. safelaunch ends the job only if nothing "
             f"moves for {limit.seconds:.0f} s ({where}). Call safelaunch.step() in the training loop to track steps."
         )
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    words = format_ranks(set(ranks))
-    return f"{'rank' if words.isdigit() else 'ranks'} {words}"

@@ -5,7 +5,6 @@ Both take a moment, so threads do it: an answer has what is known by then, and t
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from safelaunch.capture import gpu
 from safelaunch.capture.look import Look, RankLook, Target
 from safelaunch.capture.result import Result
+from safelaunch.model import Gpus
 from safelaunch.supervise.looks import Looks, look_at
 from safelaunch.system.task import Task
 
@@ -100,10 +100,10 @@ def words_of(look: RankLook | None) -> str:
 class GpuMemory:
     """The GPU memory of processes by NVML, as it was at most some seconds ago."""
 
-    def __init__(self, ask: Callable[[], Result[bytes]] = gpu.gpus_json) -> None:
+    def __init__(self, ask: Callable[[], Result[Gpus]] = gpu.gpus) -> None:
         self._ask = ask
         self._bytes: dict[int, int] = {}
-        self._asking: Task[Result[bytes]] | None = None
+        self._asking: Task[Result[Gpus]] | None = None
         self._next_s: float | None = 0.0  # None: there is no driver to ask
 
     def ask(self, now: float) -> None:
@@ -128,12 +128,12 @@ class GpuMemory:
             self._bytes, self._next_s = {}, None
 
 
-def memory_by_process(answer: Result[bytes]) -> dict[int, int]:
-    """pid → bytes, of ``gpu.gpus_json``. Raises ValueError if there are no GPUs, or it is no such answer."""
+def memory_by_process(answer: Result[Gpus]) -> dict[int, int]:
+    """pid → bytes. Raises ValueError if there are no GPUs."""
     if answer.value is None:
         raise ValueError(answer.missing)
     found: dict[int, int] = {}
-    for one in json.loads(answer.value)["gpus"]:
-        for process in one.get("processes") or ():
-            found[process["pid"]] = found.get(process["pid"], 0) + (process["memory_bytes"] or 0)
+    for one in answer.value.gpus:
+        for process in one.processes or ():
+            found[process.pid] = found.get(process.pid, 0) + (process.size or 0)
     return found

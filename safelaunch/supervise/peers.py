@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from safelaunch.capture.parallel import gather
+from safelaunch.capture.result import gather
 from safelaunch.model import AgentState, Lost, NodeEvidence, Probe
 from safelaunch.supervise.cluster.messages import Beat, Node
 from safelaunch.supervise.cluster.seen import Peer, Seen

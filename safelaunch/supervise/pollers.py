@@ -5,20 +5,21 @@ The worker servers' C++ threads answer without the GIL and without running a fra
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from safelaunch.capture import counters
 from safelaunch.capture.counters import Counters
 from safelaunch.capture.flight_recorder import arrivals_of, default_timeout_s
-from safelaunch.capture.gpu import gpus_json
+from safelaunch.capture.gpu import gpus
 from safelaunch.capture.look import Target
-from safelaunch.capture.parallel import gather
+from safelaunch.capture.result import gather
 from safelaunch.leases.inventory import has_driver
+from safelaunch.model import Gpu
+from safelaunch.model.words import size
 from safelaunch.supervise.looks import newest_entries
 from safelaunch.supervise.watch import rhythm, stragglers, work
 from safelaunch.supervise.watch.job import Watch
@@ -181,44 +182,35 @@ def look(targets: Collection[Target], own: Collection[int]) -> tuple[Note, ...]:
     straggler = stragglers.find(arrivals)
     if straggler is not None:
         found.append(Note(("straggler", straggler.rank), straggler.words))
-    document = _gpus()
-    if document is not None:
-        found += notes_on_gpus(document, {target.rank: target.pid for target in targets}, own)
+    driver = gpus().value if has_driver(os.environ) else None  # without one, finding that out starts nothing
+    if driver is not None:
+        found += notes_on_gpus(driver.gpus, {target.rank: target.pid for target in targets}, own)
     return tuple(found)
 
 
-def notes_on_gpus(document: Mapping[str, Any], ranks: Mapping[int, int], own: Collection[int]) -> list[Note]:
-    """Who uses the job's GPUs. ``document``: by ``capture.gpu.query``; ``ranks``: rank → pid; ``own``: the job's pids.
+def notes_on_gpus(gpus: Sequence[Gpu], ranks: Mapping[int, int], own: Collection[int]) -> list[Note]:
+    """Who uses the job's GPUs. ``ranks``: rank → pid; ``own``: the job's pids.
 
     Empty if the driver numbers processes differently (a container with its own pids).
     """
     by_pid = {pid: rank for rank, pid in ranks.items()}
     found: list[Note] = []
-    for gpu in document.get("gpus") or ():
-        processes = gpu.get("processes") or ()
-        here = sorted({by_pid[item["pid"]] for item in processes if item.get("pid") in by_pid})
+    for gpu in gpus:
+        processes = gpu.processes or ()
+        here = sorted({by_pid[one.pid] for one in processes if one.pid in by_pid})
         if not here:
             continue
-        name = f"GPU {gpu.get('index')}"
+        name = f"GPU {gpu.index}"
         if len(here) > 1:
             both = f"ranks {', '.join(map(str, here))}"
             words = f"{both} are on the same {name}: does each call torch.cuda.set_device(LOCAL_RANK)?"
-            found.append(Note(("shared", gpu.get("index"), *here), words))
-        for item in processes:
-            held = item.get("memory_bytes") or 0
-            if item.get("pid") not in own and held >= NOTICEABLE_BYTES:
-                much = f"{held / MIB:.0f} MiB of {name}"
-                words = f"pid {item['pid']}, not of this job, holds {much}, which rank {here[0]} uses"
-                found.append(Note(("stranger", gpu.get("index"), item["pid"]), words))
+            found.append(Note(("shared", gpu.index, *here), words))
+        for one in processes:
+            if one.pid not in own and (one.size or 0) >= NOTICEABLE_BYTES:
+                much = f"{size(one.size or 0)} of {name}"
+                words = f"pid {one.pid}, not of this job, holds {much}, which rank {here[0]} uses"
+                found.append(Note(("stranger", gpu.index, one.pid), words))
     return found
-
-
-def _gpus() -> dict[str, Any] | None:
-    """NVML's answer; None without an NVIDIA driver. Finding that out starts nothing."""
-    if not has_driver(os.environ):
-        return None
-    answer = gpus_json().value
-    return json.loads(answer) if answer is not None else None
 
 
 YOUNG_S, WINDOW_S, WINDOW_EVERY_S = 20.0, 1.5, 30.0

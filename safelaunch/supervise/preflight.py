@@ -9,9 +9,8 @@ from pathlib import Path
 
 from safelaunch.job import mistakes, torchrun
 from safelaunch.job.argv import CommandLine
-from safelaunch.job.entrypoint import is_given
-from safelaunch.settings.config import Settings
-from safelaunch.settings.options import OPTION_GROUPS
+from safelaunch.job.mistakes import is_given
+from safelaunch.settings.options import OPTION_GROUPS, Settings
 from safelaunch.system.errors import UsageError
 
 _MOST_BYTES = 1 << 20
@@ -21,7 +20,7 @@ def check(settings: Settings) -> None:
     """Raises UsageError, before anything starts, for what would fail later."""
     _check_key(settings)
     if settings.is_explicit("bundle-dir"):
-        from safelaunch.bundle.publishing import check_directory
+        from safelaunch.bundle.staging import check_directory
 
         problem = check_directory(settings.bundle_dir)
         if problem:

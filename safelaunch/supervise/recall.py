@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from safelaunch.bundle.copier import BUNDLE
-from safelaunch.bundle.reading.found import Unreadable, read_limited
+from safelaunch.bundle.reading.guard import Unreadable, read_limited
 from safelaunch.model import BundlePlace, Evidence
 from safelaunch.system.decoding import from_json
 from safelaunch.system.task import Task

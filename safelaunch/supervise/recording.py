@@ -17,10 +17,11 @@ import msgspec
 from safelaunch.beacon import layout
 from safelaunch.capture import proc, sampling
 from safelaunch.capture.look import Target
+from safelaunch.capture.pages import read_meta
 from safelaunch.capture.redaction import without_secrets
-from safelaunch.capture.roster.progress import read_meta
 from safelaunch.capture.sampling import Sampled
-from safelaunch.model.recording import Numbers, ProcessRecord, RankRecord, Recording, bounded, merged, ranks_in
+from safelaunch.model.recording import Numbers, ProcessRecord, RankRecord, Recording, bounded, merged
+from safelaunch.model.words import ranks_in
 from safelaunch.supervise.cluster.messages import Question
 from safelaunch.supervise.control.protocol import LARGEST_ANSWER, Client, RecordAnswer, Request
 from safelaunch.supervise.incident import Circumstances

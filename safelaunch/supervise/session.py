@@ -19,6 +19,7 @@ from safelaunch.job.plan import Plan, in_directory
 from safelaunch.job.process import ProcessId
 from safelaunch.leases.resources import Resources
 from safelaunch.system.console import say
+from safelaunch.system.errors import internal_error
 
 MORE_PORTS = 3
 
@@ -82,7 +83,7 @@ def _run(plan: Plan, given: Resources, mask: frozenset[signal.Signals]) -> _End:
         status = supervisor.run()
         return _End(status, for_nothing=status != 0 and supervisor.began_nothing)
     except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
-        say(f"an internal error ended the watch ({type(error).__name__}: {error}). The job continues, unwatched.")
+        say(internal_error(error, "the watch", "The job continues, unwatched."))
         return _End(_only_forward(processes))
     finally:
         _leave(directory, watcher)

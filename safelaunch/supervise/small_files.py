@@ -5,10 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from safelaunch.model import NodeFiles, node_file
+
 MOST_BYTES = 4 << 20
 LARGEST_PICKLE = 512 << 10
 LARGEST_TEXT = 64 << 10
-_OF_THE_NODE = ("gpus.json", "resources.json", "versions.json", "env.json", "kernel_log.txt", "nvidia_smi.txt")
+_OF_THE_NODE = {node_file(field) for field in NodeFiles.__struct_fields__}
 
 
 def small_files(root: Path, *, records: bool) -> dict[str, bytes]:

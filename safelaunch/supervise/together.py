@@ -16,7 +16,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from safelaunch import __version__
-from safelaunch.bundle.publishing import name_of
+from safelaunch.bundle.staging import name_of
 from safelaunch.capture.command import helper_reports
 from safelaunch.capture.redaction import without_secrets
 from safelaunch.job.plan import Plan

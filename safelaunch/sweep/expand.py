@@ -8,13 +8,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from safelaunch.settings.values import parse_run_name
+from safelaunch.settings.options import parse_run_name
 from safelaunch.settings.yamlfile import did_you_mean
 from safelaunch.sweep.grid import BUILTIN, MAX_JOBS, Matrix, Params, Text
 from safelaunch.sweep.jobs import Job, port_marks, port_names
 from safelaunch.sweep.spec import Template
 from safelaunch.system.errors import SpecError
-from safelaunch.system.redaction.names import is_secret_name
+from safelaunch.system.redaction.shapes import is_secret_name
 
 LONGEST_NAME = 64
 _HASH = 6

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from safelaunch.sweep.jobs import Job, Metric
-from safelaunch.system.deadline import CPU, at_most
 from safelaunch.system.errors import SpecError
+from safelaunch.system.task import CPU, at_most
 
 # The part at the end of a job's output that is searched; the last value of a metric counts.
 TAIL_BYTES = 32 << 20

@@ -23,8 +23,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from safelaunch.settings.options import BY_NAME, WATCHDOG_KEYS
-from safelaunch.settings.values import parse_count, parse_run_name, parse_seconds
+from safelaunch.settings.options import BY_NAME, WATCHDOG_KEYS, parse_count, parse_run_name, parse_seconds
 from safelaunch.settings.yamlfile import Node, known_entries, mapping_entries, text_of, texts_of
 from safelaunch.sweep import slurm
 from safelaunch.sweep.grid import Axis, Matrix, Text, axis, scalar

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from safelaunch.capture.roster.progress import Roster
+from safelaunch.capture.pages import Roster
 from safelaunch.job.paths import RunPaths
 from safelaunch.job.process import ProcessId
 from safelaunch.model import EarlyLook, Inconsistency, Progress

@@ -5,15 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from safelaunch.sweep.jobs import Metric, Outcome, State, Track
 from safelaunch.sweep.paths import SweepPaths
+from safelaunch.system.files import replace_file
 from safelaunch.system.redaction.redact import redact_env
 
 NOBODY: Mapping[str, Outcome] = {}
@@ -98,7 +97,7 @@ def _cell(value: object) -> str:
 
 def write(tracks: Sequence[Track], paths: SweepPaths) -> None:
     """Writes both files, each whole or not at all. Raises OSError."""
-    _replace(paths.summary_json, json.dumps(document(tracks), indent=2) + "\n")
+    replace_file(paths.summary_json, json.dumps(document(tracks), indent=2) + "\n")
     write_csv(tracks, paths)
 
 
@@ -109,10 +108,4 @@ def write_csv(tracks: Sequence[Track], paths: SweepPaths, running: Mapping[str, 
     """
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(table(tracks, running))
-    _replace(paths.summary_csv, text.getvalue())
-
-
-def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, "utf-8")
-    beside.replace(path)
+    replace_file(paths.summary_csv, text.getvalue())

@@ -75,3 +75,8 @@ class CaptureError(SafelaunchError):
     def __init__(self, message: str, fix: str = "", kind: Failure = "") -> None:
         super().__init__(message, fix)
         self.kind: Failure = kind
+
+
+def internal_error(error: Exception, ended: str, then: str) -> str:
+    """The line about an error of ours at a boundary that it does not pass. ``then``: what goes on without ``ended``."""
+    return f"an internal error ended {ended} ({type(error).__name__}: {error}). {then}"

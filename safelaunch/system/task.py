@@ -1,9 +1,12 @@
-"""Background work with a result, in a daemon thread, so that the supervisor's loop need not wait for it."""
+"""Work with an end: in a thread of its own, for which the supervisor's loop need not wait; within a time limit."""
 
 from __future__ import annotations
 
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -43,3 +46,29 @@ class Task(Generic[T]):
         if self._error is not None:
             raise self._error
         return self._values[0]
+
+
+# --- time limits, in the main thread only -----------------------------------------------------------------------------
+
+WALL = signal.ITIMER_REAL
+CPU = signal.ITIMER_VIRTUAL
+_SIGNALS = {WALL: signal.SIGALRM, CPU: signal.SIGVTALRM}
+
+
+@contextmanager
+def at_most(seconds: float, timer: int = WALL) -> Iterator[None]:
+    """Raises TimeoutError (an OSError) in the body after ``seconds``.
+
+    ``timer``: ``WALL`` counts clock time, ``CPU`` counts the CPU time of this process.
+    """
+
+    def give_up(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(_SIGNALS[timer], give_up)
+    signal.setitimer(timer, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(timer, 0)
+        signal.signal(_SIGNALS[timer], before)

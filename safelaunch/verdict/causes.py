@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from safelaunch.settings.presetfile import version_matches
+from safelaunch.settings.presets import version_matches
 from safelaunch.verdict.doubts import confidence_of
 
 if TYPE_CHECKING:

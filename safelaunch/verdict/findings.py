@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from safelaunch.model import Claim, Culprit, Frame, NodeAtFault, format_ranks
+from safelaunch.model import Claim, Culprit, Frame, NodeAtFault, rank_words
 from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.doubts import Doubt, levels_of
@@ -108,8 +108,7 @@ def most_doubtful(conditions: Iterable[Condition]) -> tuple[Doubt, ...]:
 
 def ranks_word(ranks: Iterable[int]) -> str:
     """``rank 3`` or ``ranks 0-2,5``."""
-    listed = set(ranks)
-    return f"{'rank' if len(listed) == 1 else 'ranks'} {format_ranks(listed)}"
+    return rank_words(ranks)
 
 
 def each_of(ranks: Iterable[int]) -> str:

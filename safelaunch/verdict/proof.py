@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from safelaunch.model import Claim, Collective, Frame, ProcessEvidence, ProofEdge, StackSample, Thread, format_ranks
+from safelaunch.model import Claim, Collective, Frame, ProcessEvidence, ProofEdge, StackSample, Thread, rank_words
 from safelaunch.model.entries import Entries
 from safelaunch.verdict.collectives import described, label_of, number_of, op_name, signature
 from safelaunch.verdict.conditions import View
@@ -494,7 +494,7 @@ class _Prover:
     def _names(self, nodes: Iterable[Node]) -> tuple[str, ...]:
         nodes = list(nodes)
         mains = [n.rank for n in nodes if isinstance(n, _Actor) and n in self._main(n.rank)]
-        ranks = f"rank{'s' * (len(mains) > 1)} {format_ranks(mains)}" if mains else ""
+        ranks = rank_words(mains) if mains else ""
         rest = {self._name(node) for node in nodes if not (isinstance(node, _Actor) and node in self._main(node.rank))}
         return tuple(filter(None, (ranks, *sorted(rest))))
 

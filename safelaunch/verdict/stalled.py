@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from safelaunch.model import Evidence, Progress
+from safelaunch.model import Evidence, Progress, duration
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Finding, capital
 from safelaunch.verdict.rank_state import Facts
@@ -94,4 +94,4 @@ def _uncapital(sentence: str) -> str:
 
 
 def seconds_words(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+    return duration(seconds)

@@ -22,8 +22,7 @@ import strangers
 from attack import Attack
 from strangers import MINE, STRANGER, stranger
 
-from safelaunch.bundle.publishing import Keeping, publish
-from safelaunch.bundle.staging import Staging
+from safelaunch.bundle.staging import Keeping, Staging, publish
 from safelaunch.cli import gpus, program
 from safelaunch.leases import holder, ports
 from safelaunch.leases.choose import Gpu

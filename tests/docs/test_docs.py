@@ -16,9 +16,8 @@ from pages import DOCS, PAGES, ROOT, blocks, table
 
 from safelaunch.cli import COMMANDS, main
 from safelaunch.cli.help import EXIT_CODES
-from safelaunch.model.verdict import Culprit, Verdict
-from safelaunch.settings.config import MAX_STALL_FACTOR, Settings
-from safelaunch.settings.options import BY_NAME, OWN_OPTIONS, Option
+from safelaunch.model import Culprit, Verdict
+from safelaunch.settings.options import BY_NAME, MAX_STALL_FACTOR, OWN_OPTIONS, Option, Settings
 from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.rules import KINDS, OWN

@@ -6,11 +6,11 @@ A copy takes less than 0.1 s. On a loaded machine it would end before a test cou
 import os
 from pathlib import Path
 
-from safelaunch.bundle import copier, publishing
+from safelaunch.bundle import copier, staging
 from safelaunch.cli import entry
 
 os.environ["THE_COPIER"] = copier.__file__
-publishing.__file__ = os.fspath(
+staging.__file__ = os.fspath(
     Path(__file__).parent / "held" / "publishing.py"
 )  # safelaunch looks for the copier next to it
 

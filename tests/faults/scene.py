@@ -18,7 +18,7 @@ from pathlib import Path
 
 from jobs import PROGRAMS, Job
 
-from safelaunch.capture.roster.progress import Roster
+from safelaunch.capture.pages import Roster
 from safelaunch.job.paths import RunPaths
 from safelaunch.job.process import ProcessId, descendants, identify
 from safelaunch.supervise.control.protocol import Request, ask

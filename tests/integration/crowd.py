@@ -202,7 +202,7 @@ def may_be_two_users() -> bool:
     """Whether this process can act as another user who can read this installation."""
     if os.getuid() != 0:
         return False
-    command = [sys.executable, "-c", "import safelaunch.cli, psutil, pynvml"]
+    command = [sys.executable, "-c", "import safelaunch.cli, msgspec, pynvml"]
     try:
         done = subprocess.run(command, cwd="/", capture_output=True, user=OTHER_USER, group=OTHER_USER, extra_groups=[])
     except PermissionError:

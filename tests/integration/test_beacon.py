@@ -22,10 +22,10 @@ import zoo
 from jobs import PROGRAMS, Job, Result
 
 from safelaunch.beacon import layout, ring
-from safelaunch.capture import worker_server
+from safelaunch.capture import flight_recorder
 from safelaunch.capture.collect import ask_server
 from safelaunch.capture.look import Target
-from safelaunch.capture.roster.progress import Page, Roster, read_meta
+from safelaunch.capture.pages import Page, Roster, read_meta
 from safelaunch.job.paths import RunPaths
 
 pytestmark = pytest.mark.torch
@@ -40,7 +40,7 @@ RUN_DIR = Path(os.environ["SAFELAUNCH_RUN_DIR"])
 BASE = RUN_DIR / "pages" / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{RANK}-{os.getpid()}"
 
 def progress():
-    from safelaunch.capture.roster.progress import Page
+    from safelaunch.capture.pages import Page
     return Page(BASE).read()
 
 def pages():  # of this rank
@@ -384,11 +384,11 @@ def test_what_a_sleeping_rank_shows_to_the_outside(start: Start) -> None:
             assert progress.start_ticks == int(file.read().rpartition(b")")[2].split()[19])
         assert page.server_up
         socket = os.fspath(roster.companion(page, layout.SERVER_SUFFIX))
-        worker_server.post(socket, "ping", deadline_s=60.0)
+        flight_recorder.post(socket, "ping", deadline_s=60.0)
         # without handlers of our own (torch 2.6, 2.9) nobody can ask for the GIL, and of NCCL's collectives only
         handler = "fr_trace_json" if zoo.takes_handlers() else "dump_nccl_trace_json"
-        assert b'"version"' in worker_server.post(socket, handler, deadline_s=60.0)
-        gil = worker_server.gil_test(socket, deadline_s=60.0)
+        assert b'"version"' in flight_recorder.post(socket, handler, deadline_s=60.0)
+        gil = flight_recorder.gil_test(socket, deadline_s=60.0)
         assert (gil.ping, gil.python) == (True, True if zoo.takes_handlers() else None)
         if zoo.takes_handlers():
             (handled,) = gil.handling
@@ -593,7 +593,7 @@ def test_who_the_rank_is(start: Start) -> None:
         inside = subprocess.run([sys.executable, "-c", "import sys; print([n for n in sys.modules if 'beacon' in n])"],
             capture_output=True, text=True)
         from safelaunch.job.paths import RunPaths
-        from safelaunch.capture.roster.progress import Roster
+        from safelaunch.capture.pages import Roster
         roster = Roster(RunPaths(RUN_DIR))
         roster.refresh()
         tell(pages=pages(), me=os.getpid(), chosen={rank: page.pid for rank, page in roster.pages().items()},

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from safelaunch.capture import gpu, logs, look, node, proc, resting, stacks, worker_server
+from safelaunch.capture import flight_recorder, gpu, look, node, proc, stacks, waits
 from safelaunch.capture.flight_recorder import flight_record_of
 from safelaunch.capture.look import Target
 from safelaunch.job.process import ProcessId, identify
@@ -362,7 +362,7 @@ def test_who_waits_for_a_collective_rests_in_torch(start: Start, tmp_path: Path)
 def test_a_file_that_is_no_program_has_no_functions(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "file"
     file.write_bytes(content)
-    found = resting.Resting(os.getpid())._functions(resting._Mapping(0, 1, 0, os.fspath(file)))
+    found = waits.Resting(os.getpid())._functions(waits._Mapping(0, 1, 0, os.fspath(file)))
     assert found == ()
 
 
@@ -621,7 +621,7 @@ def test_an_answer_ends_with_its_length_not_with_the_connection(
     path, server = listener
     thread = answer(server, *parts, hold=True)
     begin = time.monotonic()
-    assert worker_server.post(path, "ping", deadline_s=PATIENCE_S) == b"pong"
+    assert flight_recorder.post(path, "ping", deadline_s=PATIENCE_S) == b"pong"
     assert time.monotonic() - begin < PATIENCE_S
     thread.join(PATIENCE_S)
 
@@ -644,8 +644,8 @@ def test_an_answer_that_is_none(
 ) -> None:
     path, server = listener
     thread = answer(server, *parts, hold=hold)
-    with pytest.raises(worker_server.Unanswered) as caught:
-        worker_server.post(path, "ping", deadline_s=0.3 if reason == "timeout" else PATIENCE_S)
+    with pytest.raises(flight_recorder.Unanswered) as caught:
+        flight_recorder.post(path, "ping", deadline_s=0.3 if reason == "timeout" else PATIENCE_S)
     assert caught.value.kind == reason
     thread.join(PATIENCE_S)
 
@@ -653,16 +653,16 @@ def test_an_answer_that_is_none(
 def test_a_server_that_accepts_nothing(listener: tuple[str, socket.socket], tmp_path: Path) -> None:
     path, _ = listener
     for _ in range(4):  # fills the queue: then connecting itself fails
-        with pytest.raises(worker_server.Unanswered) as caught:
-            worker_server.post(path, "ping", deadline_s=0.1)
+        with pytest.raises(flight_recorder.Unanswered) as caught:
+            flight_recorder.post(path, "ping", deadline_s=0.1)
         assert caught.value.kind == "timeout"
-    assert worker_server.gil_test(path, deadline_s=0.1) == GilTest(ping=False)
-    assert worker_server.gil_test(str(tmp_path / "none")) == GilTest()
+    assert flight_recorder.gil_test(path, deadline_s=0.1) == GilTest(ping=False)
+    assert flight_recorder.gil_test(str(tmp_path / "none")) == GilTest()
     capture = flight_record_of(str(tmp_path / "none"))
     assert capture.record.missing == "the worker server is not running"
     too_long = str(tmp_path / ("x" * 200))
-    with pytest.raises(worker_server.Unanswered) as caught:
-        worker_server.post(too_long, "ping", deadline_s=0.1)
+    with pytest.raises(flight_recorder.Unanswered) as caught:
+        flight_recorder.post(too_long, "ping", deadline_s=0.1)
     assert caught.value.kind == "broken"
 
 
@@ -694,7 +694,7 @@ def test_the_worker_server_of_a_real_rank(start: Start, tmp_path: Path) -> None:
     path = str(tmp_path / "ws")
     program = start(SERVER, path)
     assert program.line() == "up"
-    assert worker_server.gil_test(path, deadline_s=PATIENCE_S) == GilTest(ping=True, python=True)
+    assert flight_recorder.gil_test(path, deadline_s=PATIENCE_S) == GilTest(ping=True, python=True)
     # A handler of its own, unlike the beacon's, imports torch._inductor for the frames: seconds on a busy machine.
     free = flight_record_of(path, json_deadline_s=PATIENCE_S, pickle_deadline_s=PATIENCE_S)
     assert free.record.value is not None
@@ -708,7 +708,7 @@ def test_the_worker_server_of_a_real_rank(start: Start, tmp_path: Path) -> None:
     program.process.stdin.flush()
     program.wait_for(in_call("clock_nanosleep"))
     # The ping is answered by a thread of the server: on a busy machine that can take more than a moment.
-    tested = (worker_server.gil_test(path, deadline_s=deadline_s) for deadline_s in (1.0, 5.0, 30.0))
+    tested = (flight_recorder.gil_test(path, deadline_s=deadline_s) for deadline_s in (1.0, 5.0, 30.0))
     assert next((found for found in tested if found.ping), None) == GilTest(ping=True, python=False)
     held = flight_record_of(path, json_deadline_s=PATIENCE_S, pickle_deadline_s=0.3)
     assert held.record.value is not None
@@ -719,7 +719,7 @@ def test_the_worker_server_of_a_real_rank(start: Start, tmp_path: Path) -> None:
     os.kill(program.pid, signal.SIGSTOP)
     # Every thread: the server's may run on for a moment, and answer.
     program.wait_for(lambda state: all(thread.state == "T" for thread in state.threads))
-    assert worker_server.gil_test(path, deadline_s=0.3) == GilTest(ping=False)
+    assert flight_recorder.gil_test(path, deadline_s=0.3) == GilTest(ping=False)
 
 
 @pytest.mark.torch
@@ -757,19 +757,19 @@ def _of(program: Program, pid: int) -> Program:
 
 
 def test_gpus_or_the_reason_why_not(tmp_path: Path) -> None:
-    result = gpu.gpus_json(deadline_s=PATIENCE_S)
+    result = gpu.gpus(deadline_s=PATIENCE_S)
     assert (result.value is None) == bool(result.missing)
     fake = tmp_path / "python"
     fake.write_text("#!/bin/sh\nexec sleep 1000\n")
     fake.chmod(0o755)
-    stuck = gpu.gpus_json(deadline_s=0.3, python=str(fake))
+    stuck = gpu.gpus(deadline_s=0.3, python=str(fake))
     assert "the driver may be stuck" in stuck.missing
 
 
 def test_the_users_own_modules_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pynvml.py").write_text("raise SystemExit('the wrong module')")
     monkeypatch.chdir(tmp_path)
-    assert "wrong module" not in gpu.gpus_json(deadline_s=PATIENCE_S).missing
+    assert "wrong module" not in gpu.gpus(deadline_s=PATIENCE_S).missing
 
 
 def test_nvidia_smi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -781,13 +781,13 @@ def test_nvidia_smi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_kernel_log_versions_and_resources(tmp_path: Path) -> None:
-    kernel = logs.kernel_log()
+    kernel = node.kernel_log()
     assert (kernel.value is None) == bool(kernel.missing)
     versions = node.versions().value
     assert versions is not None
     assert versions["kernel"] == os.uname().release
     resources = node.resources(pid=os.getpid(), cwd=str(tmp_path / "missing")).value
     assert resources is not None
-    assert resources["memory_bytes"]["MemTotal"] > 0
-    assert resources["disks"]["/tmp"]["total_bytes"] > 0
-    assert resources["disks"][str(tmp_path / "missing")] == {"missing": "No such file or directory"}
+    assert resources.memory_bytes["MemTotal"] > 0
+    assert resources.disks["/tmp"]["total_bytes"] > 0
+    assert resources.disks[str(tmp_path / "missing")] == {"missing": "No such file or directory"}

@@ -14,7 +14,7 @@ import pytest
 import stub
 from jobs import PROGRAMS, Job, Result
 
-from safelaunch.system.pickles import load_pickle
+from safelaunch.system.decoding import load_pickle
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 

@@ -18,7 +18,7 @@ import stub
 from jobs import PROGRAMS, Bundle, Job
 from stub import GIB
 
-from safelaunch.capture.roster.progress import Roster
+from safelaunch.capture.pages import Roster
 from safelaunch.job.paths import RunPaths
 from safelaunch.supervise import pollers
 from safelaunch.supervise.watch.job import Watch

@@ -15,6 +15,8 @@ from safelaunch.model import (
     Evidence,
     FlightRecord,
     Frame,
+    Gpu,
+    GpuProcess,
     Launched,
     ProcessState,
     Progress,
@@ -24,7 +26,7 @@ from safelaunch.model import (
     Verdict,
 )
 from safelaunch.model.entries import Entries, Kinds
-from safelaunch.report.about import About, Gpu, GpuProcess, Launch, Link, NodeFiles
+from safelaunch.report.about import About, Launch, Link, NodeSummary
 from safelaunch.verdict.diagnose import diagnose
 
 SOURCE = """\
@@ -189,7 +191,7 @@ def _about(hosts: list[str], world: int) -> About:
     versions = (("python", "3.11"), ("torch", "2.13.0"), ("nvidia-nccl-cu13", "2.28.9"), ("safelaunch", "0.1.0"))
     xid = "[  812.1] NVRM: Xid (PCI:0000:3b:00): 31, pid=1010, name=python"
     nodes = tuple(
-        NodeFiles(host, gpus, "", 96, (41.2 - at % 9, 40.1, 38.8), 1024 * gib, (610 + at % 40) * gib,
+        NodeSummary(host, gpus, "", 96, (41.2 - at % 9, 40.1, 38.8), 1024 * gib, (610 + at % 40) * gib,
                   (("/dev/shm", 0.04), ("/tmp", 0.97 if at == 0 else 0.4)), versions, () if at else (xid,),
                   tuple(broken if at == 6 else ports), variables)
         for at, host in enumerate(hosts)
@@ -260,7 +262,7 @@ def hostile() -> Incident:
     ]
     ranks = [replace(one, host=EVIL) for one in ranks]
     evidence = job(*ranks, outcome="crash", notes=(EVIL,), threshold_s=1.0, threshold_why=EVIL)
-    files = NodeFiles(EVIL, (Gpu(0, EVIL, error=EVIL),), EVIL, versions=((EVIL, EVIL),), disks=((EVIL, 0.5),))
+    files = NodeSummary(EVIL, (Gpu(0, EVIL, error=EVIL),), EVIL, versions=((EVIL, EVIL),), disks=((EVIL, 0.5),))
     launch = Launch(EVIL, EVIL, EVIL, f"/home/{EVIL}", EVIL, (EVIL,), EVIL, EVIL, (EVIL,))
     files = dataclasses.replace(
         files, kernel_log=(EVIL,), network=(Link(EVIL, EVIL, EVIL, EVIL),), environment=((EVIL, EVIL),)

@@ -23,14 +23,14 @@ from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
 from safelaunch.beacon import caught_exceptions, layout, ring
 from safelaunch.bundle import onbundle
-from safelaunch.capture import collect
+from safelaunch.capture import collect, node
 from safelaunch.capture.flight_dump import parse_pickle
 from safelaunch.capture.flight_recorder import FlightCapture
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.model import EarlyLook, Frame, GilTest, ProcessState, Progress, StackSample, Thread, ThreadState
 from safelaunch.report import report
-from safelaunch.supervise import incident, node_evidence
+from safelaunch.supervise import incident
 from safelaunch.supervise.looks import Looks
 from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redact import shown_env
@@ -250,7 +250,7 @@ def _bytes_of(digits: str) -> str:
 HOST = "node1"
 DEADLINES = (
     (collect, "RANK_DEADLINE_S"),
-    (node_evidence, "NODE_DEADLINE_S"),
+    (node, "DEADLINE_S"),
     (incident, "EVIDENCE_DEADLINE_S"),
     (incident, "PUBLISH_DEADLINE_S"),
 )

@@ -12,7 +12,7 @@ import pytest
 
 from safelaunch.beacon import device_memory, layout, log
 from safelaunch.model import DeviceMemory
-from safelaunch.system.pickles import load_pickle
+from safelaunch.system.decoding import load_pickle
 
 FRAMES = [{"filename": f"/job/model{depth}.py", "line": depth, "name": "forward"} for depth in range(100)]
 

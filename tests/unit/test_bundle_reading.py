@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from safelaunch.beacon import layout, page
 from safelaunch.bundle.reading import locate
-from safelaunch.bundle.reading.found import Unreadable
+from safelaunch.bundle.reading.guard import Unreadable
 from safelaunch.cli import main
 from safelaunch.job.paths import RunPaths, create_run
 from safelaunch.model import (

@@ -19,7 +19,7 @@ from test_bundle_reading import dumps, hang, mismatching, run_directory, verdict
 
 from safelaunch.beacon import layout
 from safelaunch.bundle.reading import locate
-from safelaunch.bundle.reading.found import Unreadable
+from safelaunch.bundle.reading.guard import Unreadable
 from safelaunch.cli import main
 from safelaunch.verdict.diagnose import diagnose
 

@@ -16,11 +16,10 @@ import pytest
 import strangers
 
 from safelaunch.bundle import copier
-from safelaunch.bundle.publishing import Keeping, Published, check_directory, publish
-from safelaunch.bundle.staging import Staging
+from safelaunch.bundle.staging import Keeping, Published, Staging, check_directory, publish
 from safelaunch.cli.run import check
 from safelaunch.model import Artifact
-from safelaunch.settings.config import Settings
+from safelaunch.settings.options import Settings
 from safelaunch.system.errors import UsageError
 
 ROOT = pytest.mark.skipif(os.getuid() != 0, reason="takes root to be several users")

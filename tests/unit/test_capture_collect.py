@@ -13,9 +13,7 @@ from safelaunch.capture import collect
 from safelaunch.capture.collect import most_telling
 from safelaunch.capture.flight_recorder import FlightCapture
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
-from safelaunch.capture.parallel import gather
-from safelaunch.capture.result import Result
-from safelaunch.capture.sink import Made, Nowhere
+from safelaunch.capture.result import Made, Result, Sink, gather
 from safelaunch.model import Artifact, FlightRecord, GilTest, ProcessState, RankExit, StackSample
 from safelaunch.system.redaction.redactor import Redactor
 
@@ -51,7 +49,7 @@ def test_without_a_stack_the_newest_with_anything() -> None:
     assert chosen("absent") is None
 
 
-class Listed(Nowhere):
+class Listed(Sink):
     """Takes artifacts, and keeps their lines of the manifest and their texts."""
 
     def __init__(self) -> None:

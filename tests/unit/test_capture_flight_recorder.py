@@ -15,10 +15,9 @@ import pytest
 from nccl_formats import FORMATS, Format, Hooked, Recorder
 
 from safelaunch.beacon import layout, server
-from safelaunch.capture import flight_dump, flight_recorder, flight_records, worker_server
+from safelaunch.capture import flight_dump, flight_recorder, flight_records
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, record_of
-from safelaunch.capture.flight_recorder import flight_record_of, kept_at_exit
-from safelaunch.capture.worker_server import Unanswered
+from safelaunch.capture.flight_recorder import Unanswered, flight_record_of, kept_at_exit
 from safelaunch.model import Collective, Frame, GroupStatus
 from safelaunch.system.errors import CaptureError
 
@@ -220,7 +219,7 @@ def test_a_server_that_knows_nccl_only(monkeypatch: pytest.MonkeyPatch, dump: di
             raise Unanswered("no handler", f"no handler {handler}")
         return json.dumps(dump).encode() if handler.endswith("json") else pickle.dumps(dump)
 
-    monkeypatch.setattr(worker_server, "post", post)
+    monkeypatch.setattr(flight_recorder, "post", post)
     capture = flight_record_of("/run/s")
     assert (capture.record.value is not None) == known
     assert (capture.record.missing, capture.json.note) == (("", "") if known else (flight_recorder.NCCL_ONLY,) * 2)
@@ -235,8 +234,8 @@ def served(monkeypatch: pytest.MonkeyPatch, answers: dict[str, bytes], listed: b
             raise Unanswered("no handler", f"no handler {handler}")
         return answers[handler]
 
-    monkeypatch.setattr(worker_server, "post", post)
-    monkeypatch.setattr(worker_server, "names", lambda path, deadline_s: listed)
+    monkeypatch.setattr(flight_recorder, "post", post)
+    monkeypatch.setattr(flight_recorder, "names", lambda path, deadline_s: listed)
 
 
 EMPTY = {"version": "2.10", "entries": []}

@@ -11,9 +11,8 @@ import pytest
 
 import safelaunch
 from safelaunch.beacon.caught_exceptions import SLOT_BYTES
-from safelaunch.capture.cgroups import nearest
+from safelaunch.capture.cgroups import KillCounts, count_in, deaths_between, kill_counts, kills_of, nearest
 from safelaunch.capture.last_words import parse_caught, parse_exit_call, parse_fatal, read
-from safelaunch.capture.memory import KillCounts, count_in, deaths_between, kill_counts, kills_of
 from safelaunch.model import CaughtException, ExitCall, FatalError, Frame, MemoryKills
 
 TWO_THREADS = """Fatal Python error: Segmentation fault

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.capture import cgroups, filelocks, proc, sockets, syscalls
+from safelaunch.capture import cgroups, proc, sockets, waits
 from safelaunch.capture.proc import (
     parse_io,
     parse_schedstat,
@@ -68,9 +68,9 @@ a line of another kernel, with six words
 
 def test_who_holds_a_file_lock() -> None:
     """Not who waits for one, nor who is of another container."""
-    assert list(filelocks.parse(LOCKS)) == [
-        filelocks.Held(4000, (0x08, 2, 77), exclusive=True),
-        filelocks.Held(4711, (0xFE, 0, 131), exclusive=True),
+    assert list(waits.parse(LOCKS)) == [
+        waits.Held(4000, (0x08, 2, 77), exclusive=True),
+        waits.Held(4711, (0xFE, 0, 131), exclusive=True),
     ]
 
 
@@ -135,7 +135,7 @@ AT_110 = (110).to_bytes(8, "little") + bytes(8)
 )
 def test_when_a_call_ends_by_itself(name: str, arguments: tuple[int, ...], memory: bytes, ends: float | None) -> None:
     arguments = (*arguments, *(0,) * (6 - len(arguments)))
-    assert syscalls.ends_s(name, arguments, lambda address, size: memory[:size], now=100.0) == ends
+    assert waits.ends_s(name, arguments, lambda address, size: memory[:size], now=100.0) == ends
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_when_a_call_ends_by_itself(name: str, arguments: tuple[int, ...], memor
     ],
 )
 def test_syscall_names(machine: str, number: int, name: str) -> None:
-    assert syscalls.name_of(number, machine) == name
+    assert waits.name_of(number, machine) == name
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_syscall_names(machine: str, number: int, name: str) -> None:
     ],
 )
 def test_the_child_whose_end_is_waited_for(name: str, arguments: tuple[int, ...], child: int | None) -> None:
-    assert syscalls.child_of(name, arguments) == child
+    assert waits.child_of(name, arguments) == child
 
 
 def test_tree_is_breadth_first_and_ends_on_a_cycle() -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from safelaunch.capture import gpu, logs, node, worker_server
+from safelaunch.capture import flight_recorder, gpu, last_words, node
 from safelaunch.capture.result import Result, attempt
+from safelaunch.model import Gpu, GpuProcess, Gpus
 from safelaunch.system.errors import CaptureError
 
 SECOND = 1_000_000_000
@@ -31,15 +33,15 @@ SECOND = 1_000_000_000
     ],
 )
 def test_log_tail(records: list[tuple[int, int, bytes]], expected: str) -> None:
-    assert logs.log_tail(records) == expected
+    assert last_words.log_tail(records) == expected
 
 
 def test_kernel_records() -> None:
     record = "4,2,1500000,-;NVRM: Xid (PCI:0000:65:00): 79, GPU has fallen off the bus\n SUBSYSTEM=pci\n"
-    assert logs.parse_kmsg(record, 0.0) == (
+    assert node.parse_kmsg(record, 0.0) == (
         "1970-01-01 00:00:01 NVRM: Xid (PCI:0000:65:00): 79, GPU has fallen off the bus"
     )
-    assert logs.parse_kmsg("nonsense", 0.0) == ""
+    assert node.parse_kmsg("nonsense", 0.0) == ""
 
 
 @pytest.mark.parametrize(
@@ -54,12 +56,12 @@ def test_kernel_records() -> None:
     ],
 )
 def test_relevant_lines_of_the_kernel(line: str) -> None:
-    assert logs.relevant(["usb 1-1: new device", line, "eth0: link becomes ready"]) == [line]
+    assert node.relevant(["usb 1-1: new device", line, "eth0: link becomes ready"]) == [line]
 
 
 def test_only_the_last_relevant_lines_are_kept() -> None:
-    lines = [f"oom-kill: {number}" for number in range(logs.MAX_KERNEL_LINES + 5)]
-    assert logs.relevant(lines) == lines[5:]
+    lines = [f"oom-kill: {number}" for number in range(node.MAX_KERNEL_LINES + 5)]
+    assert node.relevant(lines) == lines[5:]
 
 
 # --- NVML -------------------------------------------------------------------------------------------------------------
@@ -105,21 +107,22 @@ def test_a_gpu_in_full_and_what_it_does_not_tell() -> None:
             DeviceGetComputeRunningProcesses=lambda handle: [process],
         )
     )
-    assert document["driver"] == "550.54"
-    (found,) = document["gpus"]
-    assert (found["uuid"], found["power_w"], found["memory_total_bytes"]) == ("GPU-0", 70.5, 2)
-    assert found["processes"] == [{"pid": 4711, "memory_bytes": 1 << 30, "name": ""}]
-    assert found["name"] is None
-    json.dumps(document)
+    assert document.driver == "550.54"
+    (found,) = document.gpus
+    assert (found.uuid, found.power_w, found.memory_total_bytes) == ("GPU-0", 70.5, 2)
+    assert found.processes == (GpuProcess(4711, 1 << 30),)
+    assert found.name is None
+    (written,) = json.loads(msgspec.json.encode(document))["gpus"]
+    assert written["name"] is None and written["processes"] == [{"pid": 4711, "memory_bytes": 1 << 30}]
 
 
 def test_a_gpu_that_fell_off_the_bus_is_listed() -> None:
     document = gpu.query(nvml(Init=lambda: None, DeviceGetCount=lambda: 1))
-    assert document["gpus"] == [{"index": 0, "error": "Not Supported"}]
+    assert document.gpus == (Gpu(0, error="Not Supported"),)
 
 
 def test_no_driver() -> None:
-    assert gpu.query(nvml()) == {"missing": "no NVIDIA driver on this node (libnvidia-ml.so.1 not found)"}
+    assert gpu.query(nvml()) == Gpus(missing="no NVIDIA driver on this node (libnvidia-ml.so.1 not found)")
 
 
 # --- node -------------------------------------------------------------------------------------------------------------
@@ -208,10 +211,10 @@ def test_a_result_becomes_a_line_of_the_manifest() -> None:
     ],
 )
 def test_head_of_an_answer(head: bytes, expected: object) -> None:
-    assert worker_server.parse_head(head) == expected
+    assert flight_recorder.parse_head(head) == expected
 
 
 @pytest.mark.parametrize("head", [b"", b"SSH-2.0-OpenSSH", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked"])
 def test_head_of_something_else(head: bytes) -> None:
     with pytest.raises(ValueError):
-        worker_server.parse_head(head)
+        flight_recorder.parse_head(head)

@@ -255,7 +255,7 @@ def test_limits(files: int, processes: int, used: int, result: str) -> None:
         ({"memory.max": "max", "pids.max": "max"}, "ok", "no memory limit"),
         ({"memory.limit_in_bytes": "9223372036854771712"}, "ok", "no memory limit"),
         ({"memory.max": str(200 * GIB)}, "ok", "no memory limit"),
-        ({"memory.max": str(32 * GIB), "memory.current": str(GIB)}, "ok", "memory limit 32 GiB"),
+        ({"memory.max": str(32 * GIB), "memory.current": str(GIB)}, "ok", "memory limit 32.0 GiB"),
         ({"memory.max": str(GIB)}, "warning", "little"),
         ({"memory.max": str(32 * GIB), "memory.events": "oom 3; oom_kill 2"}, "warning", "2 of its processes"),
         ({"memory.oom_control": "oom_kill_disable 0; under_oom 0; oom_kill 1"}, "warning", "1 of its processes"),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safelaunch.cli.run import misplaced
 from safelaunch.job.argv import CommandLine, options_given, split
 from safelaunch.job.torchrun import KNOWN
-from safelaunch.settings.config import OWN_OPTIONS
+from safelaunch.settings.options import OWN_OPTIONS
 from safelaunch.system.errors import UsageError
 
 OWN = {option.flag: option.takes_value for option in OWN_OPTIONS}

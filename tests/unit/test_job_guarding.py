@@ -16,9 +16,9 @@ import pytest
 
 from safelaunch.job import controlgroup, process
 from safelaunch.job.controlgroup import ControlGroup, locate
+from safelaunch.job.guarding import Remains, note, parse
 from safelaunch.job.paths import RunPaths, create_run
 from safelaunch.job.process import ProcessId
-from safelaunch.job.remains import Remains, note, parse
 
 SUPERVISOR = """
     import os, signal, sys, time

@@ -25,8 +25,7 @@ from safelaunch.job.paths import (
 )
 from safelaunch.job.plan import Plan, Surroundings, build, in_directory
 from safelaunch.job.torchrun import Torch
-from safelaunch.settings.config import Settings
-from safelaunch.settings.presetfile import EnvSetting
+from safelaunch.settings.options import EnvSetting, Settings
 from safelaunch.supervise.control import discover
 
 ROOT = pytest.mark.skipif(os.getuid() != 0, reason="takes root to be several users")

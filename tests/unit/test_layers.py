@@ -54,7 +54,6 @@ ORDER = {name: number for number, (name, _) in enumerate(chain.from_iterable(FLO
 # Parts of packages, in their order: of the package around them, each uses itself and those before it, nothing else.
 PARTS = (
     "verdict.reading",
-    "capture.roster",
     "report.profiling",
     "bundle.reading",
     "supervise.control",
@@ -70,7 +69,7 @@ PURE |= {f"sweep.{name}" for name in ("jobs", "grid", "expand", "sweep", "engine
 PURE |= {"cli.health.rules"}
 PURE |= {"cli.status_rows"}
 READS_THE_CLOCK = {"report.page", "report.recording", "report.report"}
-IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil", "psutil"}
+IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil"}
 # Scripts that hang on purpose, run as jobs; what torchrun runs; what runs in the job's interpreter.
 NOT_OURS = ("cli/demos/", "job/launcher/", "supervise/cluster/host_store.py")
 # Third-party modules, and where they may be imported at all. Elsewhere they are somebody else's business.
@@ -82,7 +81,6 @@ THIRD_PARTY = {
     | {"leases.said"},
     "pynvml": {"leases.inventory", "capture.gpu"},
     "rich": {"report.report", "cli.*"},
-    "psutil": {"capture.*", "job.process", "cli.*"},
     "tomli": {"settings.yamlfile", "settings.config"},
 }
 
@@ -170,7 +168,7 @@ def test_the_parser_of_imports_sees_them() -> None:
     seen = {(found.by, found.module) for found in all_imports()}
     assert {
         ("supervise.watch.stall", "dataclasses"),
-        ("capture.roster.progress", "beacon.layout"),
+        ("capture.pages", "beacon.layout"),
         ("cli.run", "job.plan"),
     } <= seen
     assert {
@@ -281,7 +279,6 @@ HEAVY = {
     "torch",
     "yaml",
     "msgspec",
-    "psutil",
     "rich",
     "pynvml",
     "numpy",

@@ -12,7 +12,7 @@ from safelaunch.job.argv import CommandLine
 from safelaunch.job.torchrun import KNOWN, Torch, binds_any_port
 from safelaunch.leases import resources
 from safelaunch.leases.choose import Gpu, Inventory, pool_of, wish_of
-from safelaunch.settings.config import Settings
+from safelaunch.settings.options import Settings
 from safelaunch.system.errors import UsageError
 
 

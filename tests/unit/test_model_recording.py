@@ -7,7 +7,8 @@ import pytest
 from msgspec.structs import replace
 from recordings import AUGMENT, BACKWARD, FORWARD, recorded, recording
 
-from safelaunch.model.recording import Recording, bounded, decode, merged, ranks_in
+from safelaunch.model.recording import Recording, bounded, decode, merged
+from safelaunch.model.words import ranks_in
 from safelaunch.report.profiling.verdict import verdict_of
 
 

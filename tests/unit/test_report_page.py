@@ -19,9 +19,9 @@ from evidence import behind, entry, in_user, job, past, progress, rank, record, 
 from msgspec.structs import replace
 
 from safelaunch.bundle.reading import locate
-from safelaunch.model import Culprit, Frame, Launched, RankException, RankExit
+from safelaunch.model import Culprit, Frame, Gpu, GpuProcess, Launched, RankException, RankExit
 from safelaunch.report import page, report
-from safelaunch.report.about import About, Gpu, GpuProcess, Launch, NodeFiles
+from safelaunch.report.about import About, Launch, NodeSummary
 from safelaunch.report.overview import RankRow, alike
 from safelaunch.report.tables import hosts_word
 from safelaunch.verdict.diagnose import diagnose
@@ -315,7 +315,7 @@ def test_nodes_that_are_alike_are_one_row_and_what_stands_out_is_told() -> None:
 def test_the_log_of_every_node_does_not_make_a_page_too_large() -> None:
     evidence = incidents.hang(2).evidence
     lines = tuple("x" * 300 for _ in range(40))
-    files = tuple(NodeFiles(f"n{at}", kernel_log=(str(at), *lines)) for at in range(512))
+    files = tuple(NodeSummary(f"n{at}", kernel_log=(str(at), *lines)) for at in range(512))
     made = page.html(diagnose(evidence), evidence, about=About(nodes=files))
     assert len(made.encode()) < 5_000_000
 
@@ -547,7 +547,7 @@ def test_hostile_names_stay_text(show: Show) -> None:
 
 def test_numbers_that_a_page_cannot_hold_are_left_out() -> None:
     evidence = replace(incidents.hang(2).evidence, stall_s=float("inf"), threshold_s=float("nan"))
-    about = About(at_unix_s=float("inf"), nodes=(NodeFiles("a", load=(float("nan"), float("inf"))),))
+    about = About(at_unix_s=float("inf"), nodes=(NodeSummary("a", load=(float("nan"), float("inf"))),))
     text = page.html(diagnose(evidence), evidence, about=about)
     json.loads(data_of(text), parse_constant=pytest.fail)
 

@@ -11,21 +11,18 @@ from pathlib import Path
 import pytest
 
 from safelaunch.cli import colaunch, demo, dump
-from safelaunch.settings.config import (
+from safelaunch.settings.config import HOOK_ENV, INTERNAL_ENV, resolve
+from safelaunch.settings.options import (
     BY_FLAG,
-    HOOK_ENV,
-    INTERNAL_ENV,
+    ON_STALL,
     OWN_OPTIONS,
     Settings,
     help_text,
+    one_of,
     options_of,
-    resolve,
-)
-from safelaunch.settings.values import (
     parse_count,
     parse_flag,
     parse_gpus,
-    parse_on_stall,
     parse_path,
     parse_run_name,
     parse_seconds,
@@ -141,7 +138,7 @@ def test_help_names_every_option_and_keeps_to_the_width() -> None:
         (parse_seconds, "1e3", 1000.0),
         (parse_stall_timeout, "auto", None),
         (parse_stall_timeout, "2m", 120.0),
-        (parse_on_stall, "restart", "restart"),
+        (one_of(ON_STALL), "restart", "restart"),
         (parse_flag, "1", True),
         (parse_flag, "Yes", True),
         (parse_flag, "off", False),
@@ -170,7 +167,7 @@ def test_values(parse: object, text: str, expected: object) -> None:
             ["", "0", "-5", "0s", "inf", "nan", "1e400", "10 m", "5d", "1:30", "auto", "٣", "1_000", "0x10"],
         ),
         (parse_stall_timeout, ["", "Auto", "0", "never"]),
-        (parse_on_stall, ["", "kil", "Kill"]),
+        (one_of(ON_STALL), ["", "kil", "Kill"]),
         (parse_flag, ["", "2", "maybe"]),
         (parse_run_name, ["", ".a", "-a", "a/b", "a b", "x" * 65, "a\n", "é"]),
         (parse_gpus, ["", "0", "-1", "0,0", "0,,1", ",", "a", "0-3", "gpu-1", "1.5", "GPU-"]),

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from safelaunch.settings import config
-from safelaunch.settings.config import CONFIG_FILE, PYPROJECT, Settings, resolve
+from safelaunch.settings.config import CONFIG_FILE, PYPROJECT, resolve
+from safelaunch.settings.options import Settings
 from safelaunch.system.errors import PresetError
 
 ROOT = pytest.mark.skipif(os.getuid() != 0, reason="takes root to be several users")

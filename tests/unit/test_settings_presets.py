@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from safelaunch.cli import presets as command
-from safelaunch.settings.presetfile import EnvSetting, version_matches
-from safelaunch.settings.presets import find_builtin_dir, list_presets, load_presets
+from safelaunch.settings.options import EnvSetting
+from safelaunch.settings.presets import find_builtin_dir, list_presets, load_presets, version_matches
 from safelaunch.system.errors import PresetError, UsageError
 
 SHIPPED = [

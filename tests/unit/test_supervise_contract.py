@@ -8,7 +8,7 @@ import pytest
 
 from safelaunch.beacon import contract as beacon_contract
 from safelaunch.beacon import layout
-from safelaunch.capture.roster.progress import Noted, read_contract
+from safelaunch.capture.pages import Noted, read_contract
 from safelaunch.supervise.contract import elsewhere
 
 

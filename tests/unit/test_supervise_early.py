@@ -15,9 +15,9 @@ from evidence import at, behind, in_user, looked_at, rank, with_culprit
 from msgspec.structs import replace
 
 from safelaunch.bundle.onbundle import Notifier
+from safelaunch.capture.flight_recorder import Questions
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
-from safelaunch.capture.worker_server import Questions
 from safelaunch.model import EarlyLook, FirstWord, Place, StackSample, Thread
 from safelaunch.supervise import answer, early, early_verdict, incident
 from safelaunch.supervise.early import EarlyLooks, without_the_gil
@@ -250,7 +250,7 @@ def test_an_error_ends_the_early_looks_and_not_the_watch(job: Job, monkeypatch: 
 
     monkeypatch.setattr(answer, "work_in", fails)
     job.wait(60)
-    assert job.said == ["an internal error ended the early looks (RuntimeError: no); still watching"]
+    assert job.said == ["an internal error ended the early looks (RuntimeError: no). Still watching."]
 
 
 def test_a_rank_whose_gil_is_taken_is_asked_nothing_that_needs_it() -> None:

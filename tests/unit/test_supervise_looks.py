@@ -12,7 +12,7 @@ import pytest
 from evidence import in_c10d, in_user, looked_at, process
 from msgspec import structs
 
-from safelaunch.capture import filelocks, look, proc, stacks
+from safelaunch.capture import look, proc, stacks, waits
 from safelaunch.capture.look import Look, ProcessLook, Target, evidence_of, with_c_frames
 from safelaunch.capture.result import Result
 from safelaunch.model import Frame, StackSample
@@ -88,11 +88,11 @@ def test_the_nodes_file_locks_are_read_once_for_all_processes(monkeypatch: pytes
     """The kernel lets nobody on the node lock a file while it writes them down."""
     read = Counter[str]()
 
-    def table() -> str:
+    def table() -> tuple[waits.Held, ...]:
         read["all"] += 1
-        return "1: FLOCK  ADVISORY  WRITE 1 08:02:131 0 EOF\n"
+        return tuple(waits.parse("1: FLOCK  ADVISORY  WRITE 1 08:02:131 0 EOF\n"))
 
-    monkeypatch.setattr(filelocks, "_table", table)
+    monkeypatch.setattr(waits, "lock_table", table)
     monkeypatch.setattr(proc, "process_tree", lambda pid, known: [(pid, 1)] * 3)
     monkeypatch.setattr(stacks, "stack_of", lambda *_, **__: Result(None, "py-spy", 0.1, missing="no permission"))
     mine = os.getpid()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from safelaunch.capture.roster.progress import AgentEvent
+from safelaunch.capture.pages import AgentEvent
 from safelaunch.supervise.loop import is_of_rendezvous
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from safelaunch.capture.roster.progress import Worker
+from safelaunch.capture.pages import Worker
 from safelaunch.model import Progress
 from safelaunch.supervise.notices import Notices
 from safelaunch.supervise.watch.rhythm import Threshold

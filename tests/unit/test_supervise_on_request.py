@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +9,10 @@ from pathlib import Path
 import pytest
 from evidence import in_c10d, in_user, looked_at
 
-from safelaunch.capture.gpu import gpus_json
+from safelaunch.capture.gpu import gpus
 from safelaunch.capture.look import Look, RankLook, Target
 from safelaunch.capture.result import Result
+from safelaunch.model import Gpu, GpuProcess, Gpus
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.on_request import AGAIN_S, GpuMemory, SilentRanks, memory_by_process, words_of
 from tests.nvml import stub
@@ -77,14 +77,14 @@ def test_the_memory_of_all_gpus_by_process(node: stub.Node, monkeypatch: pytest.
     for name, value in node.environ.items():
         monkeypatch.setenv(name, value)
     node.write(f"process 0 {os.getpid()} 1000", f"process 3 {os.getpid()} 500", "process 3 4711 7", gpus=4)
-    found = memory_by_process(gpus_json(deadline_s=120.0))
+    found = memory_by_process(gpus(deadline_s=120.0))
     assert (found[os.getpid()], found[4711]) == (1500, 7)
 
 
 def test_a_node_without_gpus_is_asked_once(tmp_path: Path) -> None:
     asked = []
 
-    def ask() -> Result[bytes]:
+    def ask() -> Result[Gpus]:
         asked.append(1)
         return Result(None, "NVML", 0.0, missing="no driver")
 
@@ -98,5 +98,5 @@ def test_a_node_without_gpus_is_asked_once(tmp_path: Path) -> None:
 
 
 def test_processes_without_a_number_count_for_nothing() -> None:
-    document = {"gpus": [{"index": 0, "error": "lost"}, {"processes": [{"pid": 1, "memory_bytes": None}]}]}
-    assert memory_by_process(Result(json.dumps(document).encode(), "NVML", 0.0)) == {1: 0}
+    found = Gpus(gpus=(Gpu(0, error="lost"), Gpu(processes=(GpuProcess(1),))))
+    assert memory_by_process(Result(found, "NVML", 0.0)) == {1: 0}

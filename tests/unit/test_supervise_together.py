@@ -16,7 +16,7 @@ from safelaunch.job.argv import CommandLine
 from safelaunch.job.plan import Plan
 from safelaunch.model import BundlePlace, Evidence, Frame, Progress, RankEvidence, RankException
 from safelaunch.model.recording import RankRecord, Recording
-from safelaunch.settings.config import Settings
+from safelaunch.settings.options import Settings
 from safelaunch.supervise import joint_crash
 from safelaunch.supervise import together as module
 from safelaunch.supervise.cluster.channel import Channel

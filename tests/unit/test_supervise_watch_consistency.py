@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from safelaunch.capture.roster.checks import About, Check
+from safelaunch.capture.checks import About, Check
 from safelaunch.model import Inconsistency
 from safelaunch.supervise.watch.consistency import KEPT, Comparison
 

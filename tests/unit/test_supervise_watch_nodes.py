@@ -13,7 +13,7 @@ import pytest
 
 from safelaunch.beacon import layout, page
 from safelaunch.capture.counters import Counters
-from safelaunch.capture.roster.progress import Roster
+from safelaunch.capture.pages import Roster
 from safelaunch.job.paths import RunPaths
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.stall import Policy

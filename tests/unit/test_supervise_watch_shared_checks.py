@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from safelaunch.capture.roster.checks import About, Check
+from safelaunch.capture.checks import About, Check
 from safelaunch.model import Inconsistency
 from safelaunch.supervise.cluster.messages import BadMessage, packed
 from safelaunch.supervise.watch.consistency import Comparison

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from safelaunch.model import Gpu, GpuProcess
 from safelaunch.supervise import pollers
 from safelaunch.supervise.watch.stragglers import find
 
@@ -76,30 +77,29 @@ def test_windows_that_wrapped_at_different_points() -> None:
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
-def gpu(index: int, *processes: tuple[int, int | None]) -> dict[str, object]:
-    return {"index": index, "processes": [{"pid": pid, "memory_bytes": held} for pid, held in processes]}
+def gpu(index: int, *processes: tuple[int, int | None]) -> Gpu:
+    return Gpu(index, processes=tuple(GpuProcess(pid, held) for pid, held in processes))
 
 
 def test_two_ranks_on_one_gpu() -> None:
-    document = {"gpus": [gpu(0, (100, 1 << 30), (101, 1 << 30)), gpu(1)]}
-    (note,) = pollers.notes_on_gpus(document, {0: 100, 1: 101}, {100, 101})
+    gpus = [gpu(0, (100, 1 << 30), (101, 1 << 30)), gpu(1)]
+    (note,) = pollers.notes_on_gpus(gpus, {0: 100, 1: 101}, {100, 101})
     assert note.words.startswith("ranks 0, 1 are on the same GPU 0")
 
 
 def test_a_strangers_memory_on_a_gpu_of_ours() -> None:
-    document = {"gpus": [gpu(0, (100, 1 << 30), (999, 3 << 30)), gpu(1, (998, 3 << 30)), gpu(2, (101, 5), (997, 1000))]}
-    (note,) = pollers.notes_on_gpus(document, {0: 100, 1: 101}, {100, 101, 102})
-    assert note.words == "pid 999, not of this job, holds 3072 MiB of GPU 0, which rank 0 uses"
+    gpus = [gpu(0, (100, 1 << 30), (999, 3 << 30)), gpu(1, (998, 3 << 30)), gpu(2, (101, 5), (997, 1000))]
+    (note,) = pollers.notes_on_gpus(gpus, {0: 100, 1: 101}, {100, 101, 102})
+    assert note.words == "pid 999, not of this job, holds 3.0 GiB of GPU 0, which rank 0 uses"
 
 
 @pytest.mark.parametrize(
-    "document",
+    "gpus",
     [
-        {},
-        {"missing": "no driver"},
-        {"gpus": [{"index": 0, "error": "lost"}]},
-        {"gpus": [gpu(0, (100, None), (5, None))]},
+        [],
+        [Gpu(0, error="lost")],
+        [gpu(0, (100, None), (5, None))],
     ],
 )
-def test_a_driver_that_says_little(document: dict[str, object]) -> None:
-    assert pollers.notes_on_gpus(document, {0: 100}, {100}) == []
+def test_a_driver_that_says_little(gpus: list[Gpu]) -> None:
+    assert pollers.notes_on_gpus(gpus, {0: 100}, {100}) == []

@@ -53,6 +53,7 @@ def test_what_is_known_by_its_looks_is_in_no_artifact_either(tmp_path: Path) -> 
 # What may write files or print, and why its words need not pass the one place that decides.
 WRITERS = {
     "bundle.staging": "every file of a bundle: it holds the redactor",
+    "system.files": "what its callers hand over: they are listed here",
     "system.console": "every line that is shown: it holds the filter",
     "bundle.copier": "copies what staging has written; its own words reach a pipe of ours",
     "capture.gpu": "a program of its own, read through a pipe",
@@ -73,8 +74,7 @@ WRITERS = {
     "supervise.consistency": "names of parameters, in the run directory",
     "job.paths": "whose a run directory is",
     "job.guardian": "pids for the guardian",
-    "job.guarding": "pids and wait statuses for the supervisor, its own name",
-    "job.remains": "pids of the job",
+    "job.guarding": "pids of the job, wait statuses for the supervisor, its own name",
     "job.controlgroup": "pids into the kernel's files",
     "cli.diagnose": "what console has already passed, in the child that read it",
     "bundle.reading.guard": "a child's answer, through a pipe",
@@ -86,7 +86,7 @@ WRITERS = {
     "bundle.reading.locate": "unpacks somebody's bundle to read it",
     "beacon.*": "inside the ranks: what they say, before anything is taken out",
 }
-_PRINTS = {"print", "write_text", "write_bytes"}
+_PRINTS = {"print", "write_text", "write_bytes", "replace_file"}
 
 
 def _writes(call: ast.Call) -> bool:

@@ -4,42 +4,41 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from safelaunch.bundle.reading.cores import parse_all
 from safelaunch.bundle.reading.dumps import parse_some
-from safelaunch.bundle.reading.found import LINK, Found, Unreadable, read_limited, within
+from safelaunch.bundle.reading.guard import LINK, Found, Unreadable, parse_all, read_limited, within
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.capture.user_source import SOURCE_FILE
 from safelaunch.model import (
+    OWN_RECORDS,
     Answer,
     BundlePlace,
-    CaughtException,
-    DeviceMemory,
     EarlyLook,
     Evidence,
-    ExitCall,
     FlightRecord,
+    Gpus,
     GpuUse,
     Inconsistency,
     Launched,
+    Manifest,
     NcclWitness,
     NodeEvidence,
     Outcome,
-    ProcessEvidence,
+    Processes,
     Progress,
     RankEvidence,
-    RankException,
     RankFile,
     Rendezvous,
 )
 from safelaunch.model.evidence import all_nodes
-from safelaunch.system import untrusted_paths
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
+from safelaunch.system.files import exists, is_dir, is_file
 from safelaunch.verdict.exits import failed_by_itself, has_lost_a_peer
 
 _T = TypeVar("_T")
@@ -49,45 +48,6 @@ MAX_NODES = 65_536
 MAX_EARLY = 64
 APART_S = 120.0  # the clocks of nodes differ
 _RANK = re.compile(r"0|[1-9][0-9]{0,5}")
-
-
-class _Processes(msgspec.Struct):
-    main: ProcessEvidence | None = None
-    children: tuple[ProcessEvidence, ...] = ()
-
-
-class _Watch(msgspec.Struct):
-    stalled_s: float = 0.0
-    threshold_s: float = 0.0
-    answer: Answer | None = None
-    work: tuple[str, ...] = ()
-    why: str = ""
-
-
-class _Job(msgspec.Struct):
-    outcome: Outcome = "hang"
-    world_size: int = 0
-    moving: bool = False
-    for_finding: bool = False
-
-
-class _Moment(msgspec.Struct):
-    unix_s: float = 0.0
-
-
-class _Manifest(msgspec.Struct):
-    host: str = ""
-    watch: _Watch = msgspec.field(default_factory=_Watch)
-    job: _Job = msgspec.field(default_factory=_Job)
-    notes: tuple[str, ...] = ()
-    earlier: tuple[tuple[str, ...], ...] | None = None
-    written_unix_s: float = 0.0
-    timeline: tuple[_Moment, ...] = ()
-
-    @property
-    def taken(self) -> tuple[float, float]:
-        """From the last progress, with which the timeline begins, to when it was written, in Unix seconds."""
-        return (self.timeline[0].unix_s, self.written_unix_s) if self.timeline else (0.0, 0.0)
 
 
 class _Told(msgspec.Struct):
@@ -123,7 +83,7 @@ class _Bundle:
     def _bytes(self, name: str, limit_bytes: int) -> bytes | None:
         path = self.root / name
         try:
-            return read_limited(path, limit_bytes) if untrusted_paths.exists(path) else None
+            return read_limited(path, limit_bytes) if exists(path) else None
         except Unreadable as error:
             self.problems.append(f"{name}: {error.message}")
             return None
@@ -132,7 +92,7 @@ class _Bundle:
         """The ranks that have a folder in the bundle."""
         found = []
         for path in sorted((self.root / "ranks").iterdir()):
-            if not path.name[:1].isdigit() or not untrusted_paths.is_dir(path):
+            if not path.name[:1].isdigit() or not is_dir(path):
                 continue
             if not _RANK.fullmatch(path.name) or int(path.name) >= MAX_RANKS:
                 self.problems.append(f"ranks/{path.name}: the name is not a rank number")
@@ -148,14 +108,14 @@ class _Bundle:
             paths = sorted((self.root / "node").iterdir())[:MAX_NODES]
         except OSError:
             return []
-        return [path.name for path in paths if not path.is_symlink() and untrusted_paths.is_dir(path)]
+        return [path.name for path in paths if not path.is_symlink() and is_dir(path)]
 
     def flight_records(self, numbers: Sequence[int]) -> dict[int, FlightRecord]:
         """The record of each rank: from the pickle, which has frames, else from the JSON."""
         found: dict[int, FlightRecord] = {}
         for ending in (".pickle", ".json"):
             paths = {n: self.root / f"ranks/{n}/flight_recorder{ending}" for n in numbers if n not in found}
-            paths = {number: path for number, path in paths.items() if untrusted_paths.exists(path)}
+            paths = {number: path for number, path in paths.items() if exists(path)}
             for number, record in zip(paths, parse_all(list(paths.values()), parse_some), strict=True):
                 if isinstance(record, str):
                     self.problems.append(f"ranks/{number}/flight_recorder{ending}: {record}")
@@ -166,7 +126,7 @@ class _Bundle:
 
 def is_bundle(path: Path) -> bool:
     # Unlike pathlib, os.path does not raise for a link to a forbidden or missing place.
-    return untrusted_paths.is_file(path / "manifest.json") and untrusted_paths.is_dir(path / "ranks")
+    return is_file(path / "manifest.json") and is_dir(path / "ranks")
 
 
 def whole_of(roots: Sequence[Path]) -> Path | None:
@@ -182,7 +142,7 @@ def read_bundle(root: Path) -> Found:
     """Everything in a bundle about its ranks. Never raises for its contents."""
     within(root, root / "ranks")
     bundle = _Bundle(root)
-    manifest = bundle.json("manifest.json", _Manifest) or _Manifest()
+    manifest = bundle.json("manifest.json", Manifest) or Manifest()
     told = bundle.json("verdict.json", _Told) or _Told()
     numbers = bundle.numbers()
     records = bundle.flight_records(numbers)
@@ -234,23 +194,24 @@ def _nodes(bundle: _Bundle) -> tuple[NodeEvidence, ...]:
 
 def _nccl(bundle: _Bundle) -> NcclWitness | None:
     """The answer of NCCL's RAS service: of the one node that asked."""
-    from safelaunch.capture import nccl_ras
+    from safelaunch.capture import nccl
 
     for name in bundle.hosts():
-        path = f"node/{name}/{nccl_ras.FILE}"
+        path = f"node/{name}/{nccl.FILE}"
         if text := bundle.text(path):
             try:
-                return nccl_ras.parse(text, path)
+                return nccl.parse(text, path)
             except CaptureError as error:
                 bundle.problems.append(f"{path}: {error.message}")
     return None
 
 
 def _gpus(bundle: _Bundle) -> tuple[GpuUse, ...]:
-    from safelaunch.capture import gpu
-
-    texts = {name: bundle.text(f"node/{name}/gpus.json") for name in bundle.hosts()}
-    return tuple(one for name, text in texts.items() if text for one in gpu.uses(text.encode(), name))
+    found: list[GpuUse] = []
+    for name in bundle.hosts():
+        with suppress(msgspec.DecodeError, RecursionError):
+            found += from_json(bundle.text(f"node/{name}/gpus.json") or "{}", Gpus).uses(name)
+    return tuple(found)
 
 
 def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
@@ -277,7 +238,7 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
     stopped = _stopped_first(bundles) if outcomes >= {"hang", "crash"} else ()
     outcome = "hang" if stopped else outcome
     ranks = sorted((rank for found in bundles for rank in found.evidence.ranks), key=lambda rank: rank.rank)
-    asked, nccl = next(
+    asked, witness = next(
         ((n, f.evidence.nccl) for f, n in zip(bundles, names, strict=True) if f.evidence.nccl is not None), ("", None)
     )
     evidence = msgspec.structs.replace(
@@ -289,7 +250,7 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         moving=any(found.evidence.moving for found in bundles),
         for_finding=any(found.evidence.for_finding for found in bundles),
         nodes=all_nodes([found.evidence for found in bundles]),
-        nccl=nccl,
+        nccl=witness,
         answer=next((one for one in _ANSWERS if any(f.evidence.answer == one for f in bundles)), None),
         inconsistent=tuple(dict.fromkeys(one for found in bundles for one in found.evidence.inconsistent)),
         launched=next((one.evidence.launched for one in bundles if one.evidence.launched is not None), None),
@@ -302,7 +263,7 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
     files |= {"early.json": f"{names[0]}/early.json"} if first.early else {}
     wrong = next((name for found, name in zip(bundles, names, strict=True) if found.evidence.inconsistent), "")
     files |= {"inconsistent.json": f"{wrong}/inconsistent.json"} if wrong else {}
-    files |= {nccl.file: f"{asked}/{nccl.file}"} if nccl is not None else {}
+    files |= {witness.file: f"{asked}/{witness.file}"} if witness is not None else {}
     files |= {
         f"ranks/{rank.rank}/": f"{name}/ranks/{rank.rank}/"
         for found, name in zip(bundles, names, strict=True)
@@ -342,10 +303,11 @@ def _rank(bundle: _Bundle, number: int, host: str, records: Mapping[int, FlightR
     folder = f"ranks/{number}"
     known = bundle.json(f"{folder}/rank.json", RankFile)
     progress = bundle.json(f"{folder}/progress.json", Progress)
-    processes = bundle.json(f"{folder}/proc.json", _Processes) or _Processes()
+    processes = bundle.json(f"{folder}/proc.json", Processes) or Processes()
     if known is None:  # a bundle of an older version, without such a file
         pid = progress.pid if progress else processes.main.pid if processes.main else 0
         known = RankFile(host=host, pid=pid, local_rank=progress.local_rank if progress else -1)
+    own = {name: bundle.json(f"{folder}/{name}.json", kind) for name, kind in OWN_RECORDS.items()}
     return RankEvidence(
         rank=number,
         **known.fields,
@@ -353,9 +315,6 @@ def _rank(bundle: _Bundle, number: int, host: str, records: Mapping[int, FlightR
         main=processes.main,
         children=processes.children,
         flight_record=records.get(number),
-        exception=bundle.json(f"{folder}/exception.json", RankException),
-        exit_call=bundle.json(f"{folder}/exit_call.json", ExitCall),
-        caught=bundle.json(f"{folder}/caught.json", tuple[CaughtException, ...]) or (),
-        device_memory=bundle.json(f"{folder}/device_memory.json", DeviceMemory),
+        **{name: record for name, record in own.items() if record is not None},
         log_tail=bundle.text(f"{folder}/log_tail.txt"),
     )

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safelaunch.bundle.reading.cores import parse_all
-from safelaunch.bundle.reading.found import Found, Unreadable, read_limited, within
+from safelaunch.bundle.reading.guard import Found, Unreadable, parse_all, read_limited, within
 from safelaunch.capture import flight_dump, flight_records
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.model.entries import Entries
-from safelaunch.system import untrusted_paths
 from safelaunch.system.errors import CaptureError
+from safelaunch.system.files import is_dir
 
 MAX_FILES = 2 * MAX_RANKS
 # nccl_trace_rank_3, comm_lib_trace_rank_3, myjob-3.json, dump_rank3.pickle: any prefix, the rank, an ending.
@@ -31,9 +30,7 @@ def read_dumps(folder: Path, root: Path) -> Found | None:
     """
     failed: dict[str, str] = {}
     jobs: dict[str, dict[int, _Dump]] = {}  # by prefix
-    paths = [
-        path for path in folder.iterdir() if 0 <= _rank_of(path.name) < MAX_RANKS and not untrusted_paths.is_dir(path)
-    ]
+    paths = [path for path in folder.iterdir() if 0 <= _rank_of(path.name) < MAX_RANKS and not is_dir(path)]
     if len(paths) > MAX_FILES:
         raise Unreadable(f"it holds {len(paths)} files with the names of dumps; the limit is {MAX_FILES}")
     paths.sort(key=lambda path: (_rank_of(path.name), path.name))

@@ -1,4 +1,4 @@
-"""Works on a stranger's files in a child with bounded memory and time.
+"""Reads a stranger's files: in bounded pieces, in a child with bounded memory and time, and on all cores.
 
 A malicious file can kill the process that reads it: a pickle whose dictionary has a key of a hundred thousand nested
 tuples, an archive whose header announces gigabytes. The child may die of it; the caller gets one line.
@@ -8,18 +8,102 @@ Time is CPU time, because a busy machine or a slow disk is no sign of malice.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import resource
 import signal
+import stat
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from safelaunch.bundle.reading.found import Unreadable
+from safelaunch.model import Evidence
+from safelaunch.system.errors import SafelaunchError
+
+# --- what is found, and bounded reads ---------------------------------------------------------------------------------
+
+MAX_FILE_BYTES = 256 << 20
+OUTSIDE = "it is a link that leads out of the directory"
+LINK = "it is a link, and safelaunch follows no links here"
+
+
+class Unreadable(SafelaunchError):
+    """A file that is not what it should be. The message says what is wrong, without the path."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The evidence at a path. ``what``: its kind in words (``a bundle``); ``problems``: unreadable files, with reasons.
+
+    ``files``: the file in a claim (``ranks/3/flight_recorder.json``) → the real file, if that is another one.
+    ``bundles``: the directories of the bundles that it was read from. ``taken``: of a bundle, from the last progress to
+    when it was written, in Unix seconds; zeros where that is not known. ``source``: what the verdict read of the user's
+    files, by their paths; None where that is not kept.
+    """
+
+    what: str
+    evidence: Evidence
+    problems: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    bundles: tuple[Path, ...] = ()
+    taken: tuple[float, float] = (0.0, 0.0)
+    source: Mapping[str, str] | None = None
+
+    def read_source(self, path: str) -> str | None:
+        """The text of a source file for the verdict: as it was then, otherwise what has that path here and now."""
+        if self.source is not None:
+            return self.source.get(path) or None
+        from safelaunch.capture import user_source
+
+        return user_source.text_for_stranger(path)
+
+
+def read_limited(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """The bytes of a regular file. Raises Unreadable for anything else, and for a file that is too large.
+
+    The last part of the path must not be a link; ``within`` checks the directories.
+    """
+    try:
+        mode = path.lstat().st_mode  # opening a device may already do something
+        if not stat.S_ISREG(mode):
+            raise Unreadable(LINK if stat.S_ISLNK(mode) else "it is not a regular file")
+        # A FIFO in the folder must not block us.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise Unreadable("it is not a regular file")
+            if status.st_size > limit_bytes:
+                raise Unreadable(f"it is too large: {status.st_size} bytes, and the limit is {limit_bytes}")
+            return file.read(status.st_size)  # not the limit: read allocates that much memory at once
+    except OSError as error:
+        raise cannot_be_read(error) from error
+
+
+def cannot_be_read(error: OSError) -> Unreadable:
+    """``error`` in words."""
+    return Unreadable(f"it cannot be read: {error.strerror or error}")
+
+
+def within(root: Path, path: Path) -> Path:
+    """``path`` with its links resolved. Raises Unreadable if they lead out of ``root``, and OSError.
+
+    ``root`` is the user's path, with its own links resolved.
+    """
+    real = Path(os.path.realpath(path))
+    if not real.is_relative_to(root):
+        raise Unreadable(OUTSIDE)
+    return real
+
+
+# --- in a child -------------------------------------------------------------------------------------------------------
 
 _T = TypeVar("_T")
 # The child's messages: a mark for each value, then all values, or the reason for having no more.
@@ -144,3 +228,94 @@ def _why(kind: bytes, payload: bytes, code: int, bounds: Bounds) -> str:
     with suppress(ValueError):
         return f"reading it killed the reader ({signal.Signals(-code).name})"
     return f"its reader failed with exit code {code}"
+
+
+# --- on all cores -----------------------------------------------------------------------------------------------------
+
+_Parse = Callable[[Sequence[Path]], Iterable[_T]]
+
+MOST_PROCESSES = 16
+WORTH_IT_BYTES = 8 << 20  # below this, reading is faster than starting processes
+MOST_GIVEN_UP = 4  # files that kill their reader are no accident, and each may take seconds
+_FILES_AT_ONCE = 32
+_MEMORY_BYTES, _PER_BYTE, _CPU_S = 256 << 20, 24, 2  # a dump's objects take 15 times its size
+_MOST_MEMORY_BYTES = 2 << 30
+
+
+def parse_all(paths: Sequence[Path], parse: _Parse[_T], *, worth_it_bytes: int = WORTH_IT_BYTES) -> Iterator[_T | str]:
+    """Yields one value per file, in order. ``parse`` gets several files at a time and gives one value for each.
+
+    A file that exceeds the bounds of its reader gives the reason instead of a value; the others are unaffected.
+    """
+    parts = [paths[begin : begin + _FILES_AT_ONCE] for begin in range(0, len(paths), _FILES_AT_ONCE)]
+    processes = min(len(os.sched_getaffinity(0)), len(parts), MOST_PROCESSES)
+    alone = _Alone(parse)
+    if processes < 2 or sum(map(_size, paths)) < worth_it_bytes:
+        for part in parts:
+            yield from alone.read(part)
+        return
+    while parts:
+        done = 0
+        try:
+            for made in _by_processes(processes, parse, parts):
+                done += 1
+                yield from made
+        except (OSError, MemoryError, BrokenProcessPool):
+            yield from alone.read(parts[done])  # one of the parts in progress; the others are read again
+            done += 1
+        parts = parts[done:]
+
+
+class _Alone:
+    """Reads files one after the other in a child. If a file kills the child, it continues without that file."""
+
+    def __init__(self, parse: _Parse[_T]) -> None:
+        self._parse = parse
+        self._given_up = 0
+
+    def read(self, paths: Sequence[Path]) -> Iterator[_T | str]:
+        while paths:
+            if self._given_up >= MOST_GIVEN_UP:
+                yield from [f"skipped, because {self._given_up} other files could not be read"] * len(paths)
+                return
+            try:
+                yield from all_in_child(lambda paths=paths: self._parse(paths), _bounds(paths))  # type: ignore[misc]
+                return
+            except TooMuch as error:
+                self._given_up += 1
+                fatal = min(error.made, len(paths) - 1)
+                yield from self.read(paths[:fatal])
+                yield error.message
+                paths = paths[fatal + 1 :]
+
+
+def _bounds(paths: Sequence[Path]) -> Bounds:
+    """The bounds for a part: memory for the largest file, time for all of them."""
+    sizes = list(map(_size, paths))
+    memory = min(_MEMORY_BYTES + _PER_BYTE * max(sizes, default=0), _MOST_MEMORY_BYTES)
+    return Bounds(memory, _CPU_S + (sum(sizes) >> 21))
+
+
+def _by_processes(count: int, parse: _Parse[_T], parts: Sequence[Sequence[Path]]) -> Iterator[list[_T]]:
+    # Fork: a new interpreter would import all of this again, and this process has only one thread.
+    bounds = _bounds([max((path for part in parts for path in part), key=_size)])
+    pool = ProcessPoolExecutor(
+        count, mp_context=multiprocessing.get_context("fork"), initializer=bind, initargs=(bounds,)
+    )
+    try:
+        yield from pool.map(partial(_timed, parse), parts)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _timed(parse: _Parse[_T], paths: Sequence[Path]) -> list[_T]:
+    """Reads one part within its time, in a process that reads several."""
+    give_time(_bounds(paths).cpu_s)
+    return list(parse(paths))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0  # reading it gives the reason

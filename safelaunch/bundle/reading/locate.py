@@ -12,9 +12,8 @@ from pathlib import Path, PurePosixPath
 
 from safelaunch.bundle.reading.bundles import is_bundle, merge, read_bundle, whole_of
 from safelaunch.bundle.reading.dumps import read_dumps
-from safelaunch.bundle.reading.found import MAX_FILE_BYTES, Found, Unreadable, cannot_be_read, within
-from safelaunch.bundle.reading.guard import Bounds, in_child
-from safelaunch.system import untrusted_paths
+from safelaunch.bundle.reading.guard import MAX_FILE_BYTES, Bounds, Found, Unreadable, cannot_be_read, in_child, within
+from safelaunch.system.files import is_dir, is_file
 
 MAX_UNPACKED_BYTES = 1 << 30
 MAX_UNPACKED_FILES = 100_000
@@ -108,7 +107,7 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
         merged = merge([read_bundle(path) for path in inside], [path.name for path in inside])
         return replace(merged, bundles=tuple(inside))
     dumps = read_dumps(folder, folder)
-    if dumps is None and untrusted_paths.is_dir(folder / "flight_recorder"):
+    if dumps is None and is_dir(folder / "flight_recorder"):
         dumps = read_dumps(within(folder, folder / "flight_recorder"), folder)
         files = {name: f"flight_recorder/{file}" for name, file in dumps.files.items()} if dumps is not None else {}
         dumps = Found(dumps.what, dumps.evidence, dumps.problems, files) if dumps is not None else None
@@ -118,7 +117,7 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
 
 
 def _is_run_directory(path: Path) -> bool:
-    return untrusted_paths.is_dir(path / "pages") and untrusted_paths.is_file(path / "owner")
+    return is_dir(path / "pages") and is_file(path / "owner")
 
 
 def _unpack(archive: Path, scratch: Path) -> None:

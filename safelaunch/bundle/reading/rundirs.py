@@ -13,14 +13,14 @@ import msgspec
 
 from safelaunch.beacon import layout
 from safelaunch.bundle.reading.dumps import read_dumps
-from safelaunch.bundle.reading.found import Found, Unreadable, read_limited, within
+from safelaunch.bundle.reading.guard import Found, Unreadable, read_limited, within
 from safelaunch.capture import collect
 from safelaunch.capture.flight_dump import MAX_RANKS
-from safelaunch.capture.roster.progress import AgentEvent, Roster, read_meta
-from safelaunch.capture.sink import Nowhere
+from safelaunch.capture.pages import AgentEvent, Roster, read_meta
+from safelaunch.capture.result import Sink
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import Evidence, RankExit
-from safelaunch.system import untrusted_paths
+from safelaunch.system.files import is_dir, lexists
 from safelaunch.system.redaction.redactor import Redactor
 
 MAX_FILES = 8 * 4096  # a page and its companions, for each rank
@@ -40,11 +40,11 @@ def read_run(root: Path, scratch: Path) -> Found:
     exits = _exits(roster.refresh())
     pages = {number: page for number, page in roster.pages().items() if number < MAX_RANKS}
     dumps = None
-    if untrusted_paths.is_dir(found_there.flight_recorder):
+    if is_dir(found_there.flight_recorder):
         dumps = read_dumps(within(root, found_there.flight_recorder), root)
         problems += dumps.problems if dumps is not None else ()
     records = {rank.rank: rank.flight_record for rank in dumps.evidence.ranks} if dumps is not None else {}
-    host, nowhere = platform.node(), Nowhere(Redactor())  # the files stay where they are
+    host, nowhere = platform.node(), Sink(Redactor())  # the files stay where they are
     ranks = []
     for number in sorted({*pages, *(worker for worker in roster.workers if 0 <= worker < MAX_RANKS), *records}):
         page = pages.get(number)
@@ -83,7 +83,7 @@ def _copy(there: RunPaths, here: RunPaths) -> Iterator[str]:
         if number > MAX_FILES or left < 0:
             yield f"{len(names) - number} more files of pages/: ignored, because no run leaves so many"
             return
-        if not untrusted_paths.lexists(source) or source.name.endswith(layout.SERVER_SUFFIX):
+        if not lexists(source) or source.name.endswith(layout.SERVER_SUFFIX):
             continue
         try:
             data = read_limited(source, MAX_FILE_BYTES)

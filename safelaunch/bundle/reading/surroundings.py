@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from safelaunch.bundle.reading.found import Unreadable, read_limited
-from safelaunch.capture.logs import NOTHING
-from safelaunch.report.about import About, Gpu, Launch, Link, NodeFiles
-from safelaunch.system import untrusted_paths
+from safelaunch.bundle.reading.guard import Unreadable, read_limited
+from safelaunch.capture.node import NOTHING
+from safelaunch.model import Gpus, Manifest, NodeFiles, Resources, node_file
+from safelaunch.report.about import About, Launch, Link, NodeSummary
 from safelaunch.system.decoding import from_json
+from safelaunch.system.files import exists, is_dir
 
 _T = TypeVar("_T")
 MOST_BYTES = 4 << 20
@@ -22,33 +23,20 @@ MOST_NODES = 1024
 MOST_LINES = 40
 _MATTERS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "MASTER_", "UCX_", "FI_", "OMP_NUM_THREADS")
 _NO_COUNTS = ("state", "rate", "speed_mbit")
+NOBODY: Mapping[str, NodeFiles] = {}
 _NO_VERSIONS = ("system", "kernel", "machine", "python_executable", "torch_git")
 
 
-class _Gpus(msgspec.Struct):
-    gpus: tuple[Gpu, ...] = ()
-    missing: str = ""
-    driver: str | None = None
+def about(root: Path, launch: Launch | None = None, own: Mapping[str, NodeFiles] = NOBODY) -> About:
+    """What the bundle in ``root`` says. Never raises for its contents: what is damaged is left out.
 
-
-class _Resources(msgspec.Struct):
-    cpus: int | None = None
-    load: tuple[float, ...] = ()
-    memory_bytes: dict[str, int] = {}
-    disks: dict[str, dict[str, Any]] = {}
-    network: dict[str, dict[str, Any]] = {}
-
-
-class _Written(msgspec.Struct):
-    written_unix_s: float = 0.0
-
-
-def about(root: Path) -> About:
-    """What the bundle in ``root`` says. Never raises for its contents: what is damaged is left out."""
-    written = _json(root / "manifest.json", _Written) or _Written()
-    launch = _json(root / "launch.json", Launch) or Launch()
+    ``launch``, and ``own`` by host: what is known without reading it.
+    """
+    launch = launch or _json(root / "launch.json", Launch) or Launch()
     begun_s = _moment(launch.started)
-    return About(root.name, written.written_unix_s, launch, tuple(_node(path, begun_s) for path in _nodes(root)))
+    nodes = {path.name: own.get(path.name) or _files_in(path) for path in _nodes(root)}
+    written = _json(root / "manifest.json", Manifest) or Manifest()
+    return About(root.name, written.written_unix_s, launch, tuple(_summary(*one, begun_s) for one in nodes.items()))
 
 
 def about_all(roots: Sequence[Path]) -> About:
@@ -66,16 +54,22 @@ def _nodes(root: Path) -> list[Path]:
         paths = sorted((root / "node").iterdir())[:MOST_NODES]
     except OSError:
         return []
-    return [path for path in paths if not path.is_symlink() and untrusted_paths.is_dir(path)]
+    return [path for path in paths if not path.is_symlink() and is_dir(path)]
 
 
-def _node(folder: Path, begun_s: float) -> NodeFiles:
-    gpus = _json(folder / "gpus.json", _Gpus) or _Gpus()
-    resources = _json(folder / "resources.json", _Resources) or _Resources()
-    versions = _json(folder / "versions.json", dict[str, str]) or {}
-    environment = _json(folder / "env.json", dict[str, str]) or {}
-    return NodeFiles(
-        host=folder.name,
+def _files_in(folder: Path) -> NodeFiles:
+    found: dict[str, Any] = {}
+    for field in msgspec.structs.fields(NodeFiles):
+        path = folder / node_file(field.name)
+        value = _text(path) if path.suffix == ".txt" else _json(path, field.type)
+        found |= {field.name: value} if value else {}
+    return NodeFiles(**found)
+
+
+def _summary(host: str, files: NodeFiles, begun_s: float) -> NodeSummary:
+    gpus, resources = files.gpus or Gpus(), files.resources or Resources()
+    return NodeSummary(
+        host=host,
         gpus=gpus.gpus,
         no_gpus=gpus.missing,
         cpus=resources.cpus or 0,
@@ -84,9 +78,9 @@ def _node(folder: Path, begun_s: float) -> NodeFiles:
         memory_available_bytes=resources.memory_bytes.get("MemAvailable", 0),
         disks=tuple(_used(place, disk) for place, disk in resources.disks.items() if "total_bytes" in disk),
         network=tuple(_link(name, link) for name, link in resources.network.items()),
-        environment=tuple((name, text) for name, text in environment.items() if name.startswith(_MATTERS)),
-        versions=tuple((name, text) for name, text in versions.items() if name not in _NO_VERSIONS),
-        kernel_log=tuple(_since(begun_s, _text(folder / "kernel_log.txt").splitlines())[-MOST_LINES:]),
+        environment=tuple((name, text) for name, text in files.env.items() if name.startswith(_MATTERS)),
+        versions=tuple((name, text) for name, text in files.versions.items() if name not in _NO_VERSIONS),
+        kernel_log=tuple(_since(begun_s, files.kernel_log.splitlines())[-MOST_LINES:]),
     )
 
 
@@ -136,6 +130,6 @@ def _text(path: Path) -> str:
 
 def _bytes(path: Path) -> bytes:
     try:
-        return read_limited(path, MOST_BYTES) if untrusted_paths.exists(path) else b""
+        return read_limited(path, MOST_BYTES) if exists(path) else b""
     except Unreadable:
         return b""

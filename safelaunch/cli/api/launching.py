@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from safelaunch.beacon import entrypoint as ranks
 from safelaunch.cli.api.wire import Done, Ended, FromSupervisor, Line, Ready, Refused, Request, Stop, Stopping
 from safelaunch.model import Verdict
+from safelaunch.settings.options import Options
 from safelaunch.system import errors, procstat
 from safelaunch.system.console import say
 from safelaunch.system.errors import SafelaunchError, UsageError
@@ -28,7 +29,6 @@ from safelaunch.system.errors import SafelaunchError, UsageError
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
     from typing_extensions import Unpack
-from typing import Literal, TypedDict
 
 import msgspec
 
@@ -50,40 +50,6 @@ def command(module: str, function: str = "main") -> list[str]:
 
 
 # --- safelaunch's options as keywords of ``safelaunch.launch`` --------------------------------------------------------
-
-
-Text = str | os.PathLike[str]
-Seconds = float | str  # 90, "90s", "10m"
-
-
-class Options(TypedDict, total=False):
-    """Every keyword is the option of that name: ``stall_timeout=90`` is ``--stall-timeout 90``.
-
-    Two have other names here: ``config_file`` is ``--config``, and ``watch=False`` is ``--no-watch``.
-    """
-
-    preset: Text | Sequence[Text]
-    stall_timeout: Seconds
-    stall_floor: Seconds
-    max_stall: Seconds
-    startup_timeout: Seconds
-    on_stall: Literal["kill", "restart", "dump"]
-    no_early_look: bool
-    on_suspect: str
-    check_every: int
-    on_inconsistent: Literal["report", "dump", "stop"]
-    pg_timeout: Seconds  # "10m!": of all groups
-    watch: bool
-    bundle_dir: Text
-    keep_bundles: int
-    on_bundle: str
-    gpus: int | str
-    wait: bool | Seconds
-    no_lease: bool
-    run_name: str
-    cluster_key_file: Text
-    cluster_store: str
-    config_file: Text
 
 
 def words_of(options: Mapping[str, object]) -> tuple[tuple[str, str | None], ...]:

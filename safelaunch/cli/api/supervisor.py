@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from safelaunch.capture.roster.progress import EventReader
+from safelaunch.capture.pages import EventReader
 from safelaunch.cli.api.wire import Done, Ended, FromCaller, Line, Ready, Refused, Request, Stop, Stopping
 from safelaunch.job import process
 from safelaunch.job.argv import CommandLine
@@ -25,11 +25,12 @@ from safelaunch.job.plan import Plan, Surroundings, build_beside, in_directory
 from safelaunch.job.process import ProcessId
 from safelaunch.job.torchrun import Torch
 from safelaunch.leases.resources import Resources, gather
-from safelaunch.settings.config import Settings, resolve
+from safelaunch.settings.config import resolve
+from safelaunch.settings.options import Settings
 from safelaunch.supervise.preflight import check
 from safelaunch.supervise.session import directory_for
 from safelaunch.system.console import redact, say
-from safelaunch.system.errors import SafelaunchError
+from safelaunch.system.errors import SafelaunchError, internal_error
 
 
 class CallersProcesses(JobProcesses):
@@ -164,7 +165,7 @@ def _supervise(job: Job, line: Line, given: Resources) -> Done:
         supervisor = Supervisor(job, processes, given.touch, forwarder)
         code = os.waitstatus_to_exitcode(supervisor.run())
     except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
-        say(f"an internal error ended the watch ({type(error).__name__}: {error}). The job continues, unwatched.")
+        say(internal_error(error, "the watch", "The job continues, unwatched."))
         _wait_for_end(line)
         return Done()
     shown = supervisor.shown

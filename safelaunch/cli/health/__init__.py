@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -13,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safelaunch.bundle.publishing import check_directory
+from safelaunch.bundle.staging import check_directory
 from safelaunch.capture import gpu
-from safelaunch.capture.parallel import gather
+from safelaunch.capture.result import gather
 from safelaunch.job import paths, torchrun
 from safelaunch.settings.config import INTERNAL_ENV, resolve
 from safelaunch.supervise.control.discover import roots
@@ -121,8 +120,8 @@ def _torch(subject: Subject) -> tuple[Check | None, ...]:
 
 
 def _gpus(cuda: str) -> Check:
-    found = gpu.gpus_json()
-    count = len(json.loads(found.value).get("gpus", ())) if found.value is not None else 0
+    found = gpu.gpus()
+    count = len(found.value.gpus) if found.value is not None else 0
     return rules.gpu_check(count, found.missing, found.kind, cuda, node.has_gpu_devices())
 
 

@@ -18,12 +18,13 @@ from typing import Any
 from safelaunch import beacon
 from safelaunch.beacon import layout
 from safelaunch.capture import cgroups, command, stacks
-from safelaunch.capture import tracing as kernel
+from safelaunch.capture import stacks as kernel
 from safelaunch.capture.result import within
 from safelaunch.job.paths import RunPaths
 from safelaunch.settings.config import INTERNAL_ENV
 from safelaunch.supervise.control.discover import find
 from safelaunch.system.errors import CaptureError
+from safelaunch.system.files import text_of
 
 from .rules import (
     Check,
@@ -96,7 +97,7 @@ def longest_socket(root: Path) -> int:
     """The length in bytes of the longest socket path below ``root``: the kernel's greatest pid, 100 attempts, ranks in
     the tens of thousands.
     """
-    most = _text("/proc/sys/kernel/pid_max").strip() or "4194304"
+    most = text_of("/proc/sys/kernel/pid_max").strip() or "4194304"
     run = RunPaths(root / f"r{most}-99")
     page = layout.page_name(99, 99999, int(most))
     return len(os.fsencode(run.of_page(page, layout.SERVER_SUFFIX)))
@@ -110,7 +111,7 @@ def clock(begin: tuple[float, float]) -> Clock:
         time.monotonic_ns()
     cost = (time.perf_counter_ns() - start) / READINGS
     return Clock(
-        source=_text("/sys/devices/system/clocksource/clocksource0/current_clocksource").strip(),
+        source=text_of("/sys/devices/system/clocksource/clocksource0/current_clocksource").strip(),
         suspended_s=time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC),
         jump_s=jump,
         cost_ns=cost,
@@ -126,7 +127,7 @@ def ports() -> Check:
             listener.listen(1)
     except OSError as error:
         problem = error.strerror or str(error)
-    words = _text("/proc/sys/net/ipv4/ip_local_port_range").split()
+    words = text_of("/proc/sys/net/ipv4/ip_local_port_range").split()
     low, high = (int(words[0]), int(words[1])) if len(words) == 2 else (0, 0)
     return port_check(problem, low, high)
 
@@ -171,7 +172,7 @@ def _threads_of(uid: int) -> int:
 
 
 def control_group() -> Check:
-    total = re.search(r"^MemTotal:\s+(\d+) kB", _text("/proc/meminfo"), re.MULTILINE)
+    total = re.search(r"^MemTotal:\s+(\d+) kB", text_of("/proc/meminfo"), re.MULTILINE)
     return cgroup_check(cgroups.limits(os.getpid()), int(total[1]) * 1024 if total else 0)
 
 
@@ -185,13 +186,6 @@ def left_behind(places: tuple[Path, ...]) -> Check:
 
 def has_gpu_devices() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text("utf-8", "replace")
-    except OSError:
-        return ""
 
 
 # --- Reads the stack of a child as it would read a rank's, and looks up the kernel settings that allow it -------------
@@ -284,8 +278,8 @@ def python_of(python: str) -> tuple[int, int]:
 
 def rights(environ: Mapping[str, str]) -> Rights:
     """The kernel's settings for this process."""
-    facts = kernel.look(os.getpid())
-    seccomp = re.search(r"^Seccomp:\s*(\d)", _text("/proc/self/status"), re.MULTILINE)
+    facts = kernel.tracing_facts(os.getpid())
+    seccomp = re.search(r"^Seccomp:\s*(\d)", text_of("/proc/self/status"), re.MULTILINE)
     return Rights(
         yama=facts.yama,
         capable=facts.capable,

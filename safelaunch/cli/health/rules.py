@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from safelaunch.model.words import size
 from safelaunch.system.errors import Failure
 
 # --- The result of one check of ``safelaunch doctor`` -----------------------------------------------------------------
@@ -364,11 +365,6 @@ class Disk:
     def is_remote(self) -> bool:
         """Whether another machine serves it."""
         return self.kind in NETWORK_DISKS or self.kind.startswith("fuse.")
-
-
-def size(number: float) -> str:
-    """``79 GiB``, ``512 MiB``."""
-    return f"{number / GIB:.0f} GiB" if number >= 10 * GIB else f"{number / MIB:.0f} MiB"
 
 
 def room_check(name: str, disk: Disk, what_for: str) -> Check:

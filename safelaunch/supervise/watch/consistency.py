@@ -10,8 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from safelaunch.capture.roster.checks import Check
-from safelaunch.model import Inconsistency, format_ranks
+from safelaunch.capture.checks import Check
+from safelaunch.model import Inconsistency, rank_words
 
 KEPT = 64  # positions of a series that wait for the last rank
 FEWEST_LOSSES = 20
@@ -61,7 +61,7 @@ class Comparison:
             if absent := tuple(rank for rank in group if rank not in ranks):
                 by_ranks.setdefault(absent if ranks else group, {})[name] = None
         return [
-            f"NOT compared {'with' if len(ranks) == 1 else 'between'} {_ranks(ranks)}: {_some(list(names))}"
+            f"NOT compared {'with' if len(ranks) == 1 else 'between'} {rank_words(ranks)}: {_some(list(names))}"
             for ranks, names in sorted(by_ranks.items())
         ]
 
@@ -178,9 +178,9 @@ def _diverged(kind: str, position: int, since: int, replicas: _Replicas, unix_s:
     off = _off(sides)
     what = f"{count} of {total} {kind}" if count > 1 else first
     more = f", the first is {first}" if count > 1 else ""
-    who = f"{_ranks(off)} {'differs' if len(off) == 1 else 'differ'} from the others"
+    who = f"{rank_words(off)} {'differs' if len(off) == 1 else 'differ'} from the others"
     if not off:
-        who = " against ".join(_ranks(side) for side in sides)
+        who = " against ".join(rank_words(side) for side in sides)
     return Inconsistency(
         "replicas-diverged",
         unix_s,
@@ -232,7 +232,7 @@ def _not_finite(position: int, since: int, checks: Mapping[int, Check], unix_s: 
         count=len(counts),
         total=total,
         ranks=ranks,
-        words=f"gradients are not finite on {_ranks(ranks)} {when}, the first is that of {names[-1]} "
+        words=f"gradients are not finite on {rank_words(ranks)} {when}, the first is that of {names[-1]} "
         f"({len(counts)} of {total}){one}",
     )
 
@@ -253,9 +253,5 @@ def _bad_loss(checks: Mapping[int, Check], unix_s: float) -> Inconsistency | Non
         return None
     step = min(starts.values())
     ranks = tuple(sorted(rank for rank, at in starts.items() if at == step))
-    words = f"loss: not finite on {_ranks(ranks)} since step {step}"
+    words = f"loss: not finite on {rank_words(ranks)} since step {step}"
     return Inconsistency("loss", unix_s, step=step, ranks=ranks, words=words)
-
-
-def _ranks(ranks: Side) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"

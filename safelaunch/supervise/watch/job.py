@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from safelaunch.beacon import layout
 from safelaunch.capture.counters import Counters
 from safelaunch.capture.look import Target
-from safelaunch.capture.roster.progress import AgentEvent, Page, Roster, Worker
+from safelaunch.capture.pages import AgentEvent, Page, Roster, Worker
 from safelaunch.job.process import identify
 from safelaunch.model import EarlyLook, Inconsistency, Progress
 from safelaunch.supervise.watch import pulse, quiet, rhythm, stall

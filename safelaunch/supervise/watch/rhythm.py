@@ -19,6 +19,8 @@ from itertools import combinations
 import msgspec
 from msgspec.structs import replace
 
+from safelaunch.model import duration
+
 # Nothing is concluded from the first steps (compilation, autotuning, filling caches), nor before so many are known.
 WARM_UP = 3
 ENOUGH = 24
@@ -142,17 +144,17 @@ def _uncapped(known: Learned, bounds: Bounds) -> Threshold:
     if not known.knows_enough or known.last_step is None:
         return Threshold(bounds.initial_s, f"{known.count} steps known, too few to learn from")
     ordinary_s = quantile_s(known)
-    options = [(MARGIN * ordinary_s, f"{MARGIN:g} x its longest ordinary step ({_seconds(ordinary_s)})")]
+    options = [(MARGIN * ordinary_s, f"{MARGIN:g} x its longest ordinary step ({duration(ordinary_s)})")]
     if known.irregular_s:
-        options.append((1.5 * known.irregular_s, f"1.5 x a pause that came twice ({_seconds(known.irregular_s)})"))
+        options.append((1.5 * known.irregular_s, f"1.5 x a pause that came twice ({duration(known.irregular_s)})"))
     due = expected(known, known.last_step, known.last_s)
     if due is not None:
-        options.append((1.5 * due[0], f"1.5 x the pause that is due here ({_seconds(due[0])}, {due[1]})"))
+        options.append((1.5 * due[0], f"1.5 x the pause that is due here ({duration(due[0])}, {due[1]})"))
     seconds, why = max(options)
     if seconds < bounds.floor_s:
-        return Threshold(bounds.floor_s, f"the floor; {why} would be {_seconds(seconds)}")
+        return Threshold(bounds.floor_s, f"the floor; {why} would be {duration(seconds)}")
     if seconds > bounds.ceiling_s:
-        return Threshold(bounds.ceiling_s, f"the ceiling; {why} would be {_seconds(seconds)}")
+        return Threshold(bounds.ceiling_s, f"the ceiling; {why} would be {duration(seconds)}")
     return Threshold(seconds, why)
 
 
@@ -242,7 +244,7 @@ def _returns(first: Pause, second: Pause, step: int, at_s: float, beats: int = 3
     if period_s > SECONDS_OFF_LEAST and beats > 1:
         late_s = at_s - second.at_s - second.lasted_s - period_s
         if abs(late_s) <= max(SECONDS_OFF_LEAST, SECONDS_OFF * period_s):
-            return f"every {_seconds(period_s)}"
+            return f"every {duration(period_s)}"
     return ""
 
 
@@ -264,7 +266,3 @@ def _leads_on(pause: Pause, after: tuple[Pause, ...]) -> bool:
         for second, third in combinations(after, 2)
         if 1 / 3 <= pause.lasted_s / second.lasted_s <= 3
     )
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from safelaunch.capture.roster.checks import MOST_TENSORS, About, Check
+from safelaunch.capture.checks import MOST_TENSORS, About, Check
 from safelaunch.model import Inconsistency
 from safelaunch.supervise.cluster.messages import MOST_RANKS, BadMessage, Message, packed, unpacked
 from safelaunch.system.decoding import from_msgpack

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from urllib.parse import unquote
 
-from safelaunch.system.redaction.names import Kind, is_shown, kind_of
 from safelaunch.system.redaction.redact import by_rule, is_plain_value
+from safelaunch.system.redaction.shapes import Kind, is_shown, kind_of
 
 LEAST = 4  # characters: what is shorter is found by the name before it only
 _MOST_PARTS = 64  # of one value

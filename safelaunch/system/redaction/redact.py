@@ -11,9 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 
-from safelaunch.system.redaction.names import Kind, is_secret_name, is_shown, kind_of
 from safelaunch.system.redaction.readings import readings
-from safelaunch.system.redaction.shapes import Span, shapes_in
+from safelaunch.system.redaction.shapes import Kind, Span, is_secret_name, is_shown, kind_of, shapes_in
 
 REDACTED = "[redacted]"
 NOT_SHOWN = "[not shown]"

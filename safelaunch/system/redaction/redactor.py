@@ -201,7 +201,7 @@ class Redactor:
         A dump keeps its form. What cannot be read as any of them keeps its length, with secrets overwritten.
         """
         if data.startswith(b"\x80"):
-            from safelaunch.system.pickles import load_pickle  # late: the rest is wanted before a job is started
+            from safelaunch.system.decoding import load_pickle  # late: the rest is wanted before a job is started
 
             return self._encoded(data, load_pickle, lambda value: pickle.dumps(value, protocol=min(data[1], 5)))
         if data.lstrip()[:1] in (b"{", b"["):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from safelaunch.model.words import size as size_words
+
 _SIZE = r"(?P<{}>\d+(?:\.\d+)?) ?(?P<{}_unit>bytes|KiB|MiB|GiB)"
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -71,4 +73,4 @@ def _size(found: re.Match[str] | None, name: str) -> int | None:
 
 def words(size: int) -> str:
     """``1.5 GiB``, ``40 MiB``."""
-    return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.0f} MiB"
+    return size_words(size)

@@ -11,7 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from safelaunch.beacon import checks, fingerprints, replicas
+from safelaunch.beacon import checks, replicas
+from safelaunch.beacon import replicas
 
 checks.install(str(Path(tempfile.mkdtemp()) / "page"), 1)
 waits: list[str] = []
@@ -44,7 +45,7 @@ with FakeTensorMode(), torch.no_grad():
         )
     ((_, numbers, _),) = series.pending
     assert numbers.device.type == "cuda" and numbers.numel() == 3 * 3 + 1024 + 2, numbers.shape
-    assert fingerprints.magnitudes(torch, [one, None, other], series._device).shape == (3,)
+    assert replicas.magnitudes(torch, [one, None, other], series._device).shape == (3,)
     found = list(waits)
     with Watching():
         torch.empty(3).to(other.device)

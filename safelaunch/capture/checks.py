@@ -13,6 +13,8 @@ import msgspec
 from safelaunch.beacon import layout
 from safelaunch.system.decoding import from_json
 
+# --- series -----------------------------------------------------------------------------------------------------------
+
 LARGEST = 64 << 20
 MOST_TENSORS = 1 << 20
 

@@ -1,4 +1,4 @@
-"""Reads the progress pages, the agent's events and the ranks' metadata from the run directory."""
+"""What the beacons write to the run directory: progress pages, events of the agent, and why a worker has none."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
+from safelaunch import beacon
 from safelaunch.beacon import layout
+from safelaunch.job import process
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import Progress
+from safelaunch.system import procstat
 from safelaunch.system.decoding import from_json
+from safelaunch.system.files import text_of
+
+# --- pages, events, metadata ------------------------------------------------------------------------------------------
 
 LARGEST_WORLD = 1 << 20
 MTIME_TICK_NS = 100_000_000  # the kernel's coarse clock ticks at least every 10 ms
@@ -229,11 +236,7 @@ class Meta(msgspec.Struct, frozen=True):
 
 def read_meta(path: Path) -> Meta:
     """Reads a ``.meta`` file. Returns an empty ``Meta`` if there is none."""
-    try:
-        lines = path.read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return Meta()
-    pairs = [line.partition("\t")[::2] for line in lines]
+    pairs = [line.partition("\t")[::2] for line in text_of(path).splitlines()]
     single = dict(pairs)
     return Meta(
         executable=single.get("executable", ""),
@@ -397,3 +400,72 @@ def _not_succeeded(pages: list[Page]) -> list[Page]:
     """Without those of processes that exited before another one that has torch, or steps, claimed the rank."""
     newest_ns = max((page.claimed_ns for page in pages if page.has_torch or page.steps), default=0)
     return [page for page in pages if not 0 < page.exited_ns < newest_ns]
+
+
+# --- a worker without a beacon ----------------------------------------------------------------------------------------
+
+INJECT = os.fspath(Path(beacon.__file__).parent / "inject")
+WITHOUT_SITE = "IES"  # Python's options that ignore PYTHONPATH or leave out the site module
+WITH_VALUE = "WX"
+PROGRAM = "cm"  # what follows is the program's
+
+
+def why_without_beacon(pid: int) -> str:
+    """What keeps the worker's processes from having a beacon; empty while one of them may still get one."""
+    reasons: list[str] = []
+    name = ""
+    for one in (pid, *(child.pid for child in process.descendants([pid]))):
+        found = procstat.read(one)
+        if found is None or found.state in "ZX":
+            continue
+        name = name or found.name
+        try:
+            reason = _of_process(one, found.ppid)
+        except OSError:
+            return ""
+        if reason == "":
+            return ""
+        reasons += [reason] if reason is not None else []
+    return reasons[-1] if reasons else f"{name} is not Python" if name else ""
+
+
+def _of_process(pid: int, ppid: int) -> str | None:
+    """The reason of one process; None if it is not Python, empty if it may still claim a page."""
+    directory = Path(f"/proc/{pid}")
+    if not (directory / "exe").readlink().name.startswith(("python", "pypy")):
+        return None
+    words = (directory / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")[:-1]
+    if words == text_of(f"/proc/{ppid}/cmdline").split("\0")[:-1]:
+        return ""  # forked, and not yet the program that it will be; a forked rank claims its page later
+    option = isolation(words)
+    if option:
+        return f"python -{option}"
+    variables = (directory / "environ").read_bytes().split(b"\0")
+    path = next((one.partition(b"=")[2] for one in variables if one.startswith(b"PYTHONPATH=")), b"")
+    if os.fsencode(INJECT) not in path.split(os.fsencode(os.pathsep)):
+        return "PYTHONPATH was replaced"
+    # A rank claims its page before its program begins. A spawned one is told its rank only after it has imported torch.
+    spawned = "--multiprocessing-fork" in words
+    if not spawned and b"/libtorch" in (directory / "maps").read_bytes():
+        return "its beacon has failed"
+    return ""
+
+
+def isolation(words: Sequence[str]) -> str:
+    """The first of a Python command line's options that keeps ``sitecustomize`` from running: I, E or S."""
+    rest = iter(words[1:])
+    for word in rest:
+        if not word.startswith("-") or word in ("-", "--"):
+            return ""
+        if word == "--check-hash-based-pycs":
+            next(rest, "")
+        for index, letter in enumerate("" if word.startswith("--") else word[1:]):
+            if letter in WITHOUT_SITE:
+                return letter
+            if letter in PROGRAM:
+                return ""
+            if letter in WITH_VALUE:
+                if index == len(word) - 2:
+                    next(rest, "")
+                break
+    return ""

@@ -1,18 +1,24 @@
-"""Which process is the rank where several have claimed it."""
+"""Progress pages, the events of the agent, and workers without a beacon."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from safelaunch.beacon import layout, page, server
-from safelaunch.capture import worker_server
-from safelaunch.capture.roster.progress import Page, Roster
-from safelaunch.capture.worker_server import Unanswered
+from safelaunch.capture import flight_recorder, pages
+from safelaunch.capture.flight_recorder import Unanswered
+from safelaunch.capture.pages import Page, Roster
 from safelaunch.job.paths import RunPaths
+
+# --- which process is the rank where several have claimed it ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -99,16 +105,16 @@ def test_a_rank_that_exits_waits_for_its_handlers_and_not_for_who_asked(
     def post(path: str, handler: str, *, deadline_s: float) -> bytes:
         raise Unanswered("no handler" if handler == "of_torch" else "timeout", "")
 
-    monkeypatch.setattr(worker_server, "post", post)
+    monkeypatch.setattr(flight_recorder, "post", post)
     for handler in ("safelaunch_gil", "of_torch"):
         with pytest.raises(Unanswered):
-            worker_server.ask_python("", handler, asking, deadline_s=1.0)
+            flight_recorder.post_to_python("", handler, asking, deadline_s=1.0)
     assert not page.wait_for_answers(words)  # the handler may still wait for the GIL
     handle(None, None)
     assert page.wait_for_answers(words)
     words[layout.STATE] = layout.EXITED
     with pytest.raises(Unanswered, match="exiting"):
-        worker_server.ask_python("", "safelaunch_gil", asking, deadline_s=1.0)
+        flight_recorder.post_to_python("", "safelaunch_gil", asking, deadline_s=1.0)
     assert page.wait_for_answers(words)
 
 
@@ -125,3 +131,85 @@ def test_a_rank_that_exits_on_a_starved_machine_waits_longer(tmp_path: Path, mon
     monkeypatch.setattr(page, "sleep", starved)
     monkeypatch.setattr(page, "monotonic_ns", lambda: len(slept) * 10**9)
     assert page.wait_for_answers(words)
+
+
+# --- why a worker has no beacon, asked of real processes; and the table of python's options ---------------------------
+
+WAIT = "print(1, flush=True); input()"
+
+
+@contextmanager
+def worker(*words: str, path: str = pages.INJECT) -> Iterator[int]:
+    """The pid of a process that prints a line and then waits."""
+    env = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None and child.stdout.readline()
+            yield child.pid
+        finally:
+            child.kill()
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "why"),
+    [
+        ((sys.executable, "-c", WAIT), pages.INJECT, ""),
+        ((sys.executable, "-c", WAIT), f"{pages.INJECT}:/elsewhere", ""),
+        ((sys.executable, "-uI", "-c", WAIT), pages.INJECT, "python -I"),
+        ((sys.executable, "-c", WAIT), "/elsewhere", "PYTHONPATH was replaced"),
+        (("sh", "-c", "echo; read line"), pages.INJECT, "sh is not Python"),
+        (("sh", "-c", f"{sys.executable} -c '{WAIT}'; true"), pages.INJECT, ""),
+        (("sh", "-c", f"{sys.executable} -E -c '{WAIT}'; true"), pages.INJECT, "python -E"),
+    ],
+)
+def test_the_reason_is_a_fact_about_the_process(words: tuple[str, ...], path: str, why: str) -> None:
+    with worker(*words, path=path) as pid:
+        assert pages.why_without_beacon(pid) == why
+
+
+def test_torch_without_a_page_means_that_the_beacon_has_failed(tmp_path: Path) -> None:
+    library = tmp_path / "libtorch_cpu.so"
+    library.write_bytes(bytes(4096))
+    mapping = f"import mmap; file = open({str(library)!r}, 'rb'); kept = mmap.mmap(file.fileno(), 0, access=1); {WAIT}"
+    with worker(sys.executable, "-c", mapping) as pid:
+        assert pages.why_without_beacon(pid) == "its beacon has failed"
+    with worker(sys.executable, "-c", mapping, "--multiprocessing-fork") as pid:
+        assert pages.why_without_beacon(pid) == "", "a spawned rank learns its number after the import"
+
+
+def test_a_fork_is_not_judged_by_what_its_parent_is() -> None:
+    forking = "import os; os.fork() or (print(os.getpid(), flush=True), input()); os.wait()"
+    with subprocess.Popen(
+        (sys.executable, "-I", "-c", forking), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        try:
+            assert parent.stdout is not None
+            assert pages.why_without_beacon(int(parent.stdout.readline())) == ""
+        finally:
+            parent.communicate(b"\n")
+
+
+def test_a_process_that_is_gone_gives_no_reason() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        child.wait()
+    assert pages.why_without_beacon(child.pid) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ("python train.py -I", ""),
+        ("python -u -E train.py", "E"),
+        ("python -BS train.py", "S"),
+        ("python -m I -E", ""),
+        ("python -Wignore -I x", "I"),
+        ("python -W I x", ""),
+        ("python -X E -I x", "I"),
+        ("python -Xdev x", ""),
+        ("python --check-hash-based-pycs default -I x", "I"),
+        ("python -", ""),
+        ("python", ""),
+    ],
+)
+def test_the_options_that_keep_a_beacon_out(words: str, option: str) -> None:
+    assert pages.isolation(words.split()) == option

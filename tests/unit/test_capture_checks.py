@@ -1,4 +1,4 @@
-"""The files of the consistency checks, written here as the beacon writes them."""
+"""Series of the consistency checks, as the beacons leave them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from safelaunch.beacon import layout
-from safelaunch.capture.roster.checks import Series
+from safelaunch.capture.checks import Series
+
+# --- the files of the consistency checks, written here as the beacon writes them --------------------------------------
 
 ABOUT = {"key": "SGD", "kind": "parameters", "every": 3, "rank": 1, "groups": [[0, 1]], "tensors": [["w", 0], ["b", 0]]}
 SIZE = layout.CHECK_SLOT + 3 * 2 + 2 * layout.CHECK_WINDOW

@@ -1,15 +1,11 @@
-"""Asks NCCL's RAS service, which each process of NCCL runs, which processes of the job are dead or do not answer.
-
-The service listens on localhost, port 28028, or where ``NCCL_RAS_ADDR`` says; its protocol is lines of text. All
-processes of a node share that port, also those of other jobs. So only a port on which ranks of this job alone listen is
-asked. JSON exists since NCCL 2.28.7; up to 2.28.9 it lacks a comma wherever a rank is missing. An NCCL before 2.28 may
-crash when it is asked, so it is not; one before 2.29.2 may, where a rank of several communicators is missing.
-"""
+"""What NCCL itself says of a job: its RAS service, and the warnings in its logs."""
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,9 +17,16 @@ import msgspec
 from safelaunch.capture import sockets
 from safelaunch.capture.node import environment_of
 from safelaunch.capture.result import Result, attempt, within
-from safelaunch.model import NcclCommunicator, NcclProcess, NcclState, NcclWitness
+from safelaunch.model import NcclCommunicator, NcclLog, NcclProcess, NcclState, NcclWitness
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
+
+# --- the RAS service --------------------------------------------------------------------------------------------------
+# The service listens on localhost, port 28028, or where ``NCCL_RAS_ADDR`` says; its protocol is lines of text. All
+# processes of a node share that port, also those of other jobs. So only a port on which ranks of this job alone
+# listen is asked. JSON exists since NCCL 2.28.7; up to 2.28.9 it lacks a comma wherever a rank is missing. An NCCL
+# before 2.28 may crash when it is asked, so it is not; one before 2.29.2 may, where a rank of several communicators
+# is missing.
 
 PORT = 28028
 SINCE = (2, 28)
@@ -297,3 +300,60 @@ def _of_text(text: str, file: str) -> NcclWitness:
             one = NcclProcess(match[2], int(match[1]), gpu=gpu, state=state)
             found.setdefault((one.host, one.pid), one)
     return NcclWitness(version[1], processes=tuple(found.values())[:MOST_PROCESSES], file=file)
+
+
+# --- the log files that NCCL_DEBUG_FILE asks for ----------------------------------------------------------------------
+
+MAX_BYTES = 4 << 20  # of a file: its beginning and its end
+MAX_WARNINGS = 32
+MAX_CHARACTERS = 500
+
+# ``[2025-06-01 12:00:00] host:pid:tid [gpu] file.cc:41 NCCL WARN text``; older versions have neither time nor file.
+_WARNING = re.compile(
+    r"^(?:\[[^\]\n]{8,40}\] )?(?P<host>[^\s:]+):(?P<pid>\d+)(?::\d+)? \[-?\d+\] (?:\S+:\d+ )?NCCL WARN (?P<text>.+)$",
+    re.MULTILINE,
+)
+
+
+def path_of(pattern: str, host: str, pid: int) -> Path:
+    """The file of a process: NCCL replaces ``%h`` by the host's name up to its first dot, and ``%p`` by the pid."""
+    values = {"%h": host.partition(".")[0], "%p": str(pid), "%%": "%"}
+    return Path(re.sub("%[hp%]", lambda found: values[found[0]], pattern))
+
+
+def warnings_in(text: str) -> dict[int, tuple[str, ...]]:
+    """Pid → its warnings, each once, in their order; of many the first ones and the last."""
+    found: dict[int, dict[str, None]] = {}
+    for match in _WARNING.finditer(text):
+        found.setdefault(int(match["pid"]), {})[match["text"].strip()[:MAX_CHARACTERS]] = None
+    return {pid: _ends(tuple(texts)) for pid, texts in found.items()}
+
+
+def _ends(texts: tuple[str, ...]) -> tuple[str, ...]:
+    half = MAX_WARNINGS // 2
+    return texts if len(texts) <= MAX_WARNINGS else (*texts[:half], *texts[-half:])
+
+
+def logs_of(paths: Iterable[Path], folder: str, pids: Sequence[int]) -> Mapping[int, NcclLog]:
+    """Pid → what it warned of. ``folder``: where the bundle has these files. An unreadable file has no warnings."""
+    found: dict[int, NcclLog] = {}
+    for path in paths:
+        for pid, warnings in warnings_in(_read(path)).items():
+            if pid in pids:
+                found[pid] = NcclLog(f"{folder}/{path.name}", warnings)
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            info = os.fstat(file.fileno())
+            if not stat.S_ISREG(info.st_mode):
+                return ""
+            data = file.read(MAX_BYTES // 2)
+            if info.st_size > MAX_BYTES:
+                file.seek(info.st_size - MAX_BYTES // 2)
+            return (data + file.read(MAX_BYTES // 2)).decode("utf-8", "replace")
+    except OSError:
+        return ""

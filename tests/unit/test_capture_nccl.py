@@ -1,4 +1,4 @@
-"""NCCL's RAS service is asked once, only where it is this job's and safe to ask, and may answer anything."""
+"""NCCL's RAS service and its log files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,24 @@ from pathlib import Path
 import pytest
 from ras_service import Fault, Process, Service, as_json, as_text
 
-from safelaunch.capture import nccl_ras, sockets
-from safelaunch.capture.nccl_ras import ask, parse, port_of, version_in, version_of
+from safelaunch.capture import nccl, sockets
+from safelaunch.capture.nccl import (
+    MAX_BYTES,
+    MAX_WARNINGS,
+    ask,
+    logs_of,
+    parse,
+    path_of,
+    port_of,
+    version_in,
+    version_of,
+    warnings_in,
+)
 from safelaunch.capture.result import Result
 from safelaunch.model import NcclCommunicator, NcclProcess
 from safelaunch.system.errors import CaptureError
+
+# --- nccl's ras service is asked once, only where it is this job's and safe to ask, and may answer anything -----------
 
 HEALTHY = (Process(0, 100), Process(1, 101, gpu=1))
 SICK = (Process(0, 100), Process(1, 101, gpu=1, state="unresponsive"), Process(2, 102, gpu=2, state="dead"))
@@ -78,7 +91,7 @@ def test_what_no_nccl_says_is_refused(text: str) -> None:
 
 
 def test_too_many_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_ras, "MOST_PROCESSES", 2)
+    monkeypatch.setattr(nccl, "MOST_PROCESSES", 2)
     with pytest.raises(CaptureError, match="too many"):
         parse(as_json(SICK))
 
@@ -151,8 +164,8 @@ def services(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Service]]:
     def environment(pid: int) -> Result[dict[str, str]]:
         return Result({"NCCL_RAS_ADDR": f"localhost:{found[0].port}"}, "", 0.0)
 
-    monkeypatch.setattr(nccl_ras, "environment_of", environment)
-    monkeypatch.setattr(nccl_ras, "HANDSHAKE_S", 60.0)
+    monkeypatch.setattr(nccl, "environment_of", environment)
+    monkeypatch.setattr(nccl, "HANDSHAKE_S", 60.0)
     yield found
     for service in found:
         service.close()
@@ -207,7 +220,7 @@ def test_a_broken_service_costs_its_answer_and_a_bounded_time(
 
 @pytest.mark.usefixtures("library")
 def test_a_flood_is_cut(services: list[Service], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_ras, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(nccl, "MOST_BYTES", 1 << 20)
     services.append(Service(json="{}", fault="floods"))
     answer = asked([os.getpid()])
     assert answer.value is not None
@@ -220,8 +233,8 @@ def test_a_process_that_does_not_answer_is_passed_over_for_another(
     services: list[Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All processes of a node share the port, and the kernel gives a connection to any of them, be it stopped."""
-    monkeypatch.setattr(nccl_ras, "HANDSHAKE_S", 0.2)
-    monkeypatch.setattr(nccl_ras, "ATTEMPTS", 40)
+    monkeypatch.setattr(nccl, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(nccl, "ATTEMPTS", 40)
     services.append(Service(json=as_json(HEALTHY), fault="silent"))
     services.append(Service(json=as_json(HEALTHY), port=services[0].port))
     answer = asked([os.getpid()], deadline_s=30.0)
@@ -285,6 +298,65 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, services: list[Service]
     services[0].close()
     answer = asked([os.getpid()])
     assert "nobody listens" in answer.missing
-    monkeypatch.setattr(nccl_ras, "environment_of", lambda pid: Result({"NCCL_RAS_ENABLE": "0"}, "", 0.0))
+    monkeypatch.setattr(nccl, "environment_of", lambda pid: Result({"NCCL_RAS_ENABLE": "0"}, "", 0.0))
     answer = asked([os.getpid()])
     assert "NCCL_RAS_ENABLE=0" in answer.missing
+
+
+# --- what nccl warned of, read from logs in the forms that its versions write -----------------------------------------
+
+LOG = """\
+node1:71:71 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.2<0>
+
+node1:71:80 [0] misc/ibvwrap.cc:63 NCCL WARN Failed to open libibverbs.so[.1]
+node1:71:80 [0] NCCL INFO transport/shm.cc:114 -> 2
+
+[2025-11-24 11:20:21] node1:71:80 [0] misc/socket.cc:46 NCCL WARN socketProgress: Connection closed by remote peer b<5>
+node1:71:80 [0] misc/socket.cc:46 NCCL WARN socketProgress: Connection closed by remote peer b<5>
+node1:72:81 [32735] NCCL WARN Cuda failure 'driver shutting down'
+[2026-03-13 22:26:02] host-01.example.com:73 [5] ibvwrap.c:262 NCCL WARN Call to ibv_modify_qp failed with 110
+NCCL version 2.21.5+cuda12.4
+"""
+
+
+def test_warnings_are_read_by_process_each_once() -> None:
+    assert warnings_in(LOG) == {
+        71: ("Failed to open libibverbs.so[.1]", "socketProgress: Connection closed by remote peer b<5>"),
+        72: ("Cuda failure 'driver shutting down'",),
+        73: ("Call to ibv_modify_qp failed with 110",),
+    }
+
+
+def test_of_very_many_the_first_and_the_last_are_kept() -> None:
+    (found,) = warnings_in("".join(f"a:1:1 [0] x.cc:1 NCCL WARN number {n}\n" for n in range(1000))).values()
+    assert len(found) == MAX_WARNINGS and (found[0], found[-1]) == ("number 0", "number 999")
+
+
+def test_a_file_holds_what_its_name_says_or_several_processes(tmp_path: Path) -> None:
+    assert path_of("/logs/%h.%p.txt", "node1", 71) == Path("/logs/node1.71.txt")
+    assert path_of("%h-100%%-%p.%x", "node1.cluster.example.com", 71) == Path("node1-100%-71.%x")
+    one = tmp_path / "nccl.node1.71.log"
+    one.write_text(LOG)
+    found = logs_of([one, tmp_path / "missing"], "node/node1", [71, 73])
+    assert set(found) == {71, 73}
+    assert found[73].file == "node/node1/nccl.node1.71.log"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "directory", "binary"])
+def test_what_is_no_log_has_no_warnings(kind: str, tmp_path: Path) -> None:
+    path, real = tmp_path / "nccl.log", tmp_path / "real"
+    real.write_text(LOG)
+    {
+        "fifo": lambda: os.mkfifo(path),
+        "link": lambda: path.symlink_to(real),
+        "directory": path.mkdir,
+        "binary": lambda: path.write_bytes(os.urandom(4096)),
+    }[kind]()
+    assert logs_of([path], "node/a", [71]) == {}
+
+
+def test_a_huge_log_is_read_at_both_ends(tmp_path: Path) -> None:
+    path = tmp_path / "nccl.log"
+    filler = "node1:71:71 [0] NCCL INFO nothing\n" * (2 * MAX_BYTES // 34)
+    path.write_text(f"a:71:1 [0] x.cc:1 NCCL WARN begin\n{filler}a:71:1 [0] x.cc:1 NCCL WARN end\n")
+    assert logs_of([path], "node/a", [71])[71].warnings == ("begin", "end")

@@ -1,4 +1,4 @@
-"""Who has the other end of a pipe or connection: with real processes, which wait there."""
+"""Sockets and pipes: what they are, and who has the other end."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from safelaunch.capture import other_ends, proc, sockets
-from safelaunch.capture.other_ends import with_ends
+from safelaunch.capture import proc, sockets
+from safelaunch.capture.sockets import with_ends
 from safelaunch.model import OtherEnd, ProcessState, ThreadState
+
+# --- who has the other end of a pipe or connection: with real processes, which wait there -----------------------------
 
 READS = "import os, sys; os.read(int(sys.argv[1]), 1)"
 WRITES = "import os, sys; os.write(int(sys.argv[1]), bytes(1 << 20))"
@@ -127,7 +129,7 @@ def test_after_the_deadline_the_end_of_a_connection_that_was_found_is_told(monke
             state = waiting(reader, "recvfrom")
             clock = iter((0.0, 0.0, 100.0))  # the beginning, before the first process, before the second
             fake = SimpleNamespace(monotonic=lambda: next(clock), thread_time=lambda: 0.0)
-            monkeypatch.setattr(other_ends, "time", fake)
+            monkeypatch.setattr(sockets, "time", fake)
             found = ends(state, os.getpid(), reader)
             assert found is not None and [one.pid for one in found] == [os.getpid()]
 

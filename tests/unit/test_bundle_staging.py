@@ -1,4 +1,4 @@
-"""Assembling, publishing and keeping bundles: whole or not at all, private, and nothing else is ever touched."""
+"""A bundle in progress, and its publication."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ import pytest
 from safelaunch.bundle import copier
 from safelaunch.bundle.onbundle import Notifier, variables, variables_of_look
 from safelaunch.bundle.onbundle import run as run_command
-from safelaunch.bundle.publishing import Keeping, Published, check_directory, name_of, publish
-from safelaunch.bundle.staging import Staging, cut
+from safelaunch.bundle.staging import Keeping, Published, Staging, check_directory, cut, name_of, publish
 from safelaunch.model import Artifact, Culprit, EarlyLook, Place, Verdict
 from safelaunch.system.redaction.redactor import Redactor
+
+# --- assembling, publishing and keeping bundles: whole or not at all, private, and nothing else is ever touched -------
 
 NAME = "train-20260101T000000Z-hang"
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="needs root")

@@ -1,4 +1,4 @@
-"""Files that are read by several processes: the same as by one, whatever happens to the processes."""
+"""Strangers' files, read in children."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.bundle.reading import cores
-from safelaunch.bundle.reading.cores import parse_all
-from safelaunch.bundle.reading.found import Unreadable
-from safelaunch.bundle.reading.guard import Bounds, TooMuch, in_child
+from safelaunch.bundle.reading import guard
+from safelaunch.bundle.reading.guard import Bounds, TooMuch, Unreadable, in_child, parse_all
+
+# --- files that are read by several processes: the same as by one, whatever happens to the processes ------------------
 
 
 def read(paths: Sequence[Path]) -> Iterator[tuple[str, int]]:
@@ -37,7 +37,7 @@ def texts(found: Sequence[tuple[str, int] | str]) -> list[str]:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    monkeypatch.setattr("safelaunch.bundle.reading.cores.os.sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr("safelaunch.bundle.reading.guard.os.sched_getaffinity", lambda pid: {0, 1, 2})
     for number in range(100):
         (tmp_path / str(number)).write_text(f"text {number}")
     return [tmp_path / str(number) for number in range(100)]
@@ -70,7 +70,7 @@ def test_no_pool_of_processes_to_be_had(files: list[Path], monkeypatch: pytest.M
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(cores, "ProcessPoolExecutor", refuse)
+    monkeypatch.setattr(guard, "ProcessPoolExecutor", refuse)
     assert texts(list(parse_all(files, read, worth_it_bytes=0))) == ALL
 
 
@@ -99,7 +99,7 @@ def spins() -> object:
         (lambda: os._exit(3), "its reader failed with exit code 3"),
         (
             lambda: {}["a key"],
-            r"an internal error of safelaunch; .*: KeyError \(test_bundle_reading_cores.py:\d+\): 'a key'",
+            r"an internal error of safelaunch; .*: KeyError \(test_bundle_reading_guard.py:\d+\): 'a key'",
         ),
     ],
 )

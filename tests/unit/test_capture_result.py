@@ -1,4 +1,4 @@
-"""What a source brings counts as a whole, and not after its deadline."""
+"""A source that is late leaves what it has told the verdict."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from safelaunch.bundle.staging import Staging
-from safelaunch.capture.parallel import gather_into
-from safelaunch.capture.sink import Gate, Late, Step
+from safelaunch.capture.result import Gate, Late, Step, gather_into
 from safelaunch.model import Artifact
+
+# --- what a source brings counts as a whole, and not after its deadline -----------------------------------------------
 
 
 def named(path: str) -> Artifact:

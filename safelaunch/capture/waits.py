@@ -1,0 +1,480 @@
+"""What a thread in a system call waits for: the call and its time limit, the lock on a file, whose futex."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import struct
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from safelaunch.model import FileLock
+from safelaunch.system import procstat
+from safelaunch.system.files import text_of
+
+# --- system calls -----------------------------------------------------------------------------------------------------
+# Numbers: Linux ``arch/x86/entry/syscalls/syscall_64.tbl`` and ``include/uapi/asm-generic/unistd.h`` (aarch64).
+
+X86_64 = {
+    0: "read", 1: "write", 2: "open", 3: "close", 4: "stat", 5: "fstat", 6: "lstat", 7: "poll", 8: "lseek",
+    9: "mmap", 10: "mprotect", 11: "munmap", 16: "ioctl", 17: "pread64", 18: "pwrite64", 19: "readv",
+    20: "writev", 21: "access", 23: "select", 24: "sched_yield", 26: "msync", 28: "madvise", 34: "pause",
+    35: "nanosleep", 40: "sendfile", 41: "socket", 42: "connect", 43: "accept", 44: "sendto",
+    45: "recvfrom", 46: "sendmsg", 47: "recvmsg", 49: "bind", 56: "clone", 57: "fork", 58: "vfork",
+    59: "execve", 61: "wait4", 65: "semop", 70: "msgrcv", 72: "fcntl", 73: "flock", 74: "fsync",
+    75: "fdatasync", 76: "truncate", 77: "ftruncate", 78: "getdents", 82: "rename", 83: "mkdir",
+    84: "rmdir", 87: "unlink", 89: "readlink", 128: "rt_sigtimedwait", 130: "rt_sigsuspend", 137: "statfs",
+    138: "fstatfs", 162: "sync", 165: "mount", 202: "futex", 208: "io_getevents", 217: "getdents64",
+    220: "semtimedop", 230: "clock_nanosleep", 232: "epoll_wait", 243: "mq_timedreceive", 247: "waitid",
+    257: "openat", 262: "newfstatat", 263: "unlinkat", 264: "renameat", 269: "faccessat", 270: "pselect6",
+    271: "ppoll", 275: "splice", 277: "sync_file_range", 281: "epoll_pwait", 285: "fallocate",
+    288: "accept4", 295: "preadv", 296: "pwritev", 299: "recvmmsg", 306: "syncfs", 307: "sendmmsg",
+    316: "renameat2", 318: "getrandom", 326: "copy_file_range", 327: "preadv2", 328: "pwritev2",
+    332: "statx", 426: "io_uring_enter", 435: "clone3", 437: "openat2", 439: "faccessat2",
+    441: "epoll_pwait2", 449: "futex_waitv",
+}  # fmt: skip
+
+AARCH64 = {
+    4: "io_getevents", 22: "epoll_pwait", 25: "fcntl", 29: "ioctl", 32: "flock", 34: "mkdirat",
+    35: "unlinkat", 38: "renameat", 40: "mount", 43: "statfs", 44: "fstatfs", 45: "truncate",
+    46: "ftruncate", 47: "fallocate", 48: "faccessat", 56: "openat", 57: "close", 61: "getdents64",
+    62: "lseek", 63: "read", 64: "write", 65: "readv", 66: "writev", 67: "pread64", 68: "pwrite64",
+    69: "preadv", 70: "pwritev", 71: "sendfile", 72: "pselect6", 73: "ppoll", 76: "splice",
+    78: "readlinkat", 79: "newfstatat", 80: "fstat", 81: "sync", 82: "fsync", 83: "fdatasync",
+    84: "sync_file_range", 95: "waitid", 98: "futex", 101: "nanosleep", 115: "clock_nanosleep",
+    124: "sched_yield", 133: "rt_sigsuspend", 137: "rt_sigtimedwait", 183: "mq_timedreceive", 188: "msgrcv",
+    192: "semtimedop", 193: "semop", 198: "socket", 200: "bind", 202: "accept", 203: "connect",
+    206: "sendto", 207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 215: "munmap", 220: "clone",
+    221: "execve", 222: "mmap", 226: "mprotect", 227: "msync", 233: "madvise", 242: "accept4",
+    243: "recvmmsg", 260: "wait4", 267: "syncfs", 269: "sendmmsg", 276: "renameat2", 278: "getrandom",
+    285: "copy_file_range", 286: "preadv2", 287: "pwritev2", 291: "statx", 426: "io_uring_enter",
+    435: "clone3", 437: "openat2", 439: "faccessat2", 441: "epoll_pwait2", 449: "futex_waitv",
+}  # fmt: skip
+
+# Calls whose first argument is the descriptor they work on.
+FD_FIRST = {
+    "read", "write", "pread64", "pwrite64", "readv", "writev", "preadv", "pwritev", "preadv2", "pwritev2",
+    "close", "fstat", "fstatfs", "lseek", "ioctl", "fcntl", "flock", "fsync", "fdatasync", "ftruncate",
+    "fallocate", "getdents", "getdents64", "sendfile", "splice", "copy_file_range", "sync_file_range",
+    "syncfs", "bind", "connect", "accept", "accept4", "sendto", "recvfrom", "sendmsg", "recvmsg",
+    "sendmmsg", "recvmmsg", "epoll_wait", "epoll_pwait", "epoll_pwait2", "io_uring_enter",
+}  # fmt: skip
+
+# Calls that name a path: which argument points at it.
+PATH_ARGUMENT = {
+    **dict.fromkeys(["open", "stat", "lstat", "access", "truncate", "rename", "mkdir", "rmdir", "unlink"], 0),
+    **dict.fromkeys(["readlink", "statfs", "execve"], 0),
+    **dict.fromkeys(["openat", "openat2", "newfstatat", "unlinkat", "renameat", "renameat2", "mkdirat"], 1),
+    **dict.fromkeys(["faccessat", "faccessat2", "readlinkat", "statx"], 1),
+}
+
+
+def name_of(number: int, machine: str | None = None) -> str:
+    """The name of a system call on ``machine`` (default: this one's ``platform.machine()``), or ``""``."""
+    machine = machine or platform.machine()
+    if machine == "x86_64":
+        return X86_64.get(number, "")
+    if machine == "aarch64":
+        return AARCH64.get(number, "")
+    return ""
+
+
+def child_of(name: str, arguments: Sequence[int]) -> int | None:
+    """The process for whose end ``wait4`` or ``waitid`` waits; None where any child will do."""
+    if name == "wait4":
+        pid = arguments[0] & 0xFFFFFFFF
+    elif name == "waitid" and arguments[0] == _P_PID:
+        pid = arguments[1] & 0xFFFFFFFF
+    else:
+        return None
+    return pid if 0 < pid < 1 << 31 else None
+
+
+# --- time limits ------------------------------------------------------------------------------------------------------
+
+UNREADABLE_S = 0.0  # it has an unknown limit: it may end at any time
+
+Memory = Callable[[int, int], bytes]  # (address, size) → bytes of the process, fewer if they can't be read
+
+_P_PID = 1
+_MONOTONIC, _REALTIME = 1, 0
+_TIMER_ABSTIME = 1
+_FUTEX_COMMANDS = 0x7F
+_FUTEX_WAIT, _FUTEX_CLOCK_REALTIME = 0, 256
+
+# Calls with a limit in milliseconds (negative: none) → the argument that holds it.
+_MILLISECONDS = {"poll": 2, "epoll_wait": 3, "epoll_pwait": 3}
+# Calls with a pointer to a relative timespec or timeval (null: none) → that argument.
+_RELATIVE = {"ppoll": 2, "pselect6": 4, "select": 4, "epoll_pwait2": 3, "rt_sigtimedwait": 2, "semtimedop": 3}
+_PER_SECOND = {"select": 1e6}  # a timeval; the others are timespecs
+
+
+def ends_s(name: str, arguments: Sequence[int], memory: Memory, *, now: float | None = None) -> float | None:
+    """The latest time at which the call ends by itself (CLOCK_MONOTONIC, seconds); None if it has no limit.
+
+    A thread that sleeps for a day is stuck; one that sleeps for a second may be polling. A relative limit is counted
+    from ``now``, because the start of the call is unknown.
+    """
+    now = time.monotonic() if now is None else now
+    if name in _MILLISECONDS:
+        milliseconds = arguments[_MILLISECONDS[name]] & 0xFFFFFFFF
+        return None if milliseconds >= 1 << 31 else now + milliseconds / 1000
+    if name in _RELATIVE:
+        return _relative(arguments[_RELATIVE[name]], memory, now, _PER_SECOND.get(name, 1e9))
+    if name == "nanosleep":
+        return _relative(arguments[0], memory, now) or UNREADABLE_S
+    if name == "clock_nanosleep":
+        clock = arguments[0] if arguments[1] & _TIMER_ABSTIME else None
+        return _absolute(arguments[2], memory, now, clock) or UNREADABLE_S
+    if name == "futex":
+        operation = arguments[1]
+        clock = _REALTIME if operation & _FUTEX_CLOCK_REALTIME else _MONOTONIC
+        return _absolute(arguments[3], memory, now, None if operation & _FUTEX_COMMANDS == _FUTEX_WAIT else clock)
+    return None
+
+
+def _relative(address: int, memory: Memory, now: float, per_second: float = 1e9) -> float | None:
+    if not address:
+        return None
+    seconds = _seconds(memory(address, 16), per_second)
+    return UNREADABLE_S if seconds is None else now + seconds
+
+
+def _absolute(address: int, memory: Memory, now: float, clock: int | None) -> float | None:
+    """The time on CLOCK_MONOTONIC, in seconds. ``clock`` None: it is relative to now."""
+    if clock is None or not address:
+        return _relative(address, memory, now)
+    seconds = _seconds(memory(address, 16), 1e9)
+    if seconds is None or clock not in (_MONOTONIC, _REALTIME):
+        return UNREADABLE_S
+    return seconds if clock == _MONOTONIC else now + seconds - time.time()
+
+
+def _seconds(data: bytes, per_second: float) -> float | None:
+    if len(data) < 16:
+        return None
+    whole, part = struct.unpack("=qq", data[:16])
+    return whole + part / per_second if whole >= 0 and 0 <= part < per_second else None
+
+
+# --- futexes ----------------------------------------------------------------------------------------------------------
+# ``with lock:``, ``work.wait()`` and a C extension that waits for its own threads look alike from Python. The kernel
+# knows where the stack of a sleeping thread is. Upwards from there, the first return address behind a call of one of
+# the C library's waits is in the code that waits. Remains of earlier calls may lie between, so calls of anything else
+# don't count; but calls by a register do, outside Python itself, for who is mistaken for a file holds no lock of
+# Python.
+
+MAX_THREADS = 64  # of a process
+STACK_BYTES = 4096
+MAX_TABLE_BYTES = 64 << 20
+
+_PASSED = re.compile(r"(libc|libpthread|ld|ld-\w.*|libstdc\+\+|libc\+\+)[.-].*|ld-musl.*|\[vdso\]")  # wait for callers
+_PYTHON = re.compile(r"(lib)?python\d.*")
+_LOCKS = r"PyThread_acquire_lock(_timed)?|_?PyMutex_Lock(Timed)?|_PySemaphore_Wait|_PyParkingLot_Park|PyEvent_Wait\w*"
+_WAITS = (
+    r"_*(pthread|sem|cnd|mtx|thrd|lll)_\w*(wait|(?<!un)lock|join|once)\w*|syscall"
+    r"|_ZNK?St\w*(condition_variable\w*wait|thread4join|mutex4lock|future\w*wait|atomic_futex\w*wait)\w*"
+)
+_WANTED = re.compile(f"({_LOCKS}|{_WAITS})".encode())
+_STUB = re.compile(rb"(?:\xf3\x0f\x1e\xfa)?\xf2?\xff\x25(?P<at>.{4})", re.DOTALL)  # of the procedure linkage table
+_BY_REGISTER = re.compile(rb"\xff(?:[\xd0-\xd7\x10-\x17]|[\x50-\x57].|[\x90-\x97].{4})\Z", re.DOTALL)
+
+
+class _Mapping(NamedTuple):
+    start: int
+    end: int
+    offset: int
+    path: str
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    @property
+    def passed(self) -> bool:
+        return _PASSED.fullmatch(self.name) is not None
+
+
+class _Function(NamedTuple):
+    begin: int
+    end: int
+    name: str
+
+
+class Resting:
+    """The threads of one process."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._left = MAX_THREADS
+
+    def rests_in(self, syscall: str) -> str:
+        """By ``/proc/<pid>/task/<tid>/syscall``: ``lock`` or ``gil`` of Python, else the file whose code waits.
+
+        Empty if that is not found.
+        """
+        fields = syscall.split()
+        if len(fields) != 9 or self._left == 0:
+            return ""
+        self._left -= 1
+        with suppress(OSError, ValueError):  # it may have ended, or be another user's
+            return self._rests_in(int(fields[7], 16), int(fields[8], 16))
+        return ""
+
+    def _rests_in(self, stack: int, instruction: int) -> str:
+        at = self._mapping(instruction)
+        if at is None or not at.passed:
+            return at.name if at is not None else ""
+        for (address,) in struct.iter_unpack("=Q", self._memory(stack, STACK_BYTES)):
+            caller = self._mapping(address)
+            if caller is None or caller.passed or not (wait := self._called(address)):
+                continue
+            if not _PYTHON.fullmatch(caller.name):
+                return caller.name
+            if any(one.begin < address <= one.end for one in self._functions(caller)):
+                return "lock"
+            if wait != "?":  # locks are semaphores
+                return "gil" if wait.startswith(("pthread_cond_", "pthread_mutex_")) else caller.name
+        return ""
+
+    def _called(self, address: int) -> str:
+        """The wait that the instruction before this address calls; ``?``: one by a register; empty: there is none."""
+        if platform.machine() != "x86_64":
+            return "some call"
+        code = self._memory(address - 7, 7)
+        if len(code) < 7:
+            return ""
+        (distance,) = struct.unpack("=i", code[3:])
+        if code[2] == 0xE8:
+            return self._name(address + distance) or self._behind_stub(address + distance)
+        if code[1:3] == b"\xff\x15":
+            return self._behind(address + distance)
+        return "?" if _BY_REGISTER.search(code) else ""
+
+    def _behind_stub(self, address: int) -> str:
+        stub = _STUB.match(self._memory(address, 11))
+        return self._behind(address + stub.end() + struct.unpack("=i", stub["at"])[0]) if stub else ""
+
+    def _behind(self, slot: int) -> str:
+        return self._name(int.from_bytes(self._memory(slot, 8), "little"))
+
+    def _name(self, address: int) -> str:
+        """Of a function that waits, by its begin."""
+        at = self._mapping(address)
+        found = self._functions(at) if at is not None and at.passed else ()
+        return next((one.name for one in found if one.begin == address), "")
+
+    def _functions(self, mapping: _Mapping) -> tuple[_Function, ...]:
+        path = f"/proc/{self._pid}/root{mapping.path}"
+        with suppress(OSError, OverflowError, IndexError, struct.error):  # the file may be damaged
+            status = Path(path).stat()
+            delta, found = _functions_of(path, (status.st_dev, status.st_ino, status.st_mtime_ns))
+            base = mapping.start - mapping.offset - delta
+            return tuple(_Function(base + one.begin, base + one.end, one.name) for one in found)
+        return ()
+
+    def _mapping(self, address: int) -> _Mapping | None:
+        starts, mappings = self._executable
+        at = bisect_right(starts, address) - 1
+        return mappings[at] if at >= 0 and address < mappings[at].end else None
+
+    @cached_property
+    def _executable(self) -> tuple[list[int], list[_Mapping]]:
+        found = []
+        for line in Path(f"/proc/{self._pid}/maps").read_text("utf-8", "replace").splitlines():
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and "x" in fields[1]:
+                start, _, end = fields[0].partition("-")
+                found.append(_Mapping(int(start, 16), int(end, 16), int(fields[2], 16), fields[5]))
+        return [one.start for one in found], found
+
+    def _memory(self, address: int, size: int) -> bytes:
+        try:
+            with open(f"/proc/{self._pid}/mem", "rb", buffering=0) as memory:
+                data = os.pread(memory.fileno(), size, address)
+        except (OSError, OverflowError):
+            return b""
+        return data[: len(data) & ~7] if size == STACK_BYTES else data
+
+
+@lru_cache(maxsize=32)
+def _functions_of(path: str, identity: tuple[int, int, int]) -> tuple[int, tuple[_Function, ...]]:
+    """The exported functions of an ELF file that may be waits, and what to add to their place in the file."""
+    with open(path, "rb") as file:
+
+        def part(offset: int, size: int) -> bytes:
+            return os.pread(file.fileno(), min(size, MAX_TABLE_BYTES), offset)
+
+        head = part(0, 64)
+        if head[:6] != b"\x7fELF\x02\x01":
+            return 0, ()
+        programs, sections = struct.unpack_from("<QQ", head, 32)
+        program_count, _, section_count = struct.unpack_from("<HHH", head, 56)
+        loaded = struct.iter_unpack("<IIQQQQQQ", part(programs, 56 * program_count))
+        delta = next((one[3] - one[2] for one in loaded if one[0] == 1 and one[1] & 1), 0)
+        table = list(struct.iter_unpack("<IIQQQQIIQQ", part(sections, 64 * section_count)))
+        found = []
+        for section in (one for one in table if one[1] == 11):  # the dynamic symbols, which no strip removes
+            names = part(*table[section[6]][4:6])
+            found += list(_wanted(part(*section[4:6]), names))
+    return delta, tuple(found)
+
+
+def _wanted(symbols: bytes, names: bytes) -> Iterator[_Function]:
+    for name, info, _, _, value, size in struct.iter_unpack("<IBBHQQ", symbols[: len(symbols) // 24 * 24]):
+        if info & 15 == 2 and value:
+            known = _WANTED.match(names, name)
+            if known is not None and names[known.end() : known.end() + 1] == b"\0":
+                yield _Function(value, value + size, known[0].decode())
+
+
+# --- locks on files ---------------------------------------------------------------------------------------------------
+
+CALLS = ("flock", "fcntl")
+_MAX_BYTES = 4096
+_MAX_NAME = 60
+
+
+@dataclass(frozen=True)
+class Held:
+    """A line of ``/proc/locks``: ``place`` is (major, minor, inode) of the file."""
+
+    pid: int
+    place: tuple[int, int, int]
+    exclusive: bool
+
+
+def holder(pid: int, fd: int) -> int | None:
+    """Another process that holds a lock on the file behind ``pid``'s descriptor ``fd``; None if unknown.
+
+    The kernel names the process that has taken the lock; a child that inherits it may be the only one to have it now.
+    May block on a file system that does not answer, so call it under a deadline.
+    """
+    try:
+        place = _place(Path(f"/proc/{pid}/fd/{fd}"))
+    except OSError:
+        return None
+    held = next((held for held in lock_table() if held.place == place and held.pid != pid), None)
+    if held is None or _has(held.pid, held) is not False:
+        return held.pid if held is not None else None
+    others = (int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208 - as everywhere in /proc
+    return next((other for other in others if other != pid and _has(other, held)), None)
+
+
+def _has(pid: int, lock: Held) -> bool | None:
+    """Whether a descriptor of the process has the lock; None if they cannot be read."""
+    try:
+        names = os.listdir(f"/proc/{pid}/fdinfo")  # noqa: PTH208
+    except OSError:
+        return None
+    texts = (text_of(f"/proc/{pid}/fdinfo/{name}") for name in names)
+    return any(lock in _locks_in(text) for text in texts)
+
+
+def _locks_in(fdinfo: str) -> Iterator[Held]:
+    return parse(fdinfo.replace("lock:", ""))
+
+
+def lock_table() -> tuple[Held, ...]:
+    """All locks of the node. While the kernel writes them down, nobody there gets or releases one: read it seldom."""
+    return tuple(parse(text_of("/proc/locks")))
+
+
+def locks_of(pid: int, *, of_others: bool, known: Sequence[Held] | None = None) -> tuple[FileLock, ...]:
+    """The exclusive locks on files that ``pid`` has open: its own, with ``of_others`` those of other processes too.
+
+    ``known``: the locks of the node, where they have been read.
+
+    Not those that it shares: a child has its parent's file, and the lock on it. May block as :func:`holder` may, on a
+    file that somebody has locked; the other files are not touched.
+    """
+    every = lock_table() if known is None else known
+    wanted = {held for held in every if held.exclusive and (of_others or held.pid == pid)}
+    inodes = {held.place[2] for held in wanted}
+    found: dict[Held, str] = {}
+    shared: set[Held] = set()
+    for path in Path(f"/proc/{pid}/fdinfo").iterdir() if inodes else ():
+        try:
+            text = path.read_text()
+            inode = re.search(r"^ino:\s*(\d+)$", text, re.MULTILINE)  # Linux 5.14 and newer
+            if inode is None or int(inode[1]) not in inodes:
+                continue
+            link = Path(f"/proc/{pid}/fd/{path.name}")
+            name, place = str(link.readlink()), _place(link)
+        except OSError:
+            continue  # closed meanwhile
+        found |= {held: name for held in wanted if held.place == place}
+        shared |= {held for held in _locks_in(text) if held.pid != pid}
+    return tuple(
+        FileLock(name, held.pid, program(held.pid) if held.pid != pid else "")
+        for held, name in found.items()
+        if held not in shared
+    )
+
+
+def lock_on(pid: int, path: str) -> FileLock | None:
+    """The exclusive lock of another process on the file that ``pid`` calls ``path``; None if unknown.
+
+    May block on a file system that does not answer, so call it under a deadline.
+    """
+    try:
+        place = _place(Path(f"/proc/{pid}/cwd", path))
+    except (OSError, ValueError):
+        return None
+    held = next(
+        (held for held in lock_table() if held.place == place and held.exclusive and held.pid != pid),
+        None,
+    )
+    return FileLock(path, held.pid, program(held.pid)) if held is not None else None
+
+
+def program(pid: int) -> str:
+    """`` (python tokenize.py, since 2026-03-01 14:02:11 UTC)``: what a process runs, and when it was started.
+
+    Without arguments, which may hold secrets; empty if unknown.
+    """
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()[:_MAX_BYTES].decode("utf-8", "replace").split("\0")
+    except OSError:
+        return ""
+    script = next((word for word in words[1:] if word.endswith(".py")), "")
+    names = [Path(word).name[:_MAX_NAME] for word in (words[0], script) if word]
+    return f" ({' '.join(names)}{_since(pid)})" if names else ""
+
+
+def _since(pid: int) -> str:
+    stat = procstat.read(pid)
+    boot = re.search(r"^btime (\d+)$", text_of("/proc/stat"), re.MULTILINE)
+    if stat is None or boot is None:
+        return ""
+    begun = time.gmtime(int(boot[1]) + stat.start_ticks // os.sysconf("SC_CLK_TCK"))
+    return time.strftime(", since %Y-%m-%d %H:%M:%S UTC", begun)
+
+
+def parse(text: str) -> Iterator[Held]:
+    """``1: FLOCK  ADVISORY  WRITE 4711 08:02:131 0 EOF``; those who wait have ``->`` behind the number, and are left
+    out, as are those of another container, who have no number here."""
+    for line in text.splitlines():
+        fields = line.split()
+        if len(fields) < 6 or fields[1] == "->":
+            continue
+        major, _, rest = fields[5].partition(":")
+        minor, _, inode = rest.partition(":")
+        try:
+            held = Held(int(fields[4]), (int(major, 16), int(minor, 16), int(inode)), fields[3] == "WRITE")
+        except ValueError:
+            continue  # a line of another kernel
+        if held.pid > 0:
+            yield held
+
+
+def _place(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return os.major(status.st_dev), os.minor(status.st_dev), status.st_ino

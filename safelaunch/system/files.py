@@ -1,0 +1,49 @@
+"""Small things that are done to files everywhere: read a text, replace one whole, ask what is at an untrusted path."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def text_of(path: str | os.PathLike[str]) -> str:
+    """The text of a file, for example of ``/proc``; empty if it can't be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except (OSError, ValueError):
+        return ""
+
+
+def replace_file(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
+    """Writes a file whole or not at all; others see the old one or the new one. Raises OSError.
+
+    ``mode``: of a new file, before the umask. Text is written as UTF-8.
+    """
+    content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(beside, flags, mode), "wb") as file:
+        file.write(content)
+    beside.replace(path)
+
+
+# --- paths that another user may have chosen --------------------------------------------------------------------------
+# ``pathlib`` raises for a name that is too long, and for a directory without search permission. ``os.path`` does not.
+
+
+def is_dir(path: Path) -> bool:
+    return os.path.isdir(path)
+
+
+def is_file(path: Path) -> bool:
+    return os.path.isfile(path)
+
+
+def exists(path: Path) -> bool:
+    return os.path.exists(path)
+
+
+def lexists(path: Path) -> bool:
+    """Whether the name exists, even as a broken link."""
+    return os.path.lexists(path)
