@@ -124,7 +124,7 @@ FAULTS = (
     Case("adapter-flip", 2, "a bit flipped beside an adapter of one rank", LATER + r".* in 3\.weight", more=True),
     Case("ema-flip", 2, "the same beside an EMA copy with an optimizer", LATER + r".* in 3\.weight", more=True),
     Case("skipped-step", 2, "a step that one rank skips", LATER + "rank 0 against rank 1", more=True),
-    Case("loss", 3, "a loss that goes its own way", r"loss: rank 1 went its own way"),
+    Case("loss", 3, "a loss that goes its own way", r"loss: rank 1 diverged"),
 )
 
 

@@ -79,7 +79,7 @@ class Series:
         if self._slots < 1 or self._size < least or self._begin + self._slots * self._size > len(words):
             raise ValueError(f"{path.name} is damaged")
         if any(group >= len(self.about.groups) for _, group in self.about.tensors):
-            raise ValueError(f"{path.name} names a group that is not there")
+            raise ValueError(f"{path.name} names an unknown group")
         self._rank = rank
         self._next = 0
         self._before = 0

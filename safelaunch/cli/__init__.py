@@ -13,17 +13,17 @@ from typing import NoReturn
 COMMANDS = {
     "demo": "run a bundled script that hangs, and check its verdict",
     "exec": "watch another launcher, a script or a single rank",
-    "colaunch": "run many jobs on this node, each with GPUs or cores of its own",
+    "colaunch": "run many jobs, each on its own GPUs or CPU cores",
     "presets": "list the shipped presets, or show one with its reasons",
     "status": "show the runs on this node and their ranks",
-    "dump": "write a bundle of a live run, which continues",
-    "record": "say where the time of a live run goes, by rank and line",
+    "dump": "write a bundle of a running job, which continues",
+    "record": "report where a running job spends its time, by rank and line",
     "diagnose": "reach a verdict from a bundle or from dumps",
     "reproduce": "write a small script that hangs in the same way",
     "doctor": "check whether safelaunch can watch jobs here",
     "gpus": "show this node's GPUs, and who leases or uses them",
     "completion": "print the completion script of a shell: bash, zsh or fish",
-    "help": "show this help, or that on a subcommand",
+    "help": "show this help, or a subcommand's",
 }
 
 

@@ -290,7 +290,7 @@ OURS = {
     "--run-name": "the run has the job's name; use the key 'name'",
     "--bundle-dir": "bundles go into the job's directory in the sweep",
     "--gpus": "colaunch assigns the GPUs: use 'gpus: N' or --gpus-per-job N",
-    "--wait": "colaunch waits by itself",
+    "--wait": "colaunch does the waiting",
     "--no-lease": "colaunch leases the GPUs it assigns",
     "--dry-run": "give it to colaunch",
 }
@@ -380,7 +380,7 @@ def _check_nodes(job: Job, on: str | Queue, command: CommandLine) -> None:
     given = [word.partition("=")[0].replace("_", "-") for word in command.torchrun]
     for word in given:
         if word in OF_SEVERAL_NODES:
-            raise UsageError(f"{word} cannot be given together with 'nodes'", "leave it out: colaunch gives it")
+            raise UsageError(f"{word} cannot be given together with 'nodes'", "remove it: colaunch sets it")
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def _run_to_its_end(command: list[str]) -> _Run:
     environ = {"OMP_NUM_THREADS": "1", **os.environ}
     child = subprocess.Popen(command, env=environ, stderr=theirs, preexec_fn=become)
     os.close(theirs)
-    forwarder = Forwarder(child.pid, on_quit=lambda: say("a run outside the demo takes a bundle here, and goes on"))
+    forwarder = Forwarder(child.pid, on_quit=lambda: say("a run outside the demo writes a bundle here and continues"))
     following = Task("demo", lambda: _follow(_lines(ours), lambda: forwarder.stop_requested))
     stop_s = 0.0
     while child.poll() is None:

@@ -91,7 +91,7 @@ def parser() -> Parser:
         "plain folder of Flight Recorder dumps of any job, and names the rank and line that hung it. Needs no GPU. "
         "PATH may be untrusted: safelaunch runs nothing in it, follows no link out of it, writes nothing into it, and "
         "limits the memory and time of the process that reads it.",
-        epilog="Exit code: 0 with a verdict, 1 if the evidence does not suffice, 2 if PATH holds none.",
+        epilog="Exit code: 0 with a verdict, 1 if the evidence is not sufficient, 2 if PATH holds none.",
     )
     add = found.add_argument
     add("path", nargs="?", metavar="PATH", help="a directory, or a bundle's .tar.gz [safelaunch-bundles/latest]")
@@ -126,7 +126,7 @@ def _ranks(text: str) -> frozenset[int]:
         match = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", part.strip(), re.ASCII)
         numbers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
         if not numbers or numbers[-1] >= MAX_RANKS:
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks such as 0,4-7")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks such as 0,4-7")
         found |= set(numbers)
     return frozenset(found)
 

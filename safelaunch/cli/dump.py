@@ -47,8 +47,10 @@ def parser() -> Parser:
     """The command line of ``safelaunch dump``."""
     found = Parser(
         "dump",
-        description="Writes a bundle of a live run, with a verdict: what each rank is doing right now, on every node "
-        "that this one hears. The job continues. Only the bundle's path goes to stdout: cd $(safelaunch dump)",
+        description=(
+            "Writes a bundle of a live run, with a verdict: what each rank is doing right now, on every node that "
+            "this one can reach. The job continues. Only the bundle's path goes to stdout: cd $(safelaunch dump)"
+        ),
     )
     found.add_argument("run", nargs="?", metavar="RUN", help="run id (r4711), name or pid [the run started here]")
     found.add_argument("--bundle-dir", metavar="DIR", help="where to write the bundle [the run's own directory]")

@@ -22,8 +22,8 @@ from safelaunch.system.console import say, show
 from safelaunch.system.errors import UsageError
 
 ABOUT = (
-    "Watches any command whose processes are ranks: another launcher, a shell script that starts torchrun, or a single "
-    "training script. safelaunch's options stand before --, and the command after it."
+    "Watches any command whose processes are ranks: another launcher, a shell script that starts torchrun, or a "
+    "single training script. Put safelaunch's options before --, and the command after it."
 )
 USAGE = "usage: safelaunch exec [safelaunch options] -- COMMAND [ARGUMENTS...]"
 

@@ -34,7 +34,7 @@ EXIT_CODES = {
     "the job's own": "The job ended by itself, exactly as under torchrun.",
     "123": "Ranks computed different results, and --on-inconsistent stop ended the job.",
     "124": "The watchdog ended a hung job.",
-    "125": "Restarting was given up, because the same failure came back at the same step and place.",
+    "125": "safelaunch gave up restarting, because the same failure recurred at the same step and place.",
     "2": "An error in safelaunch's own options, presets, configuration, GPUs or bundle directory, a script that "
     "does not exist, or --standalone with several nodes. Nothing was started.",
 }

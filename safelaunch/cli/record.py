@@ -50,9 +50,11 @@ def parser() -> Parser:
     """The command line of ``safelaunch record``."""
     made = Parser(
         "record",
-        description="Samples where all ranks of a live run are, for a while, and says what slows the run: ranks that "
-        "the others wait for, data loading, the GIL, communication, by line. The job continues. Writes a flame graph "
-        "of all ranks (record.html), and a file for speedscope.",
+        description=(
+            "Samples all ranks of a running job for a while, and reports what slows it down: ranks that the others "
+            "wait for, data loading, the GIL, communication, by line. The job continues. Writes a flame graph of "
+            "all ranks (record.html), and a file for speedscope."
+        ),
         epilog="Exit code: 0 with samples, 1 if no rank could be sampled, 2 if RUN names no live run.",
     )
     made.add_argument("run", nargs="?", metavar="RUN", help="run id (r4711), name or pid [the run started here]")
@@ -70,7 +72,7 @@ def _duration(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 1.0 <= seconds <= LONGEST_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration from 1 to {LONGEST_S:g} seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration from 1 to {LONGEST_S:g} seconds")
     return seconds
 
 
@@ -92,7 +94,7 @@ def _earlier(path: str) -> Recording:
     except OSError as error:
         raise UsageError(f"record: {clean(str(file))} cannot be read: {error.strerror or error}.") from error
     except (msgspec.DecodeError, RecursionError) as error:
-        raise UsageError(f"record: {clean(path)} is no recording: {clean(str(error))}.") from error
+        raise UsageError(f"record: {clean(path)} is not a recording: {clean(str(error))}.") from error
 
 
 def _record(run: Run, duration_s: float, ranks: str) -> RecordAnswer:
@@ -168,4 +170,4 @@ def _published(staged: Path, target: Path) -> Path:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-    raise FileExistsError(errno.EEXIST, "there are too many folders of this name")
+    raise FileExistsError(errno.EEXIST, "there are too many folders with this name")

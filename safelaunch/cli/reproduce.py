@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     found = _from(working_directory() / words.path, words.path, wish)
     if not found.replays:
         raise SafelaunchError(
-            f"reproduce: {clean(words.path)} holds no calls of torch.distributed that could be made again."
+            f"reproduce: {clean(words.path)} contains no torch.distributed calls that can be replayed."
         )
     if words.output is None:
         show(found.text.removesuffix("\n"))
@@ -49,18 +49,20 @@ def parser() -> Parser:
     """The command line of ``safelaunch reproduce``."""
     made = Parser(
         "reproduce",
-        description="Writes a small script, torch only, that makes the recorded calls of a hung job: the same groups, "
-        "operations, sizes and types, in the same order on each rank. On a CPU with gloo it hangs in the same way. Its "
-        "head says what could not be replayed. PATH is read as diagnose reads it. With --output, reproduce runs the "
-        "script, and compares that hang with the recorded one.",
+        description=(
+            "Writes a small script, torch only, that makes the recorded calls of a hung job: the same groups, "
+            "operations, sizes and types, in the same order on each rank. On a CPU with gloo it hangs in the same "
+            "way. Its header lists what could not be replayed. PATH is read as diagnose reads it. With --output, "
+            "reproduce runs the script, and compares that hang with the recorded one."
+        ),
         epilog="Exit code: 0 with a script, 1 if there is nothing to replay or the script does not hang in the same "
         "way, 2 if PATH holds no evidence.",
     )
     made.add_argument("path", metavar="PATH", help="a bundle, its .tar.gz, or a folder of Flight Recorder dumps")
     made.add_argument("-o", "--output", metavar="FILE", help="where to write the script [standard output]")
     extent = made.add_mutually_exclusive_group()
-    extent.add_argument("--last", type=_count, metavar="N", help="make the last N calls of each rank [from a few "
-                        "rounds before the ranks part]")  # fmt: skip
+    last = "make the last N calls of each rank [from a few rounds before they diverge]"
+    extent.add_argument("--last", type=_count, metavar="N", help=last)
     extent.add_argument("--all", action="store_true", help="make all recorded calls")
     made.add_argument("--ranks", action="store_true", help="with the fewest ranks that lead to the same verdict")
     made.add_argument("--shrink", action="store_true", help="with small tensors; sizes that differ stay different")
@@ -69,7 +71,7 @@ def parser() -> Parser:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) <= 1_000_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of calls")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of calls")
     return int(text)
 
 
@@ -142,7 +144,7 @@ def run(made: Reproduction, script: Path) -> list[str]:
                 capture_output=True, timeout=_PATIENCE_S, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return [f"it still ran after {_PATIENCE_S} s"]
+            return [f"it was still running after {_PATIENCE_S} s"]
         latest = Path(scratch, "bundles", "latest")
         if not latest.exists():
             return [f"it ended with exit code {done.returncode}, without a bundle"]

@@ -26,8 +26,8 @@ from safelaunch.system.errors import UsageError
 
 HELP_TORCHRUN = "--help-torchrun"
 NO_RESTARTS = (
-    "on-stall restart: torchrun starts no rank again, because its --max-restarts is 0. A hang will end the job, as "
-    "with --on-stall kill. To have the ranks started again, add --max-restarts 3."
+    "on-stall restart: torchrun restarts no rank, because its --max-restarts is 0. A hang will end the job, as with "
+    "--on-stall kill. To restart the ranks, add --max-restarts 3."
 )
 
 

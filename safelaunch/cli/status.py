@@ -164,7 +164,7 @@ def details(status: RunStatus) -> list[str]:
         *(f"note: {clean(note)}" for note in status.notes),
         *(f"{time.strftime('%H:%M:%S', time.localtime(one.unix_s))} {clean(in_status(one))}" for one in early[-3:]),
         *(f"wrong result: {clean(one.words)}" for one in status.inconsistent),
-        *([f"the other nodes are not known: {clean(status.alone)}"] if status.alone else []),
+        *([f"the state of the other nodes is unknown: {clean(status.alone)}"] if status.alone else []),
     ]
 
 

@@ -22,7 +22,7 @@ Mood = Literal["good", "behind", "late", "quiet"]
 _WATCH = {
     "watching": "watching",
     "confirming": "hang suspected: looking closer",
-    "undecided": "undecided: no step, but something computes, writes or serves",
+    "undecided": "undecided: no step, but something is computing, writing or serving",
     "hung": "hung",
 }
 # The beacon's names for the stages of a rank, in words for the user.

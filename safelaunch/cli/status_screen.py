@@ -54,7 +54,7 @@ _STYLES: dict[Mood, Style] = {"good": "plain", "behind": "warn", "late": "alarm"
 _STATES = {
     "watching": ("watching", "good"),
     "confirming": ("hang suspected: looking closer", "alarm"),
-    "undecided": ("no step, but something computes, writes or serves", "warn"),
+    "undecided": ("no step, but something is computing, writing or serving", "warn"),
     "hung": ("hung", "alarm"),
 }
 
@@ -171,7 +171,7 @@ def _whole_run(run: Run, view: View, width: int, room: int, glyphs: Glyphs) -> l
     head += _words(status, width)
     notes = [line for one in status.inconsistent for line in _wrapped(f"wrong result: {one.words}", width)]
     notes += [Line(f"  note: {clean(note)}", "warn") for note in status.notes]
-    notes += [Line(f"  the other nodes are not known: {clean(status.alone)}", "warn")] if status.alone else []
+    notes += [Line(f"  the state of the other nodes is unknown: {clean(status.alone)}", "warn")] if status.alone else []
     about_nodes = _nodes(status.nodes, width, max(3, room // 3), glyphs) if len(status.nodes) > 1 else []
     left = room - len(head) - len(about_nodes)
     notes = notes[: max(0, left - LEAST_ROWS)]

@@ -55,7 +55,7 @@ def _group_timeout(settings: Settings) -> str:
     assert settings.pg_timeout is not None
     if not settings.watch:
         return "not applied: without the watchdog, nothing of safelaunch's runs in the ranks"
-    which = "of all process groups" if settings.pg_timeout.everywhere else "where the script gives none"
+    which = "of all process groups" if settings.pg_timeout.everywhere else "where the script sets none"
     return f"{settings.pg_timeout.seconds:g} s, {which}"
 
 

@@ -215,7 +215,7 @@ class Guardian:
         from safelaunch.system.console import say
 
         how = f"was ended by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "ended"
-        say(f"the guardian of this job {how}; starting another")
+        say(f"the guardian of this job {how}; starting a new one")
 
     def _mend(self) -> None:
         """Starts another guardian. It is not the job's parent, so it needs reports of orphans."""

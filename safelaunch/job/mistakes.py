@@ -28,8 +28,8 @@ def nodes_never_meet(command: CommandLine, options: Collection[str], environ: Ma
     if not (is_given(options, environ, "standalone") and least.isascii() and least.isdigit() and int(least) > 1):
         return ""
     return (
-        f"--standalone is for one node, so with --nnodes={nodes} each node would wait for the others in vain; on every "
-        "node, name a meeting point instead: --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --rdzv-id=JOB"
+        f"--standalone is for one node, so with --nnodes={nodes} each node would wait for the others forever; on "
+        "every node, name a rendezvous instead: --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --rdzv-id=JOB"
     )
 
 
@@ -80,8 +80,8 @@ def lacks_rank_variables(script: str, source: ast.AST) -> str:
     if any(_may_make_ranks(node) and node not in read for node in nodes):
         return ""
     return (
-        f"{script} asks for the variables of a rank (RANK, WORLD_SIZE, ...), which exec doesn't set: "
-        f"safelaunch --nproc-per-node=N {script} starts N ranks with them"
+        f"{script} needs a rank's variables (RANK, WORLD_SIZE, ...), which exec doesn't set: safelaunch "
+        f"--nproc-per-node=N {script} starts N ranks with them"
     )
 
 
@@ -113,7 +113,7 @@ def lacks_nccl(script: str, source: ast.AST, version: str) -> str:
     if not calls or not all(_backend_of(call) == "nccl" for call in calls):
         return ""
     return (
-        f"{script} initialises NCCL, which torch {version} doesn't have, as it is built without CUDA: install the "
+        f"{script} initializes NCCL, which torch {version} doesn't have, as it is built without CUDA: install the "
         'build for your GPUs, or use the backend "gloo"'
     )
 

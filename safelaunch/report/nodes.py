@@ -112,12 +112,12 @@ def _standing_out(node: _Node) -> tuple[str, ...]:
     if node.files is None:
         return ()
     one = node.files
-    found = [f"GPU {gpu.index} cannot be asked" for gpu in one.gpus if gpu.error]
+    found = [f"GPU {gpu.index} does not answer" for gpu in one.gpus if gpu.error]
     found += [f"GPU {gpu.index} counts ECC errors" for gpu in one.gpus if gpu.ecc_errors]
     found += [f"{place} is nearly full" for place, share in one.disks if share > FULL]
     found += ["memory is nearly full"] if _used(one) > FULL else []
     found += [f"{link.name} is {link.state}" for link in one.network if link.state.lower() not in _UP]
-    found += ["the kernel log says something"] if one.kernel_log else []
+    found += ["the kernel log has a message"] if one.kernel_log else []
     return tuple(found)
 
 

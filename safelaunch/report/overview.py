@@ -141,7 +141,9 @@ def devices(evidence: Evidence) -> str:
     wrong = [rank for rank in evidence.ranks if _asked_in_vain(rank)]
     if wrong:
         who = format_ranks([rank.rank for rank in wrong])
-        parts.append(f"{'rank' if who.isdigit() else 'ranks'} {who} asked for a device that is not there{_why(wrong)}")
+        parts.append(
+            f"{'rank' if who.isdigit() else 'ranks'} {who} requested a device that does not exist{_why(wrong)}"
+        )
     return "; ".join(parts)
 
 

@@ -57,7 +57,7 @@ _MEMORY_FRAMES = 6
 
 OUTCOMES = {
     "hang": "the job hangs",
-    "suspect": "the job may hang",
+    "suspect": "the job may be hung",
     "crash": "the job crashed",
     "dump": "snapshot",
 }
@@ -265,7 +265,7 @@ def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
     if proved := proof_words(verdict):
         lines += _cut(_wrap(clean(proved), room, "  "), 3, room)
     if verdict.victims:
-        what = "held up by it" if verdict.culprits else "waiting"
+        what = "blocked by it" if verdict.culprits else "waiting"
         lines.append(_shorten(f"  {what}: {rank_words(verdict.victims)}", room))
     if verdict.missing:
         lines.append(_shorten(f"  missing: {clean('; '.join(verdict.missing))}", room))
@@ -281,9 +281,9 @@ def proof_words(verdict: Verdict) -> str:
     waits = [f"{edge.who} needs {edge.why}" for edge in verdict.proof if edge.who.startswith("rank")]
     never = [edge.why for edge in verdict.proof if not edge.waits_for]
     if never:
-        return f"proved: nothing can come of this any more: {never[0]}"
+        return f"proved: this wait can never end: {never[0]}"
     more = f", and {len(waits) - 3} more waits" if len(waits) > 3 else ""
-    return f"proved: only ranks that wait could end these waits: {'; '.join(waits[:3])}{more}" if waits else ""
+    return f"proved: only the waiting ranks themselves could end these waits: {'; '.join(waits[:3])}{more}" if waits else ""
 
 
 def beside_next(verdict: Verdict) -> list[str]:
@@ -382,11 +382,11 @@ def markdown(
         f"# {md(OUTCOMES[verdict.outcome].capitalize())}: {md(verdict.cause)}",
         f"{md(verdict.summary)}",
         f"Confidence: **{md(verdict.confidence)}**."
-        + (f" Held up: {md(rank_words(verdict.victims))}." if verdict.victims else ""),
+        + (f" Blocked: {md(rank_words(verdict.victims))}." if verdict.victims else ""),
         md(stalled_words(evidence)),
         md(proof_words(verdict)),
         md(contract_words(evidence, facts)),
-        _md_list("Noticed while it ran", evidence.notes),
+        _md_list("Observed during the run", evidence.notes),
         _md_list("Early looks", early_lines(evidence)),
         _md_list("Wrong results", [one.words for one in evidence.inconsistent]),
         _md_list("Nodes at fault", [node_words(node) for node in verdict.nodes_at_fault]),
@@ -398,7 +398,7 @@ def markdown(
         _md_nodes(evidence.nodes),
         _md_list("What NCCL says", nccl_lines(evidence.nccl)),
         "## Ranks\n\n" + _md_table(rows),
-        "## Where the ranks part\n\n" + _fence(tree_lines(laid_out.tree)) if laid_out.tree else "",
+        "## Where the ranks diverge\n\n" + _fence(tree_lines(laid_out.tree)) if laid_out.tree else "",
         _md_stacks(laid_out),
         _md_list("Evidence", [f"{text} ({', '.join(files)})" for text, files in merged_claims(verdict.evidence)]),
         _md_list("Ruled out", verdict.ruled_out),
@@ -487,7 +487,7 @@ def node_state(node: NodeEvidence) -> str:
     if node.is_gone:
         parts.append(f"not heard for {node.silent_s:.0f} s" if node.silent_s else "not heard")
     elif node.last in ("failing", "stopping", "ended"):
-        parts.append({"failing": "its ranks failed", "stopping": "stopped by somebody", "ended": "ended"}[node.last])
+        parts.append({"failing": "its ranks failed", "stopping": "stopped by a user", "ended": "ended"}[node.last])
     parts += [f"torchrun {node.agent}"] if node.agent in ("stopped", "gone") else []
     parts += [node.trouble] if node.trouble else []
     return "; ".join(parts) or ("this node" if node.here else "heard")
@@ -505,7 +505,7 @@ def nccl_lines(witness: NcclWitness | None) -> list[str]:
     head = f"NCCL {witness.version}, of its processes: {', '.join([*answers, *silent])}"
     gone = [(host, pid, gpu, state) for (host, pid, gpu), state in said.items() if state != "answers"]
     lines = [f"pid {pid} on {host}, GPU {gpu}: {state}" for host, pid, gpu, state in gone[:_NCCL_LINES]]
-    return [head, *lines, f"The answer as it came: {witness.file}"]
+    return [head, *lines, f"The raw answer: {witness.file}"]
 
 
 def _md_stacks(laid_out: Overview) -> str:
@@ -526,7 +526,7 @@ def stalled_words(evidence: Evidence) -> str:
     if not evidence.threshold_s:
         return ""
     why = f" ({evidence.threshold_why})" if evidence.threshold_why else ""
-    worked = f" Work was seen meanwhile: {'; '.join(evidence.work[:2])}." if evidence.work else ""
+    worked = f" Work observed in that time: {'; '.join(evidence.work[:2])}." if evidence.work else ""
     return f"No progress for {evidence.stall_s:.0f} s; suspected after {evidence.threshold_s:.4g} s{why}.{worked}"
 
 

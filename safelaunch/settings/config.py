@@ -272,7 +272,7 @@ def _why_not_trusted(info: os.stat_result | None) -> str:
     if stat.S_ISLNK(info.st_mode):
         return ""  # a link's mode means nothing
     if info.st_mode & stat.S_IWOTH:
-        return "everybody may write it"
+        return "every user can write it"
     if info.st_mode & stat.S_IWGRP and not _is_private_group(info.st_gid, info.st_uid):
         return f"group {info.st_gid} may write it"
     return ""

@@ -247,8 +247,8 @@ _WATCHING = (
         "SECONDS|auto",
         parse_stall_timeout,
         f"{AUTO} or {_A_DURATION}",
-        "Suspect a hang after this long without a step, and end the job unless it works; auto learns this from the "
-        "job's own steps, and at that time ends only a job that is proved dead [auto].",
+        "Suspect a hang after this long without a step, and end the job unless it is working; auto learns the "
+        "threshold from the job's steps, and ends only a job that is proved dead [auto].",
         _RUNS,
     ),
     Option(
@@ -264,8 +264,8 @@ _WATCHING = (
         "SECONDS",
         parse_seconds,
         _A_DURATION,
-        "End the job after this long without a step, even if it works; under --stall-timeout auto, the default does "
-        "not end a job that works [12 x an explicit --stall-timeout, else 30m].",
+        "End the job after this long without a step, even if it is working; under --stall-timeout auto, the default "
+        "does not end a working job [12 x an explicit --stall-timeout, else 30m].",
         _RUNS,
     ),
     Option(
@@ -282,8 +282,8 @@ _WATCHING = (
         "kill|restart|dump",
         one_of(ON_STALL),
         "kill, restart or dump",
-        "What to do about a hang after its bundle is written: end the job (kill), start its ranks again, or let it run "
-        "(dump) [kill].",
+        "What to do about a hang after its bundle is written: end the job (kill), restart its ranks (restart), or "
+        "let it run (dump) [kill].",
         _RUNS,
     ),
     Option(
@@ -291,7 +291,7 @@ _WATCHING = (
         None,
         parse_flag,
         "1 or 0",
-        "Say nothing about a job that is quiet for longer than usual until the stall timeout.",
+        "Do not report a job that is quiet for longer than usual before the stall timeout.",
         _RUNS,
     ),
     Option(
@@ -299,8 +299,8 @@ _WATCHING = (
         "COMMAND",
         parse_nonblank,
         "a command",
-        "Run COMMAND in /bin/sh when an early look finds ranks that stand still, for at most 30 s, with what they do "
-        "in SAFELAUNCH_SUMMARY, _CAUSE, _RANKS, _QUIET_S, _USUAL_S and _RUN_NAME.",
+        "Run COMMAND in /bin/sh when an early look finds blocked ranks, for at most 30 s, with the finding in "
+        "SAFELAUNCH_SUMMARY, _CAUSE, _RANKS, _QUIET_S, _USUAL_S and _RUN_NAME.",
         _RUNS,
     ),
     Option(
@@ -316,20 +316,20 @@ _WATCHING = (
         "report|dump|stop",
         one_of(ON_INCONSISTENT),
         "report, dump or stop",
-        "When --check-every finds something: say so (report), also write a bundle (dump), also end the job (stop) "
-        "[report].",
+        "What to do about a finding of --check-every: print it (report), also write a bundle (dump), also end the "
+        "job (stop) [report].",
         _RUNS,
     ),
     Option(
         "pg-timeout",
         "DURATION[!]",
         parse_group_timeout,
-        f"{_A_DURATION}, and perhaps a ! behind it",
-        "The timeout of process groups to which the script gives none; with a !, of all [torch's: 10m for NCCL, else "
-        "30m].",
+        f"{_A_DURATION}, optionally followed by !",
+        "The timeout of process groups that the script creates without one; with a !, of all groups [torch's: 10m "
+        "for NCCL, else 30m].",
         _RUNS,
     ),
-    Option("no-watch", None, parse_flag, "1 or 0", "Only launch: no beacon, no watchdog, no bundle.", _RUNS),
+    Option("no-watch", None, parse_flag, "1 or 0", "Launch only: no beacon, no watchdog, no bundle.", _RUNS),
 )
 _BUNDLES = (
     Option(
@@ -392,7 +392,8 @@ _OTHER = (
         "FILE",
         parse_path,
         "a file",
-        "On several nodes: a file with the same secret on each. Messages of supervisors without it are ignored.",
+        "On several nodes: a file with the same secret on each. Supervisors ignore messages that are not signed "
+        "with it.",
         _RUNS,
     ),
     Option(
@@ -400,7 +401,7 @@ _OTHER = (
         "[HOST:]PORT",
         parse_store,
         "a port, or a host and a port (node1:29700)",
-        "On several nodes without a store of torchrun's (exec, etcd): where the supervisors meet. The one on HOST [the "
+        "On several nodes without torchrun's store (exec, etcd): where the supervisors meet. The one on HOST [the "
         "job's first] starts a store there.",
         _RUNS,
     ),

@@ -305,7 +305,7 @@ class _Walk:
         path = self._locate(ref, base, prefix).resolve()
         if path in ancestors:
             circle = " -> ".join(p.stem for p in (*ancestors[ancestors.index(path) :], path))
-            raise PresetError(f"{prefix}presets extend each other in a circle: {circle}", "remove one 'extends'")
+            raise PresetError(f"{prefix}presets extend each other in a cycle: {circle}", "remove one 'extends'")
         if len(ancestors) >= MAX_DEPTH:
             raise PresetError(f"{prefix}presets extend each other more than {MAX_DEPTH} deep")
         if path not in self.done:
@@ -328,7 +328,7 @@ class _Walk:
             known = ", ".join(names) if names else f"none found in {self.builtin_dir}"
             raise PresetError(
                 f"{prefix}unknown preset {ref!r}{did_you_mean(ref, names)}",
-                f"shipped presets: {known}; for a file of your own, give its path, e.g. ./my.yaml",
+                f"shipped presets: {known}; for your own file, give its path, e.g. ./my.yaml",
             )
         return self.builtin_dir / f"{ref}.yaml"
 

@@ -76,7 +76,7 @@ class Consistency:
         if self._part == "follows":
             self._follow()
             if last and not self._watch.inconsistent:
-                say("nothing inconsistent, by the comparison on the node that leads")
+                say("nothing inconsistent, according to the leader's comparison")
             return []
         if self._part == "waits" and not last:
             return []

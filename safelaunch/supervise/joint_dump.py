@@ -78,7 +78,7 @@ class JointDump:
             try:
                 found.append(recording_of(chunks))
             except BadMessage as error:
-                notes.append(f"what a node has sampled could not be read (slot {slot}: {error})")
+                notes.append(f"a node's samples could not be read (slot {slot}: {error})")
         return found, notes
 
     def _answers(self, stop: threading.Event | None = None) -> Mapping[int, list[bytes]]:
@@ -148,7 +148,7 @@ def recording_of(chunks: list[bytes]) -> Recording:
     except (msgspec.DecodeError, RecursionError, OverflowError) as error:
         raise BadMessage(str(error)) from error
     if not all(0 <= rank.rank < MOST_RANKS for rank in found.ranks):
-        raise BadMessage("samples of ranks that there cannot be")
+        raise BadMessage("samples of impossible ranks")
     return found
 
 

@@ -174,7 +174,7 @@ class Live:
         if dump.show is None:
             dump.show = show
             then = "and then ending it" if ends else "which continues (Ctrl-C stops it)"
-            say(f"taking a bundle of the live run, {then}")
+            say(f"writing a bundle of the running job, {then}")
 
     def dump_late(self, show: Callable[[Report], None]) -> None:
         """Writes a bundle of a job that has ended: what was found, logs, the last progress."""

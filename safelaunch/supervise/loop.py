@@ -399,7 +399,7 @@ class Supervisor:
                 say("ending the ranks of this attempt; torchrun restarts them if --max-restarts allows it")
                 self._restart(report)
         else:
-            self._together.crash.trouble(f"the job hangs, and is ended for it: {report.verdict.summary}")
+            self._together.crash.trouble(f"the job hangs; ending it: {report.verdict.summary}")
             self._end(report, EXIT_HUNG)
 
     def _act_with_all(self, report: Report) -> None:
@@ -411,7 +411,7 @@ class Supervisor:
         if report.action == "restart" and self._give_up_or_go_on(report) and self._agent_lives():
             if self._stall.attempt != self._watch.attempt:
                 return  # torchrun has started the ranks again: those of another node were ended before ours
-            say("ending the ranks of this attempt; torchrun starts them again while --max-restarts allows it")
+            say("ending the ranks of this attempt; torchrun restarts them if --max-restarts allows it")
             self._restart(report)
 
     def _restart(self, report: Report) -> None:
@@ -462,7 +462,7 @@ class Supervisor:
             self._live.dump_here(self._stop_inconsistent, ends=True)
         place = self._consistency.stopped_for
         if place is not None and self._ending is None and self._verdict is None:
-            say(f"ending the job, as another node asks (--on-inconsistent stop); the bundle is on {place}")
+            say(f"ending the job, as requested by another node (--on-inconsistent stop); the bundle is on {place}")
             self._end(None, EXIT_INCONSISTENT, shown=True, after_s=OTHERS_END_S - READ_S)
 
     def _on_last_checks(self, status: int) -> None:
@@ -478,9 +478,7 @@ class Supervisor:
         self._show(report)
         if self._ending is None and self._verdict is None:
             code = f"exit code {EXIT_INCONSISTENT}, as --on-inconsistent stop asks for"
-            say(
-                f"the job had ended by itself; {code}" if self._has_ended else "ending the job (--on-inconsistent stop)"
-            )
+            say(f"the job had already ended; {code}" if self._has_ended else "ending the job (--on-inconsistent stop)")
             assert self._consistency is not None
             self._consistency.stop_all(f"{self._about.host}: {report.published.shown}")
             self._end(report, EXIT_INCONSISTENT, shown=True, after_s=OTHERS_END_S if self._watch.unseen else 0.0)
@@ -576,7 +574,7 @@ class Supervisor:
         if result.verdict.outcome == "hang" and not published.lost:
             self._newest = published.shown
         if result.without_stacks:
-            say(f"no stack could be read, so the verdict has none to go by: {result.without_stacks}")
+            say(f"no stack could be read, so the verdict rests on other evidence: {result.without_stacks}")
             say("run 'safelaunch doctor' where the job runs: it shows the cause and the fix")
         judged = result.verdict.bundle or None  # unset where one node has reached it alone
         place = "bundle"

@@ -56,7 +56,7 @@ class NodeNotices:
             return
         self._come = number
         self._next_s = now + LOST_S  # those that come next come together
-        text = f"torchrun has started no rank yet: {number} of {self._meeting.nodes} nodes have come to the rendezvous"
+        text = f"torchrun has started no rank yet: {number} of {self._meeting.nodes} nodes have joined the rendezvous"
         text += f" ({', '.join(node.host for node in nodes)}{', ...' * (number > len(nodes))})"
         ranks = {node.node_rank for node in nodes}
         if None not in ranks and number == len(nodes) and (missing := set(range(self._meeting.nodes)) - ranks):
@@ -101,19 +101,19 @@ class NodeNotices:
             silent = frozenset(seen.page.silent)
             if self.apart and covered:
                 self.apart = False
-                say("the other nodes are heard again: one verdict for all")
+                say("contact with the other nodes is restored: one verdict for all")
             if self.met and silent - self._silent and not ending:
                 self.apart = True
                 say(
-                    f"a node has not been heard for {SILENT_S:.0f} s: its safelaunch has stopped, or the node is gone. "
-                    "Until it is heard again, each node judges for itself"
+                    f"no message from a node for {SILENT_S:.0f} s: its safelaunch has stopped, or the node is gone. "
+                    "Until it responds, each node judges alone"
                 )
             self._silent = silent
         elif self.met:
             self._lost_s = self._lost_s or now
             if now - self._lost_s > LOST_S and not ending:
                 self.met, self.apart = False, True
-                say(f"lost touch with the other nodes ({seen.why}): until they are back, this one judges for itself")
+                say(f"lost contact with the other nodes ({seen.why}): until they are back, this node judges alone")
 
     def _compare(self, nodes: tuple[Node, ...]) -> None:
         """Nodes that run something else than this one: NCCL and pickles of two versions rarely agree."""
@@ -122,7 +122,7 @@ class NodeNotices:
             for what in ("torch", "safelaunch", "script"):
                 here, there = getattr(mine, what), getattr(other, what)
                 text = f"{what} differs between nodes: {here} here, {there} on {other.host}"
-                text = f"the script on {other.host} is not the one here" if what == "script" else text
+                text = f"the script on {other.host} differs from the one here" if what == "script" else text
                 if here != there and here and there and text not in self._said:
                     self._said.add(text)
                     say(text)

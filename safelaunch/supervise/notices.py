@@ -75,9 +75,9 @@ class Notices:
                 self._is_said_blind = True
                 say(
                     "no rank detected (no rank variables, torch import or step marks): safelaunch CANNOT WATCH this "
-                    "command until one appears. The command continues. To have it watched, call safelaunch.step() in "
-                    "its training loop; if it starts its ranks in a container or on another host, run safelaunch "
-                    "there; if it runs Python with -I or -E, leave that out."
+                    "command until one appears. The command continues. To have it watched, call safelaunch.step() "
+                    "in its training loop; if it starts its ranks in a container or on a different host, run "
+                    "safelaunch there; if it runs Python with -I or -E, remove those options."
                 )
         if self._steps_due_s is not None and now >= self._steps_due_s and self._watch.last_progress:
             self._steps_due_s = None
@@ -149,5 +149,6 @@ class Notices:
         where = "--startup-timeout" if limit.seconds == self._startup_timeout_s else limit.why
         say(
             f"no step seen so far: watching {', '.join(signals)} instead. safelaunch ends the job only if nothing "
-            f"moves for {limit.seconds:.0f} s ({where}). Call safelaunch.step() in the training loop to track steps."
+            f"advances for {limit.seconds:.0f} s ({where}). Call safelaunch.step() in the training loop to track "
+            "steps."
         )

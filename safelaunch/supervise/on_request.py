@@ -74,7 +74,7 @@ class SilentRanks:
         self._seen.update({rank: _Sight(words_of(look.ranks.get(rank)), at_s, mark) for rank, mark in marks.items()})
 
 
-_HELD = {"T": "is stopped", "t": "is stopped by a tracer", "D": "is in the kernel's hands (state D)"}
+_HELD = {"T": "is stopped", "t": "is stopped by a tracer", "D": "is blocked in the kernel (state D)"}
 
 
 def words_of(look: RankLook | None) -> str:

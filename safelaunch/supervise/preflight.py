@@ -34,7 +34,11 @@ def without_effect(settings: Settings) -> list[str]:
     """A line about each preset that does nothing here, and about options that need the watch where there is none."""
     idle = [option.flag for option in OPTION_GROUPS["Watching"] if _is_idle(settings, option.name)]
     return [
-        *([f"--no-watch: {', '.join(idle)}: no effect, as nothing of safelaunch's runs in the ranks"] if idle else []),
+        *(
+            [f"--no-watch: {', '.join(idle)}: no effect, because nothing of safelaunch runs in the ranks"]
+            if idle
+            else []
+        ),
         *_idle_presets(settings),
     ]
 
@@ -45,7 +49,10 @@ def mistakes_of_torchrun(
     """A line about a port that is taken, and about a script that wants NCCL from a torch without it."""
     port = mistakes.port_to_serve(command, options, environ)
     holder = _holder_of(port) if port is not None else ""
-    taken = f"port {port} is taken on this node, by {holder}: choose another; on a single node, --master-port=auto does"
+    taken = (
+        f"port {port} is taken on this node, by {holder}: choose a different one; on a single node, "
+        "--master-port=auto does"
+    )
     is_file = not any(is_given(options, environ, name) for name in ("module", "no-python"))
     source = _source_of(command.script[0]) if is_file and not torchrun.has_nccl(torch.package) else None
     lacking = mistakes.lacks_nccl(command.script[0], source, torch.version) if source is not None else ""
@@ -90,7 +97,7 @@ def _is_idle(settings: Settings, name: str) -> bool:
 
 
 def _idle_presets(settings: Settings) -> list[str]:
-    text = "preset {0} sets nothing of its own with the installed torch: safelaunch presets show {0}"
+    text = "preset {0} sets nothing with the installed torch: safelaunch presets show {0}"
     return [text.format(name) for name in settings.idle_presets]
 
 
@@ -104,5 +111,5 @@ def _check_key(settings: Settings) -> None:
     except BadKeyFile as error:
         raise UsageError(
             f"--cluster-key-file {settings.cluster_key_file}: {error}.",
-            "Put the same random text there on every node, readable by you alone: openssl rand -hex 32 > FILE",
+            "Put the same random text there on every node, readable only by you: openssl rand -hex 32 > FILE",
         ) from error

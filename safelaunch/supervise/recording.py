@@ -30,7 +30,7 @@ from safelaunch.supervise.watch.job import Watch
 from safelaunch.system.task import Task
 
 LONGEST_S = 300.0
-GAVE_WAY = "a bundle of this run was asked for meanwhile; record again when it is there"
+GAVE_WAY = "a bundle of this run was requested; record again once it is written"
 
 
 class GaveWay(Exception):
@@ -61,7 +61,7 @@ class Recordings:
             stop = self._stop
             self._asked = _Asked(request, [], Task("record", lambda: self._everywhere(request, stop)))
         elif self._asked.request != request:
-            client.answer(RecordAnswer(problem="another recording of this run is under way"))
+            client.answer(RecordAnswer(problem="another recording of this run is in progress"))
             return
         self._asked.clients.append(client)
 
@@ -188,7 +188,7 @@ def _with_unseen(recording: Recording, wanted: tuple[int, ...]) -> Recording:
     """With the ranks that no node has brought, and that they are missing."""
     seen = {rank.rank for rank in recording.ranks}
     everybody = [rank for rank in wanted or range(recording.world_size) if rank not in seen]
-    unseen = [RankRecord(rank, missing="no supervisor that is heard has this rank") for rank in everybody]
+    unseen = [RankRecord(rank, missing="no reachable supervisor has this rank") for rank in everybody]
     ranks = sorted([*recording.ranks, *unseen], key=lambda one: one.rank)
     return msgspec.structs.replace(recording, ranks=ranks)
 

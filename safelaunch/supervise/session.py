@@ -48,7 +48,7 @@ def run(plan: Plan, given: Resources, again: Again | None = None) -> int:
                 break
             plan, given = again(given)
             words = f"another program, without a lease, took port {lost[0]} before torchrun could listen on it"
-            say(f"{words}; starting the job again with port {given.port}")
+            say(f"{words}; restarting the job with port {given.port}")
             end = _run(plan, given, mask)
     finally:
         given.release()

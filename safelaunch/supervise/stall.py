@@ -323,7 +323,7 @@ class StallCase:
             lasted_s = now - suspect.mark_s
             self._waited_s = max(self._waited_s, lasted_s)
             incident.mark_recovered(suspect.report)
-            say(f"the job goes on after {lasted_s:.0f} s: it did not hang ({suspect.report.published.shown})")
+            say(f"the job made progress after {lasted_s:.0f} s: it did not hang ({suspect.report.published.shown})")
         elif said:
             say("progress resumed; still watching")
 
@@ -440,7 +440,7 @@ class StallCase:
         what = f"no progress {since}"
         if still and len(still) < len(pages) and not stall.before_first_step:
             who = f"rank {still[0]} has" if len(still) == 1 else f"ranks {format_ranks(still)} have"
-            what = f"{who} made no step {since}, while the others go on"
+            what = f"{who} made no step {since}, while the others continue"
         why = "" if judged.found == "dead" else f", and {self._no_proof}, but {self._why_ended(stall, judged)}"
         say(f"{what}{why}: collecting evidence from every rank")
 
@@ -456,7 +456,7 @@ class StallCase:
             return f"that is {'--startup-timeout' if at_start else '--stall-timeout'}"
         before_s, limit_s = limits.before_abort_s, ends_after_s(policy, stall, judged.answer, limits)
         if before_s is not None and limit_s is not None and before_s <= limit_s < policy.max_stall_s:
-            return f"the time limit of group {judged.group} ends then"
+            return f"the timeout of group {judged.group} expires then"
         return "that is --max-stall"
 
     def _say_waiting(self, stall: Stall, judged: Judged, now: float) -> None:
@@ -465,7 +465,7 @@ class StallCase:
             return
         self._said_waiting = judged.found
         if judged.found == "alive":
-            what = f"the job works ({judged.work[0].words})" if judged.work else "the job works"
+            what = f"the job is working ({judged.work[0].words})" if judged.work else "the job works"
         else:
             what = self._no_proof + (f" ({judged.unseen})" if judged.unseen else "")
         text = f"no step for {now - stall.mark_s:.0f} s, but {what}: it continues"

@@ -145,8 +145,8 @@ class Together:
         if seen.page is None:
             return seen.why
         if seen.silent_s >= SILENT_S:
-            return f"nothing has been heard of the node that leads for {seen.silent_s:.0f} s"
-        return "not every rank of the job has a safelaunch that is heard"
+            return f"no message from the leader for {seen.silent_s:.0f} s"
+        return "not every rank's supervisor can be reached"
 
     @property
     def others(self) -> str:
@@ -261,7 +261,7 @@ class Together:
     def spares_the_ranks(self) -> str:
         """Why no rank may end yet although the job hangs: a clause. Empty where it is ended next."""
         if self._action == "dump":
-            return "the job goes on"
+            return "the job continues"
         return "the nodes have yet to agree" if self._page is not None else ""
 
     def let_go(self) -> None:

@@ -200,7 +200,7 @@ def _check_order(jobs: Sequence[Job]) -> None:
     while left:
         free = [name for name, job in left.items() if not any(need in left for need in job.needs)]
         if not free:
-            raise SpecError(f"{next(iter(left.values())).where}: needs form a circle: {_circle(left)}")
+            raise SpecError(f"{next(iter(left.values())).where}: needs form a cycle: {_circle(left)}")
         for name in free:
             del left[name]
 

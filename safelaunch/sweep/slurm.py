@@ -50,11 +50,11 @@ OURS = {
     "nodes": "use 'nodes'",
     "ntasks": "each node runs one safelaunch",
     "ntasks-per-node": "each node runs one safelaunch",
-    "wait": "colaunch waits by itself",
+    "wait": "colaunch does the waiting",
     "parsable": "colaunch reads sbatch's answer",
     "wrap": "use 'command'",
     "test-only": "use colaunch --dry-run",
-    "hold": "colaunch would wait for it for ever",
+    "hold": "colaunch would wait for it forever",
     **{key: f"use the key '{key}'" for key in KEYS[:-1]},
 }
 

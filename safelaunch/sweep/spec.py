@@ -106,7 +106,7 @@ def _merged(defaults: Mapping[str, Node], own: Mapping[str, Node]) -> dict[str, 
 
 def _template(group: str, where: str, keys: Mapping[str, Node], matrix: Matrix, more: tuple[str, ...]) -> Template:
     if "command" not in keys:
-        raise SpecError(f"{where}: the job {group!r} has no 'command'", "give what you would give safelaunch")
+        raise SpecError(f"{where}: the job {group!r} has no 'command'", "write what you would pass to safelaunch")
     metrics = _metrics(keys["metric"]) if "metric" in keys else ()
     return Template(
         group=group,
@@ -138,7 +138,7 @@ def command_of(node: Node) -> tuple[Text, ...]:
     else:
         words = tuple(Text(word, node.where) for word in _split(text_of(node, "command"), node.where))
     if not words:
-        raise SpecError(f"{node.where}: command is empty", "give what you would give safelaunch")
+        raise SpecError(f"{node.where}: command is empty", "write what you would pass to safelaunch")
     return words
 
 

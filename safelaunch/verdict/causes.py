@@ -102,8 +102,8 @@ _DESYNC = "desync-detail"
 _DESYNC_WORKS = "<2.13"  # later, TORCH_DISTRIBUTED_DEBUG=DETAIL crashes in DDP's constructor
 
 LAUNCHER = _sub_case(
-    "Fix what the launcher complains of: its command line, its configuration, what it needs on this node, or"
-    " the error of a process that it started, which is above it in the output."
+    "Fix what the launcher reports: its command line, its configuration, what it needs on this node, or the error "
+    "of a process that it started, which is above it in the output."
 )
 
 # Nobody is named: the ranks that were seen are innocent, or may be.
@@ -136,8 +136,8 @@ _GROUP_TIMEOUT = Advice(
 )
 
 STORE_KEY = _sub_case(
-    "Find who is to set this key, and under which condition: it has to be set on every path. Give the wait a time"
-    " limit: `store.wait([key], timedelta(seconds=60))`."
+    "Find out which rank should set this key, and under which condition: it must be set on every path. Add a "
+    "timeout to the wait: `store.wait([key], timedelta(seconds=60))`."
 )
 
 STORE_NOT_REACHED = _sub_case(
@@ -153,29 +153,29 @@ HELD = _sub_case(
     " collective) out of the `with` block, and take the lock only for the change itself."
 )
 
-_GROW = "Let segments grow, so that what torch holds fits together:"
+_GROW = "Let segments grow, to reduce fragmentation:"
 
 _OUT_OF_STEP = Advice(
-    "Look in the step for what skips the rest of it on one rank, as a `continue`, an early return or an `except` does:"
-    " that rank is in its next forward pass, while its peers still wait in the step before.",
+    "Look for what skips the rest of the step on one rank (`continue`, an early return, an `except`): that rank is "
+    "in its next forward pass while its peers still wait in the previous step.",
     when=lambda case: case.alone_in("ddp-forward") and case.out_of_step,
 )
 FULL_PIPE = _sub_case(
-    "Read what the other process writes before waiting for its end: `communicate()` instead of `wait()`, all of"
-    " `queue.get()` before `join()`; or let it write to a file."
+    "Read what the other process writes before waiting for it to exit: `communicate()` instead of `wait()`, all of "
+    "`queue.get()` before `join()`; or let it write to a file."
 )
 WAITS_IN_TURN = _sub_case(
-    "Tell the other process that nothing more will come (a sentinel, the closed end of the pipe) before waiting for"
-    " it, or end it with `terminate()`."
+    "Signal the end of the input to the other process (a sentinel, closing the pipe) before waiting for it, or end "
+    "it with `terminate()`."
 )
 RACE = _sub_case(
-    "If two threads call collectives at the same time: give each a group of its own (`new_group()`, on all"
-    " ranks in one order), or let one thread make all calls."
+    "If two threads call collectives at the same time: give each its own group (`new_group()`, in the same order on "
+    "all ranks), or let one thread make all calls."
 )
 TAGS_DIFFER = _sub_case("Give the send and its receive the same `tag`.")
 ROOTS_DIFFER = _sub_case(
-    "Give the call the same `src` or `dst` on every rank: a global rank, also in a smaller group. Where the"
-    " rank is computed, decide it on one rank and broadcast it."
+    "Pass the same `src` or `dst` on every rank: a global rank, even in a smaller group. If it is computed, compute "
+    "it on one rank and broadcast it."
 )
 DDP_FORWARD = _sub_case(
     "Evaluate through `model.module`, or let all ranks evaluate: a forward pass through"
@@ -183,8 +183,8 @@ DDP_FORWARD = _sub_case(
     when=lambda case: case.alone_in("ddp-forward") and not case.out_of_step,
 )
 FSDP_FORWARD = _sub_case(
-    "Let all ranks make the forward pass, also of an evaluation: a sharded model gathers its parameters from"
-    " all of them.",
+    "Run the forward pass on all ranks, including for evaluation: a sharded model gathers its parameters from all "
+    "of them.",
     when=lambda case: case.alone_in("fsdp-forward"),
 )
 SYNC_BATCHNORM = _sub_case(
@@ -193,8 +193,8 @@ SYNC_BATCHNORM = _sub_case(
     when=lambda case: case.alone_in("sync-batchnorm"),
 )
 STATE_DICT = _sub_case(
-    "Make the state dict on all ranks, and write the file on one: a full state dict is gathered from all of"
-    " them (`get_model_state_dict()` with `full_state_dict=True, cpu_offload=True` keeps it on rank 0 only).",
+    "Create the state dict on all ranks, and write the file on one: a full state dict is gathered from all of them "
+    "(`get_model_state_dict()` with `full_state_dict=True, cpu_offload=True` keeps it on rank 0 only).",
     when=lambda case: case.alone_in("state-dict"),
 )
 _MODELS = (DDP_FORWARD, FSDP_FORWARD, SYNC_BATCHNORM, STATE_DICT)
@@ -209,34 +209,37 @@ GUARDED = _sub_case(
     unless=(*_MODELS, _TRANSFER, ROOTS_DIFFER),
 )
 LEFT_OUT = _sub_case(
-    "Look around the call that was left out for a `continue`, an early return, a caught exception or a branch"
-    " that only some ranks take: a rank that skips the work still has to make its collectives."
+    "Look around the skipped call for a `continue`, an early return, a caught exception or a branch that only some "
+    "ranks take: a rank that skips the work must still call its collectives."
 )
 UNUSED_PARAMETERS = _sub_case(
-    "If its forward pass did not use some parameters, DDP left out the reduction of their gradients: use all of"
-    " them on every rank, or pass `find_unused_parameters=True`.",
+    "If its forward pass did not use some parameters, DDP skipped the reduction of their gradients: use all of them "
+    "on every rank, or pass `find_unused_parameters=True`.",
     when=lambda case: case.raised_like(_UNUSED),
 )
 _DRAWN = _sub_case(
-    "Let all ranks decide alike: `all_reduce` the condition or draw on one rank and broadcast it before the"
-    " branch, or give the generator that it draws from the same seed on every rank."
+    "Make all ranks take the same decision: `all_reduce` the condition, or draw on one rank and broadcast it before "
+    "the branch, or seed the generator equally on every rank."
 )
-GROUPS_MADE = _sub_case("Call `new_group()` on every rank, in one order, also for groups that a rank is not in.")
+GROUPS_MADE = _sub_case(
+    "Call `new_group()` on every rank, in the same order, including for groups that a rank is not in."
+)
 SIZES_DIFFER = _sub_case(
-    "Give the call the same size and type on every rank: pad, or exchange the sizes first.",
+    "Pass the same size and type on every rank: pad, or exchange the sizes first.",
     unless=_MODELS,
 )
-UNUSUAL_GROUP = _sub_case("Look at how this line gets its group on the rank that took another one than before.")
+UNUSUAL_GROUP = _sub_case("Check how this line selects its group on the rank that used a different one than before.")
 WRONG_GROUP = _sub_case(
-    "Give each rank the group that it is in: compare how each rank picks its group with the ranks given to"
-    " `new_group()`. On other groups torch warns, and makes no call."
+    "Use only groups that the rank belongs to: compare how each rank picks its group with the ranks passed to "
+    "`new_group()`. For other groups, torch only warns and makes no call."
 )
 EXIT_CALLED = _sub_case(
-    "Let all ranks agree before one ends: decide on one rank, `broadcast` the decision, and end everywhere or nowhere."
+    "Make all ranks agree before one exits: decide on one rank, `broadcast` the decision, and exit on all ranks or "
+    "on none."
 )
 _DRAWN_BATCHES = _sub_case(
-    "A rank that skips a batch by what it has computed (`continue`, an early return) is through the loop"
-    " sooner, too: let all ranks skip it, or none."
+    "A rank that skips a batch because of what it computed (`continue`, an early return) also finishes the loop "
+    "sooner: skip it on all ranks, or on none."
 )
 _WORKER_LOCK = _sub_case(
     "If the worker waits for a lock: start threads after the workers, or use "
@@ -248,50 +251,48 @@ DEAD_CHILD = _sub_case(
     "`is_alive()`, or a `ProcessPoolExecutor`, which raises."
 )
 OWN_END = _sub_case(
-    "Close the other end of the pipe here once the child has it: while this process has it open itself, the"
-    " pipe never ends."
+    "Close the other end of the pipe here once the child has it: while this process keeps it open, the reader never "
+    "sees the end of the pipe."
 )
 INHERITED_END = _sub_case(
-    "Let only the writer have the write end: no `pass_fds` or `set_inheritable()` for other children, and after"
-    " a fork each closes the ends that it does not use. Then the reader sees the end when the writer dies."
+    "Keep the write end only in the writer: no `pass_fds` or `set_inheritable()` for other children, and close "
+    "unused ends after a fork. The reader then sees the end when the writer dies."
 )
 OWED = _sub_case(
-    "Compare the two ends: what one waits for, the other has to send on every path, before an early `continue`"
-    " or `return` as well; give the socket a timeout (`settimeout()`)."
+    "Compare the two ends: the peer must send what this end waits for on every path, including before an early "
+    "`continue` or `return`. Set a timeout on the socket (`settimeout()`)."
 )
 FOREIGN_LOCK = _sub_case(
-    "Look at the process that holds the lock (`ps -o pid,lstart,cmd -p PID`): let it end, end it, or give this"
-    " job a file or cache of its own; and give the lock a timeout."
+    "Look at the process that holds the lock (`ps -o pid,lstart,cmd -p PID`): wait for it, end it, or use a "
+    "separate file or cache for this job; add a timeout to the lock."
 )
 CONNECTION = _sub_case(
     "`lsof -E -p PID` on the rank's node shows who has the other end of a pipe or socket; `safelaunch"
     " --on-stall dump ...` keeps the job alive for that."
 )
 TASK_DONE = _sub_case(
-    "Call `task_done()` for each item that was taken, in a `finally`: an exception or a `continue` before it"
-    " leaves `join()` waiting for ever."
+    "Call `task_done()` for each item that was taken, in a `finally`: an exception or a `continue` before it leaves "
+    "`join()` waiting forever."
 )
 HANDLER = _sub_case(
     "Only set a flag in a signal handler, and do the work in the training loop; or make the lock an `RLock`."
 )
-OWN_LOOP = _sub_case(
-    "`await` the coroutine on the thread of its loop; code that has to block there goes to `asyncio.to_thread()`."
-)
+OWN_LOOP = _sub_case("`await` the coroutine on the thread of its loop; move blocking code to `asyncio.to_thread()`.")
 _LOCK_ORDER = _sub_case(
     "Acquire locks in the same order everywhere, or use a single lock; never call a collective or join a "
     "thread with a lock held."
 )
 POLLS = _sub_case(
-    "Bound the loop that polls and raise when its time is up; better, let whoever makes what it looks for tell"
-    " the others by a broadcast, which also shows who is missing."
+    "Limit the polling loop and raise when its time is up. Better, make the rank that creates what it polls for "
+    "broadcast that, which also shows which rank is missing."
 )
 ATTEMPTS = _sub_case(
     "Bound the number of attempts, and raise the last exception when they are used up, so that the job ends"
     " with the reason."
 )
 LOCK_FILE = _sub_case(
-    "If nobody holds the lock: delete the lock file that is left, and use one that ends with its process"
-    " (`FileLock`, not `SoftFileLock`)."
+    "If no process holds the lock, delete the leftover lock file, and use one that ends with its process "
+    "(`FileLock`, not `SoftFileLock`)."
 )
 POOL = _sub_case(
     "A `multiprocessing.Pool` never returns the task of a worker that died: use `ProcessPoolExecutor`, which"
@@ -303,12 +304,12 @@ DETAIL_CRASH = _sub_case(
     " `INFO` works; `--preset hang-debug` shows calls that do not match."
 )
 KILLED_FROM_OUTSIDE = _sub_case(
-    "Whoever sent the SIGKILL leaves no trace in the process: look at the scheduler's log, at limits of "
-    "time or memory of the job, and at `node/<host>/kernel_log.txt`."
+    "SIGKILL leaves no trace of its sender in the process: check the scheduler's log, the job's time and memory "
+    "limits, and `node/<host>/kernel_log.txt`."
 )
 _ABORTED = _sub_case(
-    "An abort in a collective: a peer may have called it with another size or type, or have left the loop and"
-    " ended. Compare what the ranks pass at that line, and how many batches each has."
+    "An abort in a collective: a peer may have called it with a different size or type, or have left the loop and "
+    "exited. Compare what the ranks pass at that line, and how many batches each has."
 )
 _CHECK_EVERY_CALL = _sub_case("To have every call checked before it starts", preset=_DESYNC, torch=_DESYNC_WORKS)
 AFTER_THE_END = _sub_case(
@@ -316,14 +317,14 @@ AFTER_THE_END = _sub_case(
     "issue 190489); a `dist.barrier()` before `dist.destroy_process_group()` avoids it."
 )
 FATAL_SIGNAL = _sub_case(
-    "SIGSEGV, SIGABRT or SIGBUS: the rank's `fault.txt` has the stack of every thread at that moment; for "
-    "`/dev/shm` that is full, `safelaunch doctor`."
+    "SIGSEGV, SIGABRT or SIGBUS: the rank's `fault.txt` has the stack of every thread at that moment; to check "
+    "whether `/dev/shm` is full, run `safelaunch doctor`."
 )
 _GRADIENT_MISSING = _sub_case(
-    "Let every parameter take part in the loss, or freeze what is not trained (`requires_grad_(False)` before"
-    " wrapping): DDP waits for a gradient of each. `TORCH_DISTRIBUTED_DEBUG=INFO` adds their names to the"
-    " message. Only if steps leave some out on purpose, pass `find_unused_parameters=True`, which costs time in"
-    " each step.",
+    "Make every parameter contribute to the loss, or freeze what is not trained (`requires_grad_(False)` before "
+    "wrapping): DDP waits for a gradient of each. `TORCH_DISTRIBUTED_DEBUG=INFO` adds their names to the message. "
+    "Only if some steps skip parameters on purpose, pass `find_unused_parameters=True`, which costs time in each "
+    "step.",
     when=lambda case: case.raised_like(_UNUSED),
 )
 GPU_OF_TWO_RANKS = _sub_case(
@@ -331,14 +332,13 @@ GPU_OF_TWO_RANKS = _sub_case(
     " anything is put on a device, and `map_location='cpu'` in `torch.load()`."
 )
 GPU_SHARED = _sub_case(
-    "Another process has memory of that GPU: `safelaunch gpus` shows whose it is; `--gpus N` leases GPUs that"
-    " nobody uses."
+    "Another process has memory of that GPU: `safelaunch gpus` shows whose it is; `--gpus N` leases unused GPUs."
 )
 _GPU_FRAGMENTED = _sub_case(f"{_GROW} `PYTORCH_ALLOC_CONF=expandable_segments:True`.", torch=">=2.11")
 _GPU_FRAGMENTED_BEFORE = _sub_case(f"{_GROW} `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.", torch="<2.11")
 GPU_UNSHARDED = _sub_case(
-    "Shard what every rank holds whole: wrap those modules, too (`fully_shard` or `auto_wrap_policy`), the root"
-    " module last. `safelaunch.probes.sharding(model)` lists them."
+    "Shard what every rank holds whole: wrap those modules as well (`fully_shard` or `auto_wrap_policy`), the root "
+    "module last. `safelaunch.probes.sharding(model)` lists them."
 )
 GPU_FULL = _sub_case(
     "The tensors fill the GPU: a smaller batch with gradient accumulation, activation checkpointing, or"
@@ -350,15 +350,15 @@ ALL_APART = _sub_case(
     " every backward pass (an accumulation that never ends), or a forward pass through `model.module`."
 )
 APART_AT_FIRST = _sub_case(
-    "Look at what sets the parameters before the first step: a checkpoint (model or optimizer) that only some ranks"
-    " load, or initialisation under a seed of each rank's own."
+    "Look at what sets the parameters before the first step: a checkpoint (model or optimizer) that only some ranks "
+    "load, or initialization with a different seed on each rank."
 )
 APART_LATER = _sub_case(
-    "Look for what only some ranks do between these steps: a backward pass under `no_sync()` that should"
-    " synchronise, an assignment to parameters or buffers under a condition on the rank."
+    "Look for what only some ranks do between these steps: a backward pass under `no_sync()` that should "
+    "synchronize, an assignment to parameters or buffers under a condition on the rank."
 )
 ONE_APART = _sub_case(
-    "If nothing in the script is that rank's own, suspect its device: run the same job with that GPU or node left out."
+    "If nothing in the script is specific to that rank, suspect its device: run the same job without that GPU or node."
 )
 
 _GPU_MEMORY_LINES = Advice(
@@ -375,13 +375,13 @@ GPU_FRAGMENTED = frozenset({_GPU_FRAGMENTED, _GPU_FRAGMENTED_BEFORE})
 # Errors of NCCL, of the network under it, and of device meshes.
 _COMMUNICATION = (
     Advice(
-        "Give each rank a GPU of its own, by `LOCAL_RANK`: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))`"
-        " before the first tensor and the first collective.",
+        "Give each rank its own GPU, by `LOCAL_RANK`: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))` before "
+        "the first tensor and the first collective.",
         when=_failed_by("one-gpu"),
     ),
     Advice(
-        "Leave NCCL some memory of the GPU: a smaller batch, fewer process groups (each has buffers of its own), or a"
-        " smaller `NCCL_BUFFSIZE`.",
+        "Leave NCCL some memory of the GPU: a smaller batch, fewer process groups (each has its own buffers), or a "
+        "smaller `NCCL_BUFFSIZE`.",
         when=_failed_by("nccl-memory"),
     ),
     Advice(
@@ -421,8 +421,8 @@ _COMMUNICATION = (
         when=_failed_by("nccl-sizes"),
     ),
     Advice(
-        "Look first whether the peer ended by itself; then whether its node answers on that interface (firewall,"
-        " `NCCL_SOCKET_IFNAME`, `ping`).",
+        "First check whether the peer exited on its own, then whether its node answers on that interface (firewall, "
+        "`NCCL_SOCKET_IFNAME`, `ping`).",
         when=_failed_by("socket"),
     ),
     Advice(
@@ -431,24 +431,24 @@ _COMMUNICATION = (
         when=_failed_by("mesh"),
     ),
     Advice(
-        "See who has the port (`ss -ltnp`), often a rank of an earlier job. `--standalone`, or port 0 in"
-        " `--rdzv-endpoint`, takes a free one; a script should not choose a port of its own.",
+        "Find the process that has the port (`ss -ltnp`), often a rank of an earlier job. `--standalone`, or port 0 "
+        "in `--rdzv-endpoint`, takes a free one; a script should not choose a port itself.",
         when=_failed_by("port"),
     ),
     Advice(
-        "Let every node resolve the name (`getent hosts NAME`), or give the address: `--rdzv-endpoint ADDRESS:PORT`,"
-        " `MASTER_ADDR`.",
+        "Make sure that every node resolves the name (`getent hosts NAME`), or give the address: `--rdzv-endpoint "
+        "ADDRESS:PORT`, `MASTER_ADDR`.",
         when=_failed_by("host-name"),
     ),
     Advice(
-        "Raise the limit of open files where the ranks start (`ulimit -n 65536`); `node/<host>/resources.json` has the"
-        " present one. DataLoader workers that share tensors by file descriptor use many:"
-        " `torch.multiprocessing.set_sharing_strategy('file_system')`.",
+        "Raise the limit of open files where the ranks start (`ulimit -n 65536`); `node/<host>/resources.json` has "
+        "the current one. DataLoader workers that share tensors by file descriptor use many: "
+        "`torch.multiprocessing.set_sharing_strategy('file_system')`.",
         when=_failed_by("open-files"),
     ),
     Advice(
-        "If a rank may take that long (a checkpoint, an evaluation on one rank, a first compilation), give the groups"
-        " more time: `--pg-timeout 2h`.",
+        "If a rank can legitimately take that long (a checkpoint, an evaluation on one rank, a first compilation), "
+        "give the groups more time: `--pg-timeout 2h`.",
         when=_failed_by("peer-late"),
     ),
     Advice("To have NCCL say which call failed", when=_failed_by("nccl-system"), preset="nccl-debug"),
@@ -486,7 +486,8 @@ class CollectiveMismatch(Cause, name="collective-mismatch"):
         SIZES_DIFFER,
         _OUT_OF_STEP,
         Advice(
-            "Let all ranks make the same calls in one order: compare how each rank gets to the call that it waits in.",
+            "Make all ranks call the same collectives in the same order: compare how each rank reaches the call "
+            "that it waits in.",
             when=lambda case: not case.finding.advice,
             unless=(_OUT_OF_STEP,),
         ),
@@ -508,13 +509,12 @@ class MissingFromCollective(Cause, name="missing-from-collective"):
         WRONG_GROUP,
         UNUSUAL_GROUP,
         Advice(
-            "Look for a branch, an early `continue` or a caught exception before this collective, on the rank that did"
-            " not come.",
+            "Look for a branch, an early `continue` or a caught exception before this collective, on the missing rank.",
             unless=(WRONG_GROUP, UNUSUAL_GROUP),
         ),
         Advice(
-            "To see where that rank is, run the job under `safelaunch`: it takes the stacks of all ranks beside the"
-            " Flight Recorder.",
+            "To see where that rank is, run the job under `safelaunch`: it collects the stacks of all ranks along "
+            "with the Flight Recorder.",
             when=lambda case: case.without_stack and case.facts.evidence.launched is None,
         ),
         _NO_STACKS,
@@ -537,8 +537,8 @@ class UnevenBatches(Cause, name="uneven-batches"):
     advice = _advice(
         EXIT_CALLED,
         _DRAWN_BATCHES,
-        "Give every rank the same number of batches: `DistributedSampler` with `drop_last=True`, or a number of steps "
-        "that an `all_reduce` (MIN) before the loop agrees upon.",
+        "Give every rank the same number of batches: `DistributedSampler` with `drop_last=True`, or agree on a "
+        "number of steps with an `all_reduce` (MIN) before the loop.",
         Advice(
             "Or wrap the loop in `with model.join():`, where ranks that have run out of batches answer DDP's"
             " collectives; other collectives in the loop still wait for them.",
@@ -555,9 +555,10 @@ class GroupOrder(Cause, name="group-order"):
     """
 
     advice = _advice(
-        "Let all ranks enter their groups in one order, or overlap them with `async_op=True` and wait afterwards.",
-        "A rank that leaves out its call in one group waits in the other like this, too: look for a branch around it.",
-        "Create groups with `new_group()` on every rank, in the same order, also on ranks that are not members.",
+        "Use the groups in the same order on all ranks, or overlap them with `async_op=True` and wait afterwards.",
+        "A rank that skips its call in one group also waits in the other like this: look for a branch around that "
+        "call.",
+        "Create groups with `new_group()` on every rank, in the same order, including ranks that are not members.",
     )
 
 
@@ -571,12 +572,12 @@ class P2PCycle(Cause, name="p2p-cycle"):
             when=lambda case: any(op != "recv" for op in case.transfers),
         ),
         Advice(
-            "Where all of them wait in `recv`: count the sends and receives that each makes in a round, and compare"
-            " their order. A send was left out or comes after the receive, or one receive is too many.",
+            "If all of them wait in `recv`, count the sends and receives of each rank per round, and compare their "
+            "order: a send is missing or comes after the receive, or there is an extra receive.",
             when=lambda case: set(case.transfers) == {"recv"},
         ),
         Advice(
-            "Where one sends and another receives, and both wait: compare peer, tag and group of the two calls.",
+            "If one sends, another receives, and both wait, compare peer, tag and group of the two calls.",
             when=lambda case: all(any(word in op for op in case.transfers) for word in ("send", "recv")),
         ),
     )
@@ -597,23 +598,23 @@ class InitNotJoined(Cause, name="init-not-joined"):
 
     advice = _advice(
         Advice(
-            "If nodes have not come to the rendezvous: check that the job was started on every node, with the same "
+            "If nodes have not joined the rendezvous: check that the job was started on every node, with the same "
             "`--nnodes` and endpoint, and that each node reaches the endpoint's host and port.",
             when=lambda case: case.nodes_absent,
         ),
         Advice(
-            "If nodes only come late, let torchrun wait longer: `--rdzv-conf=join_timeout=SECONDS`.",
+            "If nodes join late, make torchrun wait longer: `--rdzv-conf=join_timeout=SECONDS`.",
             when=lambda case: case.nodes_absent,
         ),
         STORE_NOT_REACHED,
         Advice(
-            "Let every rank reach `init_process_group` before slow or rank-dependent work (downloads, unpacking, "
-            "licence checks); do that work after it and end it with a barrier.",
+            "Call `init_process_group` on every rank before slow or rank-dependent work (downloads, unpacking, "
+            "license checks); follow that work with a barrier.",
             unless=(STORE_NOT_REACHED,),
         ),
         Advice(
-            "Check `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` of the ranks in `node/<host>/env.json`; `safelaunch "
-            "--dry-run ...` shows what they are given.",
+            "Check `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` of the ranks in `node/<host>/env.json`; "
+            "`safelaunch --dry-run ...` shows what they get.",
         ),
     )
 
@@ -633,7 +634,7 @@ class DataLoading(Cause, name="data-loading"):
         "Load the sample the worker is stuck on without a DataLoader; give reads and downloads a timeout, and the "
         "DataLoader `timeout=60` so that it raises instead of waiting.",
         _WORKER_LOCK,
-        "To see whether the workers are at fault: the same run with `num_workers=0`.",
+        "To rule the workers out, run with `num_workers=0`.",
     )
     own = True
     of_node = "perhaps"
@@ -667,9 +668,9 @@ class BlockingIo(Cause, name="blocking-io"):
         OWED,
         FOREIGN_LOCK,
         STORE_KEY,
-        Advice("Give the call a timeout.", when=lambda case: case.one_rank),
+        Advice("Add a timeout.", when=lambda case: case.one_rank),
         Advice(
-            "Give the call a timeout, and do rank-dependent I/O outside the training loop.",
+            "Add a timeout, and do rank-dependent I/O outside the training loop.",
             when=lambda case: not case.one_rank,
         ),
         CONNECTION,
@@ -717,7 +718,7 @@ class LockDeadlock(Cause, name="lock-deadlock"):
         OWN_LOOP,
         OWN_LOCK,
         _LOCK_ORDER,
-        "Give `lock.acquire()`, `queue.get()`, `event.wait()` and `future.result()` a timeout, so that it raises "
+        "Add a timeout to `lock.acquire()`, `queue.get()`, `event.wait()` and `future.result()`, so that it raises "
         "where it waits.",
     )
     own = True
@@ -729,8 +730,8 @@ class GilHeld(Cause, name="gil-held"):
     """Native code holds Python's global interpreter lock and doesn't return, so no Python thread of that rank runs."""
 
     advice = _advice(
-        "The native call has to release the GIL (Py_BEGIN_ALLOW_THREADS, pybind11's gil_scoped_release, ctypes.CDLL"
-        " instead of PyDLL), or to return.",
+        "Make the native call release the GIL (Py_BEGIN_ALLOW_THREADS, pybind11's gil_scoped_release, ctypes.CDLL "
+        "instead of PyDLL), or return.",
         "See the C frames in `stack.txt` (needs `py-spy --native`; check with `safelaunch doctor`).",
     )
     own = True
@@ -744,8 +745,8 @@ class BusyLoop(Cause, name="busy-loop"):
         _GROUP_TIMEOUT,
         "Bound the loop at this line, and check its exit condition on this rank.",
         Advice(
-            "If it is honest work (an evaluation, a checkpoint), let the peers know: `safelaunch.phase('eval')` around "
-            "it, or a longer `--max-stall`.",
+            "If it is legitimate work (an evaluation, a checkpoint), announce it with `safelaunch.phase('eval')`, "
+            "or set a longer `--max-stall`.",
             when=lambda case: not case.one_rank,
         ),
     )
@@ -779,8 +780,8 @@ class StuckInUserCode(Cause, name="stuck-in-user-code"):
         Advice(
             "Add a timeout, or move the call to where no other rank depends on it.", when=lambda case: not case.one_rank
         ),
-        "If the wait is meant, mark it: `safelaunch.pause()` or `safelaunch.phase(...)`, or a longer `--stall-"
-        "timeout`.",
+        "If the wait is intentional, mark it: `safelaunch.pause()` or `safelaunch.phase(...)`, or a longer "
+        "`--stall-timeout`.",
     )
     own = True
     worker = 2
@@ -793,7 +794,7 @@ class SwallowedException(Cause, name="swallowed-exception"):
     torch.isfinite(loss): print(...); continue`) is a `collective-mismatch` with that line.
 
     ```text
-    Rank 1 raised ValueError at train.py:30 (decode) and went on from train.py:62 (train), without the collectives
+    Rank 1 raised ValueError at train.py:30 (decode) and continued at train.py:62 (train), skipping the collectives
     that its peers called there...
     ```
     """
@@ -808,8 +809,8 @@ class RankStopped(Cause, name="rank-stopped"):
     """A signal stopped the process (state T), or its cgroup is frozen."""
 
     advice = _advice(
-        "Somebody or something stopped the process: `kill -CONT <pid>` lets it run on; look for a debugger, a job "
-        "suspension by the scheduler, or a cgroup freezer.",
+        "Something stopped the process: `kill -CONT <pid>` resumes it; look for a debugger, a job suspension by the "
+        "scheduler, or a cgroup freezer.",
     )
     of_node = "surely"
     worker = 7
@@ -838,7 +839,7 @@ class RankExited(Cause, name="rank-exited"):
         Advice(
             "Find the `sys.exit()` or `os._exit()` that ended it.", when=lambda case: case.one_rank, unless=(LAUNCHER,)
         ),
-        Advice("Its last words are in the rank's `log_tail.txt`.", when=lambda case: bool(case.named)),
+        Advice("The end of its output is in the rank's `log_tail.txt`.", when=lambda case: bool(case.named)),
         _ALL_NODES,
     )
     failure = True
@@ -883,8 +884,8 @@ class RankException(Cause, name="rank-exception"):
             preset="cuda-sync",
         ),
         Advice(
-            "Every rank raised it alike, so it is not about one rank: look at the line, or debug it in a single process"
-            " (`--nproc-per-node=1`).",
+            "Every rank raised it, so it is not specific to one rank: look at the line, or debug it in a single "
+            "process (`--nproc-per-node=1`).",
             when=lambda case: case.all_alike,
             unless=(_GRADIENT_MISSING, _GPU_MEMORY_LINES),
         ),
@@ -950,9 +951,9 @@ class LauncherStopped(Cause, name="launcher-stopped"):
     """
 
     advice = _advice(
-        "On that node: `ps -o pid,stat,cmd -C python`; `kill -CONT PID` lets a stopped torchrun or safelaunch run "
-        "on. Look for a debugger, a job suspension by the scheduler, or a cgroup freezer.",
-        "If it has ended, end the ranks that it left there before you start the job again.",
+        "On that node: `ps -o pid,stat,cmd -C python`; `kill -CONT PID` resumes a stopped torchrun or safelaunch. "
+        "Look for a debugger, a job suspension by the scheduler, or a cgroup freezer.",
+        "If it has ended, end the ranks that it left behind before you restart the job.",
     )
 
 
@@ -979,7 +980,7 @@ class NoRankStandsOut(Cause, name="no-rank-stands-out"):
             when=lambda case: case.all_arrived,
         ),
         Advice(
-            "A broadcast or reduce whose src or dst differs between ranks looks like this, too, and no backend "
+            "A broadcast or reduce whose src or dst differs between ranks also looks like this, and no backend "
             "records it: print it on every rank.",
             when=lambda case: case.all_arrived and not case.all_in_init,
         ),
@@ -995,19 +996,19 @@ class NoRankStandsOut(Cause, name="no-rank-stands-out"):
             torch=_DESYNC_WORKS,
         ),
         Advice(
-            "Look at what ended the other ranks: these lost their connections, and did not hang by themselves.",
+            "Look at what ended the other ranks: these only lost their connections.",
             when=lambda case: case.lost and not case.facts.evidence.stopped,
         ),
         Advice(
-            "Let the supervisors of all nodes meet, so that they look at the same moment: under torchrun they do by"
-            " themselves, under `safelaunch exec` give them `--cluster-store HOST:PORT`.",
+            "Let the supervisors of all nodes meet, so that they look at the same moment: under torchrun they do so "
+            "already; under `safelaunch exec`, pass `--cluster-store HOST:PORT`.",
             when=lambda case: bool(case.facts.evidence.stopped),
         ),
         BUILD_LOCK,
         STORE_KEY,
         Advice(
-            "No rank waits for another one: what they wait for is outside the job. Look at the line that each rank is "
-            "at, and give such a call a timeout.",
+            "No rank waits for another: what they wait for is outside the job. Look at each rank's line, and add a "
+            "timeout to that call.",
             when=lambda case: case.all_in_own_code and not case.without_stack,
             unless=(BUILD_LOCK, STORE_KEY),
         ),
@@ -1054,8 +1055,8 @@ class LossDiverged(Cause, name="loss-diverged"):
 
     advice = _advice(
         "Look at that rank's data: its shard, its sampler and its augmentation seed.",
-        "If the losses should be alike, compare the models: `safelaunch --check-every 100 ...` finds replicas that"
-        " have departed.",
+        "If the losses should be equal, compare the models: `safelaunch --check-every 100 ...` finds replicas that "
+        "have diverged.",
     )
 
 

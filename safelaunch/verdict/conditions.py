@@ -235,7 +235,7 @@ def _held_by_kernel(view: View) -> Condition | None:
         text = f"is in uninterruptible sleep{channel}{where}"
         return Condition("uninterruptible-io", text, claims=(claim,), for_good=True)
     if wait.kind == "dead":
-        return Condition("rank-exited", "has ended and is a zombie", for_good=True)
+        return Condition("rank-exited", "is a zombie", for_good=True)
     return None
 
 
@@ -291,7 +291,7 @@ def _lock(view: View) -> Condition | None:
     if lock.on == "lock":
         advice = frozenset({OWN_LOCK}) if lock.own else LOCK
     if lock.what == "Future.result" and calls.runs_event_loop(view.stack.frames):
-        text += ", on the thread of an event loop, which stands meanwhile"
+        text += ", on the thread of an event loop, which is blocked too"
         advice = frozenset({OWN_LOOP})
     handler = _in_handler(view) if lock.on == "lock" else None
     if handler is not None:
@@ -320,7 +320,7 @@ def _polls(view: View) -> Condition | None:
     native = calls.native_sleep(view.process.stacks, view.os_tid) if lock is not None else ""
     if lock is None or (native == "python" and not view.stack.called):
         return None
-    text = f"asks again and again at {view.place} for a lock on {lock.path}, locked by pid {lock.pid}{lock.program}"
+    text = f"keeps asking at {view.place} for a lock on {lock.path}, locked by pid {lock.pid}{lock.program}"
     claim = view.kernel_claim(f"it has {lock.path} open, which process {lock.pid} has locked")
     doubts = () if native == "sqlite" or calls.polls_file_lock(view.stack) else (Doubt.STATE_INFERRED,)
     return Condition("blocking-io", text, doubts=doubts, claims=(claim,), locks=lock.path, locked_by=lock.pid)
@@ -369,9 +369,7 @@ def _polls_at(view: View) -> Condition:
         text += " is still there"
         return Condition("stuck-in-user-code", text, doubts=(Doubt.MAY_END,), advice=frozenset({BUILD_LOCK}))
     if poll is None:
-        does = (
-            "asks again and again for a file lock" if calls.polls_file_lock(view.stack) else "wakes up and sleeps again"
-        )
+        does = "keeps asking for a file lock" if calls.polls_file_lock(view.stack) else "wakes up and sleeps again"
         return Condition("stuck-in-user-code", f"{does} at {where}", doubts=(Doubt.MAY_END,))
     claim = view.stack_claim(f"the loop that it is in says {poll.words}")
     if poll.of == "attempt":
@@ -385,13 +383,13 @@ def _polls_at(view: View) -> Condition:
 def _unexplained(view: View) -> Condition:
     inner = view.stack.called
     if view.user_frame is None and not inner:
-        text = "has no stack that says what it does"
+        text = "has no stack that shows what it does"
         return Condition("missing-from-collective", text, doubts=(Doubt.STATE_UNKNOWN,))
     called = f" inside {fr.short(inner[0].function)} ({fr.basename(inner[0].file)})" if inner else ""
     if calls.waits_for_rpc(view.stack):
         text = f"waits at {view.place} for another rank to answer a remote call"
         return Condition("stuck-in-user-code", text, doubts=(Doubt.MAY_END,))
-    text = f"does not move at {view.place}{called}"
+    text = f"is stuck at {view.place}{called}"
     return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
 
 

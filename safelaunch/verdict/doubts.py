@@ -31,75 +31,87 @@ class Doubt(Enum):
         self.about, self.levels, self.why = about, levels, why
 
     STATE_INFERRED = "state", 1, "What the rank does is inferred: other states look the same from outside."
-    MAY_BE_SLOW = "state", 1, "The rank computes: slow or endless, the samples cannot tell."
-    MAY_END = "state", 1, "What the rank waits for may still come."
-    RECORD_ALONE = "state", 1, "No stack: the Flight Recorder alone says how far the rank came."
-    STATE_UNKNOWN = "state", 2, "No stack and no record says what the rank does."
-    STATUS_UNKNOWN = "state", 1, "The rank has ended, and nobody knows its exit status."
+    MAY_BE_SLOW = "state", 1, "The rank computes; the samples cannot distinguish slow from endless."
+    MAY_END = "state", 1, "What the rank waits for may still arrive."
+    RECORD_ALONE = "state", 1, "No stack: only the Flight Recorder shows how far the rank got."
+    STATE_UNKNOWN = "state", 2, "Neither a stack nor a record shows what the rank does."
+    STATUS_UNKNOWN = "state", 1, "The rank has exited, and its exit status is unknown."
     ABORTED_IN_COLLECTIVE = "state", 1, "Its communication library aborted the rank; what a peer sent may be why."
-    ONE_LOOK = "state", 1, "Somebody computes, and one look cannot tell slow from endless."
-    BY_EXCLUSION = "state", 1, "Nothing shows what holds the ranks up: it is what remains when the rest is ruled out."
+    ONE_LOOK = "state", 1, "A process computes, and one look cannot distinguish slow from endless."
+    BY_EXCLUSION = (
+        "state",
+        1,
+        "Nothing shows directly what blocks the ranks: this is what remains after ruling out the rest.",
+    )
 
-    BRIEFLY_SILENT = "state", 1, "Nothing had been heard from the node for a few seconds only."
+    BRIEFLY_SILENT = "state", 1, "The node had been silent for only a few seconds."
 
-    STACKS_ALONE = "calls", 1, "No Flight Recorder numbers the calls: stacks alone say what the ranks wait in."
-    LINES_ALONE = "calls", 2, "The ranks wait in the same operation, at lines that may well meet."
-    SUMS_ALONE = "calls", 1, "Of an all_to_all only the sums over all ranks can be compared."
-    NO_AGREEMENT_SINCE = "calls", 1, "The calls have not agreed again since they parted."
-    NO_FRAMES = "calls", 1, "The records do not say from which lines the calls came."
+    STACKS_ALONE = (
+        "calls",
+        1,
+        "Without sequence numbers from a Flight Recorder, only stacks show what the ranks wait in.",
+    )
+    LINES_ALONE = "calls", 2, "The ranks wait in the same operation, on lines that may match."
+    SUMS_ALONE = "calls", 1, "For all_to_all, only the sums over all ranks can be compared."
+    NO_AGREEMENT_SINCE = "calls", 1, "The histories have not matched again since they diverged."
+    NO_FRAMES = "calls", 1, "The records do not show which lines made the calls."
     ROUND_UNKNOWN = "calls", 1, "Both lines are in one outer loop, so the rank may just be an iteration behind."
     MEMBERS_UNKNOWN = "calls", 1, "The members of a group that ranks wait in are not known."
-    RINGS_NOT_WHOLE = "calls", 1, "The ranks may have parted before the first call that their ring buffers still hold."
+    RINGS_NOT_WHOLE = "calls", 1, "The ranks may have diverged before the oldest call in their ring buffers."
     NOT_CALLED_ALIKE = "calls", 1, "The ranks did not make the same calls in these groups before."
-    NOT_IN_TURNS = "calls", 1, "What the ranks wait in need not be the calls of one round in another order."
-    HABIT_BROKEN = "calls", 1, "A rank left out a call that it always made right before."
-    HABIT_ALONE = "calls", 1, "The rank's own habit shows the call that it left out; it may yet call it."
-    ROLE_ALONE = "calls", 1, "The rank went another way than others of its role, and roles are inferred."
+    NOT_IN_TURNS = (
+        "calls",
+        1,
+        "The ranks may wait in calls of different rounds, not in the same calls in a different order.",
+    )
+    HABIT_BROKEN = "calls", 1, "A rank skipped a call that it had always made just before."
+    HABIT_ALONE = "calls", 1, "Only the rank's earlier calls suggest the skipped one; it may still make it."
+    ROLE_ALONE = "calls", 1, "The rank diverged from others of its role, and roles are inferred."
     PEERS_NOT_RECORDED = "calls", 1, "The backend records no peer of a send or receive."
     SEVERAL_PLACES_FIT = (
         "calls",
         1,
-        "The records agree with the place where the rank left calls out, and do not show it.",
+        "The records are consistent with calls skipped there, but do not show it.",
     )
 
     UNSEEN_RANKS = "others", 1, "Ranks were not seen, and one of them may be at fault."
     UNSEEN_PEERS = "others", 2, "The peers that the others wait for were not seen."
-    SEVERAL_CAUSES = "others", 1, "Ranks hold up their peers in different ways."
+    SEVERAL_CAUSES = "others", 1, "Ranks block their peers in different ways."
     SEVERAL_PLACES = "others", 1, "The ranks are in different places."
     NO_MAJORITY = "others", 1, "No side has a majority: either may be at fault."
     OWN_WAYS = "others", 1, "The ranks go three or more different ways: no side has a majority."
-    EITHER_SIDE = "others", 1, "Calls that meet do not fit, and any of them may be the wrong one."
-    MAY_BE_OWED = "others", 1, "What the rank waits for is a peer's to send or to make: either may be at fault."
+    EITHER_SIDE = "others", 1, "Calls that meet do not match, and any of them may be the wrong one."
+    MAY_BE_OWED = "others", 1, "The rank waits for something that a peer must send or create: either may be at fault."
     NO_PATTERN = (
         "others",
         1,
-        "Several ranks went another way, and nothing sets them apart: each may have made its own random choice.",
+        "Several ranks diverged with nothing in common: each may have made its own random choice.",
     )
     RANK_AND_MORE = (
         "others",
         2,
-        "Several ranks went another way, by a condition that asks for the rank and for what their records do not tell.",
+        "Several ranks diverged at a condition that depends on the rank and on something not recorded.",
     )
     PATTERN_BY_CHANCE = (
         "others",
         1,
-        "Few ranks went another way: what sets them apart may be chance, if each drew for itself.",
+        "Few ranks diverged: what they have in common may be coincidence.",
     )
-    ORIGIN_UNKNOWN = "others", 1, "The ranks' gradients were averaged already: any rank may have been the first."
+    ORIGIN_UNKNOWN = "others", 1, "The gradients had already been averaged: any rank may have been the first."
     NO_WAIT_SHOWN = "others", 2, "Nothing shows that the other ranks wait for it."
 
     SAME_MOMENT = "others", 1, "Ranks of another node failed at the same moment, as far as clocks of two nodes tell."
-    NODE_MAY_LIVE = "others", 1, "Nothing is heard from the node, but it answers or may answer: its ranks may live."
-    UNCOUNTED_NODES = "others", 1, "Only nodes with safelaunch are counted: one with plain torchrun may have come."
-    NOT_OF_THE_NODE = "others", 1, "The ranks of one node alone are behind; their script may have sent them there."
+    NODE_MAY_LIVE = "others", 1, "The node's supervisor is silent, but the node may be up: its ranks may be alive."
+    UNCOUNTED_NODES = "others", 1, "Only nodes with safelaunch are counted: one with plain torchrun may have joined."
+    NOT_OF_THE_NODE = "others", 1, "Only ranks of one node are behind; their script may be the reason."
 
-    MISMATCH_TOO = "rival", 1, "Ranks also recorded different operations under one number."
+    MISMATCH_TOO = "rival", 1, "Ranks also recorded different operations with the same sequence number."
     CALL_ON_SOME_RANKS = "rival", 1, "A peer waits in a call that only some ranks reach."
-    TRANSFER_LEFT_OUT = "rival", 1, "A peer may wait for a send or receive that the rank left out before it ended."
+    TRANSFER_LEFT_OUT = "rival", 1, "A peer may wait for a send or receive that the rank skipped before it exited."
     ABORTED_CALL_LOST = "rival", 1, "The aborted rank's calls are lost."
 
-    NOT_PROVED = "proof", 1, "Nothing proves that the job cannot go on: what it waits for may still come."
-    MORE_NAMED = "share", 1, "More ranks are named than are left innocent: these may be at fault instead."
+    NOT_PROVED = "proof", 1, "There is no proof that the job cannot continue: what it waits for may still arrive."
+    MORE_NAMED = "share", 1, "More ranks are named than cleared: the cleared ones may be at fault instead."
     DAMAGED_RECORD = "evidence", 1, "A Flight Recorder dump is malformed."
 
 

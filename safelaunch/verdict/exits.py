@@ -211,7 +211,7 @@ def gone_condition(rank: RankEvidence, view: View | None) -> Condition | None:
         return exception_condition(rank, rank.exception)
     if rank.exit is None:
         dead = view is not None and bool(view.process.states) and view.process.states[-1].state in "ZX"
-        text = "has ended and nobody has reaped it; its exit status is not known"
+        text = "is a zombie; its exit status is unknown"
         claim = Claim("state Z", f"ranks/{rank.rank}/proc.json")
         doubts = (Doubt.STATUS_UNKNOWN,)
         return Condition("rank-exited", text, None, rank.pid, doubts=doubts, claims=(claim,)) if dead else None
@@ -330,7 +330,7 @@ def _memory_words(rank: RankEvidence) -> tuple[str, list[Claim], bool]:
     if kills.cgroup is None and kills.node is None:
         return "", [], False
     said = "the kernel counts no out-of-memory kill while the job ran"
-    return f"; {said}, so somebody or something sent it", [Claim(said, f"{node}/resources.json")], False
+    return f"; {said}, so another process sent it", [Claim(said, f"{node}/resources.json")], False
 
 
 def _exit_condition(rank: RankEvidence) -> Condition:
@@ -357,7 +357,7 @@ def _abort_words(rank: RankEvidence) -> str:
     found = aborts.last_abort(rank.log_tail)
     if found is None:
         return ""
-    return f"; its last words: {one_line(found.words)}{f' ({found.means})' if found.means else ''}"
+    return f"; it printed: {one_line(found.words)}{f' ({found.means})' if found.means else ''}"
 
 
 # --- exceptions that crossed a process boundary -------------------------------------------------------------------

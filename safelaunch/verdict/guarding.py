@@ -14,7 +14,7 @@ from math import comb
 from safelaunch.model import Claim, Culprit, Frame
 from safelaunch.verdict.causes import DRAWN, GROUPS_MADE, GUARDED, LEFT_OUT, Advice
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.findings import Annotation, Branch, Finding, capital, ranks_do, ranks_word
+from safelaunch.verdict.findings import Annotation, Branch, Finding, capital, ranks_do
 from safelaunch.verdict.rank_state import Facts, user_stack_of
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.guards import Guard, Whereabouts, guards_of, way_to
@@ -133,8 +133,8 @@ def _unless_drawn(facts: Facts, finding: Finding, found: Iterable[Branch]) -> An
 
 
 _DRAWN = (
-    "Nothing sets those apart that went either way: each rank seems to decide for itself, by a random number or by data"
-    " of its own, so no rank is named."
+    "Nothing distinguishes the ranks on either side: each seems to decide for itself, by a random number or by its "
+    "own data, so no rank is named."
 )
 
 
@@ -221,7 +221,8 @@ def whereabouts(facts: Facts, rank: int) -> Whereabouts:
 
 def _sentence(one: Branch) -> str:
     if one.kept:
-        return f"`{one.guard.words}` keeps {ranks_word(one.kept)} from {fr.place(one.call)}."
+        kept = capital(ranks_do(one.kept, "never reaches", "never reach"))
+        return f"{kept} {fr.place(one.call)} because of `{one.guard.words}`."
     return f"{capital(ranks_do(one.ranks, 'comes', 'come'))} to {fr.place(one.call)} under `{one.guard.words}`."
 
 

@@ -273,7 +273,7 @@ def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
         claims.append(record_claim(rank, done))
     elif with_peers:
         behind = with_peers[0]
-        text += f"; behind what runs there stands {op_name(behind)} #{behind.seq}, which the device has not begun"
+        text += f"; {op_name(behind)} #{behind.seq} is queued behind it and has not started"
         claims.append(record_claim(rank, f"{op_name(behind)} #{behind.seq} is scheduled, not started"))
     else:
         text += ", with no collective outstanding that a peer could hold up"
@@ -293,7 +293,7 @@ def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | No
     if alignment.is_over_elsewhere(rank.rank, first):
         what = _done_elsewhere(first)
     elif all(entry.started is False for entry in pending) and alignment.is_begun_elsewhere(rank.rank, first):
-        what = f"it has queued {op_name(first)} #{first.seq}, which its device has not begun; peers' devices have"
+        what = f"it has queued {op_name(first)} #{first.seq}, which its device has not started, unlike its peers'"
     else:
         return None
     frame = fr.stack_of(rank, first.frames).user_frame

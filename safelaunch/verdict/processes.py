@@ -439,7 +439,7 @@ def _with_dead(view: View, own: Condition, dead: Sequence[View]) -> Condition:
     if len(dead) == 1:
         words = f"its child process {one.pid} has ended{_how_ended(one)} and not been reaped"
     else:
-        words = f"{len(dead)} child processes of its have ended and not been reaped"
+        words = f"{len(dead)} of its child processes are zombies"
         words += f", {one.pid}{_how_ended(one)}" if _how_ended(one) else ""
     claims = tuple(
         view.kernel_claim(f"child process {v.process.pid}: state Z{_how_ended(v.process)}") for v in dead[:4]

@@ -429,7 +429,7 @@ class _Prover:
                 return ()  # it may have entered the call
             other = self._case.alignment.entry(member, entry.group, entry.seq)
             if other is not None and not _can_meet(entry, other):
-                why = f"rank {member} has made {described(other)} under the number of {described(entry)}"
+                why = f"rank {member} called {described(other)} instead of {described(entry)}"
                 needs.append(Need(_NEVER, why, claim))
             elif other is not None and other.started is False:
                 continue  # its device comes to it later

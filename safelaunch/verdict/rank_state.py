@@ -207,7 +207,7 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
     return replace(
         own,
         cause="blocking-io",
-        reason=f"asks again and again for a file lock at {fr.place(own.frame)}",
+        reason=f"keeps asking for a file lock at {fr.place(own.frame)}",
         doubts=(Doubt.STATE_INFERRED,),
         claims=(*own.claims, Claim(text, f"ranks/{rank}/proc.json")),
         locked_by=lock.pid,

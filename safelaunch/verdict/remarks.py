@@ -198,7 +198,7 @@ def _lines(verdict: Verdict, earlier: tuple[tuple[str, ...], ...]) -> Iterator[s
         times = sum(name in names for names in earlier)
         if times and verdict.outcome in ("hang", "crash"):
             last = f"the last {len(earlier)} bundles" if len(earlier) > 1 else "the last bundle"
-            yield f"{name} was blamed in {f'{times} of ' if len(earlier) > 1 else ''}{last} here"
+            yield f"{name} was named in {f'{times} of ' if len(earlier) > 1 else ''}{last} here"
 
 
 def _with_gpu(cause: str, culprit: Culprit, rank: RankEvidence | None, evidence: Evidence) -> Culprit:

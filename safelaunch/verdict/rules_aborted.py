@@ -50,7 +50,10 @@ def aborted_by_a_peer(facts: Facts) -> Ruling:
         who = capital(ranks_do(aborted, "was", "were"))
         return f"{who} aborted in a collective, about which the surviving ranks' records agree"
     finding = of_record(facts, _with_aborted(facts, found, aborted))
-    text = f"{finding.summary} {capital(each_of(aborted))} was aborted in it: what reached it was not what it expected."
+    text = (
+        f"{finding.summary} {capital(each_of(aborted))} was aborted in it: it received something other than it "
+        "expected."
+    )
     claims = tuple(Claim(f"rank {r}: aborted in a collective", f"ranks/{r}/fault.txt") for r in aborted)
     ruled = f"{ranks_word(aborted)} failed first, but an abort in a collective is done to the receiver"
     return replace(

@@ -172,7 +172,7 @@ def of_role(case: Case, one: Divergence) -> Finding:
     sites = [case.alignment.stack(*made).user_frame for made in both]
     own, usual = (f"{op_name(call)} at {fr.place(site)}" for (_, call), site in zip(both, sites, strict=True))
     peers = f"{ranks_word(one.peers)}, which had called alike until then,"
-    text = f"left out {usual}, which {peers} called" if missing else f"called {own}, where {peers} called {usual}"
+    text = f"skipped {usual}, which {peers} called" if missing else f"called {own}, where {peers} called {usual}"
     claims = [
         record_claim(who, f"rank {who}: {op_name(call)} is collective #{number_of(call)} of group {call.group!r}")
         for who, call in both
@@ -202,11 +202,11 @@ def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: t
     assert shift.call is not None  # only what is on record is a shift
     did = f"called {_what(shift)}, which {their} peers did not"
     if not extra:
-        did = f"left out {_what(shift)}, which {their} peers called"
+        did = f"skipped {_what(shift)}, which {their} peers called"
     group, seq = (shift.call.group, number_of(shift.call)) if extra else _own_number(facts, shift, shift.call)
     number = f"collective #{seq} of group {group!r}"
-    summary = f"{capital(ranks_word(shift.ranks))} {did} ({number}); {'it is' if one else 'they are'}"
-    summary += f" {'ahead of' if extra else 'behind'} {their} peers since"
+    summary = f"{capital(ranks_word(shift.ranks))} {did} ({number}); {'it has' if one else 'they have'}"
+    summary += f" been {'ahead of' if extra else 'behind'} {their} peers since"
     summary += f", and now {apart(words)}." if words else "."
     ends = (shift.ranks[0], shift.peers[0])
     places = [
@@ -332,7 +332,7 @@ def left_out_between_groups(case: Case) -> Ruling:
         return ""
     site, after = (case.alignment.stack(rank, call).user_frame for call in (usual, now))
     number = case.alignment.last(rank, usual.group) + 1
-    text = f"left out {op_name(usual)} at {fr.place(site)} (#{number} of group {usual.group!r}), which it had"
+    text = f"skipped {op_name(usual)} at {fr.place(site)} (#{number} of group {usual.group!r}), which it had"
     text += f" always called right before {op_name(now)} at {fr.place(after)}, and waits there"
     claim = record_claim(
         rank,

@@ -162,9 +162,9 @@ def _of_sides(facts: Facts, found: Mismatch, meeting: Meeting, sides: Sides) -> 
     below = f" below {fr.place(sides.under)}" if sides.under is not None else ""
     text = f"From collective #{found.seq} of group {found.group!r} on, "
     if all(len(side) == 1 for side in sides.ranks):
-        text += f"each rank makes its calls in an order of its own{below}"
+        text += f"each rank makes its calls in a different order{below}"
     else:
-        text += f"the ranks go {len(sides.ranks)} different ways{below}, and no majority goes one of them"
+        text += f"the ranks go {len(sides.ranks)} different ways{below}, without a majority"
     told = [f"{ranks_word(side)} {words}" for side, words in _next_calls(facts, found, sides).items()]
     more = len(sides.ranks) - len(told)
     told += [f"{more} more ways"] if more > 0 else []
@@ -304,7 +304,7 @@ def _other_end(facts: Facts, meeting: Meeting) -> tuple[str, ...]:
     alone = [r for r in meeting.odd if (wait := facts.ranks[r].wait) is not None and wait.kind == "p2p"]
     if not alone or not meeting.majority:
         return ()
-    return (f"a peer that left out the other end of what {ranks_do(alone, 'waits', 'wait')} in: runner-up",)
+    return (f"a peer that skipped the other end of what {ranks_do(alone, 'waits', 'wait')} in: runner-up",)
 
 
 _OFTEN = 1.5  # calls a step

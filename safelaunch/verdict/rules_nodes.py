@@ -46,7 +46,7 @@ def rendezvous_incomplete(facts: Facts) -> Ruling:
     if seen.store:
         text += f" The store where they meet does not answer: {seen.store}."
     claims = (Claim(f"{seen.come} of {seen.wanted} nodes came", RENDEZVOUS), Claim(seen.error, RENDEZVOUS))
-    absent = tuple(NodeAtFault(host, "", "it has not come to the rendezvous") for host in seen.absent_hosts)
+    absent = tuple(NodeAtFault(host, "", "it has not joined the rendezvous") for host in seen.absent_hosts)
     return Finding("init-not-joined", (Doubt.UNCOUNTED_NODES,), text, claims=claims, nodes=absent)
 
 
@@ -70,7 +70,10 @@ def node_lost(case: Case) -> Ruling:
         return ""
     brief = max(node.silent_s for node in gone) < SILENT_S
     places = waits_words(case, [rank for rank in lost if case.ranks[rank].wait is not None])
-    text = f"{_names(gone)} {'is' if len(gone) == 1 else 'are'} gone without a word, and {ranks_word(lost)} lost "
+    text = (
+        f"{_names(gone)} {'is' if len(gone) == 1 else 'are'} gone without reporting a failure, and {ranks_word(lost)} "
+        "lost "
+    )
     text += "their connections to it" if len(gone) == 1 else "their connections to them"
     text += f": {places}." if places else "."
     doubts = those({Doubt.BRIEFLY_SILENT: brief, Doubt.UNSEEN_RANKS: bool(case.unseen - _ranks_of(gone))})
@@ -88,7 +91,7 @@ def store_lost(case: Case) -> Ruling:
         return ""
     answers = all(node.probe == "answers" for node in hosts)
     text = f"Torchrun on {_hosts(failed)} has failed: the store of its agents was on {_names(hosts)}, "
-    text += "where torchrun has ended" if answers else "of which nothing is heard: it is down, or cut off"
+    text += "where torchrun has ended" if answers else "which is silent: it is down, or cut off"
     reason = Claim(f"node {failed[0].host}: torchrun failed of {one_line(failed[0].agent_error)}", FILE)
     waiting = [rank for rank, one in case.ranks.items() if one.wait is not None]
     unanswered = all(node.probe == "no answer" for node in hosts)
@@ -127,7 +130,7 @@ def node_silent(case: Case) -> Ruling:
     if launcher:
         text += ", which answers, while its safelaunch or torchrun does not: it was stopped or has ended there."
     else:
-        text += ", of which nothing is heard: it is down, or cut off."
+        text += ", which is silent: it is down, or cut off."
     doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.BRIEFLY_SILENT: _is_brief(silent) and not gone}
     cause = "launcher-stopped" if launcher else "node-unreachable"
     return _finding(case, cause, those(doubts), text, silent, waiting)

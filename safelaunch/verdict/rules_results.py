@@ -60,7 +60,7 @@ def _detail(one: Inconsistency) -> tuple[Claim, ...]:
     before = (Claim(f"at step {one.since_step}, the check before: {right}", FILE),) if one.since_step else ()
     if one.sides:
         apart = " | ".join(format_ranks(side) for side in one.sides)
-        return (Claim(f"at step {one.step}: other bits on ranks {apart}, in {share}", FILE), *before)
+        return (Claim(f"at step {one.step}: different bits on ranks {apart}, in {share}", FILE), *before)
     return (Claim(f"at step {one.step}: an infinity or a NaN in the gradients of {share}", FILE), *before)
 
 
@@ -83,7 +83,7 @@ def _reason(rank: int, one: Inconsistency) -> str:
     if one.kind == "replicas-diverged":
         if one.since_step and one.since_step + 1 < one.step:
             since = f"between steps {one.since_step} and {one.step}"
-        return f"Rank {rank} has departed from the other replicas {since}, first in {one.parameter}"
+        return f"Rank {rank} diverged from the other replicas {since}, first in {one.parameter}"
     if one.kind == "loss":
-        return f"The loss of rank {rank} went its own way {since}"
+        return f"The loss of rank {rank} diverged {since}"
     return f"The gradients of rank {rank} are not finite {since}, first that of {one.parameter}"

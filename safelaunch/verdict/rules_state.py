@@ -130,8 +130,8 @@ def first_failure(facts: Facts) -> Ruling:
         )
     if paired:
         ruled.append(
-            f"{ranks_word(paired)} may wait for a send or receive that a peer left out before it ended:"
-            " the runner-up, as they need not be uneven batches"
+            f"{ranks_word(paired)} may wait for a send or receive that a peer skipped before it ended: the "
+            "runner-up, as they need not be uneven batches"
         )
     doubts = {
         Doubt.CALL_ON_SOME_RANKS: bool(alone),
@@ -247,7 +247,7 @@ def _store_not_reached(facts: Facts, inside: Sequence[int]) -> Finding | None:
         return _store_without_answer(facts, views)
     rest = [rank for rank in inside if rank not in astray]
     there = [rank for rank in rest if rank in views and not calls.makes_store(views[rank].stack)]
-    reason = "tries again and again to connect to the store of init_process_group"
+    reason = "keeps trying to connect to the store of init_process_group"
     frames = {rank: facts.ranks[rank].frame for rank in astray}
     named = {
         rank: Condition("init-not-joined", f"{reason}{fr.at(frame)}", frame, doubts=(Doubt.STATE_INFERRED,))
@@ -350,7 +350,7 @@ def nobody_stands_out(facts: Facts) -> Finding:
         text = _seen_apart(facts, sorted(apart), [r for r in waits if r not in apart])
     elif lost and not own:
         text = f"{capital(ranks_word(lost))} lost the connection to a peer: {waits_words(facts, waits)}."
-        text += " None of them failed by itself: what ended the connection was not seen."
+        text += " None of them failed on its own: what ended the connection was not seen."
         text += _began_with(facts, lost)
     elif alike and own and facts.unseen:
         who = "them" if len(own) > 1 else "it"
@@ -403,4 +403,4 @@ def _seen_apart(facts: Facts, first: list[int], rest: list[int]) -> str:
     text = f"{capital(waits_words(facts, first))}, and their own safelaunch stopped them."
     if rest:
         text += f" {capital(ranks_do(rest, 'was', 'were'))} looked at only afterwards: {waits_words(facts, rest)}."
-    return f"{text} What kept the ranks from meeting until then was not seen."
+    return f"{text} What blocked the ranks until then was not seen."

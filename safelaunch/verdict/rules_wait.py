@@ -137,7 +137,7 @@ def sends_and_receives(case: Case) -> Ruling:
     if not ranks:
         return ""
     known = all(_names_its_peer(case, one) for one in case.waits.circle)
-    text = f"{capital(waits_words(case, ranks))}: each waits for another, and nobody is left to answer."
+    text = f"{capital(waits_words(case, ranks))}: each waits for another, and no rank is left to answer."
     others = waits_words(case, [rank for rank in case.waits.in_circle if rank not in ranks])
     if others and not known:
         text += f" Or one of them waits for a peer that has gone on without it: {others}."
@@ -189,14 +189,14 @@ def one_sided(case: Case) -> Ruling:
         if left_out is None and not case.ranks[rank].evidence.gil.posted and _is_outvoted(case, rank, peer):
             text += f", a call that most ranks have made: rank {rank} took another path."
             claims, culprits = wait_claims(case, (rank, peer)), waiting_culprits(case, [rank])
-            other = f"rank {peer} left out the other end of {wait.words}: runner-up"
+            other = f"rank {peer} skipped the other end of {wait.words}: runner-up"
             return Finding("collective-mismatch", (Doubt.EITHER_SIDE,), text, culprits, claims, (other,))
         if left_out is None:
             culprits = waiting_culprits(case, (rank, peer))
             text += ": one of them made a call that the other left out."
             return Finding("collective-mismatch", (Doubt.EITHER_SIDE,), text, culprits, wait_claims(case, (rank, peer)))
         site = case.alignment.stack(peer, left_out).user_frame
-        did = f"left out {op_name(left_out)}{fr.at(site)}, which it had always called right before {theirs.words}"
+        did = f"skipped {op_name(left_out)}{fr.at(site)}, which it had always called right before {theirs.words}"
         return Finding(
             "collective-mismatch",
             (Doubt.HABIT_ALONE,),
@@ -297,12 +297,12 @@ def _server_of(case: Case, rank: int) -> _Server | None:
     if view is None:
         return None
     if calls.runs_event_loop(view.frames):
-        text = "its event loop stands meanwhile, which was to answer"
+        text = "its event loop, which should answer, is blocked"
         return _Server(text, view.stack_claim("its main thread waits inside a callback of its event loop"), _OWN_LOOP)
     for other in view.beside():
         own = thread_condition(other)
         if own.lock is not None and own.lock.on == "lock":
-            text = f"its thread {other.name}, which was to answer, {own.reason}"
+            text = f"its thread {other.name}, which should answer, {own.reason}"
             return _Server(text, other.stack_claim(f"thread {other.name} {own.reason}"), LOCK)
     return None
 

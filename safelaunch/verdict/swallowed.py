@@ -143,13 +143,13 @@ def _lines_called_from(facts: Facts, rank: int) -> Iterator[Frame]:
 def _of_print(rank: int, said: tuple[Left, str]) -> str:
     left, line = said
     where = f"at {fr.place(left.frame)}, in `{left.after}`"
-    words = f"Rank {rank} printed {one_line(line.strip(), 100)!r} {where}, and went on by {left.goes}"
-    return f"{words}, without the collectives that its peers called there."
+    words = f"Rank {rank} printed {one_line(line.strip(), 100)!r} {where}, and continued with {left.goes}"
+    return f"{words}, skipping the collectives that its peers called there."
 
 
 def _culprit(culprit: Culprit, fit: _Fit) -> Culprit:
     one = fit.exception
-    reason = f"Rank {culprit.rank} raised {one.type} at {fr.place(one.raised)} and went on from {fr.place(one.caught)}"
+    reason = f"Rank {culprit.rank} raised {one.type} at {fr.place(one.raised)} and continued at {fr.place(one.caught)}"
     return Culprit(
         culprit.rank,
         culprit.host,
@@ -157,14 +157,14 @@ def _culprit(culprit: Culprit, fit: _Fit) -> Culprit:
         culprit.process,
         one.raised,
         culprit.step,
-        f"{reason}, without the collectives that its peers called there.",
+        f"{reason}, skipping the collectives that its peers called there.",
     )
 
 
 def _of_several(fits: dict[int, _Fit]) -> str:
     types = " and ".join(sorted({fit.exception.type for fit in fits.values()}))
     who = capital(ranks_word(fits))
-    return f"{who} raised {types} and went on, without the collectives that their peers called."
+    return f"{who} raised {types} and continued, skipping the collectives that their peers called."
 
 
 @dataclass(frozen=True)

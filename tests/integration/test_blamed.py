@@ -14,7 +14,7 @@ from jobs import PROGRAMS, Job, Result
 
 pytestmark = pytest.mark.torch
 
-LINE = f"{stub.uuid(1)} was blamed in the last bundle here"
+LINE = f"{stub.uuid(1)} was named in the last bundle here"
 
 
 def hang(node: stub.Node, scratch: Path) -> Result:

@@ -42,7 +42,7 @@ def test_one_node_computes_and_the_other_waits_for_it(tmp_path: Path) -> None:
     said = [result.said for result in results]
     assert [result.code for result in results] == [0, 0], said
     assert all(TOGETHER in text for text in said), said
-    assert not any("lost touch" in text for text in said), said
+    assert not any("lost contact" in text for text in said), said
     assert [result.bundles for result in results] == [(), ()]
 
 
@@ -168,7 +168,7 @@ def test_a_supervisor_that_is_stopped_costs_no_healthy_job(tmp_path: Path) -> No
         stopped.until(lambda: (tmp_path / "evaluating").exists(), "the evaluation")
         os.kill(stopped.process.pid, signal.SIGSTOP)
         # The leader itself may be the one that is stopped: then the other takes over first.
-        other.until(lambda: "judges for itself" in other.stderr, "the silence to be noticed")
+        other.until(lambda: "judges alone" in other.stderr, "the silence to be noticed")
         os.kill(stopped.process.pid, signal.SIGCONT)
         (tmp_path / "enough").touch()
         results = [stopped.wait(), other.wait()]

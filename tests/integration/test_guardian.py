@@ -135,7 +135,7 @@ def test_a_guardian_that_dies_is_replaced(tmp_path: Path) -> None:
             first = guardian_of(job)
             kill([first])
             job.until(lambda first=first: guardian_of(job) not in (0, first), "another guardian")
-            said = "safelaunch: the guardian of this job was ended by signal 9; starting another\n"
+            said = "safelaunch: the guardian of this job was ended by signal 9; starting a new one\n"
             assert job.stderr.count(said) == dead
         time.sleep(1.5)  # it is told, and looks, every second
         assert job.process.poll() is None

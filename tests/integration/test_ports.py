@@ -157,7 +157,7 @@ def test_a_port_that_a_stranger_took_is_replaced_by_another(scene: Scene, words:
     said = [line for line in stderr.splitlines() if line.startswith("safelaunch: ")]
     assert said == [
         f"safelaunch: another program, without a lease, took port {lost} before torchrun could listen on it; "
-        f"starting the job again with port {port}"
+        f"restarting the job with port {port}"
     ]
     assert scene.leased() == []
 
@@ -175,7 +175,7 @@ def test_it_is_not_tried_for_ever(scene: Scene) -> None:
     for server in seen.values():
         server.close()
     assert process.returncode == 1
-    assert stderr.count("starting the job again with port") == 3 and "Address already in use" in stderr
+    assert stderr.count("restarting the job with port") == 3 and "Address already in use" in stderr
     assert scene.ran == []
 
 
@@ -186,14 +186,14 @@ def test_a_failure_of_the_script_is_its_own(scene: Scene) -> None:
         scene.end.touch()
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 7, stderr
-    assert len(scene.ran) == 1 and "starting the job again" not in stderr
+    assert len(scene.ran) == 1 and "restarting the job with port" not in stderr
 
 
 def test_a_launcher_that_fails_by_itself_is_not_started_again(scene: Scene) -> None:
     scene.bind.touch()
     with safelaunch("--master-port=auto", "--nproc-per-node", env=scene.env) as process:
         _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 2 and "starting the job again" not in stderr
+    assert process.returncode == 2 and "restarting the job with port" not in stderr
     assert scene.ran == []
 
 

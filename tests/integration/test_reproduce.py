@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
     ("kind", "layout"),
     [
         pytest.param("extra", (3, 1, 1), id="a call too many"),
-        pytest.param("skip", (2, 2, 1), id="a call left out in one of several groups", marks=pytest.mark.rare),
+        pytest.param("skip", (2, 2, 1), id="a call skipped in one of several groups", marks=pytest.mark.rare),
     ],
 )
 def test_dumps_of_nccl_lead_to_a_script_that_hangs_alike(

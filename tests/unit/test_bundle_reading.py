@@ -416,7 +416,7 @@ def test_dumps_beside_the_source_are_what_the_evidence_cites(
     main(["diagnose", str(folder), "-o", str(out)])
     capsys.readouterr()
     verdict = json.loads((out / "verdict.json").read_text())
-    assert any("`if d.get_rank() == 0 (train.py:2)` keeps ranks 1-2" in claim["claim"] for claim in verdict["evidence"])
+    assert any("Ranks 1-2 never reach train.py:3" in claim["claim"] for claim in verdict["evidence"])
     cited = {claim["file"] for claim in (*verdict["evidence"], *verdict["proof"])}
     assert cited and all((folder / name).is_file() for name in cited), cited
     page = (out / "report.html").read_text()

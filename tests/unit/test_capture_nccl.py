@@ -260,10 +260,10 @@ def test_a_port_on_which_another_job_listens_is_left_alone(services: list[Servic
     ("versions", "spare", "reason"),
     [
         (("2.27.5",), "", "may crash"),
-        (("2.28.9",), "the job goes on", "not asked, as the job goes on"),
+        (("2.28.9",), "the job continues", "not asked, as the job continues"),
         (("2.28.9",), "", ""),
-        (("2.29.2",), "the job goes on", ""),
-        ((), "the job goes on", ""),
+        (("2.29.2",), "the job continues", ""),
+        ((), "the job continues", ""),
     ],
     ids=["crashes", "may crash, and the job lives", "may crash, and the job ends", "safe", "the library's name"],
 )

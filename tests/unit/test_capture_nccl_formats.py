@@ -211,7 +211,7 @@ def test_a_call_left_out_long_ago(layout: Format, tmp_path: Path) -> None:
     recorders[2].collective("all_reduce_barrier", "started", size=(1,), dtype="Byte", line=90)
     verdict = verdict_of(tmp_path / "d", recorders)
     assert named(verdict) == ("collective-mismatch", [2])
-    assert "Rank 2 left out all_reduce at train.py:51 (train), which its peers called (collective #5" in verdict.summary
+    assert "Rank 2 skipped all_reduce at train.py:51 (train), which its peers called (collective #5" in verdict.summary
 
 
 @by_format
@@ -277,7 +277,7 @@ def test_stages_that_call_differently_often_from_the_same_places(layout: Format,
     step(recorders[3], "started", "scheduled", "scheduled")
     verdict = verdict_of(tmp_path / "d", recorders)
     assert named(verdict) == ("collective-mismatch", [0])
-    assert "left out all_reduce at train.py:41 (train)" in verdict.summary
+    assert "skipped all_reduce at train.py:41 (train)" in verdict.summary
 
 
 UNREADABLE: dict[str, dict[str, Any]] = {
@@ -333,7 +333,7 @@ def test_a_call_left_out_of_a_regular_pattern_is_no_change_of_order(layout: Form
             one.collective(state="completed" if number < 16 else "started", line=line)
     verdict = verdict_of(tmp_path / "d", recorders)
     assert named(verdict) == ("collective-mismatch", [0])
-    assert "left out all_reduce at train.py:63 (train)" in verdict.summary
+    assert "skipped all_reduce at train.py:63 (train)" in verdict.summary
 
 
 @by_format

@@ -68,7 +68,7 @@ def test_where_no_rank_could_be_sampled_nothing_is_written(
     answer[0] = RecordAnswer(replace(whole, ranks=[RankRecord(0, missing="py-spy is not installed")]), str(tmp_path))
     assert main(["record"]) == 1
     assert "py-spy is not installed" in capfd.readouterr().err
-    answer[0] = RecordAnswer(problem="another recording of this run is under way")
+    answer[0] = RecordAnswer(problem="another recording of this run is in progress")
     assert main(["record"]) == 1
     assert "under way" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -48,7 +48,7 @@ def test_the_nodes_of_a_job() -> None:
 
 def test_why_the_nodes_of_a_job_are_not_known() -> None:
     said = status.details(run_status(rank(0), alone="no store at n1:29700: refused"))
-    assert said[-1] == "the other nodes are not known: no store at n1:29700: refused"
+    assert said[-1] == "the state of the other nodes is unknown: no store at n1:29700: refused"
 
 
 def run_status(*ranks: RankStatus, **known: object) -> RunStatus:

@@ -74,7 +74,7 @@ def test_the_status_is_the_jobs(tmp_path: Path, shell: str, code: int, after: st
     gone = (
         ""
         if REPLACE_IT not in after
-        else "safelaunch: the guardian of this job was ended by signal 9; starting another\n"
+        else "safelaunch: the guardian of this job was ended by signal 9; starting a new one\n"
     )
     assert done.stderr == gone
 

@@ -50,7 +50,7 @@ def test_screen_says_what_who_where_and_what_next() -> None:
     assert "rank 1 (pid 1010, step 60, on node1) at /home/me/train.py:7 in load" in flat
     assert "> time.sleep(3600)" in flat
     assert "ranks 0,2-3 wait in all_reduce" in flat
-    assert "held up by it: ranks 0,2-3" in flat
+    assert "blocked by it: ranks 0,2-3" in flat
     assert "[ranks/1/stack.txt]" in flat
     assert "next: " in flat
 
@@ -92,7 +92,7 @@ def test_claims_are_left_out_rather_than_cut(width: int) -> None:
     verdict = diagnose(job(*asleep, waiting(2)))
     lines = report.screen(verdict, bundle_path=BUNDLE, width=width).splitlines()
     flat = [line.removeprefix("safelaunch: ").strip() for line in lines]
-    shown = flat[flat.index("evidence:") + 1 : next(n for n, line in enumerate(flat) if line.startswith("held up"))]
+    shown = flat[flat.index("evidence:") + 1 : next(n for n, line in enumerate(flat) if line.startswith("blocked"))]
     assert shown and not any("…" in line for line in shown)
     told = " ".join(shown)
     claims = report.merged_claims(verdict.evidence, verdict.summary)

@@ -112,7 +112,7 @@ def test_a_caught_exception_is_followed_by_the_handler_that_caught_it() -> None:
     caught = CaughtException("ValueError", "", 1.0, at(40, "decode"), at(62))
     other = replace(caught, caught=at(66))  # which the reason doesn't speak of
     evidence = job(waiting(0, line=50, more={"caught": (other, caught)}), waiting(1, line=60))
-    reason = "Rank 0 raised ValueError at train.py:40 (decode) and went on from train.py:62 (train)."
+    reason = "Rank 0 raised ValueError at train.py:40 (decode) and continued at train.py:62 (train)."
     side = sides(evidence, culprit(0, 40, reason=reason))[0]
     assert [(place.frame.line, place.whose) for place in side.places] == [(40, ""), (62, "caught"), (50, "now")]
 

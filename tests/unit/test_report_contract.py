@@ -30,7 +30,7 @@ def test_a_rank_taken_for_a_device_is_named() -> None:
     message = "CUDA error: invalid device ordinal"
     second = job(rank(0, 0, "0"), rank(1, 0, message=message))
     assert overview.devices(second).endswith(
-        "rank 1 asked for a device that is not there: a device is numbered by LOCAL_RANK, not by RANK"
+        "rank 1 requested a device that does not exist: a device is numbered by LOCAL_RANK, not by RANK"
     )
     assert "LOCAL_RANK" not in overview.devices(job(rank(1, 1, message=message))), "they are the same on one node"
 

@@ -93,7 +93,7 @@ def test_the_code_shows_each_side_with_its_guard_whatever_the_number_of_ranks(na
         assert "if batch is None:" in marked(side, "way")  # an early way out of the round
         assert any(text.startswith("for step, batch in") for text in marked(side, "guard"))  # which asks for the rank
     notes = [line[3] for place in culprit["places"] for line in place["lines"] if line[3]]
-    assert any("keeps rank" in note and "from here" in note for note in notes)
+    assert any("keeps rank" in note and "out" in note for note in notes)
 
 
 def test_the_next_command_stands_on_the_page_and_in_the_issue() -> None:
@@ -304,7 +304,7 @@ def test_nodes_that_are_alike_are_one_row_and_what_stands_out_is_told() -> None:
         ("node7", 1, 0),
         ("node[2-6,8-512]", 510, 0),
     ]
-    assert made["rows"][0]["notes"] == ["/tmp is nearly full", "the kernel log says something"]
+    assert made["rows"][0]["notes"] == ["/tmp is nearly full", "the kernel log has a message"]
     assert made["rows"][1]["notes"] == ["mlx5_1/1 is DOWN"]
     rest = made["rows"][2]
     assert (rest["gpus"], rest["network"]) == ("8 × NVIDIA H100 80GB HBM3", "eth0, 2 InfiniBand ports")
@@ -445,7 +445,7 @@ def test_what_hung_is_read_from_top_to_bottom(show: Show) -> None:
     ):
         assert word in head
     assert "dist.all_gather(" in opened.text(".side.culprit .here")
-    assert "keeps ranks 1-3 from here" in opened.text(".side.culprit")
+    assert "keeps ranks 1-3 out" in opened.text(".side.culprit")
     assert opened.texts("[data-lane]") == ["rank 0", "ranks 1-3"]
     assert "last step" in opened.text("#steps") and "suspected after" in opened.value(
         "document.querySelector('#steps').textContent"

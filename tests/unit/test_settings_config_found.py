@@ -41,8 +41,8 @@ def write(directory: Path, name: str, mode: int = 0o644, *, uid: int = -1, gid: 
     [
         (0o600, {}, ""),
         (0o644, {}, ""),
-        (0o646, {}, "everybody may write it"),
-        (0o666, {}, "everybody may write it"),
+        (0o646, {}, "every user can write it"),
+        (0o666, {}, "every user can write it"),
         pytest.param(0o664, {"gid": 4711}, "group 4711 may write it", marks=ROOT),
         pytest.param(0o644, {"gid": 4711}, "", marks=ROOT),
         pytest.param(0o644, {"uid": STRANGER}, f"it belongs to user {STRANGER}", marks=ROOT),

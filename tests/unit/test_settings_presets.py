@@ -223,7 +223,7 @@ def test_a_file_may_extend_shipped_presets_and_paths_relative_to_itself(tmp_path
 
 def test_a_circle_is_named(tmp_path: Path) -> None:
     write(tmp_path, a="extends: b.yaml", b="extends: a.yaml")
-    with pytest.raises(PresetError, match=r"^b\.yaml:2: presets extend each other in a circle: a -> b -> a"):
+    with pytest.raises(PresetError, match=r"^b\.yaml:2: presets extend each other in a cycle: a -> b -> a"):
         load_presets(["a.yaml"], cwd=tmp_path, torch_version=None)
 
 

@@ -19,7 +19,7 @@ WATCHING = [("--pg-timeout", "30s"), ("--check-every", "5"), ("--run-name", "tri
         (
             [*WATCHING, ("--no-watch", None)],
             {},
-            ["--no-watch: --check-every, --pg-timeout: no effect, as nothing of safelaunch's runs in the ranks"],
+            ["--no-watch: --check-every, --pg-timeout: no effect, because nothing of safelaunch runs in the ranks"],
         ),
         ([("--no-watch", None)], {"SAFELAUNCH_PG_TIMEOUT": "30s"}, []),
         ([("--no-watch", None), ("--preset", "oom-debug")], {}, []),

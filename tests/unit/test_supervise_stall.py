@@ -174,9 +174,17 @@ OVER = Judged("unknown", limits=Limits(200.0), group="'0'")
     ("last_steps_s", "judged", "said"),
     [
         ((40.0, 40.0, 40.1), PROVED, "no progress for 60 s (last step 61): collecting"),
-        ((99.9, 40.0, 99.8), PROVED, "rank 1 has made no step for 60 s (last step 61), while the others go on: coll"),
-        ((40.0, 40.0, 99.8), PROVED, "ranks 0-1 have made no step for 60 s (last step 61), while the others go on: c"),
-        ((40.0, 40.0, 40.1), OVER, "nothing proves a hang, but the time limit of group '0' ends then: collecting"),
+        (
+            (99.9, 40.0, 99.8),
+            PROVED,
+            "rank 1 has made no step for 60 s (last step 61), while the others continue: coll",
+        ),
+        (
+            (40.0, 40.0, 99.8),
+            PROVED,
+            "ranks 0-1 have made no step for 60 s (last step 61), while the others continue: c",
+        ),
+        ((40.0, 40.0, 40.1), OVER, "nothing proves a hang, but the timeout of group '0' expires then: collecting"),
         ((40.0, 40.0, 40.1), Judged("unseen"), "nothing proves a hang, but that is --max-stall: collecting"),
     ],
 )

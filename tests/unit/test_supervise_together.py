@@ -101,7 +101,7 @@ def test_nobody_is_asked_where_a_rank_is_not_seen_or_the_leader_not_heard(node: 
     assert (channel.beat.doing, channel.beat.suspects) == ("suspecting", 0)
     channel.say(silent_s=SILENT_S)
     assert not node.suspect(2.0)
-    assert "nothing has been heard" in node.why_alone
+    assert "no message from the leader" in node.why_alone
     channel.say(silent_s=0.0, page={"covered": False})
     assert not node.suspect(2.0)
     assert "not every rank" in node.why_alone
@@ -446,8 +446,8 @@ def test_what_becomes_of_the_others_is_told_once(
         node.tick(float(second))
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 3
-    assert "a node has not been heard" in said[0] and "lost touch with the other nodes" in said[1]
-    assert "heard again" in said[2]
+    assert "no message from a node" in said[0] and "lost contact with the other nodes" in said[1]
+    assert "is restored" in said[2]
 
 
 def test_whose_ranks_have_ended_misses_nobody(
@@ -465,7 +465,7 @@ def test_whose_ranks_have_ended_misses_nobody(
     monkeypatch.setattr(Watch, "has_ended", False)  # torchrun has started ranks anew
     for second in range(60, 70):
         node.tick(float(second))
-    assert capfd.readouterr().err.count("lost touch with the other nodes") == 1
+    assert capfd.readouterr().err.count("lost contact with the other nodes") == 1
 
 
 def test_nodes_of_another_torch_are_told_of_once(
@@ -511,8 +511,8 @@ def test_who_has_come_to_a_rendezvous_that_does_not_complete(
         node.tick(float(second))
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 2
-    assert said[0].endswith("no rank yet: 1 of 2 nodes have come to the rendezvous (here); node rank 1 has not")
-    assert said[1].endswith("2 of 3 nodes have come to the rendezvous (here, there); node rank 1 has not")
+    assert said[0].endswith("no rank yet: 1 of 2 nodes have joined the rendezvous (here); node rank 1 has not")
+    assert said[1].endswith("2 of 3 nodes have joined the rendezvous (here, there); node rank 1 has not")
 
 
 def waits_for_nodes(
@@ -577,4 +577,4 @@ def test_ranks_are_spared_until_the_nodes_have_agreed(node: Together, channel: U
     channel.say(silent_s=SILENT_S)
     assert node.spares_the_ranks == ""
     node._action = "dump"
-    assert node.spares_the_ranks == "the job goes on"
+    assert node.spares_the_ranks == "the job continues"

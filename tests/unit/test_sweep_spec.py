@@ -347,7 +347,7 @@ def test_derived_names() -> None:
         ("{matrix: {lr: [1]}, jobs: {a: {command: t.py, name: 'a{lr}'}}}", "unknown placeholder {lr}"),
         ("jobs: {a: {command: t.py, needs: b}}", "needs: unknown job 'b'"),
         ("jobs: {abc: {command: t.py}, b: {command: t.py, needs: abd}}", "did you mean 'abc'?"),
-        ("jobs: {a: {command: t.py, needs: a}}", "needs form a circle: a -> a"),
+        ("jobs: {a: {command: t.py, needs: a}}", "needs form a cycle: a -> a"),
         (
             "jobs: {a: {command: t.py, needs: c}, b: {command: t.py, needs: a}, c: {command: t.py, needs: b}}",
             "a -> c -> b -> a",

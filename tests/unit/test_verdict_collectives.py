@@ -224,7 +224,7 @@ def test_a_call_left_out_of_one_group_is_known_by_the_ranks_own_habit(odd: int) 
     verdict = _two_groups(odd, "1@60 2@61 " * 4, "1@60", "2@61")
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [odd]), verdict.summary
     assert verdict.confidence == "medium" and any("different orders" in text for text in verdict.ruled_out)
-    assert f"Rank {odd} left out all_reduce at train.py:60 (train) (#5 of group '1')" in verdict.summary
+    assert f"Rank {odd} skipped all_reduce at train.py:60 (train) (#5 of group '1')" in verdict.summary
     assert verdict.culprits[0].frame == at(60)
 
 
@@ -263,7 +263,7 @@ def test_of_two_calls_that_take_turns_the_one_left_out_long_ago_is_known(odd: in
     ranks.insert(odd, rank(odd, in_c10d("barrier", 70), flight=record(*left_out, groups=TWO)))
     verdict = diagnose(job(*ranks))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [odd]), verdict.summary
-    assert f"Rank {odd} left out all_reduce at train.py:60 (train), which its peer" in verdict.summary
+    assert f"Rank {odd} skipped all_reduce at train.py:60 (train), which its peer" in verdict.summary
     assert "#4 of group '1'" in verdict.summary
 
 
@@ -337,7 +337,7 @@ def test_one_receive_among_collectives_is_the_odd_one() -> None:
     assert named(with_culprit(odd, 4)) == ("collective-mismatch", [1])
     verdict = diagnose(with_culprit(odd, 4))
     assert verdict.confidence != "high" and verdict.suggestions[0].startswith("The matching send or receive")
-    assert any("a peer that left out the other end of what rank 1 waits in" in text for text in verdict.ruled_out)
+    assert any("a peer that skipped the other end of what rank 1 waits in" in text for text in verdict.ruled_out)
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -445,9 +445,9 @@ def test_who_alone_leaves_the_role_of_all_is_named_across_groups() -> None:
         ranks.append(rank(n, in_c10d("all_reduce", line), flight=record(*calls(text), groups=mine)))
     verdict = diagnose(job(*ranks))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [4])
-    assert "Rank 4 left out all_reduce at train.py:24" in verdict.summary
+    assert "Rank 4 skipped all_reduce at train.py:24" in verdict.summary
     assert verdict.confidence == "medium"
-    assert "Look around the call that was left out" in verdict.suggestions[0]
+    assert "Look around the skipped call" in verdict.suggestions[0]
 
 
 def test_who_is_still_in_the_loop_is_named_where_all_others_have_left_it() -> None:
@@ -465,7 +465,7 @@ def test_a_call_left_out_long_ago_is_the_fault() -> None:
     odd = rank(0, in_c10d("barrier", 70), flight=record(*skipped))
     verdict = diagnose(job(odd, *ranks))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [0])
-    assert "Rank 0 left out all_reduce at train.py:50 (train), which its peers called (collective #3" in verdict.summary
+    assert "Rank 0 skipped all_reduce at train.py:50 (train), which its peers called (collective #3" in verdict.summary
     assert verdict.culprits[0].frame == at(50)  # where its peers called it
     assert verdict.confidence == "high"
 

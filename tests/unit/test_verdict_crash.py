@@ -347,7 +347,7 @@ def test_what_did_not_fit_came_from_the_rank_that_took_another_group() -> None:
     assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
     assert [(c.rank, c.frame and c.frame.line) for c in verdict.culprits] == [(3, 60)]
     assert verdict.summary.startswith("Rank 3 made its 5 earlier calls at train.py:60 (train) in group '4': with group")
-    assert verdict.suggestions[0].startswith("Look at how this line gets its group")
+    assert verdict.suggestions[0].startswith("Check how this line selects its group")
 
 
 def test_the_condition_that_sent_an_aborted_rank_to_its_call() -> None:
@@ -355,7 +355,10 @@ def test_the_condition_that_sent_an_aborted_rank_to_its_call() -> None:
     read = {at(3).file: source}.get
     peers = (_at_six(n, (16,)) for n in (1, 2))
     verdict = diagnose(job(_aborted_at(0, 3), *peers, outcome="crash"), read_source=read)
-    assert "`if epoch % 2 == 1 and rank == 0 (train.py:2)` keeps ranks 1-2 from train.py:3" in verdict.summary
+    assert (
+        "Ranks 1-2 never reach train.py:3 (train) because of `if epoch % 2 == 1 and rank == 0 (train.py:2)`"
+        in verdict.summary
+    )
     assert "Gate the side effect" in verdict.suggestions[0]
 
 
@@ -617,7 +620,7 @@ def test_peers_that_end_are_innocent_of_a_call_in_another_group(mine: str, cause
     if culprits == [0]:
         assert verdict.confidence == "medium"
         assert "Rank 0 made its 3 earlier calls at train.py:41" in verdict.summary
-        assert "how this line gets its group" in verdict.suggestions[0]
+        assert "how this line selects its group" in verdict.suggestions[0]
 
 
 # --- one process: a launcher's error, and no advice about other ranks -----------------------------
@@ -639,7 +642,7 @@ def test_an_error_of_the_launcher_is_no_ranks(outer: tuple[Frame, ...], name: st
     assert (verdict.cause, verdict.culprits) == ("rank-exception", ())
     told = f"The launcher ({name}) raised ValueError: mpirun was not found at launch.py:900 (simple_launcher)"
     assert verdict.summary == f"{told}, in its own code: no rank was seen."
-    assert verdict.suggestions[0].startswith("Fix what the launcher complains of") and len(verdict.suggestions) == 1
+    assert verdict.suggestions[0].startswith("Fix what the launcher reports") and len(verdict.suggestions) == 1
 
 
 def test_a_launcher_that_rejects_its_command_line_is_no_rank() -> None:
@@ -649,7 +652,7 @@ def test_a_launcher_that_rejects_its_command_line_is_no_rank() -> None:
     verdict = diagnose(job(one, outcome="crash", launched=Launched(("exec", "--", "accelerate", "launch"))))
     assert (verdict.cause, verdict.culprits) == ("rank-exited", ())
     assert verdict.summary == "The launcher (accelerate) called sys.exit(2): no rank was seen."
-    assert verdict.suggestions[0].startswith("Fix what the launcher complains of") and len(verdict.suggestions) == 1
+    assert verdict.suggestions[0].startswith("Fix what the launcher reports") and len(verdict.suggestions) == 1
 
 
 @pytest.mark.parametrize(

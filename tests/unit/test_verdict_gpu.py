@@ -43,7 +43,7 @@ def test_all_sit_in_a_synchronize_and_one_gpu_is_stuck(culprit: int) -> None:
     assert verdict.victims == format_ranks([n for n in range(4) if n != culprit])
     assert verdict.confidence == "high"
     assert verdict.culprits[0].frame == at(33)
-    assert "#2, which the device has not begun" in verdict.summary
+    assert "#2 is queued behind it and has not started" in verdict.summary
 
 
 def test_a_single_rank_whose_kernel_does_not_end() -> None:

@@ -25,8 +25,8 @@ def test_one_against_one_the_call_that_a_condition_keeps_the_other_from_is_at_fa
     verdict = verdict_of("if rank == 1:\n    gather()\n", 1)
     assert [c.rank for c in verdict.culprits] == [1] and "either side" not in verdict.summary
     assert verdict.confidence != "high"  # the other may have left out what was to meet it
-    assert "`if rank == 1 (train.py:40)` keeps rank 0 from train.py:41 (train)." in verdict.summary
-    assert any(claim.file == "ranks/1/stack.txt" and "keeps" in claim.claim for claim in verdict.evidence)
+    assert "Rank 0 never reaches train.py:41 (train) because of `if rank == 1 (train.py:40)`." in verdict.summary
+    assert any(claim.file == "ranks/1/stack.txt" and "never reach" in claim.claim for claim in verdict.evidence)
 
 
 def test_one_against_one_behind_either_side_of_a_condition() -> None:
@@ -38,8 +38,14 @@ def test_one_against_one_behind_either_side_of_a_condition() -> None:
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("if rank in (1, 2):\n    gather()\n", "`if rank in (1, 2) (train.py:40)` keeps ranks 0,3 from train.py:41"),
-        ("if rank and flag:\n    gather()\n", "`if rank and flag (train.py:40)` keeps rank 0 from train.py:41"),
+        (
+            "if rank in (1, 2):\n    gather()\n",
+            "Ranks 0,3 never reach train.py:41 (train) because of `if rank in (1, 2) (train.py:40)`",
+        ),
+        (
+            "if rank and flag:\n    gather()\n",
+            "Rank 0 never reaches train.py:41 (train) because of `if rank and flag (train.py:40)`",
+        ),
     ],
 )
 def test_a_condition_that_several_ranks_share(source: str, says: str) -> None:
@@ -57,7 +63,7 @@ def test_a_condition_that_asks_for_more_than_the_rank_is_evidence_alone() -> Non
 @pytest.mark.parametrize(
     ("source", "advice"),
     [
-        ("g = seeded(rank)\nloss = f(g)\nif loss < best:\n    gather()\n", "Let all ranks decide alike"),
+        ("g = seeded(rank)\nloss = f(g)\nif loss < best:\n    gather()\n", "Make all ranks take the same decision"),
         ("main = is_main_process(group)\nif main and late:\n    gather()\n", "Gate the side effect"),
         ("if int(os.environ['RANK']) % pick() == 0:\n    gather()\n", "Gate the side effect"),
     ],
@@ -77,14 +83,16 @@ def test_nobody_expects_the_other_end_of_a_receive_at_its_line() -> None:
     evidence = job(waiting(0), receives, waiting(2))
     verdict = diagnose(evidence, lambda path: text)
     assert verdict.cause == "collective-mismatch" and "recv" in verdict.summary
-    assert "keeps" not in verdict.summary
+    assert "never reach" not in verdict.summary
 
 
 def test_an_early_way_out_keeps_a_rank_from_its_peers_call() -> None:
     source = "for x in loader:\n    gather()\n    if rank == 3:\n        continue\n" + "    step()\n" * 10
     verdict = verdict_of(source, 3, world=4)
     assert [c.rank for c in verdict.culprits] == [3]
-    assert "`if rank == 3: continue (train.py:42)` keeps rank 3 from train.py:50 (train)." in verdict.summary
+    assert (
+        "Rank 3 never reaches train.py:50 (train) because of `if rank == 3: continue (train.py:42)`." in verdict.summary
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,7 +197,7 @@ def test_nobody_is_named_where_each_rank_decides_for_itself(odd: set[int], world
     assert (verdict.cause, verdict.culprits) == ("collective-mismatch", ())
     assert verdict.confidence == "medium"
     assert "train.py:41" in verdict.summary and "decide for itself" in verdict.summary
-    assert "decide alike" in verdict.suggestions[0]
+    assert "take the same decision" in verdict.suggestions[0]
 
 
 @pytest.mark.parametrize(("op", "named"), [("recv", [1, 4, 6]), ("send", [1, 4, 6]), ("all_gather", [])])

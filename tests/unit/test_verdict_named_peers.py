@@ -97,7 +97,7 @@ def test_the_habit_of_the_peer_shows_what_it_left_out(others: int) -> None:
     rest = [with_p2p(n, "0@50 " * 4 + "0@50*", 50, op="all_reduce") for n in range(2, 2 + others)]
     verdict = diagnose(job(receiver, sender, *rest))
     assert named(verdict) == ("collective-mismatch", [1], "medium")
-    assert "rank 1 left out send at train.py:30 (train), which it had always called" in verdict.summary
+    assert "rank 1 skipped send at train.py:30 (train), which it had always called" in verdict.summary
     assert verdict.culprits[0].frame is not None and verdict.culprits[0].frame.line == 30
 
 

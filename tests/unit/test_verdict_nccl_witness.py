@@ -138,6 +138,6 @@ def test_the_report_counts_and_lists_what_does_not_answer() -> None:
     assert nccl_lines(witness) == [
         "NCCL 2.29.7, of its processes: answers from 1, none from 0, 1 given up",
         "pid 11 on 10.0.0.1, GPU 1: dead",
-        f"The answer as it came: {FILE}",
+        f"The raw answer: {FILE}",
     ]
     assert nccl_lines(None) == []

@@ -31,8 +31,8 @@ def gpu_of(evidence: Evidence) -> object:
 
 def test_a_gpu_that_the_last_bundles_blame() -> None:
     verdict = diagnose(stuck(earlier=(("GPU-1",), (), ("GPU-2", "node7"), ("GPU-1",), ())))
-    assert verdict.blamed_before == ("GPU-1 was blamed in 2 of the last 5 bundles here",)
-    assert diagnose(stuck(earlier=(("GPU-1",),))).blamed_before == ("GPU-1 was blamed in the last bundle here",)
+    assert verdict.blamed_before == ("GPU-1 was named in 2 of the last 5 bundles here",)
+    assert diagnose(stuck(earlier=(("GPU-1",),))).blamed_before == ("GPU-1 was named in the last bundle here",)
 
 
 @pytest.mark.parametrize("earlier", [None, (), ((), ()), (("GPU-2",),)])
@@ -76,7 +76,7 @@ def test_a_node_that_the_last_bundles_blame() -> None:
         nodes=(NodeEvidence("a", 1, (0, 1), here=True), NodeEvidence("b", 2, (2, 3), silent_s=20.0)),
         earlier=(("b",), ()),
     )
-    assert diagnose(evidence).blamed_before == ("b was blamed in 1 of the last 2 bundles here",)
+    assert diagnose(evidence).blamed_before == ("b was named in 1 of the last 2 bundles here",)
 
 
 def bundle(directory: Path, second: int, outcome: str = "hang", **more: object) -> Path:

@@ -51,7 +51,7 @@ def said(verdict: Verdict) -> tuple[str, str, list[str]]:
 def test_a_node_that_fell_silent_as_its_connections_died_is_lost() -> None:
     verdict = diagnose(half(thrown_out(0), thrown_out(1), outcome="crash"))
     assert said(verdict) == ("node-lost", "high", ["b:2-3"])
-    assert "Node b (ranks 2-3) is gone without a word" in verdict.summary
+    assert "Node b (ranks 2-3) is gone without reporting a failure" in verdict.summary
     assert verdict.victims == "0-1"
     assert any("kernel panic" in advice for advice in verdict.suggestions)
     assert any(claim.file == "nodes.json" and "20 s" in claim.claim for claim in verdict.evidence)

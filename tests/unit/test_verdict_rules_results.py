@@ -31,7 +31,7 @@ NAN = Inconsistency(
     ranks=(1,),
     words="gradients are not finite on rank 1 since step 7, the first is that of 4.bias (6 of 6): one rank diverged",
 )
-LOSS = Inconsistency("loss", 3.0, step=20, ranks=(0,), words="loss: rank 0 went its own way")
+LOSS = Inconsistency("loss", 3.0, step=20, ranks=(0,), words="loss: rank 0 diverged")
 
 
 def told(*found: Inconsistency, **job: object) -> Verdict:

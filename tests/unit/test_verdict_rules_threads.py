@@ -64,7 +64,7 @@ def test_two_threads_that_race_in_one_group(orders: tuple[str, ...]) -> None:
     verdict = diagnose(job(*racing(*orders)))
     assert (verdict.cause, verdict.culprits, verdict.confidence) == ("collective-mismatch", (), "high")
     assert "Two threads of each rank call collectives of group '0', in no fixed order: collective #3" in verdict.summary
-    assert "give each a group of its own" in verdict.suggestions[0]
+    assert "give each its own group" in verdict.suggestions[0]
     assert verdict.victims == f"0-{len(orders) - 1}"
 
 

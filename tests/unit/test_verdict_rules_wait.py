@@ -116,7 +116,7 @@ def test_a_server_thread_that_wants_a_lock_of_its_own_rank(clients: int) -> None
         job(*(receives(n, 1030) for n in range(clients)), *(waiting(n) for n in range(clients, 3)), server)
     )
     assert decided(verdict)[:2] == ("lock-deadlock", [(3, 50)])
-    assert "its thread 'Thread-0', which was to answer, waits for a lock at train.py:33 (do_GET)" in verdict.summary
+    assert "its thread 'Thread-0', which should answer, waits for a lock at train.py:33 (do_GET)" in verdict.summary
     assert any("never call a collective" in advice for advice in verdict.suggestions)
 
 
@@ -125,7 +125,7 @@ def test_an_event_loop_that_stands_in_a_barrier() -> None:
     server = rank(2, frames, flight=record(*past(3), entry("barrier", 4, line=50)))
     verdict = diagnose(job(receives(0, 1020), receives(1, 1020), server))
     assert decided(verdict)[:2] == ("lock-deadlock", [(2, 50)])
-    assert "its event loop stands meanwhile" in verdict.summary
+    assert "its event loop, which should answer, is blocked" in verdict.summary
     assert verdict.victims == "0-1"
 
 
@@ -284,7 +284,7 @@ def test_a_remote_call_whose_handler_wants_a_lock_of_its_own_rank() -> None:
     server = waiting(3, threads=[("Thread-4", handler, "futex")])
     verdict = diagnose(job(waiting(0), waiting(1), asks(2), server), lambda path: "value = call()\n" * 60)
     assert decided(verdict)[:2] == ("lock-deadlock", [(3, 50)])
-    assert "its thread 'Thread-4', which was to answer" in verdict.summary
+    assert "its thread 'Thread-4', which should answer" in verdict.summary
     assert verdict.victims == "0-2"
 
 

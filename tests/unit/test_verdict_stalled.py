@@ -37,7 +37,7 @@ def test_a_job_that_stands_while_a_rank_computes() -> None:
     assert "while rank 0 waits in all_reduce" in verdict.summary
     assert verdict.summary.endswith(": slow or endless, a dump cannot tell.")
     assert verdict.confidence == "medium"
-    assert "Somebody computes, and one look cannot tell slow from endless." in verdict.doubts
+    assert "A process computes, and one look cannot distinguish slow from endless." in verdict.doubts
 
 
 @pytest.mark.parametrize(

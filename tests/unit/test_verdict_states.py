@@ -522,7 +522,7 @@ def test_ranks_that_do_not_reach_the_store() -> None:
     past = [rank(n, in_init(), "poll", step=None) for n in (0, 2)]
     verdict = diagnose(job(past[0], making_store(1), past[1]))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("init-not-joined", [1])
-    assert "Rank 1 tries again and again to connect to the store" in verdict.summary
+    assert "Rank 1 keeps trying to connect to the store" in verdict.summary
     assert verdict.suggestions[0].startswith("Print `MASTER_ADDR` and `MASTER_PORT`")
     assert not any("slow or rank-dependent work" in text for text in verdict.suggestions)
     nobody = diagnose(job(*(making_store(n) for n in range(3))))
@@ -534,8 +534,8 @@ def test_who_hosts_the_store_and_naps_until_all_have_come_is_not_astray() -> Non
     hosts = making_store(0, again_in_s=0.01)
     verdict = diagnose(job(hosts, making_store(1), making_store(2)))
     assert (verdict.cause, verdict.culprits) == ("init-not-joined", ()), "either side may have the wrong address"
-    assert "Each of ranks 1-2 tries again" in verdict.summary
-    assert "again and again" not in diagnose(job(hosts, rank(1, in_init(), "poll", step=None))).summary
+    assert "Each of ranks 1-2 keeps trying" in verdict.summary
+    assert "keeps trying" not in diagnose(job(hosts, rank(1, in_init(), "poll", step=None))).summary
 
 
 def test_a_store_that_lets_nobody_go_on() -> None:
@@ -720,7 +720,7 @@ def test_a_key_of_the_store_that_nobody_sets() -> None:
     verdict = diagnose(waits, lambda path: source)
     assert verdict.cause == "blocking-io"
     assert verdict.summary.startswith("Rank 1 waits at train.py:2 (wait) for the key `f'export/{step}'` (export/15) of")
-    assert "who is to set this key" in verdict.suggestions[0]
+    assert "which rank should set this key" in verdict.suggestions[0]
     assert "is blocked in I/O" in diagnose(waits, lambda path: "def wait(x):\n    return x.recv(4)\n").summary
 
 
@@ -760,7 +760,7 @@ def test_a_key_of_the_store_that_all_ranks_wait_for() -> None:
     verdict = diagnose(everyone, lambda path: source.replace("rank == 0 and ", ""))
     assert (verdict.cause, verdict.culprits) == ("no-rank-stands-out", ())
     assert "Nobody has set it: train.py:3 does, under `if names (train.py:2)`." in verdict.summary
-    assert verdict.suggestions[0].startswith("Find who is to set this key")
+    assert verdict.suggestions[0].startswith("Find out which rank should set this key")
     assert not any("outside the job" in text for text in verdict.suggestions)
 
 

@@ -49,7 +49,7 @@ def test_a_step_left_out_where_all_steps_are_alike(culprit: int) -> None:
         "medium",
     )
     assert verdict.culprits[0].frame == at(30, "decode")
-    assert "raised ValueError at train.py:30 (decode) and went on from train.py:62" in verdict.summary
+    assert "raised ValueError at train.py:30 (decode) and continued at train.py:62" in verdict.summary
     assert verdict.evidence[0].file == f"ranks/{culprit}/caught.json"
 
 

@@ -42,7 +42,7 @@ def test_who_took_the_wrong_group_is_named_with_the_call() -> None:
     assert "Ranks 1-2 called all_reduce on a group that they are not in" in verdict.summary
     assert "ranks 0,3 wait in all_reduce at train.py:60 (train) in their own groups" in verdict.summary
     assert {"ranks/1/log_tail.txt", "ranks/2/log_tail.txt"} <= {claim.file for claim in verdict.evidence}
-    assert "Give each rank the group that it is in" in verdict.suggestions[0]
+    assert "Use only groups that the rank belongs to" in verdict.suggestions[0]
     assert not any("caught exception" in text for text in verdict.suggestions)
 
 

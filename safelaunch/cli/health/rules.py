@@ -324,7 +324,7 @@ def gpu_check(count: int, missing: str, kind: Failure, cuda: str, devices: bool)
     if not missing:
         return ok("GPUs", f"NVML sees {count}")
     if kind == "not installed":
-        return warning("GPUs", f"{missing}: bundles say nothing about GPUs", "pip install nvidia-ml-py")
+        return warning("GPUs", f"{missing}: bundles lack GPU data", "pip install nvidia-ml-py")
     if kind == "timeout":
         fix = "if nvidia-smi hangs as well, look for XID errors (sudo dmesg | grep -i xid) and reboot the node"
         return failed("GPUs", missing, fix)

@@ -37,7 +37,7 @@ LATE, APART = 0.10, 0.05  # of the time: others wait so much longer; between the
 SIGMAS = 4.0
 LOADING, HELD, WAITING, SAVING, OWN_CODE = 0.15, 0.25, 0.30, 0.15, 0.25
 SCARCE = 0.6  # of the time the GIL is held: less than that, and nobody waits long for it
-OTHER_THREAD = "Move that thread's work to a process of its own, or to code that releases the GIL."
+OTHER_THREAD = "Move that thread's work to a separate process, or to code that releases the GIL."
 NAMED = 0.4  # of a difference that one function explains
 MOSTLY = 0.9  # of a function's time, in one of its lines
 
@@ -316,7 +316,7 @@ def _nothing(times: Sequence[RankTime]) -> str:
     shares = {kind: share_of(times, kind) for kind in KINDS}
     most = sorted((kind for kind in KINDS if shares[kind] >= 0.01), key=lambda kind: -shares[kind])[:4]
     parts = [f"{KIND_WORDS[kind].removeprefix('the ')} {percent(shares[kind])}" for kind in most]
-    return f"Nothing stands out: {', '.join(parts)} of the time{', on all ranks alike' if len(times) > 1 else ''}."
+    return f"Nothing stands out: {', '.join(parts)} of the time{', equally on all ranks' if len(times) > 1 else ''}."
 
 
 def _missing(recording: Recording) -> list[str]:

@@ -85,7 +85,7 @@ class Shared:
         """Raises BadMessage."""
         if runs not in self._members:
             if sum(count for _, _, count in runs) > MOST_RANKS:
-                raise BadMessage("a process group of more ranks than there can be")
+                raise BadMessage("a process group with an impossible number of ranks")
             found = (range(first, first + step * count, step) for first, step, count in runs if count)
             self._members[runs] = tuple(chain.from_iterable(found))
         return self._members[runs]
@@ -156,9 +156,9 @@ def received(chunks: list[bytes], shared: Shared | None = None) -> tuple[Evidenc
         raise BadMessage(str(error)) from error
     numbers = [rank.rank for rank in found.rest.ranks]
     if len(set(numbers)) != len(numbers) or not all(0 <= number < MOST_RANKS for number in numbers):
-        raise BadMessage("evidence of ranks that there cannot be")
+        raise BadMessage("evidence of impossible ranks")
     if len(found.files) > MOST_FILES or not all(map(_may_be, found.files.items())):
-        raise BadMessage("files that no bundle has")
+        raise BadMessage("files that do not belong in a bundle")
     ranks = tuple(replace(rank, flight_record=records.get(rank.rank)) for rank in found.rest.ranks)
     return replace(found.rest, ranks=ranks), found.files
 
@@ -262,7 +262,7 @@ def _record(columns: _Record, groups: Sequence[tuple[int, ...]], kinds: Kinds) -
     threads = threads or list(columns.thread_idents[:1]) * len(created)
     lists = (threads or created, columns.kind_of, columns.seqs, columns.p2p_seqs, columns.record_ids, created)
     if len({len(each) for each in lists}) > 1 or len(created) > MOST_ENTRIES or min(columns.kind_of, default=0) < 0:
-        raise BadMessage("a Flight Recorder whose columns do not fit")
+        raise BadMessage("a Flight Recorder with inconsistent columns")
     entries = Entries(
         kinds,
         array("I", [numbers[kind] for kind in columns.kind_of]),

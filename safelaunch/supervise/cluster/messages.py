@@ -260,7 +260,7 @@ def unpacked(chunks: list[bytes]) -> bytes:
     except zlib.error as error:
         raise BadMessage(str(error)) from error
     if not engine.eof or engine.unused_data:
-        raise BadMessage("compressed data that is cut short, or larger than a node may send")
+        raise BadMessage("compressed data that is truncated or too large")
     return data
 
 

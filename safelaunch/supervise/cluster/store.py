@@ -101,7 +101,7 @@ class Store:
         self._deadline = time.monotonic() + deadline_s
         nonce = os.urandom(4)  # the server answers no SET: what follows it is answered
         if self._ask(bytes([_SET]) + _key(key) + _value(value) + bytes([_PING]) + nonce, 4) != nonce:
-            raise self._broken("an answer to nothing that was asked")
+            raise self._broken("an unexpected answer")
 
     def compare_set(self, key: str, expected: bytes, wanted: bytes, *, deadline_s: float) -> bytes:
         """Stores ``wanted`` where ``expected`` is stored (empty: where nothing is). Returns what is stored then.

@@ -81,7 +81,7 @@ class _Torchrun:
         """The store of its agents."""
         backend = self.option("rdzv-backend", "--rdzv-b", "static").lower()
         if backend not in ("c10d", "static"):
-            return Alone(f"with --rdzv-backend={backend} the nodes have no store in common; --cluster-store gives one")
+            return Alone(f"with --rdzv-backend={backend} the nodes share no store; --cluster-store provides one")
         if re.search(r"(?:^|,)\s*store_type\s*=\s*file\b", self.option("rdzv-conf", "--rdzv-c", "")):
             return Alone("with store_type=file the nodes have no store that answers over the network")
         endpoint = self.option("rdzv-endpoint", "--rdzv-e", "")
@@ -89,7 +89,7 @@ class _Torchrun:
             port = self.option("master-port", "--master-p", "")
             endpoint = f"{self.option('master-addr', '--master-a', '127.0.0.1')}:{port}"
         address = _address(endpoint, C10D_PORT if backend == "c10d" else STATIC_PORT)
-        return address or Alone(f"the rendezvous endpoint {endpoint!r} is not one that a node could connect to")
+        return address or Alone(f"the rendezvous endpoint {endpoint!r} is not an address that a node can connect to")
 
 
 def meeting(command: CommandLine | None, environ: Mapping[str, str], named: str | None = None) -> Meeting | Alone:
@@ -111,7 +111,7 @@ def meeting(command: CommandLine | None, environ: Mapping[str, str], named: str 
         host = agents.host if isinstance(agents, Address) else first_host(environ) or environ.get("MASTER_ADDR", "")
     address = Address(host, int(port)) if host else None
     if address is None:
-        return Alone(f"--cluster-store {named} names no host, and nothing here says which host is the job's first")
+        return Alone(f"--cluster-store {named} names no host, and the job's first host is unknown")
     least, number = (torchrun.least_nodes, torchrun.node_rank) if torchrun is not None else (1, None)
     return Meeting(address, _prefix(run_id), least, number, to_start=True)
 
@@ -190,6 +190,4 @@ def _address(endpoint: str, default_port: int) -> Address | None:
     return Address(host, number) if 0 < number < 65536 else None
 
 
-_NO_TORCHRUN = (
-    "it is not torchrun that starts the job, so its nodes have no store in common; --cluster-store gives them one"
-)
+_NO_TORCHRUN = "torchrun does not start this job, so its nodes share no store; --cluster-store provides one"

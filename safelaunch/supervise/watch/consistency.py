@@ -139,8 +139,8 @@ class Comparison:
             if min(values) > max(max(one) for one in others) and fmean(values) > FAR_LOSS * abs(level):
                 step = self._losses[rank][0][0]
                 words = (
-                    f"loss: rank {rank} went its own way: {fmean(values):.4g} on average since step {step}, while the "
-                    f"others are at {level:.4g}"
+                    f"loss: rank {rank} diverged: {fmean(values):.4g} on average since step {step}, while the others "
+                    f"are at {level:.4g}"
                 )
                 return [Inconsistency("loss", unix_s, step=step, ranks=(rank,), words=words)]
         return []

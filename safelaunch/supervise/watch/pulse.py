@@ -83,4 +83,4 @@ def threshold(pulse: Pulse, limits: Limits, cap_s: float | None) -> Threshold:
     if limits.bounds is not None:
         seconds = min(limits.bounds.ceiling_s, max(seconds, TIMES_LONGEST * pulse.longest_s))
     seconds = min(seconds, limits.startup_s, cap_s or seconds)
-    return Threshold(seconds, f"it marks none; so far a collective came at least every {pulse.longest_s:.0f} s")
+    return Threshold(seconds, f"no steps; so far at least one collective every {pulse.longest_s:.0f} s")

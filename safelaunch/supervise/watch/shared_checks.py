@@ -96,7 +96,7 @@ def decode(data: bytes) -> list[Check]:
         found = from_msgpack(unpacked([data]), _Shared)
         abouts = [About(one.key, one.kind, one.every, -1, one.groups, one.tensors) for one in found.abouts]
         if any(group >= len(one.groups) for one in abouts for _, group in one.tensors):
-            raise BadMessage("checks of a group that is not there")
+            raise BadMessage("checks of an unknown group")
         return [_check(one, abouts[one.about], found.prints[one.prints]) for one in found.checks]
     except (msgspec.DecodeError, RecursionError, OverflowError, IndexError, struct.error) as error:
         raise BadMessage(str(error)) from error
