@@ -283,7 +283,11 @@ def proof_words(verdict: Verdict) -> str:
     if never:
         return f"proved: this wait can never end: {never[0]}"
     more = f", and {len(waits) - 3} more waits" if len(waits) > 3 else ""
-    return f"proved: only the waiting ranks themselves could end these waits: {'; '.join(waits[:3])}{more}" if waits else ""
+    return (
+        f"proved: only the waiting ranks themselves could end these waits: {'; '.join(waits[:3])}{more}"
+        if waits
+        else ""
+    )
 
 
 def beside_next(verdict: Verdict) -> list[str]:
