@@ -20,7 +20,7 @@ from safelaunch.verdict.causes import (
 )
 from safelaunch.verdict.conditions import Condition, View
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.reading import aborts, calls, failures, tracebacks
+from safelaunch.verdict.reading import calls, failures, tracebacks
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.device_memory import shortage
 
@@ -354,7 +354,7 @@ def _exit_condition(rank: RankEvidence) -> Condition:
 
 def _abort_words(rank: RankEvidence) -> str:
     """What it wrote as it was aborted, and what that means."""
-    found = aborts.last_abort(rank.log_tail)
+    found = failures.last_abort(rank.log_tail)
     if found is None:
         return ""
     return f"; it printed: {one_line(found.words)}{f' ({found.means})' if found.means else ''}"

@@ -46,8 +46,7 @@ from safelaunch.verdict.rules_state import (
     slow_not_stuck,
     stopped_ranks,
 )
-from safelaunch.verdict.rules_threads import threads_that_race
-from safelaunch.verdict.rules_unfit import groups_made_apart, unfit_transfers
+from safelaunch.verdict.rules_unfit import groups_made_apart, threads_that_race, unfit_transfers
 from safelaunch.verdict.rules_wait import (
     blocked_by,
     one_sided,

@@ -1,16 +1,17 @@
 """Ranks that meet and do not fit.
 
 A send and its receive; two roots of one gather; what goes into an all_to_all and what comes out; how many groups ranks
-have made.
+have made; the calls of two threads of each rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
 
-from safelaunch.model import Claim, Collective
-from safelaunch.verdict.causes import GROUPS_MADE, ROOTS_DIFFER
-from safelaunch.verdict.collectives import number_of, op_name, vote
+from safelaunch.model import Claim, Collective, Frame
+from safelaunch.verdict.causes import GROUPS_MADE, RACE, ROOTS_DIFFER
+from safelaunch.verdict.collectives import Alignment, number_of, op_name, vote
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.findings import (
@@ -22,6 +23,7 @@ from safelaunch.verdict.findings import (
     wait_claims,
     waiting_culprit,
 )
+from safelaunch.verdict.history import UNKNOWN, Identity, identity_of
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.rank_state import Facts, RankFacts, view_of
 from safelaunch.verdict.reading import calls
@@ -205,3 +207,120 @@ def groups_made_apart(case: Case) -> Ruling:
         + wait_claims(case, sorted(case.waits.waiting)),
         advice=frozenset({GROUPS_MADE}),
     )
+
+
+# --- threads of one rank that call in one group -----------------------------------------------------------------------
+
+_MOST = 256  # calls of one rank: a race shows at the newest ones
+
+_STARTERS = ("/threading.py", "/concurrent/futures/thread.py", "/multiprocessing/pool.py")
+
+Thread = tuple[str, str] | int  # where its code begins, or its number
+
+
+@dataclass(frozen=True)
+class _Made:
+    thread: Thread
+    call: Identity
+    entry: Collective
+
+
+@dataclass(frozen=True)
+class Race:
+    """``calls``: rank → what it called as ``number`` of ``group``."""
+
+    group: str
+    number: int
+    calls: Mapping[int, Collective]
+
+
+def threads_that_race(case: Case) -> Ruling:
+    """Two threads call in one group, and which one comes first differs from rank to rank: no rank is at fault.
+
+    Each thread makes the same calls on all ranks; only their order among the threads differs. A backend pairs by
+    number, so the calls of one thread meet those of the other.
+    """
+    groups = {w.group for one in case.waits.classes.values() if (w := one.wait).group is not None}
+    found = next((race for group in sorted(groups) if (race := race_in(case.alignment, group)) is not None), None)
+    if found is None:
+        return ""
+    places: dict[str, list[int]] = {}
+    for rank, entry in found.calls.items():
+        site, begin = case.alignment.stack(rank, entry).user_frame, _begin(entry)
+        where = f" called from {fr.place(begin)}" if site is None and begin is not None else fr.at(site)
+        places.setdefault(f"{op_name(entry)}{where}", []).append(rank)
+    which = f"collective #{found.number} of group {found.group!r}"
+    parts = " and ".join(f"{what} on {ranks_word(ranks)}" for what, ranks in places.items())
+    text = f"Two threads of each rank call collectives of group {found.group!r}, in no fixed order: {which} is {parts}."
+    claims = [
+        record_claim(ranks[0], f"{capital(ranks_word(ranks))}: {which} is {what}, and the other thread's call is next")
+        for what, ranks in places.items()
+    ]
+    waiting = sorted(case.waits.waiting)
+    return Finding(
+        "collective-mismatch",
+        (),
+        text,
+        claims=(*claims, *wait_claims(case, waiting)),
+        advice=frozenset({RACE}),
+        victims=tuple(waiting),
+    )
+
+
+def race_in(alignment: Alignment, group: str) -> Race | None:
+    """The first number of ``group`` under which ranks recorded calls of different threads, if that is all that differs.
+
+    None where some rank has not made a call that another has: then it is behind, whatever else.
+    """
+    if not alignment.has_threads:
+        return None
+    made = {rank: calls for rank in sorted(alignment.members(group)[0]) if (calls := _made(alignment, rank, group))}
+    if len(made) < 2 or not any(len({one.entry.thread for one in calls.values()}) > 1 for calls in made.values()):
+        return None
+    first = max(min(calls) for calls in made.values())
+    late = {rank: {number: one for number, one in calls.items() if number >= first} for rank, calls in made.items()}
+    if len({_by_thread(calls) for calls in late.values()}) > 1:
+        return None
+    numbers = sorted(set().union(*late.values()))
+    apart = next((n for n in numbers if len({(c[n].thread, c[n].call) for c in late.values() if n in c}) > 1), None)
+    if apart is None or not all(_are_of_several_threads(calls, late.values(), apart) for calls in late.values()):
+        return None
+    return Race(group, apart, {rank: calls[apart].entry for rank, calls in late.items() if apart in calls})
+
+
+def _are_of_several_threads(mine: Mapping[int, _Made], everybody: Iterable[Mapping[int, _Made]], number: int) -> bool:
+    """What ranks called as ``number``, a rank called from as many threads, whenever it did. One thread cannot race
+    with itself, wherever its calls begin.
+    """
+    raced = {(calls[number].thread, calls[number].call) for calls in everybody if number in calls}
+    made = {(mine[n].thread, mine[n].call): mine[n].entry.thread for n in sorted(mine, reverse=True) if n >= number}
+    threads = [thread for call, thread in made.items() if call in raced]
+    return len(set(threads)) == len(threads)
+
+
+def _begin(entry: Collective) -> Frame | None:
+    """Where the code of a thread begins that runs nothing of the user's: behind what starts threads."""
+    return next((one for one in reversed(entry.frames) if not fr.normal(one.file).endswith(_STARTERS)), None)
+
+
+def _by_thread(calls: Mapping[int, _Made]) -> frozenset[tuple[Thread, tuple[Identity, ...]]]:
+    """Each thread's own calls, in order."""
+    found: dict[Thread, list[Identity]] = {}
+    for number in sorted(calls):
+        found.setdefault(calls[number].thread, []).append(calls[number].call)
+    return frozenset((thread, tuple(made)) for thread, made in found.items())
+
+
+def _made(alignment: Alignment, rank: int, group: str) -> dict[int, _Made]:
+    """The newest calls of a rank by number; empty where one of them is not known."""
+    window = alignment.window(rank, group)
+    found = {}
+    for number in list(window.numbers if window is not None else ())[-_MOST:]:
+        entry = alignment.entry(rank, group, number)
+        call = identity_of(entry, alignment.stack(rank, entry)) if entry is not None else UNKNOWN
+        if entry is None or call == UNKNOWN:
+            return {}
+        outer = next(reversed(alignment.stack(rank, entry).user_frames), None) or _begin(entry)
+        thread: Thread = (outer.file, fr.short(outer.function)) if outer is not None else entry.thread
+        found[number] = _Made(thread, call, entry)
+    return found

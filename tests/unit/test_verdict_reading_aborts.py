@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from safelaunch.verdict.reading.aborts import last_abort
+from safelaunch.verdict.reading.failures import last_abort
 
 
 @pytest.mark.parametrize(

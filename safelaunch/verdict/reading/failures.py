@@ -1,12 +1,13 @@
 """What the error of a communication library, of CUDA or of a device mesh means, by the fixed words of these libraries.
 
-An error may be the rank's ``own``, or report what became of a peer or of the way to it.
+An error may be the rank's ``own``, or report what became of a peer or of the way to it. What a process that was aborted
+wrote last is read by the fixed words of the C++ runtime, glibc, Python and the out-of-memory killer.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -277,3 +278,67 @@ def first_failure(messages: Iterable[str]) -> tuple[str, Failure] | None:
     """Of the warnings of one process, in their order: the first of the process's own, else the first of any."""
     told = [(text, found) for text in messages if (found := failure(text)) is not None and found.kind != "nccl-ending"]
     return next((one for one in told if one[1].own), told[0] if told else None)
+
+
+# --- what a process that was aborted wrote last -----------------------------------------------------------------------
+
+_MOST_LINES = 60
+_HEAP = "the heap was corrupted before, by native code that wrote past its memory or freed it twice"
+_OUT_OF_MEMORY = "the out-of-memory killer took a process of the job"
+_NO_ROOM = "there was no memory left to allocate"
+
+
+@dataclass(frozen=True)
+class Abort:
+    """``words``: as written, in one line. ``means``: what that says to who has never met them; may be empty."""
+
+    words: str
+    means: str = ""
+
+
+# The first that fits a line tells what it means. ``{...}``: a group of the pattern.
+_ABORTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), means)
+    for pattern, means in (
+        (
+            r"enforce fail at .*gloo/.*\.length <= .*?(?P<sent>\d+) vs (?P<room>\d+)",
+            "a peer sent {sent} bytes into a call of this rank that has room for {room}",
+        ),
+        (r"enforce fail at .*gloo/", "gloo found what it got from a peer, or a connection to one, not to be as agreed"),
+        (
+            r"double free or corruption|(?:free|munmap_chunk|realloc|calloc|malloc)\(\): |corrupted (?:size|double)",
+            _HEAP,
+        ),
+        (r"\*\*\* (?:stack smashing|buffer overflow) detected", "native code wrote past the end of a buffer"),
+        (r"std::bad_alloc|DefaultCPUAllocator: can't allocate|Cannot allocate memory", _NO_ROOM),
+        (r"oom[-_]kill|OOM Killed|Out of memory: Killed process", _OUT_OF_MEMORY),
+        (r"insufficient shared memory \(shm\)", "/dev/shm is full"),
+        (r"Fatal Python error: ", "the interpreter itself gave up"),
+        (r"terminate called (?:after throwing|without an active)", "a C++ exception that nothing caught ended it"),
+        (r"^\s*what\(\): ", "a C++ exception that nothing caught ended it"),
+        (r"EnforceNotMet", "a check in C++ failed"),
+        (r"Assertion `.*' failed", "an assertion in C or C++ failed"),
+        (r"libgomp: |OMP: Error", "the OpenMP runtime gave up"),
+    )
+)
+
+
+def last_abort(log: str) -> Abort | None:
+    """The last such message at the end of a process's output; None where there is none."""
+    lines = [line.strip() for line in log.splitlines()[-_MOST_LINES:]]
+    for at in reversed(range(len(lines))):
+        if any(pattern.search(lines[at]) for pattern, _ in _ABORTS):
+            return _abort(" ".join(_with_type(lines, at)))
+    return None
+
+
+def _with_type(lines: list[str], at: int) -> Iterator[str]:
+    """The line, behind the one that names the type of the C++ exception that it is about."""
+    if at and lines[at].startswith("what(): ") and lines[at - 1].startswith("terminate called"):
+        yield lines[at - 1]
+    yield lines[at]
+
+
+def _abort(words: str) -> Abort:
+    found = next((match, means) for pattern, means in _ABORTS if (match := pattern.search(words)))
+    return Abort(words, found[1].format(**found[0].groupdict()))
