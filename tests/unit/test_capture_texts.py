@@ -93,8 +93,11 @@ def nvml(**functions: Any) -> Any:
     )
 
 
+NOBODY = 1 << 23  # no kernel numbers processes so high
+
+
 def test_a_gpu_in_full_and_what_it_does_not_tell() -> None:
-    process = SimpleNamespace(pid=4711, usedGpuMemory=1 << 30)
+    process = SimpleNamespace(pid=NOBODY, usedGpuMemory=1 << 30)
     document = gpu.query(
         nvml(
             Init=lambda: None,
@@ -110,10 +113,10 @@ def test_a_gpu_in_full_and_what_it_does_not_tell() -> None:
     assert document.driver == "550.54"
     (found,) = document.gpus
     assert (found.uuid, found.power_w, found.memory_total_bytes) == ("GPU-0", 70.5, 2)
-    assert found.processes == (GpuProcess(4711, 1 << 30),)
+    assert found.processes == (GpuProcess(NOBODY, 1 << 30),)
     assert found.name is None
     (written,) = json.loads(msgspec.json.encode(document))["gpus"]
-    assert written["name"] is None and written["processes"] == [{"pid": 4711, "memory_bytes": 1 << 30}]
+    assert written["name"] is None and written["processes"] == [{"pid": NOBODY, "memory_bytes": 1 << 30}]
 
 
 def test_a_gpu_that_fell_off_the_bus_is_listed() -> None:
