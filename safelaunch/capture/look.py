@@ -26,6 +26,7 @@ from .result import NO_ANSWER, Result, within
 T = TypeVar("T")
 
 LOCK_DEADLINE_S = 0.5
+LEAST_ENDS_S = 0.5
 RETURN_S = 0.2  # what has been read of a rank has to be returned before the look is over
 MAX_CHILDREN = 48  # per rank: a loader's worker pool is smaller, and the look must stay short
 
@@ -103,7 +104,8 @@ def take(targets: Sequence[Target], *, deadline_s: float) -> Look:
     ranks = {
         target.rank: result or RankLook(target.rank, None) for target, result in zip(targets, results, strict=True)
     }
-    ranks = _with_ends(ranks, table)
+    left_s = begin + deadline_s - time.monotonic()
+    ranks = _with_ends(ranks, table, max(LEAST_ENDS_S, left_s, deadline_s / 4))
     return Look(begin, time.monotonic(), ranks)
 
 
@@ -156,11 +158,12 @@ def _noting(rank: RankLook, why: str) -> RankLook:
     return replace(rank, main=replace(rank.main, stack=replace(rank.main.stack, note=said)))
 
 
-def _with_ends(ranks: dict[int, RankLook], table: Iterable[int]) -> dict[int, RankLook]:
+def _with_ends(ranks: dict[int, RankLook], table: Iterable[int], deadline_s: float) -> dict[int, RankLook]:
     """The looks with what the ranks' pipes and connections lead to, the job's own processes before all others."""
     seen = [one.state for rank in ranks.values() for one in rank.processes if one.state is not None]
     own = [state.pid for state in seen]
-    told = {state.pid: state for state in sockets.with_ends(seen, [*own, *sorted(set(table) - set(own))])}
+    pids = [*own, *sorted(set(table) - set(own))]
+    told = {state.pid: state for state in sockets.with_ends(seen, pids, deadline_s=deadline_s)}
 
     def known(one: ProcessLook) -> ProcessLook:
         return replace(one, state=told.get(one.pid)) if one.state is not None else one

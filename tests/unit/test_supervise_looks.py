@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from msgspec import structs
 from safelaunch.capture import look, proc, stacks, waits
 from safelaunch.capture.look import Look, ProcessLook, Target, evidence_of, with_c_frames
 from safelaunch.capture.result import Result
-from safelaunch.model import Frame, StackSample
+from safelaunch.model import Frame, ProcessState, StackSample
 from safelaunch.supervise.answer import what_was_not_seen
 from safelaunch.supervise.looks import MOST_PATIENCE, Looks, Starvation, _is_unclear, look_at, with_the_late
 
@@ -100,6 +101,19 @@ def test_the_nodes_file_locks_are_read_once_for_all_processes(monkeypatch: pytes
     found = look_at(targets, None, deadline_s=60.0)
     assert len(found.taken[-1].ranks[1].children) == 3
     assert read["all"] == 1
+
+
+def test_a_look_that_has_more_time_has_it_for_the_other_ends_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def with_ends(states: Sequence[ProcessState], pids: object, *, deadline_s: float) -> Sequence[ProcessState]:
+        given.append(deadline_s)
+        return states
+
+    monkeypatch.setattr("safelaunch.capture.sockets.with_ends", with_ends)
+    for deadline_s in (-1.0, 400.0):
+        look_at([], None, deadline_s=deadline_s)
+    assert given[0] == look.LEAST_ENDS_S and given[1] > 100.0
 
 
 def test_a_process_of_which_the_kernel_does_not_tell_in_time_is_late() -> None:
