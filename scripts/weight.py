@@ -1,6 +1,6 @@
 """Prints how large the product is, beside what weight.json says.
 
-Code lines are without docstrings, comments and blanks.
+Code lines are without docstrings (those under a field, too), comments and blanks.
 
 python scripts/weight.py             # the table
 python scripts/weight.py --check     # exit code 1 if a figure has grown by more than 3 % since it was recorded
@@ -90,12 +90,11 @@ def measure(root: Path) -> dict[str, float]:
 def code_lines(text: str) -> frozenset[int]:
     """The numbers of the lines that hold code."""
     tree = ast.parse(text)
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     prose = {
         line
         for node in ast.walk(tree)
-        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None
-        for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or 0) + 1)
     }
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     code = {line for one in tokens if one.type not in _NO_CODE for line in range(one.start[0], one.end[0] + 1)}
