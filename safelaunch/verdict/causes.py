@@ -173,6 +173,9 @@ RACE = _sub_case(
     "all ranks), or let one thread make all calls."
 )
 TAGS_DIFFER = _sub_case("Give the send and its receive the same `tag`.")
+PEERS_DIFFER = _sub_case(
+    "Check how this rank computes its peers: the other ranks of the exchange expect different ones."
+)
 ROOTS_DIFFER = _sub_case(
     "Pass the same `src` or `dst` on every rank: a global rank, even in a smaller group. If it is computed, compute "
     "it on one rank and broadcast it."
@@ -201,7 +204,7 @@ _MODELS = (DDP_FORWARD, FSDP_FORWARD, SYNC_BATCHNORM, STATE_DICT)
 _TRANSFER = Advice(
     "The matching send or receive may be missing. On the peer, look for a branch that skips it.",
     when=lambda case: bool(case.transfers),
-    unless=(TAGS_DIFFER,),
+    unless=(TAGS_DIFFER, PEERS_DIFFER),
 )
 GUARDED = _sub_case(
     "Gate the side effect, not the collective: let every rank call it, and put only the logging or saving under"
@@ -473,6 +476,7 @@ class CollectiveMismatch(Cause, name="collective-mismatch"):
         RACE,
         _TRANSFER,
         TAGS_DIFFER,
+        PEERS_DIFFER,
         ROOTS_DIFFER,
         DDP_FORWARD,
         FSDP_FORWARD,

@@ -50,6 +50,7 @@ from safelaunch.verdict.rules_unfit import groups_made_apart, threads_that_race,
 from safelaunch.verdict.rules_wait import (
     blocked_by,
     one_sided,
+    other_peer,
     other_tags,
     sends_and_receives,
     unseen_peers,
@@ -197,6 +198,7 @@ RULES: tuple[Rule, ...] = (
         (
             Kind(out_of_step, _MISMATCH, _WHOLE),
             Kind(other_tags, _MISMATCH, _IN_CIRCLE),
+            Kind(other_peer, _MISMATCH, ("every rank seen", *_IN_CIRCLE)),
             Kind(sends_and_receives, ("p2p-cycle",), _IN_CIRCLE),
             Kind(one_sided, _MISMATCH, ("every rank seen", *_IN_CIRCLE)),
             Kind(left_its_role, _MISMATCH, ("every rank seen", "a circle of waits")),

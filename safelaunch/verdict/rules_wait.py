@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from safelaunch.model import Claim, Collective, Culprit
-from safelaunch.verdict.causes import LEFT_OUT, LOCK, OWN_LOOP, TAGS_DIFFER, Advice
+from safelaunch.verdict.causes import LEFT_OUT, LOCK, OWN_LOOP, PEERS_DIFFER, TAGS_DIFFER, Advice
 from safelaunch.verdict.collectives import mismatch_at, op_name
 from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
 from safelaunch.verdict.doubts import Doubt, levels_of, those
@@ -169,6 +169,43 @@ def other_tags(case: Case) -> Ruling:
                 advice=frozenset({TAGS_DIFFER}),
             )
     return ""
+
+
+def other_peer(case: Case) -> Ruling:
+    """Every batch of sends and receives is known, and one rank alone explains it by naming a wrong peer.
+
+    It sends to a rank that expects nothing from it, while another one waits for its message; or the reverse.
+    """
+    batches = {
+        rank: one.evidence.gil.posted
+        for rank, one in case.ranks.items()
+        if one.wait is not None and one.wait.kind == "p2p"
+    }
+    if not all(batches.values()):
+        return ""
+    ends = {(one.sends, rank, one.peer) for rank, batch in batches.items() for one in batch}
+    unmet = [(sends, rank, peer) for sends, rank, peer in ends if (not sends, peer, rank) not in ends]
+    found = [
+        (sends, rank, peer, other)
+        for sends, rank, peer in unmet
+        for theirs, other, named in unmet
+        if theirs is not sends and named == rank and other != peer and peer in batches
+    ]
+    if len({rank for _, rank, _, _ in found}) != 1:
+        return ""
+    sends, rank, peer, other = min(found)
+    does, wants = ("sends to", "receive from") if sends else ("receives from", "send to")
+    text = (
+        f"Rank {rank} {does} rank {peer}, which does not expect that, while rank {other} waits to {wants} rank {rank}."
+    )
+    return Finding(
+        "collective-mismatch",
+        (Doubt.EITHER_SIDE,),
+        text,
+        (waiting_culprit(case.ranks[rank], text),),
+        wait_claims(case, sorted({rank, peer, other})),
+        advice=frozenset({PEERS_DIFFER}),
+    )
 
 
 def one_sided(case: Case) -> Ruling:

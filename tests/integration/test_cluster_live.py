@@ -64,7 +64,7 @@ def test_status_dump_and_record_have_every_node_and_the_job_goes_on(tmp_path: Pa
             bundle = Bundle(Path(done.stdout.strip()))
             assert {path.name for path in (bundle.path / "ranks").iterdir()} == {"0", "1", "2", "3"}, "no wait of 300 s"
             said = cut.communicate(timeout=60.0)[1]
-        assert cut.returncode == 1 and "a bundle of this run was asked for" in said, said
+        assert cut.returncode == 1 and "a bundle of this run was requested" in said, said
         recorded = asked(job, "record", str(job.process.pid), "--duration", "2", "--json", patience_s=150.0)
         assert recorded.returncode == 0, recorded.stderr
         document = json.loads(recorded.stdout)

@@ -31,7 +31,7 @@ def test_nccl_says_that_the_stopped_rank_does_not_answer(version: str, tmp_path:
     [claim] = [claim for claim in verdict["evidence"] if claim["file"].endswith("nccl_ras.txt")]
     assert claim["claim"].startswith("NCCL has no answer from rank 1 (pid "), claim
     assert "What NCCL says" in bundle.text("report.md")
-    assert "The answer as it came" in bundle.text("report.html")
+    assert "The raw answer" in bundle.text("report.html")
     again = subprocess.run(
         [sys.executable, "-m", "safelaunch", "diagnose", "--json", bundle.path], capture_output=True, check=True
     )

@@ -42,7 +42,7 @@ def test_a_job_without_a_step_is_watched_by_its_collectives(tmp_path: Path) -> N
     assert result.code == 124, result.stderr
     assert (result.verdict["cause"], [c["rank"] for c in result.verdict["culprits"]]) == ("stuck-in-user-code", [1])
     watch = result.bundle.json("manifest.json")["watch"]
-    assert watch["threshold_s"] == 3 and "so far a collective came at least every" in watch["why"]
+    assert watch["threshold_s"] == 3 and "so far at least one collective every" in watch["why"]
 
 
 def test_a_server_that_nobody_calls_is_not_ended(tmp_path: Path) -> None:

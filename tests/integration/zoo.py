@@ -156,7 +156,7 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("task-done", "kindred", "task-done", "lock-deadlock"),
     Specimen("unsent", "aside", "unsent", "blocking-io", 3),
     Specimen("unsent-asleep", "aside", "unsent-asleep", "stuck-in-user-code", 4),
-    Specimen("flag", "aside", "flag", "stuck-in-user-code", 4, culprits=the_others),
+    Specimen("flag", "aside", "flag", "stuck-in-user-code", 4, line=False),
     Specimen("polled-work", "aside", "polled-work", "stuck-in-user-code", 4, recorder=True),
     Specimen("store-key", "aside", "store-key", "blocking-io", 3),
     Specimen("attempts", "aside", "attempts", "stuck-in-user-code"),

@@ -70,7 +70,7 @@ def test_where_no_rank_could_be_sampled_nothing_is_written(
     assert "py-spy is not installed" in capfd.readouterr().err
     answer[0] = RecordAnswer(problem="another recording of this run is in progress")
     assert main(["record"]) == 1
-    assert "under way" in capfd.readouterr().err
+    assert "another recording of this run is in progress" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

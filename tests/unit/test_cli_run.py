@@ -105,7 +105,7 @@ def test_nccl_that_torch_lacks(here: Path, capfd: pytest.CaptureFixture[str], mo
     for there in (False, True):
         monkeypatch.setattr(torchrun, "has_nccl", lambda package, there=there: there)
         code, lines = said("--dry-run train.py", capfd)
-        assert code == 0 and ["initialises NCCL" in line for line in lines] == [True] * (not there)
+        assert code == 0 and ["initializes NCCL" in line for line in lines] == [True] * (not there)
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("", 1), ("0", 0)])

@@ -93,7 +93,7 @@ def test_the_code_shows_each_side_with_its_guard_whatever_the_number_of_ranks(na
         assert "if batch is None:" in marked(side, "way")  # an early way out of the round
         assert any(text.startswith("for step, batch in") for text in marked(side, "guard"))  # which asks for the rank
     notes = [line[3] for place in culprit["places"] for line in place["lines"] if line[3]]
-    assert any("keeps rank" in note and "out" in note for note in notes)
+    assert any("keeps rank" in note and "from here" in note for note in notes)
 
 
 def test_the_next_command_stands_on_the_page_and_in_the_issue() -> None:
@@ -445,7 +445,7 @@ def test_what_hung_is_read_from_top_to_bottom(show: Show) -> None:
     ):
         assert word in head
     assert "dist.all_gather(" in opened.text(".side.culprit .here")
-    assert "keeps ranks 1-3 out" in opened.text(".side.culprit")
+    assert "keeps ranks 1-3 from here" in opened.text(".side.culprit")
     assert opened.texts("[data-lane]") == ["rank 0", "ranks 1-3"]
     assert "last step" in opened.text("#steps") and "suspected after" in opened.value(
         "document.querySelector('#steps').textContent"

@@ -67,9 +67,9 @@ def test_the_store_of_torchrun(words: tuple[str, ...], environ: dict[str, str], 
 @pytest.mark.parametrize(
     ("words", "named", "environ", "expected"),
     [
-        (None, None, {}, "...not torchrun"),
-        (None, None, STEP, "...not torchrun"),
-        (None, None, MASTER, "...not torchrun"),
+        (None, None, {}, "...torchrun does not start this job"),
+        (None, None, STEP, "...torchrun does not start this job"),
+        (None, None, MASTER, "...torchrun does not start this job"),
         (None, "n1:29700", {}, "n1:29700, to start"),
         (None, "[fd00::1]:29700", STEP, "[fd00::1]:29700, to start"),
         (None, "29700", STEP, "n1:29700, to start"),
@@ -77,7 +77,7 @@ def test_the_store_of_torchrun(words: tuple[str, ...], environ: dict[str, str], 
         (None, "29700", {}, "...names no host"),
         (None, None, {**STEP, "SLURM_STEP_RESV_PORTS": "12000-12003"}, "n1:12003, to start"),
         (None, None, {**STEP, "SLURM_STEP_RESV_PORTS": "12000"}, "n1:12000, to start"),
-        (None, None, {**STEP, "SLURM_STEP_RESV_PORTS": ""}, "...not torchrun"),
+        (None, None, {**STEP, "SLURM_STEP_RESV_PORTS": ""}, "...torchrun does not start this job"),
         # One that is named goes before torchrun's.
         (ETCD, "29700", STEP, "n1:29700, to start"),
         (ETCD, "n3:29700", {}, "n3:29700, to start"),
@@ -95,7 +95,7 @@ def test_a_store_that_is_to_be_started(
 def test_a_command_that_exec_starts_is_no_torchrun() -> None:
     where = meeting(CommandLine((), (), ("bash", "run.sh"), program="bash"), {})
     assert isinstance(where, Alone)
-    assert "not torchrun" in where.why
+    assert "torchrun does not start this job" in where.why
 
 
 @pytest.mark.parametrize(

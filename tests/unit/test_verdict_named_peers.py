@@ -206,6 +206,33 @@ def test_batches_that_wait_for_each_other(native: Frame | None) -> None:
     assert named(diagnose(job(*ranks)))[:2] == ("p2p-cycle", [0, 1, 2])
 
 
+def ring(number: int, to: int | None = None, source: int | None = None) -> RankEvidence:
+    to, source = (number + 1) % 4 if to is None else to, (number - 1) % 4 if source is None else source
+    return in_batch(number, SEND, Posted(77, sends=True, peer=to), Posted(77, sends=False, peer=source))
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        (
+            ring(2, to=1),
+            "Rank 2 sends to rank 1, which does not expect that, while rank 3 waits to receive from rank 2",
+        ),
+        (ring(2, source=3), "Rank 2 receives from rank 3, which does not expect that, while rank 1 waits to send to"),
+    ],
+)
+def test_a_rank_of_a_ring_that_names_the_wrong_neighbour(odd: RankEvidence, words: str) -> None:
+    verdict = diagnose(job(ring(0), ring(1), odd, ring(3)))
+    assert named(verdict) == ("collective-mismatch", [2], "medium")
+    assert words in verdict.summary and "computes its peers" in verdict.suggestions[0]
+
+
+def test_a_ring_whose_batches_fit_or_that_is_turned_by_all_names_no_wrong_neighbour() -> None:
+    assert named(diagnose(job(*map(ring, range(4)))))[0] == "p2p-cycle"
+    turned = [ring(n, to=(n + 2) % 4) for n in range(4)]
+    assert named(diagnose(job(*turned)))[0] == "p2p-cycle"
+
+
 def test_advice_on_a_circle_fits_its_sends_and_receives() -> None:
     receive = diagnose(job(receives(0, 1), receives(1, 0))).suggestions
     send = diagnose(job(sends(0, 1), sends(1, 0))).suggestions
