@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -96,9 +97,10 @@ def test_the_nodes_file_locks_are_read_once_for_all_processes(monkeypatch: pytes
     monkeypatch.setattr(waits, "lock_table", table)
     monkeypatch.setattr(proc, "process_tree", lambda pid, known: [(pid, 1)] * 3)
     monkeypatch.setattr(stacks, "stack_of", lambda *_, **__: Result(None, "py-spy", 0.1, missing="no permission"))
-    mine = os.getpid()
-    targets = [Target(n, n, mine, proc.read_quick(mine).start_ticks) for n in (0, 1)]
-    found = look_at(targets, None, deadline_s=60.0)
+    with subprocess.Popen(["sleep", "1000"]) as child:  # a test's own process may itself wait for a file lock
+        targets = [Target(n, n, child.pid, proc.read_quick(child.pid).start_ticks) for n in (0, 1)]
+        found = look_at(targets, None, deadline_s=60.0)
+        child.kill()
     assert len(found.taken[-1].ranks[1].children) == 3
     assert read["all"] == 1
 
