@@ -118,7 +118,7 @@ def _first_word(specimen: zoo.Specimen, culprit: int, world: int) -> dict[str, A
 
 ANSWER_S = 150.0  # the floor of the threshold is a minute
 KNOWN = ("--after=60",)  # steps, from which the threshold is learned
-_WORD, _WORKS = re.compile(r"^safelaunch: quiet for (\d+) s", re.MULTILINE), "but the job works"
+_WORD, _WORKS = re.compile(r"^safelaunch: quiet for (\d+) s", re.MULTILINE), "but the job is working"
 
 
 def _by_default(cases: list[tuple[zoo.Specimen, int, int, int]], jobs: int, file: Path | None) -> int:

@@ -465,7 +465,7 @@ class StallCase:
             return
         self._said_waiting = judged.found
         if judged.found == "alive":
-            what = f"the job is working ({judged.work[0].words})" if judged.work else "the job works"
+            what = f"the job is working ({judged.work[0].words})" if judged.work else "the job is working"
         else:
             what = self._no_proof + (f" ({judged.unseen})" if judged.unseen else "")
         text = f"no step for {now - stall.mark_s:.0f} s, but {what}: it continues"

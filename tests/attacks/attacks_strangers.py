@@ -13,6 +13,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -403,10 +404,10 @@ def _taken(scratch: Path, what: str) -> str:
 
 def _swept(scratch: Path) -> str:
     """Three containers start and end jobs. A job in a fourth must keep its directory and its name."""
-    runtime = scratch / "run"
-    runtime.mkdir(mode=0o700)
-    env = {"XDG_RUNTIME_DIR": os.fspath(runtime)}
     with ExitStack() as stack:
+        # Where sockets have short names: safelaunch leaves a directory whose path is too long for them.
+        runtime = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        env = {"XDG_RUNTIME_DIR": os.fspath(runtime)}
         words = [*ELSEWHERE, *program(), "exec", f"--bundle-dir={scratch}", "--", "sleep", "1000"]
         long = stack.enter_context(subprocess.Popen(words, env={**os.environ, **env}, cwd=scratch))
         stack.callback(long.kill)

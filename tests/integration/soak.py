@@ -240,7 +240,7 @@ def wrong_with_words(stderr: str, *, rests: bool) -> list[str]:
     return found
 
 
-WORKS = "but the job works"
+WORKS = "but the job is working"
 
 
 def run_frozen(case: Frozen, scratch: Path) -> tuple[list[str], Result]:

@@ -36,7 +36,7 @@ def test_one_node_computes_and_the_other_waits_for_it(tmp_path: Path) -> None:
     words = [APART, "--how=evaluates", "--seconds=120", "--steps=20"]
     with TwoNodes(tmp_path, QUICK, words) as nodes:
         one, other = nodes.jobs
-        one.until(lambda: "the job works" in one.stderr + other.stderr, "a closer look")
+        one.until(lambda: "the job is working" in one.stderr + other.stderr, "a closer look")
         (tmp_path / "enough").touch()
         results = [job.wait() for job in nodes.jobs]
     said = [result.said for result in results]
