@@ -86,8 +86,7 @@ class Together:
         self._port: int | None = None
         self.job = f"{found.address} {found.prefix}" if isinstance(found, Meeting) else ""
         version = plan.torch.version if plan.torch is not None else ""
-        script = digest_of(Path(plan.script[0])) if plan.script else ""
-        node = Node("", about.host[:255], os.getpid(), __version__, version[:255], script)
+        node = Node("", about.host[:255], os.getpid(), __version__, version[:255])
         self._channel = Channel(node, found.why if isinstance(found, Alone) else "")
         if isinstance(found, Meeting):
             self._meet(plan, found)
@@ -103,7 +102,8 @@ class Together:
             self._channel.seen = Seen(why=f"--cluster-key-file {key_file}: {error}")
             return
         self._port = found.address.port
-        self._channel.node = replace(self._channel.node, node_rank=found.node_rank)
+        script = digest_of(Path(plan.script[0])) if plan.script else ""
+        self._channel.node = replace(self._channel.node, script=script, node_rank=found.node_rank)
         self._channel.start(found, key, self._store_host(plan, found))
         self._notices = NodeNotices(found, self._channel, hosts_of(plan.env))
 
