@@ -10,13 +10,12 @@ import msgspec
 
 from safelaunch.model import Artifact, Collective, FlightRecord, Frame, ProcessState, Verdict
 from safelaunch.model.entries import Entries, Kinds
-from safelaunch.system.redaction.redactor import Redactor, remembered, same_or
+from safelaunch.system.redaction.redactor import Redactor, same_or
 
 T = TypeVar("T")
 
 # Names of the program's parts, and our own text: plain words and numbers belong there.
-_NAMES = (Frame, Collective, FlightRecord)
-_OURS = (Verdict, Artifact)
+_NAMES_AND_OURS = (Frame, Collective, FlightRecord, Verdict, Artifact)
 
 
 def without_secrets(value: T, redactor: Redactor) -> T:
@@ -25,59 +24,37 @@ def without_secrets(value: T, redactor: Redactor) -> T:
     The job's own text also loses its short secrets; names of its files and functions, and our own text, only lose
     unmistakable ones. A value without secrets is returned as the same object.
     """
-    result: T = _Cleaning(redactor).anything(value)
+    result: T = _cleaned(value, redactor, redactor.said)
     return result
 
 
-class _Cleaning:
-    """One pass, with a cache: file and function names of stacks repeat."""
+def _cleaned(item: Any, redactor: Redactor, words: Callable[[str], str]) -> Any:
+    """``item`` without secrets; ``words``: what cleans a text there."""
+    if isinstance(item, str):
+        return words(item)
+    if isinstance(item, bytes):
+        return redactor.data(item)
+    if isinstance(item, ProcessState):
+        argv = tuple(redactor.argv(item.cmdline))
+        item = item if argv == item.cmdline else msgspec.structs.replace(item, cmdline=argv)
+    if isinstance(item, Collective):  # the job chooses the names of a group and of an operation
+        item = _with_fields(item, ("description", "op"), redactor.said, msgspec.structs.replace)
+    inside = redactor.text if isinstance(item, _NAMES_AND_OURS) else words
 
-    def __init__(self, redactor: Redactor) -> None:
-        self._redactor = redactor
-        self._said: dict[str, str] = {}
-        self._ours: dict[str, str] = {}
+    def part(one: Any) -> Any:
+        return _cleaned(one, redactor, inside)
 
-    def anything(self, item: Any) -> Any:
-        if isinstance(item, str):
-            return remembered(item, self._redactor.said, self._said)
-        if isinstance(item, bytes):
-            return self._redactor.data(item)
-        if isinstance(item, Entries):
-            return self._entries(item)
-        if isinstance(item, ProcessState):
-            words = tuple(self._redactor.argv(item.cmdline))
-            item = item if words == item.cmdline else msgspec.structs.replace(item, cmdline=words)
-        if isinstance(item, Collective):  # the job chooses a group's name
-            item = _with_fields(item, ("description",), self.anything, msgspec.structs.replace)
-        ours = isinstance(item, (*_NAMES, *_OURS))
-        return _rebuilt(item, self._own_words if ours else self.anything)
-
-    def _own_words(self, item: Any) -> Any:
-        """Whether the text is a name, or our own text."""
-        if isinstance(item, str):
-            return remembered(item, self._redactor.text, self._ours)
-        if isinstance(item, Entries):
-            return self._entries(item)
-        return _rebuilt(item, self._own_words)
-
-    def _entries(self, entries: Entries) -> Entries:
-        kinds = entries.used()
-        cleaned = {number: self.anything(kind) for number, kind in kinds.items()}
-        if all(cleaned[number] is kind for number, kind in kinds.items()):
-            return entries
-        return entries.with_kinds(self.anything, Kinds())
-
-
-def _rebuilt(item: Any, clean: Callable[[Any], Any]) -> Any:
-    """``item`` with redacted parts; ``item`` itself if it has none, or if none changes."""
+    if isinstance(item, Entries):
+        return item if all(part(kind) is kind for kind in item.used().values()) else item.with_kinds(part, Kinds())
     if isinstance(item, msgspec.Struct):
-        return _with_fields(item, item.__struct_fields__, clean, msgspec.structs.replace)
+        return _with_fields(item, item.__struct_fields__, part, msgspec.structs.replace)
     if is_dataclass(item) and not isinstance(item, type):
-        return _with_fields(item, [one.name for one in fields(item) if one.init], clean, replace)
-    return same_or(item, clean)
+        return _with_fields(item, [one.name for one in fields(item) if one.init], part, replace)
+    return same_or(item, part)
 
 
 def _with_fields(item: Any, names: Iterable[str], clean: Callable[[Any], Any], rebuild: Callable[..., Any]) -> Any:
+    """``item`` with these fields cleaned; ``item`` itself if none of them changes."""
     parts = {name: getattr(item, name) for name in names}
     cleaned = {name: clean(part) for name, part in parts.items()}
     different = {name: part for name, part in cleaned.items() if part is not parts[name]}

@@ -37,8 +37,7 @@ PLACES = (
     "password={}", "'password': '{}'", '"api_key": "{}"', '\\"secret\\": \\"{}\\"', "--token {}", "--api-key={}",
     "export GH_PAT={}", "SAS_SIG={}", "USER_SALT={}", "signing_key={}", "MYPASSPHRASE={}", "pw={}", "Pwd={};",
     "Authorization: Bearer {}", "X-Auth-Token: {}", "Cookie: a=b; sid={}", "https://me:{}@host/x", "redis://:{}@h:1/0",
-    "machine h login me password {}", "curl -u me:{} https://h", "mysql -u me -p{} db", "sshpass -p {} ssh h",
-    "['mysqldump', '-p{}']", "[('HF_TOKEN', '{}')]", "os.environ['DB_PASSWORD'] = '{}'", "<password>{}</password>",
+    "curl -u me:{} https://h", "[('HF_TOKEN', '{}')]", "os.environ['DB_PASSWORD'] = '{}'",
     "AccountName=me;AccountKey={};Suffix=x", "https://h/c?sv=1&sig={}&se=2", "failed\\nHF_TOKEN={}\\n",
 )  # fmt: skip
 PLAIN = (
@@ -146,9 +145,7 @@ def _nested(seed: int, _: Path) -> str:
     """An encoding within another one."""
     random = rnd.Random(seed)
     secret = _secret(random, 8)
-    inner, outer = random.sample(
-        [one for one in leaks.ENCODINGS if one.nests and not one.name.startswith(("wrapped", "MIME"))], 2
-    )
+    inner, outer = random.sample(leaks.ENCODINGS, 2)
     if inner.name.startswith(("base64", "hexa", "HEXA")) and outer.name.startswith(("base64", "hexa", "HEXA")):
         return ""  # double encoding is deliberate hiding
     said = f"it is {outer.write(inner.write(secret))} now"

@@ -90,12 +90,11 @@ def _base64(before: str, padded: bool = True) -> Callable[[str], str]:
 
 @dataclass(frozen=True)
 class Encoding:
-    """A way to write a secret. ``short``: a short secret can be recognised in it; ``nests``: in and around others."""
+    """A way to write a secret. ``short``: a short secret can be recognised in it."""
 
     name: str
     write: Callable[[str], str]
     short: bool = True
-    nests: bool = True
 
 
 ENCODINGS = (
@@ -122,33 +121,12 @@ ENCODINGS = (
     Encoding("base64, unpadded", _base64("", padded=False)),
     Encoding("base64 for URLs", lambda text: base64.urlsafe_b64encode(text.encode()).decode()),
     Encoding("base64 of more", lambda text: base64.b64encode(f"a longer text with {text} in it".encode()).decode()),
-    Encoding("MIME", lambda text: base64.encodebytes(f"{'x' * 40}{text}{'y' * 60}".encode()).decode(), short=False),
     Encoding("hexadecimal", lambda text: text.encode().hex()),
     Encoding("HEXADECIMAL", lambda text: text.encode().hex().upper()),
-    Encoding("hexadecimal, colons", lambda text: text.encode().hex(":"), short=False),
     Encoding("colours", lambda text: _spread(text, "\x1b[1;31m")),
     Encoding("zero width", lambda text: _spread(text, "\u200b")),
-    Encoding("wrapped", lambda text: _spread(text, "\n"), short=False),
-    Encoding("wrapped and indented", lambda text: _spread(text, "\r\n    "), short=False),
-    Encoding("wrapped, by torchrun", lambda text: _spread(text, "\n[default0]:"), short=False),
     Encoding("in a word", lambda text: f"x{text}x", short=False),
     Encoding("with its name", lambda text: f"password={text}"),
-    *(
-        Encoding(name, write, short=False, nests=False)
-        for name, write in (
-            ("pairs of bytes", lambda text: text.encode().hex(" ", 2)),
-            ("0x, commas", lambda text: ", ".join(f"0x{byte:02x}" for byte in text.encode())),
-            ("0x, spaces", lambda text: " ".join(f"0x{byte:02X}" for byte in text.encode())),
-            ("\\u{}", lambda text: "".join(f"\\u{{{ord(c):x}}}" for c in text)),
-            ("capitals", str.upper),
-            ("small letters", str.lower),
-            ("title", str.title),
-            ("literals", lambda text: f'"{_spread(text, chr(34) + " " + chr(34))}"'),
-            ("carriage return", lambda text: _spread(text, "\r")),
-            ("quoted", lambda text: _spread(text, "\n> ")),
-            ("in a box", lambda text: _spread(text, " │\n│ ")),
-        )
-    ),
 )  # fmt: skip
 
 
@@ -190,7 +168,7 @@ def leaks(data: bytes, secrets: dict[str, str]) -> list[str]:
 
 
 def _is_in(secret: str, name: str, view: str) -> bool:
-    if secret not in view and not (len(secret) >= 12 and secret.lower() in view.lower()):
+    if secret not in view:
         return False
     return name not in SHORT or re.search(rf"(?<!\w){re.escape(secret)}(?!\w)", view) is not None
 
@@ -212,10 +190,7 @@ def _decoded(text: str, depth: int, seen: set[int]) -> Iterator[str]:
     seen.add(hash(text))
     yield text
     plain = re.sub("\x1b\\[[0-9;]*[a-zA-Z]|[\u200b-\u200f\u2060\ufeff]", "", text)
-    wrap = r"(?:[ \t]*│)?[ \t]*(?:\r\n?|\n)(?:[\d:.]{12} (?:out|err)\| )?(?:\[\w+\]:)?[ \t]*(?:[│>|][ \t]*)?|\" +\""
-    joined = re.sub(wrap, "", plain)
     yield plain
-    yield joined
     if not depth:
         return
     for one in (
@@ -224,16 +199,13 @@ def _decoded(text: str, depth: int, seen: set[int]) -> Iterator[str]:
         unquote_plus(plain),
         re.sub(r"(?:\\x[0-9a-f]{2})+", lambda m: _bytes_of(m[0].replace("\\x", "")), plain),
         re.sub(r"\\u([0-9a-f]{4})", lambda m: chr(int(m[1], 16)), plain),
-        re.sub(r"\\u\{([0-9a-f]+)\}", lambda m: chr(int(m[1], 16)), plain),
         re.sub(r"\\(.)", lambda m: {"n": "\n", "t": "\t"}.get(m[1], m[1]), plain),
     ):
         yield from _decoded(one, depth - 1, seen)
-    for source in (plain, joined):
-        digits = re.findall(r"(?:[0-9a-fA-F]{2}[: -]?){5,}", re.sub(r",? ?0x", "", source))
-        yield "\n\n".join(_bytes_of(re.sub("[: -]", "", run)) for run in digits)
-        words = [word.replace("-", "+").replace("_", "/") for word in re.findall(r"[A-Za-z0-9+/_-]{6,}", source)]
-        for start in range(4):
-            yield "\n\n".join(filter(None, (_from_base64(word[start:]) for word in words)))
+    yield "\n\n".join(map(_bytes_of, re.findall(r"(?:[0-9a-fA-F]{2}){5,}", plain)))
+    words = [word.replace("-", "+").replace("_", "/") for word in re.findall(r"[A-Za-z0-9+/_-]{6,}", plain)]
+    for start in range(4):
+        yield "\n\n".join(filter(None, (_from_base64(word[start:]) for word in words)))
 
 
 def _from_base64(word: str) -> str:

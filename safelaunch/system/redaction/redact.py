@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, pairwise
 
 from safelaunch.system.redaction.readings import readings
 from safelaunch.system.redaction.shapes import Kind, Span, is_secret_name, is_shown, kind_of, shapes_in
@@ -60,38 +60,13 @@ _OPTION = re.compile(
     rf"(?<![\w\-])--?(?P<name>{_NAME})(?:[\"'],?\s{{0,8}}(?=[\"'])|\s{{1,32}})"
     r"(?P<value>\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|[^\s\"'\-][^\s\"']*)"
 )
-_XML = re.compile(r"<(?P<name>[A-Za-z][\w.\-]{1,64})>(?P<value>[^<>\s][^<>\n]{0,1024})</")
-# curl -u user:password, mysql -ppassword, docker login -p password, sshpass -p password; also as a list of words.
+# curl -u user:password; also as a list of words.
 _USER_OPTION = re.compile(
     r"(?<![\w\-])(?:-u|--user|--proxy-user)(?:[\"'],?\s{0,8}[\"']|[\s=]{1,8}[\"']?)[^\s:\"',]{1,128}:(?P<value>[^\s\"']+)"
 )
-_NEXT_WORD = r"[\"']?,?\s{1,8}[\"']?"
-# Programs, and their one-letter options for a password. Of all others, ``-p`` is a port, a path, a number of processes.
-_CLIENTS = tuple(
-    (
-        re.compile(rf"(?<![\w\-])(?:{programs})(?![\w])"),
-        letter,
-        re.compile(rf"(?<=[\s\"'])-{letter}(?:{_NEXT_WORD}(?!-))?(?P<value>[^\s\"',]+)"),
-    )
-    for programs, letter in (
-        (r"(?:mysql|mariadb)[a-z\-]{0,16}|mongo(?:sh)?", "p"),
-        (rf"(?:docker|podman|nerdctl|az|oc){_NEXT_WORD}login", "p"),
-        (r"(?:redis|valkey|keydb)-cli", "a"),
-    )
-)
-_NEXT_COMMAND = re.compile(r"\s(?:&&?|\|\|?)\s|;\s|\n")
-_STARTS = {"--", "sudo", "exec", "env", "nice", "nohup"}  # before the name of a program
-_SSHPASS = re.compile(r"(?<![\w\-])sshpass[\"',]{0,2}\s{1,8}[\"']?-p[\"',]{0,2}\s{0,8}[\"']?(?P<value>[^\s\"',]+)")
-# ~/.netrc, on one line or on several.
-_NETRC = re.compile(
-    r"(?:^[ \t]{0,64}(?:\d\d:\d\d:\d\d\.\d{3} (?:out|err)\|[ \t]{1,64})?"
-    r"|\b(?:login|account)[ \t]{1,8}\S{1,256}[ \t]{1,8})password[ \t]{1,8}(?P<value>[^\s:=]\S*)[ \t]{0,64}$",
-    re.MULTILINE,
-)
 _CALL = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*[(\[]")  # code that gets a value is none
 _TELLS = 256  # characters of a value that tell whether it is a secret
-_COMMAND = 512  # characters behind a command's name in which its options are looked for
-ENCODED = re.compile(r"(?<![A-Za-z0-9+/_\-])[A-Za-z0-9+/_\-]{16,}={0,2}")
+_ENCODED = re.compile(r"(?<![A-Za-z0-9+/_\-])[A-Za-z0-9+/_\-]{6,}={0,2}")
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -126,25 +101,27 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 def secrets_in(text: str) -> Iterator[Span]:
     """The places in ``text`` that look like a secret, however it is escaped or encoded."""
     for reading in readings(text):
-        if not reading.joined:
-            for begin, end in chain(by_rule(reading.text), encoded_in(reading.text, by_rule)):
-                yield reading.origin(begin, end)
+        for begin, end in chain(by_rule(reading.text), encoded_in(reading.text, by_rule)):
+            yield reading.origin(begin, end)
 
 
-def encoded_in(text: str, rule: Callable[[str], Iterator[Span]], words: re.Pattern[str] = ENCODED) -> Iterator[Span]:
+def encoded_in(text: str, rule: Callable[[str], Iterator[Span]]) -> Iterator[Span]:
     """Base64 words whose decoded text has a match of ``rule``."""
-    for match in words.finditer(text):
-        decoded = from_base64(match[0])
-        printable = "\ufffd" not in decoded and decoded.replace("\n", "").replace("\t", "").isprintable()
-        if printable and next(rule(decoded), None) is not None:
-            yield match.span()
+    words = [(match.span(), plain) for match in _ENCODED.finditer(text) if (plain := _from_base64(match[0]))]
+    if _any(rule("\n".join(plain for _, plain in words))):
+        yield from (span for span, plain in words if _any(rule(plain)))
 
 
-def from_base64(word: str) -> str:
-    """What a word of base64 stands for, as far as it is text."""
+def _any(spans: Iterator[Span]) -> bool:
+    return next(spans, None) is not None
+
+
+def _from_base64(word: str) -> str:
+    """The printable text that a word of base64, whole or cut off, stands for, or an empty string."""
     bare = word.rstrip("=").replace("-", "+").replace("_", "/")
     bare = bare[:-1] if len(bare) % 4 == 1 else bare
-    return base64.b64decode(bare + "=" * (-len(bare) % 4)).decode("utf-8", "replace")
+    text = base64.b64decode(bare + "=" * (-len(bare) % 4)).decode("utf-8", "replace")
+    return text if "\ufffd" not in text and text.replace("\n", "").replace("\t", "").isprintable() else ""
 
 
 def by_rule(text: str) -> Iterator[Span]:
@@ -161,11 +138,6 @@ def by_rule(text: str) -> Iterator[Span]:
     yield from _assigned(text)
     if "-" in text:
         yield from _options(text)
-        yield from _commands(text)
-    if "</" in text:
-        yield from (match.span("value") for match in _XML.finditer(text) if kind_of(match["name"]))
-    if "password" in lower:
-        yield from _found(_NETRC, text)
 
 
 def _found(pattern: re.Pattern[str], text: str) -> Iterator[Span]:
@@ -232,25 +204,9 @@ def _options(text: str) -> Iterator[Span]:
             continue
         if kind != "maybe" or not is_plain_value(kind, match["value"].strip("\"'")):
             yield match.span("value")
-
-
-def _commands(text: str) -> Iterator[Span]:
-    """Passwords after one-letter options of known programs."""
-    if "-u" in text:
-        for match in _USER_OPTION.finditer(text):
-            if not match["value"].isdigit():  # docker run -u 1000:1000
-                yield match.span("value")
-    if "sshpass" in text:
-        yield from _found(_SSHPASS, text)
-    for programs, letter, option in _CLIENTS:
-        if f"-{letter}" not in text:
-            continue
-        done = 0
-        for client in programs.finditer(text):
-            begin, done = max(client.end(), done), client.end() + _COMMAND
-            following = _NEXT_COMMAND.search(text, client.end(), done)
-            end = following.start() if following else done
-            yield from (match.span("value") for match in option.finditer(text, begin, end))
+    for match in _USER_OPTION.finditer(text) if "-u" in text else ():
+        if not match["value"].isdigit():  # docker run -u 1000:1000
+            yield match.span("value")
 
 
 # --- environments and command lines -----------------------------------------------------------------------------------
@@ -275,37 +231,17 @@ def _value(name: str, value: str) -> str:
 
 def redact_argv(argv: Iterable[str]) -> list[str]:
     """A command line with ``--token X``, ``--api-key=X``, ``KEY=X`` and secrets by their shape replaced."""
-    result: list[str] = []
-    before = program = ""
-    for argument in argv:
-        if not result or before in _STARTS:
-            program = argument
-        elif argument == "login":
-            program += " login"
-        result.append(_argument(argument, before, program))
-        before = argument
-    return result
+    words = list(argv)
+    return [_argument(word, before) for before, word in pairwise(["", *words])]
 
 
-def _argument(argument: str, before: str, program: str) -> str:
+def _argument(argument: str, before: str) -> str:
     name, equals, value = argument.partition("=")
     named = before if before.startswith("-") and "=" not in before else ""
     if named and not argument.startswith("-") and (kind := kind_of(named)):
         return argument if kind == "maybe" and is_plain_value(kind, argument) else REDACTED
     if equals and re.fullmatch(r"-*[A-Za-z_][\w.\-]*", name) and (kind := kind_of(name)):
         return argument if kind == "maybe" and is_plain_value(kind, value) else f"{name}={REDACTED}"
-    letter = _password_option(program)
-    if letter and named == f"-{letter}" and not argument.startswith("-"):
-        return REDACTED
-    if letter and argument.startswith(f"-{letter}") and len(argument) > 2:
-        return f"-{letter}{REDACTED}"
-    if named in ("-u", "--user", "--proxy-user", "-p"):
-        together = f"{program} {named} {argument}"
-        return redact_text(together)[len(program) + len(named) + 2 :]
+    if named in ("-u", "--user", "--proxy-user"):
+        return redact_text(f"{named} {argument}")[len(named) + 1 :]
     return redact_text(argument)
-
-
-def _password_option(program: str) -> str:
-    """The letter of the option with which this program, ``docker login`` for example, takes a password."""
-    name = program.rpartition("/")[2]
-    return next((letter for programs, letter, _ in _CLIENTS if programs.fullmatch(name)), "")

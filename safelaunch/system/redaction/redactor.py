@@ -1,6 +1,6 @@
 """Keeps one job's own secrets out of its bundle, wherever they stand: a rank may print the password that it got.
 
-Values that cannot be mistaken are replaced in every text, in every reading, in base64 and in hexadecimal. Short ones,
+Values that cannot be mistaken are replaced in every text: in every reading, in base64 and in hexadecimal. Short ones,
 numbers and plain words are replaced only where the job itself speaks (its output, messages, command lines, names that
 it gave), and only as whole words; a number also not where it counts something: ``PIN=1234`` leaves step 1234, line 1234
 and port 1234 alone.
@@ -8,35 +8,28 @@ and port 1234 alone.
 
 from __future__ import annotations
 
-import base64
 import json
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
+from urllib.parse import quote
 
-from safelaunch.system.redaction.job_secrets import COMMON_WORDS, is_mixed, is_telling
-from safelaunch.system.redaction.readings import listed_in, readings
-from safelaunch.system.redaction.redact import by_rule, encoded_in, from_base64, merged, redact_argv, replaced
+from safelaunch.system.redaction.job_secrets import COMMON_WORDS, is_telling
+from safelaunch.system.redaction.readings import readings
+from safelaunch.system.redaction.redact import by_rule, encoded_in, merged, redact_argv, replaced
 from safelaunch.system.redaction.shapes import Span, shapes_in
 
 _EDGE = 6  # characters of a value that tell it where the text was cut there
-_ENOUGH = 10  # characters of a value that tell it where it was cut and nothing says so
-_ANY_CASE = 12  # characters of a value that tell it in capitals, too
 _CALLED_SO = re.compile(
     r"(?:pass(?:word|wd|phrase|code)?|pwd|pw|secret|token|credentials?|auth|pin)s?[\"']?(?:\s?[=:]\s?|\s(?:is|was)\s|\s)[\"']?\Z",
     re.IGNORECASE,
 )
-_SHORT_ENCODED = re.compile(r"(?<![A-Za-z0-9+/_\-])[A-Za-z0-9+/_\-]{6,}={0,2}")
-_ENCODED = re.compile(r"(?<![A-Za-z0-9+/_\-])[A-Za-z0-9+/_\-]{11,}={0,2}")  # of eight bytes, and more
 _LINE_HEAD = re.compile(r"\d\d:\d\d:\d\d\.\d{3} (?:out|err)\| ")
 _CUT_OFF = ".… '\")]}\n"  # what is put behind a text that was cut
-_MARK = r"\.{2,}|…|\*{2,}|x{4,}|X{4,}|[ \[(<]{0,2}(?:\.{3}|…|truncated|snip|omitted|cut)"
-_MARK_BEHIND = re.compile(_MARK, re.IGNORECASE)
-_MARK_BEFORE = re.compile(rf"(?:{_MARK})[\])>]?\s?\Z", re.IGNORECASE)
-_MARK_LENGTH = 16
 # Where a number counts: what stands before it, and what behind it.
 _COUNTED = re.compile(
     r"(?:\b(?:line|lineno|l|step|global_step|steps|rank|ranks|pid|tid|thread|process|port|epoch|iter|iteration|it|batch|seq"
@@ -66,20 +59,8 @@ class Redactor:
 
     @cached_property
     def _forms(self) -> tuple[str, ...]:
-        """What gives a telling value away, as it stands in a text: itself, in base64 and the like."""
+        """What gives a telling value away, as it stands in a text."""
         return tuple(dict.fromkeys(form for value in self._telling for form in _forms_of(value)))
-
-    @cached_property
-    def _any_case(self) -> tuple[str, ...]:
-        """The same for a text in small letters."""
-        long = [value for value in self._telling if len(value) >= _ANY_CASE]
-        forms = [form for value in long for form in (lowered(value), _identifier(lowered(value)))]
-        return tuple(dict.fromkeys([*forms, *self._digits]))
-
-    @cached_property
-    def _digits(self) -> tuple[str, ...]:
-        """In hexadecimal."""
-        return tuple(_bytes(value).hex() for value in self._telling)
 
     @cached_property
     def _telling(self) -> tuple[str, ...]:
@@ -114,7 +95,7 @@ class Redactor:
                 if len(known) >= _MOST_REMEMBERED:
                     known.clear()
                 known[text] = found
-        return found
+        return text if found == text else found
 
     def argv(self, words: Iterable[str]) -> list[str]:
         """A command line without secrets."""
@@ -125,40 +106,20 @@ class Redactor:
         return replaced(text, self._secrets_in(text, shapes_in))
 
     def _secrets_in(self, text: str, rule: Callable[[str], Iterator[Span]], *, short: bool = False) -> Iterator[Span]:
-        for reading in readings(text):
-            for begin, end in self._in_reading(reading.text, None if reading.joined else rule, short):
-                yield reading.origin(begin, end)
-            if self._telling:
-                yield from listed_in(reading, self._digits)
-        if self._telling:
-            yield from self._cut_off(text)
+        def own(plain: str) -> Iterator[Span]:
+            yield from rule(plain)
+            yield from self._values_in(plain)
+            if short:
+                yield from self._short_in(plain)
 
-    def _in_reading(self, text: str, rule: Callable[[str], Iterator[Span]] | None, short: bool) -> Iterator[Span]:
-        """``rule`` None: lines are joined here, so that only what cannot be mistaken counts."""
-        yield from self._values_in(text)
-        if self._telling:
-            yield from self._encoded_values_in(text)
-        if rule is None:
-            return
-        yield from rule(text)
-        yield from encoded_in(text, rule)
-        if short and self._short:
-            yield from self._short_in(text)
-            yield from encoded_in(text, self._short_in, _SHORT_ENCODED)
-            yield from self._short_hexadecimal_in(text)
+        for reading in readings(text):
+            for begin, end in chain(own(reading.text), encoded_in(reading.text, own)):
+                yield reading.origin(begin, end)
+        yield from self._cut_off(text)
 
     def _values_in(self, text: str) -> Iterator[Span]:
         for form in self._forms:
             yield from _occurrences(form, text)
-        small = lowered(text) if self._any_case else ""
-        for form in self._any_case:
-            yield from _occurrences(form, small)
-
-    def _encoded_values_in(self, text: str) -> Iterator[Span]:
-        """Base64 words in which a value is, beside others (``user:password``)."""
-        words = [(match.span(), from_base64(match[0])) for match in _ENCODED.finditer(text)]
-        if next(self._values_in("\n".join(word for _, word in words)), None) is not None:
-            yield from (span for span, word in words if next(self._values_in(word), None) is not None)
 
     def _short_in(self, text: str) -> Iterator[Span]:
         for value in self._short:
@@ -167,11 +128,7 @@ class Redactor:
                     continue
                 if _stands_alone(value, text, begin, end) and not (value.isdigit() and _counts(text, begin, end)):
                     yield begin, end
-
-    def _short_hexadecimal_in(self, text: str) -> Iterator[Span]:
-        for value in self._short:
-            digits = _bytes(value).hex()
-            for form in {digits, digits.upper()}:
+            for form in _hexadecimal(value):
                 yield from (span for span in _occurrences(form, text) if _is_word(text, *span))
 
     def _cut_off(self, text: str) -> Iterator[Span]:
@@ -185,7 +142,6 @@ class Redactor:
             at = text.find(value[-_EDGE:], begin, begin + len(value))
             if at >= 0 and value.endswith(text[begin : at + _EDGE]):
                 yield begin, at + _EDGE
-            yield from _abridged(value, text)
 
     # --- values made of texts -----------------------------------------------------------------------------------------
 
@@ -227,12 +183,7 @@ class Redactor:
     def _certain(self, data: bytes) -> bool:
         """Whether something that cannot be mistaken stands in ``data`` as it is."""
         text = data.decode("utf-8", "surrogateescape")
-        small = lowered(text)
-        return (
-            any(form in text for form in self._forms)
-            or any(form in small for form in self._any_case)
-            or any(True for _ in shapes_in(text))
-        )
+        return any(form in text for form in self._forms) or any(True for _ in shapes_in(text))
 
     def _overwritten(self, data: bytes) -> bytes:
         text = data.decode("utf-8", "surrogateescape")
@@ -247,60 +198,19 @@ class Redactor:
 # --- tools ------------------------------------------------------------------------------------------------------------
 
 
-def _forms_of(value: str) -> Iterator[str]:
-    raw = _bytes(value)
-    yield value
-    yield value.replace(" ", "+")  # in a URL
-    yield _identifier(value)
-    for encode in (base64.b64encode, base64.urlsafe_b64encode):
-        yield encode(raw).decode()[: 8 * len(raw) // 6]  # more may be encoded together with its last byte
-    if not value.isascii():
-        yield from _ascii_forms(value, raw)
+def _forms_of(value: str) -> tuple[str, ...]:
+    """The value as it is, as a URL, JSON and ``repr`` write it, and in hexadecimal."""
+    quoted = (value.replace(" ", "+"), quote(value, safe=""), json.dumps(value)[1:-1], ascii(value)[1:-1])
+    return (value, *quoted, *_hexadecimal(value))
 
 
-def _ascii_forms(value: str, raw: bytes) -> Iterator[str]:
-    """What a stream that takes ASCII only makes of it (``LC_ALL=C``), read rightly or byte by byte."""
-    by_byte = raw.decode("ascii", "surrogateescape")
-    for text in (value, by_byte):
-        yield text.encode("ascii", "backslashreplace").decode()
-        yield text.encode("ascii", "replace").decode()
-    yield "".join(chr(byte) if byte < 128 else f"\\{byte:03o}" for byte in raw)
-
-
-def _abridged(value: str, text: str) -> Iterator[Span]:
-    """The beginning of ``value`` with a mark behind it (``hf_AbCdEf...``, ``<truncated>``), the end with one before."""
-    for at, edge in _occurrences(value[:_EDGE], text):
-        end = edge + _alike(value[_EDGE:], text[edge : edge + len(value)])
-        shown = text[at:end].rstrip()
-        if _MARK_BEHIND.match(text, end):
-            yield at, end
-        elif len(shown) >= _ENOUGH and "://" not in value and is_mixed(shown):
-            yield at, at + len(shown)
-    backwards = value[::-1]
-    for edge, end in _occurrences(value[-_EDGE:], text):
-        before = text[max(0, edge - len(value)) : edge]
-        at = edge - _alike(backwards[_EDGE:], before[::-1])
-        if _MARK_BEFORE.search(text[max(0, at - _MARK_LENGTH) : at]):
-            yield at, end
-
-
-def _alike(one: str, other: str) -> int:
-    """How many characters both begin with."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def _hexadecimal(value: str) -> tuple[str, ...]:
+    digits = _bytes(value).hex()
+    return tuple(dict.fromkeys((digits, digits.upper())))
 
 
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
-
-
-def lowered(text: str) -> str:
-    """``text`` in small letters, each in its place."""
-    return text.replace("\u0130", "i").lower()  # the one letter that would become two
-
-
-def _identifier(value: str) -> str:
-    """As the name of a module or a function has it."""
-    return re.sub(r"\W", "_", value)
 
 
 def _occurrences(part: str, text: str) -> Iterator[Span]:
@@ -345,13 +255,6 @@ def _counts(text: str, begin: int, end: int) -> bool:
         return False
     after_colon = before.endswith(":") and before[:-1][-1:].isalnum() and end - begin <= _AFTER_COLON
     return after_colon or bool(_COUNTED.search(before) or _UNIT.match(text, end, end + 12))
-
-
-def remembered(text: str, clean: Callable[[str], str], known: dict[str, str]) -> str:
-    """File and function names of stacks come again and again."""
-    if text not in known:
-        known[text] = clean(text)
-    return known[text]
 
 
 def same_or(item: Any, clean: Callable[[Any], Any]) -> Any:
@@ -400,13 +303,12 @@ def _texts_in(value: Any) -> set[str]:
 
 def _walk(value: Any, clean: Callable[[str], str], done: dict[int, Any]) -> Any:
     """As ``_same_or``, all the way down; ``done``: what is in ``value`` many times, by identity, is looked at once."""
-    known: dict[str, str] = {}
     if all(clean(text) == text for text in _texts_in(value)):
         return value
 
     def visit(item: Any) -> Any:
         if isinstance(item, str):
-            return remembered(item, clean, known)
+            return clean(item)
         if isinstance(item, bytes):
             text = item.decode("utf-8", "surrogateescape")
             cleaned = clean(text)
