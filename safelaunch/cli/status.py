@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import msgspec
 
-from safelaunch.job.paths import RunPaths
 from safelaunch.report.early import in_status
 from safelaunch.supervise.control.discover import Run, describe, look, our_roots, select
-from safelaunch.supervise.control.protocol import DumpAnswer, Request, RunStatus, StacksAnswer, StackStatus, ask
+from safelaunch.supervise.control.protocol import RunStatus
 from safelaunch.system.console import display, redact, say, show, show_json
-from safelaunch.system.decoding import from_json
-from safelaunch.system.errors import SafelaunchError, UsageError
+from safelaunch.system.errors import UsageError
 from safelaunch.system.printable import clean
-from safelaunch.system.task import Task
 
-from .dump import DUMP_DEADLINE_S
 from .parsing import Parser
 from .status_rows import COLUMNS, NODE_COLUMNS, nodes, rows, since, told
-from .status_screen import ASCII, Glyphs, Line, Terminal, View, is_usable, screen
+from .status_screen import ASCII, Glyphs, Line, drawn, screen
 from .table import ENDLESS, Table
 
 REFRESH_S = 1.0
@@ -34,7 +32,6 @@ NONE_LIVE = "you have no runs on this node"
 _RIGHT = frozenset({"rank", "pid", "step", "rate", "age"})
 NOTE_WIDTH = 28  # beyond which it may go on in the next line
 _LESS_WANTED = ("signals", "phase", "state", "pid")
-STACKS_DEADLINE_S = 20.0
 
 
 def main(argv: list[str]) -> int:
@@ -64,7 +61,7 @@ def parser() -> Parser:
         "safelaunch would suspect a hang.",
     )
     found.add_argument("run", nargs="?", metavar="RUN", help="only this run: run id (r4711), name, or supervisor's pid")
-    found.add_argument("--watch", action="store_true", help="a screen to leave open: d dump, s stacks, q quit")
+    found.add_argument("--watch", action="store_true", help="a screen to leave open")
     found.add_argument("--json", action="store_true", help="print one JSON document: a list of runs")
     return found
 
@@ -178,8 +175,9 @@ def _watch(word: str | None) -> int:
     def again() -> tuple[Run, ...]:
         return select(look(our_roots()), word)
 
+    usable = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     try:
-        return _watch_terminal(again, word) if is_usable() else _watch_plain(again, word)
+        return _watch_terminal(again, word) if usable else _watch_plain(again, word)
     except KeyboardInterrupt:
         return 0
 
@@ -194,108 +192,21 @@ def _watch_plain(again: Callable[[], tuple[Run, ...]], word: str | None) -> int:
 
 
 def _watch_terminal(again: Callable[[], tuple[Run, ...]], word: str | None) -> int:
-    watching = Watching()
-    ended = False
-    glyphs = Glyphs() if "utf" in (sys.stdout.encoding or "").lower() else ASCII
-    try:
-        with Terminal() as terminal:
-            while not ended:
-                runs = again()
-                ended = word is not None and not runs
-                watching.saw(runs)
-                due_s = time.monotonic() + REFRESH_S
-                while not ended and (left_s := due_s - time.monotonic()) > 0:
-                    width, height = terminal.size()
-                    lines = screen(watching.view(time.time(), keys=terminal.has_keys), width, height, glyphs)
-                    terminal.draw([Line(redact(line.text), line.style) for line in lines])
-                    key = terminal.key(left_s)
-                    if key == "q":
-                        return 0
-                    if key:
-                        watching.on_key(key)
-    finally:
-        for message in (*watching.messages, *watching.unfinished):
-            say(message)
+    """On a screen of its own, which a signal leaves as it was."""
+    from rich.live import Live
+
+    encoding = sys.stdout.encoding or "ascii"
+    glyphs = Glyphs() if "utf" in encoding.lower() else ASCII
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+    with Live(screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+        while (runs := again()) or word is None:
+            lines = screen(runs, time.time(), *live.console.size, glyphs)
+            live.update(drawn([Line(redact(line.text), line.style) for line in lines], encoding), refresh=True)
+            time.sleep(REFRESH_S)
     say(f"{word} has ended")
     return 0
 
 
-class Watching:
-    """What the keys have led to. Questions to a run are asked in threads: the screen goes on."""
-
-    def __init__(self, ask: Callable[[Run, Request], bytes] | None = None) -> None:
-        self._ask = ask or _ask
-        self._runs: tuple[Run, ...] = ()
-        self._selected = ""
-        self._stacks: Task[tuple[StackStatus, ...]] | None = None
-        self._dumps: dict[str, Task[str]] = {}
-        self.messages: tuple[str, ...] = ()
-
-    def saw(self, runs: tuple[Run, ...]) -> None:
-        """Takes the runs as they are now, and what has come of the questions."""
-        self._runs = runs
-        if runs and self._selected not in [run.id for run in runs]:
-            self._selected, self._stacks = runs[0].id, None
-        for name, task in list(self._dumps.items()):
-            if task.done:
-                del self._dumps[name]
-                self.messages = (*self.messages, _result_of(task, f"no bundle of {name}"))
-
-    def view(self, now_unix_s: float, *, keys: bool) -> View:
-        stacks: tuple[StackStatus, ...] | None = None
-        if self._stacks is not None:
-            stacks = ()
-            if self._stacks.done:
-                try:
-                    stacks = self._stacks.result()
-                except Exception as error:  # noqa: BLE001 - shown where the stacks would stand
-                    stacks = (StackStatus("", missing=f"no stacks: {error}"),)
-        waiting = tuple(f"taking a bundle of {name}, which continues ..." for name in self._dumps)
-        return View(self._runs, now_unix_s, self._selected, (*self.messages, *waiting), stacks, keys)
-
-    @property
-    def unfinished(self) -> tuple[str, ...]:
-        """What goes on although nobody will see its result here."""
-        return tuple(f"the bundle of {name} is still being written: see its bundle directory" for name in self._dumps)
-
-    def on_key(self, key: str) -> None:
-        run = next((run for run in self._runs if run.id == self._selected), None)
-        if run is None:
-            return
-        if key in ("\t", "\x1b[B", "j"):
-            self._select(1)
-        elif key in ("\x1b[A", "\x1b[Z", "k"):
-            self._select(-1)
-        elif key == "d" and run.id not in self._dumps:
-            self._dumps[run.id] = Task("dump", lambda: self._dump(run))
-        elif key == "s":
-            self._stacks = Task("stacks", lambda: self._look(run)) if self._stacks is None else None
-
-    def _select(self, by: int) -> None:
-        names = [run.id for run in self._runs]
-        self._selected = names[(names.index(self._selected) + by) % len(names)]
-        self._stacks = None
-
-    def _dump(self, run: Run) -> str:
-        answer = from_json(self._ask(run, Request("dump")), DumpAnswer)
-        if not answer.bundle:
-            return f"no bundle of {run.id}: {clean(answer.problem)}"
-        return f"{clean(answer.summary)} bundle: {answer.bundle}"
-
-    def _look(self, run: Run) -> tuple[StackStatus, ...]:
-        answer = from_json(self._ask(run, Request("stacks")), StacksAnswer)
-        if answer.problem:
-            raise SafelaunchError(answer.problem)
-        return tuple(answer.stacks)
-
-
-def _ask(run: Run, request: Request) -> bytes:
-    deadline_s = DUMP_DEADLINE_S if request.command == "dump" else STACKS_DEADLINE_S
-    return ask(RunPaths(run.found.directory).control, request, deadline_s=deadline_s)
-
-
-def _result_of(task: Task[str], otherwise: str) -> str:
-    try:
-        return task.result()
-    except Exception as error:  # noqa: BLE001 - the screen goes on
-        return f"{otherwise}: {clean(str(error))}"
+def _end(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)

@@ -1,24 +1,17 @@
-"""The screen of ``safelaunch status --watch``: a view in, lines of a given size out; and the terminal that shows them.
+"""The screen of ``safelaunch status --watch``: runs in, lines of a given size out; rich draws them.
 
-A screen is small and a job may be large: ranks that are alike share a line, those that stand out come first, and of
-several runs the selected one gets the room.
+A screen is small and a job may be large: ranks that are alike share a line, and those that stand out come first. Of
+several runs, each has two lines.
 """
 
 from __future__ import annotations
 
-import os
-import select
-import signal
-import sys
-import termios
 import textwrap
 import time
-import tty
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import FrameType, TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from safelaunch.cli.status_rows import (
     BEHIND_STEPS,
@@ -35,21 +28,22 @@ from safelaunch.cli.status_rows import (
 from safelaunch.cli.table import Table
 from safelaunch.model import EarlyLook, duration, format_ranks
 from safelaunch.supervise.control.discover import Run
-from safelaunch.supervise.control.protocol import NodeStatus, RankStatus, RunStatus, StackStatus
+from safelaunch.supervise.control.protocol import NodeStatus, RankStatus, RunStatus
 from safelaunch.supervise.watch.quiet import is_quiet
 from safelaunch.system.printable import clean
-from safelaunch.verdict.reading.frames import is_library, place
+from safelaunch.verdict.reading.frames import place
 
 Style = Literal["plain", "bold", "dim", "warn", "alarm", "title", "good"]
 
 SPARK_CELLS, SPARK_CELL_S = 24, 5.0
 MANY_RANKS = 8  # from here on, ranks that are alike share a line
-LEAST_ROWS = 4  # of the selected run's table
-KEYS = (("d", "dump"), ("s", "stacks"), ("q", "quit"))
+LEAST_ROWS = 4  # of the table of ranks
 _LONGEST_RANKS, _LEAST_DOING = 24, 24  # columns of the terminal
 _COLUMNS = ("ranks", "state", "step", "rate", "age", "rss", "gpu", "doing")
 _RIGHT = frozenset({"step", "rate", "age", "rss", "gpu"})
 _LESS_WANTED = ("rss", "state", "rate", "gpu")
+# As rich names them; where colour is off, what is bold stays so.
+_RICH = {"plain": "", "bold": "bold", "dim": "dim", "warn": "bold yellow", "alarm": "bold red", "title": "bold cyan"}
 _STYLES: dict[Mood, Style] = {"good": "plain", "behind": "warn", "late": "alarm", "quiet": "dim"}
 _STATES = {
     "watching": ("watching", "good"),
@@ -79,79 +73,46 @@ class Glyphs:
 ASCII = Glyphs("_.:-=+*#", "~", "-")
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """What the screen shows. ``selected``: a run's id; ``messages``: the newest of what the keys have led to.
-
-    ``stacks``: of the selected run, shown instead of its ranks.
-    """
-
-    runs: tuple[Run, ...]
-    now_unix_s: float
-    selected: str = ""
-    messages: tuple[str, ...] = ()
-    stacks: tuple[StackStatus, ...] | None = None
-    keys: bool = True
-
-
-def screen(view: View, width: int, height: int, glyphs: Glyphs = Glyphs()) -> list[Line]:
+def screen(runs: Sequence[Run], now_unix_s: float, width: int, height: int, glyphs: Glyphs = Glyphs()) -> list[Line]:
     """At most ``height`` lines of at most ``width`` characters."""
-    foot = _foot(view, width, glyphs)
-    room = max(1, height - len(foot))
-    if not view.runs:
+    clock = time.strftime("%H:%M:%S", time.localtime(now_unix_s))
+    room = max(1, height - 1)
+    if not runs:
         body = [Line("you have no runs on this node", "dim")]
+    elif len(runs) == 1:
+        body = _whole_run(runs[0], now_unix_s, width, room, glyphs)
     else:
-        body = _runs(view, width, room, glyphs)
-    lines = [*body[:room], *foot]
+        body = _several(runs, width, room, glyphs)
+    lines = [*body[:room], Line(f"{clock}  Ctrl-C quit", "dim")]
     return [Line(fit(line.text, width, glyphs), line.style) for line in lines[:height]]
+
+
+def drawn(lines: Sequence[Line], encoding: str) -> Any:
+    """As rich draws it, with the characters that ``encoding`` has."""
+    from rich.console import Group
+    from rich.text import Text
+
+    known = [(line.text.encode(encoding, "replace").decode(encoding), _RICH.get(line.style, "")) for line in lines]
+    return Group(*(Text(text, style, no_wrap=True, overflow="crop") for text, style in known))
 
 
 def fit(text: str, width: int, glyphs: Glyphs) -> str:
     return text if len(text) <= width else text[: max(0, width - 1)] + glyphs.cut
 
 
-def _foot(view: View, width: int, glyphs: Glyphs) -> list[Line]:
-    said = [Line(part, "bold") for text in view.messages[-2:] for part in _whole(clean(text), width)]
-    keys = [f"{key} {'ranks' if key == 's' and view.stacks is not None else word}" for key, word in KEYS]
-    keys += ["tab next run"] if len(view.runs) > 1 else []
-    words = keys if view.keys else ["Ctrl-C quit"]
-    clock = time.strftime("%H:%M:%S", time.localtime(view.now_unix_s))
-    return [*said, Line("  ".join([clock, *words]), "dim")]
-
-
-def _whole(text: str, width: int) -> list[str]:
-    """A message in as many lines as it needs: a path in it can still be copied."""
-    return textwrap.wrap(text, width, break_on_hyphens=False) or [""]
-
-
 # --- several runs -----------------------------------------------------------------------------------------------------
 
 
-def _runs(view: View, width: int, room: int, glyphs: Glyphs) -> list[Line]:
-    selected = next((run for run in view.runs if run.id == view.selected), view.runs[0])
-    several = len(view.runs) > 1
-    others = [run for run in view.runs if run is not selected]
-    short = {run.id: _short(run, width, glyphs) for run in others}
-    for most in (2, 1, 0):  # lines for each of the others
-        kept = {name: lines[:most] for name, lines in short.items()}
-        taken = sum(map(len, kept.values()))
-        if taken + LEAST_ROWS + 6 <= room:
-            break
-    hidden = 0 if any(kept.values()) or not others else len(others)
-    left = room - sum(map(len, kept.values())) - bool(hidden)
-    whole = _whole_run(selected, view, width, left, glyphs)
-    lines: list[Line] = []
-    for run in view.runs:
-        if run is selected:
-            lines += [Line(f"> {whole[0].text}", whole[0].style), *whole[1:]] if several else whole
-        else:
-            mine = kept[run.id]
-            lines += [Line(line.text if at else f"  {line.text}", line.style) for at, line in enumerate(mine)]
-    if hidden:
-        strange = sum(short[run.id][0].style != "title" for run in others)
-        word = f", {strange} of which need{'s' * (strange == 1)} a look" if strange else ""
-        lines.append(Line(f"  and {hidden} more run{'s' * (hidden != 1)}{word}: tab shows the next", "dim"))
-    return lines
+def _several(runs: Sequence[Run], width: int, room: int, glyphs: Glyphs) -> list[Line]:
+    """Two lines for each run, or one, or for as many as there is room for, those that need a look first."""
+    short = [_short(run, width, glyphs) for run in runs]
+    if sum(map(len, short)) <= room:
+        return [line for lines in short for line in lines]
+    firsts = [lines[0] for lines in short]
+    if len(firsts) <= room:
+        return firsts
+    shown = sorted(firsts, key=lambda line: line.style == "title")[: room - 1]
+    return [*shown, Line(f"and {len(firsts) - len(shown)} more runs: see safelaunch status --watch RUN", "dim")]
 
 
 def _short(run: Run, width: int, glyphs: Glyphs) -> list[Line]:
@@ -163,11 +124,11 @@ def _short(run: Run, width: int, glyphs: Glyphs) -> list[Line]:
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
-def _whole_run(run: Run, view: View, width: int, room: int, glyphs: Glyphs) -> list[Line]:
+def _whole_run(run: Run, now_unix_s: float, width: int, room: int, glyphs: Glyphs) -> list[Line]:
     status = run.status
     if status is None:
         return [Line(f"{run.id}  {clean(run.problem)}", "warn")]
-    head = [title(status, view.now_unix_s, width, glyphs), *_progress(status, width, glyphs)]
+    head = [title(status, now_unix_s, width, glyphs), *_progress(status, width, glyphs)]
     head += _words(status, width)
     notes = [line for one in status.inconsistent for line in _wrapped(f"wrong result: {one.words}", width)]
     notes += [Line(f"  note: {clean(note)}", "warn") for note in status.notes]
@@ -176,11 +137,7 @@ def _whole_run(run: Run, view: View, width: int, room: int, glyphs: Glyphs) -> l
     left = room - len(head) - len(about_nodes)
     notes = notes[: max(0, left - LEAST_ROWS)]
     left -= len(notes)
-    if view.stacks is not None:
-        table = _stacks(view.stacks, width, left)
-    else:
-        table = _ranks(status, width, left, glyphs)
-    return [*head, *notes, *table, *about_nodes]
+    return [*head, *notes, *_ranks(status, width, left, glyphs), *about_nodes]
 
 
 def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, short: bool = False) -> Line:
@@ -373,32 +330,7 @@ def size(value: int) -> str:
     return f"{mib:.0f}M" if mib < 1000 else f"{mib / 1024:.1f}G" if mib < 102_400 else f"{mib / 1024:.0f}G"
 
 
-# --- stacks, nodes ----------------------------------------------------------------------------------------------------
-
-
-def _stacks(stacks: Sequence[StackStatus], width: int, room: int) -> list[Line]:
-    """Each group's stack, the user's own frames bold. With many groups, each gets its innermost frames."""
-    if room < 2:
-        return []
-    if not stacks:
-        return [Line("  looking at the ranks ...", "dim")]
-    each = max(1, room // len(stacks) - 1)
-    lines: list[Line] = []
-    for group in stacks:
-        word = "rank" if group.ranks.isdigit() else "ranks"
-        lines.append(Line(f"  {word} {group.ranks}{f': {clean(group.missing)}' if group.missing else ''}", "title"))
-        frames = group.frames
-        if len(frames) > each:  # the user's own code tells most
-            own = [one for one in frames if not is_library(one.file)]
-            frames = (*frames[: max(1, each // 3)], *(one for one in own if one not in frames[: max(1, each // 3)]))[
-                :each
-            ]
-        for frame in frames:
-            where = f"    {clean(frame.function)}  {clean(frame.file)}:{frame.line}"
-            if len(where) > width:
-                where = f"    {clean(place(frame))}"
-            lines.append(Line(where, "dim" if is_library(frame.file) else "plain"))
-    return lines[:room]
+# --- its nodes --------------------------------------------------------------------------------------------------------
 
 
 def _nodes(found: Sequence[NodeStatus], width: int, room: int, glyphs: Glyphs) -> list[Line]:
@@ -417,109 +349,3 @@ def _nodes(found: Sequence[NodeStatus], width: int, room: int, glyphs: Glyphs) -
         behind = f", step {min(steps):,}" if steps else ""
         lines.append(Line(f"  {rest} {'more ' if shown else ''}node{'s' * (rest != 1)}{behind}", "dim"))
     return [Line(f"  {len(found)} nodes", "dim"), *lines] if lines else []
-
-
-# --- the terminal -----------------------------------------------------------------------------------------------------
-
-# As rich names them; where colour is off, what is bold stays so.
-_RICH = {"plain": "", "bold": "bold", "dim": "dim", "warn": "bold yellow", "alarm": "bold red", "title": "bold cyan"}
-LONGEST_KEY = 8
-
-
-def is_usable() -> bool:
-    """Whether stdout is a terminal that can be drawn on."""
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-
-
-class Terminal:
-    """``with Terminal() as terminal: terminal.draw(lines); terminal.key(1.0)``. rich draws; keys are read here.
-
-    Ctrl-C, SIGTERM and SIGHUP leave the block as exceptions; Ctrl-Z gives the screen back for as long as it lasts.
-    """
-
-    def __init__(self) -> None:
-        from rich.live import Live
-
-        self._live = Live(screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-        self._before: list[object] | None = None
-        self._handlers: dict[int, object] = {}
-        self.has_keys = sys.stdin.isatty()
-
-    def __enter__(self) -> Terminal:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            self._handlers[number] = signal.signal(number, self._end)
-        self._handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._stop)
-        try:
-            self._take()
-        except BaseException:
-            self._give_back()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._give_back()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def size(self) -> tuple[int, int]:
-        """Columns and lines, as they are now."""
-        return self._live.console.size
-
-    def draw(self, lines: Sequence[Line]) -> None:
-        """Draws the whole screen."""
-        from rich.console import Group
-        from rich.text import Text
-
-        encoding = sys.stdout.encoding or "ascii"
-        known = [Line(line.text.encode(encoding, "replace").decode(encoding), line.style) for line in lines]
-        shown = [Text(line.text, _RICH.get(line.style, ""), no_wrap=True, overflow="crop") for line in known]
-        self._live.update(Group(*shown), refresh=True)
-
-    def key(self, patience_s: float) -> str:
-        """The next key, or an empty text after ``patience_s`` seconds. A key with an escape sequence gives that."""
-        if not self.has_keys:
-            time.sleep(patience_s)
-            return ""
-        if not _is_typed(patience_s):
-            return ""
-        data = os.read(sys.stdin.fileno(), 1)
-        if not data:
-            self.has_keys = False  # the other end is closed
-        while data.startswith(b"\x1b") and len(data) < LONGEST_KEY and _is_typed(0.0):
-            data += os.read(sys.stdin.fileno(), 1)
-            if data[-1:].isalpha() or data[-1:] == b"~":
-                break
-        return data.decode("ascii", "replace")
-
-    def _take(self) -> None:
-        if self.has_keys:
-            self._before = termios.tcgetattr(sys.stdin.fileno())
-            tty.setcbreak(sys.stdin.fileno())  # Ctrl-C and Ctrl-Z remain what they are
-        self._live.start()
-
-    def _give_back(self) -> None:
-        try:
-            self._live.stop()
-            if self._before is not None:
-                termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, self._before)  # type: ignore[arg-type]
-        except (OSError, termios.error):
-            pass  # the terminal is gone
-        self._before = None
-
-    def _end(self, signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    def _stop(self, signum: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: as if this program knew nothing of it, but with the terminal as it was."""
-        self._give_back()
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTSTP)
-        signal.signal(signal.SIGTSTP, self._stop)
-        self._take()
-
-
-def _is_typed(patience_s: float) -> bool:
-    ready, _, _ = select.select([sys.stdin.fileno()], [], [], patience_s)
-    return bool(ready)

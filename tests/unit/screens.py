@@ -6,15 +6,14 @@ from pathlib import Path
 
 import msgspec
 
-from safelaunch.cli.status_screen import View, screen
+from safelaunch.cli.status_screen import screen
 from safelaunch.job.process import ProcessId
 from safelaunch.model import EarlyLook, Frame, Place
 from safelaunch.supervise.control.discover import Found, Run
-from safelaunch.supervise.control.protocol import NodeStatus, RankStatus, RunStatus, StackStatus
+from safelaunch.supervise.control.protocol import NodeStatus, RankStatus, RunStatus
 
 NOW = 1_800_000_000.0
 GIB = 1 << 30
-LIBRARY = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 
 
 def rank(number: int, step: int = 10_470, **known: object) -> RankStatus:
@@ -42,11 +41,11 @@ def run(pid: int, ranks: list[RankStatus], **known: object) -> Run:
     return Run(Found(Path(f"/tmp/s/r{pid}"), ProcessId(pid, 5)), msgspec.structs.replace(plain, **known))
 
 
-def healthy() -> View:
-    return View((run(2402, [rank(0), rank(1, 10_469)]),), NOW)
+def healthy() -> tuple[Run, ...]:
+    return (run(2402, [rank(0), rank(1, 10_469)]),)
 
 
-def frozen(count: int) -> View:
+def frozen(count: int) -> tuple[Run, ...]:
     """All wait for rank 3, which reads from something that does not answer."""
     ranks = [rank(number, 10_471 - (number == 3), steps_per_s=0.0, age_s=13.04) for number in range(count)]
     places = (Place(3, Frame("/home/me/data.py", 41, "load")),)
@@ -54,51 +53,36 @@ def frozen(count: int) -> View:
     words = f"rank 3 is blocked in I/O at data.py:41 (load), while {others}"
     early = [EarlyLook(NOW - 6, 7.0, 0.05, "still", words, "blocking-io", places, said=True)]
     history = [(13 + ago, 10_471 - 20 * ago) for ago in range(150, -1, -10)]
-    return View((run(2402, ranks, early=early, history=history),), NOW)
+    return (run(2402, ranks, early=early, history=history),)
 
 
-def several(count: int) -> View:
+def several(count: int) -> tuple[Run, ...]:
     runs = [run(3000 + number, [rank(0), rank(1)], name=f"sweep-{number}") for number in range(count)]
     lost = Run(Found(Path("/tmp/s/r9"), ProcessId(9, 5)), None, "gone: its supervisor was killed")
-    return View((*runs, *frozen(64).runs, lost), NOW, "r2402")
+    return (*runs, *frozen(64), lost)
 
 
-def nodes(count: int) -> View:
+def nodes(count: int) -> tuple[Run, ...]:
     known = [NodeStatus(f"node{number}", f"{8 * number}-{8 * number + 7}", 10_470) for number in range(count)]
     known[0] = msgspec.structs.replace(known[0], leads=True, here=True)
     known[-2] = msgspec.structs.replace(known[-2], state="silent", step=None)
     ranks = [rank(number) for number in range(8)]
-    return View((run(2402, ranks, world_size=8 * count, nodes=known),), NOW)
+    return (run(2402, ranks, world_size=8 * count, nodes=known),)
 
 
-def stacks() -> View:
-    waits = (
-        Frame(LIBRARY, 3000, "all_reduce"),
-        Frame("/home/me/train.py", 88, "step"),
-        Frame("/home/me/train.py", 120, "main"),
-    )
-    reads = (Frame("/home/me/data.py", 41, "load"), Frame("/home/me/train.py", 84, "step"))
-    found = (StackStatus("0-2,4-63", waits), StackStatus("3", reads), StackStatus("64", missing="no permission"))
-    view = frozen(64)
-    return View(
-        view.runs, NOW, "r2402", ("a bundle: /home/me/safelaunch-bundles/pretrain-20261122T191239Z-dump",), found
-    )
-
-
-def starting() -> View:
+def starting() -> tuple[Run, ...]:
     waiting = [RankStatus(number, 4000 + number, "started", age_s=4.0, rss_bytes=GIB) for number in range(2)]
-    return View((run(2402, waiting, usual_step_s=0.0, history=[]), run(2403, [], history=[], name="eval")), NOW)
+    return run(2402, waiting, usual_step_s=0.0, history=[]), run(2403, [], history=[], name="eval")
 
 
-VIEWS = {
+RUNS = {
     "healthy": healthy(),
     "frozen-64": frozen(64),
     "frozen-4096": frozen(4096),
     "several-12": several(12),
     "nodes-512": nodes(512),
-    "stacks": stacks(),
     "starting": starting(),
-    "none": View((), NOW),
+    "none": (),
 }
 SIZES = ((60, 16), (80, 24), (120, 30))
 GOLDEN = Path(__file__).parents[1] / "data" / "status_screens"
@@ -106,7 +90,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "status_screens"
 
 def drawn(name: str, width: int, height: int) -> str:
     """The screen as text, with the style of each line that has one at its end."""
-    lines = screen(VIEWS[name], width, height)
+    lines = screen(RUNS[name], NOW, width, height)
     return "".join(
         f"{line.text.ljust(width)} | {line.style}".removesuffix(" | plain").rstrip() + "\n" for line in lines
     )
@@ -114,6 +98,6 @@ def drawn(name: str, width: int, height: int) -> str:
 
 if __name__ == "__main__":  # writes what the screens are now; look at the difference
     GOLDEN.mkdir(parents=True, exist_ok=True)
-    for name in VIEWS:
+    for name in RUNS:
         for width, height in SIZES:
             (GOLDEN / f"{name}-{width}.txt").write_text(drawn(name, width, height), "utf-8")

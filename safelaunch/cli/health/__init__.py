@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +38,6 @@ class Subject:
     cwd: Path
     torch: torchrun.Torch | None
     no_torch: SafelaunchError | None
-    begin: tuple[float, float]
 
     @property
     def python(self) -> str:
@@ -48,13 +46,12 @@ class Subject:
 
 def examine(environ: Mapping[str, str], uid: int, cwd: Path) -> tuple[Check, ...]:
     """All checks, in a fixed order. One that can't run becomes a warning. Takes some seconds."""
-    begin = time.time(), time.monotonic()
     torch, problem = None, None
     try:
         torch = torchrun.find(environ)
     except SafelaunchError as error:
         problem = error
-    subject = Subject(environ, uid, cwd, torch, problem, begin)
+    subject = Subject(environ, uid, cwd, torch, problem)
     looks: tuple[tuple[str, Callable[[Subject], tuple[Check | None, ...]]], ...] = (
         ("reading stacks", _tracing),
         ("torch", _torch),
@@ -114,7 +111,6 @@ def _torch(subject: Subject) -> tuple[Check | None, ...]:
         rules.beacon_check(probe),
         rules.server_check(probe),
         rules.recorder_check(probe),
-        rules.detail_check(probe),
         _gpus(probe.cuda),
     )
 
@@ -138,14 +134,7 @@ def _disks(subject: Subject) -> tuple[Check | None, ...]:
 
 
 def _node(subject: Subject) -> tuple[Check | None, ...]:
-    name = node.host_name()
-    return (
-        node.ports(),
-        name,
-        node.limits(),
-        node.control_group(),
-        rules.clock_check(node.clock(subject.begin)),
-    )
+    return node.ports(), node.host_name()
 
 
 def _configuration(subject: Subject) -> tuple[Check | None, ...]:
@@ -155,7 +144,7 @@ def _configuration(subject: Subject) -> tuple[Check | None, ...]:
         version = subject.torch.version if subject.torch is not None else None
         settings = resolve([], own, subject.cwd, lambda: version)
     except SafelaunchError as error:
-        return rules.hints(subject.environ), failed("configuration", error.message, error.fix)
+        return (failed("configuration", error.message, error.fix),)
     problem = check_directory(settings.bundle_dir)
     where = f"bundles go to {settings.bundle_dir}"
     if problem:
@@ -163,4 +152,4 @@ def _configuration(subject: Subject) -> tuple[Check | None, ...]:
         bundles = warning("bundle directory", f"{where}: {problem}; they would stay below the run directory", fix)
     else:
         bundles = rules.bundle_check(node.disk(settings.bundle_dir))
-    return rules.hints(subject.environ), bundles
+    return (bundles,)

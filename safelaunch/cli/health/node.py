@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 
 from safelaunch import beacon
 from safelaunch.beacon import layout
-from safelaunch.capture import cgroups, command, stacks
+from safelaunch.capture import command, stacks
 from safelaunch.capture import stacks as kernel
 from safelaunch.capture.result import within
 from safelaunch.job.paths import RunPaths
@@ -28,23 +27,19 @@ from safelaunch.system.files import text_of
 
 from .rules import (
     Check,
-    Clock,
     Disk,
     Place,
     Probe,
     Rights,
     Trial,
-    cgroup_check,
     hostname_check,
     leftover_check,
-    limits_check,
     port_check,
     run_root_check,
 )
 
 DISK_DEADLINE_S = 4.0
 NAME_DEADLINE_S = 8.0
-READINGS = 2000
 
 
 def disk(path: Path) -> Disk:
@@ -103,21 +98,6 @@ def longest_socket(root: Path) -> int:
     return len(os.fsencode(run.of_page(page, layout.SERVER_SUFFIX)))
 
 
-def clock(begin: tuple[float, float]) -> Clock:
-    """The facts about clocks. ``begin``: ``time.time()`` and ``time.monotonic()`` of a moment ago."""
-    jump = (time.time() - begin[0]) - (time.monotonic() - begin[1])
-    start = time.perf_counter_ns()
-    for _ in range(READINGS):
-        time.monotonic_ns()
-    cost = (time.perf_counter_ns() - start) / READINGS
-    return Clock(
-        source=text_of("/sys/devices/system/clocksource/clocksource0/current_clocksource").strip(),
-        suspended_s=time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC),
-        jump_s=jump,
-        cost_ns=cost,
-    )
-
-
 def ports() -> Check:
     """Binds a loopback port, as torchrun's rendezvous does."""
     problem = ""
@@ -149,31 +129,6 @@ def host_name(resolve: Callable[[str], list[str]] | None = None) -> Check:
 
 def _addresses(host: str) -> list[str]:
     return [str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-
-
-def limits() -> Check:
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if os.geteuid() == 0:
-        processes = -1  # the kernel exempts root from it
-    return limits_check(files, processes, _threads_of(os.getuid()))
-
-
-def _threads_of(uid: int) -> int:
-    """The number of this user's threads, which RLIMIT_NPROC counts."""
-    count = 0
-    for entry in list(os.scandir("/proc")):
-        try:
-            if entry.name.isdigit() and entry.stat().st_uid == uid:
-                count += sum(1 for _ in os.scandir(f"{entry.path}/task"))
-        except OSError:
-            continue  # it has ended
-    return count
-
-
-def control_group() -> Check:
-    total = re.search(r"^MemTotal:\s+(\d+) kB", text_of("/proc/meminfo"), re.MULTILINE)
-    return cgroup_check(cgroups.limits(os.getpid()), int(total[1]) * 1024 if total else 0)
 
 
 def left_behind(places: tuple[Path, ...]) -> Check:
@@ -309,7 +264,7 @@ INJECT = Path(beacon.__file__).parent / "inject"
 # torch's own interpreter runs this; it need not have safelaunch. The server must never be destroyed, so the process
 # exits without cleaning up.
 TORCH_PROGRAM = """
-import json, os, shutil, signal, socket, sys, tempfile, time
+import json, os, shutil, socket, sys, tempfile, time
 inject = sys.argv[1]
 custom = getattr(sys.modules.get("sitecustomize"), "__file__", None) or ""
 seen = {
@@ -339,38 +294,6 @@ def status(path, handler):
         connection.sendall(head.encode() + b"\\r\\n\\r\\n")
         return int(connection.recv(4096).split()[1])
 
-def detailed():
-    from torch import distributed
-    distributed.set_debug_level(distributed.DebugLevel.DETAIL)
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
-
-def outcome(program, limit_s):
-    "How a fork that runs the program ends: it may crash, or hang."
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, 1)
-            os.dup2(null, 2)
-            program()
-            code = 0
-        finally:
-            os._exit(code)
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            code = os.waitstatus_to_exitcode(status)
-            return "works" if code == 0 else signal.Signals(-code).name if code < 0 else "fails"
-        time.sleep(0.02)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "hangs"
-
-if seen["distributed"]:
-    seen["detail"] = outcome(detailed, 15)
 if seen["server"]:
     scratch = tempfile.mkdtemp(prefix="sl-", dir="/tmp")
     server = c10d._WorkerServer(scratch + "/s")

@@ -192,8 +192,6 @@ class Probe:
 
     ``handlers``: the HTTP status of each handler of its worker server, 0 without an answer. ``beacon``: our
     sitecustomize ran; ``chained``: the user's own one, if any; ``isolated``: Python ignores its environment.
-    ``detail``: how a process ended that built a DDP model under TORCH_DISTRIBUTED_DEBUG=DETAIL: ``works``, ``fails``,
-    ``hangs``, or the name of the signal that killed it; empty where it was not tried.
     """
 
     problem: str = ""
@@ -208,7 +206,6 @@ class Probe:
     beacon: bool = False
     chained: str = ""
     isolated: bool = False
-    detail: str = ""
 
 
 def version_check(version: str, package: str, options: int) -> Check:
@@ -269,21 +266,6 @@ def recorder_check(probe: Probe) -> Check | None:
     )
 
 
-def detail_check(probe: Probe) -> Check | None:
-    """Checks whether a job with DDP survives TORCH_DISTRIBUTED_DEBUG=DETAIL. None if that was not tried."""
-    name = "checked collectives"
-    if not probe.detail:
-        return None
-    variable = "TORCH_DISTRIBUTED_DEBUG=DETAIL"
-    if probe.detail == "works":
-        return ok(name, f"a DDP model can be built under {variable}")
-    if probe.detail == "fails":
-        return ok(name, f"not tried: no gloo process group could be built for {variable}")
-    how = "hangs" if probe.detail == "hangs" else f"ends by {probe.detail}"
-    fix = "use --preset hang-debug, which compares what the ranks recorded once they hang; without DDP, DETAIL may work"
-    return warning(name, f"with this torch, building a DDP model under {variable} {how}", fix)
-
-
 def beacon_check(probe: Probe) -> Check | None:
     """Checks whether ranks run the sitecustomize that starts the beacon. None if unknown."""
     name = "beacon"
@@ -300,23 +282,6 @@ def beacon_check(probe: Probe) -> Check | None:
             name, f"the beacon's sitecustomize does not run in torch's python: {why}; steps are not counted", fix
         )
     return ok(name, "starts in torch's python" + (f"; your {probe.chained} runs after it" if probe.chained else ""))
-
-
-def hints(environ: Mapping[str, str]) -> Check:
-    """Lists variables that change how jobs start, or the results of these checks."""
-    found = []
-    if environ.get("SAFELAUNCH_RUN_DIR"):
-        found.append("SAFELAUNCH_RUN_DIR is set: this process belongs to a watched job")
-    if environ.get("PYTHONSAFEPATH"):
-        found.append("PYTHONSAFEPATH is set: scripts cannot import from their own directory; the beacon still starts")
-    if environ.get("PYTHONSTARTUP") and environ.get("PYTHONINSPECT"):
-        found.append("PYTHONINSPECT is set: ranks wait for input at their end instead of exiting")
-    if environ.get("CUDA_LAUNCH_BLOCKING") == "1":
-        found.append("CUDA_LAUNCH_BLOCKING=1 slows down every job")
-    pet = sorted(name for name in environ if name.startswith("PET_"))
-    if pet:
-        found.append(f"torchrun takes options from {', '.join(pet)}")
-    return ok("environment", "; ".join(found) or "no variable changes how jobs start")
 
 
 def gpu_check(count: int, missing: str, kind: Failure, cuda: str, devices: bool) -> Check:
@@ -342,13 +307,9 @@ GIB = 1 << 30
 LEAST_ROOM = 64 * MIB  # a bundle of 8 ranks is 1-5 MB, a page and a ring 72 KB a rank; Flight Recorder dumps are more
 NO_ROOM = 8 * MIB
 SOCKET_PATH_MAX = 107  # bytes: sun_path of unix(7), without its end
-LEAST_FILES = 4096
-LEAST_PROCESSES = 4096
 LEAST_PORTS = 2000
-FAST_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page", "timebase", "riscv_clocksource")
 NETWORK_DISKS = ("nfs", "nfs4", "lustre", "cifs", "smb3", "gpfs", "beegfs", "ceph", "afs", "9p", "virtiofs", "fuse")
 STATIC_PORT = 29500  # torchrun's default rendezvous port on several nodes
-UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,34 +384,6 @@ def socket_check(root: str, longest: int) -> Check:
     return ok("socket paths", detail)
 
 
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """The node's clocks. ``suspended_s``: since boot; ``jump_s``: wall clock against CLOCK_MONOTONIC in the last
-    seconds; ``cost_ns``: of one reading.
-    """
-
-    source: str
-    suspended_s: float
-    jump_s: float
-    cost_ns: float
-
-
-def clock_check(clock: Clock) -> Check:
-    """Checks the clocks: CLOCK_MONOTONIC times steps and must be cheap; the wall clock times files and failures."""
-    detail = f"clock source {clock.source or 'unknown'}, {clock.cost_ns:.0f} ns a reading"
-    if clock.suspended_s > 1:
-        detail += f", suspended for {clock.suspended_s:.0f} s since boot (the watch restarts its timers after that)"
-    if abs(clock.jump_s) > 0.2:
-        fix = "let a single time service correct it slowly: see chronyc tracking, timedatectl status"
-        return warning("clock", f"{detail}; the wall clock jumped by {clock.jump_s:+.1f} s during this check", fix)
-    if clock.cost_ns > 2000 or (clock.source and clock.source not in FAST_CLOCKS and clock.cost_ns > 500):
-        fix = (
-            "see available_clocksource in /sys/devices/system/clocksource/clocksource0; tsc=reliable on the kernel line"
-        )
-        return warning("clock", f"{detail}: slow, also for torch and NCCL", fix)
-    return ok("clock", detail)
-
-
 def port_check(bound: str, low: int, high: int) -> Check:
     """Checks ports. ``bound``: why none could be bound on loopback; ``low``, ``high``: ip_local_port_range."""
     if bound:
@@ -480,52 +413,6 @@ def hostname_check(host: str, addresses: tuple[str, ...], took_s: float, problem
     if took_s > 1:
         return warning("host name", f"{detail}: slow, and every rank does it", fix)
     return ok("host name", detail)
-
-
-def limits_check(files: int, processes: int, used: int) -> Check:
-    """Checks ``ulimit -n`` and ``-u`` (-1: none). ``used``: this user's processes and threads."""
-    shown = f"open files {_limit(files)}, processes {_limit(processes)} ({used} in use)"
-    problems, fixes = [], []
-    if 0 <= files < LEAST_FILES:
-        problems.append("too few files for the sockets of many ranks and DataLoader workers")
-        fixes.append(f"ulimit -n {16 * LEAST_FILES}   (/etc/security/limits.conf, docker run --ulimit nofile=65536)")
-    if 0 <= processes < max(LEAST_PROCESSES, used + LEAST_PROCESSES // 2):
-        problems.append("too few processes, because every rank starts dozens of threads")
-        fixes.append("ulimit -u 65536   (/etc/security/limits.conf: nproc)")
-    if problems:
-        return warning("limits", f"{shown}: {'; '.join(problems)}", "\n".join(fixes))
-    return ok("limits", shown)
-
-
-def _limit(number: int) -> str:
-    return "unlimited" if number < 0 else str(number)
-
-
-def cgroup_check(limits: Mapping[str, str], node_bytes: int) -> Check:
-    """Checks the control group's limits, in the kernel's format (see ``capture.cgroups.limits``)."""
-    most = _number(limits.get("memory.max") or limits.get("memory.limit_in_bytes", ""))
-    current = _number(limits.get("memory.current") or limits.get("memory.usage_in_bytes", "")) or 0
-    events = limits.get("memory.events") or limits.get("memory.oom_control", "")
-    killed = int(match[1]) if (match := re.search(r"\boom_kill (\d+)", events)) else 0
-    pids, pids_used = _number(limits.get("pids.max", "")), _number(limits.get("pids.current", "")) or 0
-    limited = most is not None and most < UNLIMITED and (not node_bytes or most < node_bytes)
-    detail = f"memory limit {size(most)}, {size(current)} used" if limited and most else "no memory limit"
-    detail += f", processes {pids_used} of {pids}" if pids is not None else ""
-    if killed:
-        fix = "give the container more memory, or use fewer DataLoader workers; see dmesg | grep -i oom"
-        return warning("control group", f"{detail}; the out-of-memory killer has killed {killed} of its processes", fix)
-    if limited and most is not None and most < 2 * GIB:
-        return warning(
-            "control group", f"{detail}: too little, because every rank takes 0.5-1 GiB before its model", "raise it"
-        )
-    if pids is not None and pids - pids_used < 512:
-        fix = "docker run --pids-limit=-1 ..., Kubernetes podPidsLimit, systemd TasksMax="
-        return warning("control group", f"{detail}: few are left, and threads count too", fix)
-    return ok("control group", detail)
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isdigit() else None
 
 
 def leftover_check(dead: tuple[str, ...], kept: tuple[str, ...], live: int) -> Check:
