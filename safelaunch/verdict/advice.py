@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from safelaunch.model import Frame, Launched, NextStep, RankEvidence
+from safelaunch.model import Launched, NextStep, RankEvidence
 from safelaunch.model.entries import Entries
 from safelaunch.verdict.causes import CAUSES, Advice
-from safelaunch.verdict.collectives import op_name
 from safelaunch.verdict.exits import aborted_in, failure_of_rank, has_lost_a_peer, is_timeout
 from safelaunch.verdict.findings import Finding
 from safelaunch.verdict.rank_state import Facts, view_of
@@ -77,23 +76,6 @@ class Scene:
             return False
         rest = {found for rank, found in self.purposes.items() if rank not in there}
         return rest <= _TRAINING or any(there == set(one.ranks) for one in self.finding.branches)
-
-    @cached_property
-    def out_of_step(self) -> bool:
-        """Ranks at fault wait at lines from which their peers have made the same call: no pass that they make alone."""
-        if self.finding.branches:
-            return False
-        waits = [wait for rank in self.named if (wait := self.facts.ranks[rank].wait) is not None]
-        return bool(waits) and all(wait.frame is not None and self._is_common(wait.op, wait.frame) for wait in waits)
-
-    def _is_common(self, op: str, frame: Frame) -> bool:
-        alignment = self.facts.alignment
-        peers = (rank for rank in alignment.records if rank not in self.named)
-        return any(
-            op_name(kind) == op and _is_at(alignment.stack(rank, kind).user_frame, frame)
-            for rank in peers
-            for kind in Entries.of(alignment.records[rank].entries).used().values()
-        )
 
     def raised_like(self, pattern: re.Pattern[str]) -> bool:
         """An exception of a rank at fault, type included, has such words."""
@@ -163,11 +145,6 @@ class Scene:
         ranks = self.facts.ranks.values()
         living = [one.evidence for one in ranks if one.evidence.exit is None and not _has_ended(one.evidence)]
         return not ranks or any(one.main is None or not one.main.stacks for one in living)
-
-
-def _is_at(one: Frame | None, other: Frame) -> bool:
-    """On one line: a recorded frame has the name of a function without that of its class."""
-    return one is not None and (one.file, one.line) == (other.file, other.line)
 
 
 def _has_ended(rank: RankEvidence) -> bool:

@@ -155,11 +155,6 @@ HELD = _sub_case(
 
 _GROW = "Let segments grow, to reduce fragmentation:"
 
-_OUT_OF_STEP = Advice(
-    "Look for what skips the rest of the step on one rank (`continue`, an early return, an `except`): that rank is "
-    "in its next forward pass while its peers still wait in the previous step.",
-    when=lambda case: case.alone_in("ddp-forward") and case.out_of_step,
-)
 FULL_PIPE = _sub_case(
     "Read what the other process writes before waiting for it to exit: `communicate()` instead of `wait()`, all of "
     "`queue.get()` before `join()`; or let it write to a file."
@@ -181,9 +176,9 @@ ROOTS_DIFFER = _sub_case(
     "it on one rank and broadcast it."
 )
 DDP_FORWARD = _sub_case(
-    "Evaluate through `model.module`, or let all ranks evaluate: a forward pass through"
-    " `DistributedDataParallel` broadcasts the buffers, and that is a collective.",
-    when=lambda case: case.alone_in("ddp-forward") and not case.out_of_step,
+    "A forward pass through `DistributedDataParallel` broadcasts the buffers, which is a collective: evaluate through "
+    "`model.module` or on all ranks. If the rank is in its next step, look for what skipped the rest of the last one.",
+    when=lambda case: case.alone_in("ddp-forward"),
 )
 FSDP_FORWARD = _sub_case(
     "Run the forward pass on all ranks, including for evaluation: a sharded model gathers its parameters from all "
@@ -276,9 +271,6 @@ CONNECTION = _sub_case(
 TASK_DONE = _sub_case(
     "Call `task_done()` for each item that was taken, in a `finally`: an exception or a `continue` before it leaves "
     "`join()` waiting forever."
-)
-HANDLER = _sub_case(
-    "Only set a flag in a signal handler, and do the work in the training loop; or make the lock an `RLock`."
 )
 OWN_LOOP = _sub_case("`await` the coroutine on the thread of its loop; move blocking code to `asyncio.to_thread()`.")
 _LOCK_ORDER = _sub_case(
@@ -488,12 +480,10 @@ class CollectiveMismatch(Cause, name="collective-mismatch"):
         _DRAWN,
         GROUPS_MADE,
         SIZES_DIFFER,
-        _OUT_OF_STEP,
         Advice(
             "Make all ranks call the same collectives in the same order: compare how each rank reaches the call "
             "that it waits in.",
             when=lambda case: not case.finding.advice,
-            unless=(_OUT_OF_STEP,),
         ),
         Advice(
             "To have c10d compare op, shape and type of every collective before it starts",
@@ -718,7 +708,6 @@ class LockDeadlock(Cause, name="lock-deadlock"):
         *_CIRCLES,
         HELD,
         TASK_DONE,
-        HANDLER,
         OWN_LOOP,
         OWN_LOCK,
         _LOCK_ORDER,

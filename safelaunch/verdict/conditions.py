@@ -14,7 +14,6 @@ from safelaunch.verdict.causes import (
     ATTEMPTS,
     BUILD_LOCK,
     CONNECTION,
-    HANDLER,
     LOCK,
     OWN_LOCK,
     OWN_LOOP,
@@ -26,7 +25,7 @@ from safelaunch.verdict.causes import (
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.innermost import Interruption, Poll, StoreKey, interruption, poll_at, store_key_at
+from safelaunch.verdict.reading.innermost import Poll, StoreKey, poll_at, store_key_at
 from safelaunch.verdict.reading.kernel import KernelWait, kernel_wait, polled_lock, wait_words
 from safelaunch.verdict.reading.source import LockHeld, LockTaken, ReadSource, lock_at, locks_held
 
@@ -293,21 +292,9 @@ def _lock(view: View) -> Condition | None:
     if lock.what == "Future.result" and calls.runs_event_loop(view.stack.frames):
         text += ", on the thread of an event loop, which is blocked too"
         advice = frozenset({OWN_LOOP})
-    handler = _in_handler(view) if lock.on == "lock" else None
-    if handler is not None:
-        name, held = fr.short(handler.handler.function), fr.place(handler.holder)
-        text += f": its signal handler {name} waits for a lock that the code it interrupted, at {held}, may hold"
-        advice = frozenset({HANDLER})
     at_own_line = all(frame.file.endswith("/threading.py") for frame in inner)  # a library's may be held for a while
     for_good = not doubts and lock.on == "lock" and at_own_line and wait.left_s is None
     return Condition("lock-deadlock", text, doubts=doubts, lock=lock, advice=advice, for_good=for_good)
-
-
-def _in_handler(view: View) -> Interruption | None:
-    """Handlers run in the main thread alone."""
-    if view.read_source is None or view.other is not None:
-        return None
-    return interruption(view.stack.user_frames, view.read_source)
 
 
 def _polls(view: View) -> Condition | None:

@@ -48,7 +48,6 @@ EXPLANATIONS: tuple[tuple[Explanation, ...], ...] = (
         remarks.debug_detail,
         belonging,
         node_behind,
-        remarks.early_looks,
         remarks.wrong_results_before,
     ),
 )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 
-from safelaunch.model import Allocations, Claim, DeviceMemory, GpuProcess, RankEvidence
+from safelaunch.model import Allocations, Claim, DeviceMemory, RankEvidence
 from safelaunch.verdict.causes import GPU_FRAGMENTED, GPU_FULL, GPU_OF_TWO_RANKS, GPU_SHARED, GPU_UNSHARDED, Advice
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.rank_state import Facts
@@ -24,28 +23,14 @@ def gpu_memory(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     ranks = [facts.ranks[one.rank].evidence for one in finding.culprits]
     short = [(rank, told) for rank in ranks if (told := of_rank(rank)) is not None]
     for rank, told in short[:_MOST]:
-        words = [f"Rank {rank.rank} {_sizes(told)}.", *_held(rank), *_whole(rank), *_others(facts, rank, told)]
+        words = [f"Rank {rank.rank} {_sizes(told)}.", *_held(rank), *_whole(rank), *_others(facts, told)]
         claim = Claim(f"rank {rank.rank}: {_sizes(told)}", f"ranks/{rank.rank}/exception.json")
         text = " ".join(words) if rank is short[0][0] else ""
         yield Annotation(text, (claim, *_claims(rank)), advice=frozenset(_advice(facts, rank, told)))
 
 
 def of_rank(rank: RankEvidence) -> Shortage | None:
-    """What the exception says, and what the beacon has seen where that says nothing."""
-    told = device_memory.shortage(rank.exception.message) if rank.exception is not None else None
-    seen = rank.device_memory
-    if told is None or seen is None:
-        return told
-    unused = seen.reserved - seen.allocated if seen.reserved is not None and seen.allocated is not None else None
-    return replace(
-        told,
-        device=told.device if told.device >= 0 else seen.device,
-        asked=told.asked if told.asked is not None else seen.asked,
-        total=told.total if told.total is not None else seen.total,
-        free=told.free if told.free is not None else seen.free,
-        allocated=told.allocated if told.allocated is not None else seen.allocated,
-        unused=told.unused if told.unused is not None else unused,
-    )
+    return device_memory.shortage(rank.exception.message) if rank.exception is not None else None
 
 
 def _sizes(told: Shortage) -> str:
@@ -61,8 +46,7 @@ def _sizes(told: Shortage) -> str:
 
 def _seen_then(rank: RankEvidence) -> DeviceMemory | None:
     """What filled the GPU when the allocation failed; None where the end of the script had freed some of it before."""
-    seen = rank.device_memory
-    told = device_memory.shortage(rank.exception.message) if rank.exception is not None else None
+    seen, told = rank.device_memory, of_rank(rank)
     if seen is None or told is None or seen.at_allocation or told.allocated is None:
         return seen
     return seen if (seen.allocated or 0) * 10 >= told.allocated * 9 else None
@@ -112,45 +96,19 @@ def _is_hardly_sharded(seen: DeviceMemory) -> bool:
     )
 
 
-def _others(facts: Facts, rank: RankEvidence, told: Shortage) -> Iterator[str]:
+def _others(facts: Facts, told: Shortage) -> Iterator[str]:
     """Who else is on that GPU."""
     by_pid = _by_pid(facts)
-    for pid, size, name in _beside(facts, rank, told):
-        program = f" ({name})" if name else ""
-        who = by_pid.get(pid) or f"Process {pid}{program}, which is none of this job,"
-        yield f"{who} has {words(size) if size is not None else 'memory'} of the same GPU."
+    for pid, size in told.others:
+        who = by_pid.get(pid) or f"Process {pid}, which is none of this job,"
+        yield f"{who} has {words(size)} of the same GPU."
     if told.is_fragmented:
         yield "What torch holds unused would have been enough, and lies in pieces that are too small."
 
 
-def _beside(facts: Facts, rank: RankEvidence, told: Shortage) -> list[tuple[int, int | None, str]]:
-    """Pid, size and program of the other processes on the GPU: as torch says, else as the driver does.
-
-    Without a size of its own, the process may be one of those that torch lists. What the driver lists are other pids
-    than ours where none of the job is among them, as in a container.
-    """
-    driver = {one.pid: one for one in _listed(facts, rank, told)}
-    if told.others:
-        return [(pid, size, _name(driver, pid)) for pid, size in told.others] if told.own is not None else []
-    job = {pid for one in facts.evidence.gpus for pid in (p.pid for p in one.processes)} & set(_by_pid(facts))
-    return [(one.pid, one.size, one.name) for one in driver.values() if job and one.pid != rank.pid]
-
-
-def _name(driver: Mapping[int, GpuProcess], pid: int) -> str:
-    return driver[pid].name if pid in driver else ""
-
-
-def _listed(facts: Facts, rank: RankEvidence, told: Shortage) -> tuple[GpuProcess, ...]:
-    """Without ``CUDA_VISIBLE_DEVICES``, the rank's numbers are the driver's."""
-    which = rank.gpu or (str(told.device) if told.device >= 0 else "")
-    of_node = (one for one in facts.evidence.gpus if one.host == rank.host)
-    found = next((one for one in of_node if which and (which == str(one.index) or one.uuid.startswith(which))), None)
-    return found.processes if found is not None else ()
-
-
 def _advice(facts: Facts, rank: RankEvidence, told: Shortage) -> Iterator[Advice]:
     by_pid = _by_pid(facts)
-    others = [pid for pid, _, _ in _beside(facts, rank, told)]
+    others = [pid for pid, _ in told.others]
     if any(pid in by_pid for pid in others):
         yield GPU_OF_TWO_RANKS
     if any(pid not in by_pid for pid in others):

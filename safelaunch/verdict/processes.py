@@ -7,7 +7,6 @@ its pipe. Where that comes back to a process on the way, these wait for each oth
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -37,8 +36,6 @@ from safelaunch.verdict.reading.kernel import wait_words
 
 _HELPERS = ("resource tracker", "forkserver")  # roles, as capture/proc.py tells them
 _CANNOT_RUN = ("stopped", "dead", "disk")
-CLOCK_TICKS = 100  # a second: USER_HZ, which is what /proc counts in
-_DETAILS = re.compile(r" at [0-9a-f]+ | ip:| total-vm:")  # of a line of the kernel's, from there on
 _FORK_NOTE = "; if another thread held that lock when the process was forked, it is never released there"
 _SHARED_NOTE = "; processes share it, and one that ends while it holds it never releases it"
 
@@ -314,25 +311,14 @@ class Inside:
     def _of_a_pool(self, own: Condition) -> Condition:
         """A worker that was put in place of another one: what the dead one was to return will not come."""
         workers = [one for one in self._children if _parent(one) == self.main.process.pid]
-        late = [one for one in workers if calls.put_in_place(one.all_frames)]
+        late = [one.process.pid for one in workers if calls.put_in_place(one.all_frames)]
         if not late:
             return own
-        pids = ", ".join(str(one.process.pid) for one in late[:3])
-        words = (
-            f"worker{'s' * (len(late) > 1)} {pids} took the place of {'one' if len(late) == 1 else 'those'} that ended"
-        )
-        after_s = (_started(late[0]) - min(map(_started, workers))) / CLOCK_TICKS
-        since = f", {after_s:.0f} s after the first of the pool" if after_s >= 1 else ""
-        claims = (
-            *own.claims,
-            *(one.stack_claim(f"process {one.process.pid}: forked by Pool._maintain_pool") for one in late[:3]),
-        )
-        rank = self.main.rank
-        claims += tuple(Claim(f"the kernel log: {line}", f"node/{rank.host}/kernel_log.txt") for line in rank.deaths)
-        if rank.deaths:
-            since += f", and the kernel log says: {_DETAILS.split(rank.deaths[-1])[0]}"
-        lost = "a pool never returns the task of a worker that died"
-        return replace(own, reason=f"{own.reason}; {words}{since}; {lost}", claims=claims)
+        words = f"process {late[0]} has replaced a worker that ended, whose task a pool never returns"
+        log = f"node/{self.main.rank.host}/kernel_log.txt"
+        deaths = (Claim(f"the kernel log: {line}", log) for line in self.main.rank.deaths)
+        forked = self.main.stack_claim(f"processes forked by Pool._maintain_pool: {', '.join(map(str, late[:3]))}")
+        return replace(own, reason=f"{own.reason}; {words}", claims=(*own.claims, forked, *deaths))
 
     def _along(self, edge: Edge, found: Condition) -> Condition:
         """``found`` is at the end of ``edge``: told from where the edge begins."""
@@ -475,10 +461,6 @@ def _waits_for_loader(view: View) -> Claim:
 
 def _parent(view: View) -> int:
     return view.process.states[-1].ppid if view.process.states else 0
-
-
-def _started(view: View) -> int:
-    return view.process.states[-1].start_ticks if view.process.states else 0
 
 
 def _workers(children: Sequence[View]) -> list[View]:

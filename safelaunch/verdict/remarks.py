@@ -11,7 +11,7 @@ from itertools import takewhile
 
 import msgspec
 
-from safelaunch.model import Claim, Culprit, EarlyLook, Evidence, Frame, HandledException, RankEvidence, Verdict
+from safelaunch.model import Claim, Culprit, Evidence, Frame, HandledException, RankEvidence, Verdict
 from safelaunch.verdict.causes import DETAIL_CRASH
 from safelaunch.verdict.exits import one_line
 from safelaunch.verdict.findings import Annotation, Finding, capital, ranks_do
@@ -129,26 +129,6 @@ def _lost_a_thread(facts: Facts, rank: RankEvidence) -> tuple[str, Claim] | None
 
 
 # --- what was seen before ---------------------------------------------------------------------------------------------
-
-
-def early_looks(facts: Facts, finding: Finding) -> Iterator[Annotation]:
-    """Earlier looks at the same quiet that have seen a culprit at the same place, doing nothing else."""
-    looks = [look for look in facts.evidence.early if look.movement == "still" and not look.lasted_s]
-    for culprit in finding.culprits:
-        if seen := [look for look in looks if _is_there(culprit, look)]:
-            yield Annotation(claims=(_claim_of(culprit, seen),))
-
-
-def _is_there(culprit: Culprit, look: EarlyLook) -> bool:
-    return culprit.frame is not None and any(
-        (place.rank, place.frame) == (culprit.rank, culprit.frame) for place in look.places
-    )
-
-
-def _claim_of(culprit: Culprit, looks: list[EarlyLook]) -> Claim:
-    times = [f"{look.quiet_s:.0f} s" for look in looks]
-    when = " and ".join([", ".join(times[:-1]), times[-1]] if len(times) > 1 else times)
-    return Claim(f"rank {culprit.rank} was at {fr.place(culprit.frame)} {when} after the last progress", "early.json")
 
 
 def debug_detail(facts: Facts, finding: Finding) -> Iterator[Annotation]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from safelaunch.model import Claim, Collective, Frame, RankEvidence
-from safelaunch.model.entries import Entries
+from safelaunch.model import Claim, Frame, RankEvidence
 from safelaunch.verdict.causes import FAILURES, SIZES_DIFFER, UNUSUAL_GROUP
-from safelaunch.verdict.collectives import Mismatch, Signature, describe, vote
+from safelaunch.verdict.collectives import Mismatch, vote
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.exits import aborted_in, failed_at, is_aborted
 from safelaunch.verdict.findings import (
@@ -30,8 +29,6 @@ from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.rules_mismatch import of_record
 from safelaunch.verdict.wrong_group import unusual
-
-_NEWEST = 64  # calls that a survivor may have made since
 
 
 def aborted_by_a_peer(facts: Facts) -> Ruling:
@@ -82,28 +79,17 @@ def _aborted_by_gloo(facts: Facts, one: RankFacts) -> bool:
 
 
 def _with_aborted(facts: Facts, found: Mismatch, aborted: Sequence[int]) -> Mismatch:
-    """The vote with the aborted ranks, whose records are lost: each is of the side that called from its line, and that
-    has less to receive than another one sends.
-    """
+    """The vote with the aborted ranks, whose records are lost: each is of the side that called from its line."""
     sides = {key: list(ranks) for key, ranks in found.classes.items()}
     for rank in aborted:
         stack = aborted_in(facts.ranks[rank].evidence)
         site = stack.user_frame if stack is not None else None
         same = [key for key, ranks in found.classes.items() if site in _sites_of(facts, found, ranks)]
-        same = same if len(same) < 2 else _smaller(same)
         if site is not None and len(same) == 1:
             sides[same[0]].append(rank)
     odd, majority = vote(sides)
     known = {rank for ranks in found.classes.values() for rank in ranks}
     return replace(found, odd=tuple(rank for rank in odd if rank in known), majority=majority)
-
-
-def _smaller(calls: Sequence[Signature]) -> list[Signature]:
-    """Those of one operation on one type but for the largest, which has room for all that others send."""
-    elements = {key: key[1] for key in calls if len(key) > 1 and isinstance(key[1], int)}
-    if len(elements) < len(calls) or len({(key[0], *key[2:]) for key in calls}) > 1:
-        return list(calls)
-    return [key for key in calls if elements[key] < max(elements.values())]
 
 
 def _sites_of(facts: Facts, found: Mismatch, ranks: Iterable[int]) -> set[Frame | None]:
@@ -133,7 +119,6 @@ def wrong_size_received(facts: Facts) -> Ruling:
     astray = {rank: words for rank in others if (words := unusual(facts, rank))}
     if len(astray) == 1:
         return _in_another_group(facts, *astray.popitem(), list(sites), text)
-    text += _sizes_that_met(facts, sites, sorted(others))
     odd = _on_another_way(facts, [*sites, *others]) if places == set(sites.values()) else ()
     if odd:
         text += f" {capital(ranks_word(odd))} came there through other frames than most."
@@ -182,25 +167,3 @@ def _in_another_group(facts: Facts, rank: int, words: str, aborted: Sequence[int
         victims=tuple(aborted),
         advice=frozenset({UNUSUAL_GROUP}),
     )
-
-
-def _sizes_that_met(facts: Facts, sites: Mapping[int, Frame | None], others: Iterable[int]) -> str:
-    """What the survivors passed in, by their records, and the bound that the abort itself gives for the rest."""
-    sizes: dict[str, list[int]] = {}
-    for rank in others:
-        entry = _last_at(facts, rank, set(sites.values()))
-        if entry is not None:
-            sizes.setdefault(describe(entry), []).append(rank)
-    if not sizes:
-        return ""
-    told = "; ".join(f"{ranks_word(ranks)} last passed {call}" for call, ranks in sizes.items())
-    whose = "the call" if len(sites) == 1 else "one call"
-    return f" {capital(told)} there; {whose} of {ranks_word(sorted(sites))} had room for less than what reached it."
-
-
-def _last_at(facts: Facts, rank: int, sites: Container[Frame | None]) -> Collective | None:
-    """The newest call on a survivor's record from one of these lines: a sender may have gone on since."""
-    record = facts.alignment.records.get(rank)
-    ring = Entries.of(record.entries) if record is not None else ()
-    newest = (ring[at] for at in reversed(range(max(0, len(ring) - _NEWEST), len(ring))))
-    return next((one for one in newest if facts.alignment.stack(rank, one).user_frame in sites), None)

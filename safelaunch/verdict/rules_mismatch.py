@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Literal
 
 from safelaunch.model import Claim, Frame
@@ -27,10 +26,8 @@ from safelaunch.verdict.findings import (
 from safelaunch.verdict.guarding import branches
 from safelaunch.verdict.history import UNKNOWN
 from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
-from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.failures import Fingerprint, fingerprints
-from safelaunch.verdict.reading.guards import way_to
 from safelaunch.verdict.reading.source import Loop, loop_left
 from safelaunch.verdict.rules_history import of_role, shifted
 from safelaunch.verdict.waits import Case, same_op
@@ -154,45 +151,27 @@ def of_record(facts: Facts, found: Mismatch) -> Finding:
 
 
 _MOST_SIDES = 4
-_MOST_CALLS = 3
 
 
-def _of_sides(facts: Facts, found: Mismatch, meeting: Meeting, sides: Sides) -> Finding:
-    """No side outvotes the others, so nobody is named: what each calls is told, and where their ways part."""
-    below = f" below {fr.place(sides.under)}" if sides.under is not None else ""
-    text = f"From collective #{found.seq} of group {found.group!r} on, "
-    if all(len(side) == 1 for side in sides.ranks):
-        text += f"each rank makes its calls in a different order{below}"
-    else:
-        text += f"the ranks go {len(sides.ranks)} different ways{below}, without a majority"
-    told = [f"{ranks_word(side)} {words}" for side, words in _next_calls(facts, found, sides).items()]
-    more = len(sides.ranks) - len(told)
-    told += [f"{more} more ways"] if more > 0 else []
-    once_more = sides.once_more
-    why = ""
-    if once_more is not None and sides.condition:
-        why = f" Some called from {fr.place(once_more)} once more than others, behind `{sides.condition}`."
+def _of_sides(facts: Facts, found: Mismatch, meeting: Meeting, sides: Sequence[Sequence[int]]) -> Finding:
+    """No side outvotes the others, so nobody is named: what each calls is told."""
+    told = [f"{ranks_word(side)} {_calls_of(facts, found, meeting, side)}" for side in sides[:_MOST_SIDES]]
+    told += [f"{len(sides) - _MOST_SIDES} more ways"] if len(sides) > _MOST_SIDES else []
+    text = f"From collective #{found.seq} of group {found.group!r} on, the ranks go {len(sides)} different ways"
     return Finding(
         "collective-mismatch",
         (*meeting.doubts, Doubt.OWN_WAYS),
-        f"{text}: {'; '.join(told)}.{why}",
+        f"{text}, without a majority: {'; '.join(told)}.",
         claims=meeting.claims + wait_claims(facts, meeting.words),
     )
 
 
-def _next_calls(facts: Facts, found: Mismatch, sides: Sides) -> dict[tuple[int, ...], str]:
-    """The side → its next calls, as ``broadcast, all_gather``; with their lines where operations do not tell the sides
-    apart.
-    """
-    calls: dict[tuple[int, ...], list[tuple[str, str]]] = {}
-    for side in sides.ranks[:_MOST_SIDES]:
-        rank = max(side, key=lambda one: (facts.alignment.last(one, found.group), -one))  # who came furthest
-        made = (facts.alignment.entry(rank, found.group, found.seq + n) for n in range(_MOST_CALLS))
-        calls[side] = [(op_name(e), fr.at(_user_stack(facts, rank, e.frames)[0])) for e in made if e is not None]
-    by_op = {side: ", ".join(op for op, _ in mine) for side, mine in calls.items()}
-    if len(set(by_op.values())) == len(by_op):
-        return by_op
-    return {side: ", ".join(op + at for op, at in mine) for side, mine in calls.items()}
+def _calls_of(facts: Facts, found: Mismatch, meeting: Meeting, side: Sequence[int]) -> str:
+    """``broadcast at train.py:48, then all_gather``, of who came furthest."""
+    rank = max(side, key=lambda one: (facts.alignment.last(one, found.group), -one))
+    later = (facts.alignment.entry(rank, found.group, found.seq + number) for number in range(1, _NEXT + 1))
+    names = [op_name(entry) for entry in later if entry is not None]
+    return meeting.calls[rank].words + (f", then {', '.join(names)}" if names else "")
 
 
 def _recorded(facts: Facts, found: Mismatch) -> Meeting:
@@ -393,7 +372,6 @@ def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
             made = aligned.round_before(ahead[0], number) if aligned is not None else ""
             times = aligned.times_called(behind[0], number) if aligned is not None else 0
             often = times > _OFTEN * max(facts.ranks[behind[0]].step or times, 1)
-            often = often and _calls_once(facts, behind[0], group, number)
             return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made, often)
     return None
 
@@ -411,12 +389,6 @@ def _were_past_it(facts: Facts, group: str, number: int, ends: tuple[int, int], 
     return loop_left(was, now, facts.read_source) == loop
 
 
-def _calls_once(facts: Facts, rank: int, group: str, number: int) -> bool:
-    """Its line makes one call each time that it runs. A backward pass, or a library, may make several."""
-    entry = facts.alignment.entry(rank, group, number)
-    return entry is not None and calls.is_direct(facts.alignment.stack(rank, entry))
-
-
 # --- the sides that ranks take under one number -----------------------------------------------------------------------
 
 _NEXT = 3  # calls after the one that does not fit
@@ -425,21 +397,8 @@ _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # whose root 
 Place = tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True)
-class Sides:
-    """The ranks that agree with each other, side by side; none of them is a majority. ``under``: the innermost user
-    frame that all their stacks share. ``once_more``: the line that some called once more than others on the way there,
-    and ``condition``: what decides whether a rank comes to it, as the source shows.
-    """
-
-    ranks: tuple[tuple[int, ...], ...]
-    under: Frame | None = None
-    once_more: Frame | None = None
-    condition: str = ""
-
-
-def sides_without_majority(facts: Facts, found: Mismatch) -> Sides | None:
-    """Three or more sides, none of them a majority, where a vote by operation has one, or sees as many sides.
+def sides_without_majority(facts: Facts, found: Mismatch) -> list[tuple[int, ...]] | None:
+    """Three or more sides, whose ranks agree with each other, and none of which is a majority.
 
     None for two sides that stand against each other: one of them is at fault, and both are named.
     """
@@ -454,9 +413,7 @@ def sides_without_majority(facts: Facts, found: Mismatch) -> Sides | None:
     voters = sum(map(len, split))
     if len(split) < 3 or any(2 * len(side) > voters for side in split):
         return None
-    ranks = sorted(rank for side in split for rank in side)
-    once_more, condition = _once_more(facts, found, ranks)
-    return Sides(tuple(sorted(split)), _shared(facts, found, ranks), once_more, condition)
+    return sorted(split)
 
 
 def _by_place(facts: Facts, found: Mismatch, ranks: Sequence[int]) -> list[list[int]]:
@@ -538,27 +495,3 @@ def _by_next_calls(facts: Facts, found: Mismatch, ranks: Sequence[int]) -> list[
                 sides.append(silent)
             return sides
     return [list(ranks)]
-
-
-def _shared(facts: Facts, found: Mismatch, ranks: Iterable[int]) -> Frame | None:
-    """The innermost user frame that the stacks of all have in common; None for the script's outermost line, which
-    tells nothing. A comprehension counts as the function that it stands in.
-    """
-    stacks = [tuple(reversed(_frames_of_call(facts, found, rank))) for rank in ranks]
-    level = zip(*stacks, strict=False)
-    shared = [frames[0] for frames in takewhile(lambda f: len({(one.file, one.line) for one in f}) == 1, level)]
-    return next((frame for frame in reversed(shared[1:]) if not frame.function.endswith(">")), None)
-
-
-def _once_more(facts: Facts, found: Mismatch, ranks: Sequence[int]) -> tuple[Frame | None, str]:
-    """The line from which all called last before their lines parted, if some called from there again; and the innermost
-    condition before it."""
-    parted = facts.histories.in_group(found.group).diverged_before(ranks, found.seq)
-    before = facts.alignment.entry(ranks[0], found.group, parted[0] - 1) if parted is not None else None
-    if parted is None or before is None:
-        return None, ""
-    site = facts.alignment.stack(ranks[0], before).user_frame
-    if site is None or not any((frame.file, frame.line) == (site.file, site.line) for frame in parted[1]):
-        return None, ""
-    conditions = [step.guard.words for step in way_to(site, facts.read_source) if not step.loop]
-    return site, conditions[-1] if conditions else ""

@@ -28,7 +28,7 @@ from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.rank_state import Facts, RankFacts, view_of
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.transfers import Transfer, is_root, several_roots, unequal_exchange
+from safelaunch.verdict.transfers import Transfer, roots, unequal_exchange
 from safelaunch.verdict.waits import Case
 
 
@@ -51,9 +51,6 @@ def unfit_transfers(case: Case) -> Ruling:
             sources = _sources(case, wait)
             if len(set(sources.values())) > 1:
                 return _of_sources(case, wait, sources)
-            roots = several_roots(case.alignment, wait.group, wait.seq)
-            if roots:
-                return _roots(case, wait.group, wait.seq, roots)
             sums = unequal_exchange(case.alignment, wait.group, wait.seq)
             if sums is not None:
                 return _exchange(case, wait, members, sums)
@@ -81,9 +78,10 @@ def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
 
 
 def _sources(facts: Facts, wait: PeerWait) -> dict[int, int]:
-    """rank → the root that it names in the call, of those that wait in the same one."""
+    """rank → the root that it names in the call, of those that wait in the same one; by the record, itself."""
     there = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None and _is_in(one, wait)}
-    return {rank: root for rank, one in there.items() if (root := _root_of(one)) is not None}
+    named = {rank: root for rank, one in there.items() if (root := _root_of(one)) is not None}
+    return named or {rank: rank for rank in roots(facts.alignment, wait.group or "", wait.seq or 0)}
 
 
 def _is_in(one: RankFacts, wait: PeerWait) -> bool:
@@ -119,47 +117,6 @@ def _of_sources(facts: Facts, wait: PeerWait, sources: Mapping[int, int]) -> Fin
         + wait_claims(facts, sorted(sources)),
         advice=frozenset({ROOTS_DIFFER}),
     )
-
-
-def _roots(facts: Facts, group: str, seq: int, roots: tuple[int, ...]) -> Finding:
-    """Who was not the root the last time is wrong now; where that does not tell, all roots are named."""
-    entries = {rank: facts.alignment.entry(rank, group, seq) for rank in roots}
-    new = tuple(rank for rank, entry in entries.items() if entry is not None and _was_root(facts, rank, entry) is False)
-    named = new if 0 < len(new) < len(roots) else roots
-    sites = {
-        r: facts.alignment.stack(r, entry).user_frame if entry is not None else None for r, entry in entries.items()
-    }
-    op = next(op_name(entry) for entry in entries.values() if entry is not None)
-    text = f"{capital(ranks_word(roots))} each act as root of {op} #{seq} of group {group!r}"
-    text += f" at {fr.place(sites[named[0]])}"
-    if named != roots:
-        text += f"; {ranks_do(named, 'was', 'were')} not the root there before"
-    did = f"acts as root of {op} at"
-    return Finding(
-        "collective-mismatch",
-        (Doubt.EITHER_SIDE,),
-        f"{text}.",
-        tuple(waiting_culprit(facts.ranks[r], f"Rank {r} {did} {fr.place(sites[r])}.", sites[r]) for r in named),
-        tuple(
-            record_claim(rank, f"rank {rank}: {op} #{seq} of group {group!r} has tensors that only the root's has")
-            for rank in roots[:4]
-        )
-        + wait_claims(facts, sorted(facts.ranks)),
-        advice=frozenset({ROOTS_DIFFER}),
-    )
-
-
-def _was_root(facts: Facts, rank: int, now: Collective) -> bool | None:
-    """Whether it was the root in its call before ``now`` from the same place; None where there is none."""
-    window = facts.alignment.window(rank, now.group)
-    site = facts.alignment.stack(rank, now).user_frame
-    for number in reversed(window.numbers if window is not None else ()):
-        entry = facts.alignment.entry(rank, now.group, number) if number < now.seq else None
-        if entry is None or op_name(entry) != op_name(now):
-            continue
-        if facts.alignment.stack(rank, entry).user_frame == site:
-            return is_root(entry)
-    return None
 
 
 def _exchange(facts: Facts, wait: PeerWait, members: tuple[int, ...], sums: tuple[int, int]) -> Finding:

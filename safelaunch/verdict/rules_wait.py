@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from safelaunch.model import Claim, Collective, Culprit
+from safelaunch.model import Claim, Collective
 from safelaunch.verdict.causes import LEFT_OUT, LOCK, OWN_LOOP, PEERS_DIFFER, TAGS_DIFFER, Advice
 from safelaunch.verdict.collectives import mismatch_at, op_name
 from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
@@ -311,11 +311,10 @@ def waits_outside_collectives(case: Case) -> Ruling:
         by = next(holder for holder in in_circle.values() if holder.kind == "message")
         if (served := _server_of(case, by.rank)) is not None:
             return _kept_from_serving(case, by.rank, served, mine)
-        return _owed(case, {rank: holder for rank, holder in in_circle.items() if holder.kind == "message"}, mine)
-    if kinds & {"poll", "key"}:
-        return _to_make(case, in_circle)
-    others = {holder.rank for holder in in_circle.values()} - in_circle.keys()
-    return _deadlock(case, mine if others else in_circle, tuple(sorted(others)))
+    kind = next(kind for kind in _WHY if kind in kinds)
+    locked = kind == "file" and any(holder.rank not in in_circle for holder in in_circle.values())
+    waiting = mine if locked else {rank: holder for rank, holder in in_circle.items() if holder.kind == kind}
+    return _in_a_circle(case, kind, waiting, mine)
 
 
 @dataclass(frozen=True)
@@ -365,94 +364,49 @@ def _kept_from_serving(case: Case, rank: int, server: _Server, waiting: Mapping[
     )
 
 
-def _owed(case: Case, awaits_message_from: Mapping[int, Holder], waiting: Mapping[int, Holder]) -> Finding:
-    """Each of these ranks waits at a connection, and who has its other end waits for it in turn: nothing will come.
-
-    Who waits is named, as its line says what it lacks; whether it should not wait, or the other one should have sent
-    something, nothing tells.
-    """
-    named = {}
-    for rank, by in awaits_message_from.items():
-        own, there = case.ranks[rank].condition, case.ranks[by.rank]
-        assert own is not None
-        goes_on = f", which waits in {there.wait.words}" if there.wait is not None else ""
-        named[rank] = replace(own, reason=own.reason + goes_on)
-    cause = next(iter(named.values())).cause
-    doubts = (Doubt.MAY_BE_OWED, *_doubts(case, named.values()))
-    others = case.waits.waiting - {by.rank for by in awaits_message_from.values()}
-    found = blame(case, cause, doubts, named, sorted(others))
-    return replace(found, victims=tuple(rank for rank in waiting if rank not in named))
-
-
-def _to_make(case: Case, waiting: Mapping[int, Holder]) -> Ruling:
-    """Ranks wait for what one rank is to make, as the source says: what they poll for by the condition on the rank
-    around their loop, or a key of the store that it alone sets. And it waits for them in turn.
-
-    Who is fewer is named; of two ranks, both.
-    """
-    holder = next(iter(waiting.values()))
-    there = case.ranks[holder.rank].wait
-    own = {rank: condition for rank in waiting if (condition := case.ranks[rank].condition) is not None}
-    first = next(iter(own.values()))
-    if there is None or any(one.rank != holder.rank for one in waiting.values()):
-        return ""
-    gone_on = f"has gone on to {there.words}"
-    if first.poll is not None:
-        who = ranks_do(waiting, "polls", "poll")
-        does, what = f"{who} at {fr.place(first.frame)}: {first.poll.words}", f"{who} for something"
-    else:
-        key = first.key.words if first.key is not None else ""
-        what = f"{ranks_do(waiting, 'waits', 'wait')} for the key {key} of the store"
-        does = what.replace(" for ", f" at {fr.place(first.frame)} for ", 1)
-    may = (
-        f"and it {gone_on}"
-        if holder.site is not None
-        else f"which {gone_on} and may have been the one to make that come true"
-    )
-    site = holder.site if first.poll is None else None  # else the wait behind which it makes the file
-    culprits = [waiting_culprit(case.ranks[holder.rank], f"Rank {holder.rank} {gone_on}, and {what}.", site)]
-    if len(waiting) == 1:
-        culprits += [culprit(case.ranks[rank], condition) for rank, condition in own.items()]
-    return Finding(
-        first.cause,
-        (Doubt.MAY_BE_OWED, *those({Doubt.UNSEEN_RANKS: bool(case.unseen)})),
-        f"{capital(does)}. {capital(holder.words)}, {may}.",
-        tuple(culprits),
-        condition_claims(own) + wait_claims(case, sorted(case.waits.waiting)),
-        victims=tuple(waiting),
-        advice=first.advice,
-    )
-
-
 _WHY: Mapping[Kind, str] = {
-    "file": "with a file locked that {who} {waits} for",
     "message": "at the other end of the connection at which {who} {waits}",
     "poll": "and may be the one to make what {who} {waits} for in a loop that polls",
     "key": "and is the one to set the key of the store that {who} {waits} for",
+    "file": "with a file locked that {who} {waits} for",
 }
 
 
-def _deadlock(case: Case, held_by: Mapping[int, Holder], holders: tuple[int, ...]) -> Finding:
-    """``holders`` wait for their peers in a collective, the others for the lock."""
-    named = {rank: _told(case, rank, by) for rank, by in held_by.items()}
-    text = summary_of(named, case, holders)
-    who = ranks_word(held_by)
-    culprits: list[Culprit] = [culprit(case.ranks[rank], condition) for rank, condition in named.items()]
-    for rank in holders:
-        wait = case.ranks[rank].wait
-        words = wait.words if wait is not None else ""
-        culprits.append(
-            waiting_culprit(
-                case.ranks[rank], f"Rank {rank} holds the lock that {who} would need, and waits in {words}."
-            )
-        )
+def _why(kind: Kind, waiting: Collection[int]) -> str:
+    """What the rank that they wait for has to do with their wait."""
+    return _WHY[kind].format(who=ranks_word(waiting), waits="waits" if len(waiting) == 1 else "wait")
+
+
+def _in_a_circle(case: Case, kind: Kind, waiting: Mapping[int, Holder], all_waiting: Iterable[int]) -> Ruling:
+    """``waiting`` wait for ranks that wait for their peers in turn, so that none of them can go on.
+
+    By the wait's kind: of a file lock, both sides are named. Who waits for a message is named, as its line says what
+    it lacks. Who is to make a file or a key is named, and who waits for that, where it is one rank. But for a lock,
+    nothing tells whether the one should not wait, or the other should have sent or made something before.
+    """
+    own = {rank: _told(case, rank, by) for rank, by in waiting.items()}
+    by = next(iter(waiting.values()))
+    holders = sorted({one.rank for one in waiting.values()} - own.keys())
+    makes, locked = kind in ("poll", "key"), kind == "file"
+    if makes and (holders != [by.rank] or case.ranks[by.rank].wait is None):
+        return ""
+    culprits = [] if makes and len(own) > 1 else [culprit(case.ranks[rank], one) for rank, one in own.items()]
+    for rank in holders if makes or locked else ():
+        words = wait.words if (wait := case.ranks[rank].wait) is not None else ""
+        reason = f"Rank {rank} waits in {words}, {_why(kind, own)}."
+        culprits.append(waiting_culprit(case.ranks[rank], reason, by.site if kind == "key" else None))
+    doubts = those({Doubt.MAY_BE_OWED: not locked}) + _doubts(case, () if makes else own.values())
+    text = summary_of(own, case, holders)
+    text += f" {capital(by.words)}." if by.words else " None of them can go on."
+    named, first = {one.rank for one in culprits}, next(iter(own.values()))
     return Finding(
-        "lock-deadlock",
-        _doubts(case, named.values()),
-        f"{text} None of them can go on.",
+        "lock-deadlock" if locked else first.cause,
+        doubts,
+        text,
         tuple(culprits),
-        condition_claims(named) + wait_claims(case, holders),
-        advice=LOCK,
+        condition_claims(own) + wait_claims(case, sorted(case.waits.waiting)),
+        victims=tuple(rank for rank in all_waiting if rank not in named),
+        advice=LOCK if locked else first.advice,
     )
 
 
@@ -460,10 +414,7 @@ def _held_by_one(case: Case, held_by: Mapping[int, Holder], holder: Holder) -> R
     own = holder.condition
     if own is None:
         return ""
-    who = ranks_word(held_by)
-    verb = "waits" if len(held_by) == 1 else "wait"
-    why = _WHY[holder.kind].format(who=who, waits=verb)
-    named = {holder.rank: replace(own, reason=f"{own.reason}, {why}")}
+    named = {holder.rank: replace(own, reason=f"{own.reason}, {_why(holder.kind, held_by)}")}
     told = {rank: _told(case, rank, by) for rank, by in held_by.items()}
     waiters = [rank for rank, one in case.ranks.items() if one.wait is not None]
     text = summary_of(named, case, waiters)

@@ -140,14 +140,13 @@ def _places(side: Iterable[Transfer], whole: bool) -> dict[int, int]:
 # --- collectives in which ranks give and take different things --------------------------------------------------------
 
 
-def several_roots(alignment: Alignment, group: str, seq: int) -> tuple[int, ...]:
-    """The ranks that all act as root of a gather or scatter; ``()`` where it is one, or none is known.
+def roots(alignment: Alignment, group: str, seq: int) -> tuple[int, ...]:
+    """The ranks that act as root of a gather or scatter.
 
     Only the root says where the parts are to go, or come from. That of a broadcast or reduce is not recorded.
     """
     entries = {rank: alignment.entry(rank, group, seq) for rank in sorted(alignment.members(group)[0])}
-    roots = tuple(rank for rank, entry in entries.items() if entry is not None and is_root(entry))
-    return roots if len(roots) > 1 else ()
+    return tuple(rank for rank, entry in entries.items() if entry is not None and is_root(entry))
 
 
 def is_root(entry: Collective) -> bool:

@@ -67,20 +67,6 @@ def test_a_forward_pass_through_ddp_on_one_rank(world: int) -> None:
     assert not any("Gate the side effect" in text for text in found)
 
 
-@pytest.mark.parametrize("common", [True, False])
-def test_a_forward_pass_that_all_ranks_have_made_is_no_evaluation(common: bool) -> None:
-    """Rank 2 has left out the rest of a step, and is in the forward pass of the next one."""
-    steps = [replace(entry("broadcast", n, done=True, line=40), frames=in_ddp_forward(40)) for n in (1, 2, 3)]
-    before = steps if common else past(3)
-    pending = replace(entry("all_reduce", 4), frames=in_backward(42))
-    ranks = [rank(n, in_backward(42), flight=record(*before, pending)) for n in range(4)]
-    ranks[2] = rank(
-        2, in_ddp_forward(40), flight=record(*before, replace(entry("broadcast", 4), frames=steps[0].frames))
-    )
-    found = suggestions(job(*ranks))
-    assert ("`model.module`" in found[0], "skips the rest of the step" in found[0]) == (not common, common)
-
-
 def test_a_barrier_on_one_rank_while_others_are_in_ddps_forward_pass() -> None:
     ranks = [stuck(n, "broadcast", in_ddp_forward(4)) for n in range(3)]
     ranks[1] = stuck(1, "barrier", in_c10d("barrier", 3))

@@ -247,10 +247,9 @@ def test_who_receives_a_wrong_size_is_aborted_and_the_sender_is_named() -> None:
     assert "Rank 0 was aborted" in verdict.summary
 
 
-def test_an_aborted_rank_is_not_of_the_side_that_sends_the_most() -> None:
-    """More than its call has room for reached it, so it is not of the rank with the largest one."""
+def test_of_several_sides_at_its_line_an_aborted_rank_may_be_of_any() -> None:
     verdict = diagnose(job(_aborted(0), _at_six(1, (24,)), _at_six(2, (8,)), outcome="crash"))
-    assert ([c.rank for c in verdict.culprits], verdict.confidence) == ([1], "medium")
+    assert ([c.rank for c in verdict.culprits], verdict.confidence) == ([1, 2], "low")
     three = diagnose(job(_aborted(0), _at_six(1, (24,)), _at_six(2, (8,)), _at_six(3, (9,)), outcome="crash"))
     assert three.culprits == ()  # of which of the others it is, nobody knows
 
@@ -285,16 +284,6 @@ def test_a_size_that_does_not_fit_names_both_calls() -> None:
     thrown_out = rank(2, seen=False, more={"exception": lost, "exit": RankExit(1, 101.0)})
     alone = diagnose(job(aborted_in_a_thread(0), _at_six(1, (16,)), thrown_out, outcome="crash"))
     assert [c.rank for c in alone.culprits] == [0], "the others are in one place, told in two ways"
-
-
-def test_of_two_ranks_the_size_that_the_survivor_passed_there_is_told() -> None:
-    """It has gone on since: a sender need not wait."""
-    sent = (*past(4), entry("broadcast", 5, line=9, size=(4096,)), entry("all_reduce", 6, line=50))
-    sender = rank(1, in_c10d("all_reduce", 50), flight=record(*sent))
-    verdict = diagnose(job(aborted_in_a_thread(0), sender, outcome="crash"))
-    assert verdict.cause == "collective-mismatch"
-    told = "Rank 1 last passed broadcast of float32[4096] there; the call of rank 0 had room for less than what reached"
-    assert told in verdict.summary
 
 
 def test_a_size_that_does_not_fit_where_the_survivors_agree() -> None:
@@ -526,7 +515,7 @@ def test_an_error_of_nccl_that_is_the_ranks_own_is_no_consequence() -> None:
 def test_where_all_lost_a_peer_the_verdict_says_with_whom_it_began() -> None:
     verdict = diagnose(job(in_nccl(0, NETWORK, 101.0), in_nccl(1, COMPLETION, 100.0), outcome="crash"))
     assert (verdict.cause, verdict.culprits) == ("no-rank-stands-out", ())
-    assert "It began on rank 1: over InfiniBand or RoCE, 10.5.0.34 did not answer" in verdict.summary
+    assert "It began on rank 1: an InfiniBand transfer with 10.5.0.34 failed with status 12" in verdict.summary
     assert any("ibstat" in one for one in verdict.suggestions)
 
 
@@ -588,7 +577,7 @@ def test_an_abort_after_a_failure_of_its_own_says_which() -> None:
         job(warned(aborted_rank(0, 100.0), illegal), warned(aborted_rank(1, 101.0), LOST), outcome="crash")
     )
     assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("rank-killed", [0])
-    assert "NCCL had failed (a kernel had failed before" in verdict.summary
+    assert "NCCL had failed (a CUDA call of NCCL failed" in verdict.summary
 
 
 def test_ranks_that_all_abort_over_a_dead_link_are_told_of_the_link() -> None:
@@ -596,7 +585,7 @@ def test_ranks_that_all_abort_over_a_dead_link_are_told_of_the_link() -> None:
         job(*(warned(aborted_rank(number, 100.0 + number), RETRIES) for number in range(2)), outcome="crash")
     )
     assert verdict.culprits == ()
-    assert "10.5.0.34 did not answer before all retries were used up" in verdict.summary
+    assert "transfer with 10.5.0.34 failed with status 12 (12: it did not answer" in verdict.summary
     assert any("`ibstat`" in one for one in verdict.suggestions)
 
 

@@ -72,7 +72,7 @@ PEERS = [
      "socket", "a peer ended"),
     (BACKEND, REMOTE, C10D, "socket", "a peer ended"),
     (BACKEND, REMOTE + "NET/IB : Got completion from peer 172.21.17.89<38536> with error 12, opcode 48, len 32710,"
-     " vendor err 129", C10D, "infiniband", "172.21.17.89 did not answer"),
+     " vendor err 129", C10D, "infiniband", "with 172.21.17.89 failed"),
     (BACKEND, REMOTE + "NET/IB: Got completion from peer fe80::966d:ae03:8b:df78%ib0<53249> with error 4, opcode 32564",
      C10D, "infiniband", "with fe80::966d:ae03:8b:df78%ib0 failed with status 4"),
     (BACKEND, SYSTEM + "socketStartConnect: Connect to 10.0.0.2<45763> failed : Software caused connection abort", C10D,
@@ -184,5 +184,5 @@ def test_where_all_lost_each_other_the_verdict_says_on_which_rank_it_began_and_w
     )
     verdict = diagnose(job(*ranks, outcome="crash"))
     assert verdict.culprits == ()
-    assert "It began on rank 1: over InfiniBand or RoCE, 10.1.0.7 did not answer" in verdict.summary
+    assert "It began on rank 1: an InfiniBand transfer with 10.1.0.7 failed with status 12" in verdict.summary
     assert any("ibstat" in one for one in verdict.suggestions)

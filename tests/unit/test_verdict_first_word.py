@@ -80,14 +80,6 @@ def claims(evidence: Evidence, *looks: EarlyLook) -> list[str]:
     return [claim.claim for claim in verdict.evidence if claim.file == "early.json"]
 
 
-def test_a_rank_seen_at_its_place_before_is_seen_by_one_more_witness() -> None:
-    evidence = with_culprit(ASLEEP, 3)
-    assert claims(evidence) == []
-    looks = [early(7.4, ASLEEP, 7), early(17.2, ASLEEP, 7), early(47, ASLEEP, 7)]
-    assert claims(evidence, looks[0]) == ["rank 1 was at train.py:7 (load) 7 s after the last progress"]
-    assert claims(evidence, *looks) == ["rank 1 was at train.py:7 (load) 7 s, 17 s and 47 s after the last progress"]
-
-
 @pytest.mark.parametrize(
     "look",
     [

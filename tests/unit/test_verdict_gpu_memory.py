@@ -11,7 +11,6 @@ from safelaunch.model import (
     Allocations,
     DeviceMemory,
     Frame,
-    GpuProcess,
     GpuUse,
     RankEvidence,
     RankException,
@@ -94,17 +93,6 @@ def test_parameters_that_are_not_sharded_are_named(whole: int, said: bool) -> No
     verdict = out_of_memory(SMALL, memory=memory)
     assert ("8.0 GiB of its parameters whole (embed.weight, head.weight)" in verdict.summary) == said
     assert any("fully_shard" in one for one in verdict.suggestions) == said
-
-
-@pytest.mark.parametrize(("job_listed", "named"), [(True, True), (False, False)])
-def test_who_else_is_on_the_gpu_is_told_by_the_driver(job_listed: bool, named: bool) -> None:
-    """Where torch says nothing of others. In a container the driver's pids are not ours: nobody is accused."""
-    own = (GpuProcess(4710, GIB),) if job_listed else ()
-    use = GpuUse("node1", 0, "GPU-aa", (*own, GpuProcess(999, 5 * GIB, "vllm"), GpuProcess(998)))
-    verdict = out_of_memory("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total", gpus=(use,), pid=4710)
-    assert ("Process 999 (vllm), which is none of this job, has 5.0 GiB of the same GPU." in verdict.summary) == named
-    assert ("Process 998, which is none of this job, has memory of the same GPU." in verdict.summary) == named
-    assert any("`safelaunch gpus`" in one for one in verdict.suggestions) == named
 
 
 @pytest.mark.parametrize(("left", "then"), [(60, True), (2, False)])

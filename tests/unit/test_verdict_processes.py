@@ -240,8 +240,8 @@ def test_a_worker_that_took_the_place_of_one_that_ended() -> None:
     verdict = parent(process(RANK, RESULT, "futex"), below(first, RANK), later(below(second, RANK), 1105))
     assert named(verdict) == ("stuck-in-user-code", 1, 7, "main")
     assert verdict.summary.startswith(
-        "Rank 1 waits for a pool's result at train.py:7 (train); worker 71 took the place of one that ended, 11 s after"
-        " the first of the pool; a pool never returns the task of a worker that died"
+        "Rank 1 waits for a pool's result at train.py:7 (train); process 71 has replaced a worker that ended, whose"
+        " task a pool never returns"
     )
     assert "ProcessPoolExecutor" in verdict.suggestions[0]
     assert not any("Take locks" in one for one in verdict.suggestions)
@@ -254,7 +254,6 @@ def test_the_kernel_says_how_a_worker_died() -> None:
     children = (below(first, RANK), below(second, RANK))
     culprit = rank(1, flight=behind(), children=children, more={"deaths": (line,)})
     verdict = diagnose(with_culprit(structs.replace(culprit, main=process(RANK, RESULT, "futex")), 4))
-    assert "and the kernel log says: 2026-11-22 16:49:22 python[73]: segfault; a pool never" in verdict.summary
     assert any(one.claim.endswith(line) and one.file == "node/node1/kernel_log.txt" for one in verdict.evidence)
 
 

@@ -685,20 +685,6 @@ def test_a_future_that_is_awaited_on_the_thread_of_a_loop() -> None:
     assert verdict.suggestions[0].startswith("`await` the coroutine")
 
 
-def test_a_signal_handler_that_waits_for_the_lock_of_the_code_below() -> None:
-    source = (
-        "import signal\nsignal.signal(signal.SIGTERM, on_notice)\ndef train():\n    with lock:\n        step()\n"
-        "def on_notice(number, frame):\n    with lock:\n        save()\n"
-    )
-    frames = (at(7, "on_notice"), at(5, "train"), MODULE)
-    waits = with_culprit(rank(1, frames, "futex", flight=behind()), 3)
-    verdict = diagnose(waits, lambda path: source)
-    told = "its signal handler on_notice waits for a lock that the code it interrupted, at train.py:5 (train), may hold"
-    assert told in verdict.summary
-    assert "flag" in verdict.suggestions[0] and not any(one.startswith(LOCKS) for one in verdict.suggestions)
-    assert "signal handler" not in diagnose(waits).summary, "without the source nothing is said"
-
-
 def at_store(number: int, line: int, **values: str) -> RankEvidence:
     """A rank in a call of the store, at ``line``; ``values``: of its local variables."""
     one = rank(number, in_user(line, "wait"), "poll", flight=behind())
@@ -739,9 +725,9 @@ def share(store, step, resumed):
     assert (verdict.cause, [one.rank for one in verdict.culprits], verdict.victims) == ("blocking-io", [0], "1-2")
     assert verdict.culprits[0].frame == Frame(SCRIPT, 4, "")
     assert verdict.summary == (
-        "Ranks 1-2 wait at train.py:6 (wait) for the key `f'run/{step}'` (run/15) of the store. Rank 0 alone sets it,"
-        " at train.py:4, behind `if rank == 0 (train.py:2)` and `if not resumed (train.py:3)`, and it has gone on to"
-        " all_reduce at train.py:50 (train)."
+        "Each of ranks 1-2 waits at train.py:6 (wait) for the key `f'run/{step}'` (run/15) of the store, while rank 0"
+        " waits in all_reduce at train.py:50 (train). Rank 0 alone sets it, at train.py:4, behind `if rank == 0"
+        " (train.py:2)` and `if not resumed (train.py:3)`."
     )
     unknown = diagnose(evidence, lambda path: source.replace("rank == 0", "rank == options.publisher"))
     assert [one.rank for one in unknown.culprits] == [0], "the others are on the other side of the same condition"

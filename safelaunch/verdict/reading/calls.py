@@ -80,12 +80,6 @@ def under_c10d(stack: Stack) -> bool:
     return any(_in(f, *_C10D_FILES) for f in stack.called)
 
 
-def is_direct(stack: Stack) -> bool:
-    """The user's own line calls c10d, which makes one call for it."""
-    direct = bool(stack.called) and all(_in(f, *_C10D_FILES) for f in stack.called)
-    return direct and not passes_objects(stack)
-
-
 def passes_objects(stack: Stack) -> bool:
     """``broadcast_object_list`` and its like, which call a collective for the sizes and one for the objects."""
     return any(_in(f, _C10D_FILES[0]) and "_object" in short(f.function) for f in stack.called)
@@ -363,12 +357,7 @@ _STORE_SYMBOLS = ("TCPStore", "FileStore", "PrefixStore")
 _P2P_SYMBOLS = ("RecvWork", "SendWork")
 
 
-_NATIVE_WAITS = (
-    ("p2p", _P2P_SYMBOLS),
-    ("store", _STORE_SYMBOLS),
-    ("peers", _PEER_SYMBOLS),
-    ("lock", _LOCK_SYMBOLS),
-)
+_NATIVE_WAITS = (("p2p", _P2P_SYMBOLS), ("store", _STORE_SYMBOLS), ("peers", _PEER_SYMBOLS), ("lock", _LOCK_SYMBOLS))
 _PEER_WAITS = {
     "p2p": TorchWait("p2p", "a send or receive"),
     "store": TorchWait("store", "a key of the store"),

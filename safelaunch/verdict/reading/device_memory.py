@@ -35,7 +35,7 @@ class Shortage:
     - ``own``: what the process has of it, with CUDA's own part
     - ``allocated``: in tensors; ``unused``: reserved from the GPU, and in no tensor
     - ``others``: pid → what it has. In a container, where pids are others, the process itself may be among them: then
-      ``own`` is None.
+      ``own`` is None, and they are left out.
     """
 
     device: int
@@ -46,10 +46,6 @@ class Shortage:
     allocated: int | None
     unused: int | None
     others: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def reserved(self) -> int | None:
-        return None if self.allocated is None or self.unused is None else self.allocated + self.unused
 
     @property
     def is_fragmented(self) -> bool:
@@ -63,7 +59,7 @@ def shortage(message: str) -> Shortage | None:
         return None
     device = _DEVICE.search(message)
     sizes = {name: _size(pattern.search(message), name) for name, pattern in _SIZES.items()}
-    others = tuple((int(found["pid"]), _size(found, "of") or 0) for found in _OTHER.finditer(message))
+    others = tuple((int(found["pid"]), _size(found, "of") or 0) for found in _OTHER.finditer(message) if sizes["own"])
     return Shortage(int(device["number"]) if device else -1, **sizes, others=others)
 
 

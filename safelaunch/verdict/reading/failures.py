@@ -31,6 +31,7 @@ class Failure:
 
 
 _IN_THE_LOG = "NCCL's log has the call"
+_UNTOLD = {"peer": "a peer", "what": "the driver refused it"}
 
 
 # Kind, own, pattern, meaning. The first that fits; ``{...}``: a group of the pattern.
@@ -47,18 +48,7 @@ _KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
         r"cuda failure (?:\d+ )?'out of memory'",
         "the GPU had no memory left for NCCL's own buffers",
     ),
-    (
-        "nccl-ending",
-        False,
-        r"cuda failure (?:\d+ )?'driver shutting down'",
-        "the process was ending by then",
-    ),
-    (
-        "nccl-cuda",
-        True,
-        r"cuda failure (?:\d+ )?'(?P<what>[^']*(?:illegal|launch fail|assert|uncorrectable|misaligned)[^']*)'",
-        "a kernel had failed before ({what}), and NCCL only met the error",
-    ),
+    ("nccl-ending", False, r"cuda failure (?:\d+ )?'driver shutting down'", "the process was ending by then"),
     ("nccl-cuda", True, r"cuda failure (?:\d+ )?'(?P<what>[^']+)'", "a CUDA call of NCCL failed: {what}"),
     (
         "nccl-shm",
@@ -70,32 +60,8 @@ _KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
     (
         "infiniband",
         False,
-        r"got completion from peer (?P<peer>\S+?)(?:<\d+>)? with (?:error |status=)12\b",
-        "over InfiniBand or RoCE, {peer} did not answer before all retries were used up",
-    ),
-    (
-        "infiniband",
-        False,
-        r"got completion from peer (?P<peer>\S+?)(?:<\d+>)? with (?:error |status=)5\b",
-        "the InfiniBand connection to {peer} had failed before, and took this transfer with it",
-    ),
-    (
-        "infiniband",
-        False,
-        r"got completion from peer (?P<peer>\S+?)(?:<\d+>)? with (?:error |status=)(?P<code>\d+)",
-        "an InfiniBand transfer with {peer} failed with status {code}",
-    ),
-    (
-        "infiniband",
-        False,
-        r"got completion with (?:error |status=)12\b",
-        "over InfiniBand or RoCE, a peer did not answer before all retries were used up",
-    ),
-    (
-        "infiniband",
-        False,
-        r"got completion with (?:error |status=)(?P<code>\d+)",
-        "an InfiniBand transfer failed with status {code}",
+        r"got completion (?:from peer (?P<peer>\S+?)(?:<\d+>)? )?with (?:error |status=)(?P<code>\d+)",
+        "an InfiniBand transfer with {peer} failed with status {code} (12: it did not answer; 5: it had failed before)",
     ),
     (
         "nccl-limit",
@@ -106,22 +72,10 @@ _KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
     (
         "infiniband",
         True,
-        r"(?:call to )?(?P<call>ibv_\w+) failed with (?:error )?(?:\d+ )?"
-        r"(?P<what>connection timed out|network is unreachable|no route to host)",
-        "the RDMA network does not reach the peer that {call} is to connect to: {what}",
-    ),
-    (
-        "infiniband",
-        True,
         r"(?:call to )?(?P<call>ibv_\w+) failed(?: with (?:error )?(?:\d+ )?(?P<what>[^\n,]+))?",
-        "the InfiniBand driver refused {call}",
+        "{call} of InfiniBand failed: {what}",
     ),
-    (
-        "open-files",
-        True,
-        r"too many open files",
-        "the process has as many open files as its limit allows",
-    ),
+    ("open-files", True, r"too many open files", "the process has as many open files as its limit allows"),
     (
         "port",
         True,
@@ -207,12 +161,7 @@ _KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
         r"|devicemesh only supports? homogeneous hardware",
         "the dimensions of the device mesh and the world size do not go together",
     ),
-    (
-        "nccl-cuda",
-        True,
-        r"unhandled cuda error|ncclunhandledcudaerror",
-        f"a CUDA call of NCCL failed; {_IN_THE_LOG}",
-    ),
+    ("nccl-cuda", True, r"unhandled cuda error|ncclunhandledcudaerror", f"a CUDA call of NCCL failed; {_IN_THE_LOG}"),
     (
         "nccl-system",
         False,
@@ -270,7 +219,8 @@ def failure(text: str) -> Failure | None:
     for kind, own, pattern, means in _KINDS:
         found = re.search(pattern, text, re.IGNORECASE)
         if found is not None:
-            return Failure(kind, means.format(**found.groupdict()), own)
+            told = {name: value or _UNTOLD.get(name, "") for name, value in found.groupdict().items()}
+            return Failure(kind, means.format(**told), own)
     return None
 
 
