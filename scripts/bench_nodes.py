@@ -38,7 +38,7 @@ from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.evidence import Shared, condensed, expanded, merged
 from safelaunch.supervise.cluster.messages import Decision, Node
-from safelaunch.supervise.cluster.seen import Seen
+from safelaunch.supervise.cluster.seen import NOTHING, Seen
 from safelaunch.supervise.cluster.store import Address
 from safelaunch.supervise.cluster.where import Meeting
 from safelaunch.verdict.diagnose import diagnose
@@ -188,10 +188,10 @@ def play(port: int, first: int, count: int, options: argparse.Namespace) -> int:
     chunks = {number: condensed(make_node(number)) for number in range(first, first + count)}
     channels = {}
     for number in chunks:
-        channel = Channel(meeting, Node("", f"node{number}", os.getpid(), "0", "2"))
+        channel = Channel(Node("", f"node{number}", os.getpid(), "0", "2"))
         ranks = tuple(range(number * options.ranks, (number + 1) * options.ranks))
         channel.tell(ranks=ranks, world=world)
-        channel.start()
+        channel.start(meeting)
         channels[number] = channel
     until(lambda: all(channel.seen.page is not None for channel in channels.values()), MEETING_S)
     print("ready", flush=True)
@@ -208,7 +208,7 @@ def play(port: int, first: int, count: int, options: argparse.Namespace) -> int:
     return 0
 
 
-def until(condition: Callable[[], bool], timeout_s: float) -> None:
+def until(condition: Callable[[], object], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -221,18 +221,20 @@ def covered(seen: Seen) -> bool:
 
 
 def lead(channel: Channel, chunks: list[bytes], own: Evidence) -> dict[str, object]:
-    """The leader's part, as ``supervise/together.py`` does it."""
+    """The leader's part, as ``supervise/rounds.py`` does it."""
     begin = time.monotonic()
     channel.tell(doing="suspecting", suspects=0)
     take_part(channel, chunks)
-    until(lambda: channel.seen.complete, INCIDENT_S)
+    channel.gather("hang.1")
+    until(lambda: channel.seen.gathered.get("hang.1", NOTHING).is_complete, INCIDENT_S)
     complete = time.monotonic()
     shared = Shared()
-    evidence = [expanded(each, shared) for each in channel.seen.evidence.values()]
-    sizes = sum(len(chunk) for each in (*channel.seen.evidence.values(), chunks) for chunk in each)
+    gathered = channel.seen.gathered["hang.1"].chunks.values()
+    evidence = [expanded(each, shared) for each in gathered]
+    sizes = sum(len(chunk) for each in (*gathered, chunks) for chunk in each)
     verdict = diagnose(merged(own, evidence))
-    channel.decide(1, Decision(verdict, "kill", "node0", "/bundle"))
-    until(lambda: channel.seen.decision is not None, INCIDENT_S)
+    channel.decide("hang.1", Decision(verdict, "kill", "node0", "/bundle"))
+    until(lambda: channel.seen.decisions, INCIDENT_S)
     peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
         "suspected_s": begin,
@@ -247,9 +249,9 @@ def lead(channel: Channel, chunks: list[bytes], own: Evidence) -> dict[str, obje
 def take_part(channel: Channel, chunks: list[bytes]) -> None:
     """Looks, votes, and hands its evidence in."""
     until(lambda: (page := channel.seen.page) is not None and page.incident == 1, INCIDENT_S)
-    channel.tell(incident=1, vote="still", chunks=-1)
+    channel.tell(incident=1, vote="still")
     until(lambda: (page := channel.seen.page) is not None and page.phase == "collecting", INCIDENT_S)
-    channel.hand_in(1, chunks)
+    channel.submit("hang.1", chunks)
 
 
 def follow(channels: dict[int, Channel], chunks: dict[int, list[bytes]]) -> float:
@@ -259,12 +261,12 @@ def follow(channels: dict[int, Channel], chunks: dict[int, list[bytes]]) -> floa
         for number, step in list(todo.items()):
             channel, page = channels[number], channels[number].seen.page
             if step == "look" and page is not None and page.incident == 1:
-                channel.tell(incident=1, vote="still", chunks=-1)
+                channel.tell(incident=1, vote="still")
                 todo[number] = "collect"
             elif step == "collect" and page is not None and page.phase == "collecting":
-                channel.hand_in(1, chunks[number])
+                channel.submit("hang.1", chunks[number])
                 todo[number] = "learn"
-            elif step == "learn" and channel.seen.decision is not None:
+            elif step == "learn" and channel.seen.decisions:
                 channel.tell(agrees=True)
                 del todo[number]
         time.sleep(0.05)

@@ -1,24 +1,44 @@
-"""``--check-every``: reads what the beacons computed, compares it, and says what is wrong."""
+"""``--check-every``: reads what the beacons computed, compares it, and says what is wrong.
+
+On several nodes the one that leads compares the checks of all, and tells the others what it has found.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Literal
 
 import msgspec
 
 from safelaunch.beacon import layout
-from safelaunch.capture.checks import Series
+from safelaunch.capture.checks import Check, Series
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import Inconsistency, format_ranks
-from safelaunch.supervise.joint_checks import Part
-from safelaunch.supervise.together import Together
+from safelaunch.supervise.cluster.messages import BadMessage, node_count
+from safelaunch.supervise.cluster.seen import NOTHING
+from safelaunch.supervise.council import Council
 from safelaunch.supervise.watch.consistency import Comparison
 from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.shared_checks import (
+    MOST_FOUND,
+    MOST_POSITIONS,
+    Found,
+    decode,
+    decode_found,
+    encode,
+    encode_found,
+    share_of,
+)
 from safelaunch.system.console import say
 from safelaunch.system.errors import internal_error
 from safelaunch.system.files import replace_file
 
+POST_EVERY_S = 0.4
+MEET_S = 60.0  # for the nodes to meet, from the first check on; then each compares its own
+KEPT = 4096  # checks of this node that wait to be submitted
+Part = Literal["alone", "waits", "leads", "follows"]
 NOTHING_CHECKED = "the consistency checks had nothing to compare: no optimizer step was checked"
 
 
@@ -28,10 +48,11 @@ class Consistency:
     ``stopped_for``: where the bundle is, once another node, which has compared the checks of all, ends the job.
     """
 
-    def __init__(self, run: RunPaths, watch: Watch, together: Together) -> None:
+    def __init__(self, run: RunPaths, watch: Watch, council: Council) -> None:
         self._run = run
         self._watch = watch
-        self._together = together
+        self._council = council
+        self._channel = council.channel
         self._attempt = watch.attempt
         self._comparison = Comparison()
         self._series: dict[str, Series] = {}
@@ -39,6 +60,12 @@ class Consistency:
         self._full: set[int] = set()  # the ranks that train more than is checked
         self._failed = False
         self._part: Part = "alone"
+        self._joint: Part = "waits"  # the same, where there are other nodes
+        self._apart_since_s: float | None = None
+        self._newest: list[Check] = []
+        self._post_s, self._edition, self._posted = 0.0, 0, b""
+        self._read: dict[int, str] = {}  # by slot, which of its checks were read last
+        self._told = b""
         self.stopped_for: str | None = None
 
     def advance(self, *, last: bool = False) -> list[Inconsistency]:
@@ -55,7 +82,7 @@ class Consistency:
     def stop_all(self, place: str) -> None:
         """The job is ended for what was found, on all nodes; ``place``: of the bundle."""
         if self._part == "leads":
-            self._together.checks.tell(self._watch.inconsistent, stops=True, place=place)
+            self._tell(stops=True, place=place)
 
     def _advance(self, *, last: bool) -> list[Inconsistency]:
         if self._watch.attempt != self._attempt:
@@ -66,10 +93,52 @@ class Consistency:
         self._comparison.add(checks)
         if self._series and not last:
             now = time.monotonic()
-            self._part = self._together.checks.part(self._watch.unseen, self._together.is_covered, now)
+            self._part = self._part_now(now)
             if self._part != "alone":
-                self._together.checks.offer(checks, now)
+                self._submit(checks, now)
         return self._compare(last=last)
+
+    def _part_now(self, now: float) -> Part:
+        """What this node does about the checks of all."""
+        if not (self._channel.is_started and self._watch.unseen):
+            return "alone"
+        leads, page = self._channel.seen.leads, self._council.rounds.page
+        if self._council.is_covered and (leads or (page is not None and page.compares)):
+            self._apart_since_s = None
+            self._joint = "leads" if leads else "follows"
+        else:
+            self._apart_since_s = self._apart_since_s or now
+            self._joint = self._joint if now - self._apart_since_s < MEET_S else "alone"
+        return self._joint
+
+    def _submit(self, checks: Sequence[Check], now: float) -> None:
+        self._newest = [*self._newest, *checks][-KEPT:]
+        if now - self._post_s < POST_EVERY_S:
+            return
+        self._post_s = now
+        data = encode(self._newest, share_of(node_count(self._council.rounds.page)))
+        moments = sorted({one.moment for one in self._newest})[-MOST_POSITIONS:]
+        self._newest = [one for one in self._newest if one.moment in moments]
+        self._channel.gather("checks")
+        if data not in (b"", self._posted):
+            self._posted, self._edition = data, self._edition + 1
+            self._channel.submit(f"checks.{self._edition}", [data])
+
+    def _gathered(self) -> list[Check]:
+        """What other nodes have submitted since the last call."""
+        found: list[Check] = []
+        gathered = self._channel.seen.gathered.get("checks", NOTHING)
+        for slot, round_ in gathered.rounds.items():
+            if self._read.get(slot) != round_:
+                self._read[slot] = round_
+                with suppress(BadMessage):  # a stranger's, or of another version
+                    found += decode(b"".join(gathered.chunks[slot]))
+        return found
+
+    def _tell(self, *, stops: bool = False, place: str = "") -> None:
+        """Tells all nodes what has been found in the checks of all."""
+        found = Found(tuple(self._watch.inconsistent)[:MOST_FOUND], stops, place[:4096])
+        self._channel.tell_wrong(encode_found(found))
 
     def _compare(self, *, last: bool) -> list[Inconsistency]:
         """What is new here: by this node's own comparison, or by that of the node which leads."""
@@ -82,12 +151,12 @@ class Consistency:
             return []
         here = self._watch.seen
         if self._part == "leads":
-            self._comparison.add(self._together.checks.gathered())
+            self._comparison.add(self._gathered())
             here = tuple(range(self._watch.world_size))
         found = self._comparison.found(here, round(time.time(), 3), last=last)
         self._note(found)
         if found and self._part == "leads":
-            self._together.checks.tell(self._watch.inconsistent)
+            self._tell()
         if last and not self._watch.inconsistent:
             say(told + self._more if (told := self._comparison.told) else NOTHING_CHECKED)
         return found
@@ -98,8 +167,13 @@ class Consistency:
         return f"; NOT checked: later modules of {noun} {format_ranks(self._full)}" if self._full else ""
 
     def _follow(self) -> None:
-        told = self._together.checks.told()
-        if told is not None:
+        """Takes what the node that leads has found, where that is new."""
+        data = self._channel.seen.wrong
+        if data in (b"", self._told):
+            return
+        self._told = data
+        with suppress(BadMessage):
+            told = decode_found(data)
             self._note([one for one in told.found if one not in self._watch.inconsistent])
             self.stopped_for = told.place if told.stops else None
 

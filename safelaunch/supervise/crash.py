@@ -19,14 +19,12 @@ from safelaunch.capture.collect import Answer, ask_server
 from safelaunch.capture.look import Target
 from safelaunch.capture.pages import AgentEvent
 from safelaunch.capture.result import gather
-from safelaunch.model import GilTest, RankEvidence, RankException, Verdict
+from safelaunch.model import GilTest, RankEvidence, RankException
 from safelaunch.supervise import incident
-from safelaunch.supervise.cluster.evidence import merged
-from safelaunch.supervise.cluster.seen import Word
-from safelaunch.supervise.incident import Circumstances, Collected, Common, Exits, Known, Report
-from safelaunch.supervise.joint_crash import Told
+from safelaunch.supervise.cluster.seen import PeerStatus
+from safelaunch.supervise.council import Council
+from safelaunch.supervise.incident import Agreement, Circumstances, Collected, Exits, Known, Report
 from safelaunch.supervise.looks import Looks, look_at
-from safelaunch.supervise.together import Together
 from safelaunch.supervise.watch.job import Glance, Watch
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
@@ -57,8 +55,8 @@ class _Failure:
     seen: Seen = (Looks(()), {})
     known: Known | None = None
     told: bool = False
-    meeting: Task[Told] | None = None
-    met: Told | None = None
+    meeting: Task[Agreement] | None = None
+    met: Agreement | None = None
 
     def settle(self) -> None:
         """Takes the results of the look and of the meeting once they are available."""
@@ -81,9 +79,9 @@ class CrashCase:
     Attempts may fail faster than bundles are written, so each failure keeps its evidence until its turn comes.
     """
 
-    def __init__(self, watch: Watch, about: Circumstances, exits: Exits, together: Together) -> None:
+    def __init__(self, watch: Watch, about: Circumstances, exits: Exits, council: Council) -> None:
         self._watch = watch
-        self._together = together
+        self._council = council
         self._about = about
         self._exits = exits
         self._failure: _Failure | None = None  # of the current attempt
@@ -121,14 +119,14 @@ class CrashCase:
             if self._ended_for:
                 say(f"torchrun restarted this node's ranks although none had failed: {self._ended_for}")
             self._failure, self._exits_known, self._ended_for = None, False, ""
-            self._together.crash.anew()
+            self._council.rounds.reset()
         elif event.event == "failing":
             failure = self._begin()
             failure.error = failure.error or self._about.redactor.said(event.error)
             self._exits_known = True
         elif event.event == "closed" and not self._exits_known and any(event.exits.values()):
             # Of a failure it would have told. A rank that lost its peers on the way may have raised an exception.
-            self._ended_for = self._ended_for or self._together.crash.another_round()
+            self._ended_for = self._ended_for or self._council.rounds.another_round()
         elif event.event == "closed":
             self._tell()
 
@@ -170,20 +168,20 @@ class CrashCase:
         if failure.meeting is not None or failure.met is not None:
             return
         if not self._watch.unseen or failure.attempt != self._watch.attempt:
-            failure.met = Told(Word())
+            failure.met = Agreement()
         elif self._exits_known or failure.told:
             looks, _ = failure.seen
             known = self._known_of(failure)
             failure.meeting = Task("meeting", lambda: self._agree(looks, known))
 
-    def _agree(self, looks: Looks, known: Known) -> Told:
+    def _agree(self, looks: Looks, known: Known) -> Agreement:
         half = incident.half_of(looks, known, self._about)
         exits = {rank.rank: rank.exit.returncode for rank in half.ranks if rank.exit and rank.exit.before_close}
         exceptions = {rank.rank: rank.exception for rank in half.ranks if rank.exception is not None}
         text = own_failure(self._about.host, exits, exceptions)
         if text:
-            self._together.crash.trouble(self._about.redactor.said(text))
-        return self._together.crash.settle(half)
+            self._council.rounds.trouble(self._about.redactor.said(text))
+        return self._council.rounds.crash(half)
 
     def _known_of(self, failure: _Failure) -> Known:
         known = failure.known or incident.known_of(self._watch, self._exits())
@@ -223,7 +221,7 @@ class CrashCase:
         looks, _ = failure.seen
         known = self._known_of(failure)
         stall_s = failure.quiet_s if self._watch.unseen else 0.0
-        met = failure.met or Told(Word())
+        met = failure.met or Agreement()
         notes = (f"torchrun itself failed: {failure.error}",) if failure.error else ()
 
         def write() -> Report | None:
@@ -234,40 +232,32 @@ class CrashCase:
                 return None
             if not self._watch.unseen:
                 return incident.finish(_with_notes(found, notes))
-            found = incident.with_nodes(found, self._together.nodes())
+            found = incident.with_nodes(found, self._council.nodes())
             if met.verdict is not None:
-                found = _with_notes(found, notes)
-                return incident.finish(found, common=_common(found, met, met.verdict))
-            is_known = self._together.crash.has_trouble or met.word.anew
-            word = met.word if is_known else self._together.last_words()
-            if word.anew and not (word.troubles or self._together.crash.has_trouble):
+                return incident.finish(_with_notes(found, notes), met)
+            rounds = self._council.rounds
+            is_known = rounds.has_trouble or met.status.anew
+            status = met.status if is_known else self._council.final_status()
+            if status.anew and not (status.troubles or rounds.has_trouble):
                 incident.discard(found)
                 say("torchrun restarted the ranks of another node, which ended this node's")
                 return None
-            if word.stopping:
+            if status.stopping:
                 incident.discard(found)
                 say("the job was stopped on another node, which ended this node's ranks")
                 return None
-            return incident.finish(_with_notes(found, (*notes, *notes_of(word))))
+            return incident.finish(_with_notes(found, (*notes, *notes_of(status))))
 
         self._writing = Task("bundle", write)
 
 
-def _common(found: Collected, met: Told, verdict: Verdict) -> Common:
-    """The verdict of all nodes, with the evidence of this one and what it has read of the others'."""
-    evidence = merged(found.evidence, met.others)
-    mine = {rank.rank for rank in found.evidence.ranks}
-    others = tuple(rank for rank in evidence.ranks if rank.rank not in mine)
-    return Common(verdict, msgspec.structs.replace(evidence, outcome=verdict.outcome), met.name, others)
-
-
-def notes_of(word: Word) -> tuple[str, ...]:
+def notes_of(status: PeerStatus) -> tuple[str, ...]:
     """What the other nodes say of themselves."""
-    notes = [f"on another node, {text}" for text in word.troubles]
-    if word.lost:
+    notes = [f"on another node, {text}" for text in status.troubles]
+    if status.lost:
         notes.append("the node that hosts the store of torchrun's agents can no longer be reached, or has ended")
-    elif word.quiet:
-        nodes = "a node is" if word.quiet == 1 else f"{word.quiet} nodes are"
+    elif status.quiet:
+        nodes = "a node is" if status.quiet == 1 else f"{status.quiet} nodes are"
         notes.append(f"{nodes} no longer heard: the node is gone, or its safelaunch has stopped or was killed")
     return tuple(notes)
 

@@ -38,6 +38,7 @@ from safelaunch.capture.result import Gate, Sink, gather_into
 from safelaunch.capture.user_source import SOURCE_FILE, Excerpts
 from safelaunch.job.paths import Unfinished, may_be_ours
 from safelaunch.model import (
+    Answer,
     Artifact,
     EarlyLook,
     Evidence,
@@ -56,6 +57,9 @@ from safelaunch.model import (
     Watched,
 )
 from safelaunch.supervise import recall
+from safelaunch.supervise.cluster.evidence import Others
+from safelaunch.supervise.cluster.messages import Action
+from safelaunch.supervise.cluster.seen import PeerStatus
 from safelaunch.supervise.documents import add_reports, job_of
 from safelaunch.supervise.looks import Looks, native_where_it_tells, with_the_late
 from safelaunch.supervise.node_evidence import collect_node, nccl_logs
@@ -84,22 +88,30 @@ class Report:
     evidence: Evidence
     published: Published
     without_stacks: str = ""
-    action: Literal["", "kill", "restart", "dump"] = ""
+    action: Action | Literal[""] = ""
     step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Common:
-    """What the nodes of the job have settled together. ``others``: ranks of other nodes whose evidence is here.
+class Agreement:
+    """What the nodes of the job have agreed on; of one node alone, nothing."""
 
-    ``evidence``: of all ranks that are. ``name``: what the bundle is to be called. ``files``: of the others' bundles.
-    """
-
-    verdict: Verdict
-    evidence: Evidence
-    name: str
-    others: tuple[RankEvidence, ...] = ()
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    verdict: Verdict | None = None
+    """None: they have not agreed on any, and this node judges alone"""
+    name: str = ""
+    """of the bundle that this node writes; empty: as ever"""
+    others: Others = field(default_factory=Others)
+    """of the other nodes, where this one has judged it all"""
+    answer: Answer | None = None
+    """of all nodes to whether the job is dead, where this one has judged it all"""
+    action: Action | Literal[""] = ""
+    """what every node does about the job"""
+    step: int | None = None
+    """the lowest that a rank of any node has marked"""
+    outcome: Outcome | None = None
+    """None: that of the evidence"""
+    status: PeerStatus = field(default_factory=PeerStatus)
+    """what the other nodes say of themselves"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,28 +407,28 @@ def judged(evidence: Evidence, about: Circumstances, source: Excerpts | None = N
     return without_secrets(_verdict(recall.recalled(evidence, about), source), about.redactor)
 
 
-def finish(found: Collected, outcome: Outcome | None = None, common: Common | None = None) -> Report:
-    """Writes verdict and reports, and publishes the bundle. ``outcome``: replaces the one it was collected under.
-
-    ``common``: the verdict that several nodes have reached together.
-    """
-    evidence, staging, about = found.evidence, found.staging, found.about
-    if outcome is not None:
-        evidence = msgspec.structs.replace(evidence, outcome=outcome)
-    if common is not None:
-        evidence = common.evidence
-        for side in common.others:
-            collect.of_another_node(side, staging)
-            _add_rank(side, staging)
-        _add_files(common, staging)
+def finish(found: Collected, agreement: Agreement | None = None) -> Report:
+    """Writes verdict and reports, and publishes the bundle; of several nodes, as they have agreed."""
+    staging, about = found.staging, found.about
+    agreed = agreement or Agreement()
+    evidence = agreed.others.with_own(found.evidence)
+    evidence = msgspec.structs.replace(
+        evidence, outcome=agreed.outcome or evidence.outcome, answer=agreed.answer or evidence.answer
+    )
+    mine = {rank.rank for rank in found.evidence.ranks}
+    others = [rank for rank in evidence.ranks if rank.rank not in mine]
+    for side in others:
+        collect.of_another_node(side, staging)
+        _add_rank(side, staging)
+    _add_files(agreed.others.files, others, staging)
     evidence = recall.recalled(evidence, about)
     source = Excerpts(evidence, about.redactor)
     own = judged(evidence, about, source)  # also where all nodes have one already: for what it reads
-    verdict = common.verdict if common is not None else own
+    verdict = agreed.verdict or own
     if source.read:
         staging.add_json(Artifact(SOURCE_FILE, OURS, 0.0), source.read)
     timeline = found.timeline.plus("verdict")
-    name = common.name if common is not None else name_of(about.run_name, time.time(), verdict.outcome)
+    name = agreed.name or name_of(about.run_name, time.time(), verdict.outcome)
     place = verdict.bundle or None
     if place is not None and not place.whole:
         whole = Path(place.path).name  # as another node says: a plain name, or none
@@ -429,14 +441,14 @@ def finish(found: Collected, outcome: Outcome | None = None, common: Common | No
         say(published.note)
     if not published.lost:
         about.notifier.tell(verdict, published.path, about.run_name)
-    return Report(verdict, evidence, published, found.without_stacks)
+    return Report(verdict, evidence, published, found.without_stacks, agreed.action, agreed.step)
 
 
-def _add_files(common: Common, staging: Staging) -> None:
+def _add_files(files: Mapping[str, bytes], others: Sequence[RankEvidence], staging: Staging) -> None:
     """Files of other nodes. What is here already stays as it is."""
     here = {artifact.path for artifact in staging.artifacts if not artifact.missing}
-    hosts = {f"ranks/{side.rank}/": side.host for side in common.others}
-    for path, content in sorted(common.files.items()):
+    hosts = {f"ranks/{side.rank}/": side.host for side in others}
+    for path, content in sorted(files.items()):
         folder, _, name = path.rpartition("/")
         host = hosts.get(f"{folder}/", folder.rpartition("/")[2])
         if path in here or (folder.startswith("ranks/") and f"{folder}/" not in hosts):

@@ -16,9 +16,9 @@ from safelaunch.job.job import HOLD_S
 from safelaunch.model import Answer, Outcome
 from safelaunch.supervise import incident
 from safelaunch.supervise.answer import proves, work_in
+from safelaunch.supervise.council import Council
 from safelaunch.supervise.incident import Circumstances, Exits, Report, Timeline
 from safelaunch.supervise.looks import Looks, look_at
-from safelaunch.supervise.together import Together
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.quiet import FROZEN_TIMES
 from safelaunch.supervise.watch.rhythm import Threshold
@@ -41,11 +41,11 @@ class _Taking:
 class Interrupt:
     """What is taken of a frozen job before it is stopped. No method but the work itself blocks."""
 
-    def __init__(self, watch: Watch, about: Circumstances, exits: Exits, together: Together) -> None:
+    def __init__(self, watch: Watch, about: Circumstances, exits: Exits, council: Council) -> None:
         self._watch = watch
         self._about = about
         self._exits = exits
-        self._together = together
+        self._council = council
         self._taking: _Taking | None = None
 
     def begin(self, frozen_s: float, usual_s: float, now: float) -> None:
@@ -113,7 +113,7 @@ class Interrupt:
             incident.discard(found)
             say("a rank advanced: the job is slow, not hung; no bundle written")
             return None
-        return incident.finish(found if alone else incident.with_nodes(found, self._together.nodes(probing=False)))
+        return incident.finish(found if alone else incident.with_nodes(found, self._council.nodes(probing=False)))
 
     def _look(self, over: threading.Event, begin_s: float) -> Looks:
         """Two looks, or what there is time for."""

@@ -19,7 +19,7 @@ from safelaunch.job.paths import working_directory
 from safelaunch.model import BundlePlace, Frame, Progress, RankExit, format_ranks
 from safelaunch.supervise import incident
 from safelaunch.supervise.answer import work_in
-from safelaunch.supervise.cluster.messages import Question
+from safelaunch.supervise.cluster.messages import Question, Round
 from safelaunch.supervise.control.protocol import (
     Client,
     DumpAnswer,
@@ -31,11 +31,12 @@ from safelaunch.supervise.control.protocol import (
     StacksAnswer,
     StackStatus,
 )
-from safelaunch.supervise.incident import Circumstances, Collected, Common, Report
+from safelaunch.supervise.council import Council
+from safelaunch.supervise.incident import Agreement, Circumstances, Collected, Report
 from safelaunch.supervise.looks import look_at
 from safelaunch.supervise.on_request import GpuMemory, SilentRanks
 from safelaunch.supervise.recording import Recordings
-from safelaunch.supervise.together import Together
+from safelaunch.supervise.rounds import others_of
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.quiet import UNKNOWN_S, is_quiet
 from safelaunch.system.console import say
@@ -76,7 +77,7 @@ class Live:
         watch: Watch,
         about: Circumstances,
         exits: Callable[[], Mapping[int, RankExit]],
-        together: Together,
+        council: Council,
     ) -> None:
         assert job.run is not None
         self._job = job
@@ -84,7 +85,7 @@ class Live:
         self._about = about
         self._exits = exits
         self._server = _server(job.run.control)
-        self._together = together
+        self._council = council
         self._asking: list[tuple[Client, float]] = []  # for the status, since when
         self._for_another: Task[None] | None = None  # a dump that another node has asked for
         self._dumps: deque[_Dump] = deque()
@@ -92,7 +93,7 @@ class Live:
         self._silent_ranks = SilentRanks()
         self._gpu_memory = GpuMemory()
         self._cwd = os.fspath(working_directory())
-        self._recordings = Recordings(watch, about, together.dump, tuple(job.plan.script))
+        self._recordings = Recordings(watch, about, council.rounds, tuple(job.plan.script))
         self._attempt = -1
         self._samples: deque[tuple[float, dict[int, int]]] = deque()
 
@@ -116,7 +117,7 @@ class Live:
             now = time.monotonic()
             self._gpu_memory.ask(now)
             self._silent_ranks.ask(self._silent_since(now), self._watch.targets(), now)
-            self._asking.append((client, now if self._together.look_around() else now - AROUND_S))
+            self._asking.append((client, now if self._council.look_around() else now - AROUND_S))
             self._answer_status(now)
         elif request.command == "dump":
             self._queue_dump(Path(request.bundle_dir) if request.bundle_dir else self._about.bundle_dir, client)
@@ -148,7 +149,7 @@ class Live:
         """Answers who asks for the status: at once, or as soon as the other nodes' lines and a look are there."""
         waiting = []
         for client, since_s in self._asking:
-            unknown = self._together.around(since_s) is None or self._silent_ranks.busy
+            unknown = self._council.around(since_s) is None or self._silent_ranks.busy
             if unknown and now - since_s < AROUND_S:
                 waiting.append((client, since_s))
             else:
@@ -160,8 +161,8 @@ class Live:
 
     def _queued(self, bundle_dir: Path) -> _Dump:
         """Queues a bundle. A request for the place that is being written to shares that bundle; others wait."""
-        if self._together.dump.of_several:
-            self._recordings.give_way()
+        if self._council.rounds.of_several:
+            self._recordings.yield_to_dump()
         dump = next((dump for dump in self._dumps if dump.bundle_dir == bundle_dir), None)
         if dump is None:
             dump = _Dump(bundle_dir, [])
@@ -206,23 +207,23 @@ class Live:
 
     def _take_for_another(self, now: float) -> None:
         """Takes evidence at the same time as the node that asks for it, which writes the bundle."""
-        if self._together.dump.presses:
-            self._recordings.give_way()
+        if self._council.rounds.presses:
+            self._recordings.yield_to_dump()
         if self._for_another is not None and not self._for_another.done:
             return
         self._for_another = None
-        if (wanted := self._together.dump.wanted(now)) is None:
+        if (wanted := self._council.rounds.wanted(now)) is None:
             return
-        number, question = wanted
+        round_, question = wanted
         if question.kind == "record":
-            self._for_another = self._recordings.for_another(number, question)
+            self._for_another = self._recordings.for_another(round_, question)
         else:
-            self._for_another = Task("for another node", lambda: self._hand_in(number, question))
+            self._for_another = Task("for another node", lambda: self._answer_dump(round_))
 
-    def _hand_in(self, number: int, question: Question) -> None:
+    def _answer_dump(self, round_: Round) -> None:
         found = self._evidence(self._about)
         try:
-            self._together.dump.hand_in(number, found.evidence)
+            self._council.rounds.answer(round_, found.evidence)
         finally:
             incident.discard(found)
 
@@ -247,20 +248,19 @@ class Live:
         bundle_dir, about = dump.bundle_dir, replace(self._about, bundle_dir=dump.bundle_dir)
         if dump.late:
             return incident.finish(self._evidence(about, for_finding=dump.show is not None, late=True))
-        with self._together.dump.asking() as asked:
+        with self._council.rounds.asking(Question()) as answers:
             found = self._evidence(about, for_finding=dump.show is not None)
             dump.seen.set()
             if dump.given_up:
                 incident.discard(found)
                 raise SafelaunchError("the job is being stopped")
-            evidence, others = self._together.dump.collected(found.evidence) if asked else (found.evidence, ())
-        if not others:
+            others = others_of(answers(threading.Event()), about.host)
+        if not others.evidence:
             return incident.finish(found)
-        verdict = incident.judged(evidence, about)
+        verdict = incident.judged(others.with_own(found.evidence), about)
         name = name_of(about.run_name, time.time(), verdict.outcome)
         place = BundlePlace(about.host, os.fspath(bundle_dir / name), True)
-        verdict = msgspec.structs.replace(verdict, bundle=place)
-        return incident.finish(found, None, Common(verdict, evidence, name, others))
+        return incident.finish(found, Agreement(msgspec.structs.replace(verdict, bundle=place), name, others))
 
     def _evidence(self, about: Circumstances, *, late: bool = False, for_finding: bool = False) -> Collected:
         targets = self._watch.targets()
@@ -325,9 +325,9 @@ class Live:
             early=[*self._watch.early],
             inconsistent=[*self._watch.inconsistent],
             history=self._history(now),
-            job=self._together.job,
+            job=self._council.job,
             nodes=self._nodes(now),
-            alone=self._together.why_alone if self._watch.unseen and not self._together.is_covered else "",
+            alone=self._council.why_alone if self._watch.unseen and not self._council.is_covered else "",
         )
 
     def _history(self, now: float) -> list[tuple[float, int]]:
@@ -360,7 +360,7 @@ class Live:
                 here=node.here,
                 trouble=node.trouble,
             )
-            for node in self._together.around(now - AROUND_OLD_S) or ()
+            for node in self._council.around(now - AROUND_OLD_S) or ()
         ]
 
     def _rank(self, rank: int, progress: Progress, now: float) -> RankStatus:

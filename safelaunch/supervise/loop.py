@@ -31,6 +31,7 @@ from safelaunch.settings.options import STALL_CEILING_S, Settings
 from safelaunch.supervise import incident
 from safelaunch.supervise.consistency import Consistency
 from safelaunch.supervise.contract import Contracts
+from safelaunch.supervise.council import Council
 from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.early import EarlyLooks
 from safelaunch.supervise.incident import Report
@@ -40,7 +41,6 @@ from safelaunch.supervise.live import Live
 from safelaunch.supervise.notices import Notices
 from safelaunch.supervise.pollers import GroupTimeout, Health, PulseTaker, WorkTaker
 from safelaunch.supervise.stall import StallCase
-from safelaunch.supervise.together import Together
 from safelaunch.supervise.watch.job import Glance, Watch
 from safelaunch.supervise.watch.quiet import frozen_s as frozen_s_of
 from safelaunch.supervise.watch.restart import Failure, failure_of, why_give_up
@@ -125,14 +125,14 @@ class Supervisor:
         about = self._about = circumstances(job)
         redact.use(about.redactor.text)
         self._notifier, self._suspects = about.notifier, about.suspects
-        self._together = Together(job.plan, about, self._watch)
-        self._stall = StallCase(self._watch, about, self._exits, self._together)
-        self._crash = CrashCase(self._watch, about, self._exits, self._together)
+        self._council = Council(job.plan, about, self._watch)
+        self._stall = StallCase(self._watch, about, self._exits, self._council)
+        self._crash = CrashCase(self._watch, about, self._exits, self._council)
         self._early = EarlyLooks(self._watch, about, self._exits) if settings.early_look else None
         self._contracts = Contracts(job.run, self._watch)
-        self._consistency = Consistency(job.run, self._watch, self._together) if settings.check_every else None
-        self._interrupt = Interrupt(self._watch, about, self._exits, self._together)
-        self._live = Live(job, self._watch, about, self._exits, self._together)
+        self._consistency = Consistency(job.run, self._watch, self._council) if settings.check_every else None
+        self._interrupt = Interrupt(self._watch, about, self._exits, self._council)
+        self._live = Live(job, self._watch, about, self._exits, self._council)
         self._exit_events: dict[int, RankExit] = {}
         self._verdict: _Verdict | None = None
         self._stop_s = 0.0  # when somebody asked the job to stop
@@ -149,7 +149,7 @@ class Supervisor:
             self._watch,
             self._watch.policy,
             time.monotonic(),
-            self._together,
+            self._council,
             by_torchrun=job.plan.by_torchrun,
         )
         self._raised: AgentEvent | None = None  # what has ended the agent itself
@@ -164,7 +164,7 @@ class Supervisor:
         try:
             return self._run()
         finally:
-            self._together.close()
+            self._council.close()
             command.helper_reports.close()
 
     def _run(self) -> int:
@@ -179,7 +179,7 @@ class Supervisor:
             if self._watching:
                 # Those who agree on a verdict must not take the stop for a reason to drop it.
                 stopping = self._forwarder.stop_requested and not (self._stall.writing and self._stall.agreed)
-                self._together.tick(time.monotonic(), stopping=stopping)
+                self._council.tick(time.monotonic(), stopping=stopping)
             self._processes.look_for_orphans()
             self._keep_leases_young(time.monotonic())
         if os.WIFSIGNALED(status) and self._ending is None:
@@ -234,7 +234,7 @@ class Supervisor:
             self._watching = False
             self._forwarder.release()
             self._watch.acknowledge()
-            self._together.close(at_once=True)  # the other nodes must not take these ranks for watched
+            self._council.close(at_once=True)  # the other nodes must not take these ranks for watched
             say(internal_error(error, "the watch", "The job continues, unwatched."))
 
     def _tick(self, now: float) -> None:
@@ -256,7 +256,7 @@ class Supervisor:
             return
         if self._forwarder.stop_requested or self._ending is not None:
             # A user, a scheduler or safelaunch is stopping the job: blame nobody, keep nobody waiting.
-            self._watch.acknowledge(agent=self._ending is not None or self._together.is_heard_stopping(now))
+            self._watch.acknowledge(agent=self._ending is not None or self._council.is_heard_stopping(now))
             if self._ending is None:
                 self._on_stop(glance, now)
             return
@@ -399,7 +399,7 @@ class Supervisor:
                 say("ending the ranks of this attempt; torchrun restarts them if --max-restarts allows it")
                 self._restart(report)
         else:
-            self._together.crash.trouble(f"the job hangs; ending it: {report.verdict.summary}")
+            self._council.rounds.trouble(f"the job hangs; ending it: {report.verdict.summary}")
             self._end(report, EXIT_HUNG)
 
     def _act_with_all(self, report: Report) -> None:
@@ -531,10 +531,10 @@ class Supervisor:
 
     def _note_rendezvous(self, now: float) -> None:
         """Writes who has not come to a rendezvous that torchrun has given up."""
-        rendezvous, raised = self._together.rendezvous, self._raised
+        rendezvous, raised = self._council.rendezvous, self._raised
         if rendezvous is None or raised is None or not self.began_nothing or not is_of_rendezvous(raised):
             return
-        nodes, error = self._together.nodes(probing=False), f"{raised.error}: {raised.message}"
+        nodes, error = self._council.nodes(probing=False), f"{raised.error}: {raised.message}"
         writing = Task("bundle", lambda: incident.of_rendezvous(rendezvous, error, nodes, self._about))
         while not (writing.done or self._forwarder.stop_requested) and time.monotonic() < now + WRITE_PATIENCE_S:
             self._forwarder.wait(BUSY_TICK_S)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from safelaunch.model import Rendezvous, format_ranks
 from safelaunch.supervise.cluster.channel import Channel
-from safelaunch.supervise.cluster.council import SILENT_S
+from safelaunch.supervise.cluster.election import SILENT_S
 from safelaunch.supervise.cluster.messages import Node, Page, node_count
 from safelaunch.supervise.cluster.seen import Seen
 from safelaunch.supervise.cluster.where import Meeting

@@ -42,7 +42,7 @@ class Notices:
         watch: Watch,
         policy: Policy,
         now: float,
-        together: Others | None = None,
+        council: Others | None = None,
         *,
         by_torchrun: bool = True,
         why: Callable[[int], str] = why_without_beacon,
@@ -50,7 +50,7 @@ class Notices:
         """``why``: what keeps a worker (pid) from having a beacon; empty while it may still get one."""
         self._watch = watch
         self._why = why
-        self._others = together
+        self._others = council
         self._startup_timeout_s = policy.startup_s
         self._beacons_due_s = now + BEACON_PATIENCE_S
         self._unreached: set[int] = set()  # ranks said to have no beacon

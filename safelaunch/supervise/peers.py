@@ -69,7 +69,7 @@ def _evidence_of(peer: Peer, peers: Sequence[Peer], store: Lost) -> NodeEvidence
 def _last(beat: Beat) -> Last:
     if beat.doing in ("stopping", "ended"):
         return beat.doing
-    return "failing" if beat.failed >= 0 and beat.crash else "watching"
+    return "failing" if beat.round_of("crash") else "watching"
 
 
 def _probed(nodes: Sequence[NodeEvidence], peers: Sequence[Peer], port: int) -> list[NodeEvidence]:

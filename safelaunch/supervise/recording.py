@@ -22,10 +22,10 @@ from safelaunch.capture.redaction import without_secrets
 from safelaunch.capture.sampling import Sampled
 from safelaunch.model.recording import Numbers, ProcessRecord, RankRecord, Recording, bounded, merged
 from safelaunch.model.words import ranks_in
-from safelaunch.supervise.cluster.messages import Question
+from safelaunch.supervise.cluster.messages import Question, Round
 from safelaunch.supervise.control.protocol import LARGEST_ANSWER, Client, RecordAnswer, Request
 from safelaunch.supervise.incident import Circumstances
-from safelaunch.supervise.joint_dump import JointDump
+from safelaunch.supervise.rounds import Rounds, recordings_of
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.system.task import Task
 
@@ -50,7 +50,7 @@ class Recordings:
 
     watch: Watch
     about: Circumstances
-    joint: JointDump
+    rounds: Rounds
     command: tuple[str, ...] = ()
     _asked: _Asked | None = None
     _stop: threading.Event = field(default_factory=threading.Event)  # of the samples that are being taken
@@ -91,27 +91,27 @@ class Recordings:
                 client.answer(RecordAnswer(problem="the job is being stopped"))
             self._asked = None
 
-    def give_way(self) -> None:
+    def yield_to_dump(self) -> None:
         """A dump of all nodes is asked for: gives up the samples that are being taken, here and for other nodes."""
         self._stop.set()
         self._stop = threading.Event()
 
-    def for_another(self, number: int, question: Question) -> Task[None]:
+    def for_another(self, round_: Round, question: Question) -> Task[None]:
         """Takes this node's samples, for another one that asks for them."""
         stop = self._stop
-        return Task("record for another node", lambda: self._hand_in(number, question, stop))
+        return Task("record for another node", lambda: self._answer(round_, question, stop))
 
-    def _hand_in(self, number: int, question: Question, stop: threading.Event) -> None:
+    def _answer(self, round_: Round, question: Question, stop: threading.Event) -> None:
         recording = self._here(question, stop)
         if not stop.is_set():
-            self.joint.hand_in_recording(number, recording)
+            self.rounds.answer_recording(round_, recording)
 
     def _everywhere(self, request: Request, stop: threading.Event) -> Recording:
         """The samples of all nodes. Raises GaveWay."""
-        question = Question("record", min(max(request.duration_s, 1.0), LONGEST_S), request.ranks[:4096])
-        with self.joint.asking(question) as asked:
+        question = Question(0, "record", min(max(request.duration_s, 1.0), LONGEST_S), request.ranks[:4096])
+        with self.rounds.asking(question) as answers:
             own = self._here(question, stop)
-            others, notes = self.joint.recorded(stop) if asked else ([], [])
+            others, notes = recordings_of(answers(stop))
         if stop.is_set():
             raise GaveWay
         whole = merged([own, *others]) if others else own

@@ -12,11 +12,11 @@ from safelaunch.model import Outcome, format_ranks
 from safelaunch.supervise import answer, incident
 from safelaunch.supervise.answer import Judged
 from safelaunch.supervise.cluster.messages import Vote
+from safelaunch.supervise.council import OPEN_S, Council
+from safelaunch.supervise.council import Outcome as Joint
 from safelaunch.supervise.early import without_the_gil
-from safelaunch.supervise.incident import Circumstances, Collected, Exits, Known, Report, Timeline
+from safelaunch.supervise.incident import Agreement, Circumstances, Collected, Exits, Known, Report, Timeline
 from safelaunch.supervise.looks import LOOK_DEADLINE_S, Looks, Starvation, look_at
-from safelaunch.supervise.together import OPEN_S, Together
-from safelaunch.supervise.together import Outcome as Joint
 from safelaunch.supervise.watch.job import Glance, Watch
 from safelaunch.supervise.watch.rhythm import Threshold
 from safelaunch.supervise.watch.stall import Found, Stall, ends_after_s, suspect_after_s
@@ -64,8 +64,8 @@ class StallCase:
     all look and vote, and the evidence of all is judged as one; else this one acts only at --max-stall.
     """
 
-    def __init__(self, watch: Watch, about: Circumstances, exits: Exits, together: Together) -> None:
-        self._together = together
+    def __init__(self, watch: Watch, about: Circumstances, exits: Exits, council: Council) -> None:
+        self._council = council
         self._watch = watch
         self._about = about
         self._exits = exits
@@ -161,7 +161,7 @@ class StallCase:
             self._suspicion.stall, self._suspicion.threshold, self._suspicion.own = stall, threshold, True
             return
         self._suspicion = _Suspicion(stall, threshold, timeline, window_s=self._watch.policy.confirm_s)
-        if self._together.suspect(self._suspicion.window_s):
+        if self._council.suspect(self._suspicion.window_s):
             self._suspicion.asked_s = now
         else:
             self._look(self._suspicion)
@@ -240,8 +240,8 @@ class StallCase:
         if suspicion.incident:
             suspicion.judged = judged
             if self._is_at_limit(suspicion.stall, judged, now):
-                self._together.at_limit()
-            self._together.vote(_vote(judged.found))
+                self._council.at_limit()
+            self._council.vote(_vote(judged.found))
             return
         self._suspicion = None
         if self._watch.unseen and judged.found == "unknown":
@@ -278,7 +278,8 @@ class StallCase:
         known = incident.known_of(self._watch, self._exits())
         evidence = self._evidence_of(suspicion, looks, known, judged, outcome, now)
         ask = self._asking_nccl() if outcome == "hang" else None
-        self._writing = Task("bundle", lambda: incident.finish(ask(evidence()) if ask else evidence(), outcome))
+        agreement = Agreement(outcome=outcome)
+        self._writing = Task("bundle", lambda: incident.finish(ask(evidence()) if ask else evidence(), agreement))
 
     def _evidence_of(
         self, suspicion: _Suspicion, looks: Looks, known: Known, judged: Judged, outcome: Outcome, now: float
@@ -307,13 +308,13 @@ class StallCase:
                 found.evidence, answer=judged.answer, work=tuple(one.words for one in judged.work[:8])
             )
             found = replace(found, evidence=evidence)
-            return incident.with_nodes(found, self._together.nodes()) if self._watch.unseen else found
+            return incident.with_nodes(found, self._council.nodes()) if self._watch.unseen else found
 
         return take
 
     def _asking_nccl(self) -> Callable[[Collected], Collected]:
         """One node asks, once, what all of them would hear."""
-        asks, spare = self._together.asks_nccl, self._together.spares_the_ranks
+        asks, spare = self._council.queries_nccl, self._council.must_keep_ranks_alive
         return lambda found: incident.with_nccl(found, spare=spare) if asks else found
 
     def _note_recovery(self, now: float) -> None:
@@ -331,13 +332,13 @@ class StallCase:
 
     def _answer_call(self, now: float) -> None:
         """All nodes look now, whether they suspect the job or not, and whatever this one has seen before."""
-        call = self._together.calls()
+        call = self._council.calls()
         if call is None:
             return
-        self._together.join(call.incident)
+        self._council.join(call.incident)
         suspicion = self._suspicion or self._witness(now)
         if suspicion is None:
-            self._together.vote("paused")
+            self._council.vote("paused")
             return
         suspicion.looks = suspicion.second_look_s = suspicion.judging = suspicion.asked_s = suspicion.judged = None
         suspicion.incident, suspicion.window_s = call.incident, call.window_s
@@ -353,10 +354,10 @@ class StallCase:
         return _Suspicion(stall, Threshold(stall.threshold_s, self._why(stall)), timeline, own=False)
 
     def _await_others(self, suspicion: _Suspicion, asked_s: float, now: float) -> None:
-        outcome = self._together.outcome(0)
+        outcome = self._council.outcome(0)
         if outcome == "alone" or now - asked_s > OPEN_S:
             suspicion.asked_s = None
-            self._together.let_go()
+            self._council.withdraw()
             self._look(suspicion)
         elif outcome is not None:
             self._take(suspicion, outcome, now)
@@ -367,8 +368,8 @@ class StallCase:
         judged = suspicion.judged
         if judged is not None and judged.found != "moving" and self._watch.stepped_since(suspicion.stall):
             suspicion.judged = replace(judged, found="moving")
-            self._together.vote("moving")
-        outcome = self._together.outcome(suspicion.incident)
+            self._council.vote("moving")
+        outcome = self._council.outcome(suspicion.incident)
         if outcome is not None:
             self._take(suspicion, outcome, now)
 
@@ -382,7 +383,7 @@ class StallCase:
             self.attempt, self._written_of = self._watch.attempt, stall.mark_s
             self._write_together(suspicion, looks, judged, incident_number, now)
             return
-        self._together.let_go()
+        self._council.withdraw()
         if not suspicion.own:
             return
         if outcome in ("alone", "elsewhere", "hang") and looks is not None and judged is not None:
@@ -398,9 +399,9 @@ class StallCase:
 
     def _leave(self, suspicion: _Suspicion) -> None:
         if suspicion.incident:
-            self._together.vote("unknown")
+            self._council.vote("unknown")
         if suspicion.own:
-            self._together.let_go()
+            self._council.withdraw()
 
     def _write_together(self, suspicion: _Suspicion, looks: Looks, judged: Judged, number: int, now: float) -> None:
         """Nobody knows yet whether the job ends, so no process is stopped for it."""
@@ -413,19 +414,17 @@ class StallCase:
         def write() -> Report | None:
             found = ask(evidence())
             found = replace(found, evidence=structs.replace(found.evidence, ends=ends))
-            settled = self._together.settle(number, found.evidence, found.staging.root)
-            if settled is None or (settled.common is not None and not self._together.all_agree(number)):
+            agreed = self._council.rounds.hang(number, found.evidence, found.staging.root)
+            if agreed is None or (agreed.verdict is not None and not self._council.rounds.all_agree(number)):
                 incident.discard(found)
                 return None
-            outcome = settled.outcome
-            if outcome == "suspect" and bundled:
+            if agreed.outcome == "suspect" and bundled:
                 incident.discard(found)
                 self._goes_on = True
                 return None
-            if outcome == "hang":
+            if agreed.outcome == "hang":
                 self._say_hang(suspicion.stall, judged, now)
-            report = incident.finish(found, outcome, settled.common)
-            return replace(report, action=settled.action, step=settled.step)
+            return incident.finish(found, agreed)
 
         self._writing = Task("bundle", write)
 

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from safelaunch.model import Verdict
 from safelaunch.supervise.cluster import channel as channels
-from safelaunch.supervise.cluster import council
+from safelaunch.supervise.cluster import election
 from safelaunch.supervise.cluster import session as sessions
 from safelaunch.supervise.cluster.channel import Channel
-from safelaunch.supervise.cluster.messages import Decision, Node, Question
-from safelaunch.supervise.cluster.seen import Neighbour
+from safelaunch.supervise.cluster.messages import Decision, Node, Question, ask_round
+from safelaunch.supervise.cluster.seen import NOTHING, Gathered, Neighbour
 from safelaunch.supervise.cluster.store import Address, Store
 from safelaunch.supervise.cluster.where import Meeting
 
@@ -102,54 +102,56 @@ def test_two_nodes_from_a_suspicion_to_a_decision(join: Callable[..., Channel]) 
         node.tell(incident=1, vote="still")
     until(lambda: phase(one, other) == {"collecting"}, "the count of votes")
     for node, chunks in ((leader, []), (follower, [b"x" * 1000, b"y"])):
-        node.hand_in(1, chunks)
-    until(lambda: leader.seen.complete, "the evidence")
-    assert list(leader.seen.evidence.values()) == [[b"x" * 1000, b"y"]]
-    leader.decide(1, Decision(VERDICT, "kill", "host0", "/bundle", 7))
-    until(lambda: one.seen.decision and other.seen.decision, "the decision")
-    assert follower.seen.decision == (1, Decision(VERDICT, "kill", "host0", "/bundle", 7))
+        node.submit("hang.1", chunks)
+    leader.gather("hang.1")
+    until(lambda: found(leader, "hang.1").is_complete, "the evidence")
+    assert list(found(leader, "hang.1").chunks.values()) == [[b"x" * 1000, b"y"]]
+    leader.decide("hang.1", Decision(VERDICT, "kill", "host0", "/bundle", 7))
+    until(lambda: one.seen.decisions and other.seen.decisions, "the decision")
+    assert follower.seen.decisions == {"hang.1": Decision(VERDICT, "kill", "host0", "/bundle", 7)}
     for node in (one, other):
         node.tell(agrees=True, doing="watching")
     until(lambda: phase(one, other) == {"agreed"}, "the agreement")
 
 
-def test_a_dump_that_one_node_asks_all_others_for(join: Callable[..., Channel]) -> None:
+def found(one: Channel, round_: str) -> Gathered:
+    return one.seen.gathered.get(round_, NOTHING)
+
+
+def test_what_one_node_asks_all_others_for(join: Callable[..., Channel]) -> None:
     nodes = [join(0), join(1), join(2, 3)]
     until(covered(*nodes), "each other")
-    for asks in nodes:  # whether or not it leads
+    for number, asks in enumerate(nodes):  # whether or not it leads
         others = [one for one in nodes if one is not asks]
-        question = Question("record", 10.0, "0-2") if asks is nodes[1] else Question()
-        asks.ask_all(question)
-        until(lambda: all(one.seen.page and one.seen.page.dumps for one in others), "the call")  # noqa: B023
-        assert asks.seen.answers is not None and not asks.seen.answers.complete
-        number = asks.seen.answers.number
+        question = Question(number, "record", 10.0, "0-2")
+        round_ = ask_round(asks.seen.slot, question)
+        asks.tell(asks=question)
+        asks.gather(round_)
+        until(lambda: all(one.seen.page and one.seen.page.questions for one in others), "the question")  # noqa: B023
         for one in others:
-            assert one.seen.page is not None and one.seen.page.dumps == (number,)
-            until(lambda: one.seen.questions, "the question")  # noqa: B023
-            assert one.seen.questions == {number: question}
-            one.hand_in_dump(number, [f"{one.node.host}".encode(), b"x"])
-        until(lambda: asks.seen.answers and asks.seen.answers.complete, "the answers")  # noqa: B023
-        assert sorted(asks.seen.answers.evidence.values()) == sorted([one.node.host.encode(), b"x"] for one in others)
-        asks.ask_all(None)
-        until(lambda: not any(one.seen.page and one.seen.page.dumps for one in nodes), "the end")
-    asks, number = nodes[0], nodes[2].seen.answers.number if nodes[2].seen.answers else 0
-    for _ in range(2):  # one question after the other, without a round in which nothing is asked
-        asks.ask_all(Question())
-        until(lambda: asks.seen.answers and asks.seen.answers.number > number, "a number of its own")  # noqa: B023
-        assert asks.seen.answers is not None
-        number = asks.seen.answers.number
+            assert one.seen.page is not None and one.seen.page.questions == {round_: question}
+            one.submit(round_, [one.node.host.encode(), b"x"])
+        until(lambda: found(asks, round_).is_complete, "the answers")  # noqa: B023
+        assert sorted(found(asks, round_).chunks.values()) == sorted([one.node.host.encode(), b"x"] for one in others)
+        asks.tell(asks=None)
+        asks.withdraw(round_)
+        until(lambda: not any(one.seen.page and one.seen.page.asked for one in nodes), "the end")
+        until(lambda: not any(one._saying.submitted for one in nodes), "what is over to be removed")
 
 
-def test_the_leader_has_the_checks_of_all_and_all_have_what_it_finds(join: Callable[..., Channel]) -> None:
+def test_the_leader_has_the_newest_checks_of_all_and_all_have_what_it_finds(join: Callable[..., Channel]) -> None:
     first, second = join(0, 1, key=b"k" * 32), join(2, 3, key=b"k" * 32)
     until(covered(first, second), "both to be there")
     leader, other = (first, second) if first.seen.leads else (second, first)
-    leader.compare(b"")
-    other.compare(b"checks")
-    until(lambda: [data for _, data in leader.seen.checks.values()] == [b"checks"], "the checks")
+    for edition in (1, 2):
+        for node in (leader, other):
+            node.gather("checks")
+        other.submit(f"checks.{edition}", [b"checks"])
+        until(lambda: [*found(leader, "checks").rounds.values()] == [f"checks.{edition}"], "the checks")  # noqa: B023
+    assert [*found(leader, "checks").chunks.values()] == [[b"checks"]]
     leader.tell_wrong(b"wrong")
     until(lambda: other.seen.wrong == leader.seen.wrong == b"wrong", "what was found")
-    assert other.seen.page is not None and other.seen.page.compares and not other.seen.checks
+    assert other.seen.page is not None and other.seen.page.compares and not other.seen.gathered
 
 
 def test_every_node_can_be_shown_on_each(join: Callable[..., Channel]) -> None:
@@ -186,7 +188,7 @@ def test_the_host_of_the_store_stays_until_the_others_have_left(join: Callable[.
     until(lambda: any(node.doing == "ended" for node in again(other)), "its goodbye")
     assert leaving.is_alive() and not one._host.closed  # type: ignore[union-attr]
     other.close()
-    leaving.join(channels.SEE_OFF_S / 2)
+    leaving.join(channels.DRAIN_S / 2)
     assert one._host.closed  # type: ignore[union-attr]
 
 
@@ -200,7 +202,7 @@ class Host:
 
 
 def test_one_that_says_goodbye_is_gone_at_once(join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (council, sessions):
+    for module in (election, sessions):
         monkeypatch.setattr(module, "SILENT_S", 1000.0)
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
@@ -212,9 +214,9 @@ def test_one_that_says_goodbye_is_gone_at_once(join: Callable[..., Channel], mon
 def test_the_leader_dies_in_the_middle_and_the_other_goes_on(
     join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (council, sessions):
+    for module in (election, sessions):
         monkeypatch.setattr(module, "SILENT_S", 4.0)
-    monkeypatch.setattr(council, "PROVING_S", 1.0)
+    monkeypatch.setattr(election, "PROVING_S", 1.0)
     nodes = [join(0), join(1), join(2, 3)]
     until(covered(*nodes), "each other")
     leader = next(one for one in nodes if one.seen.leads)
@@ -241,9 +243,9 @@ def test_without_a_store_each_is_alone_and_says_why(join: Callable[..., Channel]
 def test_garbage_in_the_store_costs_nothing_but_the_channel(
     address: Address, prefix: str, join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (council, sessions):
+    for module in (election, sessions):
         monkeypatch.setattr(module, "SILENT_S", 4.0)
-    monkeypatch.setattr(council, "PROVING_S", 1.0)
+    monkeypatch.setattr(election, "PROVING_S", 1.0)
     hostile = Store(address)
     for name in ("head", "m/1", "b/1", "b/3", "m/3"):
         hostile.set(f"{prefix}/{name}", b"\xff" * 5000, deadline_s=15.0)
@@ -369,29 +371,29 @@ def test_with_a_key_strangers_are_not_heard(join: Callable[..., Channel]) -> Non
 def test_the_first_verdict_about_a_crash_is_everybodys(join: Callable[..., Channel]) -> None:
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
-    one.fail(1, [b"a" * 1000, b"b"])
-    other.fail(1, [])
+    one.submit("crash.1", [b"a" * 1000, b"b"])
+    other.submit("crash.1", [])
     until(lambda: all(node.seen.page and len(node.seen.page.failed) == 2 for node in (one, other)), "both to fail")
-    other.gather()
-    until(lambda: [*other.seen.halves.values()] == [[b"a" * 1000, b"b"]], "the evidence")
+    other.gather("crash.1")
+    until(lambda: [*found(other, "crash.1").chunks.values()] == [[b"a" * 1000, b"b"]], "the evidence")
     verdicts = [Decision(replace(VERDICT, summary=text), "dump", "h", "") for text in ("first", "second")]
     for node, decision in zip((one, other), verdicts, strict=True):
-        node.decide_crash(decision)
-    until(lambda: one.seen.crash and other.seen.crash, "the verdict")
-    assert one.seen.crash == other.seen.crash
+        node.decide("crash.1", decision)
+    until(lambda: one.seen.decisions and other.seen.decisions, "the verdict")
+    assert one.seen.decisions == other.seen.decisions
     until(lambda: all(node.seen.page and node.seen.page.crash == 1 for node in (one, other)), "its number")
-    other.tell(crash=0, failed=-1)
-    one.tell(crash=0, failed=-1)
-    other.fail(2, [b"c"])
+    other.withdraw("crash")
+    one.withdraw("crash")
+    other.submit("crash.2", [b"c"])
     until(lambda: one.seen.page and one.seen.page.failed, "the next one")
-    other.decide_crash(verdicts[0])
-    until(lambda: one.seen.crash == (2, verdicts[0]), "its verdict, also where no rank has failed")
+    other.decide("crash.2", verdicts[0])
+    until(lambda: one.seen.decisions.get("crash.2") == verdicts[0], "its verdict, also where no rank has failed")
 
 
 def test_who_is_not_heard_is_known_with_its_ranks(
     join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(council, "QUIET_S", 1.0)
+    monkeypatch.setattr(election, "QUIET_S", 1.0)
     monkeypatch.setattr(sessions, "QUIET_S", 1.0)
     nodes = [join(0), join(1), join(2, 3)]
     until(covered(*nodes), "each other")

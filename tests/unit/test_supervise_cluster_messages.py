@@ -54,7 +54,7 @@ from safelaunch.supervise.cluster.messages import (
     unpacked,
 )
 
-BEAT = Beat("a1", 7, (0, 1), 4, (0, 1), "suspecting", 3, 2.5, False, 4, "still", 2)
+BEAT = Beat("a1", 7, (0, 1), 4, (0, 1), "suspecting", 3, 2.5, False, 4, "still", submitted=(("hang.4", 2),))
 PLAIN, SIGNED = Codec("run"), Codec("run", b"a key of the job")
 
 
@@ -74,12 +74,20 @@ def test_what_is_written_is_read(codec: Codec) -> None:
         Beat("x" * 300, 1),
         Beat("a", 1, vote="yes"),  # type: ignore[arg-type]
         Beat("a", 1, window_s=1e9),
-        Beat("a", 1, chunks=1000),
+        Beat("a", 1, submitted=(("hang.4", 1000),)),
+        Beat("a", 1, submitted=(("../head", 1),)),
+        Beat("a", 1, decided="hang"),
     ],
 )
 def test_values_out_of_bounds_are_no_message(wrong: Beat) -> None:
     with pytest.raises(BadMessage):
         PLAIN.decode("b/1", PLAIN.encode("b/1", wrong), Beat)
+
+
+def test_a_message_of_another_version_is_none() -> None:
+    for body in ([7, 1, 9], ["v1", 7, 1, 9]):
+        with pytest.raises(BadMessage):
+            PLAIN.decode("head", PLAIN.seal("head", msgspec.msgpack.encode(body)), Page)
 
 
 def test_one_kind_is_not_taken_for_another() -> None:

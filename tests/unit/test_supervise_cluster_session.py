@@ -3,76 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from dict_store import DictStore
 from msgspec.structs import replace
 
 from safelaunch.supervise.cluster import session as sessions
-from safelaunch.supervise.cluster.council import SILENT_S
+from safelaunch.supervise.cluster.election import SILENT_S
 from safelaunch.supervise.cluster.messages import Beat, Codec, Node
-from safelaunch.supervise.cluster.seen import Seen
+from safelaunch.supervise.cluster.seen import Saying, Seen
 from safelaunch.supervise.cluster.session import Session
 
 PREFIX = "safelaunch/1/test"
-
-
-class Store:
-    """What ``Session`` wants of a store. ``damages``: whether what is read under a key now is damaged."""
-
-    own_address, is_local = "127.0.0.1", False
-
-    def __init__(self) -> None:
-        self.kept: dict[str, bytes] = {}
-        self.damages: Any = lambda key: False
-
-    def _read(self, key: str) -> bytes | None:
-        data = self.kept.get(key)
-        return data[: len(data) // 2] if data is not None and self.damages(key) else data
-
-    def get(self, key: str, *, deadline_s: float) -> bytes | None:
-        return self._read(key)
-
-    def read(self, key: str, *, deadline_s: float) -> bytes:
-        return self.kept[key]
-
-    def set(self, key: str, value: bytes, *, deadline_s: float) -> None:
-        self.kept[key] = value
-
-    def delete(self, key: str, *, deadline_s: float) -> None:
-        self.kept.pop(key, None)
-
-    def add(self, key: str, amount: int, *, deadline_s: float) -> int:
-        number = int(self.kept.get(key, b"0")) + amount
-        self.kept[key] = str(number).encode()
-        return number
-
-    def exchange(self, key: str, value: bytes, other: str, *, deadline_s: float) -> bytes | None:
-        self.kept[key] = value
-        return self._read(other)
-
-    def compare_set(self, key: str, expected: bytes, value: bytes, *, deadline_s: float) -> bytes:
-        if self.kept.get(key, b"") == expected:
-            self.kept[key] = value
-        return self.kept[key]
-
-    def has(self, keys: Sequence[str], *, deadline_s: float) -> bool:
-        return all(key in self.kept for key in keys)
-
-    def read_all(self, keys: Sequence[str], *, deadline_s: float) -> list[bytes]:
-        return [self._read(key) or b"" for key in keys]
-
-    def get_all(self, keys: Sequence[str], *, deadline_s: float) -> list[bytes] | None:
-        return self.read_all(keys, deadline_s=deadline_s) if self.has(keys, deadline_s=deadline_s) else None
 
 
 class Job:
     """Nodes of two ranks each; the first one leads. ``beats``: what each says."""
 
     def __init__(self, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.store = 100.0, Store()
+        self.now, self.store = 100.0, DictStore()
         monkeypatch.setattr(sessions, "time", SimpleNamespace(monotonic=lambda: self.now))
         codec = Codec(PREFIX)
         self.sessions = [
@@ -88,7 +39,7 @@ class Job:
         """All but these nodes speak once."""
         self.now += 0.5
         living = [number for number in range(len(self.sessions)) if number not in without]
-        return [self.sessions[number].round(self.beats[number], None) for number in living]
+        return [self.sessions[number].round(Saying(self.beats[number])) for number in living]
 
     def meet(self) -> None:
         for _ in range(3):
@@ -154,7 +105,7 @@ def test_one_that_ends_first_is_neither_silent_nor_judged(monkeypatch: pytest.Mo
     for _ in range(int(2 * SILENT_S) + 2):
         (seen,) = job.round(1)
     assert seen.page is not None and (seen.page.incident, seen.page.silent, seen.page.covered) == (1, (), False)
-    assert not seen.word.quiet and not seen.word.troubles
+    assert not seen.status.quiet and not seen.status.troubles
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -44,7 +44,7 @@ def told(found: Seen, store: Lost = "") -> NodeEvidence:
 def test_a_node_that_is_heard() -> None:
     versions = {"torch": "2.9", "safelaunch": "0.1", "script": "abc"}
     assert told(seen()) == NodeEvidence("there", 2, (2, 3), last="watching", **versions)
-    assert told(seen(replace(BEAT, crash=1, failed=2, trouble="oh"))).last == "failing"
+    assert told(seen(replace(BEAT, submitted=(("crash.1", 2),), trouble="oh"))).last == "failing"
 
 
 def test_a_silent_one_is_asked_whether_its_host_answers() -> None:

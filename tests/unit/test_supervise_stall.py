@@ -154,7 +154,7 @@ def test_a_rank_whose_words_have_not_arrived_is_not_still(tmp_path: Path, monkey
 
 def test_ranks_that_were_started_anew_are_under_no_suspicion(tmp_path: Path) -> None:
     watch, together = Watch(), Together()
-    together.let_go = lambda: None  # type: ignore[attr-defined]
+    together.withdraw = lambda: None  # type: ignore[attr-defined]
     case = case_of(watch, together, tmp_path)
     case.advance(Glance((), Event("suspect", SUSPECT), ()), 5.0)
     assert case.looking

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Annotated
 
@@ -192,6 +193,20 @@ def merged(own: Evidence, others: Sequence[Evidence]) -> Evidence:
         work=tuple(one for evidence in everybody for one in evidence.work),
         ends=any(evidence.ends for evidence in everybody if evidence.answer == answer),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What other nodes have submitted, as far as it can be read; ``notes``: what could not be."""
+
+    evidence: tuple[Evidence, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def with_own(self, own: Evidence) -> Evidence:
+        """The evidence of all nodes as one."""
+        own = replace(own, notes=(*own.notes, *self.notes))
+        return merged(own, self.evidence) if self.evidence else own
 
 
 _LEAST_KNOWN: tuple[Answer, ...] = ("alive", "unseen", "unknown", "dead")

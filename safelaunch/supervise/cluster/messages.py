@@ -29,26 +29,31 @@ MOST_EVIDENCE, LEAST_SHARE = 128 << 20, 64 << 10  # bytes of all nodes; of one i
 MOST_UNPACKED = 128 << 20
 LONGEST_TEXT = 400  # characters of what a node says in words
 MOST_TROUBLES = 8
-MOST_DUMPS = 4  # at once
+MOST_ASKED = 4  # questions at once
+MOST_SUBMITTED = 8  # rounds at once
 MOST_MEMBERS = 64
 _MAC_BYTES = 32
 
 Vote = Literal["", "moving", "active", "still", "stopped", "paused", "unknown"]
 Doing = Literal["watching", "suspecting", "stopping", "ended"]
 Phase = Literal["idle", "looking", "collecting", "decided", "agreed"]
+Action = Literal["kill", "restart", "dump"]
 Result = Literal["", "moving", "active", "stopped", "paused", "elsewhere"]
 
 _Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 _Rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
 _Name = Annotated[str, Meta(max_length=255)]
+Round = Annotated[str, Meta(max_length=64, pattern=r"^([a-z]+(\.[0-9]+)+)?$")]
+"""What evidence and a decision are about: ``hang.3``, ``crash.1``, ``ask.SLOT.NUMBER``, ``checks.EDITION``."""
+Kind = Literal["hang", "crash", "ask", "checks"]
 _Text = Annotated[str, Meta(max_length=LONGEST_TEXT)]
 _Slots = Annotated[tuple[_Count, ...], Meta(max_length=4096)]
 
 _T = TypeVar("_T")
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True):
-    """Base of all of them. Fields may be added at the end."""
+class Message(msgspec.Struct, frozen=True, array_like=True, tag="v2"):
+    """Base of all of them. The tag is the version of the protocol: what has another one cannot be read."""
 
 
 class Node(Message, frozen=True):
@@ -69,19 +74,26 @@ class Node(Message, frozen=True):
     node_rank: Annotated[int, Meta(ge=0, lt=1 << 20)] | None = None
 
 
+class Question(Message, frozen=True):
+    """What a node that asks all others wants: their evidence, or where their ranks' time goes. ``number``: its own."""
+
+    number: _Count = 0
+    kind: Literal["dump", "record"] = "dump"
+    duration_s: Annotated[float, Meta(ge=0.0, le=300.0)] = 0.0
+    ranks: Annotated[str, Meta(max_length=4096)] = ""
+
+
 class Beat(Message, frozen=True):
     """What a node says of itself, every half second. ``count`` moves with each; no clock travels.
 
     ``ranks``: those that it sees, of ``world``. ``attempt``: torchrun's restarts, and how often it started the workers.
     ``suspects``: the newest incident that was closed when it began to suspect the job; ``window_s`` between two looks;
-    ``at_limit``: the limit of its answer is reached. ``vote``, ``chunks`` of evidence (-1: none yet) and ``agrees`` (it
-    knows the decision) are about ``incident``. ``trouble``: what failed here on its own account, in words. ``agent``:
-    how torchrun is. ``crash``: the number of the crash that its ranks are part of (0: none), ``failed``: the chunks of
-    evidence about it (-1: none yet), ``decided``: the newest crash about which this node has stored a verdict.
-    ``step``: the lowest of its ranks; -1: none has stepped. ``asks``: the number of the dump that it asks all others
-    for; ``dumped``: the newest that it has answered, and the chunks of its evidence. ``anew``: torchrun has ended its
-    ranks though none had failed, as it does for a new round of the rendezvous, and has not started others yet.
-    ``checks``: the edition of what it has stored of its ranks' consistency checks; 0: nothing.
+    ``at_limit``: the limit of its answer is reached. ``vote`` and ``agrees`` (it knows the decision) are about
+    ``incident``. ``submitted``: the rounds in which its evidence is in the store, and in how many chunks; ``decided``:
+    the newest round about which it has stored a decision. ``trouble``: what failed here on its own account, in words.
+    ``agent``: how torchrun is. ``step``: the lowest of its ranks; -1: none has stepped. ``asks``: what it wants of all
+    others. ``anew``: torchrun has ended its ranks though none had failed, as it does for a new round of the rendezvous,
+    and has not started others yet.
     """
 
     incarnation: _Name
@@ -95,18 +107,20 @@ class Beat(Message, frozen=True):
     at_limit: bool = False
     incident: _Count = 0
     vote: Vote = ""
-    chunks: Annotated[int, Meta(ge=-1, le=MOST_CHUNKS)] = -1
     agrees: bool = False
     trouble: _Text = ""
     agent: AgentState = ""
-    crash: _Count = 0
-    failed: Annotated[int, Meta(ge=-1, le=MOST_CHUNKS)] = -1
-    decided: _Count = 0
     step: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1
-    asks: _Count = 0
-    dumped: tuple[_Count, Annotated[int, Meta(ge=-1, le=MOST_CHUNKS)]] = (0, -1)
     anew: bool = False
-    checks: _Count = 0
+    submitted: Annotated[
+        tuple[tuple[Round, Annotated[int, Meta(ge=0, le=MOST_CHUNKS)]], ...], Meta(max_length=MOST_SUBMITTED)
+    ] = ()
+    decided: Round = ""
+    asks: Question | None = None
+
+    def round_of(self, kind: Kind) -> Round:
+        """The newest round of this kind in which its evidence is in the store; empty for none."""
+        return next((round_ for round_, _ in self.submitted if round_.startswith(f"{kind}.")), "")
 
 
 class Page(Message, frozen=True):
@@ -115,7 +129,7 @@ class Page(Message, frozen=True):
     ``covered``: the ranks of the nodes that are heard are all ranks of the job. ``silent``: slots that are not heard;
     ``quiet``: not for a few seconds. ``stopping``: somebody stops the job there. ``troubles``: by slot.
     ``incident`` is the newest; in phase ``idle`` it is closed with ``result``. ``crash``: how many crashes have had
-    their verdict; ``failed``: slots whose ranks are part of the next one. ``dumps``: those that are asked for.
+    their verdict; ``failed``: slots whose ranks are part of the next one. ``asked``: what is wanted of all, by slot.
     ``world``: how many ranks the job has, if ``covered``. ``line``: who follows, should the leader be lost.
     ``members``: the edition of ``Members``; 0: there is none yet. ``anew``: slots whose ranks torchrun starts anew.
     ``compares``: the leader compares the consistency checks of all; ``wrong``: the edition of what that has found.
@@ -136,7 +150,7 @@ class Page(Message, frozen=True):
     troubles: Annotated[tuple[tuple[_Count, _Text], ...], Meta(max_length=MOST_TROUBLES)] = ()
     crash: _Count = 0
     failed: _Slots = ()
-    dumps: Annotated[tuple[_Count, ...], Meta(max_length=MOST_DUMPS)] = ()
+    asked: Annotated[tuple[tuple[_Count, Question], ...], Meta(max_length=MOST_ASKED)] = ()
     world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0
     line: _Slots = ()
     members: _Count = 0
@@ -144,13 +158,20 @@ class Page(Message, frozen=True):
     compares: bool = False
     wrong: _Count = 0
 
+    @property
+    def questions(self) -> dict[Round, Question]:
+        """What is wanted of all, by the round in which it is answered."""
+        return {ask_round(slot, question): question for slot, question in self.asked}
 
-class Question(Message, frozen=True):
-    """What a node that asks all others wants to know: their evidence, or where their ranks' time goes."""
+    def is_over(self, round_: Round) -> bool:
+        """Whether nobody needs the evidence of this round any more."""
+        if round_.startswith("hang."):
+            return round_ != f"hang.{self.incident}" or self.phase in ("idle", "agreed")
+        return round_.startswith("ask.") and round_ not in self.questions
 
-    kind: Literal["dump", "record"] = "dump"
-    duration_s: Annotated[float, Meta(ge=0.0, le=300.0)] = 0.0
-    ranks: Annotated[str, Meta(max_length=4096)] = ""
+
+def ask_round(slot: int, question: Question) -> Round:
+    return f"ask.{slot}.{question.number}"
 
 
 def node_count(page: Page | None) -> int:
@@ -168,13 +189,13 @@ class Members(Message, frozen=True):
 
 
 class Decision(Message, frozen=True):
-    """What all nodes do about an incident. ``host``, ``path``: where the whole bundle is, as its writer plans.
+    """What all nodes do about a round. ``host``, ``path``: where the whole bundle is, as its writer plans.
 
     ``step``: the lowest that a rank has marked.
     """
 
     verdict: Verdict
-    action: Literal["kill", "restart", "dump"]
+    action: Action
     host: _Name
     path: Annotated[str, Meta(max_length=4096)]
     step: int | None = None

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from safelaunch.model import Lost
-from safelaunch.supervise.cluster.messages import Beat, Decision, Doing, Node, Page, Question
+from safelaunch.supervise.cluster.messages import Beat, Decision, Doing, Node, Page, Round
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class PeerStatus:
     """What other nodes have said of themselves. ``stopping``: a user or a scheduler stops the job there.
 
     ``troubles``: what failed there on its own account. ``quiet``: how many have not been heard for a few seconds.
@@ -39,15 +39,23 @@ class Neighbour:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """What the other nodes have handed in for a dump that this one has asked for: by slot, chunks.
+class Gathered:
+    """What the other nodes have submitted in a round, by slot, in chunks.
 
-    ``complete``: every node that is heard has. ``number``: of the dump.
+    ``rounds``: of each slot, the round itself: of a kind that has editions, the newest that was read. ``missing``: of
+    how many nodes with ranks it may still come.
     """
 
-    number: int
-    complete: bool
-    evidence: Mapping[int, list[bytes]]
+    chunks: Mapping[int, list[bytes]] = field(default_factory=dict)
+    rounds: Mapping[int, Round] = field(default_factory=dict)
+    missing: int = 1
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.missing
+
+
+NOTHING = Gathered()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,47 +72,42 @@ class Peer:
 class Seen:
     """What is known at this moment. ``page`` None: there is nobody to talk to, and ``why``.
 
-    ``silent_s``: how long the leader has not been heard. ``leads``: this node is the leader; then ``complete`` says
-    that the evidence of the incident is there or need not be waited for, and ``evidence`` has that of the other nodes.
-    ``nodes``: the others, the first few. ``word``: what they said last, also of before the connection was lost.
+    ``silent_s``: how long the leader has not been heard. ``leads``: this node is the leader. ``gathered``: what others
+    have submitted, in the rounds in which this node gathers it; ``decisions``: those that are known, by round.
+    ``nodes``: the others, the first few. ``status``: what they said last, also of before the connection was lost.
 
     ``peers``: of the others those that lead, are not heard, fail or are stopped, as far as the leader tells of them;
-    those of before the connection was ``lost``. ``crash``: the newest verdict about a crash; ``halves``: the evidence
-    of others about it, by slot, where this node gathers it.
-
-    ``around``: every node as of some time, the last at which ``look_around`` asked; ``answers``: to ``ask_all``.
-    ``questions``: what other nodes ask of all, by number.
-
-    ``checks``: where this node leads, by slot, edition and bytes of the others' consistency checks; ``wrong``: what the
-    leader has found in them.
+    those of before the connection was ``lost``. ``around``: every node as of some time, the last at which
+    ``look_around`` asked. ``wrong``: what the leader has found in the consistency checks of all.
     """
 
     page: Page | None = None
     why: str = "no answer yet"
     leads: bool = False
-    complete: bool = False
     silent_s: float = 0.0
-    decision: tuple[int, Decision] | None = None
-    evidence: Mapping[int, list[bytes]] = field(default_factory=dict)
+    gathered: Mapping[Round, Gathered] = field(default_factory=dict)
+    decisions: Mapping[Round, Decision] = field(default_factory=dict)
     nodes: tuple[Node, ...] = ()
-    word: Word = field(default_factory=Word)
+    status: PeerStatus = field(default_factory=PeerStatus)
     is_local: bool = False  # the store's host is this one
     peers: tuple[Peer, ...] = ()
     lost: Lost = ""
     slot: int = 0
-    crash: tuple[int, Decision] | None = None
-    halves: Mapping[int, list[bytes]] = field(default_factory=dict)
     around: tuple[float, tuple[Neighbour, ...]] = (0.0, ())
-    answers: Answers | None = None
-    checks: Mapping[int, tuple[int, bytes]] = field(default_factory=dict)
     wrong: bytes = b""
-    questions: Mapping[int, Question] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Crash:
-    """This node's part in a crash: its evidence, whether it reads that of the others, the verdict it has reached."""
+class Saying:
+    """What this node has to say in the next round of the channel.
 
-    chunks: list[bytes] = field(default_factory=list)
-    gathers: bool = False
-    decision: Decision | None = None
+    ``submitted``: its evidence, one round of each kind. ``gathers``: the rounds, or kinds, of which it reads what the
+    others have submitted. ``decisions``: that it has reached. ``wrong``: what it has found in the checks of all.
+    """
+
+    beat: Beat
+    submitted: Mapping[str, tuple[Round, list[bytes]]] = field(default_factory=dict)
+    gathers: frozenset[str] = frozenset()
+    decisions: Mapping[Round, Decision] = field(default_factory=dict)
+    wrong: bytes = b""
+    looks_around: bool = False

@@ -1,10 +1,9 @@
 """One connection of a supervisor to the store: a beat up and a page down each round, and what lies beside them there.
 
 ``Channel`` runs it in its thread. Keys, below the job's prefix: ``n`` counts the slots; ``m/SLOT`` is who a node is and
-``b/SLOT`` its beat; ``head`` is the leader's page, and ``members`` what it says of single nodes; ``e/``, ``x/`` and
-``c/`` are evidence about an incident, for who asks and about a crash; ``q/`` is what is asked; ``d/`` and ``k/`` are
-decisions about an incident and a crash. ``s/SLOT`` has a node's newest consistency checks, and ``wrong`` what the
-leader has found in those of all.
+``b/SLOT`` its beat; ``head`` is the leader's page, and ``members`` what it says of single nodes; ``e/ROUND/SLOT`` is a
+node's evidence in a round, and ``d/ROUND`` the decision about it, of which the first one counts; ``wrong`` is what the
+leader has found in the consistency checks of all.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from contextlib import suppress
 
 from msgspec import structs
 
-from safelaunch.supervise.cluster.board import Board
-from safelaunch.supervise.cluster.council import QUIET_S, SILENT_S, Given, Hearing, Leader, Succession
+from safelaunch.supervise.cluster.election import QUIET_S, SILENT_S, Given, Hearing, Leader, Succession
 from safelaunch.supervise.cluster.messages import (
     MOST_MEMBERS,
     BadMessage,
@@ -28,17 +26,18 @@ from safelaunch.supervise.cluster.messages import (
     Members,
     Node,
     Page,
-    Question,
+    Round,
 )
-from safelaunch.supervise.cluster.seen import Answers, Crash, Neighbour, Peer, Seen, Word
+from safelaunch.supervise.cluster.seen import Gathered, Neighbour, Peer, PeerStatus, Saying, Seen
 from safelaunch.supervise.cluster.store import LARGEST_VALUE, Store
 
 ANSWER_S = 15.0  # the store's only thread may be resolving a name
 GOODBYE_S = 1.0
-SEE_OFF_EVERY_S = 0.1
+DRAIN_EVERY_S = 0.1
 MOST_NAMED = 8
 CROWD, CROWD_MEMBERS = 64, 16  # nodes; of more, so many at most are told of: each of them reads it
-MOST_HALVES = 64  # of a crash, that one node reads
+MOST_HALVES = 64  # of a crash, that one node reads: there is little time
+MOST_DECISIONS = 8
 NEW_AT_ONCE, MOST_QUESTIONS = 64, 64  # slots that are asked for together; such questions in a round
 OVERWRITES = 3  # in a round, of what a stranger writes over the leader's page
 FETCH_S = 2.0  # for evidence in one round: a leader that reads on is not heard
@@ -72,26 +71,15 @@ class Session:
         self._nodes: dict[int, Node] = {}
         self._members: dict[int, tuple[Node, Beat]] = {}
         self._members_bytes, self._edition = b"", 0
-        self._evidence: dict[int, list[bytes]] = {}
-        self._evidence_of = 0  # the incident
-        self._handed_in: list[str] = []
-        self._decision: tuple[int, Decision] | None = None
         self._page: Page | None = None
         self._page_s = 0.0
-        self.looks_around = False
-        self.asks: Question | None = None
         self._around: tuple[float, tuple[Neighbour, ...]] = (0.0, ())
-        self._asked = 0  # the number of the question that this node asks
-        self._asking: Question | None = None  # that question
-        self._answers: dict[int, list[bytes]] = {}
-        self._questions: dict[int, Question] = {}
-        self._dumped = (0, -1)
-        self._handed_in_dumps: list[str] = []
         self._quiet_since: dict[int, float] = {}
-        self._failed_in = self._decided = 0  # the crash about which this node's evidence, and its verdict, is stored
-        self._crash: tuple[int, Decision] | None = None
-        self._halves: dict[int, list[bytes]] = {}
-        self.board = Board(self._slot, self._sealed, self._unsealed)
+        self._submitted: dict[str, tuple[Round, int]] = {}  # by kind, what is in the store, and its chunks
+        self._gathered: dict[str, dict[int, tuple[Round, list[bytes]]]] = {}
+        self._decisions: dict[Round, Decision] = {}
+        self._decided: Round = ""
+        self._wrong, self._wrong_edition = b"", 0
         self._written = codec.encode(f"m/{self._slot}", self._node)
         self._write(f"m/{self._slot}", self._written)
 
@@ -109,30 +97,14 @@ class Session:
         self._store = store
         return True
 
-    def hand_in(self, incident: int, chunks: list[bytes]) -> int:
-        for number, chunk in enumerate(chunks):
-            place = f"e/{incident}/{self._slot}/{number}"
-            self._write(place, self._codec.seal(place, chunk))
-            self._handed_in.append(place)
-        return len(chunks)
-
-    def hand_in_dump(self, number: int, chunks: list[bytes]) -> None:
-        while self._handed_in_dumps:  # who asked for the last one may have gone without it
-            self._store.delete(f"{self._prefix}/{self._handed_in_dumps.pop()}", deadline_s=ANSWER_S)
-        for at, chunk in enumerate(chunks):
-            place = f"x/{number}/{self._slot}/{at}"
-            self._write(place, self._codec.seal(place, chunk))
-            self._handed_in_dumps.append(place)
-        self._dumped = number, len(chunks)
-
     def leave(self, beat: Beat) -> None:
         self._count += 1
         doing = beat.doing if beat.doing == "stopping" else "ended"
-        beat = structs.replace(beat, incarnation=self._node.incarnation, count=self._count, doing=doing)
+        beat = structs.replace(self._own(beat), doing=doing)
         place = f"b/{self._slot}"
         self._store.set(f"{self._prefix}/{place}", self._codec.encode(place, beat), deadline_s=GOODBYE_S)
 
-    def see_off(self, patience_s: float) -> None:
+    def drain(self, patience_s: float) -> None:
         """Waits until all others have left, or are not heard: the store ends with this node."""
         hearing, until = Hearing(), time.monotonic() + patience_s
         while (now := time.monotonic()) < until:
@@ -140,97 +112,137 @@ class Session:
             hearing.hear({slot: (beat.incarnation, beat.count) for slot, beat in others.items()}, now)
             if all(hearing.silent_s(slot, now) >= QUIET_S for slot in others):
                 return
-            time.sleep(SEE_OFF_EVERY_S)
+            time.sleep(DRAIN_EVERY_S)
 
-    def round(self, beat: Beat, deciding: tuple[int, Decision] | None) -> Seen:
+    def round(self, saying: Saying) -> Seen:
         self._count += 1
-        self._ask()
-        dumps = {"asks": max(self._asked, 0), "dumped": self._dumped}
-        own = {"incarnation": self._node.incarnation, "count": self._count, "checks": self.board.edition}
-        beat = structs.replace(beat, **own, **dumps)
-        head = self._exchange(self._codec.encode(f"b/{self._slot}", beat))
+        self._submit(saying)
+        self._decide(saying)
+        head = self._exchange(self._codec.encode(f"b/{self._slot}", self._own(saying.beat)))
         now = time.monotonic()
         page = self._read_page(head, now)
-        complete = False
+        gathered: dict[str, Gathered] = {}
         if self._leader is not None:
-            page, complete = self._lead(self._leader, deciding, now)
+            page, beats, heard = self._lead(self._leader, saying, now)
+            gathered = self._gather(saying.gathers, beats, heard, now)
+            self._look_around(saying, page, beats, heard, now)
         elif page is None:
             if not self._page_bytes or self._is_strangers(now):
                 self._begin_to_lead(Page(leader=self._slot), now)
                 page = self._page
-        elif self._succession.is_orphaned(page, now) and self._succession.is_due(self._slot, page, now):
-            beats = self._beats()
-            if self._succession.takes_over(self._slot, beats, now):
-                hearing = self._succession.hearing(page.leader, now)
-                self._begin_to_lead(structs.replace(page, leader=self._slot, epoch=page.epoch + 1), now, hearing)
-        if page is not None and page.phase in ("decided", "agreed"):
-            self._read_decision(page.incident)
-        if page is not None and page.crash > (self._crash[0] if self._crash is not None else 0):
-            self._read_crash(page.crash)  # at once: the store may end with the ranks of another node
-        if page is not None and page.phase in ("idle", "agreed"):
-            while self._handed_in:  # nothing expires in the store
-                self._store.delete(f"{self._prefix}/{self._handed_in.pop()}", deadline_s=ANSWER_S)
-        silent_s = now - self._page_s if page is not None else 0.0
-        if page is not None and self._leader is None:
+        else:
+            self._succeed(page, now)
             self._read_members(page)
-            self.board.read_wrong(page)
-        answers = self._of_all(page, now) if page is not None else None
+            self._read_wrong(page)
+            wanted = frozenset(one for one in saying.gathers if "." in one)
+            if wanted or saying.looks_around:
+                beats = self._beats()
+                heard = {s: beat for s, beat in beats.items() if beat.doing != "ended" and s not in page.silent}
+                gathered = self._gather(wanted, beats, heard, now)
+                self._look_around(saying, page, beats, heard, now)
+        if page is not None:
+            self._read_decisions(page)
         return Seen(
             page=page,
             why="they use a different key or protocol version" if self._unreadable_s is not None else "",
             leads=self._leader is not None,
-            complete=complete,
-            silent_s=silent_s,
-            decision=self._decision,
-            evidence=dict(self._evidence),
+            silent_s=now - self._page_s if page is not None else 0.0,
+            gathered=gathered,
+            decisions=dict(self._decisions),
             nodes=tuple(self._nodes.values()),
-            word=self._word(page),
+            status=self._status(page),
             is_local=self._store.is_local,
             peers=self._know(page, now) if page is not None else (),
             slot=self._slot,
-            crash=self._crash,
-            halves=dict(self._halves),
             around=self._around,
-            answers=answers,
-            checks=dict(self.board.checks) if self._leader is not None else {},
-            wrong=self.board.wrong,
-            questions=self._hear_questions(page) if page is not None else {},
+            wrong=self._wrong,
         )
 
-    # --- what is asked of all nodes: a view for a person, their evidence for a dump, their samples -----------------
+    def _own(self, beat: Beat) -> Beat:
+        """With what this session knows of itself."""
+        submitted = tuple(self._submitted.values())
+        own = {"incarnation": self._node.incarnation, "count": self._count}
+        return structs.replace(beat, submitted=submitted, decided=self._decided, **own)
 
-    def _ask(self) -> None:
-        """Asks, or asks no longer, for what this node wants of all: the question is there before anybody is asked."""
-        asks = self.asks
-        if self._asked and asks is not self._asking:  # one question may follow another within a round
-            self._store.delete(f"{self._prefix}/q/{self._asked}", deadline_s=ANSWER_S)
-            self._asked = 0
-        if asks is not None and not self._asked:
-            self._asked, self._answers = self._store.add(f"{self._prefix}/x", 1, deadline_s=ANSWER_S), {}
-            self._asking = asks
-            place = f"q/{self._asked}"
-            self._write(place, self._codec.encode(place, asks))
+    # --- a round of all nodes about something: evidence, and a decision ---------------------------------------------
 
-    def _hear_questions(self, page: Page) -> dict[int, Question]:
-        """What others want to know, by the number under which they do. One that says nothing wants the evidence."""
-        for number in page.dumps:
-            if number not in self._questions and number != self._asked:
-                place = f"q/{number}"
-                data = self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
-                self._questions[number] = Question()
-                with suppress(BadMessage):
-                    self._questions[number] = self._codec.decode(place, data, Question) if data else Question()
-        self._questions = {number: one for number, one in self._questions.items() if number in page.dumps}
-        return dict(self._questions)
+    def _submit(self, saying: Saying) -> None:
+        """Stores what is new of this node's evidence. Nothing expires in the store: what is over is removed."""
+        current = {round_ for round_, _ in saying.submitted.values()}
+        for kind, (round_, count) in list(self._submitted.items()):
+            if round_ not in current:
+                for at in range(count):
+                    self._store.delete(f"{self._prefix}/{_place(round_, self._slot, at)}", deadline_s=ANSWER_S)
+                del self._submitted[kind]
+        for kind, (round_, chunks) in saying.submitted.items():
+            if kind not in self._submitted:
+                for at, chunk in enumerate(chunks):
+                    self._seal(_place(round_, self._slot, at), chunk)
+                self._submitted[kind] = round_, len(chunks)
 
-    def _of_all(self, page: Page, now: float) -> Answers | None:
-        if not (self.looks_around or self._asked):
-            return None
-        beats = self._beats()
-        heard = {s: beat for s, beat in beats.items() if beat.doing != "ended" and s not in page.silent}
-        if self.looks_around:
+    def _gather(
+        self, wanted: frozenset[str], beats: Mapping[int, Beat], heard: Mapping[int, Beat], now: float
+    ) -> dict[str, Gathered]:
+        """Reads what the others have submitted, for a while: a leader that reads on is not heard."""
+        self._gathered = {one: self._gathered.get(one, {}) for one in wanted}
+        for one, found in self._gathered.items():
+            most = MOST_HALVES if one.startswith("crash.") else len(beats)
+            for slot, beat in beats.items():
+                for round_, count in beat.submitted:
+                    is_it = round_ == one or ("." not in one and round_.startswith(f"{one}."))
+                    is_new = slot != self._slot and (slot not in found or found[slot][0] != round_)
+                    if is_it and is_new and len(found) < most and time.monotonic() < now + FETCH_S:
+                        found[slot] = round_, self._chunks(round_, slot, count)
+        others = {slot for slot, beat in heard.items() if beat.ranks and slot != self._slot}
+        return {
+            one: Gathered(
+                {slot: chunks for slot, (_, chunks) in found.items()},
+                {slot: round_ for slot, (round_, _) in found.items()},
+                len(others - found.keys()),
+            )
+            for one, found in self._gathered.items()
+        }
+
+    def _chunks(self, round_: Round, slot: int, count: int) -> list[bytes]:
+        """A node's evidence; empty where it cannot be read."""
+        try:
+            return [self._unseal(_place(round_, slot, at)) for at in range(count)]
+        except BadMessage:
+            return []
+
+    def _decide(self, saying: Saying) -> None:
+        """Stores a decision where nobody has stored another one; what is stored is everybody's."""
+        for round_, decision in saying.decisions.items():
+            if round_ not in self._decisions:
+                place, data = f"d/{round_}", self._codec.encode(f"d/{round_}", decision)
+                stored = self._store.compare_set(f"{self._prefix}/{place}", b"", data, deadline_s=ANSWER_S)
+                self._know_decision(round_, stored, decision)
+                self._decided = round_
+
+    def _read_decisions(self, page: Page) -> None:
+        """Those about a hang once the page says so; about a crash at once: the store may end with another node."""
+        hang = f"hang.{page.incident}" if page.phase in ("decided", "agreed") else ""
+        crashes = (self._submitted.get("crash", ("", 0))[0], f"crash.{page.crash}" if page.crash else "")
+        for round_ in filter(None, dict.fromkeys((hang, *crashes))):
+            if round_ not in self._decisions:
+                data = self._store.get(f"{self._prefix}/d/{round_}", deadline_s=ANSWER_S)
+                self._know_decision(round_, data or b"")
+
+    def _know_decision(self, round_: Round, data: bytes, otherwise: Decision | None = None) -> None:
+        try:
+            found: Decision | None = self._codec.decode(f"d/{round_}", data, Decision)
+        except BadMessage:
+            found = otherwise
+        if found is not None:
+            self._decisions = dict([*self._decisions.items(), (round_, found)][-MOST_DECISIONS:])
+
+    # --- a view for a person ----------------------------------------------------------------------------------------
+
+    def _look_around(
+        self, saying: Saying, page: Page, beats: Mapping[int, Beat], heard: Mapping[int, Beat], now: float
+    ) -> None:
+        if saying.looks_around:
             self._around = now, self._neighbours(page, beats, heard)
-        return self._answered(heard) if self._asked else None
 
     def _neighbours(self, page: Page, beats: Mapping[int, Beat], heard: Mapping[int, Beat]) -> tuple[Neighbour, ...]:
         self._learn(sorted(beats.keys() - self._known.keys()))
@@ -250,28 +262,6 @@ class Session:
             # One whose ranks another has now has only come back under another slot.
             if slot in self._known and (slot in heard or not heard_ranks.issuperset(beat.ranks))
         )
-
-    def _answered(self, heard: Mapping[int, Beat]) -> Answers:
-        others = {slot: beat for slot, beat in heard.items() if beat.ranks and slot != self._slot}
-        for slot, beat in others.items():
-            number, chunks = beat.dumped
-            if number == self._asked and slot not in self._answers:
-                places = [f"x/{number}/{slot}/{at}" for at in range(max(chunks, 0))]
-                self._answers[slot] = self._chunks(places)
-                for place in places:
-                    self._store.delete(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
-        return Answers(self._asked, others.keys() <= self._answers.keys(), dict(self._answers))
-
-    def _chunks(self, places: Sequence[str]) -> list[bytes]:
-        """A node's evidence; empty where it cannot be read."""
-        found = []
-        for place in places:
-            data = self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
-            try:
-                found.append(self._codec.open(place, data or b""))
-            except BadMessage:
-                return []
-        return found
 
     # --- following --------------------------------------------------------------------------------------------------
 
@@ -304,24 +294,19 @@ class Session:
         self._page, self._page_s = found, now
         return self._page
 
-    def _read_decision(self, incident: int) -> None:
-        if self._decision is not None and self._decision[0] == incident:
-            return
-        place = f"d/{incident}"
-        data = self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
-        if data is not None:
-            try:
-                self._decision = incident, self._codec.decode(place, data, Decision)
-            except BadMessage:
-                return
-
-    def _word(self, page: Page | None) -> Word:
+    def _status(self, page: Page | None) -> PeerStatus:
         if page is None:
-            return Word()
+            return PeerStatus()
         others = [slot for slot in page.stopping if slot != self._slot]
         troubles = tuple(text for slot, text in page.troubles if slot != self._slot)
         anew = any(slot != self._slot for slot in page.anew)
-        return Word(bool(others), troubles, sum(slot != self._slot for slot in page.quiet), anew=anew)
+        return PeerStatus(bool(others), troubles, sum(slot != self._slot for slot in page.quiet), anew=anew)
+
+    def _read_wrong(self, page: Page) -> None:
+        if page.wrong != self._wrong_edition:
+            self._wrong_edition = page.wrong
+            with suppress(BadMessage):
+                self._wrong = self._unseal("wrong")
 
     def _read_members(self, page: Page) -> None:
         if page.members == self._edition:
@@ -365,11 +350,6 @@ class Session:
                 with suppress(BadMessage):
                     self._known[slot] = self._codec.decode(f"m/{slot}", data, Node)
 
-    def _beats_of(self, slots: Sequence[int]) -> dict[int, Beat]:
-        """Their beats; none where one is missing."""
-        found = self._store.get_all([f"{self._prefix}/b/{slot}" for slot in slots], deadline_s=ANSWER_S) or []
-        return self._decoded(slots, found)
-
     def _decoded(self, slots: Sequence[int], found: Sequence[bytes]) -> dict[int, Beat]:
         """The newest beat of each. While one cannot be read, the last one counts, by which nobody is heard for long.
 
@@ -382,52 +362,6 @@ class Session:
                 if known is None or known.incarnation != beat.incarnation or beat.count >= known.count:
                     self._newest[slot] = beat
         return {slot: self._newest[slot] for slot in slots if slot in self._newest}
-
-    # --- a crash ----------------------------------------------------------------------------------------------------
-
-    def attend(self, beat: Beat, crash: Crash) -> tuple[int, int]:
-        """Stores what this node knows of a crash and reads what others do: chunks stored, and the verdict's number."""
-        number = beat.crash
-        if self._failed_in != number:
-            for at, chunk in enumerate(crash.chunks):
-                place = f"c/{number}/{self._slot}/{at}"
-                self._write(place, self._codec.seal(place, chunk))
-            self._failed_in, self._halves = number, {}
-        if not self._knows(number):
-            self._read_crash(number)
-        if crash.decision is not None and not self._knows(number):
-            self._crash = number, self._first(f"k/{number}", crash.decision)
-            self._decided = number
-        if crash.gathers and not self._knows(number):
-            self._gather(number)
-        return len(crash.chunks), self._decided
-
-    def _knows(self, crash: int) -> bool:
-        return self._crash is not None and self._crash[0] == crash
-
-    def _read_crash(self, number: int) -> None:
-        place = f"k/{number}"
-        data = self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S)
-        if data is not None:
-            with suppress(BadMessage):
-                self._crash = number, self._codec.decode(place, data, Decision)
-
-    def _gather(self, number: int) -> None:
-        page = self._page
-        failed = (page.failed if page is not None else ())[:MOST_HALVES]
-        left = [slot for slot in failed if slot != self._slot and slot not in self._halves]
-        for slot, beat in self._beats_of(left).items():
-            if beat.crash == number and beat.failed >= 0:
-                self._halves[slot] = self._chunks([f"c/{number}/{slot}/{at}" for at in range(beat.failed)])
-
-    def _first(self, place: str, decision: Decision) -> Decision:
-        """Stores it, where nobody has stored another one; returns what is stored."""
-        data = self._codec.encode(place, decision)
-        stored = self._store.compare_set(f"{self._prefix}/{place}", b"", data, deadline_s=ANSWER_S)
-        try:
-            return self._codec.decode(place, stored, Decision)
-        except BadMessage:
-            return decision
 
     # --- leading ----------------------------------------------------------------------------------------------------
 
@@ -471,7 +405,16 @@ class Session:
             self._members_bytes = b""
             self._hearing = hearing or Hearing()
 
-    def _lead(self, leader: Leader, deciding: tuple[int, Decision] | None, now: float) -> tuple[Page, bool]:
+    def _succeed(self, page: Page, now: float) -> None:
+        """Takes over from a leader that is not heard, where this node is the next."""
+        if self._succession.is_orphaned(page, now) and self._succession.is_due(self._slot, page, now):
+            beats = self._beats()
+            if self._succession.takes_over(self._slot, beats, now):
+                hearing = self._succession.hearing(page.leader, now)
+                self._begin_to_lead(structs.replace(page, leader=self._slot, epoch=page.epoch + 1), now, hearing)
+
+    def _lead(self, leader: Leader, saying: Saying, now: float) -> tuple[Page, dict[int, Beat], dict[int, Beat]]:
+        """Writes the next page. Returns it, all beats, and those of the nodes that are heard."""
         beats = self._beats()
         self._hearing.hear({slot: (beat.incarnation, beat.count) for slot, beat in beats.items()}, now)
         here = {slot: beat for slot, beat in beats.items() if beat.doing != "ended"}
@@ -479,23 +422,24 @@ class Session:
         heard_ranks = {rank for beat in heard.values() for rank in beat.ranks}
         # One whose ranks another has now has only come back under another slot.
         silent = tuple(s for s in sorted(here.keys() - heard.keys()) if not heard_ranks.issuperset(here[s].ranks))
-        decided = deciding is not None and deciding[0] == leader.page.incident and leader.page.phase == "collecting"
         quiet = tuple(
             slot for slot in here if self._hearing.silent_s(slot, now) >= QUIET_S and (slot in silent or slot in heard)
         )
-        given = Given(heard, silent, decided, quiet, beats)
-        page = leader.page = self.board.with_wrong(self._introduce(leader.next(given, now), beats))
-        if self.board.compares:
-            self.board.read_checks(heard, now + FETCH_S)
-        if deciding is not None and decided and page.phase == "decided":  # it is there before the page says so
-            self._decision = page.incident, self._first(f"d/{page.incident}", deciding[1])
+        decided = f"hang.{leader.page.incident}" in self._decisions  # it is there before the page says so
+        page = leader.next(Given(heard, silent, decided, quiet, beats), now)
+        page = leader.page = self._with_wrong(self._introduce(page, beats), saying)
         data = self._codec.encode("head", page)
-        if not self._overwrite_page(data, now):
-            return page, False
-        self._page, self._page_bytes, self._page_s = page, data, now
-        if page.phase == "collecting":
-            self._fetch(page.incident, heard, now)
-        return page, leader.is_complete(given, now) and self._has_fetched(page.incident, heard)
+        if self._overwrite_page(data, now):
+            self._page, self._page_bytes, self._page_s = page, data, now
+        return page, beats, heard
+
+    def _with_wrong(self, page: Page, saying: Saying) -> Page:
+        """Writes what was found in the checks where that has changed, and returns the page with its edition."""
+        if saying.wrong not in (b"", self._wrong):
+            self._seal("wrong", saying.wrong)
+            self._wrong, self._wrong_edition = saying.wrong, page.wrong + 1
+            page = structs.replace(page, wrong=self._wrong_edition)
+        return structs.replace(page, compares="checks" in saying.gathers)
 
     def _introduce(self, page: Page, beats: Mapping[int, Beat]) -> Page:
         """Writes ``Members`` where that has changed, and returns the page with its edition."""
@@ -540,28 +484,10 @@ class Session:
                 middle = len(batch) // 2
                 batches += [batch[middle:], batch[:middle]]
 
-    def _fetch(self, incident: int, heard: Mapping[int, Beat], now: float) -> None:
-        if self._evidence_of != incident:
-            self._evidence, self._evidence_of = {}, incident
-        for slot, beat in heard.items():
-            if time.monotonic() - now > FETCH_S:
-                return
-            mine = beat.incident == incident and slot != self._slot
-            if not mine or beat.chunks < 0 or slot in self._evidence:
-                continue
-            self._evidence[slot] = self._chunks([f"e/{incident}/{slot}/{number}" for number in range(beat.chunks)])
-
-    def _has_fetched(self, incident: int, heard: Mapping[int, Beat]) -> bool:
-        return all(
-            slot in self._evidence
-            for slot, beat in heard.items()
-            if slot != self._slot and beat.incident == incident and beat.chunks >= 0
-        )
-
-    def _sealed(self, place: str, body: bytes) -> None:
+    def _seal(self, place: str, body: bytes) -> None:
         self._write(place, self._codec.seal(place, body))
 
-    def _unsealed(self, place: str) -> bytes:
+    def _unseal(self, place: str) -> bytes:
         """Raises BadMessage."""
         return self._codec.open(place, self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S) or b"")
 
@@ -569,7 +495,12 @@ class Session:
         self._store.set(f"{self._prefix}/{place}", data, deadline_s=ANSWER_S)
 
 
+def _place(round_: Round, slot: int, at: int) -> str:
+    return f"e/{round_}/{slot}/{at}"
+
+
 def _lasting(beat: Beat) -> Beat:
     """What all may know of it: nothing that changes with every step."""
-    kept = {name: getattr(beat, name) for name in ("ranks", "world", "attempt", "doing", "trouble", "agent", "crash")}
-    return Beat(beat.incarnation, 0, failed=beat.failed, **kept)
+    kept = {name: getattr(beat, name) for name in ("ranks", "world", "attempt", "doing", "trouble", "agent")}
+    crash = tuple(one for one in beat.submitted if one[0].startswith("crash."))
+    return Beat(beat.incarnation, 0, submitted=crash, **kept)

@@ -12,7 +12,7 @@ from itertools import chain
 
 from msgspec.structs import replace
 
-from safelaunch.supervise.cluster.messages import MOST_DUMPS, MOST_TROUBLES, Beat, Page, Phase, Result
+from safelaunch.supervise.cluster.messages import MOST_ASKED, MOST_TROUBLES, Beat, Page, Phase, Result
 
 SILENT_S = 15.0  # a node whose count has not moved for so long is not heard
 QUIET_S = 2.5  # several beats: worth a word where something else is the matter
@@ -131,12 +131,12 @@ class Leader:
             quiet=given.quiet[:4096],
             stopping=tuple(slot for slot, beat in given.last.items() if beat.doing == "stopping")[:4096],
             troubles=tuple((slot, b.trouble) for slot, b in given.last.items() if b.trouble)[:MOST_TROUBLES],
-            dumps=tuple(sorted(beat.asks for beat in given.heard.values() if beat.asks)[:MOST_DUMPS]),
+            asked=tuple((slot, beat.asks) for slot, beat in given.heard.items() if beat.asks is not None)[:MOST_ASKED],
             line=tuple(sorted(slot for slot in given.heard if slot != self.page.leader)[:LINE]),
             anew=tuple(slot for slot, beat in given.heard.items() if beat.anew)[:4096],
         )
-        crash = page.crash + any(beat.decided == page.crash + 1 for beat in given.last.values())
-        failed = tuple(slot for slot, beat in given.last.items() if beat.crash == crash + 1 and beat.failed >= 0)
+        crash = page.crash + any(beat.decided == f"crash.{page.crash + 1}" for beat in given.last.values())
+        failed = tuple(slot for slot, beat in given.last.items() if beat.round_of("crash") == f"crash.{crash + 1}")
         page = replace(page, crash=crash, failed=failed[:4096])
         if page.phase in ("idle", "agreed"):
             page = self._opened(page, given, now)
@@ -150,12 +150,6 @@ class Leader:
             page = self._advanced(page, given, now)
         self.page = page
         return page
-
-    def is_complete(self, given: Given, now: float) -> bool:
-        """Whether the evidence of all is there, or need not be waited for any longer."""
-        mine = _of(given, self.page.incident)
-        complete = len(mine) == len(_judged(given)) and all(beat.chunks >= 0 for beat in mine.values())
-        return self.page.phase == "collecting" and (complete or now - self._since_s >= EVIDENCE_S)
 
     def _opened(self, page: Page, given: Given, now: float) -> Page:
         asking = [b for b in given.heard.values() if b.doing == "suspecting" and b.suspects >= page.incident]

@@ -1,0 +1,406 @@
+"""A round of all nodes of a job: each submits its evidence, and one of them decides, or reads it for who asks.
+
+There is one kind of round, whatever it is about: ``hang``, ``crash``, a dump or a recording that somebody asks for.
+They differ in who judges, how long that waits for the others, and what ends the round without a decision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from safelaunch.bundle.staging import name_of
+from safelaunch.capture.redaction import without_secrets
+from safelaunch.model import BundlePlace, Evidence, NodeEvidence
+from safelaunch.model.recording import Recording, bounded, check
+from safelaunch.supervise.answer import proves
+from safelaunch.supervise.cluster.channel import Channel
+from safelaunch.supervise.cluster.election import SILENT_S
+from safelaunch.supervise.cluster.evidence import Others, Shared, aged, condensed, received
+from safelaunch.supervise.cluster.messages import (
+    LONGEST_TEXT,
+    MOST_RANKS,
+    Action,
+    BadMessage,
+    Decision,
+    Page,
+    Question,
+    Round,
+    ask_round,
+    node_count,
+    packed,
+    share_of,
+    unpacked,
+)
+from safelaunch.supervise.cluster.seen import NOTHING, Gathered, PeerStatus, Seen
+from safelaunch.supervise.incident import Agreement, Circumstances, judged
+from safelaunch.supervise.small_files import apart, small_files
+from safelaunch.system.decoding import from_msgpack
+
+SETTLE_S = 75.0  # from a node's evidence of a hang to the leader's decision
+EVIDENCE_S = 25.0  # for that of the others
+AGREE_S = 9.0  # for all to know it
+FEW = 16  # nodes whose Flight Recorders travel as they are
+CRASH_S = 4.0  # torchrun's agents, in one of which the nodes talk, are held for 6 s, the look at the ranks included
+HEAR_S = 2.5  # for the evidence of the others whose ranks fail
+EFFECTS_S = 2.8  # nobody's own failure is known by then
+HOSTS_S = 1.0  # the others read the verdict where this node's agent hosts the store
+CROWD = 64  # nodes; of more, not every one reads what all others know
+ANSWER_S = 30.0  # for what the other nodes are asked
+ASKED_EVERY_S = 5.0  # between two questions of others
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """How a round goes. ``over``: it ends without a decision. ``judges``: this node reads what the others submit, and,
+    once ``complete``, judges all of it by ``with_answer`` of the whole evidence.
+    """
+
+    patience_s: float
+    over: Callable[[Seen], bool]
+    judges: Callable[[Seen, Page, float], bool]
+    complete: Callable[[Seen, Page, Gathered, float], bool]
+    with_answer: Callable[[Evidence], Evidence]
+    action: Action
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """What this node has made of the evidence of all."""
+
+    decision: Decision
+    evidence: Evidence
+    others: Others
+
+
+class Rounds:
+    """This node's part. ``nodes``: what it knows of all of them. ``hang``, ``crash`` and what ``asking`` gives wait for
+    the others; everything else returns at once.
+    """
+
+    def __init__(
+        self, channel: Channel, about: Circumstances, nodes: Callable[[], tuple[NodeEvidence, ...]], action: Action
+    ) -> None:
+        """``action``: what this node wants to be done about a job that hangs."""
+        self._channel = channel
+        self._about = about
+        self._nodes = nodes
+        self._action: Action = action
+        self._past: int | None = None  # crashes that had their verdict as the ranks were started
+        self._answered: set[Round] = set()
+        self._next_s = 0.0
+        self._number = 0  # of this node's newest question
+        self._one_at_a_time = threading.Lock()
+
+    @property
+    def page(self) -> Page | None:
+        """What the leader says, if it is heard."""
+        seen = self._channel.seen
+        return seen.page if seen.silent_s < SILENT_S else None
+
+    # --- a hang -----------------------------------------------------------------------------------------------------
+
+    def hang(self, incident: int, evidence: Evidence, root: Path | None = None) -> Agreement | None:
+        """Submits this node's evidence, judges all of it where this node leads, and waits for the decision.
+
+        ``root``: this node's bundle, of which small files travel. None: the job moves after all.
+        """
+        nodes = node_count(self._channel.seen.page)
+        files = small_files(root, records=1 < nodes <= FEW) if root is not None else {}
+        own = without_secrets(evidence, self._about.redactor)
+
+        def over(seen: Seen) -> bool:
+            page = seen.page
+            return page is None or page.incident > incident or (page.incident == incident and page.phase == "idle")
+
+        course = _Course(
+            SETTLE_S,
+            over,
+            judges=lambda seen, page, past_s: seen.leads,
+            complete=lambda seen, page, found, past_s: found.is_complete or past_s >= EVIDENCE_S,
+            with_answer=with_answer,
+            action=self._action,
+        )
+        chunks = condensed(own, files, share_of(nodes))
+        agreed = self._meet(f"hang.{incident}", lambda: own, chunks, course)
+        if agreed is not None:
+            self._channel.tell(agrees=True, doing="watching", at_limit=False)
+            return agreed
+        page = self._channel.seen.page
+        if page is not None and page.incident == incident and page.phase == "idle":
+            return None
+        if evidence.ends:
+            return Agreement(action=self._action, outcome="hang")
+        return Agreement(action="dump", outcome="suspect")
+
+    def all_agree(self, incident: int) -> bool:
+        """Waits until all others know the decision; nobody acts before. False: torchrun has begun another round.
+
+        What one node does ends ranks on others, which torchrun may start anew; so only what comes before is a reason to
+        go on, and those who host the store, or its ranks, do not take it from under the others.
+        """
+        until = time.monotonic() + AGREE_S
+        while time.monotonic() < until:
+            page = self.page
+            if page is None or page.incident != incident or page.phase in ("idle", "agreed"):
+                return page is None or page.incident != incident or page.phase == "agreed"
+            time.sleep(0.05)
+        return True
+
+    # --- a crash ----------------------------------------------------------------------------------------------------
+
+    def note(self, page: Page | None) -> None:
+        """What the leader says, on each tick."""
+        if self._past is None and page is not None:
+            self._past = page.crash
+
+    def trouble(self, text: str) -> None:
+        """Tells the others what has failed here on its own account; the first failure counts."""
+        if not self._channel.beat.trouble:
+            self._channel.tell(trouble=text[:LONGEST_TEXT])
+
+    @property
+    def has_trouble(self) -> bool:
+        return bool(self._channel.beat.trouble)
+
+    def reset(self) -> None:
+        """The ranks have been started anew."""
+        self._past = None
+        self._channel.tell(trouble="", anew=False)
+        self._channel.withdraw("crash")
+
+    def another_round(self) -> str:
+        """torchrun has ended the ranks here, none of which had failed: it is about to start others. Returns why."""
+        self._channel.tell(anew=True)
+        troubles = self._channel.seen.status.troubles
+        return f"on another node, {troubles[0]}" if troubles else "nodes have joined or left"
+
+    def crash(self, local: Evidence) -> Agreement:
+        """What all nodes make of a failure that ranks of this one are part of. Takes ``CRASH_S``, and a little more.
+
+        Whose ranks failed on their own account judges the evidence of all; where nobody's did, the leader. The first
+        verdict that is stored is everybody's.
+        """
+        if self._past is None:
+            return Agreement()
+        local = aged(without_secrets(local, self._about.redactor), time.time())
+
+        def own() -> Evidence:
+            return replace(local, nodes=without_secrets(self._nodes(), self._about.redactor))
+
+        def over(seen: Seen) -> bool:
+            status = seen.status
+            excused = status.anew and not status.troubles and not self.has_trouble
+            return status.stopping or excused or seen.page is None
+
+        course = _Course(
+            CRASH_S,
+            over,
+            self._may_judge,
+            self._has_heard,
+            with_answer=lambda whole: replace(whole, outcome="crash"),
+            action="dump",
+        )
+        agreed = self._meet(f"crash.{self._past + 1}", own, condensed(own()), course)
+        status = self._channel.seen.status
+        if agreed is None or agreed.verdict is None or (self.has_trouble and not agreed.verdict.culprits):
+            return Agreement(status=status)  # nothing, or they have not heard of what failed here
+        if self._channel.seen.is_local:
+            time.sleep(HOSTS_S)
+        return agreed
+
+    def _may_judge(self, seen: Seen, page: Page, past_s: float) -> bool:
+        """Of those with a failure of their own the first in the order of the nodes, later the leader, last anybody."""
+        failing = [slot for slot, _ in page.troubles if slot in page.failed]
+        if failing and past_s < EFFECTS_S:
+            return seen.slot == failing[0]
+        crowd = page.nodes > CROWD and seen.slot != page.leader
+        return past_s >= HEAR_S and not crowd
+
+    def _has_heard(self, seen: Seen, page: Page, found: Gathered, past_s: float) -> bool:
+        """Whether the evidence is complete, or need not be waited for any longer."""
+        if self.has_trouble or any(slot in page.failed for slot, _ in page.troubles):
+            complete = len(page.failed) >= page.nodes and found.is_complete
+            return past_s >= (HEAR_S if self.has_trouble else EFFECTS_S) or complete
+        silent = any(peer.silent_s for peer in seen.peers)
+        return past_s >= (EFFECTS_S if silent and seen.slot == page.leader else CRASH_S - 0.4)
+
+    # --- a round that ends with a decision --------------------------------------------------------------------------
+
+    def _meet(
+        self, round_: Round, own: Callable[[], Evidence], chunks: list[bytes], course: _Course
+    ) -> Agreement | None:
+        """``own``: this node's evidence, as it is when all is judged; ``chunks``: what it submits.
+
+        None: there is no decision, and nobody waits for one any longer.
+        """
+        channel, begin_s = self._channel, time.monotonic()
+        mine: _Judged | None = None
+        channel.submit(round_, chunks)
+        while (past_s := time.monotonic() - begin_s) < course.patience_s:
+            seen = channel.seen
+            decision = seen.decisions.get(round_)
+            if decision is not None:
+                return self._agreement(decision, mine, seen.status)
+            if course.over(seen) or seen.page is None:
+                return None
+            if mine is None and course.judges(seen, seen.page, past_s):
+                channel.gather(round_)
+                found = seen.gathered.get(round_, NOTHING)
+                if course.complete(seen, seen.page, found, past_s):
+                    mine = self._judge(own(), found, course)
+                    channel.decide(round_, mine.decision)
+            time.sleep(0.02)
+        return None
+
+    def _judge(self, own: Evidence, found: Gathered, course: _Course) -> _Judged:
+        """Everything that any node has seen, and the verdict over it."""
+        others = others_of(found, self._about.host)
+        whole = course.with_answer(others.with_own(own))
+        verdict = judged(whole, self._about)
+        name = name_of(self._about.run_name, time.time(), verdict.outcome)
+        path = os.fspath(self._about.bundle_dir / name)
+        steps = [rank.progress.step for rank in whole.ranks if rank.progress and rank.progress.step]
+        action: Action = course.action if verdict.outcome == "hang" else "dump"
+        decision = Decision(verdict, action, self._about.host[:255], path[:4096], min(steps, default=None))
+        return _Judged(decision, whole, others)
+
+    def _agreement(self, decision: Decision, mine: _Judged | None, status: PeerStatus) -> Agreement:
+        ours = mine is not None and (decision.host, decision.path) == (mine.decision.host, mine.decision.path)
+        whole = ours and mine is not None and not mine.evidence.missing_ranks
+        verdict = replace(decision.verdict, bundle=BundlePlace(decision.host, decision.path, whole))
+        agreed = Agreement(
+            verdict,
+            name_of(f"{self._about.run_name}-{self._about.host}", time.time(), verdict.outcome),
+            action=decision.action,
+            step=decision.step,
+            outcome=verdict.outcome,
+            status=status,
+        )
+        if mine is None or not ours:
+            return agreed
+        name = Path(decision.path).name
+        return dataclasses.replace(agreed, name=name, others=mine.others, answer=mine.evidence.answer)
+
+    # --- what somebody asks for -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def asking(self, question: Question) -> Iterator[Callable[[threading.Event], Gathered]]:
+        """Asks all nodes, now; what it gives waits for their answers, ``ANSWER_S`` at most, or until a stop."""
+        if not self.of_several:
+            yield lambda stop: Gathered(missing=0)
+            return
+        with self._one_at_a_time:
+            self._number += 1
+            question = replace(question, number=self._number)
+            round_ = ask_round(self._channel.seen.slot, question)
+            self._answered.add(round_)
+            self._channel.tell(asks=question)
+            self._channel.gather(round_)
+            try:
+                yield lambda stop: self._answers(round_, stop)
+            finally:
+                self._channel.tell(asks=None)
+                self._channel.withdraw(round_)
+
+    def _answers(self, round_: Round, stop: threading.Event) -> Gathered:
+        until = time.monotonic() + ANSWER_S
+        while (seen := self._channel.seen).page is not None and time.monotonic() < until:
+            if seen.gathered.get(round_, NOTHING).is_complete or stop.wait(0.05):
+                break
+        return self._channel.seen.gathered.get(round_, NOTHING)
+
+    @property
+    def of_several(self) -> bool:
+        """Whether there are other nodes, all of which take part in one dump or recording at a time."""
+        page = self.page
+        return page is not None and page.nodes > 1
+
+    @property
+    def presses(self) -> bool:
+        """Whether another node asks for a dump that this one has not taken part in yet."""
+        return any(question.kind == "dump" for question in self._new().values())
+
+    def wanted(self, now: float) -> tuple[Round, Question] | None:
+        """What another node asks for, and this one has not taken part in. Dumps come first."""
+        new = self._new() if now >= self._next_s else {}
+        if not new:
+            return None
+        round_ = min(new, key=lambda one: (new[one].kind != "dump", one))
+        self._answered.add(round_)
+        self._next_s = now + ASKED_EVERY_S
+        return round_, new[round_]
+
+    def _new(self) -> dict[Round, Question]:
+        page = self.page
+        return {one: what for one, what in page.questions.items() if one not in self._answered} if page else {}
+
+    def answer(self, round_: Round, evidence: Evidence) -> None:
+        """This node's evidence, for another one that asks for it."""
+        own = without_secrets(evidence, self._about.redactor)
+        self._channel.submit(round_, condensed(own, share=share_of(node_count(self.page))))
+
+    def answer_recording(self, round_: Round, recording: Recording) -> None:
+        """``recording`` is without secrets."""
+        share = share_of(node_count(self.page))
+        small = bounded(recording, lambda one: packed(msgspec.msgpack.encode(one), share) is not None)
+        self._channel.submit(round_, packed(msgspec.msgpack.encode(small)) or [])
+
+
+def others_of(found: Gathered, host: str) -> Others:
+    """The evidence that the others have submitted. ``host``: this node's name."""
+    evidence: list[Evidence] = []
+    notes: list[str] = []
+    files: dict[str, bytes] = {}
+    hosts, shared = {host}, Shared()
+    for slot, chunks in sorted(found.chunks.items()):
+        try:
+            other, its = received(chunks, shared)
+            evidence.append(other)
+            files |= {apart(name, slot, hosts): content for name, content in its.items()}
+            hosts |= {rank.host for rank in other.ranks}
+        except BadMessage as error:
+            notes.append(f"the evidence of a node could not be read (slot {slot}: {error})")
+    return Others(tuple(evidence), files, tuple(notes))
+
+
+def recordings_of(found: Gathered) -> tuple[list[Recording], list[str]]:
+    """What the others have sampled, and what could not be read of it."""
+    recordings: list[Recording] = []
+    notes: list[str] = []
+    for slot, chunks in sorted(found.chunks.items()):
+        try:
+            recordings.append(_recording(chunks))
+        except BadMessage as error:
+            notes.append(f"a node's samples could not be read (slot {slot}: {error})")
+    return recordings, notes
+
+
+def _recording(chunks: list[bytes]) -> Recording:
+    try:
+        found = from_msgpack(unpacked(chunks), Recording)
+        check(found)
+    except (msgspec.DecodeError, RecursionError, OverflowError) as error:
+        raise BadMessage(str(error)) from error
+    if not all(0 <= rank.rank < MOST_RANKS for rank in found.ranks):
+        raise BadMessage("samples of impossible ranks")
+    return found
+
+
+def with_answer(evidence: Evidence) -> Evidence:
+    """The evidence of all nodes, with the answer of them all: proved dead, or as the node says that knows the least.
+
+    Without a proof the job ends only if a node says so whose answer is the one of all.
+    """
+    if evidence.answer in (None, "unknown") and proves(evidence):
+        return replace(evidence, answer="dead", outcome="hang")
+    return replace(evidence, outcome="hang" if evidence.ends else "suspect")

@@ -1,0 +1,212 @@
+"""What a supervisor makes of what the others say: a suspicion, an incident's outcome, what a person is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from safelaunch.capture.pages import Roster
+from safelaunch.job.argv import CommandLine
+from safelaunch.job.paths import RunPaths
+from safelaunch.job.plan import Plan
+from safelaunch.settings.options import Settings
+from safelaunch.supervise.cluster.channel import Channel
+from safelaunch.supervise.cluster.election import SILENT_S
+from safelaunch.supervise.cluster.messages import Node, Page, Result
+from safelaunch.supervise.cluster.seen import Neighbour, PeerStatus, Seen
+from safelaunch.supervise.cluster.store import Address
+from safelaunch.supervise.cluster.where import Meeting
+from safelaunch.supervise.council import SUCCEED_S, Council, Outcome
+from safelaunch.supervise.incident import Circumstances
+from safelaunch.supervise.node_notices import NodeNotices
+from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.stall import Policy
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Council:
+    """Its channel is not started: a test says what has been heard (``say``)."""
+    plan = Plan((), {}, (), "train", tmp_path, None, Settings(), True, (), command=CommandLine((), (), ("train.py",)))
+    about = Circumstances("train", tmp_path, tmp_path / "bundles", tmp_path, {}, host="here")
+    made = Council(plan, about, Watch(Roster(RunPaths(tmp_path)), Policy(5.0, 60.0, 60.0), 0.0))
+    made.channel.seen = Seen(Page(leader=1, nodes=2, covered=True, world=1), why="")
+    return made
+
+
+def say(node: Council, *, page: dict[str, Any] | None = None, **changes: Any) -> None:
+    seen = node.channel.seen
+    assert seen.page is not None
+    node.channel.seen = dataclasses.replace(seen, page=replace(seen.page, **(page or {})), **changes)
+
+
+def test_nobody_is_asked_where_a_rank_is_not_seen_or_the_leader_not_heard(node: Council) -> None:
+    assert node.suspect(2.0)
+    assert (node.channel.beat.doing, node.channel.beat.suspects) == ("suspecting", 0)
+    say(node, silent_s=SILENT_S)
+    assert not node.suspect(2.0)
+    assert "no message from the leader" in node.why_alone
+    for page in ({"covered": False}, {"covered": True, "world": 4}):
+        say(node, silent_s=0.0, page=page)
+        assert not node.suspect(2.0)
+        assert "not every rank" in node.why_alone
+    node.channel.seen = Seen(why="no store at h:1: refused")
+    assert not node.suspect(2.0)
+    assert (node.is_covered, node.why_alone) == (False, "no store at h:1: refused")
+
+
+def test_a_call_is_answered_once_and_answers_what_was_asked_while_it_was_open(node: Council) -> None:
+    assert node.calls() is None
+    say(node, page={"phase": "looking", "incident": 3})
+    call = node.calls()
+    assert call is not None and call.incident == 3
+    node.suspect(2.0)
+    assert node.channel.beat.suspects == 3, "it would have the next one opened"
+    node.join(3)
+    assert node.calls() is None
+    assert (node.channel.beat.incident, node.channel.beat.vote, node.channel.beat.suspects) == (3, "", 2)
+
+
+@pytest.mark.parametrize(
+    ("page", "outcome"),
+    [
+        ({"incident": 3, "phase": "looking"}, None),
+        ({"incident": 3, "phase": "collecting"}, "hang"),
+        ({"incident": 3, "phase": "decided"}, "hang"),
+        ({"incident": 3, "phase": "agreed"}, "hang"),
+        *(({"incident": 3, "phase": "idle", "result": r}, r) for r in ("moving", "active", "stopped", "paused")),
+        ({"incident": 4, "phase": "looking"}, "elsewhere"),
+        ({"incident": 2, "phase": "idle"}, "alone"),
+    ],
+)
+def test_the_outcome(node: Council, page: dict[str, Any], outcome: Outcome | None) -> None:
+    say(node, page=page)
+    assert node.outcome(3) == outcome
+
+
+def test_a_leader_that_is_not_heard_is_given_time_to_be_followed(node: Council) -> None:
+    say(node, page={"incident": 3, "phase": "looking"}, silent_s=SILENT_S + 1)
+    assert node.outcome(3) is None
+    say(node, silent_s=SILENT_S + SUCCEED_S)
+    assert node.outcome(3) == "alone"
+
+
+@pytest.mark.parametrize("result", ["active", "moving"])
+def test_an_incident_that_was_over_before_this_node_looked(node: Council, result: Result) -> None:
+    node.suspect(2.0)
+    assert node.outcome(0) is None
+    say(node, page={"incident": 1, "phase": "idle", "result": result})
+    assert node.outcome(0) == result
+
+
+def test_what_is_known_of_all_nodes_has_to_be_new(node: Council) -> None:
+    here = Neighbour("here", (0, 1), 7, "watching", here=True)
+    say(node, around=(5.0, (here,)))
+    assert node.look_around()
+    assert (node.around(4.0), node.around(5.0)) == ((here,), None)
+    node.channel.seen = Seen(why="gone")
+    assert not node.look_around()
+
+
+def test_one_node_queries_nccl_for_all_and_ranks_live_until_the_nodes_have_agreed(node: Council) -> None:
+    assert not node.queries_nccl and node.must_keep_ranks_alive == "the nodes have yet to agree"
+    say(node, leads=True)
+    assert node.queries_nccl
+    say(node, leads=False, silent_s=SILENT_S)
+    assert node.queries_nccl and node.must_keep_ranks_alive == "", "alone, each asks, and ends its ranks"
+
+
+# --- what a person is told --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def notices() -> NodeNotices:
+    """Of the first of three nodes."""
+    channel = Channel(Node("", "here", 1, "0.1", "2.13", node_rank=0))
+    return NodeNotices(Meeting(Address("h", 1), "x", nodes=3), channel, ("here", "gone", "there"))
+
+
+def changes(notices: NodeNotices, seen: Seen, *seconds: int, ending: bool = False) -> None:
+    for second in seconds:
+        notices.changes(seen, float(second), covered=seen.page is not None and seen.page.covered, ending=ending)
+
+
+COVERED = Seen(Page(leader=1, nodes=2, covered=True, world=4), why="")
+SILENT = Seen(Page(leader=1, silent=(2,)), why="")
+LOST = Seen(why="it has closed the connection", lost="closed")
+
+
+def test_what_becomes_of_the_others_is_told_once(notices: NodeNotices, capfd: pytest.CaptureFixture[str]) -> None:
+    changes(notices, COVERED, 0)
+    changes(notices, SILENT, 1, 2)
+    changes(notices, LOST, *range(3, 20))
+    assert notices.apart, "a crash that comes later is told of it too"
+    changes(notices, COVERED, 20, 21, 22)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 3
+    assert "no message from a node" in said[0] and "lost contact with the other nodes" in said[1]
+    assert "is restored" in said[2]
+
+
+def test_whose_ranks_have_ended_misses_nobody(notices: NodeNotices, capfd: pytest.CaptureFixture[str]) -> None:
+    """At a healthy end, the store goes with the node that has it, and the others' torchruns end later."""
+    changes(notices, COVERED, 0)
+    changes(notices, SILENT, 1, ending=True)
+    changes(notices, LOST, *range(2, 60), ending=True)
+    assert capfd.readouterr().err == ""
+    changes(notices, LOST, *range(60, 70))  # torchrun has started ranks anew
+    assert capfd.readouterr().err.count("lost contact with the other nodes") == 1
+
+
+def test_nodes_of_another_torch_are_told_of_once(notices: NodeNotices, capfd: pytest.CaptureFixture[str]) -> None:
+    changes(notices, dataclasses.replace(COVERED, nodes=(Node("b", "there", 1, "0.1", "2.9"),)), 0, 1, 2)
+    assert capfd.readouterr().err.splitlines() == ["safelaunch: torch differs between nodes: 2.13 here, 2.9 on there"]
+
+
+def come(notices: NodeNotices, number: int, *nodes: Node, seconds: range) -> None:
+    page = Page(leader=1, nodes=number) if number else None
+    notices._channel.seen = Seen(page, nodes=nodes)
+    for second in seconds:
+        notices.who_has_come(page, float(second))
+
+
+THERE = Node("b", "there.lan", 1, "0.1", "2.13", node_rank=2)
+
+
+def test_who_has_come_to_a_rendezvous_is_told_and_known_after_the_others_have_left(
+    notices: NodeNotices, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert notices.rendezvous is None
+    come(notices, 1, seconds=range(100))
+    come(notices, 2, THERE, seconds=range(100, 200))
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.endswith("no rank yet: 1 of 3 nodes have joined the rendezvous (here); node ranks 1-2 have not")
+    assert second.endswith("2 of 3 nodes have joined the rendezvous (here, there.lan); node rank 1 has not")
+    come(notices, 1, seconds=range(200, 201))
+    come(notices, 0, seconds=range(201, 202))
+    told = notices.rendezvous
+    assert told is not None
+    assert (told.wanted, told.come, told.hosts) == (3, 2, ("here", "there.lan"))
+    assert (told.absent_ranks, told.absent_hosts, told.waited_s, told.store) == ((1,), ("gone",), 201.0, "")
+    come(notices, 3, seconds=range(202, 203))
+    assert notices.rendezvous is None
+
+
+@pytest.mark.parametrize("hosts", [(), ("here", "there")])
+def test_a_list_of_other_hosts_than_the_jobs_names_nobody(notices: NodeNotices, hosts: tuple[str, ...]) -> None:
+    notices._hosts = hosts
+    come(notices, 2, THERE, seconds=range(3))
+    assert notices.rendezvous is not None and notices.rendezvous.absent_hosts == ()
+
+
+def test_a_rendezvous_that_somebody_stops_elsewhere_has_failed_for_no_other_reason(
+    node: Council, notices: NodeNotices
+) -> None:
+    node._notices = notices
+    come(notices, 2, THERE, seconds=range(3))
+    assert node.rendezvous is not None
+    say(node, status=PeerStatus(stopping=True))
+    assert node.rendezvous is None

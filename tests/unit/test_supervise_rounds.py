@@ -1,0 +1,358 @@
+"""What nodes make of a hang, a crash or a question together: real channels that meet in a store of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+from dict_store import DictStore
+from msgspec.structs import replace
+
+from safelaunch.model import BundlePlace, Evidence, Frame, Progress, RankEvidence, RankException
+from safelaunch.model.recording import RankRecord, Recording
+from safelaunch.supervise import rounds as module
+from safelaunch.supervise.cluster import channel as channels
+from safelaunch.supervise.cluster.channel import Channel
+from safelaunch.supervise.cluster.messages import Node, Question
+from safelaunch.supervise.cluster.seen import PeerStatus
+from safelaunch.supervise.cluster.store import Address, StoreError
+from safelaunch.supervise.cluster.where import Meeting
+from safelaunch.supervise.crash import notes_of, own_failure
+from safelaunch.supervise.incident import Agreement, Circumstances
+from safelaunch.supervise.rounds import Rounds, others_of, recordings_of
+
+
+def until(reached: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 60.0
+    while not reached():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.01)
+
+
+class Job:
+    """Nodes of two ranks each."""
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.place, self.store, self.is_lost = place, DictStore(), False
+        self.nodes: list[Rounds] = []
+        self.channels: list[Channel] = []
+        monkeypatch.setattr(channels, "Store", self._connect)
+        for name, seconds in {"IDLE_S": 0.02, "BUSY_S": 0.02}.items():
+            monkeypatch.setattr(channels, name, seconds)
+        for name, seconds in {"CRASH_S": 3.0, "EFFECTS_S": 0.6, "HEAR_S": 0.5, "HOSTS_S": 0.0}.items():
+            monkeypatch.setattr(module, name, seconds)
+
+    def _connect(self, address: Address, **_: object) -> DictStore:
+        if self.is_lost:
+            raise StoreError("no store")
+        return self.store
+
+    def meet(self, number: int = 2) -> tuple[Rounds, ...]:
+        """So many nodes, the one that leads first."""
+        for one in range(number):
+            channel = Channel(Node("", f"host{one}", 1, "0.1", "2.13"))
+            channel.tell(ranks=(2 * one, 2 * one + 1), world=2 * number)
+            channel.start(Meeting(Address("h", 1), "safelaunch/1/test"))
+            about = Circumstances("train", self.place, self.place / "bundles", self.place, {}, host=f"host{one}")
+            self.channels.append(channel)
+            self.nodes.append(Rounds(channel, about, lambda: (), "kill"))
+            until(lambda: self.channels[0].seen.leads, "the leader")
+        until(lambda: all(one.seen.page and one.seen.page.covered for one in self.channels), "all nodes")
+        for rounds in self.nodes:
+            rounds.note(rounds.page)
+        return tuple(self.nodes)
+
+    def collects(self) -> None:
+        """All have voted that nothing moves."""
+        self.channels[0].tell(doing="suspecting", suspects=0)
+        until(lambda: all(one.seen.page and one.seen.page.incident for one in self.channels), "the call")
+        for channel in self.channels:
+            channel.tell(incident=1, vote="still")
+        until(lambda: {one.seen.page and one.seen.page.phase for one in self.channels} == {"collecting"}, "the votes")
+
+    def lose(self) -> None:
+        """The store ends."""
+        self.is_lost = True
+
+        def closed(*_: object, **__: object) -> Any:
+            raise StoreError("closed", "closed")
+
+        self.store.exchange = closed  # type: ignore[method-assign]
+        until(lambda: not any(one.seen.page for one in self.channels), "the loss")
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    made = Job(tmp_path, monkeypatch)
+    yield made
+    for channel in made.channels:
+        channel.close(at_once=True)
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [one.result(60.0) for one in [pool.submit(call) for call in calls]]
+
+
+def half(*ranks: int, ends: bool = True) -> Evidence:
+    progress = [Progress(rank, 0, 4, 0, 10 + rank, 1, "torch", step=7 + rank) for rank in ranks]
+    sides = tuple(RankEvidence(p.rank, "here", p.pid, progress=p) for p in progress)
+    return Evidence("hang", 4, sides, tuple(set(range(4)) - set(ranks)), ends=ends)
+
+
+# --- a hang -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_node_judges_the_evidence_of_all_and_the_others_take_its_verdict(job: Job, tmp_path: Path) -> None:
+    leader, other = job.meet()
+    job.collects()
+    led, followed = at_once(lambda: leader.hang(1, half(0, 1)), lambda: other.hang(1, half(2, 3)))
+    assert [rank.rank for one in led.others.evidence for rank in one.ranks] == [2, 3]
+    assert led.verdict.bundle == BundlePlace("host0", str(tmp_path / "bundles" / led.name), True)
+    assert (led.action, led.step, led.outcome) == ("kill", 7, "hang")
+    assert followed.verdict == replace(led.verdict, bundle=replace(led.verdict.bundle, whole=False))
+    assert (followed.action, followed.step, followed.others.evidence) == ("kill", 7, ())
+    assert followed.name.startswith("train-host1-")
+    assert at_once(lambda: leader.all_agree(1), lambda: other.all_agree(1)) == [True, True]
+    until(lambda: not any(key.split("/")[3] == "e" for key in job.store.kept), "the evidence to be removed")
+
+
+def test_evidence_that_cannot_be_read_is_noted(job: Job) -> None:
+    leader, _ = job.meet()
+    job.collects()
+    job.channels[1].submit("hang.1", [b"garbage"])
+    agreed = leader.hang(1, half(0, 1))
+    assert agreed is not None and agreed.verdict is not None and agreed.verdict.bundle
+    assert "could not be read (slot 2" in agreed.others.notes[0] and not agreed.verdict.bundle.whole
+
+
+def test_a_job_that_moves_after_all_is_no_incident(job: Job) -> None:
+    leader, _ = job.meet()
+    job.collects()
+    job.channels[1].tell(vote="moving")
+    assert leader.hang(1, half(0, 1)) is None
+
+
+@pytest.mark.parametrize(("ends", "action", "outcome"), [(True, "kill", "hang"), (False, "dump", "suspect")])
+def test_where_the_others_are_lost_a_node_judges_alone(job: Job, ends: bool, action: str, outcome: str) -> None:
+    leader, _ = job.meet()
+    job.collects()
+    job.lose()
+    assert leader.hang(1, half(0, 1, ends=ends)) == Agreement(action=action, outcome=outcome)  # type: ignore[arg-type]
+    assert leader.all_agree(1), "what was decided stands"
+
+
+def test_nobody_acts_upon_what_another_round_of_ranks_makes_void(job: Job) -> None:
+    leader, other = job.meet()
+    job.collects()
+    led, waiting = Event(), Event()
+
+    def decide() -> bool:
+        assert leader.hang(1, half(0, 1)) is not None
+        led.set()
+        return leader.all_agree(1)
+
+    job.channels[1].submit("hang.1", [b""])
+
+    def start_anew() -> None:
+        assert led.wait(60.0)
+        other.another_round()
+        waiting.set()
+
+    assert at_once(decide, start_anew)[0] is False
+
+
+# --- a crash ----------------------------------------------------------------------------------------------------------
+
+
+def crashed(*ranks: int, raises: str = "Connection closed by peer") -> Evidence:
+    exceptions = {rank: RankException("RuntimeError", raises, time.time() - 1.0) for rank in ranks}
+    sides = tuple(RankEvidence(rank, "here", 10 + rank, exception=exceptions[rank]) for rank in ranks)
+    return Evidence("crash", 4, sides, tuple(set(range(4)) - set(ranks)))
+
+
+def test_who_failed_first_judges_what_all_know(job: Job, tmp_path: Path) -> None:
+    leader, other = job.meet()
+    other.trouble("rank 2 raised")
+    theirs, own = at_once(
+        lambda: leader.crash(crashed(0, 1)), lambda: other.crash(crashed(2, 3, raises="no such batch"))
+    )
+    assert own.verdict.cause == "rank-exception"
+    assert [culprit.rank for culprit in own.verdict.culprits] == [2, 3]
+    assert own.verdict.bundle == BundlePlace("host1", str(tmp_path / "bundles" / own.name), True)
+    assert [rank.rank for one in own.others.evidence for rank in one.ranks] == [0, 1]
+    assert theirs.verdict == replace(own.verdict, bundle=replace(own.verdict.bundle, whole=False))
+    until(lambda: all(one.page and one.page.crash == 1 for one in job.nodes), "its number")
+
+
+def test_where_nobody_failed_on_its_own_account_the_nodes_agree_all_the_same(job: Job) -> None:
+    leader, _ = job.meet()
+    agreed = leader.crash(crashed(0, 1))
+    assert agreed.verdict is not None and agreed.verdict.culprits == ()
+    assert agreed.verdict.bundle and not agreed.verdict.bundle.whole, "it lacks ranks 2-3"
+
+
+def test_a_failure_of_ones_own_that_the_others_have_not_heard_of_is_judged_here(job: Job) -> None:
+    leader, other = job.meet()
+    assert leader.crash(crashed(0, 1)).verdict is not None
+    other.trouble("rank 2 raised")
+    assert other.crash(crashed(2, 3, raises="no such batch")).verdict is None
+
+
+@pytest.mark.parametrize(
+    ("own", "also", "excused"), [("", "", True), ("rank 1 raised", "", False), ("", "rank 5 raised", False)]
+)
+def test_ranks_that_lost_those_of_a_node_that_starts_anew_have_not_failed(
+    job: Job, own: str, also: str, excused: bool
+) -> None:
+    first, second, third = job.meet(3)
+    second.another_round()
+    for rounds, text in ((first, own), (third, also)):
+        if text:
+            rounds.trouble(text)
+    until(lambda: job.channels[0].seen.status.anew, "the word of the second")
+    until(lambda: bool(job.channels[0].seen.status.troubles) is bool(also), "that of the third")
+    first.crash(replace(crashed(0, 1), world_size=6))
+    assert ("crash.1" in job.channels[0].seen.decisions) is not excused
+
+
+def test_a_node_that_is_stopped_ends_the_search(job: Job) -> None:
+    leader, _ = job.meet()
+    job.channels[1].tell(doing="stopping")
+    until(lambda: job.channels[0].seen.status.stopping, "the word")
+    assert leader.crash(crashed(0, 1)) == Agreement(status=PeerStatus(stopping=True))
+
+
+def test_who_has_met_nobody_or_lost_them_judges_alone(job: Job) -> None:
+    alone = Rounds(Channel(Node("", "here", 1, "0.1", "2.13")), job_about(job), lambda: (), "kill")
+    assert alone.crash(crashed(0, 1)) == Agreement()
+    leader, _ = job.meet()
+    job.lose()
+    assert leader.crash(crashed(0, 1)).verdict is None
+
+
+def job_about(job: Job) -> Circumstances:
+    return Circumstances("train", job.place, job.place, job.place, {}, host="here")
+
+
+def test_a_crash_of_an_earlier_attempt_is_not_taken_for_this_one(job: Job) -> None:
+    leader, other = job.meet()
+    assert leader.crash(crashed(0, 1)).verdict is not None
+    until(lambda: other.page and other.page.crash == 1, "its number")
+    for rounds in (leader, other):
+        rounds.reset()
+        rounds.note(rounds.page)
+    second = other.crash(crashed(2, 3, raises="no such batch"))
+    assert second.verdict is not None and [one.rank for one in second.verdict.culprits] == [2, 3]
+
+
+OF_PEERS = RankException("RuntimeError", "[c10d] Connection closed by peer [127.0.0.1]:1", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("exits", "exceptions", "said"),
+    [
+        ({1: 3}, {1: RankException("ValueError", "no\nsuch batch", 1.0)}, "rank 1 on here raised ValueError: no such"),
+        ({0: -9}, {}, "rank 0 on here was ended by SIGKILL"),
+        ({0: -11}, {1: OF_PEERS}, "rank 0 on here was ended by SIGSEGV"),
+        ({0: 7}, {}, "rank 0 on here ended with exit code 7"),
+        ({0: 1}, {0: OF_PEERS}, ""),
+        ({0: -15, 1: -6, 2: 0}, {}, ""),
+        ({}, {}, ""),
+    ],
+)
+def test_what_failed_here_on_its_own_account(
+    exits: dict[int, int], exceptions: dict[int, RankException], said: str
+) -> None:
+    found = own_failure("here", exits, exceptions)
+    assert found.startswith(said) and bool(found) is bool(said)
+
+
+@pytest.mark.parametrize(
+    ("status", "note"),
+    [
+        (PeerStatus(troubles=("rank 3 raised",)), "on another node, rank 3 raised"),
+        (PeerStatus(lost=True), "the node that hosts the store of torchrun's agents can no longer be reached"),
+        (PeerStatus(quiet=2), "2 nodes are no longer heard"),
+    ],
+)
+def test_what_the_others_say_is_noted(status: PeerStatus, note: str) -> None:
+    (found,) = notes_of(status)
+    assert found.startswith(note)
+
+
+# --- what somebody asks for -------------------------------------------------------------------------------------------
+
+
+def test_what_one_node_asks_for_all_answer_once(job: Job) -> None:
+    leader, other, third = job.meet(3)
+    for asks in (leader, other):  # each question is a new one
+        others = [one for one in job.nodes if one is not asks]
+        with asks.asking(Question()) as answers:
+            for number, node in enumerate(others):
+                until(lambda node=node: node._new(), "the question")  # type: ignore[misc]
+                now = time.monotonic() + 1000.0 * (job.nodes.index(asks) + 1)
+                wanted = node.wanted(now)
+                assert wanted is not None and node.wanted(now + 100.0) is None
+                node.answer(wanted[0], half(2 + number))
+            assert asks.wanted(1e9) is None, "it is its own"
+            found = others_of(answers(Event()), "host0")
+        assert sorted(rank.rank for one in found.evidence for rank in one.ranks) == [2, 3]
+        until(lambda: not any(one.page and one.page.asked for one in job.nodes), "the end")
+    assert third.page is not None and not third.presses
+
+
+def test_a_dump_comes_before_a_recording_and_not_too_soon_after_another_question(job: Job) -> None:
+    leader, other, third = job.meet(3)
+    recording = Question(0, "record", 10.0, "0-3")
+    with leader.asking(recording), other.asking(Question()):
+        until(lambda: len(third._new()) == 2, "the questions")
+        assert third.presses
+        first, soon, then = (third.wanted(now) for now in (100.0, 102.0, 110.0))
+    assert first is not None and first[1].kind == "dump"
+    assert soon is None and then is not None and then[1] == replace(recording, number=1)
+
+
+def test_a_recording_has_what_all_have_sampled(job: Job) -> None:
+    leader, other, _ = job.meet(3)
+    theirs = Recording(frames=[Frame("/x/train.py", 7, "step")], stacks=[(0,)], ranks=[RankRecord(2, "there")])
+    with leader.asking(Question(0, "record", 10.0)) as answers:
+        until(lambda: all(one.page and one.page.asked for one in job.nodes), "the question")
+        (round_,) = leader.page.questions if leader.page else ()
+        other.answer_recording(round_, theirs)
+        job.channels[2].submit(round_, [b"garbage"])
+        found, notes = recordings_of(answers(Event()))
+    assert found == [theirs]
+    assert len(notes) == 1 and "could not be read" in notes[0]
+
+
+def test_who_stops_waits_for_nobody_and_one_question_of_a_node_waits_for_the_other(job: Job) -> None:
+    leader, _ = job.meet()
+    stop, second = Event(), threading.Event()
+    stop.set()
+
+    def ask() -> None:
+        with leader.asking(Question()):
+            second.set()
+
+    thread = threading.Thread(target=ask)
+    with leader.asking(Question(0, "record", 10.0)) as answers:
+        assert answers(stop).chunks == {}
+        thread.start()
+        assert not second.wait(0.1)
+    assert second.wait(30.0)
+    thread.join()
+
+
+def test_where_nobody_is_heard_nobody_is_asked(job: Job) -> None:
+    (alone,) = job.meet(1)
+    with alone.asking(Question()) as answers:
+        assert answers(Event()).is_complete and job.channels[0].beat.asks is None
+    job.lose()
+    assert not alone.of_several
