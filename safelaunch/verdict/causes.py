@@ -101,10 +101,7 @@ _GPU_ASSERT = re.compile("device-side assert|illegal memory access|cudaErrorAsse
 _DESYNC = "desync-detail"
 _DESYNC_WORKS = "<2.13"  # later, TORCH_DISTRIBUTED_DEBUG=DETAIL crashes in DDP's constructor
 
-LAUNCHER = _sub_case(
-    "Fix what the launcher reports: its command line, its configuration, what it needs on this node, or the error "
-    "of a process that it started, which is above it in the output."
-)
+LAUNCHER = _sub_case("Fix what the launcher reports, or the error above it in the output of a process that it started.")
 
 # Nobody is named: the ranks that were seen are innocent, or may be.
 _ALL_NODES = Advice(
@@ -136,8 +133,7 @@ _GROUP_TIMEOUT = Advice(
 )
 
 STORE_KEY = _sub_case(
-    "Find out which rank should set this key, and under which condition: it must be set on every path. Add a "
-    "timeout to the wait: `store.wait([key], timedelta(seconds=60))`."
+    "Find which rank should set this key, under which condition: every path must. `store.wait([key], timeout)` ends."
 )
 
 STORE_NOT_REACHED = _sub_case(
@@ -148,32 +144,25 @@ STORE_NOT_REACHED = _sub_case(
 
 OWN_LOCK = _sub_case("Release the lock before taking it again, or make it an `RLock`: the thread waits for itself.")
 
-HELD = _sub_case(
-    "Don't block while holding a lock: move the call in which its holder waits (`queue.put()`, `join()`, a read, a"
-    " collective) out of the `with` block, and take the lock only for the change itself."
-)
+HELD = _sub_case("Don't block with a lock held: move the call in which its holder waits out of the `with` block.")
 
 _GROW = "Let segments grow, to reduce fragmentation:"
 
 FULL_PIPE = _sub_case(
-    "Read what the other process writes before waiting for it to exit: `communicate()` instead of `wait()`, all of "
-    "`queue.get()` before `join()`; or let it write to a file."
+    "Read what the other process writes before waiting for its exit: `communicate()`, `queue.get()` before `join()`."
 )
 WAITS_IN_TURN = _sub_case(
-    "Signal the end of the input to the other process (a sentinel, closing the pipe) before waiting for it, or end "
-    "it with `terminate()`."
+    "Signal the end of the input to the other process (a sentinel, closing the pipe), or `terminate()` it."
 )
 RACE = _sub_case(
-    "If two threads call collectives at the same time: give each its own group (`new_group()`, in the same order on "
-    "all ranks), or let one thread make all calls."
+    "Give each thread its own group (`new_group()`, in one order on all ranks), or let one thread make all calls."
 )
 TAGS_DIFFER = _sub_case("Give the send and its receive the same `tag`.")
 PEERS_DIFFER = _sub_case(
     "Check how this rank computes its peers: the other ranks of the exchange expect different ones."
 )
 ROOTS_DIFFER = _sub_case(
-    "Pass the same `src` or `dst` on every rank: a global rank, even in a smaller group. If it is computed, compute "
-    "it on one rank and broadcast it."
+    "Pass the same `src` or `dst` on every rank (a global rank); if computed, broadcast it from one rank."
 )
 DDP_FORWARD = _sub_case(
     "A forward pass through `DistributedDataParallel` broadcasts the buffers, which is a collective: evaluate through "
@@ -216,8 +205,7 @@ UNUSED_PARAMETERS = _sub_case(
     when=lambda case: case.raised_like(_UNUSED),
 )
 _DRAWN = _sub_case(
-    "Make all ranks take the same decision: `all_reduce` the condition, or draw on one rank and broadcast it before "
-    "the branch, or seed the generator equally on every rank."
+    "Decide alike on all ranks: `all_reduce` the condition, or broadcast one rank's draw, or seed all alike."
 )
 GROUPS_MADE = _sub_case(
     "Call `new_group()` on every rank, in the same order, including for groups that a rank is not in."
@@ -228,92 +216,66 @@ SIZES_DIFFER = _sub_case(
 )
 UNUSUAL_GROUP = _sub_case("Check how this line selects its group on the rank that used a different one than before.")
 WRONG_GROUP = _sub_case(
-    "Use only groups that the rank belongs to: compare how each rank picks its group with the ranks passed to "
-    "`new_group()`. For other groups, torch only warns and makes no call."
+    "Use only groups that the rank is in: compare how it picks its group with the ranks passed to `new_group()`."
 )
 EXIT_CALLED = _sub_case(
-    "Make all ranks agree before one exits: decide on one rank, `broadcast` the decision, and exit on all ranks or "
-    "on none."
+    "Agree before one exits: decide on one rank, `broadcast` the decision, and exit on all ranks or on none."
 )
 _DRAWN_BATCHES = _sub_case(
-    "A rank that skips a batch because of what it computed (`continue`, an early return) also finishes the loop "
-    "sooner: skip it on all ranks, or on none."
+    "A rank that skips a batch by what it computed ends its loop sooner: skip it on all ranks, or on none."
 )
 _WORKER_LOCK = _sub_case(
-    "If the worker waits for a lock: start threads after the workers, or use "
-    "`multiprocessing_context='spawn'` (or `'forkserver'`)."
+    "If a worker waits: start threads after the workers, or use `multiprocessing_context='spawn'`."
 )
 DEAD_CHILD = _sub_case(
-    "Find out why the child process that should have sent this exited (its output, "
-    "`node/<host>/kernel_log.txt`), and make the wait detect that: `get(timeout=...)` in a loop that checks "
-    "`is_alive()`, or a `ProcessPoolExecutor`, which raises."
+    "Find out why that child process exited (its output, `kernel_log.txt`), and make the wait notice: `is_alive()`."
 )
 OWN_END = _sub_case(
-    "Close the other end of the pipe here once the child has it: while this process keeps it open, the reader never "
-    "sees the end of the pipe."
+    "Close the other end of the pipe here once the child has it, or the reader never sees the end of the pipe."
 )
 INHERITED_END = _sub_case(
-    "Keep the write end only in the writer: no `pass_fds` or `set_inheritable()` for other children, and close "
-    "unused ends after a fork. The reader then sees the end when the writer dies."
+    "Keep the write end only in the writer (no `pass_fds`, close it after a fork): a reader then sees its end."
 )
 OWED = _sub_case(
-    "Compare the two ends: the peer must send what this end waits for on every path, including before an early "
-    "`continue` or `return`. Set a timeout on the socket (`settimeout()`)."
+    "Compare the two ends: the peer must send this on every path, before a `continue`, too. Use `settimeout()`."
 )
 FOREIGN_LOCK = _sub_case(
-    "Look at the process that holds the lock (`ps -o pid,lstart,cmd -p PID`): wait for it, end it, or use a "
-    "separate file or cache for this job; add a timeout to the lock."
+    "Look at the process that holds the lock (`ps -o pid,lstart,cmd -p PID`): wait for it, end it, or use another file."
 )
 CONNECTION = _sub_case(
-    "`lsof -E -p PID` on the rank's node shows who has the other end of a pipe or socket; `safelaunch"
-    " --on-stall dump ...` keeps the job alive for that."
+    "`lsof -E -p PID` there shows who has the other end; `safelaunch --on-stall dump ...` keeps the job for that."
 )
 TASK_DONE = _sub_case(
-    "Call `task_done()` for each item that was taken, in a `finally`: an exception or a `continue` before it leaves "
-    "`join()` waiting forever."
+    "Call `task_done()` for each item in a `finally`: an exception before it leaves `join()` waiting forever."
 )
 OWN_LOOP = _sub_case("`await` the coroutine on the thread of its loop; move blocking code to `asyncio.to_thread()`.")
 _LOCK_ORDER = _sub_case(
-    "Acquire locks in the same order everywhere, or use a single lock; never call a collective or join a "
-    "thread with a lock held."
+    "Acquire locks in one order everywhere; never call a collective or join a thread with a lock held."
 )
-POLLS = _sub_case(
-    "Limit the polling loop and raise when its time is up. Better, make the rank that creates what it polls for "
-    "broadcast that, which also shows which rank is missing."
-)
-ATTEMPTS = _sub_case(
-    "Bound the number of attempts, and raise the last exception when they are used up, so that the job ends"
-    " with the reason."
-)
+POLLS = _sub_case("Limit the polling loop, or have the rank that creates what it polls for broadcast that.")
+ATTEMPTS = _sub_case("Bound the number of attempts, and raise the last exception when they are used up.")
 LOCK_FILE = _sub_case(
-    "If no process holds the lock, delete the leftover lock file, and use one that ends with its process "
-    "(`FileLock`, not `SoftFileLock`)."
+    "If no process holds the lock, delete its file, and use one that ends with its process (`FileLock`)."
 )
 POOL = _sub_case(
-    "A `multiprocessing.Pool` never returns the task of a worker that died: use `ProcessPoolExecutor`, which"
-    " raises, or `map_async(...).get(timeout)`. Why it died: `node/<host>/kernel_log.txt`."
+    "A `Pool` never returns the task of a worker that died (`kernel_log.txt`): use `ProcessPoolExecutor`, which raises."
 )
 OUTLIVES = _sub_case("Make the thread a daemon (`daemon=True`), or stop and join it before the script ends.")
 DETAIL_CRASH = _sub_case(
-    "Unset `TORCH_DISTRIBUTED_DEBUG=DETAIL`: torch 2.13 and later crash under it where a DDP model is built."
-    " `INFO` works; `--preset hang-debug` shows calls that do not match."
+    "Unset `TORCH_DISTRIBUTED_DEBUG=DETAIL` (`INFO` works): torch 2.13+ crashes under it where a DDP model is built."
 )
 KILLED_FROM_OUTSIDE = _sub_case(
-    "SIGKILL leaves no trace of its sender in the process: check the scheduler's log, the job's time and memory "
-    "limits, and `node/<host>/kernel_log.txt`."
+    "SIGKILL leaves no trace of its sender: check the scheduler's log, its limits, and `kernel_log.txt`."
 )
 _ABORTED = _sub_case(
-    "An abort in a collective: a peer may have called it with a different size or type, or have left the loop and "
-    "exited. Compare what the ranks pass at that line, and how many batches each has."
+    "An abort in a collective: compare what the ranks pass at that line, and how many batches each has."
 )
 _CHECK_EVERY_CALL = _sub_case("To have every call checked before it starts", preset=_DESYNC, torch=_DESYNC_WORKS)
 AFTER_THE_END = _sub_case(
-    "The training had ended: torch may abort a rank that ends right after a collective over gloo (PyTorch "
-    "issue 190489); a `dist.barrier()` before `dist.destroy_process_group()` avoids it."
+    "The training had ended: a `dist.barrier()` before `destroy_process_group()` avoids it (PyTorch issue 190489)."
 )
 FATAL_SIGNAL = _sub_case(
-    "SIGSEGV, SIGABRT or SIGBUS: the rank's `fault.txt` has the stack of every thread at that moment; to check "
-    "whether `/dev/shm` is full, run `safelaunch doctor`."
+    "The rank's `fault.txt` has the stack of every thread; `safelaunch doctor` shows whether `/dev/shm` is full."
 )
 _GRADIENT_MISSING = _sub_case(
     "Make every parameter contribute to the loss, or freeze what is not trained (`requires_grad_(False)` before "
@@ -323,8 +285,7 @@ _GRADIENT_MISSING = _sub_case(
     when=lambda case: case.raised_like(_UNUSED),
 )
 GPU_OF_TWO_RANKS = _sub_case(
-    "Several ranks have memory on one GPU: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))` before"
-    " anything is put on a device, and `map_location='cpu'` in `torch.load()`."
+    "Several ranks use one GPU: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))` first, and `map_location='cpu'`."
 )
 GPU_SHARED = _sub_case(
     "Another process has memory of that GPU: `safelaunch gpus` shows whose it is; `--gpus N` leases unused GPUs."
@@ -341,19 +302,16 @@ GPU_FULL = _sub_case(
     unless=(GPU_UNSHARDED,),
 )
 ALL_APART = _sub_case(
-    "Every rank differs from every other, so nothing averages the gradients: look for a `no_sync()` around"
-    " every backward pass (an accumulation that never ends), or a forward pass through `model.module`."
+    "Nothing averages the gradients: look for a `no_sync()` around every backward pass, or a use of `model.module`."
 )
 APART_AT_FIRST = _sub_case(
-    "Look at what sets the parameters before the first step: a checkpoint (model or optimizer) that only some ranks "
-    "load, or initialization with a different seed on each rank."
+    "Look at what sets the parameters first: a checkpoint that only some ranks load, a seed that differs."
 )
 APART_LATER = _sub_case(
-    "Look for what only some ranks do between these steps: a backward pass under `no_sync()` that should "
-    "synchronize, an assignment to parameters or buffers under a condition on the rank."
+    "Look for what only some ranks do in between: `no_sync()`, an assignment under a condition on the rank."
 )
 ONE_APART = _sub_case(
-    "If nothing in the script is specific to that rank, suspect its device: run the same job without that GPU or node."
+    "If nothing in the script is specific to that rank, suspect its device: run without that GPU or node."
 )
 
 _GPU_MEMORY_LINES = Advice(
@@ -565,15 +523,7 @@ class P2PCycle(Cause, name="p2p-cycle"):
             "`batch_isend_irecv()` for the exchange.",
             when=lambda case: any(op != "recv" for op in case.transfers),
         ),
-        Advice(
-            "If all of them wait in `recv`, count the sends and receives of each rank per round, and compare their "
-            "order: a send is missing or comes after the receive, or there is an extra receive.",
-            when=lambda case: set(case.transfers) == {"recv"},
-        ),
-        Advice(
-            "If one sends, another receives, and both wait, compare peer, tag and group of the two calls.",
-            when=lambda case: all(any(word in op for op in case.transfers) for word in ("send", "recv")),
-        ),
+        "Compare the sends and receives of each rank per round: their order, number, peers, tags and groups.",
     )
 
 
@@ -592,12 +542,8 @@ class InitNotJoined(Cause, name="init-not-joined"):
 
     advice = _advice(
         Advice(
-            "If nodes have not joined the rendezvous: check that the job was started on every node, with the same "
-            "`--nnodes` and endpoint, and that each node reaches the endpoint's host and port.",
-            when=lambda case: case.nodes_absent,
-        ),
-        Advice(
-            "If nodes join late, make torchrun wait longer: `--rdzv-conf=join_timeout=SECONDS`.",
+            "Check that the job was started on every node, with the same `--nnodes` and endpoint, and that each node "
+            "reaches that; if nodes join late, make torchrun wait longer: `--rdzv-conf=join_timeout=SECONDS`.",
             when=lambda case: case.nodes_absent,
         ),
         STORE_NOT_REACHED,
@@ -662,11 +608,7 @@ class BlockingIo(Cause, name="blocking-io"):
         OWED,
         FOREIGN_LOCK,
         STORE_KEY,
-        Advice("Add a timeout.", when=lambda case: case.one_rank),
-        Advice(
-            "Add a timeout, and do rank-dependent I/O outside the training loop.",
-            when=lambda case: not case.one_rank,
-        ),
+        "Add a timeout, and do rank-dependent I/O outside the training loop.",
         CONNECTION,
     )
     own = True
@@ -737,11 +679,7 @@ class BusyLoop(Cause, name="busy-loop"):
     advice = _advice(
         _GROUP_TIMEOUT,
         "Bound the loop at this line, and check its exit condition on this rank.",
-        Advice(
-            "If it is legitimate work (an evaluation, a checkpoint), announce it with `safelaunch.phase('eval')`, "
-            "or set a longer `--max-stall`.",
-            when=lambda case: not case.one_rank,
-        ),
+        "If it is legitimate work (an evaluation, a checkpoint), announce it: `safelaunch.phase('eval')`.",
     )
     own = True
     of_node = "perhaps"
@@ -769,10 +707,7 @@ class StuckInUserCode(Cause, name="stuck-in-user-code"):
         BUILD_LOCK,
         POOL,
         OUTLIVES,
-        Advice("Add a timeout.", when=lambda case: case.one_rank),
-        Advice(
-            "Add a timeout, or move the call to where no other rank depends on it.", when=lambda case: not case.one_rank
-        ),
+        "Add a timeout, or move the call to where no other rank depends on it.",
         "If the wait is intentional, mark it: `safelaunch.pause()` or `safelaunch.phase(...)`, or a longer "
         "`--stall-timeout`.",
     )
@@ -824,15 +759,12 @@ class RankExited(Cause, name="rank-exited"):
     """A rank ended early through `sys.exit()` or `os._exit()`, and its peers fail or wait because of it."""
 
     advice = _advice(
-        Advice(
-            "Find the `sys.exit()` or `os._exit()` on this rank; to stop early, let all ranks agree first.",
-            when=lambda case: bool(case.named) and not case.one_rank,
-        ),
         LAUNCHER,
         Advice(
-            "Find the `sys.exit()` or `os._exit()` that ended it.", when=lambda case: case.one_rank, unless=(LAUNCHER,)
+            "Find the `sys.exit()` or `os._exit()` that ended it; to stop early, let all ranks agree first.",
+            when=lambda case: bool(case.named),
+            unless=(LAUNCHER,),
         ),
-        Advice("The end of its output is in the rank's `log_tail.txt`.", when=lambda case: bool(case.named)),
         _ALL_NODES,
     )
     failure = True
@@ -883,16 +815,10 @@ class RankException(Cause, name="rank-exception"):
             unless=(_GRADIENT_MISSING, _GPU_MEMORY_LINES),
         ),
         LAUNCHER,
-        Advice("Fix the exception at this line.", when=lambda case: case.one_rank, unless=(LAUNCHER,)),
         Advice(
-            "Fix the exception on this rank; the errors of the other ranks follow from it.",
-            when=lambda case: not case.one_rank and not case.all_alike,
-            unless=(STORE_NOT_REACHED,),
-        ),
-        Advice(
-            "If it comes from one sample or one rank only, run that rank's input alone.",
-            when=lambda case: not case.one_rank and not case.all_alike,
-            unless=(STORE_NOT_REACHED,),
+            "Fix the exception at this line; errors of other ranks follow from it.",
+            when=lambda case: not case.all_alike,
+            unless=(STORE_NOT_REACHED, LAUNCHER),
         ),
         STORE_NOT_REACHED,
     )

@@ -176,7 +176,7 @@ class View:
 
     @property
     def serves_futures(self) -> bool:
-        return calls.serves_futures(self.frames)
+        return calls.RUNS_LOOP.on(self.frames) or calls.POOL.on(self.frames)
 
     @property
     def name(self) -> str:
@@ -254,11 +254,11 @@ def _busy(view: View) -> Condition | None:
 def _waits_for_outside(view: View) -> Condition | None:
     """A person, a subprocess or an event loop: neither a lock nor a file is at fault."""
     wait, inner, where = view.wait, view.stack.called, view.place
-    if wait.kind == "child" or calls.waits_for_child(inner):
+    if wait.kind == "child" or calls.CHILD.on(inner):
         return Condition("stuck-in-user-code", f"waits for a subprocess at {where}")
     if wait.kind == "io" and wait.fd == 0 and wait.call == "read":
         return Condition("stuck-in-user-code", f"waits for standard input at {where}")
-    if calls.in_event_loop(inner):
+    if calls.EVENT_LOOP.on(inner):
         text = f"runs an idle asyncio event loop at {where}: what its coroutines await does not come"
         return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
     return None
@@ -289,7 +289,7 @@ def _lock(view: View) -> Condition | None:
     advice = frozenset[Advice]()
     if lock.on == "lock":
         advice = frozenset({OWN_LOCK}) if lock.own else LOCK
-    if lock.what == "Future.result" and calls.runs_event_loop(view.stack.frames):
+    if lock.what == "Future.result" and calls.RUNS_LOOP.on(view.stack.frames):
         text += ", on the thread of an event loop, which is blocked too"
         advice = frozenset({OWN_LOOP})
     at_own_line = all(frame.file.endswith("/threading.py") for frame in inner)  # a library's may be held for a while
@@ -309,13 +309,13 @@ def _polls(view: View) -> Condition | None:
         return None
     text = f"keeps asking at {view.place} for a lock on {lock.path}, locked by pid {lock.pid}{lock.program}"
     claim = view.kernel_claim(f"it has {lock.path} open, which process {lock.pid} has locked")
-    doubts = () if native == "sqlite" or calls.polls_file_lock(view.stack) else (Doubt.STATE_INFERRED,)
+    doubts = () if native == "sqlite" or calls.FILE_LOCK.on(view.stack.called) else (Doubt.STATE_INFERRED,)
     return Condition("blocking-io", text, doubts=doubts, claims=(claim,), locks=lock.path, locked_by=lock.pid)
 
 
 def _io_or_sleep(view: View) -> Condition | None:
     wait, where = view.wait, view.place
-    if wait.again or calls.waits_for_build(view.stack):
+    if wait.again or calls.BUILD.on(view.stack.called):
         return _polls_at(view)
     if wait.kind == "sleep":
         for_good = wait.left_s is not None and wait.left_s >= FOR_GOOD_S
@@ -350,13 +350,13 @@ def _in_store(view: View) -> bool:
 def _polls_at(view: View) -> Condition:
     """It sleeps a little, over and over: for something that may still come, or for a call of its own to succeed."""
     poll, where = view.poll, view.place
-    if calls.waits_for_build(view.stack):
+    if calls.BUILD.on(view.stack.called):
         file = view.thread.lock_file if view.thread is not None else ""
         text = f"waits at {where} for another process to build a C++ extension: the lock file {file or 'of that build'}"
         text += " is still there"
         return Condition("stuck-in-user-code", text, doubts=(Doubt.MAY_END,), advice=frozenset({BUILD_LOCK}))
     if poll is None:
-        does = "keeps asking for a file lock" if calls.polls_file_lock(view.stack) else "wakes up and sleeps again"
+        does = "keeps asking for a file lock" if calls.FILE_LOCK.on(view.stack.called) else "wakes up and sleeps again"
         return Condition("stuck-in-user-code", f"{does} at {where}", doubts=(Doubt.MAY_END,))
     claim = view.stack_claim(f"the loop that it is in says {poll.words}")
     if poll.of == "attempt":
@@ -373,7 +373,7 @@ def _unexplained(view: View) -> Condition:
         text = "has no stack that shows what it does"
         return Condition("missing-from-collective", text, doubts=(Doubt.STATE_UNKNOWN,))
     called = f" inside {fr.short(inner[0].function)} ({fr.basename(inner[0].file)})" if inner else ""
-    if calls.waits_for_rpc(view.stack):
+    if calls.RPC.on(view.stack.called):
         text = f"waits at {view.place} for another rank to answer a remote call"
         return Condition("stuck-in-user-code", text, doubts=(Doubt.MAY_END,))
     text = f"is stuck at {view.place}{called}"

@@ -38,19 +38,11 @@ class Doubt(Enum):
     STATUS_UNKNOWN = "state", 1, "The rank has exited, and its exit status is unknown."
     ABORTED_IN_COLLECTIVE = "state", 1, "Its communication library aborted the rank; what a peer sent may be why."
     ONE_LOOK = "state", 1, "A process computes, and one look cannot distinguish slow from endless."
-    BY_EXCLUSION = (
-        "state",
-        1,
-        "Nothing shows directly what blocks the ranks: this is what remains after ruling out the rest.",
-    )
+    BY_EXCLUSION = "state", 1, "Nothing shows directly what blocks the ranks: it is what remains."
 
     BRIEFLY_SILENT = "state", 1, "The node had been silent for only a few seconds."
 
-    STACKS_ALONE = (
-        "calls",
-        1,
-        "Without sequence numbers from a Flight Recorder, only stacks show what the ranks wait in.",
-    )
+    STACKS_ALONE = "calls", 1, "Without sequence numbers, only stacks show what the ranks wait in."
     LINES_ALONE = "calls", 2, "The ranks wait in the same operation, on lines that may match."
     SUMS_ALONE = "calls", 1, "For all_to_all, only the sums over all ranks can be compared."
     NO_AGREEMENT_SINCE = "calls", 1, "The histories have not matched again since they diverged."
@@ -59,20 +51,12 @@ class Doubt(Enum):
     MEMBERS_UNKNOWN = "calls", 1, "The members of a group that ranks wait in are not known."
     RINGS_NOT_WHOLE = "calls", 1, "The ranks may have diverged before the oldest call in their ring buffers."
     NOT_CALLED_ALIKE = "calls", 1, "The ranks did not make the same calls in these groups before."
-    NOT_IN_TURNS = (
-        "calls",
-        1,
-        "The ranks may wait in calls of different rounds, not in the same calls in a different order.",
-    )
+    NOT_IN_TURNS = "calls", 1, "The ranks may wait in calls of different rounds, not in a different order."
     HABIT_BROKEN = "calls", 1, "A rank skipped a call that it had always made just before."
     HABIT_ALONE = "calls", 1, "Only the rank's earlier calls suggest the skipped one; it may still make it."
     ROLE_ALONE = "calls", 1, "The rank diverged from others of its role, and roles are inferred."
     PEERS_NOT_RECORDED = "calls", 1, "The backend records no peer of a send or receive."
-    SEVERAL_PLACES_FIT = (
-        "calls",
-        1,
-        "The records are consistent with calls skipped there, but do not show it.",
-    )
+    SEVERAL_PLACES_FIT = "calls", 1, "The records are consistent with calls skipped there, but do not show it."
 
     UNSEEN_RANKS = "others", 1, "Ranks were not seen, and one of them may be at fault."
     UNSEEN_PEERS = "others", 2, "The peers that the others wait for were not seen."
@@ -82,21 +66,13 @@ class Doubt(Enum):
     OWN_WAYS = "others", 1, "The ranks go three or more different ways: no side has a majority."
     EITHER_SIDE = "others", 1, "Calls that meet do not match, and any of them may be the wrong one."
     MAY_BE_OWED = "others", 1, "The rank waits for something that a peer must send or create: either may be at fault."
-    NO_PATTERN = (
-        "others",
-        1,
-        "Several ranks diverged with nothing in common: each may have made its own random choice.",
-    )
+    NO_PATTERN = "others", 1, "Ranks diverged with nothing in common: each may have made its own random choice."
     RANK_AND_MORE = (
         "others",
         2,
-        "Several ranks diverged at a condition that depends on the rank and on something not recorded.",
+        "The condition at which ranks diverged depends on the rank and on what is not recorded.",
     )
-    PATTERN_BY_CHANCE = (
-        "others",
-        1,
-        "Few ranks diverged: what they have in common may be coincidence.",
-    )
+    PATTERN_BY_CHANCE = "others", 1, "Few ranks diverged: what they have in common may be coincidence."
     ORIGIN_UNKNOWN = "others", 1, "The gradients had already been averaged: any rank may have been the first."
     NO_WAIT_SHOWN = "others", 2, "Nothing shows that the other ranks wait for it."
 

@@ -66,8 +66,6 @@ def _advice_on(facts: Facts, one: Branch, named: frozenset[int]) -> frozenset[Ad
     """Whether those at fault came to the call by the condition, or were kept from it: where both sides are named, the
     fewer ones did what they should not.
     """
-    if not one.kept and one.guard.by_data:
-        return DRAWN
     came, kept = named & set(one.ranks), named - set(one.ranks)
     if came and kept:
         admitted = [one.guard.admits(whereabouts(facts, rank)) for rank in facts.world]

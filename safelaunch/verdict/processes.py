@@ -258,7 +258,7 @@ class Inside:
         dead = [child for child in children if child.wait.kind == "dead"]
         if own.cause == "blocking-io" and dead and (kept is not None or view.awaited.processes == "message"):
             own = _with_dead(view, own, dead)
-        if kept is None or calls.takes_item(view.stack.called):  # who takes from a queue has both its ends
+        if kept is None or calls.TAKES_ITEM.on(view.stack.called):  # who takes from a queue has both its ends
             return own
         advice, words = kept
         claims = (*own.claims, view.kernel_claim(words))
@@ -311,7 +311,7 @@ class Inside:
     def _of_a_pool(self, own: Condition) -> Condition:
         """A worker that was put in place of another one: what the dead one was to return will not come."""
         workers = [one for one in self._children if _parent(one) == self.main.process.pid]
-        late = [one.process.pid for one in workers if calls.put_in_place(one.all_frames)]
+        late = [one.process.pid for one in workers if calls.REPLACED.on(one.all_frames)]
         if not late:
             return own
         words = f"process {late[0]} has replaced a worker that ended, whose task a pool never returns"
@@ -479,13 +479,13 @@ def _running_users_code(children: Sequence[View]) -> list[View]:
 def _feeding(view: View) -> list[View]:
     """The threads that still write what was put into queues of multiprocessing: a process ends only after them."""
     threads = view.sample.threads if view.sample else ()
-    found = [replace(view, other=thread) for thread in threads if calls.feeds_queue(thread.frames)]
+    found = [replace(view, other=thread) for thread in threads if calls.FEEDS_QUEUE.on(thread.frames)]
     return [one for one in found if one.wait.kind == "io"]
 
 
 def _takes_items(view: View) -> bool:
     """It waits for the next item of a queue."""
-    return view.user_frame is not None and calls.takes_item(view.stack.called)
+    return view.user_frame is not None and calls.TAKES_ITEM.on(view.stack.called)
 
 
 _TRAINING = tuple(f"/torch/{part}" for part in ("distributed/", "autograd/", "nn/", "optim/", "_tensor.py"))

@@ -261,8 +261,8 @@ class _Prover:
         rests_in = _rests_in(view)
         if rests_in in ("lock", "gil") or not (calls.in_torch(view.stack) or _is_own_line(view)):
             return None
-        in_future = calls.waits_for_future(view.stack)
-        if calls.waits_for_rpc(view.stack) or (in_future and process.has_others):
+        in_future = calls.FUTURE.on(view.stack.called)
+        if calls.RPC.on(view.stack.called) or (in_future and process.has_others):
             return None  # another rank may answer, through a native thread
         ident = view.thread.ident if view.thread is not None else 0
         pending = [entry for entry in self._pending(view) if entry.thread in (0, ident)]

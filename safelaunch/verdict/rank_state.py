@@ -188,7 +188,7 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
     """``filelock`` closes the file between its attempts, so the kernel tells only who holds one: where that is one
     other rank's process alone, it is what is waited for."""
     view = view_of(one.evidence)
-    library = view is not None and calls.polls_file_lock(view.stack)
+    library = view is not None and calls.FILE_LOCK.on(view.stack.called)
     sqlite = view is not None and calls.native_sleep(view.process.stacks, view.os_tid) == "sqlite"
     if not library and not sqlite:
         return own
@@ -428,7 +428,7 @@ def _raised_wait(rank: RankEvidence) -> PeerWait | None:
     stack = fr.stack_of(rank, rank.exception.frames)
     mine = stack.user_frame
     own = bool(stack.frames) and stack.frames[0] == mine
-    remote = calls.waits_for_rpc(stack)
+    remote = calls.RPC.on(stack.called)
     unknown = calls.TorchWait("collective", UNKNOWN_OP if own else "a remote call" if remote else "a collective")
     seen = calls.torch_wait(stack) or unknown
     claim = Claim(

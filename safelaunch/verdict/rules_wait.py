@@ -332,7 +332,7 @@ def _server_of(case: Case, rank: int) -> _Server | None:
     view = view_of(case.ranks[rank].evidence, case.read_source)
     if view is None:
         return None
-    if calls.runs_event_loop(view.frames):
+    if calls.RUNS_LOOP.on(view.frames):
         text = "its event loop, which should answer, is blocked"
         return _Server(text, view.stack_claim("its main thread waits inside a callback of its event loop"), _OWN_LOOP)
     for other in view.beside():

@@ -182,10 +182,10 @@ def _kept_from(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node
 def _answers(facts: Facts, rank: int, nodes: Mapping[int, Node]) -> Holder | None:
     """Of a rank that waits for the answer to a remote call: the one other rank that is at one; None for several."""
     view = view_of(facts.ranks[rank].evidence)
-    if view is None or not calls.waits_for_rpc(view.stack):
+    if view is None or not calls.RPC.on(view.stack.called):
         return None
     views = {other: view_of(one.evidence) for other, one in facts.ranks.items() if other != rank}
-    at_work = [r for r, v in views.items() if v is not None and any(calls.handles_rpc(t.frames) for t in v.beside())]
+    at_work = [r for r, v in views.items() if v is not None and any(calls.ANSWERS_RPC.on(t.frames) for t in v.beside())]
     if len(at_work) != 1:
         return None
     other = at_work[0]

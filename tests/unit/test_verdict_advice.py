@@ -210,16 +210,6 @@ def test_the_next_command_is_the_users_own_with_what_shows_more() -> None:
     assert step.command == command
 
 
-def test_without_anything_to_add_it_is_the_same_run() -> None:
-    step = with_launch(Launched(TYPED, (), "2.13.0"), "gloo:all_reduce").next
-    assert step is not None and step.why == "Once that is fixed"
-    assert step.command == "safelaunch --nproc-per-node=4 train.py --name 'my run'"
-
-
-def test_there_is_none_of_a_job_that_safelaunch_did_not_start() -> None:
-    assert diagnose(job(*(waiting(n) for n in range(2)))).next is None
-
-
 @pytest.mark.parametrize(
     ("typed", "presets", "command"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evidence import behind, entry, in_user, job, past, rank, record, waiting
+from evidence import behind, entry, in_user, job, rank, waiting
 from msgspec import structs
 
 from safelaunch.model import GilTest, RankEvidence
@@ -31,23 +31,6 @@ def test_all_ranks_of_one_group_are_told_as_that_group() -> None:
     assert [one.rank for one in verdict.culprits] == [2, 3]
     assert verdict.summary.endswith("These are all ranks of group mesh_pp.")
     assert any(claim.claim == "rank 2 is in '2' (ranks 0,2), mesh_pp (ranks 2-3)" for claim in verdict.evidence)
-
-
-def test_one_rank_of_a_group_is_told_with_its_groups_and_its_gpu() -> None:
-    verdict = diagnose(job(*(member(n, asleep=n == 3, gpu=f"GPU-{n}") for n in WORLD)))
-    assert [one.rank for one in verdict.culprits] == [3]
-    assert "all ranks of group" not in verdict.summary
-    claims = [claim for claim in verdict.evidence if claim.claim.startswith("rank 3")]
-    assert any("'2' (ranks 1,3), mesh_pp (ranks 2-3)" in claim.claim for claim in claims)
-    assert any("has GPU GPU-3" in claim.claim and claim.file == "ranks/3/rank.json" for claim in claims)
-
-
-def test_the_whole_world_is_no_group_to_be_named() -> None:
-    flight = record(*past(3), groups={"0": WORLD})
-    ranks = [rank(n, in_user(7), "sleep", flight=flight) for n in WORLD]
-    verdict = diagnose(job(*ranks))
-    assert "all ranks of group" not in verdict.summary
-    assert not any(" is in " in claim.claim for claim in verdict.evidence)
 
 
 # --- device meshes ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ The messages are those that people report. What the error means is told or left 
 from __future__ import annotations
 
 import pytest
-from evidence import SITE, at, in_c10d, job, rank, waiting
+from evidence import SITE, at, job, rank, waiting
 from msgspec.structs import replace
 
 from safelaunch.model import Frame, RankException, RankExit
@@ -171,18 +171,3 @@ def test_other_errors_are_the_ranks_own_and_get_no_explanation(kind: str, messag
     exception = raised(kind, message, *files)
     assert failure_of(exception) is None
     assert not is_consequence(exception)
-
-
-def test_where_all_lost_each_other_the_verdict_says_on_which_rank_it_began_and_what_to_check() -> None:
-    words = REMOTE + "NET/IB : Got completion from peer 10.1.0.7<38536> with error 12, opcode 48, len 9, vendor err 129"
-    later = RankException(
-        BACKEND, REMOTE + "socketProgress: Connection closed by remote peer n2<5>", 101.0, in_c10d("all_reduce", 41)
-    )
-    first = replace(later, message=words, time_unix_s=100.0)
-    ranks = (
-        rank(n, seen=False, more={"exception": one, "exit": RankExit(1, 102.0)}) for n, one in enumerate((later, first))
-    )
-    verdict = diagnose(job(*ranks, outcome="crash"))
-    assert verdict.culprits == ()
-    assert "It began on rank 1: an InfiniBand transfer with 10.1.0.7 failed with status 12" in verdict.summary
-    assert any("ibstat" in one for one in verdict.suggestions)

@@ -2,43 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
-import msgspec
-import pytest
 from evidence import Frame, at, behind, in_user, job, rank, waiting, with_culprit
 
-from safelaunch.model import EarlyLook, Evidence, Place, RankEvidence
-from safelaunch.verdict.diagnose import diagnose
+from safelaunch.model import EarlyLook, Place, RankEvidence
 from safelaunch.verdict.first_word import of_active, of_still
 
-ACCUSES = re.compile(r"\b(hangs?|hung|stuck|fault|culprit|blame)\b")
-ASLEEP = rank(1, in_user(7, "load"), "sleep", flight=behind())
 BLOCKED = rank(1, in_user(41, "load"), "pipe", flight=behind())
-
-
-@pytest.mark.parametrize(
-    ("evidence", "words", "ranks"),
-    [
-        (
-            with_culprit(ASLEEP, 3),
-            "rank 1 is asleep in train.py:7 (load), while ranks 0,2 wait in all_reduce at train.py:50 (train)",
-            [1],
-        ),
-        (
-            with_culprit(BLOCKED, 2),
-            "rank 1 is blocked in I/O at train.py:41 (load) (read on pipe:[1]), while rank 0 waits in all_reduce at",
-            [1],
-        ),
-        (job(waiting(0), waiting(1)), "", []),
-    ],
-)
-def test_of_ranks_that_stand_still(evidence: Evidence, words: str, ranks: list[int]) -> None:
-    found = of_still(evidence)
-    assert found.words.startswith(words) and found.words
-    assert [place.rank for place in found.places] == ranks
-    assert found.common is not bool(ranks)
-    assert not ACCUSES.search(found.words) and not found.words.endswith(".")
 
 
 def test_of_one_node_of_several() -> None:
@@ -73,21 +42,3 @@ def test_of_ranks_that_compute() -> None:
 
 def early(quiet_s: float, one: RankEvidence, line: int, **fields: object) -> EarlyLook:
     return EarlyLook(1e9, quiet_s, places=(Place(one.rank, at(line, "load")),), **fields)  # type: ignore[arg-type]
-
-
-def claims(evidence: Evidence, *looks: EarlyLook) -> list[str]:
-    verdict = diagnose(msgspec.structs.replace(evidence, early=looks))
-    return [claim.claim for claim in verdict.evidence if claim.file == "early.json"]
-
-
-@pytest.mark.parametrize(
-    "look",
-    [
-        early(7, ASLEEP, 8),
-        early(7, rank(2), 7),
-        early(7, ASLEEP, 7, movement="active"),
-        early(7, ASLEEP, 7, lasted_s=30.0),
-    ],
-)
-def test_another_place_another_rank_and_other_quiet_are_no_witness(look: EarlyLook) -> None:
-    assert claims(with_culprit(ASLEEP, 3), look) == []

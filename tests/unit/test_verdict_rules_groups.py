@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from evidence import C10D, MODULE, WRAPPER, Frame, at, entry, in_c10d, in_user, job, past, rank, record
+from evidence import C10D, MODULE, WRAPPER, Frame, at, in_user, job, past, rank, record
 
 from safelaunch.model import GilTest, RankEvidence
 from safelaunch.verdict.diagnose import diagnose
@@ -44,11 +44,3 @@ def test_who_has_not_come_to_new_group_yet_is_victim_by_something_else() -> None
 def test_where_a_rank_does_not_tell() -> None:
     verdict = diagnose(job(making(0, 3), making(1, None), making(2, 2)))
     assert "not all ranks have made the same groups" not in verdict.summary
-
-
-def test_ranks_tell_the_members_of_a_group_of_gloo() -> None:
-    told = GilTest(True, True, groups={"0": (0, 1, 2), "1": (0, 1)})
-    waits = rank(0, in_c10d("all_reduce", 50), flight=record(*past(3), entry("all_reduce", 1, group="1")), gil=told)
-    asleep = rank(1, in_user(7), "sleep", flight=record(*past(3)), gil=told)
-    other = rank(2, in_user(8), "sleep", flight=record(*past(3)), gil=GilTest(True, True, groups={"0": (0, 1, 2)}))
-    assert [c.rank for c in diagnose(job(waits, asleep, other)).culprits] == [1]

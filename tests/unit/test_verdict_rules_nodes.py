@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from evidence import SITE, at, behind, in_c10d, in_init, in_user, job, rank, waiting
+from evidence import SITE, at, behind, in_init, in_user, job, rank, waiting
 from msgspec.structs import replace
 
 from safelaunch.model import (
@@ -57,34 +56,6 @@ def test_a_node_that_fell_silent_as_its_connections_died_is_lost() -> None:
     assert any(claim.file == "nodes.json" and "20 s" in claim.claim for claim in verdict.evidence)
 
 
-@pytest.mark.parametrize(
-    "node",
-    [
-        replace(GONE, trouble="rank 3 on b was ended by SIGKILL"),
-        replace(GONE, last="failing"),
-        replace(GONE, last="stopping"),
-        replace(GONE, last="ended"),
-        B,
-        replace(B, store="closed", probe="answers"),
-    ],
-    ids=["it has failed", "its ranks fail", "somebody stops it", "it has ended", "it is heard", "its agent has ended"],
-)
-def test_a_node_that_said_a_word_before_or_is_heard_is_not_lost(node: NodeEvidence) -> None:
-    verdict = diagnose(half(thrown_out(0), thrown_out(1), nodes=(A, node), outcome="crash"))
-    assert said(verdict) == ("rank-exited", "medium", [])
-
-
-def test_a_node_that_went_with_the_store_is_lost_where_its_host_does_not_answer() -> None:
-    nodes = (A, replace(B, store="closed", probe="no answer"))
-    verdict = diagnose(half(thrown_out(0), thrown_out(1), nodes=nodes, outcome="crash"))
-    assert said(verdict) == ("node-lost", "medium", ["b:2-3"])
-
-
-def test_a_failure_of_ones_own_is_named_although_a_node_is_silent() -> None:
-    verdict = diagnose(half(thrown_out(0, "ValueError", "bad sample"), thrown_out(1), outcome="crash"))
-    assert (verdict.cause, [c.rank for c in verdict.culprits], verdict.nodes_at_fault) == ("rank-exception", [0], ())
-
-
 def test_a_silence_of_a_few_seconds_is_less_sure() -> None:
     brief = half(thrown_out(0), thrown_out(1), nodes=(A, replace(B, silent_s=3.0)), outcome="crash")
     assert diagnose(brief).confidence == "medium"
@@ -101,25 +72,6 @@ def test_ranks_that_gave_up_waiting_say_nothing_of_connections() -> None:
 FAILED = replace(A, agent_error="RendezvousConnectionError: The connection to the C10d store has failed.")
 
 
-@pytest.mark.parametrize(
-    ("node", "cause", "confidence"),
-    [
-        (replace(B, store="closed", probe="answers"), "launcher-stopped", "medium"),
-        (replace(B, store="unreachable", probe="no answer"), "node-unreachable", "high"),
-        (replace(B, store="closed"), "node-unreachable", "medium"),
-    ],
-    ids=["its host answers", "its host does not answer", "not asked"],
-)
-@pytest.mark.parametrize("doing", [waiting, lambda n: rank(n, in_user(7), "run")], ids=["ranks wait", "ranks compute"])
-def test_an_agent_that_failed_names_the_host_of_its_store(
-    doing: Callable[[int], RankEvidence], node: NodeEvidence, cause: str, confidence: str
-) -> None:
-    verdict = diagnose(half(doing(0), doing(1), nodes=(FAILED, node), outcome="crash"))
-    assert said(verdict) == (cause, confidence, ["b:2-3"])
-    assert "the store of its agents was on node b" in verdict.summary
-    assert any("RendezvousConnectionError" in claim.claim for claim in verdict.evidence)
-
-
 def test_who_was_stopped_itself_has_missed_why_others_have_ended() -> None:
     nodes = (replace(FAILED, missed_s=43.0), replace(B, store="closed", probe="answers"))
     verdict = diagnose(half(waiting(0), waiting(1), nodes=nodes, outcome="crash"))
@@ -134,14 +86,6 @@ def test_who_was_stopped_itself_has_missed_why_others_have_ended() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "node", [replace(B, store="closed", trouble="rank 3 on b was ended by SIGKILL"), replace(B, last="ended"), B]
-)
-def test_a_host_of_the_store_that_said_why_it_ends_is_not_named(node: NodeEvidence) -> None:
-    verdict = diagnose(half(thrown_out(0), thrown_out(1), nodes=(FAILED, node), outcome="crash"))
-    assert said(verdict) == ("rank-exited", "medium", [])
-
-
 def test_ranks_that_wait_for_a_node_that_has_said_what_failed_there() -> None:
     """It has ended since: its ranks were not seen by any node that is left."""
     ended = replace(B, last="ended", trouble="rank 3 on b was ended by SIGKILL")
@@ -153,33 +97,6 @@ def test_ranks_that_wait_for_a_node_that_has_said_what_failed_there() -> None:
 
 
 # --- a node that is only silent ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("node", "cause", "confidence"),
-    [
-        (replace(GONE, probe="no answer"), "node-unreachable", "high"),
-        (GONE, "node-unreachable", "medium"),
-        (replace(GONE, probe="answers"), "launcher-stopped", "medium"),
-        (replace(B, store="silent"), "launcher-stopped", "medium"),
-        (replace(B, store="unreachable"), "node-unreachable", "high"),
-    ],
-    ids=["no answer", "not asked", "the host answers", "its agent accepts and says nothing", "no way to its store"],
-)
-def test_ranks_wait_for_a_node_of_which_nothing_is_heard(node: NodeEvidence, cause: str, confidence: str) -> None:
-    verdict = diagnose(half(waiting(0), waiting(1), nodes=(A, node)))
-    assert said(verdict) == (cause, confidence, ["b:2-3"])
-    assert verdict.victims == "0-1"
-
-
-def test_a_rank_here_that_will_not_go_on_is_named_first() -> None:
-    verdict = diagnose(half(waiting(0), rank(1, in_user(7), "sleep", flight=behind())))
-    assert ([c.rank for c in verdict.culprits], verdict.nodes_at_fault) == ([1], ())
-
-
-def test_a_silent_node_is_not_named_where_ranks_of_another_one_are_awaited_as_well() -> None:
-    nodes = (A, replace(GONE, ranks=(2,)), NodeEvidence("c", 3, (3,)))
-    assert said(diagnose(half(waiting(0), waiting(1), nodes=nodes))) == ("missing-from-collective", "low", [])
 
 
 def test_both_sides_of_a_partition_are_here() -> None:
@@ -242,11 +159,6 @@ def test_others_are_named_as_ranks(numbers: tuple[int, ...]) -> None:
     assert verdict.nodes_at_fault == ()
 
 
-def test_one_node_alone_is_no_node_among_others() -> None:
-    ranks = [rank(n, in_user(7), "stop") for n in range(2)]
-    assert diagnose(job(*ranks)).cause == "rank-stopped"
-
-
 # --- versions, clocks -------------------------------------------------------------------------------------------------
 
 
@@ -270,12 +182,6 @@ def test_which_of_two_nodes_failed_first_is_as_sure_as_their_clocks(apart_s: flo
         confidence,
         [1],
     )
-
-
-def test_a_job_of_one_node_has_no_nodes_in_its_verdict() -> None:
-    import msgspec
-
-    assert b"nodes" not in msgspec.json.encode(diagnose(job(waiting(0), rank(1, in_c10d("barrier", 9)))))
 
 
 # --- a node that has not come -----------------------------------------------------------------------------------------

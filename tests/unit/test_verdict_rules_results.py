@@ -6,7 +6,7 @@ import pytest
 from evidence import in_user, rank
 from msgspec.structs import replace
 
-from safelaunch.model import Evidence, Inconsistency, RankExit, Verdict
+from safelaunch.model import Evidence, Inconsistency, Verdict
 from safelaunch.verdict.diagnose import diagnose
 
 APART = Inconsistency(
@@ -62,42 +62,10 @@ def test_each_finding_has_its_cause_ranks_and_first_step(
     assert all(claim.file == "inconsistent.json" for claim in verdict.evidence) and verdict.suggestions
 
 
-def test_the_first_by_step_is_the_cause_and_the_others_are_evidence() -> None:
-    verdict = told(APART, NAN, LOSS)
-    assert verdict.cause == "non-finite-gradient"
-    claims = [claim.claim for claim in verdict.evidence]
-    assert APART.words in claims and LOSS.words in claims and len(set(claims)) == len(claims)
-
-
 def test_what_one_rank_does_later_may_be_its_device_and_what_was_so_at_first_is_not() -> None:
     later, first = told(APART), told(replace(APART, step=1, since_step=0))
     assert any("device" in one for one in later.suggestions) and not any("device" in one for one in first.suggestions)
     assert any("checkpoint" in one for one in first.suggestions)
-
-
-def test_where_every_rank_is_alone_nothing_averages_gradients() -> None:
-    alone = told(replace(APART, ranks=(), sides=((0,), (1,), (2,))))
-    assert alone.suggestions[0].startswith("Every rank differs from every other")
-    pair = replace(APART, ranks=(), sides=((0,), (1,)))
-    assert not any("every other" in one for found in (APART, pair) for one in told(found).suggestions)
-
-
-def test_a_hang_or_a_crash_keeps_its_own_cause_and_tells_of_them() -> None:
-    for outcome in ("hang", "crash"):
-        verdict = told(APART, outcome=outcome, moving=False)
-        assert verdict.cause not in ("replicas-diverged", "non-finite-gradient")
-        assert APART.words in [claim.claim for claim in verdict.evidence]
-
-
-def test_a_job_that_stands_is_judged_by_what_it_stands_for() -> None:
-    assert told(APART, stall_s=600.0, moving=False).cause != "replicas-diverged"
-
-
-def test_a_dump_that_a_finding_has_asked_for_has_its_verdict_though_the_job_made_its_last_step() -> None:
-    ended = RankExit(0, 1.0)
-    ranks = tuple(rank(number, in_user(7), more={"exit": ended if number == 0 else None}) for number in range(3))
-    verdict = told(APART, ranks=ranks, stall_s=600.0, moving=False, for_finding=True)
-    assert verdict.cause == "replicas-diverged" and [one.rank for one in verdict.culprits] == [2]
 
 
 def test_a_rank_that_was_not_seen_is_named_in_words() -> None:

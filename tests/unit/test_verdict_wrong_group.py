@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
-import pytest
 from evidence import at, calls, in_c10d, job, rank, record
 
 from safelaunch.model import Evidence, RankEvidence
@@ -42,15 +39,5 @@ def test_who_took_the_wrong_group_is_named_with_the_call() -> None:
     assert "Ranks 1-2 called all_reduce on a group that they are not in" in verdict.summary
     assert "ranks 0,3 wait in all_reduce at train.py:60 (train) in their own groups" in verdict.summary
     assert {"ranks/1/log_tail.txt", "ranks/2/log_tail.txt"} <= {claim.file for claim in verdict.evidence}
-    assert "Use only groups that the rank belongs to" in verdict.suggestions[0]
+    assert "Use only groups that the rank is in" in verdict.suggestions[0]
     assert not any("caught exception" in text for text in verdict.suggestions)
-
-
-@pytest.mark.parametrize(
-    "logs",
-    [{}, {"first": warning(1, "barrier")}, {"first": warning(3)}],
-    ids=["no warning", "of another call", "of another rank"],
-)
-def test_without_such_a_warning_nothing_is_said(logs: dict[str, Any]) -> None:
-    verdict = diagnose(halves(**logs))
-    assert "not in" not in verdict.summary

@@ -85,6 +85,35 @@ def passes_objects(stack: Stack) -> bool:
     return any(_in(f, _C10D_FILES[0]) and "_object" in short(f.function) for f in stack.called)
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A call of a library's, known by parts of its file's path and by its function; without ``functions``, by any."""
+
+    files: tuple[str, ...]
+    functions: frozenset[str] = frozenset()
+
+    def on(self, frames: Iterable[Frame]) -> bool:
+        inside = (one for one in frames if any(part in normal(one.file) for part in self.files))
+        return any(not self.functions or short(one.function) in self.functions for one in inside)
+
+
+_MESSAGES = ("multiprocessing/queues.py", "multiprocessing/connection.py")
+
+RPC = Mark(("/torch/distributed/rpc/",))  # waits for what another rank is to answer (``rpc_sync``, ``to_here``)
+ANSWERS_RPC = Mark(("torch/distributed/rpc/internal.py",), frozenset({"_run_function"}))
+FUTURE = Mark(("/torch/futures/",))  # of a call of c10d or of RPC, or one that other code sets
+FILE_LOCK = Mark(("/filelock/",), frozenset({"acquire"}))  # the library asks, sleeps, and asks again
+BUILD = Mark(("torch/utils/file_baton.py",), frozenset({"wait"}))  # of a C++ extension, by another process
+REPLACED = Mark(("multiprocessing/pool.py",), frozenset({"_maintain_pool"}))  # forked in place of one that had ended
+CHILD = Mark(("/subprocess.py", "multiprocessing/popen_fork.py", "multiprocessing/popen_spawn_posix.py"))
+MESSAGE = Mark(_MESSAGES, frozenset({"get", "recv", "recv_bytes", "recv_bytes_into", "poll", "wait"}))
+TAKES_ITEM = Mark(("/queue.py", "multiprocessing/queues.py"), frozenset({"get"}))
+FEEDS_QUEUE = Mark(("multiprocessing/queues.py",), frozenset({"_feed"}))  # the thread that writes what was put
+EVENT_LOOP = Mark(("/asyncio/",))
+RUNS_LOOP = Mark(("/asyncio/base_events.py",), frozenset({"_run_once"}))  # in one of its callbacks or coroutines
+POOL = Mark(("/concurrent/futures/thread.py", "/multiprocessing/pool.py"))
+
+
 Purpose = Literal[
     "", "state-dict", "sync-batchnorm", "fsdp-forward", "fsdp-backward", "ddp-forward", "ddp-constructor", "gradients"
 ]
@@ -131,23 +160,8 @@ def in_torch(stack: Stack) -> bool:
 def in_distributed(stack: Stack) -> Frame | None:
     """The innermost frame, if it is of torch.distributed: a pipeline's schedule, say."""
     inner = stack.called
-    inside = bool(inner) and "/torch/distributed/" in normal(inner[0].file) and not waits_for_rpc(stack)
+    inside = bool(inner) and "/torch/distributed/" in normal(inner[0].file) and not RPC.on(stack.called)
     return inner[0] if inside else None
-
-
-def waits_for_rpc(stack: Stack) -> bool:
-    """The thread waits for what another rank is to answer (``rpc_sync``, ``to_here``)."""
-    return any("/torch/distributed/rpc/" in normal(f.file) for f in stack.called)
-
-
-def waits_for_future(stack: Stack) -> bool:
-    """The thread waits for a ``torch.futures.Future``: of a call of c10d or of RPC, or one that other code sets."""
-    return any("/torch/futures/" in normal(f.file) for f in stack.called)
-
-
-def handles_rpc(frames: Sequence[Frame]) -> bool:
-    """A thread that runs what another rank has asked for."""
-    return any(_in(f, "torch/distributed/rpc/internal.py") and short(f.function) == "_run_function" for f in frames)
 
 
 def in_backward(stack: Stack) -> bool:
@@ -173,16 +187,6 @@ def is_loader_worker(frames: Sequence[Frame]) -> bool:
 def worker_idle(frames: Sequence[Frame]) -> bool:
     """A DataLoader worker that waits for the next index: it owes nobody anything."""
     return is_loader_worker(frames) and any(_in(f, "multiprocessing/queues.py") for f in frames[:8])
-
-
-def polls_file_lock(stack: Stack) -> bool:
-    """The library ``filelock`` asks for its lock, sleeps, and asks again. It has the file open only as it asks."""
-    return any("/filelock/" in normal(f.file) and short(f.function) == "acquire" for f in stack.called)
-
-
-def waits_for_build(stack: Stack) -> bool:
-    """``torch.utils.cpp_extension`` sleeps until the file is gone that stands for another process's build."""
-    return any(_in(f, "torch/utils/file_baton.py") and short(f.function) == "wait" for f in stack.called)
 
 
 def leaving(frames: Sequence[Frame]) -> str:
@@ -268,51 +272,6 @@ def lock_wait(inner: Sequence[Frame]) -> LockWait | None:
     return None
 
 
-def put_in_place(frames: Sequence[Frame]) -> bool:
-    """A worker that ``multiprocessing.Pool`` has forked in place of one that had ended."""
-    return any(_in(f, "multiprocessing/pool.py") and short(f.function) == "_maintain_pool" for f in frames)
-
-
-def waits_for_child(inner: Sequence[Frame]) -> bool:
-    return any(
-        _in(f, "/subprocess.py", "multiprocessing/popen_fork.py", "multiprocessing/popen_spawn_posix.py") for f in inner
-    )
-
-
-def waits_for_message(inner: Sequence[Frame]) -> bool:
-    """A ``multiprocessing`` queue or pipe: another process is to send something."""
-    return any(
-        _in(f, "multiprocessing/queues.py", "multiprocessing/connection.py")
-        and short(f.function) in ("get", "recv", "recv_bytes", "recv_bytes_into", "poll", "wait")
-        for f in inner
-    )
-
-
-def takes_item(inner: Sequence[Frame]) -> bool:
-    """A ``get()`` of a queue, of threads or of processes."""
-    return any(_in(f, "/queue.py", "multiprocessing/queues.py") and short(f.function) == "get" for f in inner)
-
-
-def feeds_queue(frames: Sequence[Frame]) -> bool:
-    """The thread in which ``multiprocessing`` writes what was put into a queue."""
-    return any(_in(f, "multiprocessing/queues.py") and short(f.function) == "_feed" for f in frames)
-
-
-def in_event_loop(inner: Sequence[Frame]) -> bool:
-    return any("/asyncio/" in normal(f.file) for f in inner)
-
-
-def serves_futures(frames: Sequence[Frame]) -> bool:
-    """A thread of a pool, or one that runs an event loop."""
-    pools = ("/concurrent/futures/thread.py", "/multiprocessing/pool.py")
-    return runs_event_loop(frames) or any(_in(f, *pools) for f in frames)
-
-
-def runs_event_loop(frames: Sequence[Frame]) -> bool:
-    """A thread that runs a loop of asyncio, and is in one of its callbacks or coroutines."""
-    return any(_in(f, "/asyncio/base_events.py") and short(f.function) == "_run_once" for f in frames)
-
-
 _Threads = Literal["", "work", "signal", "engine", "lock"]
 
 
@@ -338,15 +297,15 @@ def awaited(stack: Stack, kind: str = "") -> Awaited:
     if peers is not None:
         return Awaited(peers)
     inner = stack.called
-    lock, loop = lock_wait(inner), in_event_loop(inner)
+    lock, loop = lock_wait(inner), EVENT_LOOP.on(inner)
     of_threads: _Threads = lock.on if lock is not None else "signal" if loop else ""
     if in_backward(stack):
         of_threads = "engine"
     if loader_wait(stack):
         return Awaited(None, of_threads, "workers")
-    if kind == "child" or waits_for_child(inner):
+    if kind == "child" or CHILD.on(inner):
         return Awaited(None, of_threads, "child")
-    if waits_for_message(inner):
+    if MESSAGE.on(inner):
         return Awaited(None, of_threads, "message")
     return Awaited(None, of_threads, "any" if loop or (lock is not None and lock.by_processes) else "")
 

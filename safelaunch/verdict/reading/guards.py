@@ -63,12 +63,6 @@ class Guard:
         """``if rank == 0 (train.py:14)``."""
         return f"{self.text} ({basename(self.file)}:{self.line})"
 
-    @property
-    def by_data(self) -> bool:
-        """Ranks may part here by what they have computed or drawn, and not by their number: that is only where their
-        data begins, as in ``loss < best`` of a loss whose generator has the rank as its seed."""
-        return self.test is not None and not _names_the_rank(self.test, self.names, _MOST_STEPS)
-
     def admits(self, one: Whereabouts) -> bool | None:
         """Whether this rank comes past it; None where the condition asks for more than the rank."""
         if self.test is None:
@@ -264,16 +258,6 @@ def _targets(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, as
             yield from _targets(one, values[number] if values is not None else None)
 
 
-def asks_for_the_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int = _MOST_STEPS) -> bool:
-    """Whether the condition depends on which process this is, also through names assigned before."""
-    for word in _words(test):
-        if _OF_THE_RANK.search(word):
-            return True
-        if steps and word in names and asks_for_the_rank(names[word], names, steps - 1):
-            return True
-    return False
-
-
 def assignments_of_the_rank(module: ast.Module) -> list[ast.stmt]:
     """The module's own assignments of what depends on the rank or the world size: ``r = dist.get_rank()``."""
     names = _assigned(module)
@@ -288,14 +272,14 @@ def assignments_of_the_rank(module: ast.Module) -> list[ast.stmt]:
 _CASTS = frozenset({"int", "str", "bool", "get", "getenv"})
 
 
-def _names_the_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int) -> bool:
-    """Whether the rank stands in the condition itself, or in what its names stand for as it is. What a function has
-    made of the rank is no rank."""
+def asks_for_the_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int = _MOST_STEPS) -> bool:
+    """Whether the condition depends on which process this is: the rank stands in it, or in what its names stand for as
+    it is. What a function has made of the rank is no rank."""
     words = list(_words(test))
     if any(_OF_THE_RANK.search(word) for word in words):
         return True
     values = (names[word] for word in words if steps and word in names)
-    return any(_names_the_rank(plain, names, steps - 1) for value in values if (plain := _plain(value)) is not None)
+    return any(asks_for_the_rank(plain, names, steps - 1) for value in values if (plain := _plain(value)) is not None)
 
 
 def _plain(value: ast.expr) -> ast.expr | None:
