@@ -6,7 +6,7 @@ None of it changes a cause or makes a finding surer: it says which line to look 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 
 import msgspec
@@ -39,14 +39,20 @@ def frames_below(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     lines = {side[0] for side, ranks in sides.items() if named.intersection(ranks)}
     if len(lines) != 1 or len(sides) < 2 or any(side[0] not in lines for side in sides):
         return
-    told = _telling_frames(list(sides))
-    if None in told:
+    shared = len(list(takewhile(lambda level: len({(f.file, f.line) for f in level}) == 1, zip(*sides, strict=False))))
+    if any(len(side) == shared for side in sides):
         return
-    pairs = list(zip(told, sides.values(), strict=True))[:_MOST_SIDES]
+    pairs = [(_telling(side, sides, shared), ranks) for side, ranks in list(sides.items())[:_MOST_SIDES]]
     parts = [f"{ranks_do(ranks, 'is', 'are')} at {fr.place(frame)}" for frame, ranks in pairs]
     text = f"below {fr.place(lines.pop())}, {', '.join(parts)}"
     claim = Claim(text, f"ranks/{next(iter(sides.values()))[0]}/stack.txt")
     yield Annotation(f"{capital(text)}.", (claim,))
+
+
+def _telling(side: tuple[Frame, ...], sides: Iterable[tuple[Frame, ...]], shared: int) -> Frame:
+    """The outermost frame behind their last common one that is in a file of its own (a callback's), or the innermost."""
+    others = {frame.file for other in sides if other is not side for frame in other[shared:]}
+    return next((frame for frame in side[shared:] if frame.file not in others), side[-1])
 
 
 def _stack_of(facts: Facts, rank: int) -> fr.Stack | None:
@@ -58,23 +64,6 @@ def _stack_of(facts: Facts, rank: int) -> fr.Stack | None:
             return facts.alignment.stack(rank, entry)
     view = view_of(one.evidence)
     return view.stack if view is not None else None
-
-
-def _telling_frames(sides: Sequence[tuple[Frame, ...]]) -> list[Frame | None]:
-    """Of each side the outermost frame that tells it from the others: in a file of its own, else in a function of its
-    own behind their last common call. None where there is none.
-    """
-    shared = len(list(takewhile(lambda level: len({(f.file, f.line) for f in level}) == 1, zip(*sides, strict=False))))
-    rest = [side[shared:] for side in sides]
-    return [_telling(side, [f for other in rest if other is not side for f in other]) for side in rest]
-
-
-def _telling(side: Sequence[Frame], others: Sequence[Frame]) -> Frame | None:
-    files = {frame.file for frame in others}
-    functions = {(frame.file, frame.function) for frame in others}
-    own_file = (frame for frame in side if frame.file not in files)
-    own_function = (frame for frame in side if (frame.file, frame.function) not in functions)
-    return next(own_file, None) or next(own_function, None)
 
 
 # --- what the ranks at fault say themselves ---------------------------------------------------------------------------

@@ -143,8 +143,8 @@ _DIED: tuple[NcclState, ...] = ("unresponsive", "dead")
 def launcher_stopped(case: Case) -> Ruling:
     """A node's torchrun agent is stopped, and no rank does anything of its own: all wait, or wait for its store."""
     stopped = [node for node in case.evidence.nodes if node.agent == "stopped"]
-    waiting = [rank for rank, one in case.ranks.items() if one.wait is not None]
-    if not stopped or not waiting or conditions(case):
+    waiting = _only_waiting(case)
+    if not stopped or not waiting:
         return ""
     by_store = any(one.wait is not None and one.wait.kind == "init" for one in case.ranks.values())
     text = f"torchrun is stopped on {_names(stopped)}, while {waits_words(case, waiting)}."
@@ -155,8 +155,8 @@ def launcher_stopped(case: Case) -> Ruling:
 def failed_elsewhere(case: Case) -> Ruling:
     """Ranks wait, no rank here does anything of its own, and another node has said what failed there."""
     told = [node for node in case.evidence.nodes if node.trouble and not node.here and case.unseen & set(node.ranks)]
-    waiting = sorted(rank for rank, one in case.ranks.items() if one.wait is not None)
-    if not told or not waiting or conditions(case):
+    waiting = _only_waiting(case)
+    if not told or not waiting:
         return ""
     text = f"{capital(waits_words(case, waiting))}; {'; '.join(node.trouble for node in told[:4])}."
     claims = tuple(Claim(f"node {node.host} said: {node.trouble}", FILE) for node in told)
@@ -166,13 +166,17 @@ def failed_elsewhere(case: Case) -> Ruling:
 
 def versions_differ(case: Case) -> Ruling:
     """No rank does anything of its own, and the nodes run different versions of torch, safelaunch or the script."""
-    claims = version_claims(case.evidence)
-    waiting = [rank for rank, one in case.ranks.items() if one.wait is not None]
-    if not claims or not waiting or conditions(case):
+    claims, waiting = version_claims(case.evidence), _only_waiting(case)
+    if not claims or not waiting:
         return ""
     text = f"{capital(waits_words(case, waiting))}, and {claims[0].claim}."
     doubts = {Doubt.BY_EXCLUSION: True, Doubt.UNSEEN_RANKS: bool(case.unseen)}
     return Finding("versions-differ", those(doubts), text, claims=wait_claims(case, waiting), victims=tuple(waiting))
+
+
+def _only_waiting(case: Case) -> list[int]:
+    """The ranks that wait for peers; none where any rank does something of its own."""
+    return [] if conditions(case) else [rank for rank, one in case.ranks.items() if one.wait is not None]
 
 
 def _gone(facts: Facts) -> list[NodeEvidence]:

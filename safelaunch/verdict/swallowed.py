@@ -102,16 +102,16 @@ def skipped_batch(facts: Facts, finding: Finding) -> Iterator[Annotation]:
         words,
         claims,
         those({Doubt.SEVERAL_PLACES_FIT: not shown}),
-        tuple(_who_said(one, *said[one.rank]) for one in finding.culprits if one.rank in said),
+        tuple(
+            structs.replace(one, frame=said[one.rank][0].frame, reason=_of_print(one.rank, said[one.rank]))
+            for one in finding.culprits
+            if one.rank in said
+        ),
         frozenset() if swallows else DRAWN | {LEFT_OUT},
         cause="swallowed-exception" if swallows else "collective-mismatch",
         explains=True,
         ruled_out=(f"{finding.cause} alone: what the rank printed says why",),
     )
-
-
-def _who_said(culprit: Culprit, left: Left, line: str) -> Culprit:
-    return structs.replace(culprit, frame=left.frame, reason=_of_print(culprit.rank, (left, line)))
 
 
 def _said(facts: Facts, named: Sequence[int]) -> dict[int, tuple[Left, str]]:
@@ -150,15 +150,8 @@ def _of_print(rank: int, said: tuple[Left, str]) -> str:
 def _culprit(culprit: Culprit, fit: _Fit) -> Culprit:
     one = fit.exception
     reason = f"Rank {culprit.rank} raised {one.type} at {fr.place(one.raised)} and continued at {fr.place(one.caught)}"
-    return Culprit(
-        culprit.rank,
-        culprit.host,
-        culprit.pid,
-        culprit.process,
-        one.raised,
-        culprit.step,
-        f"{reason}, skipping the collectives that its peers called there.",
-    )
+    reason += ", skipping the collectives that its peers called there."
+    return structs.replace(culprit, frame=one.raised, reason=reason)
 
 
 def _of_several(fits: dict[int, _Fit]) -> str:
