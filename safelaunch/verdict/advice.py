@@ -126,10 +126,6 @@ class Scene:
         return not self.facts.unseen and self.facts.evidence.rendezvous is not None
 
     @property
-    def one_rank(self) -> bool:
-        return len(self.facts.world) == 1
-
-    @property
     def all_alike(self) -> bool:
         """Every rank is named."""
         return len(self.named) > 1 and self.named == self.facts.world

@@ -44,9 +44,7 @@ def _claims(case: Case, rank: int) -> Iterator[Claim]:
         words = ", ".join(group.words for group in groups[:MOST_GROUPS])
         record = case.ranks[rank].evidence.flight_record
         told = record is not None and any(record.groups.values())
-        dimensions = mesh(case)
-        shape = f", of the mesh {' x '.join(f'{name} {size}' for name, size in dimensions)}" if dimensions else ""
-        yield Claim(f"rank {rank} is in {words}{shape}", f"ranks/{rank}/{'flight_recorder' if told else 'rank'}.json")
+        yield Claim(f"rank {rank} is in {words}", f"ranks/{rank}/{'flight_recorder' if told else 'rank'}.json")
     gpu = case.ranks[rank].evidence.gpu
     if gpu:
         yield Claim(f"rank {rank} has GPU {gpu}, by its CUDA_VISIBLE_DEVICES and LOCAL_RANK", f"ranks/{rank}/rank.json")

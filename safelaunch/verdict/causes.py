@@ -326,84 +326,31 @@ DRAWN = frozenset({_DRAWN, _DRAWN_BATCHES})
 GPU_FRAGMENTED = frozenset({_GPU_FRAGMENTED, _GPU_FRAGMENTED_BEFORE})
 
 # Errors of NCCL, of the network under it, and of device meshes.
+_BY_FAILURE: dict[Kind, str] = {
+    "one-gpu": "Give each rank its own GPU first: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))`.",
+    "nccl-memory": "Leave NCCL memory of the GPU: a smaller batch, fewer process groups, or a smaller `NCCL_BUFFSIZE`.",
+    "nccl-cuda": "Look for an Xid in `node/<host>/kernel_log.txt`, and compare the driver with torch's CUDA "
+    "(`versions.json`). Try `NCCL_P2P_DISABLE=1` and `NCCL_NVLS_ENABLE=0` to rule out P2P and NVLS.",
+    "nccl-shm": "Make room in `/dev/shm` (`df -h /dev/shm`; in a container `--shm-size=8g` or `--ipc=host`).",
+    "nccl-limit": "Raise the limit of locked memory where the ranks start: `ulimit -l unlimited`.",
+    "infiniband": "Check the link on both nodes: `ibstat`, its counters (`node/<host>/resources.json`), for RoCE "
+    "`NCCL_IB_GID_INDEX`. If the job runs with `NCCL_IB_DISABLE=1`, the link is the problem.",
+    "interface": "Set `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME` to an interface of all nodes: `ip -br addr`.",
+    "nccl-versions": "Give all nodes one environment: `node/<host>/versions.json` has the versions of torch and NCCL.",
+    "nccl-sizes": "Compare the sizes that the ranks pass in, `NCCL_ALGO`, `NCCL_PROTO` and NCCL's version on all.",
+    "socket": "First check whether the peer exited on its own, then whether its node answers on that interface "
+    "(firewall, `NCCL_SOCKET_IFNAME`, `ping`).",
+    "mesh": "Make the product of the mesh's dimensions the world size (`dp * tp * pp == WORLD_SIZE`).",
+    "port": "Find the process that has the port (`ss -ltnp`), often a rank of an earlier job. `--standalone`, or port "
+    "0 in `--rdzv-endpoint`, takes a free one.",
+    "host-name": "Make every node resolve the name (`getent hosts NAME`), or give its address in `--rdzv-endpoint`.",
+    "open-files": "Raise the limit of open files where the ranks start (`ulimit -n 65536`). DataLoader workers use "
+    "many: `torch.multiprocessing.set_sharing_strategy('file_system')`.",
+    "peer-late": "If a rank can legitimately take that long (a checkpoint, an evaluation, a first compilation), give "
+    "the groups more time: `--pg-timeout 2h`.",
+}
 _COMMUNICATION = (
-    Advice(
-        "Give each rank its own GPU, by `LOCAL_RANK`: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))` before "
-        "the first tensor and the first collective.",
-        when=_failed_by("one-gpu"),
-    ),
-    Advice(
-        "Leave NCCL some memory of the GPU: a smaller batch, fewer process groups (each has its own buffers), or a "
-        "smaller `NCCL_BUFFSIZE`.",
-        when=_failed_by("nccl-memory"),
-    ),
-    Advice(
-        "Look for an Xid in `node/<host>/kernel_log.txt`, compare the driver with the CUDA version of torch "
-        "(`node/<host>/versions.json`), and see with `nvidia-smi topo -m` how the GPUs reach each other. Try "
-        "`NCCL_P2P_DISABLE=1` and `NCCL_NVLS_ENABLE=0` to rule out P2P and NVLS.",
-        when=_failed_by("nccl-cuda"),
-    ),
-    Advice(
-        "Make room in `/dev/shm` (`df -h /dev/shm`; in a container `--shm-size=8g` or `--ipc=host`), and remove what"
-        " ended jobs have left there.",
-        when=_failed_by("nccl-shm"),
-    ),
-    Advice(
-        "Raise the limit of locked memory where the ranks start: `ulimit -l unlimited` (`--ulimit memlock=-1` for a"
-        " container, `LimitMEMLOCK=infinity` for a service).",
-        when=_failed_by("nccl-limit"),
-    ),
-    Advice(
-        "Check the link on both nodes: `ibstat`, and the error counters of the port in `node/<host>/resources.json`; "
-        "for RoCE also `NCCL_IB_GID_INDEX`. If the same job runs with `NCCL_IB_DISABLE=1`, the InfiniBand link is the "
-        "problem.",
-        when=_failed_by("infiniband"),
-    ),
-    Advice(
-        "Set `NCCL_SOCKET_IFNAME` (and `GLOO_SOCKET_IFNAME`) to an interface that all nodes have: `ip -br addr` lists"
-        " them.",
-        when=_failed_by("interface"),
-    ),
-    Advice(
-        "Give all nodes one environment: the versions of torch and NCCL are in `node/<host>/versions.json`.",
-        when=_failed_by("nccl-versions"),
-    ),
-    Advice(
-        "Compare the sizes that the ranks pass into this call, and `NCCL_ALGO`, `NCCL_PROTO` and the version of NCCL on"
-        " all nodes (`node/<host>/env.json`, `versions.json`).",
-        when=_failed_by("nccl-sizes"),
-    ),
-    Advice(
-        "First check whether the peer exited on its own, then whether its node answers on that interface (firewall, "
-        "`NCCL_SOCKET_IFNAME`, `ping`).",
-        when=_failed_by("socket"),
-    ),
-    Advice(
-        "Make the product of the mesh's dimensions the world size (`dp * tp * pp == WORLD_SIZE`), and start that many "
-        "ranks (`--nproc-per-node` times `--nnodes`).",
-        when=_failed_by("mesh"),
-    ),
-    Advice(
-        "Find the process that has the port (`ss -ltnp`), often a rank of an earlier job. `--standalone`, or port 0 "
-        "in `--rdzv-endpoint`, takes a free one; a script should not choose a port itself.",
-        when=_failed_by("port"),
-    ),
-    Advice(
-        "Make sure that every node resolves the name (`getent hosts NAME`), or give the address: `--rdzv-endpoint "
-        "ADDRESS:PORT`, `MASTER_ADDR`.",
-        when=_failed_by("host-name"),
-    ),
-    Advice(
-        "Raise the limit of open files where the ranks start (`ulimit -n 65536`); `node/<host>/resources.json` has "
-        "the current one. DataLoader workers that share tensors by file descriptor use many: "
-        "`torch.multiprocessing.set_sharing_strategy('file_system')`.",
-        when=_failed_by("open-files"),
-    ),
-    Advice(
-        "If a rank can legitimately take that long (a checkpoint, an evaluation on one rank, a first compilation), "
-        "give the groups more time: `--pg-timeout 2h`.",
-        when=_failed_by("peer-late"),
-    ),
+    *(Advice(text, when=_failed_by(kind)) for kind, text in _BY_FAILURE.items()),
     Advice("To have NCCL say which call failed", when=_failed_by("nccl-system"), preset="nccl-debug"),
 )
 

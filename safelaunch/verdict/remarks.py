@@ -50,7 +50,7 @@ def frames_below(facts: Facts, finding: Finding) -> Iterator[Annotation]:
 
 
 def _telling(side: tuple[Frame, ...], sides: Iterable[tuple[Frame, ...]], shared: int) -> Frame:
-    """The outermost frame behind their last common one that is in a file of its own (a callback's), or the innermost."""
+    """The outermost frame behind the last common one that is in a file of its own (a callback's), or the innermost."""
     others = {frame.file for other in sides if other is not side for frame in other[shared:]}
     return next((frame for frame in side[shared:] if frame.file not in others), side[-1])
 
