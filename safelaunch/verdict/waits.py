@@ -174,8 +174,7 @@ def _kept_from(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node
         kept = [other for other, comes in admitted.items() if comes is False]
         if admitted[rank] is True and len(kept) == 1 and kept[0] in facts.ranks:
             other = kept[0]
-            words = f"`{guard.words}` keeps rank {other} from there"
-            return Holder(other, nodes.get(other, other), facts.ranks[other].condition, "poll", words)
+            return _the_rank(facts, other, nodes, "poll", f"`{guard.words}` keeps rank {other} from there")
     return None
 
 
@@ -188,8 +187,7 @@ def _answers(facts: Facts, rank: int, nodes: Mapping[int, Node]) -> Holder | Non
     at_work = [r for r, v in views.items() if v is not None and any(calls.ANSWERS_RPC.on(t.frames) for t in v.beside())]
     if len(at_work) != 1:
         return None
-    other = at_work[0]
-    return Holder(other, nodes.get(other, other), facts.ranks[other].condition, "message")
+    return _the_rank(facts, at_work[0], nodes, "message")
 
 
 def _sets(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node]) -> Holder | None:
@@ -207,8 +205,7 @@ def _sets(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node]) ->
             if own.key is None:
                 does = f"comes to {fr.place(line)}, which names that file"
             words = f"rank {other} alone {does}, behind {' and '.join(behind)}"
-            kind: Kind = "key" if own.key is not None else "poll"
-            return Holder(other, nodes.get(other, other), facts.ranks[other].condition, kind, words, line)
+            return _the_rank(facts, other, nodes, "key" if own.key is not None else "poll", words, line)
     return None
 
 
@@ -223,9 +220,15 @@ def _is_kept(facts: Facts, rank: int, guard: Guard) -> bool:
     )
 
 
+def _the_rank(
+    facts: Facts, rank: int, nodes: Mapping[int, Node], kind: Kind, words: str = "", site: Frame | None = None
+) -> Holder:
+    return Holder(rank, nodes.get(rank, rank), facts.ranks[rank].condition, kind, words, site)
+
+
 def _holder(facts: Facts, rank: int, pid: int, nodes: Mapping[int, Node]) -> Holder:
     one = facts.ranks[rank]
-    own = Holder(rank, nodes.get(rank, rank), one.condition)
+    own = _the_rank(facts, rank, nodes, "file")
     child = next((view for view in child_views(one.evidence) if view.process.pid == pid), None)
     if child is None or (one.condition is not None and one.condition.pid == pid):
         return own

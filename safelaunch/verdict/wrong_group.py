@@ -7,10 +7,9 @@ Without a warning, a habit tells: the newest call from a line is in another grou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from safelaunch.model import Claim, Culprit, Frame
+from safelaunch.model import Claim, Culprit
 from safelaunch.verdict.causes import FAILURES, UNUSUAL_GROUP, WRONG_GROUP
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import (
@@ -26,43 +25,55 @@ from safelaunch.verdict.findings import (
 )
 from safelaunch.verdict.rank_state import Facts
 from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.waits import Case, Waiters
 
 _ENOUGH = 2  # earlier calls that make a habit
 _EXPLAINED = frozenset({"group-order", "missing-from-collective", "collective-mismatch"})
-_WARNING = "Running {op} on global rank {rank} which does not belong to the given group"
 
 
-@dataclass(frozen=True)
-class _Outsider:
-    """``rank`` has called ``op`` on a group that it is not in; in its own, ``waiters`` wait for it at ``frame``."""
-
-    rank: int
-    op: str
-    waiters: tuple[int, ...]
-    frame: Frame | None
-
-    @property
-    def warning(self) -> str:
-        return _WARNING.format(op=self.op, rank=self.rank)
-
-
-def wrong_group(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     """The ranks that took a wrong group as those at fault, where their own group waits for them."""
-    found = _outsiders(facts) if finding.cause in _EXPLAINED else []
-    if not found or not {one.rank for one in found} <= {one.rank for one in finding.culprits}:
+    found = _outsiders(case) if finding.cause in _EXPLAINED else {}
+    if not found or not found.keys() <= {one.rank for one in finding.culprits}:
         return
-    claims = (Claim(f"rank {one.rank}: torch warns: {one.warning}", f"ranks/{one.rank}/log_tail.txt") for one in found)
+    they, their, groups = ("it is", "its", "group") if len(found) == 1 else ("they are", "their", "groups")
+    ops = "/".join(sorted({one.wait.op for one in found.values()}))
+    waits = waits_words(case, sorted({rank for one in found.values() for rank in one.ranks}))
+    text = f"{capital(ranks_word(found))} called {ops} on a group that {they} not in"
     yield Annotation(
-        _sentence(facts, found),
-        tuple(claims),
+        f"{text}, where torch only warns and goes on, while {waits} in {their} own {groups}.",
+        tuple(
+            Claim(f"rank {rank}: torch warns: {_warning(one, rank)}", f"ranks/{rank}/log_tail.txt")
+            for rank, one in found.items()
+        ),
         finding.doubts,
-        tuple(_culprit(facts, one) for one in found),
+        tuple(_culprit(case, rank, one) for rank, one in found.items()),
         finding.advice | {WRONG_GROUP},
         cause="missing-from-collective",
         explains=True,
         supersedes=True,
         ruled_out=(f"{finding.cause} alone: a call on a wrong group says why",),
     )
+
+
+def _outsiders(case: Case) -> dict[int, Waiters]:
+    """Rank → those that wait for it in its group, while it has called the same on a group which it is not in."""
+    found = {
+        rank: one
+        for one in case.waits.classes.values()
+        for rank in one.blockers & case.ranks.keys()
+        if one.wait.kind == "collective" and _warning(one, rank) in case.ranks[rank].evidence.log_tail
+    }
+    return dict(sorted(found.items()))
+
+
+def _warning(one: Waiters, rank: int) -> str:
+    return f"Running {one.wait.op} on global rank {rank} which does not belong to the given group"
+
+
+def _culprit(case: Case, rank: int, one: Waiters) -> Culprit:
+    reason = f"Rank {rank} called {one.wait.op} on a group that it is not in, where torch only warns and goes on."
+    return waiting_culprit(case.ranks[rank], reason, one.wait.frame)
 
 
 def unusual_group(facts: Facts) -> Ruling:
@@ -110,31 +121,3 @@ def unusual(facts: Facts, rank: int) -> str:
         f"Rank {rank} made its {len(earlier)} earlier calls at {fr.place(wait.frame)} in group '{earlier[0]}':"
         f" with group '{now}' it may have taken the wrong one."
     )
-
-
-def _outsiders(facts: Facts) -> list[_Outsider]:
-    """The members that a group waits for, and that have called the same operation on a group which they are not in."""
-    waiting: dict[str, list[int]] = {}
-    for rank, one in facts.ranks.items():
-        if one.wait is not None and one.wait.kind == "collective" and one.wait.group is not None:
-            waiting.setdefault(one.wait.group, []).append(rank)
-    found = []
-    for group, waiters in waiting.items():
-        for rank in sorted((facts.alignment.members(group)[0] - set(waiters)) & set(facts.ranks)):
-            wait = facts.ranks[waiters[0]].wait
-            outsider = _Outsider(rank, wait.op if wait else "", tuple(waiters), wait.frame if wait else None)
-            found += [outsider] if outsider.warning in facts.ranks[rank].evidence.log_tail else []
-    return sorted(found, key=lambda outsider: outsider.rank)
-
-
-def _culprit(facts: Facts, one: _Outsider) -> Culprit:
-    reason = f"Rank {one.rank} called {one.op} on a group that it is not in, where torch only warns and goes on."
-    return waiting_culprit(facts.ranks[one.rank], reason, one.frame)
-
-
-def _sentence(facts: Facts, found: Sequence[_Outsider]) -> str:
-    they, their, groups = ("it is", "its", "group") if len(found) == 1 else ("they are", "their", "groups")
-    ops = "/".join(sorted({one.op for one in found}))
-    waits = waits_words(facts, sorted({rank for one in found for rank in one.waiters}))
-    text = f"{capital(ranks_word(one.rank for one in found))} called {ops} on a group that {they} not in"
-    return f"{text}, where torch only warns and goes on, while {waits} in {their} own {groups}."
