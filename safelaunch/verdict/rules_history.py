@@ -339,15 +339,20 @@ def left_out_between_groups(case: Case) -> Ruling:
         f"rank {rank}: each earlier {op_name(now)} of group {now.group!r} at {fr.place(after)} follows"
         f" {op_name(usual)} of group {usual.group!r}; #{number_of(now)} does not",
     )
-    return Finding(
-        "collective-mismatch",
-        (Doubt.HABIT_ALONE,),
-        f"Rank {rank} {text}.",
-        (waiting_culprit(case.ranks[rank], f"Rank {rank} {text}.", site),),
-        (claim, *wait_claims(case, case.waits.in_circle)),
-        advice=frozenset({LEFT_OUT}),
-        ruled_out=(f"the groups entered in different orders is the runner-up: rank {rank} may yet call the other",),
-    )
+    claims = (claim, *wait_claims(case, case.waits.in_circle))
+    other = f"the groups entered in different orders is the runner-up: rank {rank} may yet call the other"
+    return replace(skipped(case, rank, site, text, claims), ruled_out=(other,))
+
+
+def skipped(
+    case: Case, rank: int, site: Frame | None, text: str, claims: tuple[Claim, ...], before: str = ""
+) -> Finding:
+    """The finding for a call, at ``site``, that ``rank`` has left out by its own habit."""
+    reason = f"Rank {rank} {text}."
+    culprits = (waiting_culprit(case.ranks[rank], reason, site),)
+    summary = f"{before}: rank {rank} {text}." if before else reason
+    doubts = (Doubt.HABIT_ALONE,)
+    return Finding("collective-mismatch", doubts, summary, culprits, claims, advice=frozenset({LEFT_OUT}))
 
 
 def group_order(case: Case) -> Ruling:

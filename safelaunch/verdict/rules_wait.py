@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from safelaunch.model import Claim, Collective
-from safelaunch.verdict.causes import LEFT_OUT, LOCK, OWN_LOOP, PEERS_DIFFER, TAGS_DIFFER, Advice
+from safelaunch.verdict.causes import LOCK, OWN_LOOP, PEERS_DIFFER, TAGS_DIFFER, Advice
 from safelaunch.verdict.collectives import mismatch_at, op_name
 from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
 from safelaunch.verdict.doubts import Doubt, levels_of, those
@@ -35,6 +35,7 @@ from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.rank_state import view_of
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.rules_history import skipped
 from safelaunch.verdict.waits import Case, Holder, Waiters, Waits, ranks_in
 
 _UNEXPLAINED = Condition(
@@ -222,25 +223,23 @@ def one_sided(case: Case) -> Ruling:
         if theirs is None or theirs.kind == "p2p":
             continue
         text = f"{capital(ranks_do([rank], 'waits', 'wait'))} in {wait.words}, and rank {peer} in {theirs.words}"
-        left_out = _left_out(case, peer, theirs)
-        if left_out is None and not case.ranks[rank].evidence.gil.posted and _is_outvoted(case, rank, peer):
+        pair, left_out = (rank, peer), _left_out(case, peer, theirs)
+        if left_out is not None:
+            site = case.alignment.stack(peer, left_out).user_frame
+            did = f"skipped {op_name(left_out)}{fr.at(site)}, which it had always called right before {theirs.words}"
+            return skipped(case, peer, site, did, wait_claims(case, pair), text)
+        outvoted = not case.ranks[rank].evidence.gil.posted and _is_outvoted(case, rank, peer)
+        if outvoted:
             text += f", a call that most ranks have made: rank {rank} took another path."
-            claims, culprits = wait_claims(case, (rank, peer)), waiting_culprits(case, [rank])
-            other = f"rank {peer} skipped the other end of {wait.words}: runner-up"
-            return Finding("collective-mismatch", (Doubt.EITHER_SIDE,), text, culprits, claims, (other,))
-        if left_out is None:
-            culprits = waiting_culprits(case, (rank, peer))
+        else:
             text += ": one of them made a call that the other left out."
-            return Finding("collective-mismatch", (Doubt.EITHER_SIDE,), text, culprits, wait_claims(case, (rank, peer)))
-        site = case.alignment.stack(peer, left_out).user_frame
-        did = f"skipped {op_name(left_out)}{fr.at(site)}, which it had always called right before {theirs.words}"
         return Finding(
             "collective-mismatch",
-            (Doubt.HABIT_ALONE,),
-            f"{text}: rank {peer} {did}.",
-            (waiting_culprit(case.ranks[peer], f"Rank {peer} {did}.", site),),
-            wait_claims(case, (rank, peer)),
-            advice=frozenset({LEFT_OUT}),
+            (Doubt.EITHER_SIDE,),
+            text,
+            waiting_culprits(case, [rank] if outvoted else pair),
+            wait_claims(case, pair),
+            (f"rank {peer} skipped the other end of {wait.words}: runner-up",) if outvoted else (),
         )
     return ""
 
