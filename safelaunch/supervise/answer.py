@@ -64,7 +64,7 @@ def _awaited(rank: RankLook) -> tuple[set[int], set[int]]:
     if waits.peers is not None or device_wait(stack, (), main.pid):
         return {main.pid}, set()
     children = {child.pid for child in rank.children} if waits.processes else set()
-    return set(), children | ({main.pid} if waits.threads in ("work", "engine") else set())
+    return set(), children | ({main.pid} if waits.threads else set())
 
 
 def all_are_stopped(look: Look) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 
 import msgspec
@@ -19,29 +19,19 @@ from safelaunch.verdict.waits import Case
 MOST_RANKS, MOST_GROUPS = 4, 6
 
 
-@dataclass(frozen=True)
-class _Group:
-    name: str
-    ranks: tuple[int, ...]
-
-    @property
-    def words(self) -> str:
-        return f"{self.name} ({ranks_word(self.ranks)})"
-
-
 def belonging(case: Case, finding: Finding) -> Iterator[Annotation]:
     """The groups and the GPUs of the ranks at fault. Where these are all ranks of one group, and no others, a sentence
     says so: what that group alone does is then where to look."""
     named = sorted({one.rank for one in finding.culprits})
     claims = tuple(claim for rank in named[:MOST_RANKS] for claim in _claims(case, rank))
-    whole = next((one for one in _groups(case, named[0]) if list(one.ranks) == named), None) if len(named) > 1 else None
-    yield Annotation(f"These are all ranks of group {whole.name}." if whole is not None else "", context=claims)
+    whole = _groups(case, named[0]).get(tuple(named)) if len(named) > 1 else None
+    yield Annotation(f"These are all ranks of group {whole}." if whole is not None else "", context=claims)
 
 
 def _claims(case: Case, rank: int) -> Iterator[Claim]:
     groups = _groups(case, rank)
     if groups:
-        words = ", ".join(group.words for group in groups[:MOST_GROUPS])
+        words = ", ".join(f"{name} ({ranks_word(ranks)})" for ranks, name in list(groups.items())[:MOST_GROUPS])
         record = case.ranks[rank].evidence.flight_record
         told = record is not None and any(record.groups.values())
         yield Claim(f"rank {rank} is in {words}", f"ranks/{rank}/{'flight_recorder' if told else 'rank'}.json")
@@ -50,15 +40,15 @@ def _claims(case: Case, rank: int) -> Iterator[Claim]:
         yield Claim(f"rank {rank} has GPU {gpu}, by its CUDA_VISIBLE_DEVICES and LOCAL_RANK", f"ranks/{rank}/rank.json")
 
 
-def _groups(case: Case, rank: int) -> Sequence[_Group]:
-    """The groups that the rank is in with others, but not with all, the smallest first; of equal ones the first."""
+def _groups(case: Case, rank: int) -> dict[tuple[int, ...], str]:
+    """Ranks → name, of the groups that the rank is in with others, but not with all, the smallest first."""
     labels = _labels(case, rank)
-    found: dict[tuple[int, ...], _Group] = {}
+    found: dict[tuple[int, ...], str] = {}
     for name, ranks in _members(case, rank).items():
         members = tuple(sorted(ranks))
         if rank in members and 1 < len(members) < len(case.world):
-            found.setdefault(members, _Group(labels.get(name) or f"'{name.partition(' of ranks ')[0]}'", members))
-    return sorted(found.values(), key=lambda group: (len(group.ranks), group.ranks))
+            found.setdefault(members, labels.get(name) or f"'{name.partition(' of ranks ')[0]}'")
+    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
 
 
 def with_group_names(case: Case, finding: Finding) -> Finding:

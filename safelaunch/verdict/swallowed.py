@@ -160,30 +160,19 @@ def _of_several(fits: dict[int, _Fit]) -> str:
     return f"{who} raised {types} and continued, skipping the collectives that their peers called."
 
 
-@dataclass(frozen=True)
-class _Calls:
-    """One rank's calls in one group, and when it made them."""
+def _next_call(facts: Facts, rank: int, group: str, time_unix_s: float) -> tuple[int, bool] | None:
+    """The number in ``group`` that the rank's next call after that time has, or would have; and whether it was made.
 
-    numbers: Sequence[int]
-    times_ns: Sequence[int]
-
-    def after(self, time_unix_s: float) -> tuple[int, bool] | None:
-        """The number that the next call after that time has, or would have; and whether it was made.
-
-        None for what is older than the record.
-        """
-        at = bisect_right(self.times_ns, time_unix_s * 1e9)
-        if at == 0 and self.numbers[0] > 1:
-            return None
-        later = at < len(self.times_ns)
-        return (self.numbers[at] if later else self.numbers[-1] + 1), later
-
-
-def _calls(facts: Facts, rank: int, group: str) -> _Calls | None:
+    None for what is older than the record, or without a record.
+    """
     window = facts.alignment.window(rank, group)
     if window is None:
         return None
-    return _Calls(window.numbers, [window.entries.created_ns[position] for position in window.positions])
+    at = bisect_right(window.positions, time_unix_s * 1e9, key=lambda position: window.entries.created_ns[position])
+    if at == 0 and window.numbers[0] > 1:
+        return None
+    later = at < len(window.positions)
+    return (window.numbers[at] if later else window.numbers[-1] + 1), later
 
 
 def _parted_at(facts: Facts, rank: int, group: str, mismatch: Mismatch | None) -> tuple[int, bool]:
@@ -202,16 +191,14 @@ def _parted_at(facts: Facts, rank: int, group: str, mismatch: Mismatch | None) -
 
 def _fit(facts: Facts, rank: int, mismatch: Mismatch | None) -> _Fit | None:
     """The newest exception of ``rank`` at the point where it parted from its peers."""
-    groups = {group: calls for group in facts.alignment.groups() if (calls := _calls(facts, rank, group))}
-    parted = {group: _parted_at(facts, rank, group, mismatch) for group in groups}
+    parted = {group: _parted_at(facts, rank, group, mismatch) for group in facts.alignment.groups()}
     tried: dict[tuple[str, int], bool] = {}
     for exception in reversed(facts.ranks[rank].evidence.caught):
-        for group, calls in groups.items():
-            place = calls.after(exception.time_unix_s)
+        for group, (parted_at, shown) in parted.items():
+            place = _next_call(facts, rank, group, exception.time_unix_s)
             if place is None:
                 continue
             number, later = place
-            parted_at, shown = parted[group]
             sure = number == parted_at
             key = (group, number)
             if not sure and key not in tried:  # many exceptions may lie between the same two calls
@@ -230,8 +217,7 @@ def _peers_did_too(facts: Facts, rank: int, group: str, number: int, exception: 
     for peer, one in facts.ranks.items():
         for other in one.evidence.caught if peer != rank else ():
             if (other.type, other.raised) == (exception.type, exception.raised):
-                theirs = _calls(facts, peer, group)
-                there = theirs.after(other.time_unix_s) if theirs else None
+                there = _next_call(facts, peer, group, other.time_unix_s)
                 if there is not None and there[0] == number:
                     return True
     return False

@@ -272,22 +272,18 @@ def lock_wait(inner: Sequence[Frame]) -> LockWait | None:
     return None
 
 
-_Threads = Literal["", "work", "signal", "engine", "lock"]
-
-
 @dataclass(frozen=True)
 class Awaited:
     """Whom one thread waits for: the ends of its edges in the graph of waits.
 
     ``peers``: the c10d call in which it waits for other ranks; whatever else is on its stack, these end the wait.
-    ``threads``: others of its process. ``work``: one of them, to its end; ``signal``: any that feeds a queue or event;
-    ``engine``: torch's, under ``backward()``; ``lock``: one that holds a lock, and cannot be told from the others.
+    ``threads``: one of its process to its end, or torch's own under ``backward()``.
     ``processes``: its children. ``workers`` of a DataLoader; ``child``: one, to its end; ``message``: one that sends
     something; ``any``: whichever may be behind a pool, an executor, or an event loop.
     """
 
     peers: TorchWait | None = None
-    threads: _Threads = ""
+    threads: bool = False
     processes: Literal["", "workers", "child", "message", "any"] = ""
 
 
@@ -298,9 +294,7 @@ def awaited(stack: Stack, kind: str = "") -> Awaited:
         return Awaited(peers)
     inner = stack.called
     lock, loop = lock_wait(inner), EVENT_LOOP.on(inner)
-    of_threads: _Threads = lock.on if lock is not None else "signal" if loop else ""
-    if in_backward(stack):
-        of_threads = "engine"
+    of_threads = in_backward(stack) or (lock is not None and lock.on == "work")
     if loader_wait(stack):
         return Awaited(None, of_threads, "workers")
     if kind == "child" or CHILD.on(inner):
