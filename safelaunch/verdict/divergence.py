@@ -158,26 +158,6 @@ class Aligned:
             if len(ranks) > 1:
                 yield Aligned({rank: self._windows[rank] for rank in ranks})
 
-    def diverged_before(self, ranks: Iterable[int], number: int) -> tuple[int, dict[Frame, list[int]]] | None:
-        """Where the lines of ``ranks`` parted on their way to ``number``: the first number since they last called from
-        one line, and who was where. None where they did until ``number``, or nobody knows.
-        """
-        mine = {rank: self.histories[rank] for rank in ranks if rank in self.histories}
-        if not mine or not self.by_frames:
-            return None
-        at = number
-        while at > 0 and len({history.at(at - 1)[:1] for history in mine.values()}) > 1:
-            at -= 1
-        if not 0 < at < number or any(history.at(at - 1) == UNKNOWN for history in mine.values()):
-            return None
-        places: dict[Frame, list[int]] = {}
-        for rank, history in mine.items():
-            entry = history.window.at(at)
-            site = history.window.stack(entry).user_frame if entry is not None else None
-            if site is not None:
-                places.setdefault(site, []).append(rank)
-        return at, places
-
     def round_before(self, rank: int, number: int) -> Literal["whole", "short", ""]:
         """How many calls ``rank`` made since the last one from the place of its call ``number``: as many as each time
         before, or fewer. ``""`` where earlier rounds differ, or there are too few to tell.

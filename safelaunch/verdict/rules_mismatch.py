@@ -188,18 +188,12 @@ def _recorded(facts: Facts, found: Mismatch) -> Meeting:
         made[rank] = Call(f"{name} at {fr.place(site)}" if site else numbered, site, stack)
     parts = (f"{names[members[0]]} on {ranks_word(members)}" for members in found.classes.values())
     text = f"collective #{found.seq} of group {found.group!r} is {', '.join(parts)}"
-    claims = [record_claim((found.odd or ranks)[0], text)]
-    parted = facts.histories.in_group(found.group).diverged_before(ranks, found.seq)
-    if parted is not None:
-        number, sites_then = parted
-        places = (f"{ranks_word(m)} at {fr.basename(f.file)}:{f.line}" for f, m in sites_then.items())
-        text = f"their call sites parted earlier, at #{number}: {' and '.join(places)}"
-        claims.append(record_claim(ranks[0], text))
+    claims = (record_claim((found.odd or ranks)[0], text),)
     return Meeting(
         found.odd,
         found.majority,
         made,
-        claims=tuple(claims),
+        claims=claims,
         number=(found.group, found.seq),
         sizes_differ=sizes_differ,
     )
