@@ -308,9 +308,9 @@ def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, envir
         if pool is None:
             say(f"no GPUs to assign ({node.missing or node.pool.origin}): each job gets a share of the CPU cores")
     if pool is None:
-        cores = sorted(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0))
         units = [max(1, job.gpus) for job in jobs]
-        pool = Slots(slots or default_slots(len(cores), units, at_most), cores)
+        pool = Slots(slots or default_slots(cores, units, at_most), cores)
     check_fits({job.name: pool.units(job.gpus) for job in jobs}, pool)
     return pool
 

@@ -97,7 +97,7 @@ def cells(job: JobView, typical_s: float | None) -> tuple[str, ...]:
         "-" if step is None else str(step),
         "0/s" if pace.quiet else "-" if pace.steps_per_s is None else rate(pace.steps_per_s),
         "-" if pace.age_s is None else since(pace.age_s),
-        ", ".join(f"{clean(name)}={_metric(value)}" for name, value in job.metrics.items()) or "-",
+        ", ".join(f"{clean(name)}={_metric(value)}" for name, value in (ended.metrics if ended else {}).items()) or "-",
         "-" if elapsed_s is None else since(elapsed_s),
         "-" if left_s <= 0 or pace.quiet else since(left_s),
     )

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from safelaunch.sweep import metrics
@@ -26,6 +25,7 @@ from safelaunch.sweep.resume import History
 from safelaunch.sweep.sweep import Before, Sweep, was
 from safelaunch.sweep.task import FIRST_HOST, JOB_ID, RENDEZVOUS_PORT, AttemptFiles, Claim, End, port_token
 from safelaunch.system.errors import SafelaunchError
+from safelaunch.system.files import replace_file
 
 TICK_S, BUSY_TICK_S = 0.25, 0.05
 LOOK_EVERY_S, LOOK_AT_MOST_S = 1.0, 10.0
@@ -288,9 +288,6 @@ class BatchEngine:
             return BUSY_TICK_S
         return min(TICK_S, max(BUSY_TICK_S, self._look_due_s - self._clock()))
 
-    def log(self, name: str, attempt: int) -> Path:
-        return self._site.paths.log(name, attempt)
-
     def close(self) -> None:
         if self._given:
             names = " ".join(sorted(name for each in self._given.values() for name in each.names))
@@ -338,7 +335,7 @@ class BatchEngine:
             for directory in (paths.batches, paths.bundles(job.name)):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             text = script(name, job, given.attempt, paths, self._site.programs, self._queue)
-            _write_private(work.script, text)
+            replace_file(work.script, text, mode=0o600)
             self._site.journal.handed(job, given.attempt, name)
         except OSError as error:
             self._tell("disk", f"no job can be submitted now; colaunch keeps trying ({error.strerror or error})")
@@ -532,7 +529,7 @@ class BatchEngine:
             self._return(given, "waiting", f"{self.kind} gave its dependency up")
 
     def _outcome(self, given: Given, standing: Standing) -> Outcome:
-        claim, log = given.claim, self.log(given.job.name, given.attempt)
+        claim, log = given.claim, self._site.paths.log(given.job.name, given.attempt)
         since_ns = int(claim.began_unix_s * 1e9) if claim is not None else time.time_ns()
         took_s = self._clock() - given.began_s if given.began_s is not None else 0.0
         end = standing.end
@@ -595,12 +592,3 @@ class BatchEngine:
             return Live(stopping=given.asked, queued_for=listed.reason if listed is not None else "")
         nodes = listed.nodes if listed is not None else ""
         return Live(nodes, given.pace.master_port, (), now - given.began_s, given.pace, given.asked)
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Writes a file that holds variables of a job, whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    beside.replace(path)

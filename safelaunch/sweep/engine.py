@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from safelaunch.job.job import EXIT_GAVE_UP, EXIT_HUNG
-from safelaunch.sweep.jobs import Job, Metric, Outcome, Pace, State, Track
+from safelaunch.sweep.jobs import Job, Outcome, Pace, State, Track
 from safelaunch.system.errors import SafelaunchError
 
 
@@ -66,9 +66,6 @@ class Engine(Protocol):
     def cancel(self, *, kill: bool) -> None:
         """Asks all jobs to end; with ``kill``, ends them."""
 
-    def log(self, name: str, attempt: int) -> Path:
-        """The file with an attempt's output."""
-
     def look(self) -> Mapping[str, Live]:
         """The attempts that have begun or been handed over, as they are now, by job."""
 
@@ -95,7 +92,7 @@ def state_of(code: int, verdict: str, ended_by_us: State | None = None) -> State
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """One job at one moment. ``outcome``: of its last attempt that ended; ``metrics``: the newest ones.
+    """One job at one moment. ``outcome``: of its last attempt that ended.
 
     ``live``: None unless it runs, or waits in a scheduler's queue.
     """
@@ -106,16 +103,14 @@ class JobView:
     why: str = ""
     outcome: Outcome | None = None
     live: Live | None = None
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     @staticmethod
-    def of(track: Track, live: Live | None, metrics: Mapping[str, Metric]) -> JobView:
+    def of(track: Track, live: Live | None) -> JobView:
         if live is None:
-            ended = track.outcome.metrics if track.outcome is not None else {}
-            return JobView(track.job, track.state, track.attempts, track.why, track.outcome, metrics=ended)
+            return JobView(track.job, track.state, track.attempts, track.why, track.outcome)
         state: State = "running" if live.queued_for is None else "waiting"
         why = "stopping" if live.stopping else "" if state == "running" else "queued"
-        return JobView(track.job, state, track.attempts, why, track.outcome, live, metrics)
+        return JobView(track.job, state, track.attempts, why, track.outcome, live)
 
     @property
     def so_far(self) -> Outcome | None:
@@ -123,7 +118,7 @@ class JobView:
         if self.live is None or self.state == "waiting":
             return Outcome("waiting") if self.live is not None else None
         took_s = round(self.live.elapsed_s, 3)
-        return Outcome("running", None, took_s, self.live.pace.step, self.live.gpus, metrics=self.metrics)
+        return Outcome("running", None, took_s, self.live.pace.step, self.live.gpus)
 
 
 @dataclass(frozen=True, slots=True)

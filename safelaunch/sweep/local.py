@@ -125,9 +125,6 @@ class Local:
         busy = any(active.status is not None or active.asked_s for active in self._active.values())
         return 0.0 if self._not_started else BUSY_TICK_S if busy else TICK_S
 
-    def log(self, name: str, attempt: int) -> Path:
-        return self._place.paths.log(name, attempt)
-
     def close(self) -> None:
         self._place.pool.leave()
 
@@ -291,7 +288,6 @@ class Local:
             env={**self._environment(given, share), **variables},
             cwd=job.cwd,
             log=paths.log(job.name, attempt),
-            cores=share.cores,
             exit_file=paths.exit_file(job.name, attempt),
             keep=descriptors,
         )
@@ -306,7 +302,7 @@ class Local:
     def _environment(self, job: Job, share: Share) -> dict[str, str]:
         own = {**self._place.environ, **dict(job.env), **share.env}
         if share.cores and "OMP_NUM_THREADS" not in own:
-            own["OMP_NUM_THREADS"] = str(threads(job.words, len(share.cores)))
+            own["OMP_NUM_THREADS"] = str(threads(job.words, share.cores))
         return own
 
     # --- what is seen of it -----------------------------------------------------------------------------------------

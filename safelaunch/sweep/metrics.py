@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from safelaunch.sweep.jobs import Job, Metric
+from safelaunch.sweep.jobs import Metric
 from safelaunch.system.errors import SpecError
 from safelaunch.system.task import CPU, at_most
 
@@ -16,9 +16,6 @@ from safelaunch.system.task import CPU, at_most
 TAIL_BYTES = 32 << 20
 LONGEST_LINE = 1 << 16
 MOST_CPU_S = 2.0  # 32 MiB of lines without a match take about one
-# What the metrics of running jobs may cost: the end of a few jobs' output at a time, each now and then.
-LOOK_EVERY_S, LOOK_AT_ONCE, NEWEST_BYTES, LOOK_CPU_S = 5.0, 8, 64 << 10, 0.1
-
 _NAME = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_./-]*)")
 
 
@@ -65,56 +62,29 @@ def from_log(
     path: Path,
     patterns: Sequence[str],
     say: Callable[[str], None] = lambda text: None,
-    tail_bytes: int | None = None,
-    most_cpu_s: float | None = None,
 ) -> dict[str, Metric]:
     """The last value of each metric near the end of a job's output; none from an unreadable file.
 
-    A pattern may take for ever (``(a+)+b``), so each gets ``most_cpu_s`` (None: ``MOST_CPU_S``); then ``say`` gets a
-    message. Call it from the main thread.
+    A pattern may take for ever (``(a+)+b``), so each gets ``MOST_CPU_S``; then ``say`` gets a message. Call it from the
+    main thread.
     """
     if not patterns:
         return {}
-    tail_bytes = TAIL_BYTES if tail_bytes is None else tail_bytes
     try:
         with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - tail_bytes))
-            data = file.read(tail_bytes)
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            data = file.read(TAIL_BYTES)
     except OSError:
         return {}
     data = data.replace(b"\r", b"\n")  # a progress bar separates its lines with carriage returns
     found: dict[str, Metric] = {}
     for pattern in patterns:
         try:
-            with at_most(MOST_CPU_S if most_cpu_s is None else most_cpu_s, CPU):
+            with at_most(MOST_CPU_S, CPU):
                 found.update(from_lines(_backwards(data), [pattern]))
         except TimeoutError:
             say(f"{path.parent.name}: no value for {pattern!r}: searching {path.name} takes too long")
     return found
-
-
-class Newest:
-    """The newest metrics of running jobs."""
-
-    def __init__(self) -> None:
-        self._looked_s: dict[str, float] = {}
-        self._found: dict[str, dict[str, Metric]] = {}
-        self._slow: set[str] = set()
-
-    def look(self, logs: Mapping[Job, Path], now_s: float) -> None:
-        """Reads the end of some of these logs."""
-        due = {job: self._looked_s.setdefault(job.name, now_s) for job in logs if job.metrics}
-        due = {job: at_s for job, at_s in due.items() if now_s - at_s >= LOOK_EVERY_S and job.name not in self._slow}
-        for job in sorted(due, key=due.__getitem__)[:LOOK_AT_ONCE]:
-            slow: list[str] = []
-            found = from_log(logs[job], job.metrics, slow.append, NEWEST_BYTES, LOOK_CPU_S)
-            self._looked_s[job.name] = now_s
-            self._found[job.name] = {**self._found.get(job.name, {}), **found}
-            if slow:
-                self._slow.add(job.name)  # at its end, it gets the time that it takes
-
-    def of(self, name: str) -> Mapping[str, Metric]:
-        return self._found.get(name, {})
 
 
 def _backwards(data: bytes) -> Iterator[str]:

@@ -17,14 +17,14 @@ from safelaunch.system.errors import ResourceError
 class Share:
     """One job's share. ``units``: the numbers of its slots; ``label``: its units in words.
 
-    ``env``: the job's variables for it; ``cores``: its CPU affinity, empty for all. ``lease``: GPUs and ports to hand
-    over to the job's safelaunch. ``ports``: their numbers.
+    ``env``: the job's variables for it; ``cores``: how many cores there are for it, 0 if that is not shared out.
+    ``lease``: GPUs and ports to hand over to the job's safelaunch. ``ports``: their numbers.
     """
 
     units: tuple[int, ...] = ()
     label: str = ""
     gpus: tuple[str, ...] = ()
-    cores: tuple[int, ...] = ()
+    cores: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
     lease: Lease = field(default_factory=lambda: Lease({}))
     ports: tuple[int, ...] = ()
@@ -63,47 +63,30 @@ class Pool(Protocol):
         """Frees a share: its job has ended or did not start."""
 
 
-class _Numbers:
-    """The lowest free numbers of 0..count-1."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.free = set(range(count))
-
-    def take(self, wanted: int) -> tuple[int, ...] | None:
-        if wanted > len(self.free):
-            return None
-        taken = tuple(sorted(self.free)[:wanted])
-        self.free.difference_update(taken)
-        return taken
-
-
 class Slots:
-    """CPU slots, each with an equal share of neighbouring cores."""
+    """CPU slots, each for an equal share of the cores: the kernel's scheduler chooses which."""
 
     kind = "slot"
 
-    def __init__(self, count: int, cores: Sequence[int]) -> None:
-        self._numbers = _Numbers(count)
-        self._shares = share_out(cores, count)
-
-    @property
-    def capacity(self) -> int:
-        return self._numbers.count
+    def __init__(self, count: int, cores: int) -> None:
+        self.capacity = count
+        self._cores = cores
+        self._free = set(range(count))
 
     def units(self, gpus: int) -> int:
         """One slot per GPU; a job without GPUs still needs a core."""
         return max(1, gpus)
 
     def free(self) -> int:
-        return len(self._numbers.free)
+        return len(self._free)
 
     def take(self, job: Job) -> Share | None:
-        taken = self._numbers.take(self.units(job.gpus))
-        if taken is None:
+        wanted = self.units(job.gpus)
+        if wanted > len(self._free):
             return None
-        cores = sorted({core for number in taken for core in self._shares[number]})
-        return Share(taken, format_ranks(taken), cores=tuple(cores))
+        taken = tuple(sorted(self._free)[:wanted])
+        self._free.difference_update(taken)
+        return Share(taken, format_ranks(taken), cores=max(1, wanted * self._cores // self.capacity))
 
     def wait(self, job: Job, ours: Collection[int]) -> str:
         return ""  # cores are not leased
@@ -113,7 +96,7 @@ class Slots:
 
     def release(self, share: Share) -> None:
         share.lease.release()
-        self._numbers.free.update(share.units)
+        self._free.update(share.units)
 
 
 class Gpus:
@@ -161,15 +144,6 @@ class Gpus:
 
 
 # --- pure -------------------------------------------------------------------------------------------------------------
-
-
-def share_out(cores: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """``count`` parts of ``cores``, as equal as possible, neighbours together; too few cores are shared."""
-    if count > len(cores):
-        return tuple((cores[number % len(cores)],) for number in range(count))
-    return tuple(
-        tuple(cores[number * len(cores) // count : (number + 1) * len(cores) // count]) for number in range(count)
-    )
 
 
 def default_slots(cores: int, units: Sequence[int], at_most: int | None) -> int:

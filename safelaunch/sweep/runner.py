@@ -18,7 +18,6 @@ from safelaunch.job.paths import seen_from_here
 from safelaunch.sweep import summary
 from safelaunch.sweep.engine import Ended, Engine, JobView, Live, Screen, Snapshot
 from safelaunch.sweep.journal import Journal
-from safelaunch.sweep.metrics import Newest
 from safelaunch.sweep.paths import SweepPaths
 from safelaunch.sweep.sweep import Sweep
 
@@ -90,7 +89,6 @@ class Runner:
         self._clock = clock
         self._seeing = True
         self._live: Mapping[str, Live] = {}
-        self._metrics = Newest()
         self._summary_due_s = 0.0
         self.stopped_by = 0
         self._stops = 0
@@ -139,9 +137,6 @@ class Runner:
             return
         try:
             self._live = self._engine.look()
-            running = [self._sweep.tracks[name] for name, live in self._live.items() if live.queued_for is None]
-            logs = {track.job: self._engine.log(track.job.name, track.attempts) for track in running}
-            self._metrics.look(logs, self._clock())
             self._screen.show(self.snapshot)
         except Exception as error:  # noqa: BLE001
             self._seeing = False
@@ -162,7 +157,7 @@ class Runner:
     def snapshot(self) -> Snapshot:
         """The current state of every job."""
         views = [
-            JobView.of(track, self._live.get(name) if track.state == "running" else None, self._metrics.of(name))
+            JobView.of(track, self._live.get(name) if track.state == "running" else None)
             for name, track in self._sweep.tracks.items()
         ]
         return Snapshot(tuple(views), self._engine.kind, self._sweep.stopped)

@@ -30,7 +30,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The command and its surroundings. ``log`` takes all its output; ``cores``: its CPU affinity, empty: unchanged.
+    """The command and its surroundings. ``log`` takes all its output.
 
     ``exit_file``: the file for safelaunch's exit code. ``keep``: descriptors that it inherits.
     """
@@ -39,7 +39,6 @@ class Command:
     env: Mapping[str, str]
     cwd: str
     log: Path
-    cores: Collection[int] = ()
     exit_file: Path | None = None
     keep: Collection[int] = ()
 
@@ -71,8 +70,6 @@ def _become(command: Command, log: int, parent: int) -> NoReturn:
         os._exit(127)  # it was killed before
     os.setsid()
     os.chdir(command.cwd)
-    if command.cores:
-        os.sched_setaffinity(0, command.cores)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)

@@ -117,18 +117,12 @@ def test_every_kind_of_job_at_once(tmp_path: Path) -> None:
     assert sweep.marks("twice") == {}
 
 
-def test_each_slot_has_its_cores_and_a_thread_for_each(tmp_path: Path) -> None:
+def test_each_slot_has_a_thread_for_each_of_its_cores(tmp_path: Path) -> None:
     spec = f"jobs: {{a: {{command: '{SWEPT} a ok 0.5'}}, b: {{command: '{SWEPT} b ok 0.5'}}}}"
     sweep, result = run(tmp_path, spec, "--slots", "2", env={"OMP_NUM_THREADS": None})
     assert result.code == 0, result.stderr
-    found = {name: re.search(r"^cores ([\d,]+) threads (\d+)$", sweep.log(name), re.M) for name in ("a", "b")}
-    cores = {name: {int(core) for core in match[1].split(",")} for name, match in found.items() if match}
-    mine = os.sched_getaffinity(0)
-    assert cores["a"] | cores["b"] == mine
-    assert len(mine) == 1 or not cores["a"] & cores["b"]
-    for name, match in found.items():
-        assert match is not None
-        assert int(match[2]) == len(cores[name])
+    each = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert [re.findall(r"^threads (\d+)$", sweep.log(name), re.M) for name in ("a", "b")] == [[each], [each]]
 
 
 def test_threads_that_the_user_has_set_stay(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from safelaunch.sweep.engine import JobView, Live, Snapshot, state_of
 from safelaunch.sweep.jobs import Job, Outcome, Pace, Track, ranks, threads
 from safelaunch.sweep.local import exit_code
 from safelaunch.sweep.paths import SweepPaths, newest, verdict_of
-from safelaunch.sweep.pool import Gpus, Share, Slots, check_fits, default_slots, share_out
+from safelaunch.sweep.pool import Gpus, Share, Slots, check_fits, default_slots
 from safelaunch.sweep.steps import slowest, wrong_cause
 from safelaunch.system.errors import UsageError
 
@@ -114,19 +114,6 @@ def test_infinities_and_nan_stay_text_for_json_has_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "count", "parts"),
-    [
-        (range(4), 2, [(0, 1), (2, 3)]),
-        (range(5), 2, [(0, 1), (2, 3, 4)]),
-        (range(2), 4, [(0,), (1,), (0,), (1,)]),
-        ([3, 9], 1, [(3, 9)]),
-    ],
-)
-def test_cores_are_shared_out_fairly(cores: list[int], count: int, parts: list[tuple[int, ...]]) -> None:
-    assert share_out(list(cores), count) == tuple(parts)
-
-
-@pytest.mark.parametrize(
     ("cores", "units", "at_most", "slots"),
     [(64, [1] * 10, None, 10), (8, [1] * 10, None, 8), (64, [1] * 10, 2, 2), (2, [4, 1], None, 4), (8, [1], None, 1)],
 )
@@ -135,10 +122,10 @@ def test_the_default_number_of_slots(cores: int, units: list[int], at_most: int 
 
 
 def test_slots_are_given_once_and_come_back() -> None:
-    pool = Slots(3, [0, 1, 2, 3, 4, 5])
+    pool = Slots(3, 6)
     first, second = pool.take(job(gpus=2)), pool.take(job(gpus=0))
-    assert first == Share((0, 1), "0-1", cores=(0, 1, 2, 3))
-    assert second == Share((2,), "2", cores=(4, 5))
+    assert first == Share((0, 1), "0-1", cores=4)
+    assert second == Share((2,), "2", cores=2)
     assert (pool.free(), pool.take(job())) == (0, None)
     pool.release(first)
     assert (pool.free(), pool.units(0), pool.units(3)) == (2, 1, 3)
@@ -158,7 +145,7 @@ def test_gpus_are_given_once_and_a_job_sees_only_its_own(node: stub.Node) -> Non
 
 def test_a_job_that_never_fits_is_refused_before_anything_starts() -> None:
     with pytest.raises(UsageError, match="the job big needs 4 slots, but this node has 2"):
-        check_fits({"big": 4}, Slots(2, [0, 1]))
+        check_fits({"big": 4}, Slots(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -381,7 +368,7 @@ def view(state: str, name: str = "a", live: Live | None = None, **more: object) 
     track = Track(job(name, params=(("lr", "1e-3"),)), state, 1, outcome=more.pop("outcome", None))  # type: ignore[arg-type]
     track.attempts = int(str(more.pop("attempts", 1)))
     known = live or (Live() if state == "running" else None)
-    return JobView.of(track, known, more.pop("metrics", {}))  # type: ignore[arg-type]
+    return JobView.of(track, known)
 
 
 def live(step: int | None = None, steps_per_s: float | None = None, elapsed_s: float = 0.0, **more: object) -> Live:
@@ -391,7 +378,7 @@ def live(step: int | None = None, steps_per_s: float | None = None, elapsed_s: f
 
 def test_the_row_of_a_running_job() -> None:
     known = live(40, 2.0, 20.0, on="0-1", ports="29401,20000", age_s=0.4)
-    running = view("running", live=known, attempts=2, metrics={"loss": 0.5, "tag": "x"})
+    running = view("running", live=known, attempts=2)
     row = dict(zip(COLUMNS, cells(running, 60.0), strict=True))
     assert row == {
         "job": "a",
@@ -403,7 +390,7 @@ def test_the_row_of_a_running_job() -> None:
         "step": "40",
         "rate": "2/s",
         "age": "0.4s",
-        "metric": "loss=0.5, tag=x",
+        "metric": "-",
         "elapsed": "20s",
         "estimate": "40s",
     }
@@ -509,7 +496,7 @@ def sweep_on_screen() -> Snapshot:
     return Snapshot(
         (
             view("succeeded", names[0], attempts=1, outcome=DONE),
-            view("running", names[1], live(on="0-1", age_s=0.1, **pace), metrics={"loss": 0.7312}),  # type: ignore[arg-type]
+            view("running", names[1], live(on="0-1", age_s=0.1, **pace)),  # type: ignore[arg-type]
             view("hung", names[2], outcome=hung),
             view("running", names[3], live(on="2-3", age_s=42.0, quiet=True, cause="data-loading", **pace)),  # type: ignore[arg-type]
             view("waiting", names[4]),
@@ -539,7 +526,7 @@ def test_a_dry_run_shows_every_job_whole(tmp_path: Path) -> None:
     shown = describe(
         [job("a", "t.py", "a b", env=(("X", "1 2"),), needs=("b",), timeout_s=60.0, retries=2)],
         SweepPaths(tmp_path),
-        Slots(1, [0]),
+        Slots(1, 1),
         80,
     )
     assert shown[0] == f"1 job on 1 slot, in {tmp_path}"

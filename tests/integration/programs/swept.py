@@ -41,9 +41,7 @@ if how == "polite":
 
     signal.signal(signal.SIGTERM, leave)
 mark("begun")  # from here on, it may be told to end
-print(
-    "cores", ",".join(str(core) for core in sorted(os.sched_getaffinity(0))), "threads", os.environ["OMP_NUM_THREADS"]
-)
+print("threads", os.environ["OMP_NUM_THREADS"])
 print("visible", os.environ.get("EXTRA"), "gpus", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 for number in range(LINES):
     stream = sys.stderr if number % 10 == 9 else sys.stdout
