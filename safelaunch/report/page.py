@@ -28,7 +28,6 @@ from safelaunch.report.report import (
     beside_next,
     early_lines,
     is_healthy,
-    md,
     nccl_lines,
     node_state,
     node_words,
@@ -163,7 +162,6 @@ def content(
         "frames": frames.rows,
         "stacks": frames.stacks,
     }
-    page["head"]["issue"] = issue(page, verdict)
     return page
 
 
@@ -244,43 +242,6 @@ def _command(words: Sequence[str]) -> str:
     quoted = [word if _PLAIN_WORD.fullmatch(word) else "'" + word.replace("'", "'\"'\"'") + "'" for word in words]
     text = " ".join(quoted)
     return text if len(text) <= MOST_COMMAND else f"{text[:MOST_COMMAND]} …"
-
-
-def issue(page: dict[str, Any], verdict: Verdict) -> str:
-    """What *Copy as issue* puts on the clipboard: Markdown that a tracker shows."""
-    head = page["head"]
-    lines = [f"### {head['words'].capitalize()}: {verdict.cause} (confidence: {verdict.confidence})", ""]
-    lines += [md(verdict.summary), ""]
-    lines += ["| | |", "|---|---|", *(f"| {label} | {_cell(value)} |" for label, value in head["facts"])]
-    lines += [f"| command | {_cell(head['command'])} |"] if head["command"] else []
-    for side in page["code"][:4]:
-        who = f"{'Rank' if side['n'] == 1 else 'Ranks'} {side['r']}{' (at fault)' if side['c'] else ''}"
-        for place in side["places"][:2]:
-            path, line, function, *_ = page["frames"][place["f"]]
-            lines += ["", f"**{who}**: {_cell(f'{path}:{line} {function}')}"]
-            body = [f"{'>' if one[2] == 'here' else ' '} {one[0]:>5}  {one[1]}" for one in place["lines"]]
-            lines += ["", *_fenced(body)] if body else []
-    if verdict.evidence:
-        lines += [
-            "",
-            "Evidence:",
-            *(f"- {md(claim.claim)} ({_cell(claim.file)})" for claim in verdict.evidence[:8]),
-        ]
-    if head["suggestions"]:
-        lines += ["", "Suggested:", *(f"- {md(item)}" for item in head["suggestions"])]
-    if head["next"]:
-        why, command = head["next"]
-        lines += ["", f"{md(why)}: {_cell(command)}"]
-    return "\n".join(lines) + "\n"
-
-
-def _cell(text: str) -> str:
-    return "`" + clean(text).replace("`", "'").replace("|", "¦") + "`"
-
-
-def _fenced(lines: Sequence[str]) -> list[str]:
-    ticks = "`" * max(3, 1 + max((len(run) for line in lines for run in re.findall(r"`+", line)), default=0))
-    return [f"{ticks}python", *lines, ticks]
 
 
 def _claims(verdict: Verdict) -> list[list[Any]]:

@@ -54,8 +54,6 @@ def said(words: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, list[str]]
             "python is a program, not a Python script; to watch what it starts: safelaunch exec --",
         ),
         ("--nproc-per-node=2 torchrun train.py", "torchrun is a program, not"),
-        ("-m no_such_module", "there is no module no_such_module"),
-        ("--no-python no-such-program", "no-such-program: command not found"),
         ("--standalone --nnodes=2 train.py", "--standalone is for one node, so with --nnodes=2 each node would wait"),
     ],
 )

@@ -96,7 +96,7 @@ def test_the_code_shows_each_side_with_its_guard_whatever_the_number_of_ranks(na
     assert any("keeps rank" in note and "from here" in note for note in notes)
 
 
-def test_the_next_command_stands_on_the_page_and_in_the_issue() -> None:
+def test_the_next_command_stands_on_the_page() -> None:
     ranks = [waiting(n, flight=record(*past(3), entry("nccl:all_reduce", 4, line=50))) for n in range(2)]
     evidence = job(*ranks, launched=Launched(("--nproc-per-node=2", "train.py", "--name", "my run"), (), "2.13.0"))
     verdict = diagnose(evidence)
@@ -104,7 +104,6 @@ def test_the_next_command_stands_on_the_page_and_in_the_issue() -> None:
     head = page.content(verdict, evidence)["head"]
     assert head["next"] == [verdict.next.why, verdict.next.command]
     assert not [text for text in head["suggestions"] if text.startswith(verdict.next.why)], "once is enough"
-    assert f"{verdict.next.why}: `{verdict.next.command}`" in head["issue"]
     assert page.content(diagnose(job(*ranks)), evidence)["head"]["next"] == []
 
 
@@ -285,16 +284,6 @@ def test_secrets_are_taken_out_of_source_lines() -> None:
     said = lambda text: text.replace("all_reduce", "REDACTED")  # noqa: E731
     made = page.content(one.verdict, one.evidence, read_source=incidents.read_source, said=said)
     assert "dist.REDACTED(loss)" in marked(made["code"][1], "here")
-
-
-def test_the_issue_is_markdown_that_a_job_cannot_break_out_of() -> None:
-    text = incident_page("hostile")["head"]["issue"]
-    assert "<script" not in re.sub(r"`[^`\n]*`|```.*?```", "", text, flags=re.DOTALL).replace("\\<", "")
-    plain = incident_page("four")["head"]["issue"]
-    assert plain.startswith("### The job hangs: collective-mismatch (confidence: high)")
-    assert (
-        ">    12" in plain and "| command | `torchrun --nproc-per-node 8 train.py --data '/data/My Corpus'` |" in plain
-    )
 
 
 def test_nodes_that_are_alike_are_one_row_and_what_stands_out_is_told() -> None:
@@ -518,15 +507,15 @@ def test_stacks_fold_and_ranks_unfold_by_keyboard(show: Show) -> None:
     assert opened.errors == []
 
 
-def test_copy_as_issue_puts_markdown_on_the_clipboard(show: Show) -> None:
+def test_the_command_can_be_copied(show: Show) -> None:
     opened = show("four")
     opened.value(
         "Object.defineProperty(navigator, 'clipboard', {value: {writeText: (text) => { window.copied = text;"
         " return Promise.resolve(); }}}); [...document.querySelectorAll('button')]"
-        ".find((b) => b.textContent === 'Copy as issue').focus()"
+        ".find((b) => b.textContent === 'Copy command').focus()"
     )
     opened.press("Enter")
-    assert opened.value("window.copied").startswith("### The job hangs: collective-mismatch")
+    assert opened.value("window.copied") == "torchrun --nproc-per-node 8 train.py --data '/data/My Corpus'"
     assert (
         opened.value("new Promise((done) => setTimeout(done)).then(() => document.activeElement.textContent)")
         == "Copied"

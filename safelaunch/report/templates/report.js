@@ -20,7 +20,6 @@ function head() {
   const title = document.getElementById("summary");
   title.replaceChildren(...marked(title.textContent));
   if (it.healthy) document.getElementById("cause").className = "healthy";
-  document.querySelector(".kicker").append(copyButton("Copy as issue", it.issue));
   document.getElementById("head").append(
     it.more ? h("p", { class: "more" }, marked(it.more)) : "",
     h("div", { class: "lead" }, h("div", {}, sure, wrong), todo),
