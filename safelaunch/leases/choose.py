@@ -1,22 +1,15 @@
-"""Which GPUs a job may use, how many it needs, and which of the free ones are nearest to each other. Pure."""
+"""Which GPUs a job may use, and how many it needs. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations
-from math import comb
+from dataclasses import dataclass
 from typing import Literal
 
 from safelaunch.system.errors import ResourceError
 
 MOST_UNUSED_BYTES = 256 << 20  # of memory that is in use on an idle GPU
-# The distance between two GPUs: NVLink, then NVML's topology levels (10 to 50), then unknown.
-NVLINK = 0
-SAME_NODE = 40  # NVML_TOPOLOGY_NODE: beyond it, the path crosses the link between processors
-UNKNOWN = 60
-_MOST_COMBINATIONS = 3000
 
 Ranks = int | Literal["all"] | None
 
@@ -56,12 +49,10 @@ class Gpu:
 class Inventory:
     """The node's GPUs, those in MIG mode as their instances; or none, and the reason in ``missing``.
 
-    ``distances``: pairs of UUIDs, the smaller first → distance. ``trouble``: a driver is loaded, but did not answer in
-    time (``silent``) or gave no usable answer (``garbled``).
+    ``trouble``: a driver is loaded, but did not answer in time (``silent``) or gave no usable answer (``garbled``).
     """
 
     gpus: tuple[Gpu, ...] = ()
-    distances: Mapping[tuple[str, str], int] = field(default_factory=dict)
     missing: str = ""
     trouble: Literal["", "silent", "garbled"] = ""
 
@@ -218,7 +209,7 @@ def _because(pool: Pool, found: Inventory) -> str:
     return f" ({reason})" if reason else ""
 
 
-# --- the choice -------------------------------------------------------------------------------------------------------
+# --- unleased use -----------------------------------------------------------------------------------------------------
 
 
 def users_of(gpu: Gpu) -> str:
@@ -233,52 +224,3 @@ def users_of(gpu: Gpu) -> str:
     if gpu.memory_used_bytes is not None and gpu.memory_used_bytes > MOST_UNUSED_BYTES:
         return f"used without a lease by an invisible process ({gpu.memory_used_bytes >> 20} MiB in use)"
     return ""
-
-
-def nearest(free: Sequence[Gpu], count: int, distances: Mapping[tuple[str, str], int]) -> tuple[Gpu, ...] | None:
-    """The ``count`` of ``free`` that are nearest to each other, in their order; None if there are not enough.
-
-    Among equals, it takes those that keep the others together: if four GPUs share one NUMA node and two another, a job
-    that needs two gets those two.
-    """
-    if count > len(free):
-        return None
-    if count == len(free):
-        return tuple(free)
-
-    def cost(chosen: tuple[int, ...]) -> tuple[int, int, list[int]]:
-        inside = sum(_distance(free[a], free[b], distances) for a, b in combinations(chosen, 2))
-        outside = sum(_distance(free[a], free[b], distances) for a in chosen for b in rest(chosen))
-        return inside, -outside, sorted(chosen)
-
-    def rest(chosen: tuple[int, ...]) -> list[int]:
-        return [number for number in range(len(free)) if number not in chosen]
-
-    best = min(_some_combinations(count, free, distances), key=cost)
-    return tuple(free[number] for number in sorted(best))
-
-
-def _some_combinations(
-    count: int, free: Sequence[Gpu], distances: Mapping[tuple[str, str], int]
-) -> list[tuple[int, ...]]:
-    """All combinations; on a node with very many GPUs, only each GPU with its nearest neighbours."""
-    total = len(free)
-    if comb(total, count) <= _MOST_COMBINATIONS:
-        return list(combinations(range(total), count))
-    return [_grown(seed, count, free, distances) for seed in range(total)]
-
-
-def _grown(seed: int, count: int, free: Sequence[Gpu], distances: Mapping[tuple[str, str], int]) -> tuple[int, ...]:
-    chosen = [seed]
-
-    def to_chosen(other: int) -> int:
-        return sum(_distance(free[other], free[one], distances) for one in chosen)
-
-    while len(chosen) < count:
-        chosen.append(min((other for other in range(len(free)) if other not in chosen), key=to_chosen))
-    return tuple(sorted(chosen))
-
-
-def _distance(one: Gpu, other: Gpu, distances: Mapping[tuple[str, str], int]) -> int:
-    a, b = sorted((one.parent or one.uuid, other.parent or other.uuid))
-    return 0 if a == b else distances.get((a, b), UNKNOWN)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from safelaunch.leases.choose import Gpu, Inventory, Pool, Wish, nearest, pool_of, users_of
+from safelaunch.leases.choose import Gpu, Inventory, Pool, Wish, pool_of, users_of
 from safelaunch.leases.holder import Holder, User, described, look, moment, ourselves, told
 from safelaunch.leases.inventory import Asking, inventory
 from safelaunch.leases.lease import Lease
@@ -152,8 +152,7 @@ class Claim:
         wish = self.terms.wish
         used = {} if self.terms.tolerant else self.survey.users(wish.candidates)
         free = [gpu for gpu in wish.candidates if gpu.uuid not in held and gpu.uuid not in used]
-        chosen = nearest(free, wish.count, self.survey.found.distances)
-        return [gpu.uuid for gpu in chosen] if chosen is not None else None
+        return [gpu.uuid for gpu in free[: wish.count]] if len(free) >= wish.count else None
 
 
 # --- in words: who holds the GPUs that a job requests ----------------------------------------------------------------
@@ -285,7 +284,7 @@ class NodeGpus:
         return self._claim.free()
 
     def take(self, count: int, name: str) -> Taken | None:
-        """``count`` GPUs near each other for the job ``name``; None if they are not available."""
+        """``count`` GPUs for the job ``name``; None if they are not available."""
         self._claim.terms = self._terms(count, name)
         return self._claim.advance()
 

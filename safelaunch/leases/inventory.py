@@ -1,4 +1,4 @@
-"""The node's GPUs as NVML lists them: memory, processes, MIG instances, and how they are linked.
+"""The node's GPUs as NVML lists them: memory, processes and MIG instances.
 
 A broken driver blocks its callers for ever, so a separate process asks it, which can be killed:
 ``python -m safelaunch.leases.inventory`` prints one JSON document. Without a driver, no process is started.
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safelaunch.leases.choose import NVLINK, Gpu, GpuProcess, Inventory
+from safelaunch.leases.choose import Gpu, GpuProcess, Inventory
 from safelaunch.system import procstat
 from safelaunch.system.nvml import ask, processes, text
 
@@ -153,9 +153,8 @@ def parse(document: Mapping[str, Any]) -> Inventory:
             continue
         for instance in instances:
             gpus.append(_record(instance, f"{one['index']}.{instance['index']}", parent=str(one["uuid"])))
-    distances = {(str(a), str(b)): int(distance) for a, b, distance in document.get("distances", ())}
     missing = "" if gpus else str(document.get("missing") or "no NVIDIA GPU found")
-    return Inventory(tuple(gpus), distances, missing)
+    return Inventory(tuple(gpus), missing)
 
 
 def _record(one: Mapping[str, Any], label: str, parent: str = "") -> Gpu:
@@ -178,27 +177,26 @@ def query(nvml: Any) -> dict[str, Any]:
     """GPUs by the module ``pynvml``, or ``{"missing": reason}``.
 
     ``gpus``: index, uuid, name, memory_used_bytes, memory_total_bytes, processes (pid, memory_bytes) and, in MIG mode,
-    instances with the same fields; or index and error. ``distances``: uuid, uuid, distance (see ``choose``).
+    instances with the same fields; or index and error.
     """
     try:
         nvml.nvmlInit()
         count = nvml.nvmlDeviceGetCount()
     except nvml.NVMLError as error:
         return {"missing": f"NVML: {error}"}
-    found = [_gpu(nvml, index) for index in range(count)]
-    return {"gpus": [one for one, _ in found], "distances": _distances(nvml, found)}
+    return {"gpus": [_gpu(nvml, index) for index in range(count)]}
 
 
-def _gpu(nvml: Any, index: int) -> tuple[dict[str, Any], Any]:
+def _gpu(nvml: Any, index: int) -> dict[str, Any]:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         one = {"index": index, **_device(nvml, handle)}
     except nvml.NVMLError as error:  # fallen off the bus, or hidden from us
-        return {"index": index, "error": str(error)}, None
+        return {"index": index, "error": str(error)}
     mode = ask(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0])
     if mode:
         one["instances"] = _instances(nvml, handle, one)
-    return one, handle
+    return one
 
 
 def _device(nvml: Any, handle: Any) -> dict[str, Any]:
@@ -232,26 +230,6 @@ def _instances(nvml: Any, handle: Any, parent: Mapping[str, Any]) -> list[dict[s
             continue  # numbers may have gaps
         found.append({**one, "name": one["name"] or parent.get("name")})
     return found
-
-
-def _distances(nvml: Any, found: list[tuple[dict[str, Any], Any]]) -> list[tuple[str, str, int]]:
-    known = []
-    gpus = [(str(one["uuid"]), handle) for one, handle in found if handle is not None]
-    for number, (uuid, handle) in enumerate(gpus):
-        for other, other_handle in gpus[:number]:
-            distance = _distance(nvml, handle, other_handle)
-            if distance is not None:
-                a, b = sorted((uuid, other))
-                known.append((a, b, distance))
-    return known
-
-
-def _distance(nvml: Any, one: Any, other: Any) -> int | None:
-    status = ask(nvml, lambda: nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK))
-    if status is not None and status == nvml.NVML_P2P_STATUS_OK:
-        return NVLINK
-    level = ask(nvml, lambda: nvml.nvmlDeviceGetTopologyCommonAncestor(one, other))
-    return max(int(level), 1) if level is not None else None
 
 
 def _main() -> int:

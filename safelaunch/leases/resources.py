@@ -169,12 +169,10 @@ def _is_inside_a_run(environ: Mapping[str, str]) -> bool:
 
 def _unleased(plain: Resources, settings: Settings, environ: Mapping[str, str]) -> Resources:
     """The GPUs that --gpus names, shared with everybody else who uses them."""
-    from safelaunch.leases.choose import nearest
-
     found, wish = _wish(settings, environ, None)
     if wish is None:
         return plain
-    gpus = nearest(wish.candidates, wish.count, found.distances) or ()
+    gpus = wish.candidates[: wish.count]
     return replace(plain, visible_gpus=_visible(gpus, wish), note=f"{_words(gpus, found)}, not leased")
 
 

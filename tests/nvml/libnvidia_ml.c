@@ -1,8 +1,8 @@
 /* A stand-in for libnvidia-ml.so.1, for the real nvidia-ml-py: GPUs as the file $NVML_STUB_STATE describes them.
  *
- *   gpu INDEX UUID USED_BYTES TOTAL_BYTES       process INDEX PID BYTES        nvlink INDEX INDEX
+ *   gpu INDEX UUID USED_BYTES TOTAL_BYTES       process INDEX PID BYTES
  *   mig INDEX INSTANCE UUID USED TOTAL          migprocess INDEX INSTANCE PID BYTES
- *   level INDEX INDEX LEVEL                     fail FUNCTION CODE [INDEX]     hang FUNCTION
+ *   fail FUNCTION CODE [INDEX]                  hang FUNCTION
  *
  * The file is read at nvmlInit. Return codes and structures are those of nvml.h. */
 #include <stdint.h>
@@ -12,7 +12,6 @@
 #include <unistd.h>
 
 enum { MOST = 64, OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7, NOT_LOADED = 9, LOST = 15 };
-enum { NODE = 40, SYSTEM = 50 };
 
 struct device {
     int index, instance, is_mig, migs;
@@ -24,7 +23,7 @@ struct device {
 struct rule { char function[64]; int code, index; };
 
 static struct device gpus[MOST], migs[MOST][8];
-static int count, links[MOST][MOST], levels[MOST][MOST];
+static int count;
 static struct rule fails[MOST], hangs[MOST];
 static int fail_count, hang_count;
 
@@ -49,9 +48,7 @@ static void read_state(void) {
     FILE *file = path ? fopen(path, "r") : NULL;
     char line[512], word[96];
     count = fail_count = hang_count = 0;
-    memset(gpus, 0, sizeof gpus), memset(migs, 0, sizeof migs), memset(links, 0, sizeof links);
-    for (int a = 0; a < MOST; a++)
-        for (int b = 0; b < MOST; b++) levels[a][b] = a / 4 == b / 4 ? NODE : SYSTEM;
+    memset(gpus, 0, sizeof gpus), memset(migs, 0, sizeof migs);
     while (file && fgets(line, sizeof line, file)) {
         int a, b, c;
         unsigned long long used, total;
@@ -66,8 +63,6 @@ static void read_state(void) {
             gpus[a].migs = 1;
         } else if (sscanf(line, "process %d %d %llu", &a, &b, &used) == 3) add_process(&gpus[a], b, used);
         else if (sscanf(line, "migprocess %d %d %d %llu", &a, &b, &c, &used) == 4) add_process(&migs[a][b], c, used);
-        else if (sscanf(line, "nvlink %d %d", &a, &b) == 2) links[a][b] = links[b][a] = 1;
-        else if (sscanf(line, "level %d %d %d", &a, &b, &c) == 3) levels[a][b] = levels[b][a] = c;
         else if (sscanf(line, "hang %63s", word) == 1) strcpy(hangs[hang_count++].function, word);
         else {
             int found = sscanf(line, "fail %63s %d %d", word, &a, &b);
@@ -144,22 +139,6 @@ int nvmlDeviceGetUtilizationRates(struct device *device, unsigned rates[2]) {
 int nvmlDeviceGetPowerUsage(struct device *device, unsigned *milliwatts) {
     ENTER(device->index);
     *milliwatts = 70500;
-    return OK;
-}
-int nvmlDeviceGetP2PStatus(struct device *a, struct device *b, int capability, int *status) {
-    ENTER(a->index);
-    *status = capability == 2 && links[a->index][b->index] ? 0 : 5;
-    return OK;
-}
-int nvmlDeviceGetTopologyCommonAncestor(struct device *a, struct device *b, int *level) {
-    ENTER(a->index);
-    *level = levels[a->index][b->index];
-    return OK;
-}
-int nvmlDeviceGetNvLinkState(struct device *device, unsigned link, unsigned *active) {
-    ENTER(device->index);
-    (void)link, *active = 0;
-    for (int other = 0; other < count; other++) *active |= links[device->index][other];
     return OK;
 }
 int nvmlDeviceGetMigMode(struct device *device, unsigned *current, unsigned *pending) {

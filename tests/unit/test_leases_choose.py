@@ -1,17 +1,14 @@
-"""Which GPUs a job may have, how many it wants, and which of the free ones it gets: tables."""
+"""Which GPUs a job may have, and how many it wants: tables."""
 
 from __future__ import annotations
 
 import pytest
 
 from safelaunch.leases.choose import (
-    NVLINK,
-    SAME_NODE,
     Gpu,
     GpuProcess,
     Inventory,
     Ranks,
-    nearest,
     pool_of,
     users_of,
     wish_of,
@@ -108,59 +105,6 @@ def test_what_does_not_exist(request_: str, environ: dict[str, str], gpus: tuple
     with pytest.raises(ResourceError) as raised:
         wish_of(request_, 1, pool_of(environ, gpus), found)
     assert words in str(raised.value)
-
-
-def links(*groups: str, far: int = 50) -> dict[tuple[str, str], int]:
-    """Every GPU of a group linked to the others of it; across groups ``far``."""
-    group_of = {int(number): group for group in groups for number in group}
-    return {
-        (GPUS[a].uuid, GPUS[b].uuid): NVLINK if group_of[a] == group_of[b] else far
-        for a in group_of
-        for b in group_of
-        if a < b
-    }
-
-
-@pytest.mark.parametrize(
-    ("free", "count", "distances", "expected"),
-    [
-        ("01234567", 2, {}, "0 1"),
-        ("01234567", 8, {}, "0 1 2 3 4 5 6 7"),
-        ("0", 2, {}, None),
-        ("", 1, {}, None),
-        ("1357", 2, links("0123", "4567"), "1 3"),
-        ("34567", 2, links("0123", "4567"), "4 5"),
-        ("034567", 4, links("0123", "4567"), "4 5 6 7"),
-        # Two pairs: 0 is linked to 3, 1 to 2.
-        ("0123", 2, links("03", "12"), "0 3"),
-        ("123", 2, links("03", "12"), "1 2"),
-        # One that is wanted alone does not break a group.
-        ("0124", 1, links("0123", "4567"), "4"),
-        ("0126", 3, links("0123", "4567"), "0 1 2"),
-        ("01267", 2, links("0123", "4567", far=SAME_NODE), "6 7"),
-    ],
-)
-def test_nearest(free: str, count: int, distances: dict[tuple[str, str], int], expected: str | None) -> None:
-    assert labels(nearest([GPUS[int(number)] for number in free], count, distances)) == expected
-
-
-def test_nearest_among_very_many() -> None:
-    many = [Gpu(str(n), f"GPU-{n:03d}") for n in range(32)]
-    distances = {
-        (many[a].uuid, many[b].uuid): NVLINK if a % 4 == b % 4 else 50 for a in range(32) for b in range(a + 1, 32)
-    }
-    chosen = nearest(many, 8, distances)
-    assert chosen is not None
-    assert {int(gpu.label) % 4 for gpu in chosen} == {0}
-
-
-def test_instances_of_one_gpu_are_nearest() -> None:
-    free = [
-        Gpu("0.0", "MIG-a", parent="GPU-0"),
-        Gpu("1.0", "MIG-b", parent="GPU-1"),
-        Gpu("1.1", "MIG-c", parent="GPU-1"),
-    ]
-    assert labels(nearest(free, 2, {})) == "1.0 1.1"
 
 
 @pytest.mark.parametrize(

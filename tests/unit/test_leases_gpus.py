@@ -16,7 +16,7 @@ import pytest
 import stub
 
 from safelaunch.cli import gpus
-from safelaunch.leases.choose import NVLINK, Gpu, GpuProcess, Inventory, pool_of, wish_of
+from safelaunch.leases.choose import Gpu, GpuProcess, Inventory, pool_of, wish_of
 from safelaunch.leases.gpus import Claim, NodeGpus, Patience, Survey, Taken, Terms
 from safelaunch.leases.gpus import take as take_claimed
 from safelaunch.leases.holder import Holder, User, look, ourselves
@@ -74,17 +74,14 @@ def see(node: stub.Node, deadline_s: float = 20.0) -> Inventory:
     return inventory({**os.environ, **node.environ}, deadline_s=deadline_s)
 
 
-def test_gpus_with_their_use_and_links(node: stub.Node) -> None:
-    node.write(f"process 2 4711 {3 * stub.GIB}", "process 2 4712 7", "nvlink 0 5", used=[6])
+def test_gpus_with_their_use(node: stub.Node) -> None:
+    node.write(f"process 2 4711 {3 * stub.GIB}", "process 2 4712 7", used=[6])
     found = see(node)
     assert [gpu.uuid for gpu in found.gpus] == [stub.uuid(n) for n in range(8)]
     assert found.gpus[2].processes == (GpuProcess(4711, 3 * stub.GIB), GpuProcess(4712, 7))
     # What the driver reserves for itself (600 MiB in the stand-in) is nobody's use.
     assert [gpu.memory_used_bytes for gpu in found.gpus[5:7]] == [4 << 20, 10 * stub.GIB]
-    assert found.distances[stub.uuid(0), stub.uuid(5)] == NVLINK
-    assert found.distances[stub.uuid(0), stub.uuid(1)] == 40
-    assert found.distances[stub.uuid(0), stub.uuid(4)] == 50
-    assert len(found.distances) == 28 and not found.missing
+    assert not found.missing
 
 
 def test_mig_instances_take_the_place_of_their_gpu(node: stub.Node) -> None:
@@ -135,19 +132,18 @@ def test_where_there_is_no_driver_nothing_is_asked(monkeypatch: pytest.MonkeyPat
 # --- taking -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_nearest_free_ones_are_taken(store: Store) -> None:
-    linked = replace(FOUR, distances={("GPU-0", "GPU-3"): NVLINK, ("GPU-1", "GPU-2"): NVLINK})
-    first = take(store, terms("2"), still(linked), Patience())
-    assert first.visible == "GPU-0,GPU-3"
-    assert would_take(store, terms("2"), still(linked)) == (FOUR.gpus[1], FOUR.gpus[2])
-    second = take(store, terms("2"), still(linked), Patience())
-    assert second.visible == "GPU-1,GPU-2"
+def test_the_first_free_ones_are_taken(store: Store) -> None:
+    first = take(store, terms("2"), still(FOUR), Patience())
+    assert first.visible == "GPU-0,GPU-1"
+    assert would_take(store, terms("2"), still(FOUR)) == (FOUR.gpus[2], FOUR.gpus[3])
+    second = take(store, terms("2"), still(FOUR), Patience())
+    assert second.visible == "GPU-2,GPU-3"
     with pytest.raises(ResourceError) as refused:
-        take(store, terms("1"), still(linked), Patience())
+        take(store, terms("1"), still(FOUR), Patience())
     assert f"GPU 0    leased by pid {os.getpid()} (" in str(refused.value)
     assert ": train.py 2" in str(refused.value) and "--wait" in str(refused.value)
     first.lease.release()
-    third = take(store, terms("1"), still(linked), Patience())
+    third = take(store, terms("1"), still(FOUR), Patience())
     second.lease.release(), third.lease.release()
 
 
@@ -221,15 +217,15 @@ def test_a_large_job_is_not_starved(store: Store) -> None:
 
 
 def test_a_scheduler_with_many_jobs(node: stub.Node, store: Store) -> None:
-    node.write("nvlink 5 7", used=[6])
+    node.write(used=[5])
     gpus_here = NodeGpus({**os.environ, **node.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     assert [gpu.label for gpu in gpus_here.pool.gpus] == ["4", "5", "6", "7"] and not gpus_here.missing
     assert gpus_here.free() == 3
     taken = gpus_here.take(2, "job-1")
-    assert taken is not None and [gpu.label for gpu in taken.gpus] == ["5", "7"]
+    assert taken is not None and [gpu.label for gpu in taken.gpus] == ["4", "6"]
     assert gpus_here.free() == 1 and gpus_here.take(2, "job-2") is None
     assert gpus_here.queue(2, "job-2", []) == (
-        "  GPU 6    used without a lease by an invisible process (10240 MiB in use)"
+        "  GPU 5    used without a lease by an invisible process (10240 MiB in use)"
     ), "what others have, not what its own jobs have"
     held = Store(os.fspath(node.lease_dir))
     assert [one.name for one in held.waiting()] == ["job-2"]
@@ -239,7 +235,7 @@ def test_a_scheduler_with_many_jobs(node: stub.Node, store: Store) -> None:
     assert gpus_here.free() == 1
     small = gpus_here.take(1, "job-3")
     assert small is not None and held.waiting() == [] and other.free() == 4
-    assert {one.name for one in held.look([stub.uuid(5)]).values()} == {"job-1"}
+    assert {one.name for one in held.look([stub.uuid(4)]).values()} == {"job-1"}
     gpus_here.queue(2, "job-2", [])
     gpus_here.leave()
     assert held.waiting() == []
