@@ -77,7 +77,7 @@ def reproduction_of(evidence: Evidence, wish: Wish, read_source: ReadSource | No
     program = with_sizes_that_gloo_checks(program)
     if any(text.startswith("calls before ") for text in verdict.missing):
         program = replace(program, notes=(*program.notes, LOST))
-    written = script(program, _head(verdict, kept, wish), culprits if verdict.cause == "uneven-batches" else ())
+    written = script(program, _head(verdict, kept, wish))
     return Reproduction(
         text=written.text,
         world_size=program.world_size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import groupby
@@ -25,11 +25,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Loop:
-    """In the last of the ``times`` rounds, ``leaving`` ranks do not come to ``body``."""
-
     times: int
     body: tuple[Node, ...]
-    leaving: Ranks = frozenset()
 
 
 @dataclass(frozen=True)
@@ -43,13 +40,12 @@ class Branch:
 Node = Step | Loop | Branch
 
 
-def merged(programs: Mapping[int, Sequence[Item]], *, leavers: Collection[int] = ()) -> tuple[Node, ...]:
+def merged(programs: Mapping[int, Sequence[Item]]) -> tuple[Node, ...]:
     """One program that does on each rank what ``programs`` says, in that order.
 
-    No rank comes back from its last item, so what follows it is as good as its own. ``leavers``: ranks that have left a
-    loop in which the others are.
+    No rank comes back from its last item, so what follows it is as good as its own.
     """
-    return tuple(_branched(_level(programs, frozenset(leavers)), frozenset(programs)))
+    return tuple(_branched(_level(programs), frozenset(programs)))
 
 
 def done(nodes: Sequence[Node], rank: int) -> Iterator[Step]:
@@ -58,17 +54,16 @@ def done(nodes: Sequence[Node], rank: int) -> Iterator[Step]:
         if isinstance(node, Step):
             yield node
         elif isinstance(node, Loop):
-            for _ in range(node.times - (rank in node.leaving)):
+            for _ in range(node.times):
                 yield from done(node.body, rank)
         else:
             yield from done(next((body for ranks, body in node.sides if rank in ranks), node.rest), rank)
 
 
-def _level(programs: Mapping[int, Sequence[Item]], leavers: Ranks) -> list[Step | Loop]:
+def _level(programs: Mapping[int, Sequence[Item]]) -> list[Step | Loop]:
     steps = _with_the_stuck(_aligned(programs))
     numbers: dict[Step, int] = {}
-    level = _folded(steps, [numbers.setdefault(step, len(numbers)) for step in steps])
-    return _left(level, leavers) or level
+    return _folded(steps, [numbers.setdefault(step, len(numbers)) for step in steps])
 
 
 # --- one sequence -----------------------------------------------------------------------------------------------------
@@ -148,28 +143,6 @@ def _round_at(codes: Sequence[int], at: int) -> tuple[int, int]:
     return best
 
 
-def _last_loop(level: Sequence[Step | Loop]) -> int | None:
-    at = next((at for at in reversed(range(len(level))) if isinstance(level[at], Loop)), None)
-    body = level[at].body if at is not None else ()  # type: ignore[union-attr]
-    return at if all(isinstance(node, Step) for node in body) else None
-
-
-def _left(level: list[Step | Loop], leavers: Ranks) -> list[Step | Loop] | None:
-    """Where ``leavers`` have left the last loop, and the others make one more round of it, in which they are stuck."""
-    at = _last_loop(level)
-    if at is None or not leavers:
-        return None
-    loop, rest = level[at], [step for step in level[at + 1 :] if isinstance(step, Step)]
-    assert isinstance(loop, Loop)
-    body = [node.item for node in loop.body if isinstance(node, Step)]
-    theirs = [step for step in rest if step.ranks <= leavers and step.item not in body]
-    inside = [step.item for step in rest if step not in theirs]
-    if not theirs or len(rest) != len(level) - at - 1 or inside != body[: len(inside)]:
-        return None
-    behind = [replace(step, beyond=frozenset().union(*(one.ranks for one in rest))) for step in theirs]
-    return [*level[:at], replace(loop, times=loop.times + 1, leaving=leavers), *behind]
-
-
 # --- branches ---------------------------------------------------------------------------------------------------------
 
 
@@ -177,8 +150,6 @@ def _ranks_of(node: Node) -> tuple[Ranks, Ranks] | None:
     """Who does it, and who does not come so far, where that is the same for all of it; else None."""
     if isinstance(node, Step):
         return node.ranks, node.beyond
-    if not isinstance(node, Loop) or node.leaving:
-        return None
     inside = {_ranks_of(one) for one in node.body}
     return inside.pop() if len(inside) == 1 else None
 

@@ -14,7 +14,6 @@ from safelaunch.model import Collective, Frame
 Sizes = tuple[tuple[int, ...], ...]
 
 WORLD = "0"  # the default group
-OUTSIDE = "-"  # any group that the rank is not in: torch warns, and makes no call
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 TRANSFERS = frozenset({"send", "recv"})
 BARE = frozenset({"barrier", "monitored_barrier", "new_group"})  # without tensors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,6 @@ from safelaunch.model import UNKNOWN_SIZES, Collective
 from safelaunch.reproduce.program import (
     BARE,
     FUNCTIONS,
-    OUTSIDE,
     ROOTED,
     TRANSFERS,
     WORLD,
@@ -163,7 +161,7 @@ class _Reader:
         ranks = {rank: replace(one, end=held_end) if rank in held else one for rank, one in passing.items()}
         self._say_what_is_missing()
         makers = self._makers()
-        used = {call.group for one in ranks.values() for call in one.calls} - {WORLD, OUTSIDE} | set(makers)
+        used = {call.group for one in ranks.values() for call in one.calls} - {WORLD} | set(makers)
         groups = {name: self._members(name) for name in sorted(used, key=lambda name: (len(name), name))}
         return Program(ranks, groups, makers, (*self._notes, *self._roots.notes()))
 
@@ -215,18 +213,7 @@ class _Reader:
     def _rank(self, rank: int) -> RankProgram:
         one = self._facts.ranks.get(rank)
         made = self._made(rank, self._calls[rank]) if rank in self._calls else self._borrowed(rank)
-        if one is not None:
-            made = self._with_outside_calls(one, made)
         return replace(self._program_of(rank, one, made), entries=tuple(call.entries for call in made))
-
-    def _with_outside_calls(self, one: RankFacts, made: list[_Made]) -> list[_Made]:
-        """With its calls on groups that it is not in, before the last one: only torch's warnings tell of these."""
-        warned = re.findall(rf"Running (\w+) on global rank {one.rank} which does not belong", one.evidence.log_tail)
-        ops = [op for op in dict.fromkeys(FUNCTIONS.get(name, "") for name in warned) if op in ("all_reduce", *BARE)]
-        if ops:
-            self._note(f"When rank {one.rank} called {', '.join(ops)} on a group that it is not in, no record tells.")
-        outside = [_Made(Call(op, OUTSIDE, () if op in BARE else _SCALAR), ()) for op in ops]
-        return [*made[:-1], *outside, *made[-1:]]
 
     def _program_of(self, rank: int, one: RankFacts | None, made: list[_Made]) -> RankProgram:
         if one is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from safelaunch.reproduce.program import OUTSIDE, WORLD, Call, Program, RankProgram, Sizes
+from safelaunch.reproduce.program import WORLD, Call, Program, RankProgram, Sizes
 
 Tells = Callable[[Program], tuple[str, list[int]]]  # cause and culprits
 MOST_ELEMENTS = 1 << 24  # of a tensor that is made as it was recorded
@@ -75,8 +75,6 @@ class _Fewer:
         """None where nobody is left to make it with."""
         parts = tuple(filter(None, map(self.call, call.parts)))
         peer = self.place(call.group, call.peer)
-        if call.group == OUTSIDE:
-            return call
         if len(self.ranks(call.group)) < 2 or (peer is None and call.peer is not None) or len(parts) < bool(call.parts):
             return None
         root = None if call.root is None else self.place(call.group, call.root) or 0
@@ -86,7 +84,7 @@ class _Fewer:
 
     def place(self, group: str, place: int | None) -> int | None:
         """What a place in the group is without the ranks that are left out."""
-        if place is None or group == OUTSIDE or place >= len(self.members[group]):
+        if place is None or place >= len(self.members[group]):
             return None
         rank = self.members[group][place]
         return self.ranks(group).index(self.number[rank]) if rank in self.number else None

@@ -7,7 +7,7 @@ on one line. All else is written from numbers and from words of this module.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from shlex import quote
@@ -17,7 +17,7 @@ from msgspec import structs
 from safelaunch.model import Evidence, FlightRecord, Frame, RankEvidence
 from safelaunch.reproduce import fold
 from safelaunch.reproduce.fold import Node, done
-from safelaunch.reproduce.program import BARE, OUTSIDE, TRANSFERS, TYPES, WORLD, Call, End, Program, RankProgram, Sizes
+from safelaunch.reproduce.program import BARE, TRANSFERS, TYPES, WORLD, Call, End, Program, RankProgram, Sizes
 from safelaunch.system.redaction.redact import redact_text
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.reading.frames import basename, is_pseudo, short
@@ -36,7 +36,7 @@ def in_families(program: Program) -> tuple[Program, Families]:
         part = (len(ranks), tuple({turn[rank].get(name, -1) for rank in ranks}))
         parts.setdefault(name if name in program.makers else part, []).append(name)
     families: Families = {}
-    name_of: dict[str, str] = {WORLD: WORLD, OUTSIDE: OUTSIDE}
+    name_of: dict[str, str] = {WORLD: WORLD}
     for names in parts.values():
         for group in names:
             members = program.groups[group]
@@ -111,7 +111,6 @@ def _told(program: Program, places: Mapping[int, Sequence[Hashable]]) -> Told:
 _WIDTH = 118
 _INDENT = "    "
 _FOREVER = "time.sleep(86_400)"
-_OUTSIDE = "dist.GroupMember.NON_GROUP_MEMBER"
 # Whoever reads this line in the output knows that the script does not do what was recorded.
 _CAME_BACK = 'raise SystemExit(f"not as recorded: rank {rank} came back from its last call")'
 # How a rank stands that waits for nobody, where a line of the standard library stands so as well.
@@ -145,15 +144,15 @@ class Script:
     notes: tuple[str, ...]
 
 
-def script(program: Program, head: Head, leavers: Collection[int] = ()) -> Script:
-    """The whole script. ``leavers``: ranks that have left a loop in which the others are."""
+def script(program: Program, head: Head) -> Script:
+    """The whole script."""
     named, families = in_families(program)
     items = {rank: _items(one) for rank, one in named.ranks.items()}
     names = {dtype for one in program.ranks.values() for call in _flat(one) for dtype in call.dtypes}
     writer = _Writer(named, families)
     body = [*_before(named), *writer.groups()]
-    nodes = fold.merged(items, leavers=leavers)
-    listed = not leavers and places_matter(named, nodes)
+    nodes = fold.merged(items)
+    listed = places_matter(named, nodes)
     body += writer.list_of_calls(nodes) if listed else writer.nodes(nodes, "")
     body.append(_CAME_BACK)
     notes = [*program.notes, *_not_the_same(program), *map(_of_type, sorted(names - {*TYPES, ""}))]
@@ -303,13 +302,8 @@ class _Writer:
         yield f"{_INDENT}call()"
 
     def _loop(self, loop: fold.Loop, indent: str) -> Iterator[str]:
-        inner, last = indent + _INDENT, loop.times - 1
-        body = list(self.nodes(loop.body, inner))
-        if loop.leaving:
-            asked = f"if {self._condition(loop.leaving)} and step == {last}:"
-            body = [*_wrapped(f"{inner}{asked}", inner), f"{inner}{_INDENT}break", *body]
-        yield f"{indent}for {'step' if any(' step ' in line for line in body) else '_'} in range({loop.times}):"
-        yield from body
+        yield f"{indent}for _ in range({loop.times}):"
+        yield from self.nodes(loop.body, indent + _INDENT)
 
     def _condition(self, ranks: frozenset[int]) -> str:
         return condition(ranks, self._program.world_size)
@@ -335,7 +329,7 @@ class _Writer:
     def _text(self, call: Call) -> str:
         name = {"send": "isend", "recv": "irecv"}.get(call.op, call.op) if not call.waited_for else call.op
         words = [*self._tensors(call), *self._ends(call)]
-        words += [f"group={_OUTSIDE if call.group == OUTSIDE else call.group}"] if call.group != WORLD else []
+        words += [f"group={call.group}"] if call.group != WORLD else []
         words += ["async_op=True"] if not call.waited_for and call.op not in TRANSFERS else []
         if call.op == "all_reduce" and len(call.sizes) > 1:
             name = "all_reduce_coalesced"

@@ -51,12 +51,3 @@ def test_a_call_left_out_in_a_round_is_a_branch_between_loops() -> None:
     programs[2] = [*(2 * ROUND), "b", "c", *(2 * ROUND)]
     nodes = check(programs)
     assert [type(node) for node in nodes] == [Loop, Branch, Loop, Step, Step]
-
-
-def test_a_rank_that_has_left_the_loop() -> None:
-    programs = {0: [*"aaaa"], 1: [*"aaa", "z"], 2: [*"aaaa"]}
-    loop, behind = merged(programs, leavers=[1])
-    assert isinstance(loop, Loop)
-    assert (loop.times, loop.leaving) == (4, {1})
-    assert isinstance(behind, Step)
-    assert done_by((loop, behind), 1) == programs[1]

@@ -72,13 +72,6 @@ def test_the_root_of_a_broadcast_is_the_rank_that_gloo_keeps() -> None:
     assert [one.root for one in found[0].calls if one.op == "broadcast"] == [0, 0, 0, 0, 0]
 
 
-def test_a_call_on_a_group_that_the_rank_is_not_in_is_made() -> None:
-    warning = "UserWarning: Running all_reduce on global rank 1 which does not belong to the given group."
-    outsider = rank(1, in_user(7), "sleep", flight=record(*past(3)), more={"log_tail": warning})
-    text = script_of(job(waiting(0), outsider, waiting(2)))
-    assert text.count("group=dist.GroupMember.NON_GROUP_MEMBER") == 1
-
-
 def test_a_rank_that_gloo_lets_go_does_not_fall_into_the_others_branch() -> None:
     """Another backend may hold all ranks in a gather; with gloo, one that has given its part goes on."""
     to_first = {"call": CallArguments(dst=0)}
