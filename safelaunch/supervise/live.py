@@ -13,10 +13,9 @@ from pathlib import Path
 import msgspec
 
 from safelaunch.bundle.staging import name_of
-from safelaunch.capture.look import Look
 from safelaunch.job.job import Job
 from safelaunch.job.paths import working_directory
-from safelaunch.model import BundlePlace, Frame, Progress, RankExit, format_ranks
+from safelaunch.model import BundlePlace, Progress, RankExit, format_ranks
 from safelaunch.supervise import incident
 from safelaunch.supervise.answer import work_in
 from safelaunch.supervise.cluster.messages import Question, Round
@@ -28,8 +27,6 @@ from safelaunch.supervise.control.protocol import (
     Request,
     RunStatus,
     Server,
-    StacksAnswer,
-    StackStatus,
 )
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.incident import Agreement, Circumstances, Collected, Report
@@ -89,7 +86,6 @@ class Live:
         self._asking: list[tuple[Client, float]] = []  # for the status, since when
         self._for_another: Task[None] | None = None  # a dump that another node has asked for
         self._dumps: deque[_Dump] = deque()
-        self._stacks: tuple[Task[StacksAnswer], list[Client]] | None = None
         self._silent_ranks = SilentRanks()
         self._gpu_memory = GpuMemory()
         self._cwd = os.fspath(working_directory())
@@ -99,7 +95,7 @@ class Live:
 
     @property
     def busy(self) -> bool:
-        return bool(self._dumps or self._asking or self._stacks or self._recordings.busy)
+        return bool(self._dumps or self._asking or self._recordings.busy)
 
     def tick(self, now: float) -> None:
         """Answers every request that can be answered now."""
@@ -107,7 +103,6 @@ class Live:
         if self._server is not None:
             self._server.poll(self._handle)
         self._answer_status(now)
-        self._answer_stacks()
         self._advance_dumps()
         self._recordings.tick()
         self._take_for_another(now)
@@ -121,29 +116,10 @@ class Live:
             self._answer_status(now)
         elif request.command == "dump":
             self._queue_dump(Path(request.bundle_dir) if request.bundle_dir else self._about.bundle_dir, client)
-        elif request.command == "stacks":
-            asking = self._stacks or (Task("stacks", self._look_at_stacks), [])
-            asking[1].append(client)
-            self._stacks = asking
         elif request.command == "record":
             self._recordings.ask(request, client)
         else:
             client.close()
-
-    def _look_at_stacks(self) -> StacksAnswer:
-        targets = self._watch.targets()
-        return StacksAnswer(stacks_of(look_at(targets, None).taken[-1]))
-
-    def _answer_stacks(self) -> None:
-        if self._stacks is None or not self._stacks[0].done:
-            return
-        (task, clients), self._stacks = self._stacks, None
-        try:
-            answer = task.result()
-        except Exception as error:  # noqa: BLE001 - the client gets the reason, and the job continues
-            answer = StacksAnswer(problem=f"{type(error).__name__}: {error}")
-        for client in clients:
-            client.answer(self._about.redactor.tree(msgspec.to_builtins(answer)))
 
     def _answer_status(self, now: float) -> None:
         """Answers who asks for the status: at once, or as soon as the other nodes' lines and a look are there."""
@@ -422,19 +398,6 @@ def rss_bytes(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
-
-
-def stacks_of(look: Look) -> list[StackStatus]:
-    """The ranks by where their main threads are; the largest group first, then by rank."""
-    groups: dict[tuple[tuple[Frame, ...], str], list[int]] = {}
-    for rank, seen in sorted(look.ranks.items()):
-        stack = seen.main.stack if seen.main is not None else None
-        thread = stack.value.main_thread if stack is not None and stack.value is not None else None
-        missing = "" if thread is not None else (stack.missing if stack is not None else "") or "not seen"
-        groups.setdefault((thread.frames if thread is not None else (), missing), []).append(rank)
-    found = [StackStatus(format_ranks(ranks), frames, missing) for (frames, missing), ranks in groups.items()]
-    sizes = {format_ranks(ranks): (-len(ranks), ranks[0]) for ranks in groups.values()}
-    return sorted(found, key=lambda one: sizes[one.ranks])
 
 
 def _server(path: Path) -> Server | None:

@@ -1,8 +1,7 @@
 """The protocol of a running supervisor: one JSON line each way over a unix socket in its private run directory.
 
-It answers ``{"command": "status"}`` at once, ``{"command": "stacks"}`` after one look at the ranks,
-``{"command": "dump", "bundle_dir": ""}`` after writing the bundle, and ``{"command": "record", "duration_s": 10}``
-after that time.
+It answers ``{"command": "status"}`` at once, ``{"command": "dump", "bundle_dir": ""}`` after writing the bundle, and
+``{"command": "record", "duration_s": 10}`` after that time.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from safelaunch.model import EarlyLook, Frame, Inconsistency
+from safelaunch.model import EarlyLook, Inconsistency
 from safelaunch.model.recording import Recording
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import SafelaunchError
@@ -29,7 +28,7 @@ MOST_CLIENTS = 64
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A client's request: ``status``, ``stacks``, ``dump`` or ``record``.
+    """A client's request: ``status``, ``dump`` or ``record``.
 
     ``bundle_dir``: absolute; empty: the run's own. ``duration_s``, ``ranks`` (``0-3,5``; empty: all): of a recording.
     """
@@ -106,24 +105,6 @@ class RunStatus(msgspec.Struct, frozen=True):
     usual_step_s: float = 0.0
     history: list[tuple[float, int]] = []
     job: str = ""
-
-
-class StackStatus(msgspec.Struct, frozen=True):
-    """The main threads of ``ranks`` (``0-2,5``), which are all there. ``frames``: innermost first.
-
-    ``missing``: why there are none.
-    """
-
-    ranks: str
-    frames: tuple[Frame, ...] = ()
-    missing: str = ""
-
-
-class StacksAnswer(msgspec.Struct, frozen=True):
-    """Where the ranks are right now, the largest group first. ``problem``: why that is not known."""
-
-    stacks: list[StackStatus] = []
-    problem: str = ""
 
 
 class DumpAnswer(msgspec.Struct, frozen=True):
