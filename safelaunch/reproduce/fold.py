@@ -150,6 +150,8 @@ def _ranks_of(node: Node) -> tuple[Ranks, Ranks] | None:
     """Who does it, and who does not come so far, where that is the same for all of it; else None."""
     if isinstance(node, Step):
         return node.ranks, node.beyond
+    if isinstance(node, Branch):
+        return None
     inside = {_ranks_of(one) for one in node.body}
     return inside.pop() if len(inside) == 1 else None
 
