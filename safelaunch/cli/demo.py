@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import signal
-import struct
 import subprocess
-import sys
-import termios
 import time
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from safelaunch.bundle.staging import check_directory
 from safelaunch.cli import program
 from safelaunch.cli.parsing import Parser
-from safelaunch.job import process
-from safelaunch.job.job import Forwarder
 from safelaunch.model import Verdict
 from safelaunch.settings.yamlfile import did_you_mean
-from safelaunch.system.console import PREFIX, say
+from safelaunch.system.console import say
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import UsageError
-from safelaunch.system.task import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +43,6 @@ DEMOS = {
     )
 }
 STALL_TIMEOUT_S = "3"
-FOLLOW_S = 0.5
-PATIENCE_S = 12.0  # after Ctrl-C: torchrun waits half a minute for ranks that hang, and nobody needs these
 INTERRUPTED = 130
 
 
@@ -94,94 +84,33 @@ def _run(demo: Demo, bundle_dir: str, presets: list[str]) -> int:
     command += [f"--nproc-per-node={demo.ranks}", os.fspath(script)]
     say(f"demo {demo.name}: {demo.about}")
     say(f"running {script} on {demo.ranks} ranks; it hangs after a few steps")
-    begin = time.monotonic()
-    run = _run_to_its_end(command)
-    if run.stopped:
+    begin, before = time.monotonic(), _bundles(demo, bundle_dir)
+    code, stopped = _run_to_its_end(command)
+    if stopped:
         say(f"the demo was stopped after {time.monotonic() - begin:.0f} s")
         return INTERRUPTED
-    return _judge(demo, run.code, run.bundle, time.monotonic() - begin)
+    new = sorted(_bundles(demo, bundle_dir) - before)
+    return _judge(demo, code, new[-1] if new else None, time.monotonic() - begin)
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """How the run has ended. ``stopped``: somebody asked it to."""
-
-    code: int
-    bundle: Path | None
-    stopped: bool
+def _bundles(demo: Demo, bundle_dir: str) -> set[Path]:
+    return {path.parent for path in Path(bundle_dir).glob(f"demo-{demo.name}-*/verdict.json")}
 
 
-def _run_to_its_end(command: list[str]) -> _Run:
-    """Runs it and shows its stderr; passes signals on. Once it is asked to stop, only safelaunch has a say."""
-    mask = process.block_signals()
-    ours, theirs = _channel()
+def _run_to_its_end(command: list[str]) -> tuple[int, bool]:
+    """Its exit code, and whether somebody has stopped it. A key of the terminal reaches it as well as us."""
+    child = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ})
+    stops: list[int] = []
 
-    def become() -> None:
-        os.setpgid(0, 0)  # so that a key reaches it through us, after we know
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    def stop(signum: int, frame: FrameType | None) -> None:
+        stops.append(signum)
+        if signum != signal.SIGINT:
+            child.send_signal(signum)
 
-    environ = {"OMP_NUM_THREADS": "1", **os.environ}
-    child = subprocess.Popen(command, env=environ, stderr=theirs, preexec_fn=become)
-    os.close(theirs)
-    forwarder = Forwarder(child.pid, on_quit=lambda: say("a run outside the demo writes a bundle here and continues"))
-    following = Task("demo", lambda: _follow(_lines(ours), lambda: forwarder.stop_requested))
-    stop_s = 0.0
-    while child.poll() is None:
-        forwarder.wait(FOLLOW_S)
-        if forwarder.stop_requested and not stop_s:
-            stop_s = time.monotonic()
-            say("stopping the demo; Ctrl-C again stops it at once")
-        elif forwarder.stops == 1 and time.monotonic() - stop_s > PATIENCE_S:
-            forwarder.take(signal.SIGINT, by_terminal=True)
-    bundle = following.joined()
-    return _Run(child.returncode, bundle, forwarder.stop_requested)
-
-
-def _channel() -> tuple[int, int]:
-    """Our end and the run's for its stderr: a terminal like ours where ours is one. A demo looks as a run does."""
-    try:
-        size = os.get_terminal_size(2)
-    except OSError:
-        return os.pipe()
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", size.lines, size.columns, 0, 0))
-    settings = termios.tcgetattr(theirs)
-    settings[1] &= ~termios.OPOST  # our own terminal does that
-    termios.tcsetattr(theirs, termios.TCSANOW, settings)
-    return ours, theirs
-
-
-def _lines(descriptor: int) -> Iterator[bytes]:
-    """Lines from the descriptor as they arrive; closes it at its end, which a terminal tells by an error."""
-    with open(descriptor, "rb", buffering=0) as file:
-        rest = b""
-        while True:
-            try:
-                data = file.read(65536)
-            except OSError:
-                data = b""
-            if not data:
-                break
-            *whole, rest = (rest + data).splitlines(keepends=True)
-            if rest.endswith(b"\n"):
-                whole, rest = [*whole, rest], b""
-            yield from whole
-        if rest:
-            yield rest
-
-
-def _follow(lines: Iterable[bytes], stopped: Callable[[], bool]) -> Path | None:
-    """Shows the run's stderr as it arrives; returns the bundle that its last lines name."""
-    bundle = None
-    for line in lines:
-        if stopped() and not line.startswith(PREFIX.encode()):
-            continue
-        sys.stderr.buffer.write(line)
-        sys.stderr.buffer.flush()
-        for word in line.decode("utf-8", "replace").split():
-            if "/" in word and (Path(word) / "verdict.json").is_file():
-                bundle = Path(word)
-    return bundle
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    signal.signal(signal.SIGQUIT, lambda *_: None)  # Ctrl-\ writes a bundle there, and the run continues
+    return child.wait(), bool(stops)
 
 
 def _judge(demo: Demo, code: int, bundle: Path | None, seconds: float) -> int:

@@ -62,7 +62,6 @@ WRITERS = {
     "cli.reproduce": "what has passed the filter",
     "cli.record": "what the supervisor has cleaned",
     "capture.command": "what a program of its own says on stderr, to read it back",
-    "cli.demo": "passes on what a safelaunch below it has said",
     "cli.gpus": "rich, with cells that have passed",
     "cli.colaunch_screen": "rich, with cells that have passed",
     "cli.table": "rich, with cells that have passed",
