@@ -25,7 +25,7 @@ BUNDLE = re.compile(r".+-(?P<time>\d{8}T\d{6}Z)-(?:hang|suspect|crash|dump)(?:-(
 STALE_S = 24 * 3600
 REPLACED = "another user who may write there has replaced the bundle"
 WHOLE = ("verdict.json", "manifest.json")
-LINKS = ("latest", "latest-2", "latest-3", "latest-4")
+LATEST = "latest"
 
 
 def main(staged: str, directory: str, name: str, keep: str, whole: str = "") -> int:
@@ -220,41 +220,20 @@ def _rename(partial: str, wanted: str) -> str:
 
 
 def _link_latest(name: str) -> str:
-    """Makes the link ``latest``, or one of ``LINKS`` where something that has to stay is called so.
-
-    Returns a line about that, or an empty string.
-    """
+    """Makes the link ``latest``, unless something else is called so. Returns a line about that, or an empty string."""
+    if os.path.lexists(LATEST) and not os.path.islink(LATEST):
+        return f"{LATEST} is not safelaunch's: there is no link to the newest bundle\n"
     partial = f".latest.{os.getpid()}-{time.time_ns()}"
     try:
         os.symlink(name, partial)
     except OSError:
         return ""  # a disk without links: the bundle itself is in place
-    for link in LINKS:
-        try:
-            if _make_way(link):
-                os.replace(partial, link)
-                return "" if link == LINKS[0] else f"{LINKS[0]} is not safelaunch's: the newest bundle is {link}\n"
-        except OSError:
-            continue  # another user's, and the directory's sticky bit protects it
-    os.unlink(partial)
-    return f"no link to the newest bundle: {', '.join(LINKS)} are not safelaunch's\n"
-
-
-def _make_way(link: str) -> bool:
-    """Whether ``link`` may be replaced. A file or folder of this user stays; another user's is removed or set aside."""
     try:
-        found = os.lstat(link)
-    except FileNotFoundError:
-        return True
-    if stat.S_ISLNK(found.st_mode):
-        return True
-    if found.st_uid == os.geteuid():
-        return False
-    try:
-        os.rmdir(link)
-    except OSError:
-        os.rename(link, f"{link}.of-user-{found.st_uid}-{time.time_ns()}")
-    return True
+        os.replace(partial, LATEST)
+    except OSError as error:  # another user's, and the directory's sticky bit protects it
+        os.unlink(partial)
+        return f"no link to the newest bundle: {LATEST}: {error.strerror}\n"
+    return ""
 
 
 def is_ours_alone(directory: os.stat_result) -> bool:
@@ -291,14 +270,11 @@ def _report(what: str, work: "Callable[[], None]") -> None:
 
 
 def _remove_old(keep: int, just_written: str) -> None:
-    """Removes all but the ``keep`` newest bundles of this user, but never the new one or what ``LINKS`` lead to."""
+    """Removes all but the ``keep`` newest bundles of this user, but never the new one or what ``LATEST`` leads to."""
     names = sorted((name for name in os.listdir(".") if _is_bundle(name)), key=_age)
     spared = {just_written}
-    for link in LINKS:
-        try:
-            spared.add(os.path.basename(os.readlink(link)))
-        except OSError:
-            continue
+    if os.path.islink(LATEST):
+        spared.add(os.path.basename(os.readlink(LATEST)))
     for name in names[: max(0, len(names) - keep)]:
         if name not in spared:
             _remove(name)
