@@ -157,19 +157,6 @@ def try_gate(directory: int) -> bool:
     return True
 
 
-def pid_at_gate(directory: int) -> int | None:
-    """The pid that holds the directory's lock, from /proc/locks; None if it is in another pid namespace."""
-    info = os.fstat(directory)
-    place = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
-    try:
-        with open("/proc/locks", encoding="ascii", errors="replace") as file:
-            lines = [line.split() for line in file]
-    except OSError:
-        return None
-    found = [words[4] for words in lines if len(words) > 5 and words[1] == "FLOCK" and words[5] == place]
-    return int(found[0]) if found and found[0].isdigit() else None
-
-
 def owner_of(name: str, directory: int) -> int:
     """The user id of a file's owner; -1 if the file is gone."""
     try:

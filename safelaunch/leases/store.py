@@ -29,14 +29,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from safelaunch.leases.holder import MOST_BYTES, Holder, decode, look, of_words
+from safelaunch.leases.holder import MOST_BYTES, Holder, decode, of_words
 from safelaunch.leases.lease import (
     RANKS,
     Lease,
     base_of,
     is_locked,
     owner_of,
-    pid_at_gate,
     read_small,
     take_own,
     try_gate,
@@ -335,16 +334,11 @@ class Store:
                 return
             if now > deadline:
                 self._shut_until_s = now + SHUT_S
-                self._once("shut", f"{_who_is_at(directory)} keeps {self.directory} locked; continuing without it")
+                place = self.directory
+                self._once("shut", f"a process keeps {place} locked (fuser {place} shows it); continuing without it")
                 return
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, 0.005)
-
-
-def _who_is_at(directory: int) -> str:
-    pid = pid_at_gate(directory)
-    user = look(pid) if pid is not None else None
-    return f"pid {user.pid} ({user.user or 'unknown'})" if user is not None else "somebody"
 
 
 def store_of(environ: Mapping[str, str]) -> Store:
