@@ -27,9 +27,12 @@ class Case(msgspec.Struct):
     sources: dict[str, str | None] = {}
 
 
+def lines() -> list[bytes]:
+    return gzip.decompress((FOLDER / "cases.jsonl.gz").read_bytes()).splitlines()
+
+
 def cases() -> list[Case]:
-    lines = gzip.decompress((FOLDER / "cases.jsonl.gz").read_bytes()).splitlines()
-    return [msgspec.json.decode(line, type=Case) for line in lines]
+    return [msgspec.json.decode(line, type=Case) for line in lines()]
 
 
 def with_tuples(evidence: Evidence) -> Evidence:
@@ -63,6 +66,14 @@ def test_every_case_is_decided_as_before() -> None:
     changed = [f"- {was}\n+ {is_now}" for was, is_now in zip(before, now, strict=False) if was != is_now]
     assert not changed, "\n".join(changed[:20])
     assert len(now) == len(before)
+
+
+def test_no_evidence_is_lost() -> None:
+    """A field that a record no longer has would be left out without a word."""
+    for line, case in zip(lines(), cases(), strict=True):
+        assert msgspec.json.decode(msgspec.json.encode(case.evidence)) == msgspec.json.decode(line)["evidence"], (
+            case.name
+        )
 
 
 if __name__ == "__main__":
