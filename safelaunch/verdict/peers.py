@@ -265,19 +265,16 @@ def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
     if any(entry.started is not False and not alignment.is_over_elsewhere(rank, entry) for entry in with_peers):
         return None  # it waits for peers, or may do so
     frame = view.user_frame
-    text = f"waits for its GPU in {where}{fr.at(frame)}"
-    claims = [view.stack_claim(f"its main thread is in {where}")]
-    if with_peers and with_peers[0].started is not False:
-        done = _done_elsewhere(with_peers[0])
-        text += f"; {done}"
-        claims.append(record_claim(rank, done))
-    elif with_peers:
-        behind = with_peers[0]
-        text += f"; {op_name(behind)} #{behind.seq} is queued behind it and has not started"
-        claims.append(record_claim(rank, f"{op_name(behind)} #{behind.seq} is scheduled, not started"))
+    first = with_peers[0] if with_peers else None
+    if first is None:
+        why = "no collective is outstanding that a peer could hold up"
+    elif first.started is not False:
+        why = _done_elsewhere(first)
     else:
-        text += ", with no collective outstanding that a peer could hold up"
-    return Condition("gpu-kernel", text, frame, view.process.pid, claims=tuple(claims))
+        why = f"{op_name(first)} #{first.seq} is queued behind it and has not started"
+    claims = (view.stack_claim(f"its main thread is in {where}"), *((record_claim(rank, why),) if first else ()))
+    text = f"waits for its GPU in {where}{fr.at(frame)}; {why}"
+    return Condition("gpu-kernel", text, frame, view.process.pid, claims=claims)
 
 
 def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | None:

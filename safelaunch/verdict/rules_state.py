@@ -87,17 +87,18 @@ def launcher_failed(facts: Facts) -> Ruling:
     if one.step is not None or (record is not None and record.entries):
         return ""
     stack = fr.stack_of(one.evidence, raised.frames if raised is not None else left.frames if left is not None else ())
-    program = fr.program_of(stack)
+    program, advice = fr.program_of(stack), frozenset({LAUNCHER})
     if program and raised is not None:
-        text = f"The launcher ({program}) raised {raised.type}: {one_line(raised.message)}{fr.at(stack.frames[0])},"
         of_its_own = raised.type.rpartition(".")[2] not in ("CalledProcessError", "ChildFailedError")
-        text += " in its own code: no rank was seen." if of_its_own else " for a process that it started."
-        claim = Claim(f"first exception: {raised.type}", f"ranks/{one.rank}/exception.json")
-        return Finding("rank-exception", (), text, claims=(claim,), advice=frozenset({LAUNCHER}))
+        whose = "in its own code: no rank was seen" if of_its_own else "for a process that it started"
+        error = f"{raised.type}: {one_line(raised.message)}{fr.at(stack.frames[0])}"
+        text = f"The launcher ({program}) raised {error}, {whose}."
+        claim = Claim(f"first exception: {raised.type}", f"{one.folder}/exception.json")
+        return Finding("rank-exception", (), text, claims=(claim,), advice=advice)
     if program and left is not None and left.code:
         text = f"The launcher ({program}) called {left.function}({left.code}): no rank was seen."
-        claim = Claim(f"it called {left.function}()", f"ranks/{one.rank}/exit_call.json")
-        return Finding("rank-exited", (), text, claims=(claim,), advice=frozenset({LAUNCHER}))
+        claim = Claim(f"it called {left.function}()", f"{one.folder}/exit_call.json")
+        return Finding("rank-exited", (), text, claims=(claim,), advice=advice)
     return ""
 
 
