@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import pickle
 import time
@@ -308,6 +309,15 @@ def test_what_looks_like_an_escape_or_a_path_may_be_part_of_a_secret(secret: str
     redactor = Redactor(secret_values({"DB_PASSWORD": secret}, []))
     for said in (secret, quote(secret, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1]):
         assert redactor.text(f"it is {said} now") == f"it is {REDACTED} now", said
+
+
+def test_in_base64_a_secret_is_found_beside_any_bytes_and_a_name_in_text_alone() -> None:
+    redactor = Redactor(("horse-battery",))
+    for before in (b"user:", b"\xff\x00"):
+        word = base64.b64encode(before + b"horse-battery\xfe").decode()
+        assert redactor.text(f"auth {word} sent") == f"auth {REDACTED} sent"
+    name = base64.b64encode(b"\xff\x00password=hunter2").decode()
+    assert redactor.text(f"data {name} sent") == f"data {name} sent"
 
 
 # --- short ones -------------------------------------------------------------------------------------------------------

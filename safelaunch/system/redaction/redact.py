@@ -105,9 +105,10 @@ def secrets_in(text: str) -> Iterator[Span]:
             yield reading.origin(begin, end)
 
 
-def encoded_in(text: str, rule: Callable[[str], Iterator[Span]]) -> Iterator[Span]:
-    """Base64 words whose decoded text has a match of ``rule``."""
-    words = [(match.span(), plain) for match in _ENCODED.finditer(text) if (plain := _from_base64(match[0]))]
+def encoded_in(text: str, rule: Callable[[str], Iterator[Span]], *, is_text: bool = True) -> Iterator[Span]:
+    """Base64 words whose decoded bytes have a match of ``rule``; ``is_text``: only where they are printable text."""
+    words = [(match.span(), _from_base64(match[0])) for match in _ENCODED.finditer(text)]
+    words = [(span, plain) for span, plain in words if not is_text or _is_printable(plain)]
     if _any(rule("\n".join(plain for _, plain in words))):
         yield from (span for span, plain in words if _any(rule(plain)))
 
@@ -117,11 +118,14 @@ def _any(spans: Iterator[Span]) -> bool:
 
 
 def _from_base64(word: str) -> str:
-    """The printable text that a word of base64, whole or cut off, stands for, or an empty string."""
+    """What a word of base64, whole or cut off, stands for."""
     bare = word.rstrip("=").replace("-", "+").replace("_", "/")
     bare = bare[:-1] if len(bare) % 4 == 1 else bare
-    text = base64.b64decode(bare + "=" * (-len(bare) % 4)).decode("utf-8", "replace")
-    return text if "\ufffd" not in text and text.replace("\n", "").replace("\t", "").isprintable() else ""
+    return base64.b64decode(bare + "=" * (-len(bare) % 4)).decode("utf-8", "replace")
+
+
+def _is_printable(text: str) -> bool:
+    return "\ufffd" not in text and text.replace("\n", "").replace("\t", "").isprintable()
 
 
 def by_rule(text: str) -> Iterator[Span]:

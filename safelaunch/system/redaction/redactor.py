@@ -113,7 +113,8 @@ class Redactor:
                 yield from self._short_in(plain)
 
         for reading in readings(text):
-            for begin, end in chain(own(reading.text), encoded_in(reading.text, own)):
+            values = encoded_in(reading.text, self._values_in, is_text=False) if self._telling else ()
+            for begin, end in chain(own(reading.text), encoded_in(reading.text, own), values):
                 yield reading.origin(begin, end)
         yield from self._cut_off(text)
 
