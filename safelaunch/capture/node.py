@@ -47,6 +47,7 @@ def sources() -> Mapping[str, Callable[[Subject], Result[Any] | None]]:
         "gpus": lambda _: gpu.gpus(deadline_s=DEADLINE_S),
         "nvidia_smi": lambda _: gpu.nvidia_smi_text(deadline_s=DEADLINE_S),
         "kernel_log": lambda _: kernel_log(deadline_s=DEADLINE_S),
+        "pressure": lambda _: pressure(),
         "versions": lambda asked: versions(asked.code_roots, pid=asked.pid),
         "resources": _resources_with_kills,
         "env": lambda asked: asked.env,
@@ -108,7 +109,7 @@ def versions(
 
 
 def resources(*, pid: int | None = None, cwd: str | None = None, deadline_s: float = 3.0) -> Result[Resources]:
-    """Memory, load, pressure, disks, network and limits of this node and of ``pid``'s cgroup; never raises.
+    """Memory, load, disks, network and limits of this node and of ``pid``'s cgroup; never raises.
 
     ``disks`` holds ``/dev/shm``, ``/tmp`` and ``cwd`` with total, used and free bytes, or the reason for having none: a
     dead network mount never answers.
@@ -123,7 +124,6 @@ def resources(*, pid: int | None = None, cwd: str | None = None, deadline_s: flo
             cpus=os.cpu_count(),
             load=os.getloadavg(),
             memory_bytes=parse_meminfo(text_of("/proc/meminfo")),
-            pressure={n: tuple(text_of(f"/proc/pressure/{n}").splitlines()) for n in ("cpu", "memory", "io")},
             cgroup=cgroups.limits(pid or os.getpid()),
             limits=parse_limits(text_of(f"/proc/{pid}/limits")) if pid is not None else {},
             network=_network_within(min(1.0, deadline_s / 3)),
@@ -131,6 +131,18 @@ def resources(*, pid: int | None = None, cwd: str | None = None, deadline_s: flo
         )
 
     return attempt("/proc, cgroup, statvfs", read)
+
+
+def pressure(place: str = "/proc/pressure") -> Result[str]:
+    """The share of time in which tasks of this node waited for CPU, memory and I/O lately; never raises."""
+
+    def read() -> str:
+        lines = [f"{n}: {line}" for n in ("cpu", "memory", "io") for line in text_of(f"{place}/{n}").splitlines()]
+        if not lines:
+            raise CaptureError(f"{place}: this kernel keeps no account of it")
+        return "\n".join(lines) + "\n"
+
+    return attempt(place, read)
 
 
 def parse_meminfo(text: str) -> dict[str, int]:

@@ -119,7 +119,6 @@ class Resources(Record, frozen=True, omit_defaults=False):
     cpus: int | None = None
     load: tuple[float, ...] = ()
     memory_bytes: dict[str, int] = msgspec.field(default_factory=dict)
-    pressure: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
     cgroup: dict[str, str] = msgspec.field(default_factory=dict)
     limits: dict[str, str] = msgspec.field(default_factory=dict)
     network: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
@@ -136,6 +135,7 @@ class NodeFiles(Record, frozen=True):
     gpus: Gpus | None = None
     nvidia_smi: str = ""
     kernel_log: str = ""
+    pressure: str = ""  # how long tasks have waited for CPU, memory and I/O, as the kernel says it
     versions: dict[str, str] = msgspec.field(default_factory=dict)
     resources: Resources | None = None
     env: dict[str, str] = msgspec.field(default_factory=dict)  # of a rank, when it was started

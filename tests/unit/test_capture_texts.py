@@ -36,6 +36,17 @@ def test_log_tail(records: list[tuple[int, int, bytes]], expected: str) -> None:
     assert last_words.log_tail(records) == expected
 
 
+def test_pressure_of_the_node(tmp_path: Path) -> None:
+    (tmp_path / "cpu").write_text("some avg10=1.50 avg60=0.70 avg300=0.20 total=9\n")
+    (tmp_path / "io").write_text("some avg10=0.00 total=0\nfull avg10=0.00 total=0\n")
+    assert (node.pressure(str(tmp_path)).value or "").splitlines() == [
+        "cpu: some avg10=1.50 avg60=0.70 avg300=0.20 total=9",
+        "io: some avg10=0.00 total=0",
+        "io: full avg10=0.00 total=0",
+    ]
+    assert node.pressure(str(tmp_path / "gone")).missing.endswith("this kernel keeps no account of it")
+
+
 def test_kernel_records() -> None:
     record = "4,2,1500000,-;NVRM: Xid (PCI:0000:65:00): 79, GPU has fallen off the bus\n SUBSYSTEM=pci\n"
     assert node.parse_kmsg(record, 0.0) == (
