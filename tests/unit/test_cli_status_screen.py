@@ -46,6 +46,17 @@ def test_nothing_is_wider_or_higher_than_the_terminal(name: str) -> None:
         assert all(line.text.isascii() for line in lines)
 
 
+def test_of_too_many_runs_those_that_need_a_look_are_shown() -> None:
+    lines = [line.text for line in screen(RUNS["several-12"], screens.NOW, 80, 6)]
+    assert [line.split()[0] for line in lines[:4]] == ["r2402", "r9", "r3000", "r3001"]
+    assert lines[4] == "and 10 more runs: see safelaunch status --watch RUN"
+
+
+@pytest.mark.parametrize(("height", "lines"), [(5, 4), (4, 2)])
+def test_runs_have_a_second_line_where_there_is_room(height: int, lines: int) -> None:
+    assert len(screen(RUNS["several-12"][:2], screens.NOW, 80, height)) == lines + 1
+
+
 def test_escapes_from_a_job_do_not_reach_the_terminal() -> None:
     evil = "\x1b[2J\x1b]0;title\x07evil\r\n"
     ranks = [screens.rank(0, phase=evil, state=evil)]

@@ -129,6 +129,8 @@ def test_slots_are_given_once_and_come_back() -> None:
     assert (pool.free(), pool.take(job())) == (0, None)
     pool.release(first)
     assert (pool.free(), pool.units(0), pool.units(3)) == (2, 1, 3)
+    shared = Slots(4, 2).take(job())
+    assert shared is not None and shared.cores == 1, "more slots than cores share them"
 
 
 def test_gpus_are_given_once_and_a_job_sees_only_its_own(node: stub.Node) -> None:

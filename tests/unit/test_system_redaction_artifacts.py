@@ -140,6 +140,17 @@ def test_the_writer_lets_nothing_past(tmp_path: Path) -> None:
     assert [name for name, text in files.items() if secret in text or secret in name] == []
 
 
+def test_names_of_functions_keep_short_words_and_what_the_job_says_loses_them() -> None:
+    from safelaunch.capture.redaction import without_secrets
+    from safelaunch.model import Frame, Thread
+
+    thread = Thread((Frame("/home/me/train.py", 7, "hunter2"),), name="with hunter2")
+    cleaned = without_secrets(thread, Redactor(("hunter2",)))
+    assert (cleaned.frames, cleaned.name) == (thread.frames, "with [redacted]")
+    clean = Thread(thread.frames, name="main")
+    assert without_secrets(clean, Redactor(("hunter2",))) is clean
+
+
 def test_everything_that_is_said_or_shown_passes_the_filter(capfd: pytest.CaptureFixture[str]) -> None:
     console.redact.use(Redactor(("horse-battery-77",)).text)
     try:
