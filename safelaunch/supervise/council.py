@@ -27,7 +27,7 @@ from safelaunch.supervise.cluster.messages import Action, Node, Page, Result, Vo
 from safelaunch.supervise.cluster.seen import Neighbour, PeerStatus, Seen
 from safelaunch.supervise.cluster.store import Address
 from safelaunch.supervise.cluster.where import Alone, Meeting, hosts_of, meeting
-from safelaunch.supervise.incident import Circumstances
+from safelaunch.supervise.incident import JobContext
 from safelaunch.supervise.node_notices import NodeNotices
 from safelaunch.supervise.peers import agent_state, digest_of, nodes_of
 from safelaunch.supervise.rounds import Rounds
@@ -49,7 +49,7 @@ class Council:
     ``rounds``: in which all nodes decide something. ``job``: where they meet.
     """
 
-    def __init__(self, plan: Plan, about: Circumstances, watch: Watch) -> None:
+    def __init__(self, plan: Plan, about: JobContext, watch: Watch) -> None:
         self._about = about
         self._watch = watch
         self._agent_s = 0.0
@@ -247,11 +247,15 @@ class Council:
         page = self._page
         return page if page is not None and page.phase == "looking" and page.incident > self._joined else None
 
-    def join(self, incident: int) -> None:
-        self._joined = incident
-        # This incident answers what the node has asked for meanwhile; else it would open the next one at once.
-        asked = min(self._asked, incident - 1)
-        self.channel.tell(incident=incident, suspects=asked, vote="", agrees=False)
+    def answer_call(self) -> Page | None:
+        """Takes part in the incident in which all are to look, where this node does not yet."""
+        call = self.calls()
+        if call is not None:
+            self._joined = call.incident
+            # This incident answers what the node has asked for meanwhile; else it would open the next one at once.
+            asked = min(self._asked, call.incident - 1)
+            self.channel.tell(incident=call.incident, suspects=asked, vote="", agrees=False)
+        return call
 
     def vote(self, vote: Vote) -> None:
         self.channel.tell(vote=vote)

@@ -7,10 +7,10 @@ rank, and the agent that wants to end the others. It writes the bundle once it k
 from __future__ import annotations
 
 import signal
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -22,14 +22,12 @@ from safelaunch.capture.result import gather
 from safelaunch.model import GilTest, RankEvidence, RankException
 from safelaunch.supervise import incident
 from safelaunch.supervise.cluster.seen import PeerStatus
-from safelaunch.supervise.council import Council
-from safelaunch.supervise.incident import Agreement, Circumstances, Collected, Exits, Known, Report
-from safelaunch.supervise.looks import Looks, look_at
-from safelaunch.supervise.watch.job import Glance, Watch
+from safelaunch.supervise.incident import Agreement, Collected, JobSnapshot, Report
+from safelaunch.supervise.kinds import CRASH
+from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.respond import Incident, JobView, look
+from safelaunch.supervise.watch.job import Glance
 from safelaunch.system.console import say
-from safelaunch.system.task import Task
-
-Seen = tuple[Looks, dict[int, Answer]]
 
 # All ranks and the agent wait for us during this time, for at most 3 s.
 FLIGHT_DEADLINE_S = 1.0
@@ -40,34 +38,23 @@ _OWN_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, si
 
 @dataclass
 class _Failure:
-    """An attempt that failed. ``looking``: the look at its ranks is in progress; ``told``: their exits are known.
-
-    ``meeting``: the nodes are about to agree on a verdict; ``met``: what has come of it, or that there is no need.
-    ``quiet_s``: time without a step before the failure, in seconds; 0 if that is no longer than usual. ``error``: what
-    torchrun's agent itself has failed of, before a rank did.
-    """
+    """An attempt that failed, and what is known of it; see ``CrashCase``."""
 
     attempt: tuple[int, int]
-    looking: Task[Seen] | None
-    quiet_s: float = 0.0
+    quiet_s: float
+    """without a step before the failure; 0 if that is no longer than usual"""
+    begun_s: float = field(default_factory=time.monotonic)
     error: str = ""
-    begun_s: float = 0.0
-    seen: Seen = (Looks(()), {})
-    known: Known | None = None
+    """what torchrun's agent itself has failed of, before a rank did"""
+    known: JobSnapshot | None = None
+    looked: bool = False
+    """the ranks need not wait any longer"""
+    met: bool = False
+    """the nodes have agreed on a verdict, or there is no need: the agent need not wait any longer"""
+    exits_known: bool = False
+    """the agent has said which rank ended first, and how"""
     told: bool = False
-    meeting: Task[Agreement] | None = None
-    met: Agreement | None = None
-
-    def settle(self) -> None:
-        """Takes the results of the look and of the meeting once they are available."""
-        if self.looking is not None and self.looking.done:
-            self.seen, self.looking = self.looking.result(), None
-        if self.meeting is not None and self.meeting.done:
-            self.met, self.meeting = self.meeting.result(), None
-
-    @property
-    def is_settled(self) -> bool:
-        return self.looking is None and self.met is not None
+    """it is known how each rank ended"""
 
 
 class CrashCase:
@@ -76,24 +63,20 @@ class CrashCase:
     On several nodes, torchrun's agents are released only once the nodes have agreed on a verdict, or cannot: in one of
     the agents is the store where they talk.
 
-    Attempts may fail faster than bundles are written, so each failure keeps its evidence until its turn comes.
+    Attempts may fail faster than bundles are written, so each failure has a thread, which waits for its turn.
     """
 
-    def __init__(self, watch: Watch, about: Circumstances, exits: Exits, council: Council) -> None:
-        self._watch = watch
-        self._council = council
-        self._about = about
-        self._exits = exits
+    def __init__(self, job: JobView) -> None:
+        self._job = job
+        self._watch, self._rounds = job.watch, job.council.rounds
         self._failure: _Failure | None = None  # of the current attempt
-        self._exits_known = False  # the agent has said which rank ended first, and how
+        self._open: list[tuple[_Failure, Incident[Report | None]]] = []  # without a bundle yet
         self._ended_for = ""  # why torchrun has ended ranks none of which had failed; if it starts others, that is all
-        self._due: deque[_Failure] = deque()  # ready for their bundle
-        self._writing: Task[Report | None] | None = None
+        self._turn = threading.Lock()
 
     @property
     def busy(self) -> bool:
-        looking = self._failure is not None and self._failure.looking is not None
-        return looking or self._writing is not None or bool(self._due)
+        return any(failure.told or not failure.looked for failure, _ in self._open)
 
     @property
     def begun(self) -> bool:
@@ -107,28 +90,33 @@ class CrashCase:
     @property
     def unfinished(self) -> bool:
         """Whether there is a failure without its bundle."""
-        return self._writing is not None or bool(self._due) or (self._failure is not None and not self._failure.told)
+        return bool(self._open)
 
     @property
     def writing(self) -> bool:
-        return self._writing is not None and not self._writing.done
+        return any(failure.told and not responding.done for failure, responding in self._open)
 
     def on_agent(self, event: AgentEvent) -> None:
         """Handles one event of the agent; call it in their order."""
         if event.event == "started":
             if self._ended_for:
                 say(f"torchrun restarted this node's ranks although none had failed: {self._ended_for}")
-            self._failure, self._exits_known, self._ended_for = None, False, ""
-            self._council.rounds.reset()
+            self._forget()
+            self._ended_for = ""
+            self._rounds.reset()
         elif event.event == "failing":
             failure = self._begin()
-            failure.error = failure.error or self._about.redactor.said(event.error)
-            self._exits_known = True
+            failure.error = failure.error or self._job.context.redactor.said(event.error)
+            failure.exits_known = True
         elif event.event == "closed" and not self._exits_known and any(event.exits.values()):
             # Of a failure it would have told. A rank that lost its peers on the way may have raised an exception.
-            self._ended_for = self._ended_for or self._council.rounds.another_round()
+            self._ended_for = self._ended_for or self._rounds.another_round()
         elif event.event == "closed":
             self._tell()
+
+    @property
+    def _exits_known(self) -> bool:
+        return self._failure is not None and self._failure.exits_known
 
     def on_end(self) -> None:
         """Handles the end of the job. Without an agent (``exec``), nothing more will be known about its ranks."""
@@ -139,116 +127,111 @@ class CrashCase:
         self._begin()
 
     def advance(self, glance: Glance) -> Report | None:
-        """One tick; returns the report when the bundle is written. Never blocks.
+        """One tick; returns the report when a bundle is written. Never blocks.
 
         None also where another node was told to stop: nobody is accused of what that did to the ranks of this one.
         """
         if glance.raised:
             self._begin()
-        if self._failure is not None:
-            self._failure.settle()
-            if self._failure.looking is None:
-                self._meet(self._failure)
-                self._watch.acknowledge(agent=self._failure.met is not None)
-            if not self._failure.told:
-                self._remember(self._failure)
-        if self._due and self._writing is None:
-            self._due[0].settle()
-            if self._due[0].looking is None:
-                self._meet(self._due[0])
-            if self._due[0].is_settled:
-                self._begin_writing(self._due.popleft())
-        if self._writing is not None and self._writing.done:
-            writing, self._writing = self._writing, None
-            return writing.result()
+        failure = self._failure
+        if failure is not None and failure.looked:
+            self._watch.acknowledge(agent=failure.met)
+        if failure is not None and not failure.told:
+            self._remember(failure)
+        for one in self._open:
+            if one[1].done:
+                self._open.remove(one)
+                return one[1].result
         return None
 
-    def _meet(self, failure: _Failure) -> None:
-        """Begins to agree with the other nodes, as soon as it is known how the ranks of this one failed."""
-        if failure.meeting is not None or failure.met is not None:
-            return
-        if not self._watch.unseen or failure.attempt != self._watch.attempt:
-            failure.met = Agreement()
-        elif self._exits_known or failure.told:
-            looks, _ = failure.seen
-            known = self._known_of(failure)
-            failure.meeting = Task("meeting", lambda: self._agree(looks, known))
-
-    def _agree(self, looks: Looks, known: Known) -> Agreement:
-        half = incident.half_of(looks, known, self._about)
-        exits = {rank.rank: rank.exit.returncode for rank in half.ranks if rank.exit and rank.exit.before_close}
-        exceptions = {rank.rank: rank.exception for rank in half.ranks if rank.exception is not None}
-        text = own_failure(self._about.host, exits, exceptions)
-        if text:
-            self._council.rounds.trouble(self._about.redactor.said(text))
-        return self._council.rounds.crash(half)
-
-    def _known_of(self, failure: _Failure) -> Known:
-        known = failure.known or incident.known_of(self._watch, self._exits())
-        answers = failure.seen[1]
-        ranks = {rank: replace(item, answer=answers.get(rank)) for rank, item in known.ranks.items()}
-        return replace(known, ranks=ranks)
-
     def _begin(self) -> _Failure:
-        if self._failure is not None:
-            return self._failure
-        targets = self._watch.targets()
-
-        def look() -> Seen:
-            try:
-                return look_at(targets, None), _answers(targets)
-            finally:
-                self._watch.acknowledge(agent=not self._watch.unseen)
-
-        quiet_s = self._watch.quiet_s(time.monotonic())
-        self._failure = _Failure(self._watch.attempt, Task("look", look), quiet_s, begun_s=time.monotonic())
+        if self._failure is None:
+            failure = _Failure(self._watch.attempt, self._watch.quiet_s(time.monotonic()))
+            self._failure = failure
+            self._open.append((failure, Incident("crash", lambda at: self._respond(failure, at))))
         return self._failure
+
+    def _forget(self) -> None:
+        """Other ranks have been started. A failure of which nobody has said how it ended was none."""
+        for one in self._open:
+            if one[0] is self._failure and not one[0].told:
+                one[1].cancel()
+        self._open = [one for one in self._open if not one[1].cancelled.is_set()]
+        self._failure = None
 
     def _tell(self) -> None:
         failure = self._failure
-        if failure is None or failure.told:  # torchrun closes its workers more than once
-            return
-        failure.told = True
-        self._remember(failure)
-        self._due.append(failure)
+        if failure is not None and not failure.told:  # torchrun closes its workers more than once
+            self._remember(failure)
+            failure.told = True
 
     def _remember(self, failure: _Failure) -> None:
         """Keeps what pages and exceptions say now; once the next attempt has begun, they describe that one."""
         if self._watch.attempt == failure.attempt:
-            failure.known = incident.known_of(self._watch, self._exits())
+            failure.known = self._job.snapshot()
 
-    def _begin_writing(self, failure: _Failure) -> None:
-        looks, _ = failure.seen
-        known = self._known_of(failure)
-        stall_s = failure.quiet_s if self._watch.unseen else 0.0
-        met = failure.met or Agreement()
+    # --- in the thread of a failure ---------------------------------------------------------------------------------
+
+    def _respond(self, failure: _Failure, at: Incident[Report | None]) -> Report | None:
+        targets = self._watch.targets()
+        try:
+            looks, answers = look(CRASH, self._job, at), _answers(targets)
+        finally:
+            self._watch.acknowledge(agent=self._job.is_whole)
+            failure.looked = True
+        agreed = self._agree(failure, looks, answers, at)
+        failure.met = True
+        at.until(lambda: failure.told)
+        with self._turn:
+            return self._write(failure, looks, answers, agreed)
+
+    def _agree(
+        self, failure: _Failure, looks: Looks, answers: Mapping[int, Answer], at: Incident[Report | None]
+    ) -> Agreement:
+        """With the other nodes, as soon as it is known how the ranks of this one failed."""
+        if self._job.is_whole or failure.attempt != self._watch.attempt:
+            return Agreement()
+        at.until(lambda: failure.exits_known or failure.told)
+        context = self._job.context
+        local = incident.local_evidence(looks, self._known_of(failure, answers), context)
+        exits = {rank.rank: rank.exit.returncode for rank in local.ranks if rank.exit and rank.exit.before_close}
+        exceptions = {rank.rank: rank.exception for rank in local.ranks if rank.exception is not None}
+        text = own_failure(context.host, exits, exceptions)
+        if text:
+            self._rounds.trouble(context.redactor.said(text))
+        return self._rounds.crash(local)
+
+    def _known_of(self, failure: _Failure, answers: Mapping[int, Answer]) -> JobSnapshot:
+        known = failure.known or self._job.snapshot()
+        ranks = {rank: replace(item, answer=answers.get(rank)) for rank, item in known.ranks.items()}
+        return replace(known, ranks=ranks)
+
+    def _write(
+        self, failure: _Failure, looks: Looks, answers: Mapping[int, Answer], agreed: Agreement
+    ) -> Report | None:
+        whole, context = self._job.is_whole, self._job.context
         notes = (f"torchrun itself failed: {failure.error}",) if failure.error else ()
-
-        def write() -> Report | None:
-            found = incident.take_evidence("crash", looks, known, self._about, stall_s=stall_s, ask=False)
-            if not self._watch.unseen and (error := unreadable_script(found.evidence.ranks)):
-                incident.discard(found)
-                say(f"Python can't read the code: {self._about.redactor.said(error)}. No bundle: nothing of it ran")
-                return None
-            if not self._watch.unseen:
-                return incident.finish(_with_notes(found, notes))
-            found = incident.with_nodes(found, self._council.nodes())
-            if met.verdict is not None:
-                return incident.finish(_with_notes(found, notes), met)
-            rounds = self._council.rounds
-            is_known = rounds.has_trouble or met.status.anew
-            status = met.status if is_known else self._council.final_status()
-            if status.anew and not (status.troubles or rounds.has_trouble):
-                incident.discard(found)
-                say("torchrun restarted the ranks of another node, which ended this node's")
-                return None
-            if status.stopping:
-                incident.discard(found)
-                say("the job was stopped on another node, which ended this node's ranks")
-                return None
-            return incident.finish(_with_notes(found, (*notes, *notes_of(status))))
-
-        self._writing = Task("bundle", write)
+        stall_s = 0.0 if whole else failure.quiet_s
+        found = incident.take_evidence(CRASH, looks, self._known_of(failure, answers), context, stall_s=stall_s)
+        why_not = ""
+        if whole:
+            error = context.redactor.said(unreadable_script(found.evidence.ranks))
+            why_not = f"Python can't read the code: {error}. No bundle: nothing of it ran" if error else ""
+        else:
+            found = incident.with_nodes(found, self._job.council.nodes())
+            if agreed.verdict is None:
+                known = self._rounds.has_trouble or agreed.status.anew
+                status = agreed.status if known else self._job.council.final_status()
+                notes = (*notes, *notes_of(status))
+                if status.anew and not (status.troubles or self._rounds.has_trouble):
+                    why_not = "torchrun restarted the ranks of another node, which ended this node's"
+                elif status.stopping:
+                    why_not = "the job was stopped on another node, which ended this node's ranks"
+        if why_not:
+            incident.discard(found)
+            say(why_not)
+            return None
+        return incident.finish(_with_notes(found, notes), agreed)
 
 
 def notes_of(status: PeerStatus) -> tuple[str, ...]:
@@ -297,7 +280,7 @@ def unreadable_script(ranks: Sequence[RankEvidence]) -> str:
     return error if len(raised) == 1 and not began and error.startswith(_UNREADABLE) else ""
 
 
-def _answers(targets: tuple[Target, ...]) -> dict[int, Answer]:
+def _answers(targets: Sequence[Target]) -> dict[int, Answer]:
     """What the ranks that still answer say of themselves: where each was when the first one failed."""
     asked = [target for target in targets if target.socket is not None]
 

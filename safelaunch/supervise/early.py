@@ -7,7 +7,6 @@ written; a proof that the job is dead brings the ordinary suspicion forward. Whe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -18,50 +17,42 @@ from safelaunch.bundle.onbundle import variables_of_look
 from safelaunch.capture.look import Look, Target
 from safelaunch.capture.redaction import without_secrets
 from safelaunch.job.paths import RunPaths
-from safelaunch.model import EarlyLook, RankExit
+from safelaunch.model import EarlyLook
 from safelaunch.report import early as shown
 from safelaunch.supervise import answer, early_verdict, incident
-from safelaunch.supervise.incident import Circumstances
-from safelaunch.supervise.looks import Looks, look_at
+from safelaunch.supervise.kinds import FIRST_WORD
+from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.respond import Incident, JobView, look
 from safelaunch.supervise.watch import quiet
-from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.quiet import Quiet, Spell
 from safelaunch.supervise.watch.stall import Status
 from safelaunch.system.console import say
 from safelaunch.system.errors import internal_error
 from safelaunch.system.files import replace_file
-from safelaunch.system.task import Task
 
-BETWEEN_S = 2.0
 NEARLY_DUE_S = 4.0  # so near, the ordinary suspicion is left to itself
 KEPT = 8
 QUESTION_FILE = "early"
 
 
-@dataclass
-class _Looking:
-    """A look in progress. ``second_s``: when the second one is due; ``word``: what both found, and whether that is a
-    proof of death."""
+@dataclass(frozen=True)
+class _Word:
+    """What both looks found, if that is worth a word, and whether it proves the job dead."""
 
-    spell: Spell
-    begin_s: float
-    task: Task[Looks]
-    looks: Looks | None = None
-    second_s: float | None = None
-    word: Task[tuple[EarlyLook | None, bool]] | None = None
+    look: EarlyLook | None = None
+    proved: bool = False
 
 
 class EarlyLooks:
     """Looks early at a quiet job. Call ``advance`` on every tick; it never blocks and never raises."""
 
-    def __init__(self, watch: Watch, about: Circumstances, exits: Callable[[], Mapping[int, RankExit]]) -> None:
-        self._watch = watch
-        self._about = about
-        self._exits = exits
+    def __init__(self, job: JobView) -> None:
+        self._job = job
+        self._watch, self._about = job.watch, job.context
         self._quiet = Quiet()
-        self._attempt = watch.attempt
-        self._under_way: _Looking | None = None
-        self._left: Task[Looks] | Task[tuple[EarlyLook | None, bool]] | None = None  # of a look that was given up
+        self._attempt = self._watch.attempt
+        self._under_way: Incident[_Word] | None = None
+        self._spell: tuple[Spell, float] | None = None  # that which is looked at, and its begin
         self._failed = False
         self._kept: tuple[EarlyLook, ...] = ()
 
@@ -89,101 +80,75 @@ class EarlyLooks:
         if before.begin_s and self._quiet.begin_s != before.begin_s:
             end_s = self._quiet.begin_s or now
             self._note_end(end_s - before.begin_s)
-        if self._under_way is not None:
-            if free and self._under_way.begin_s == self._quiet.begin_s:
-                self._go_on(self._under_way, now)
-            else:
-                self._leave(self._under_way)
+        if self._under_way is not None and self._spell is not None:
+            at, (spell, begin_s) = self._under_way, self._spell
+            if not free or begin_s != self._quiet.begin_s:  # the job goes on, or others look at it
+                at.cancel()
+            if at.done:
+                self._under_way = None
+                if not at.cancelled.is_set():
+                    self._watch.read_quiet_again()
+                    self._tell(at.result or _Word(), spell, begin_s, now)
         elif free and spell is not None and self._may_look(now) and quiet.is_due(self._quiet, spell, now):
             self._quiet = quiet.looking(self._quiet, now)
-            self._under_way = _Looking(spell, self._quiet.begin_s, self._look(None))
-
-    def _leave(self, looking: _Looking) -> None:
-        """The job goes on, or others look at it."""
-        self._under_way, self._left = None, looking.word or looking.task
+            self._spell = spell, self._quiet.begin_s
+            self._under_way = Incident("early look", lambda at: self._look(spell, at))
 
     def _may_look(self, now: float) -> bool:
         due_s = self._watch.state.due_s
-        return (self._left is None or self._left.done) and (not due_s or due_s - now > NEARLY_DUE_S)
+        return not due_s or due_s - now > NEARLY_DUE_S
 
-    def _look(self, looks: Looks | None) -> Task[Looks]:
-        targets, quiet_then = self._watch.targets(), self._watch.quiet
-        return Task("early look", lambda: look_at(targets, looks, collectives=True, quiet=quiet_then))
+    def _look(self, spell: Spell, at: Incident[_Word]) -> _Word:
+        """In a thread."""
+        looks = look(FIRST_WORD, self._job, at)
+        at.pause(0.0)
+        word = self._judge(spell, looks)
+        at.pause(0.0)
+        return word
 
-    def _go_on(self, looking: _Looking, now: float) -> None:
-        if looking.word is not None:
-            if looking.word.done:
-                found, proved = looking.word.result()
-                self._end()
-                if proved:
-                    self._watch.is_proved_dead(looking.spell.since_s)
-                self._tell(looking, found, now)
-        elif looking.second_s is not None:
-            if now >= looking.second_s:
-                looking.second_s, looking.task = None, self._look(looking.looks)
-        elif looking.task.done:
-            first, looking.looks = looking.looks is None, looking.task.result()
-            if first:
-                looking.second_s = now + BETWEEN_S
-            else:
-                self._judge(looking, looking.looks)
-
-    def _judge(self, looking: _Looking, looks: Looks) -> None:
+    def _judge(self, spell: Spell, looks: Looks) -> _Word:
         done = answer.work_in(looks, self._watch.background)
         ranks = {target.pid: target.rank for target in looks.targets}
         active = tuple(sorted({ranks[one.rank] for one in done if one.rank in ranks}))
-        alone = not self._watch.unseen
-        if answer.all_are_stopped(looks.taken[-1]):
-            self._end()
-        elif not (done or looks.collectives_moved):
-            looking.word = self._word(looking.spell, looks, None)
-        elif active and alone and looking.spell.stage == "steps":
-            looking.word = self._word(looking.spell, looks, active)
-        else:
-            self._end()
-
-    def _end(self) -> None:
-        self._under_way = None
-        self._watch.read_quiet_again()
-
-    def _word(self, spell: Spell, looks: Looks, active: tuple[int, ...] | None) -> Task[tuple[EarlyLook | None, bool]]:
-        """Finds what to say, in a thread. ``active``: the ranks that compute, read or write; None: none moves."""
-        known, still = incident.known_of(self._watch, self._exits()), active is None
-        prove = still and not self._watch.unseen and not answer.what_was_not_seen(looks.taken[-1], looks)
+        still = not (done or looks.collectives_moved)
+        tells = still or (active and self._job.is_whole and spell.stage == "steps")
+        if answer.all_are_stopped(looks.taken[-1]) or not tells:
+            return _Word()
+        prove = still and self._job.is_whole and not answer.what_was_not_seen(looks.taken[-1], looks)
         looks = replace(looks, targets=tuple(without_the_gil(target, looks.taken[-1]) for target in looks.targets))
+        kind = replace(FIRST_WORD, asks=still)
+        evidence = incident.evidence_of(kind, looks, self._job.snapshot(), self._about)
+        place = self._about.run_dir / QUESTION_FILE
+        found = early_verdict.ask(evidence, None if still else active, place, prove=prove)
+        found = without_secrets(found, self._about.redactor)
+        if not found.words or (found.common and spell.stage != "steps"):
+            return _Word(None, found.proved)
+        early = EarlyLook(
+            unix_s=round(time.time(), 3),
+            quiet_s=0.0,
+            usual_s=round(spell.usual_s, 4),
+            movement="still" if still else "active",
+            words=found.words,
+            cause=found.cause,
+            places=found.places,
+        )
+        return _Word(early, found.proved)
 
-        def find() -> tuple[EarlyLook | None, bool]:
-            evidence = incident.evidence_of("hang", looks, known, self._about, ask=still)
-            found = early_verdict.ask(evidence, active, self._about.run_dir / QUESTION_FILE, prove=prove)
-            found = without_secrets(found, self._about.redactor)
-            if not found.words or (found.common and spell.stage != "steps"):
-                return None, found.proved
-            look = EarlyLook(
-                unix_s=round(time.time(), 3),
-                quiet_s=0.0,
-                usual_s=round(spell.usual_s, 4),
-                movement="still" if still else "active",
-                words=found.words,
-                cause=found.cause,
-                places=found.places,
-            )
-            return look, found.proved
-
-        return Task("early word", find)
-
-    def _tell(self, looking: _Looking, look: EarlyLook | None, now: float) -> None:
-        if look is None:
+    def _tell(self, word: _Word, spell: Spell, begin_s: float, now: float) -> None:
+        if word.proved:
+            self._watch.is_proved_dead(spell.since_s)
+        if word.look is None:
             return
-        look = structs.replace(look, quiet_s=round(now - looking.begin_s, 1))
+        found = structs.replace(word.look, quiet_s=round(now - begin_s, 1))
         before = next((one for one in reversed(self._watch.early) if not one.lasted_s), None)
-        part = bool(self._watch.unseen)
-        said = self._is_worth_a_line(look, before, part=part)
-        self._watch.early = (*self._watch.early, structs.replace(look, said=said))[-KEPT:]
+        part = not self._job.is_whole
+        said = self._is_worth_a_line(found, before, part=part)
+        self._watch.early = (*self._watch.early, structs.replace(found, said=said))[-KEPT:]
         self._keep()
         if said:
-            say(shown.line(look, before, part=part))
-        if said and look.movement == "still":
-            self._about.suspects.start(variables_of_look(look, self._about.run_name))
+            say(shown.line(found, before, part=part))
+        if said and found.movement == "still":
+            self._about.suspects.start(variables_of_look(found, self._about.run_name))
 
     @staticmethod
     def _is_worth_a_line(look: EarlyLook, before: EarlyLook | None, *, part: bool) -> bool:

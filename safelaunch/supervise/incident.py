@@ -61,6 +61,7 @@ from safelaunch.supervise.cluster.evidence import Others
 from safelaunch.supervise.cluster.messages import Action
 from safelaunch.supervise.cluster.seen import PeerStatus
 from safelaunch.supervise.documents import add_reports, job_of
+from safelaunch.supervise.kinds import CRASH, RENDEZVOUS, Kind
 from safelaunch.supervise.looks import Looks, native_where_it_tells, with_the_late
 from safelaunch.supervise.node_evidence import collect_node, nccl_logs
 from safelaunch.supervise.watch.job import Watch
@@ -115,7 +116,7 @@ class Agreement:
 
 
 @dataclass(frozen=True, slots=True)
-class Circumstances:
+class JobContext:
     """What a bundle says about the job itself, and where the bundle goes. ``launch`` becomes ``launch.json``."""
 
     run_name: str
@@ -133,7 +134,7 @@ class Circumstances:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class JobSnapshot:
     """The supervisor's knowledge of the ranks at the moment of an incident."""
 
     ranks: Mapping[int, collect.Known]
@@ -143,7 +144,7 @@ class Known:
     inconsistent: tuple[Inconsistency, ...] = ()
 
 
-def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
+def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> JobSnapshot:
     """The ranks' pages and exits as they are now."""
     pages = watch.roster.pages()
     found: dict[int, collect.Known] = {}
@@ -161,7 +162,7 @@ def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> Known:
             code_roots=meta.code_roots,
             gpu=meta.gpu,
         )
-    return Known(found, watch.world_size, watch.notes, watch.early, watch.inconsistent)
+    return JobSnapshot(found, watch.world_size, watch.notes, watch.early, watch.inconsistent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,7 @@ class Collected:
     evidence: Evidence
     staging: Staging
     timeline: Timeline
-    about: Circumstances
+    about: JobContext
     without_stacks: str = ""
     node: NodeFiles = field(default_factory=NodeFiles)
 
@@ -196,31 +197,27 @@ def with_nodes(found: Collected, nodes: tuple[NodeEvidence, ...]) -> Collected:
 
 
 def take_evidence(
-    outcome: Outcome,
+    kind: Kind,
     looks: Looks,
-    known: Known,
-    about: Circumstances,
+    known: JobSnapshot,
+    about: JobContext,
     *,
     stall_s: float = 0.0,
     threshold: Threshold | None = None,
     moving: bool = False,
-    ask: bool = True,
-    native: bool = True,
     ranks_seen: Callable[[], object] = lambda: None,
     timeline: Timeline | None = None,
     patience: float = 1.0,
 ) -> Collected:
-    """Collects what the looks don't have yet. ``ask`` False: the ranks are gone. ``native`` False: there is no time.
-    ``patience``: see ``collect.ranks``.
-
-    ``ranks_seen`` is called once the ranks may end.
+    """Collects what the looks don't have yet. ``ranks_seen`` is called once the ranks may end; ``patience``: see
+    ``collect.ranks``.
     """
     timeline = timeline or Timeline()
     # Outside the run directory if there is room elsewhere: a cleaner that removes that directory must not remove the
     # bundle with it, and $XDG_RUNTIME_DIR may be small.
     safe = may_be_ours(about.fallback_dir.parent)
     place = roomier(about.fallback_dir, about.run_dir) if safe else about.run_dir
-    root = about.unfinished.name(place, about.run_dir, outcome)
+    root = about.unfinished.name(place, about.run_dir, kind.outcome)
     staging = Staging(root, about.redactor)
     about.unfinished.hold(root)
     pages = about.run_dir / "pages"
@@ -234,11 +231,19 @@ def take_evidence(
 
     def ranks(gate: Gate) -> None:
         try:
-            better = native_where_it_tells(with_the_late(looks)) if ask and native else looks
+            better = native_where_it_tells(with_the_late(looks)) if kind.asks and kind.native else looks
             better = replace(better, taken=without_secrets(better.taken, about.redactor))
             gate.put_all([], lambda: newest.append(better))
             collect.ranks(
-                better.targets, better.taken, known.ranks, pages, about.host, gate, seen, ask=ask, patience=patience
+                better.targets,
+                better.taken,
+                known.ranks,
+                pages,
+                about.host,
+                gate,
+                seen,
+                ask=kind.asks,
+                patience=patience,
             )
         finally:
             ranks_seen()
@@ -279,7 +284,7 @@ def take_evidence(
     complete = _with_nccl_logs(complete, looks, about, staging)
     for side in complete:
         _add_rank(side, staging)
-    evidence = _evidence(outcome, complete, known.world_size)
+    evidence = _evidence(kind.outcome, complete, known.world_size)
     evidence = msgspec.structs.replace(
         evidence,
         stall_s=stall_s,
@@ -296,7 +301,7 @@ def take_evidence(
 
 
 def _with_nccl_logs(
-    sides: list[RankEvidence], looks: Looks, about: Circumstances, staging: Staging | None = None
+    sides: list[RankEvidence], looks: Looks, about: JobContext, staging: Staging | None = None
 ) -> list[RankEvidence]:
     logs = nccl_logs([side.pid for side in sides], about.run_dir, about.host, looks.env, staging)
     told = without_secrets(dict(logs), about.redactor)
@@ -316,9 +321,9 @@ def prepare() -> None:
     page.prepare()
 
 
-def of_rendezvous(rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence, ...], about: Circumstances) -> Report:
+def of_rendezvous(rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence, ...], about: JobContext) -> Report:
     """The bundle of a job that never began, because not all nodes came to the rendezvous. ``error``: torchrun's."""
-    found = take_evidence("crash", Looks(()), Known({}, 0, ()), about, ask=False)
+    found = take_evidence(RENDEZVOUS, Looks(()), JobSnapshot({}, 0, ()), about)
     rendezvous = without_secrets(msgspec.structs.replace(rendezvous, error=error), about.redactor)
     evidence = msgspec.structs.replace(found.evidence, nodes=nodes, rendezvous=rendezvous)
     return finish(replace(found, evidence=evidence))
@@ -352,9 +357,9 @@ def _add_rank(side: RankEvidence, staging: Staging) -> None:
     staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
 
 
-def half_of(looks: Looks, known: Known, about: Circumstances) -> Evidence:
+def local_evidence(looks: Looks, known: JobSnapshot, about: JobContext) -> Evidence:
     """This node's evidence of a crash as it is known at once: for the other nodes, who wait for it."""
-    found, counts = evidence_of("crash", looks, known, about, ask=False), kill_counts()
+    found, counts = evidence_of(CRASH, looks, known, about), kill_counts()
     complete = tuple(
         msgspec.structs.replace(side, memory_kills=kills_of(side.pid, about.kills_at_start, counts, ""))
         for side in found.ranks
@@ -363,22 +368,20 @@ def half_of(looks: Looks, known: Known, about: Circumstances) -> Evidence:
     return msgspec.structs.replace(found, ranks=complete)
 
 
-def evidence_of(
-    outcome: Outcome, looks: Looks, known: Known, about: Circumstances, *, ask: bool, patience: float = 1.0
-) -> Evidence:
-    """What the looks and the ranks themselves tell, without a bundle. ``ask``, ``patience`` as in ``take_evidence``."""
+def evidence_of(kind: Kind, looks: Looks, known: JobSnapshot, about: JobContext, *, patience: float = 1.0) -> Evidence:
+    """What the looks and the ranks themselves tell, without a bundle. ``patience``: as in ``take_evidence``."""
     nowhere, pages = Sink(about.redactor), about.run_dir / "pages"
     known = replace(known, ranks=without_secrets(known.ranks, about.redactor))
     taken = without_secrets(looks.taken, about.redactor)
     seen = list(
-        collect.ranks(looks.targets, taken, known.ranks, pages, about.host, nowhere, ask=ask, patience=patience)
+        collect.ranks(looks.targets, taken, known.ranks, pages, about.host, nowhere, ask=kind.asks, patience=patience)
     )
     for rank in sorted(known.ranks.keys() - {target.rank for target in looks.targets}):
         seen.append(collect.of_ended(rank, known.ranks[rank], pages, about.host, nowhere))
-    return msgspec.structs.replace(_evidence(outcome, seen, known.world_size), launched=_launched(about))
+    return msgspec.structs.replace(_evidence(kind.outcome, seen, known.world_size), launched=_launched(about))
 
 
-def _launched(about: Circumstances) -> Launched:
+def _launched(about: JobContext) -> Launched:
     return from_builtins(about.launch, Launched)
 
 
@@ -401,7 +404,7 @@ def discard(found: Collected) -> None:
     found.about.unfinished.let_go(found.staging.root)
 
 
-def judged(evidence: Evidence, about: Circumstances, source: Excerpts | None = None) -> Verdict:
+def judged(evidence: Evidence, about: JobContext, source: Excerpts | None = None) -> Verdict:
     """The verdict, without secrets. Never raises. ``source`` has what it reads of the user's files."""
     source = source or Excerpts(evidence, about.redactor)
     return without_secrets(_verdict(recall.recalled(evidence, about), source), about.redactor)
@@ -461,7 +464,7 @@ def _add_files(files: Mapping[str, bytes], others: Sequence[RankEvidence], stagi
 
 
 def _publish(
-    found: Collected, verdict: Verdict, evidence: Evidence, about: Circumstances, timeline: Timeline, name: str
+    found: Collected, verdict: Verdict, evidence: Evidence, about: JobContext, timeline: Timeline, name: str
 ) -> Published:
     staging = found.staging
     _finish(staging, verdict, evidence, about, timeline, found.node)
@@ -515,7 +518,7 @@ def _evidence(outcome: Outcome, ranks: Sequence[RankEvidence], world_size: int) 
 
 
 def _finish(
-    staging: Staging, verdict: Verdict, evidence: Evidence, about: Circumstances, timeline: Timeline, node: NodeFiles
+    staging: Staging, verdict: Verdict, evidence: Evidence, about: JobContext, timeline: Timeline, node: NodeFiles
 ) -> None:
     """Writes verdict, reports, launch and, last, the manifest that lists all other files."""
     from safelaunch.bundle.reading import surroundings  # late: a run that never stalls does not pay for it

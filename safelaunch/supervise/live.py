@@ -6,18 +6,18 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
 from safelaunch.bundle.staging import name_of
 from safelaunch.job.job import Job
 from safelaunch.job.paths import working_directory
-from safelaunch.model import BundlePlace, Progress, RankExit, format_ranks
+from safelaunch.model import BundlePlace, Progress, format_ranks
 from safelaunch.supervise import incident
-from safelaunch.supervise.answer import work_in
 from safelaunch.supervise.cluster.messages import Question, Round
 from safelaunch.supervise.control.protocol import (
     Client,
@@ -28,68 +28,57 @@ from safelaunch.supervise.control.protocol import (
     RunStatus,
     Server,
 )
-from safelaunch.supervise.council import Council
-from safelaunch.supervise.incident import Agreement, Circumstances, Collected, Report
+from safelaunch.supervise.incident import Agreement, Report
+from safelaunch.supervise.kinds import DUMP, ENDED, Kind
 from safelaunch.supervise.looks import look_at
 from safelaunch.supervise.on_request import GpuMemory, SilentRanks
 from safelaunch.supervise.recording import Recordings
+from safelaunch.supervise.respond import Cancelled, Incident, JobView, observe
 from safelaunch.supervise.rounds import others_of
-from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.quiet import UNKNOWN_S, is_quiet
 from safelaunch.system.console import say
-from safelaunch.system.errors import SafelaunchError
 from safelaunch.system.redaction.redactor import Redactor
 from safelaunch.system.task import Task
 
 RATE_OVER_S = 10.0
 SAMPLE_EVERY_S = 2.0
-BETWEEN_LOOKS_S = 1.0
 NEWEST = 64  # points of the history of a status
 AROUND_S, AROUND_OLD_S = 1.5, 10.0  # for the other nodes' lines in an answer, and how old they may be then
 
 
 @dataclass
 class _Dump:
-    """A requested bundle and who asked for it. ``working``: two looks, then the writing; None until its turn.
-
-    ``show``: also shows it here, for who has pressed Ctrl-\\. ``given_up``: the job is being stopped. ``late``: the job
-    has ended, so no node has a rank to look at.
+    """A requested bundle and who asked for it. ``working``: None until its turn. ``kind``: ``ENDED`` if the job has
+    ended, so no node has a rank to look at. ``show``: also shows it here, for who has pressed Ctrl-\\.
     """
 
     bundle_dir: Path
-    clients: list[Client]
+    clients: list[Client] = field(default_factory=list)
+    kind: Kind = DUMP
     show: Callable[[Report], None] | None = None
-    working: Task[Report] | None = None
-    seen: threading.Event = field(default_factory=threading.Event)  # it needs nothing more of the ranks
-    given_up: bool = False
-    late: bool = False
+    working: Incident[Report] | None = None
+
+    @property
+    def needs_ranks(self) -> bool:
+        return self.working is None or self.working.needs_ranks
 
 
 class Live:
     """Serves the control socket of one run. Call ``tick`` on each tick of the supervisor; it never blocks."""
 
-    def __init__(
-        self,
-        job: Job,
-        watch: Watch,
-        about: Circumstances,
-        exits: Callable[[], Mapping[int, RankExit]],
-        council: Council,
-    ) -> None:
+    def __init__(self, job: Job, view: JobView) -> None:
         assert job.run is not None
         self._job = job
-        self._watch = watch
-        self._about = about
-        self._exits = exits
+        self._view = view
+        self._watch, self._about, self._council = view.watch, view.context, view.council
         self._server = _server(job.run.control)
-        self._council = council
         self._asking: list[tuple[Client, float]] = []  # for the status, since when
-        self._for_another: Task[None] | None = None  # a dump that another node has asked for
+        self._for_another: Task[None] | Incident[None] | None = None  # what another node has asked for
         self._dumps: deque[_Dump] = deque()
         self._silent_ranks = SilentRanks()
         self._gpu_memory = GpuMemory()
         self._cwd = os.fspath(working_directory())
-        self._recordings = Recordings(watch, about, council.rounds, tuple(job.plan.script))
+        self._recordings = Recordings(view, tuple(job.plan.script))
         self._attempt = -1
         self._samples: deque[tuple[float, dict[int, int]]] = deque()
 
@@ -141,7 +130,7 @@ class Live:
             self._recordings.yield_to_dump()
         dump = next((dump for dump in self._dumps if dump.bundle_dir == bundle_dir), None)
         if dump is None:
-            dump = _Dump(bundle_dir, [])
+            dump = _Dump(bundle_dir)
             self._dumps.append(dump)
         return dump
 
@@ -157,7 +146,7 @@ class Live:
         """Writes a bundle of a job that has ended: what was found, logs, the last progress."""
         dump = self._queued(self._about.bundle_dir)
         if dump.show is None:
-            dump.show, dump.late = show, dump.working is None
+            dump.show, dump.kind = show, ENDED if dump.working is None else DUMP
             say("writing a bundle of what was found; the ranks have ended")
 
     @property
@@ -170,14 +159,14 @@ class Live:
             return
         dump = self._dumps[0]
         if dump.working is None:
-            dump.working = Task("dump", lambda: self._write_dump(dump))
+            dump.working = Incident("dump", lambda at: self._write_dump(dump, at))
         elif dump.working.done:
             self._dumps.popleft()
             answer = _answer(dump.working, self._about.redactor)
             for client in dump.clients:
                 client.answer(answer)
             if dump.show is not None and answer.bundle:
-                dump.show(dump.working.result())
+                dump.show(cast("Report", dump.working.result))
             elif dump.show is not None:
                 say(f"no bundle could be written: {answer.problem}")
 
@@ -194,10 +183,10 @@ class Live:
         if question.kind == "record":
             self._for_another = self._recordings.for_another(round_, question)
         else:
-            self._for_another = Task("for another node", lambda: self._answer_dump(round_))
+            self._for_another = Incident("for another node", lambda at: self._answer_dump(round_, at))
 
-    def _answer_dump(self, round_: Round) -> None:
-        found = self._evidence(self._about)
+    def _answer_dump(self, round_: Round, at: Incident[None]) -> None:
+        found = observe(DUMP, self._view, at)
         try:
             self._council.rounds.answer(round_, found.evidence)
         finally:
@@ -206,13 +195,14 @@ class Live:
     @property
     def writing(self) -> bool:
         """Whether a bundle is being written for which the ranks are no longer needed."""
-        return any(dump.seen.is_set() for dump in self._dumps)
+        return any(not dump.needs_ranks for dump in self._dumps)
 
     def finish(self) -> None:
         """The job is being stopped: finishes the bundle that has its evidence, and gives up what needs the ranks."""
         self._recordings.finish()
-        for dump in [dump for dump in self._dumps if not dump.seen.is_set()]:
-            dump.given_up = True
+        for dump in [dump for dump in self._dumps if dump.needs_ranks]:
+            if dump.working is not None:
+                dump.working.cancel()
             self._dumps.remove(dump)
             if dump.show is not None:
                 say("dump cancelled: the job is stopping")
@@ -220,41 +210,23 @@ class Live:
                 client.answer(DumpAnswer(problem="the job is being stopped"))
         self._advance_dumps()
 
-    def _write_dump(self, dump: _Dump) -> Report:
-        bundle_dir, about = dump.bundle_dir, replace(self._about, bundle_dir=dump.bundle_dir)
-        if dump.late:
-            return incident.finish(self._evidence(about, for_finding=dump.show is not None, late=True))
+    def _write_dump(self, dump: _Dump, at: Incident[Report]) -> Report:
+        about = replace(self._about, bundle_dir=dump.bundle_dir)
+        view, for_finding = replace(self._view, context=about), dump.show is not None
+        if dump.kind is ENDED:
+            return incident.finish(observe(ENDED, view, at, for_finding=for_finding))
         with self._council.rounds.asking(Question()) as answers:
-            found = self._evidence(about, for_finding=dump.show is not None)
-            dump.seen.set()
-            if dump.given_up:
+            found = observe(DUMP, view, at, for_finding=for_finding)
+            if at.cancelled.is_set():
                 incident.discard(found)
-                raise SafelaunchError("the job is being stopped")
+                raise Cancelled
             others = others_of(answers(threading.Event()), about.host)
         if not others.evidence:
             return incident.finish(found)
         verdict = incident.judged(others.with_own(found.evidence), about)
         name = name_of(about.run_name, time.time(), verdict.outcome)
-        place = BundlePlace(about.host, os.fspath(bundle_dir / name), True)
+        place = BundlePlace(about.host, os.fspath(about.bundle_dir / name), True)
         return incident.finish(found, Agreement(msgspec.structs.replace(verdict, bundle=place), name, others))
-
-    def _evidence(self, about: Circumstances, *, late: bool = False, for_finding: bool = False) -> Collected:
-        targets = self._watch.targets()
-        before = {rank: page.marks() for rank, page in self._watch.roster.pages().items()}
-        looks = look_at(targets, None, collectives=True)
-        time.sleep(0 if late else BETWEEN_LOOKS_S)
-        looks = look_at(targets, looks, collectives=True)
-        advanced = late or self._moved(before) or looks.collectives_moved
-        known = incident.known_of(self._watch, self._exits())
-        pages = [item.progress for item in known.ranks.values() if item.progress]
-        ages = [self._age_s(page, time.monotonic()) for page in pages]
-        stalled_s = 0.0 if advanced else max(ages, default=0.0)
-        moving = advanced or bool(work_in(looks, self._watch.background))
-        found = incident.take_evidence("dump", looks, known, about, stall_s=stalled_s, moving=moving, ask=not late)
-        return replace(found, evidence=msgspec.structs.replace(found.evidence, for_finding=for_finding))
-
-    def _moved(self, before: Mapping[int, tuple[int, int, int, int]]) -> bool:
-        return any(page.marks() != before.get(rank) for rank, page in self._watch.roster.pages().items())
 
     # --- status -----------------------------------------------------------------------------------------------------
 
@@ -316,9 +288,9 @@ class Live:
         """The ranks that are silent for longer than any step, and have not said so: rank → its newest progress."""
         usual_s = self._watch.usual_step_s
         pages = [one for one in self._watch.last_progress.values() if not (one.paused or one.phase)]
-        ages = {one.rank: self._age_s(one, now) for one in pages}
+        ages = {one.rank: self._watch.age_s(one, now) for one in pages}
         return {
-            one.rank: self._mark_s(one)
+            one.rank: self._watch.mark_s(one)
             for one in pages
             if is_quiet(ages[one.rank], usual_s) or (not usual_s and ages[one.rank] > UNKNOWN_S)
         }
@@ -356,21 +328,13 @@ class Live:
             state=state_of(progress),
             step=progress.step,
             steps_per_s=self._rate(rank, progress, now),
-            age_s=round(self._age_s(progress, now), 3),
+            age_s=round(self._watch.age_s(progress, now), 3),
             phase=self._about.redactor.said(progress.phase),
             signals=", ".join(signals),
             rss_bytes=rss_bytes(progress.pid),
             gpu_bytes=self._gpu_memory.of(progress.pid),
-            doing=self._about.redactor.said(self._silent_ranks.words(rank, self._mark_s(progress))),
+            doing=self._about.redactor.said(self._silent_ranks.words(rank, self._watch.mark_s(progress))),
         )
-
-    def _age_s(self, progress: Progress, now: float) -> float:
-        """How long the rank has shown no progress."""
-        return now - self._mark_s(progress)
-
-    def _mark_s(self, progress: Progress) -> float:
-        marks_ns = max(progress.last_step_ns, progress.claimed_ns)
-        return max(marks_ns / 1e9, self._watch.heard_s(progress.rank) or 0.0)
 
     def _rate(self, rank: int, progress: Progress, now: float) -> float | None:
         then, steps = self._samples[0] if self._samples else (now, {})
@@ -408,11 +372,13 @@ def _server(path: Path) -> Server | None:
         return None
 
 
-def _answer(working: Task[Report], redactor: Redactor) -> DumpAnswer:
+def _answer(working: Incident[Report], redactor: Redactor) -> DumpAnswer:
     try:
-        report = working.result()
+        report = working.result
     except Exception as error:  # noqa: BLE001 - the client gets the reason, and the job continues
         return DumpAnswer(problem=redactor.text(f"{type(error).__name__}: {error}"))
+    if report is None:
+        return DumpAnswer(problem="the job is being stopped")
     published = report.published
     path = "" if published.lost else str(published.path)
     return DumpAnswer(path, report.verdict.summary, published.problem)

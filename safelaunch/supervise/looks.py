@@ -16,8 +16,8 @@ from safelaunch.capture.look import Look, RankLook, Target, take, with_c_frames
 from safelaunch.capture.node import environment_of
 from safelaunch.capture.result import Result, gather
 from safelaunch.capture.sockets import resends
+from safelaunch.supervise.kinds import LOOK_S
 
-LOOK_DEADLINE_S = 6.0
 MOST_PATIENCE = 4.0
 LATE_DEADLINE_S = 12.0  # of a machine that is too busy for the looks
 NATIVE_DEADLINE_S = 10.0  # libraries of gigabytes, on a disk that many read
@@ -97,7 +97,7 @@ def look_at(
     collectives: bool = False,
     network: bool = False,
     quiet: Counters | None = None,
-    deadline_s: float = LOOK_DEADLINE_S,
+    deadline_s: float = LOOK_S,
 ) -> Looks:
     """Takes one more look at the ranks; the first one with ``looks`` None.
 

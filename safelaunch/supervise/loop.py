@@ -35,11 +35,11 @@ from safelaunch.supervise.council import Council
 from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.early import EarlyLooks
 from safelaunch.supervise.incident import Report
-from safelaunch.supervise.interrupt import Interrupt
-from safelaunch.supervise.launch_info import circumstances
+from safelaunch.supervise.job_context import job_context
 from safelaunch.supervise.live import Live
 from safelaunch.supervise.notices import Notices
 from safelaunch.supervise.pollers import GroupTimeout, Health, PulseTaker, WorkTaker
+from safelaunch.supervise.respond import Incident, JobView, interrupted
 from safelaunch.supervise.stall import StallCase
 from safelaunch.supervise.watch.job import Glance, Watch
 from safelaunch.supervise.watch.quiet import frozen_s as frozen_s_of
@@ -122,17 +122,18 @@ class Supervisor:
         bounds = bounds_of(settings)
         self._watch = Watch(Roster(job.run), policy_of(settings), time.monotonic(), bounds)
         self._cap = GroupTimeout(self._watch, bounds.floor_s) if bounds is not None else None
-        about = self._about = circumstances(job)
+        about = self._about = job_context(job)
         redact.use(about.redactor.text)
         self._notifier, self._suspects = about.notifier, about.suspects
         self._council = Council(job.plan, about, self._watch)
-        self._stall = StallCase(self._watch, about, self._exits, self._council)
-        self._crash = CrashCase(self._watch, about, self._exits, self._council)
-        self._early = EarlyLooks(self._watch, about, self._exits) if settings.early_look else None
+        view = self._view = JobView(self._watch, about, self._exits, self._council)
+        self._stall = StallCase(view)
+        self._crash = CrashCase(view)
+        self._early = EarlyLooks(view) if settings.early_look else None
         self._contracts = Contracts(job.run, self._watch)
         self._consistency = Consistency(job.run, self._watch, self._council) if settings.check_every else None
-        self._interrupt = Interrupt(self._watch, about, self._exits, self._council)
-        self._live = Live(job, self._watch, about, self._exits, self._council)
+        self._interrupt: Incident[Report | None] | None = None
+        self._live = Live(job, view)
         self._exit_events: dict[int, RankExit] = {}
         self._verdict: _Verdict | None = None
         self._stop_s = 0.0  # when somebody asked the job to stop
@@ -173,7 +174,7 @@ class Supervisor:
         controlgroup.sweep()
         while (status := self._processes.ended()) is None:
             busy = self._stall.busy or self._crash.busy or self._live.busy or self._ending is not None
-            busy = busy or self._interrupt.writing
+            busy = busy or self._interrupt is not None
             self._forwarder.wait(BUSY_TICK_S if busy else self._until_due_s(time.monotonic()))
             self._guarded_tick()
             if self._watching:
@@ -331,7 +332,7 @@ class Supervisor:
         quiet_s = frozen_s or now - spell.since_s
         first = f"collecting evidence first (up to {HOLD_S:g} s); press Ctrl-C again to stop now"
         say(f"no step for {quiet_s:.0f} s{times}: {first}")
-        self._interrupt.begin(quiet_s, spell.usual_s if frozen_s else 0.0, now)
+        self._interrupt = interrupted(self._view, quiet_s, spell.usual_s if frozen_s else 0.0, now)
         return True
 
     def _is_seen_to_stand(self) -> bool:
@@ -345,12 +346,18 @@ class Supervisor:
 
     def _on_stop(self, glance: Glance, now: float) -> None:
         """Finishes what was begun before somebody asked the job to stop. Nothing new begins."""
-        if self._forwarder.holding and not (self._interrupt.needs_ranks or self._stall.needs_ranks):
+        interrupt = self._interrupt
+        needs_ranks = self._stall.needs_ranks or (interrupt is not None and interrupt.needs_ranks)
+        if self._forwarder.holding and not needs_ranks:
             self._forwarder.release()
-        if not self._forwarder.holding:
-            self._interrupt.is_over()
         self._live.finish()
-        found = [self._interrupt.report(), self._stall.written(now)]
+        found = [self._stall.written(now)]
+        if interrupt is not None:
+            if not self._forwarder.holding:
+                interrupt.cancel()  # the ranks are being ended: what is seen of them from here on says nothing
+            if interrupt.done:
+                self._interrupt = None
+                found.insert(0, interrupt.result)
         if self._failed_before_stop:
             found.append(self._crash.advance(glance))
         self._unshown += [report for report in found if report is not None]
@@ -361,7 +368,7 @@ class Supervisor:
     def _is_finishing(self) -> bool:
         """Whether something that was begun before the stop is not written yet."""
         crash = self._failed_before_stop and self._crash.unfinished
-        writing = self._interrupt.writing or self._stall.writing or self._live.writing
+        writing = self._interrupt is not None or self._stall.writing or self._live.writing
         return self._forwarder.stops == 1 and (crash or writing)
 
     def _show_what_was_found(self) -> None:
@@ -514,7 +521,7 @@ class Supervisor:
         deadline = time.monotonic() + WRITE_PATIENCE_S
         while self._crash.writing and not self._forwarder.stop_requested and time.monotonic() < deadline:
             self._forwarder.wait(BUSY_TICK_S)
-        if self._crash.writing or self._stall.writing or self._interrupt.writing:
+        if self._crash.writing or self._stall.writing or self._interrupt is not None:
             self._about.unfinished.discard()
         self._stall.abandon()
 

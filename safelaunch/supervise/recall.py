@@ -15,7 +15,7 @@ from safelaunch.system.decoding import from_json
 from safelaunch.system.task import Task
 
 if TYPE_CHECKING:
-    from safelaunch.supervise.incident import Circumstances
+    from safelaunch.supervise.incident import JobContext
 
 LAST = 5
 DEADLINE_S = 3.0  # the disk of the bundle directory may not answer
@@ -38,7 +38,7 @@ class _Verdict(msgspec.Struct):
     bundle: BundlePlace | None = None
 
 
-def recalled(evidence: Evidence, about: Circumstances) -> Evidence:
+def recalled(evidence: Evidence, about: JobContext) -> Evidence:
     """The evidence with what the last bundles blame; as it is, if it has that already. Never raises."""
     if evidence.earlier is not None or evidence.outcome in ("dump", "suspect"):
         return evidence

@@ -24,9 +24,8 @@ from safelaunch.model.recording import Numbers, ProcessRecord, RankRecord, Recor
 from safelaunch.model.words import ranks_in
 from safelaunch.supervise.cluster.messages import Question, Round
 from safelaunch.supervise.control.protocol import LARGEST_ANSWER, Client, RecordAnswer, Request
-from safelaunch.supervise.incident import Circumstances
-from safelaunch.supervise.rounds import Rounds, recordings_of
-from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.respond import JobView
+from safelaunch.supervise.rounds import recordings_of
 from safelaunch.system.task import Task
 
 LONGEST_S = 300.0
@@ -48,9 +47,7 @@ class _Asked:
 class Recordings:
     """This node's part. ``ask`` and ``tick`` never block."""
 
-    watch: Watch
-    about: Circumstances
-    rounds: Rounds
+    job: JobView
     command: tuple[str, ...] = ()
     _asked: _Asked | None = None
     _stop: threading.Event = field(default_factory=threading.Event)  # of the samples that are being taken
@@ -75,11 +72,11 @@ class Recordings:
             return
         asked, self._asked = self._asked, None
         try:
-            answer = RecordAnswer(asked.working.result(), os.fspath(self.about.bundle_dir))
+            answer = RecordAnswer(asked.working.result(), os.fspath(self.job.context.bundle_dir))
         except GaveWay:
             answer = RecordAnswer(problem=GAVE_WAY)
         except Exception as error:  # noqa: BLE001 - the client gets the reason, and the job continues
-            answer = RecordAnswer(problem=self.about.redactor.text(f"{type(error).__name__}: {error}"))
+            answer = RecordAnswer(problem=self.job.context.redactor.text(f"{type(error).__name__}: {error}"))
         for client in asked.clients:
             client.answer(answer)
 
@@ -104,12 +101,12 @@ class Recordings:
     def _answer(self, round_: Round, question: Question, stop: threading.Event) -> None:
         recording = self._here(question, stop)
         if not stop.is_set():
-            self.rounds.answer_recording(round_, recording)
+            self.job.council.rounds.answer_recording(round_, recording)
 
     def _everywhere(self, request: Request, stop: threading.Event) -> Recording:
         """The samples of all nodes. Raises GaveWay."""
         question = Question(0, "record", min(max(request.duration_s, 1.0), LONGEST_S), request.ranks[:4096])
-        with self.rounds.asking(question) as answers:
+        with self.job.council.rounds.asking(question) as answers:
             own = self._here(question, stop)
             others, notes = recordings_of(answers(stop))
         if stop.is_set():
@@ -121,7 +118,7 @@ class Recordings:
     def _here(self, question: Question, stop: threading.Event) -> Recording:
         """The samples of this node's ranks, without secrets."""
         wanted = set(ranks_in(question.ranks))
-        targets = [one for one in self.watch.targets() if not wanted or one.rank in wanted]
+        targets = [one for one in self.job.watch.targets() if not wanted or one.rank in wanted]
         table = proc.process_table()
         children = {one.rank: sampling.children_of(one.pid, table) for one in targets}
         processes = _chosen(targets, children)
@@ -132,7 +129,7 @@ class Recordings:
         records = sampling.sample(
             processes,
             numbers,
-            self.about.run_dir,
+            self.job.context.run_dir,
             duration_s=question.duration_s,
             rate_hz=rate_hz,
             stop=stop,
@@ -141,20 +138,20 @@ class Recordings:
         by_pid = {one.pid: one for one in records}
         made = {rank: after[rank] - step for rank, step in before.items() if rank in after and after[rank] >= step}
         recording = Recording(
-            run=self.about.run_dir.name,
-            name=self.about.run_name,
+            run=self.job.context.run_dir.name,
+            name=self.job.context.run_name,
             at_unix_s=round(at_unix_s, 3),
             duration_s=question.duration_s,
             rate_hz=rate_hz,
-            world_size=self.watch.world_size,
+            world_size=self.job.watch.world_size,
             frames=list(numbers.frames),
             stacks=list(numbers.stacks),
             ranks=[self._rank(one, by_pid, children[one.rank], made.get(one.rank)) for one in targets],
             code_roots=self._code_roots(),
-            command=self.about.redactor.argv(self.command),
+            command=self.job.context.redactor.argv(self.command),
             elapsed_s=round(elapsed_s, 2),
         )
-        return without_secrets(recording, self.about.redactor)
+        return without_secrets(recording, self.job.context.redactor)
 
     def _rank(
         self, target: Target, by_pid: Mapping[int, ProcessRecord], children: list[Sampled], steps: int | None
@@ -165,14 +162,14 @@ class Recordings:
         missing = problem if problem == sampling.STOPPED or not seen else ""
         missing = missing or ("" if seen else "py-spy saw no Python thread")
         others = [by_pid[one.pid] for one in children if one.pid in by_pid and by_pid[one.pid].threads]
-        return RankRecord(target.rank, self.about.host, main, others, steps, missing)
+        return RankRecord(target.rank, self.job.context.host, main, others, steps, missing)
 
     def _steps(self) -> dict[int, int]:
-        read = {rank: page.read().step for rank, page in self.watch.roster.pages().items()}
+        read = {rank: page.read().step for rank, page in self.job.watch.roster.pages().items()}
         return {rank: step for rank, step in read.items() if step is not None}
 
     def _code_roots(self) -> tuple[str, ...]:
-        roster = self.watch.roster
+        roster = self.job.watch.roster
         found = (read_meta(roster.companion(page, layout.META_SUFFIX)).code_roots for page in roster.pages().values())
         return next((roots for roots in found if roots), ())
 

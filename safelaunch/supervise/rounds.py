@@ -42,7 +42,7 @@ from safelaunch.supervise.cluster.messages import (
     unpacked,
 )
 from safelaunch.supervise.cluster.seen import NOTHING, Gathered, PeerStatus, Seen
-from safelaunch.supervise.incident import Agreement, Circumstances, judged
+from safelaunch.supervise.incident import Agreement, JobContext, judged
 from safelaunch.supervise.small_files import apart, small_files
 from safelaunch.system.decoding import from_msgpack
 
@@ -88,7 +88,7 @@ class Rounds:
     """
 
     def __init__(
-        self, channel: Channel, about: Circumstances, nodes: Callable[[], tuple[NodeEvidence, ...]], action: Action
+        self, channel: Channel, about: JobContext, nodes: Callable[[], tuple[NodeEvidence, ...]], action: Action
     ) -> None:
         """``action``: what this node wants to be done about a job that hangs."""
         self._channel = channel

@@ -15,7 +15,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +31,7 @@ from safelaunch.capture.result import Result
 from safelaunch.model import EarlyLook, Frame, GilTest, ProcessState, Progress, StackSample, Thread, ThreadState
 from safelaunch.report import report
 from safelaunch.supervise import incident
+from safelaunch.supervise.kinds import HANG
 from safelaunch.supervise.looks import Looks
 from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redact import shown_env
@@ -299,7 +300,7 @@ def write(text: str, scratch: Path) -> Written:
         def tell(self, verdict: Any, bundle: Path, run_name: str) -> None:
             told["on-bundle"] = "\n".join(onbundle.variables(verdict, bundle, run_name).values())
 
-    about = incident.Circumstances(
+    about = incident.JobContext(
         run_name="leaky",
         run_dir=run_dir,
         bundle_dir=scratch / "bundles",
@@ -309,7 +310,7 @@ def write(text: str, scratch: Path) -> Written:
         redactor=redactor,
         notifier=Notifier(),
     )
-    known = incident.Known(
+    known = incident.JobSnapshot(
         {0: collect.Known(progress, 4711, page, answer=(GilTest(), flight)), 1: collect.Known(pid=4712)},
         2,
         (f"noticed: {text}",),
@@ -319,7 +320,7 @@ def write(text: str, scratch: Path) -> Written:
     with ExitStack() as patience:  # so many secrets, in so many encodings, take seconds to find: nothing may be late
         for module, name in DEADLINES:
             patience.enter_context(patch.object(module, name, 300.0))
-        result = incident.finish(incident.take_evidence("hang", looks, known, about, stall_s=30.0, ask=False))
+        result = incident.finish(incident.take_evidence(replace(HANG, asks=False), looks, known, about, stall_s=30.0))
     told["screen"] = redactor.text(report.screen(result.verdict, bundle_path="", read_line=lambda *_: text))
     return Written(result.published.path, told)
 

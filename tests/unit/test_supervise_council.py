@@ -21,7 +21,7 @@ from safelaunch.supervise.cluster.seen import Neighbour, PeerStatus, Seen
 from safelaunch.supervise.cluster.store import Address
 from safelaunch.supervise.cluster.where import Meeting
 from safelaunch.supervise.council import SUCCEED_S, Council, Outcome
-from safelaunch.supervise.incident import Circumstances
+from safelaunch.supervise.incident import JobContext
 from safelaunch.supervise.node_notices import NodeNotices
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.stall import Policy
@@ -31,7 +31,7 @@ from safelaunch.supervise.watch.stall import Policy
 def node(tmp_path: Path) -> Council:
     """Its channel is not started: a test says what has been heard (``say``)."""
     plan = Plan((), {}, (), "train", tmp_path, None, Settings(), True, (), command=CommandLine((), (), ("train.py",)))
-    about = Circumstances("train", tmp_path, tmp_path / "bundles", tmp_path, {}, host="here")
+    about = JobContext("train", tmp_path, tmp_path / "bundles", tmp_path, {}, host="here")
     made = Council(plan, about, Watch(Roster(RunPaths(tmp_path)), Policy(5.0, 60.0, 60.0), 0.0))
     made.channel.seen = Seen(Page(leader=1, nodes=2, covered=True, world=1), why="")
     return made

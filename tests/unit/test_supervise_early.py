@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,10 +20,12 @@ from safelaunch.capture.flight_recorder import Questions
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.model import EarlyLook, FirstWord, Place, StackSample, Thread
-from safelaunch.supervise import answer, early, early_verdict, incident
+from safelaunch.supervise import answer, early, early_verdict, incident, respond
 from safelaunch.supervise.early import EarlyLooks, without_the_gil
-from safelaunch.supervise.incident import Circumstances
+from safelaunch.supervise.incident import JobContext
+from safelaunch.supervise.kinds import FIRST_WORD, Kind
 from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.watch.quiet import Spell
 from safelaunch.supervise.watch.stall import Status
 from safelaunch.supervise.watch.work import Background, Work
@@ -83,10 +86,11 @@ class Job:
             one = Look(0.0, 0.0, self.ranks)
             return Looks((Target(0, 0, 1000, 0),), taken=(one,), entries=self.entries if looks is not None else ())
 
-        def evidence_of(*_: Any, ask: bool) -> None:
-            job.asked.append(ask)
+        def evidence_of(kind: Kind, *_: Any) -> None:
+            job.asked.append(kind.asks)
 
-        monkeypatch.setattr(early, "look_at", look_at)
+        monkeypatch.setattr(respond, "look_at", look_at)
+        monkeypatch.setattr(early, "FIRST_WORD", dataclasses.replace(FIRST_WORD, between_s=0.0))
         monkeypatch.setattr(answer, "work_in", lambda *_: tuple(Work(p, p, p, "cpu", 900.0) for p in self.works))
         monkeypatch.setattr(early, "say", self.said.append)
         monkeypatch.setattr(incident, "known_of", lambda *_: None)
@@ -97,8 +101,8 @@ class Job:
             return replace(job.word, proved=prove and job.word.proved)
 
         monkeypatch.setattr(early_verdict, "ask", ask)
-        about = Circumstances("train", tmp_path, tmp_path, tmp_path, {}, host="here", suspects=Suspects())
-        self.early = EarlyLooks(self.watch, about, dict)  # type: ignore[arg-type]
+        about = JobContext("train", tmp_path, tmp_path, tmp_path, {}, host="here", suspects=Suspects())
+        self.early = EarlyLooks(JobView(cast("Any", self.watch), about, dict, cast("Any", None)))
         self.now = self.watch.mark_s
         self.free = True
 
@@ -108,9 +112,8 @@ class Job:
         while self.now < end_s and not until():
             self.now += 0.25
             self.early.advance(self.now, free=self.free)
-            under_way = self.early._under_way
-            for task in (under_way.task, under_way.word) if under_way is not None else ():
-                assert task is None or task.wait(30)
+            if self.early._under_way is not None:
+                assert self.early._under_way.wait(30)
 
     def step(self) -> None:
         self.watch.mark_s = self.now
@@ -124,7 +127,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 def test_a_rank_that_stands_still_is_told_within_seconds_and_again_at_growing_distances(job: Job) -> None:
     job.wait(60)
     assert len(job.said) == 3 and job.looks == 6
-    assert job.said[0] == "quiet for 8 s (usual 0.05 s): rank 1 is asleep in train.py:7 (load)... watching"
+    assert job.said[0] == "quiet for 5 s (usual 0.05 s): rank 1 is asleep in train.py:7 (load)... watching"
     begins = [text.split(" s")[0].removeprefix("quiet for ") for text in job.said]
     again = "quiet for {} s: nothing has changed since {} s"
     assert job.said[1:] == [again.format(now, before) for before, now in pairwise(begins)], "the words stand above"
@@ -139,7 +142,7 @@ def test_an_evaluation_is_told_once_and_the_command_is_not_run(job: Job) -> None
     for _ in range(4):
         job.wait(30)
         job.step()
-    assert job.said == ["quiet for 8 s (usual 0.05 s): rank 0 is active at train.py:33 (evaluate)... watching"]
+    assert job.said == ["quiet for 5 s (usual 0.05 s): rank 0 is active at train.py:33 (evaluate)... watching"]
     assert job.told == []
     assert [one.lasted_s for one in job.watch.early] == [30.0, 30.0]
     assert job.asked == [False] * 2, "a rank that computes is not asked for anything"
@@ -171,7 +174,7 @@ def test_before_the_usual_step_is_known_only_who_stands_out_is_told(job: Job, wo
     job.watch.stage, job.word = "start", word
     job.wait(60)
     assert len(job.said) == lines
-    assert not lines or job.said[0].startswith("quiet for 13 s (no usual step known): rank 1 is asleep")
+    assert not lines or job.said[0].startswith("quiet for 10 s (no usual step known): rank 1 is asleep")
 
 
 @pytest.mark.parametrize(("word", "lines"), [(ASLEEP, 3), (NOBODY, 0)])
@@ -222,7 +225,7 @@ def test_a_step_drops_the_look(job: Job) -> None:
     job.wait(60, until=lambda: job.looks)
     job.step()
     job.wait(4)
-    assert (job.looks, job.said) == (1, [])
+    assert (job.said, job.watch.early) == ([], ())
 
 
 @pytest.mark.parametrize("why", ["not free", "suspected", "due soon", "not judged"])

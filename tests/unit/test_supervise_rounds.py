@@ -24,7 +24,7 @@ from safelaunch.supervise.cluster.seen import PeerStatus
 from safelaunch.supervise.cluster.store import Address, StoreError
 from safelaunch.supervise.cluster.where import Meeting
 from safelaunch.supervise.crash import notes_of, own_failure
-from safelaunch.supervise.incident import Agreement, Circumstances
+from safelaunch.supervise.incident import Agreement, JobContext
 from safelaunch.supervise.rounds import Rounds, others_of, recordings_of
 
 
@@ -59,7 +59,7 @@ class Job:
             channel = Channel(Node("", f"host{one}", 1, "0.1", "2.13"))
             channel.tell(ranks=(2 * one, 2 * one + 1), world=2 * number)
             channel.start(Meeting(Address("h", 1), "safelaunch/1/test"))
-            about = Circumstances("train", self.place, self.place / "bundles", self.place, {}, host=f"host{one}")
+            about = JobContext("train", self.place, self.place / "bundles", self.place, {}, host=f"host{one}")
             self.channels.append(channel)
             self.nodes.append(Rounds(channel, about, lambda: (), "kill"))
             until(lambda: self.channels[0].seen.leads, "the leader")
@@ -237,8 +237,8 @@ def test_who_has_met_nobody_or_lost_them_judges_alone(job: Job) -> None:
     assert leader.crash(crashed(0, 1)).verdict is None
 
 
-def job_about(job: Job) -> Circumstances:
-    return Circumstances("train", job.place, job.place, job.place, {}, host="here")
+def job_about(job: Job) -> JobContext:
+    return JobContext("train", job.place, job.place, job.place, {}, host="here")
 
 
 def test_a_crash_of_an_earlier_attempt_is_not_taken_for_this_one(job: Job) -> None:

@@ -1,119 +1,124 @@
-"""A stall's way through looks and votes, without a job: the watch and the other nodes are played."""
+"""A stall's way through looks and votes: what the other nodes say is played, everything else is as in a job."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from safelaunch.capture.look import Look, Target
+from safelaunch.beacon import layout, page
+from safelaunch.capture.look import Look
+from safelaunch.capture.pages import Roster
+from safelaunch.job.argv import CommandLine
+from safelaunch.job.paths import RunPaths
+from safelaunch.job.plan import Plan
+from safelaunch.job.process import identify
+from safelaunch.settings.options import Settings
 from safelaunch.supervise.answer import Judged
-from safelaunch.supervise.cluster.messages import Page, Vote
-from safelaunch.supervise.incident import Circumstances
+from safelaunch.supervise.cluster.messages import Page
+from safelaunch.supervise.cluster.seen import Seen
+from safelaunch.supervise.council import Council
+from safelaunch.supervise.incident import JobContext
+from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.stall import StallCase
-from safelaunch.supervise.watch.job import Glance
-from safelaunch.supervise.watch.rhythm import Threshold
+from safelaunch.supervise.watch.job import Glance, Watch
 from safelaunch.supervise.watch.stall import Event, Limits, Policy, Stall
-from safelaunch.supervise.watch.work import Background
 
 SUSPECT = Stall(ranks=(0,), mark_s=0.0, stalled_s=5.0, threshold_s=3.0, step=5, before_first_step=False)
+SUSPECTED = Glance((), Event("suspect", SUSPECT), ())
+QUIET = Glance((), None, ())
 
 
-class Watch:
-    """A job without ranks that stands still."""
+class Job:
+    """One rank that sleeps, on one node of two."""
 
-    policy = Policy(3.0, 60.0, 1000.0, confirm_s=0.0, stall_given=True)
-    attempt = (0, 1)
-    quiet, background, unseen, notes, early, inconsistent, world_size = None, Background(), (), (), (), (), 0
-    roster = SimpleNamespace(pages=dict, workers={})
+    def __init__(self, place: Path, pid: int) -> None:
+        run = RunPaths(place)
+        run.pages.mkdir()
+        found = identify(pid)
+        assert found is not None
+        mapped, words = page.create(os.fspath(run.pages / layout.page_name(0, 0, pid)))
+        words[layout.PID], words[layout.START_TICKS] = pid, found.start_ticks
+        words[layout.RANK], words[layout.WORLD_SIZE] = 0, 2
+        words[layout.READY] = layout.MAGIC
+        self._kept = mapped, words
+        policy = Policy(3.0, 60.0, 1000.0, confirm_s=0.0, stall_given=True)
+        self.watch = Watch(Roster(run), policy, time.monotonic())
+        self.watch.tick(time.monotonic())
+        command = CommandLine((), (), ("train.py",))
+        plan = Plan((), {}, (), "train", place, None, Settings(), True, (), command=command)
+        context = JobContext("train", place, place / "bundles", place, {}, host="here")
+        self.council = Council(plan, context, self.watch)
+        self.case = StallCase(JobView(self.watch, context, dict, self.council))
+        self.hear(Page(leader=1, nodes=2, covered=True, world=2))
 
-    def steps(self) -> dict[int, int]:
-        return {}
+    def hear(self, said: Page) -> None:
+        self.council.channel.seen = Seen(said, why="")
 
-    def read_quiet_again(self) -> None: ...
+    def call(self, number: int) -> None:
+        """All nodes are to look."""
+        self.hear(Page(leader=1, nodes=2, covered=True, world=2, phase="looking", incident=number, window_s=0.0))
 
-    def targets(self) -> tuple[()]:
-        return ()
+    def tick(self, glance: Glance = QUIET) -> None:
+        self.case.advance(glance, time.monotonic())
 
-    def standing(self, now: float) -> Stall:
-        return SUSPECT
+    def until(self, reached: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60.0
+        while not reached():
+            assert time.monotonic() < deadline
+            self.tick()
+            time.sleep(0.01)
 
-    def stepped_since(self, stall: Stall) -> bool:
-        return False
-
-    def threshold(self) -> Threshold:
-        return Threshold(3.0, "given")
-
-
-class Together:
-    """The other nodes, which open incidents one after the other."""
-
-    def __init__(self) -> None:
-        self.open = self.limits = 0
-        self.asked = 0
-        self.joined = 0
-        self.votes: list[tuple[int, Vote]] = []
-
-    def suspect(self, window_s: float) -> bool:
-        self.asked += 1
-        return True
-
-    def at_limit(self) -> None:
-        self.limits += 1
-
-    def calls(self) -> Page | None:
-        return Page(leader=1, phase="looking", incident=self.open, window_s=0.0) if self.open > self.joined else None
-
-    def join(self, incident: int) -> None:
-        self.joined = incident
-
-    def vote(self, vote: Vote) -> None:
-        self.votes.append((self.joined, vote))
-
-    def outcome(self, incident: int) -> None:
-        return None
+    @property
+    def vote(self) -> tuple[int, str]:
+        return self.council.channel.beat.incident, self.council.channel.beat.vote
 
 
-def case_of(watch: object, together: Together, place: Path) -> StallCase:
-    about = Circumstances("train", place, place / "bundles", place, {}, host="here")
-    return StallCase(watch, about, dict, together)  # type: ignore[arg-type]
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    monkeypatch.setattr("safelaunch.supervise.looks.take", lambda *_, **__: Look(0.0, 0.0))
+    with subprocess.Popen(["sleep", "600"]) as rank:
+        time.sleep(0.3)  # its start would be work
+        made = Job(tmp_path, rank.pid)
+        yield made
+        closer = made.case._closer
+        made.case.abandon()
+        assert closer is None or closer.wait(60)
+        rank.kill()
 
 
-def advance(case: StallCase, together: Together, votes: int) -> None:
-    deadline = time.monotonic() + 30
-    while len(together.votes) < votes:
-        assert time.monotonic() < deadline, together.votes
-        case.advance(Glance((), None, ()), 5.0)
-        time.sleep(0.01)
-
-
-def test_a_node_looks_and_votes_anew_in_every_incident(tmp_path: Path) -> None:
+def test_a_node_looks_and_votes_anew_in_every_incident(job: Job) -> None:
     """The next incident may open before this node has seen how the last one ended."""
-    together = Together()
-    case = case_of(Watch(), together, tmp_path)
-    case.advance(Glance((), Event("suspect", SUSPECT), ()), 5.0)
-    together.open = 1
-    advance(case, together, votes=1)
-    together.open = 2
-    advance(case, together, votes=2)
-    assert [incident for incident, _ in together.votes] == [1, 2]
+    job.tick(SUSPECTED)
+    job.call(1)
+    job.until(lambda: job.vote == (1, "unknown"))
+    job.call(2)
+    job.until(lambda: job.vote == (2, "unknown"))
 
 
-def test_a_node_that_looks_for_another_keeps_its_vote_when_it_suspects_the_job_as_well(tmp_path: Path) -> None:
+def test_a_node_that_looks_for_another_keeps_its_vote_when_it_suspects_the_job_as_well(job: Job) -> None:
     """Its ranks' marks are a moment younger: it is asked first, and its own suspicion comes while it looks."""
-    together = Together()
-    case = case_of(Watch(), together, tmp_path)
-    together.open = 1
-    case.advance(Glance((), None, ()), 5.0)
-    case.advance(Glance((), Event("suspect", SUSPECT), ()), 5.0)
-    advance(case, together, votes=1)
-    assert (together.votes, together.asked) == ([(1, "still")], 0)
+    job.call(1)
+    job.tick()
+    job.tick(SUSPECTED)
+    job.until(lambda: job.vote == (1, "unknown"))
+    assert job.council.channel.beat.doing == "watching", "it has not asked"
 
 
-def test_on_a_starved_machine_a_look_has_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_has_said_that_it_will_be_quiet_is_not_looked_at(job: Job) -> None:
+    job.watch.standing = lambda now: None  # type: ignore[method-assign]
+    job.call(1)
+    job.tick()
+    assert job.vote == (1, "paused") and not job.case.looking
+
+
+def test_on_a_starved_machine_a_look_has_more_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
 
     def take(*_: object, deadline_s: float) -> Look:
@@ -122,48 +127,32 @@ def test_on_a_starved_machine_a_look_has_more_time(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr("safelaunch.supervise.looks.take", take)
     monkeypatch.setattr("safelaunch.supervise.looks.Starvation.factor", lambda self: 3.0)
-    together = Together()
-    case = case_of(Watch(), together, tmp_path)
-    together.open = 1
-    case.advance(Glance((), None, ()), 5.0)
-    until = time.monotonic() + 60
-    while not given and time.monotonic() < until:
-        time.sleep(0.01)
-    assert given == [18.0]
+    job.call(1)
+    job.until(lambda: given)
+    assert given[0] == 18.0
 
 
-def test_a_rank_whose_words_have_not_arrived_is_not_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a cut link is mended, the nodes talk at once, and the ranks only when their kernels send again."""
-
-    class Cut(Watch):
-        def targets(self) -> tuple[Target, ...]:  # type: ignore[override]
-            return (Target(0, 0, quiet.pid, 0),)
-
-    monkeypatch.setattr("safelaunch.supervise.looks.take", lambda *_, **__: Look(0.0, 0.0))
-    together = Together()
-    with subprocess.Popen(["sleep", "600"]) as quiet:
-        time.sleep(0.5)  # its start would be work
-        monkeypatch.setattr("safelaunch.supervise.looks.resends", lambda pid: pid == quiet.pid)
-        case = case_of(Cut(), together, tmp_path)
-        case.advance(Glance((), Event("suspect", SUSPECT), ()), 5.0)
-        together.open = 1
-        advance(case, together, votes=1)
-        quiet.kill()
-    assert together.votes == [(1, "unknown")]
+def test_a_node_that_is_alone_asks_nobody_and_is_answered_by_its_own_looks(job: Job) -> None:
+    job.council.channel.seen = Seen(why="no store")
+    job.tick(SUSPECTED)
+    assert job.case.looking
+    job.until(lambda: not job.case.looking)
+    assert job.council.channel.beat.vote == "" and not job.case.writing
 
 
-def test_ranks_that_were_started_anew_are_under_no_suspicion(tmp_path: Path) -> None:
-    watch, together = Watch(), Together()
-    together.withdraw = lambda: None  # type: ignore[attr-defined]
-    case = case_of(watch, together, tmp_path)
-    case.advance(Glance((), Event("suspect", SUSPECT), ()), 5.0)
-    assert case.looking
-    watch.attempt = (0, 2)
-    case.advance(Glance((), None, ()), 5.0)
-    assert not case.looking
-    together.open = 1  # all look, those of the new round included
-    case.advance(Glance((), Event("suspect", SUSPECT), ()), 9.0)
-    assert case.looking and together.joined == 1
+def test_ranks_that_were_started_anew_are_under_no_suspicion(job: Job) -> None:
+    job.tick(SUSPECTED)
+    job.tick()
+    assert job.case.looking and job.council.channel.beat.doing == "suspecting"
+    job.watch.attempt = (0, 2)
+    job.tick()
+    assert not job.case.looking and job.council.channel.beat.doing == "watching"
+    job.call(1)  # all look, those of the new round included
+    job.until(lambda: job.vote[0] == 1)
+
+
+def saying(watch: Any) -> StallCase:
+    return StallCase(JobView(watch, cast("JobContext", None), dict, cast("Council", None)))
 
 
 PROVED = Judged("dead")
@@ -189,19 +178,19 @@ OVER = Judged("unknown", limits=Limits(200.0), group="'0'")
     ],
 )
 def test_what_is_said_before_a_job_is_ended(
-    last_steps_s: tuple[float, ...], judged: Judged, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    last_steps_s: tuple[float, ...], judged: Judged, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Ranks that meet in every step make their last one at nearly the same moment: that is no going on."""
     pages = {rank: SimpleNamespace(last_step_ns=int(at_s * 1e9)) for rank, at_s in enumerate(last_steps_s)}
     watch = SimpleNamespace(last_progress=pages, policy=Policy(60.0, 1800.0, 1800.0), unseen=())
-    case = case_of(watch, Together(), tmp_path)
+    case = saying(watch)
     case._say_hang(Stall((0,), 40.0, 60.0, 60.0, False, 61), judged, 100.0)
     assert said in " ".join(capfd.readouterr().err.split())
 
 
-def test_one_node_of_several_knows_of_its_own_evidence_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_node_of_several_knows_of_its_own_evidence_only(capfd: pytest.CaptureFixture[str]) -> None:
     """All nodes' evidence, which is merged next, may prove the hang that this one could not."""
     pages = {0: SimpleNamespace(last_step_ns=int(40e9))}
     watch = SimpleNamespace(last_progress=pages, policy=Policy(60.0, 1800.0, 1800.0), unseen=(1,))
-    case_of(watch, Together(), tmp_path)._say_hang(Stall((0,), 40.0, 60.0, 60.0, False, 61), OVER, 100.0)
+    saying(watch)._say_hang(Stall((0,), 40.0, 60.0, 60.0, False, 61), OVER, 100.0)
     assert "nothing on this node proves a hang, but" in " ".join(capfd.readouterr().err.split())

@@ -373,6 +373,19 @@ class Watch:
         """When each rank marked its newest step (CLOCK_MONOTONIC, ns), as its page says now."""
         return {rank: page.read().last_step_ns for rank, page in self._pages.items()}
 
+    def marks(self) -> dict[int, tuple[int, int, int, int]]:
+        """What each rank's page says now of its progress: another value, and it has made some."""
+        return {rank: page.marks() for rank, page in self.roster.pages().items()}
+
+    def mark_s(self, progress: Progress) -> float:
+        """When the rank last showed progress (CLOCK_MONOTONIC)."""
+        marks_ns = max(progress.last_step_ns, progress.claimed_ns)
+        return max(marks_ns / 1e9, self.heard_s(progress.rank) or 0.0)
+
+    def age_s(self, progress: Progress, now: float) -> float:
+        """How long the rank has shown no progress."""
+        return now - self.mark_s(progress)
+
     def stepped_since(self, suspected: stall.Stall) -> bool:
         """Whether one of the ranks under suspicion has marked progress since."""
         marks = [self.last_progress[rank] for rank in suspected.ranks if rank in self.last_progress]

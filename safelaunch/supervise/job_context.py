@@ -13,19 +13,19 @@ from safelaunch.bundle.staging import Keeping
 from safelaunch.job.job import Job
 from safelaunch.job.paths import local_bundles, working_directory
 from safelaunch.job.plan import Plan
-from safelaunch.supervise.incident import Circumstances
+from safelaunch.supervise.incident import JobContext
 from safelaunch.system.console import say
 from safelaunch.system.redaction.job_secrets import left_out, secret_values
 from safelaunch.system.redaction.redact import shown_env
 from safelaunch.system.redaction.redactor import Redactor
 
 
-def circumstances(job: Job) -> Circumstances:
+def job_context(job: Job) -> JobContext:
     """Everything a bundle needs to know about ``job``."""
     assert job.run is not None
     plan, settings = job.plan, job.plan.settings
     redactor = redactor_of(plan)
-    return Circumstances(
+    return JobContext(
         run_name=plan.run_name,
         run_dir=job.run.root,
         bundle_dir=settings.bundle_dir,
