@@ -49,8 +49,8 @@ class Council:
     ``rounds``: in which all nodes decide something. ``job``: where they meet.
     """
 
-    def __init__(self, plan: Plan, about: JobContext, watch: Watch) -> None:
-        self._about = about
+    def __init__(self, plan: Plan, context: JobContext, watch: Watch) -> None:
+        self._context = context
         self._watch = watch
         self._agent_s = 0.0
         self._stop_s: float | None = None
@@ -61,7 +61,7 @@ class Council:
         self._port: int | None = None
         self.job = f"{found.address} {found.prefix}" if isinstance(found, Meeting) else ""
         version = plan.torch.version if plan.torch is not None else ""
-        node = Node("", about.host[:255], os.getpid(), __version__, version[:255])
+        node = Node("", context.host[:255], os.getpid(), __version__, version[:255])
         self.channel = Channel(node, found.why if isinstance(found, Alone) else "")
         hosts = hosts_of(plan.env)
         self._notices = NodeNotices(found if isinstance(found, Meeting) else _NOWHERE, self.channel, hosts)
@@ -69,7 +69,7 @@ class Council:
             self._meet(plan, found)
         on_stall = plan.settings.on_stall
         self._action: Action = "restart" if on_stall == "restart" else "dump" if on_stall == "dump" else "kill"
-        self.rounds = Rounds(self.channel, about, lambda: self.nodes(probing=False), self._action)
+        self.rounds = Rounds(self.channel, context, lambda: self.nodes(probing=False), self._action)
 
     def _meet(self, plan: Plan, found: Meeting) -> None:
         key_file = plan.settings.cluster_key_file
@@ -87,7 +87,7 @@ class Council:
         """Starts the store, should this be its host; None where torchrun has one, or there is no torch to start it."""
         if not found.to_start or plan.torch is None:
             return None
-        log = self._about.run_dir / "store.log"
+        log = self._context.run_dir / "store.log"
         return StoreHost(found.address, plan.torch.python, log, helper_reports.started)
 
     def close(self, *, at_once: bool = False) -> None:
@@ -191,7 +191,7 @@ class Council:
             channel.beat,
             store=self._store,
             port=self._port if probing else None,
-            agent_error=self._about.redactor.said(self._watch.roster.agent_error),
+            agent_error=self._context.redactor.said(self._watch.roster.agent_error),
             missed_s=self._watch.missed_s(time.monotonic()),
         )
 

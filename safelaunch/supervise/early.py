@@ -48,7 +48,7 @@ class EarlyLooks:
 
     def __init__(self, job: JobView) -> None:
         self._job = job
-        self._watch, self._about = job.watch, job.context
+        self._watch, self._context = job.watch, job.context
         self._quiet = Quiet()
         self._attempt = self._watch.attempt
         self._under_way: Incident[_Word] | None = None
@@ -117,10 +117,10 @@ class EarlyLooks:
         prove = still and self._job.is_whole and not answer.what_was_not_seen(looks.taken[-1], looks)
         looks = replace(looks, targets=tuple(without_the_gil(target, looks.taken[-1]) for target in looks.targets))
         kind = replace(FIRST_WORD, asks=still)
-        evidence = incident.evidence_of(kind, looks, self._job.snapshot(), self._about)
-        place = self._about.run_dir / QUESTION_FILE
+        evidence = incident.evidence_of(kind, looks, self._job.snapshot(), self._context)
+        place = self._context.run_dir / QUESTION_FILE
         found = early_verdict.ask(evidence, None if still else active, place, prove=prove)
-        found = without_secrets(found, self._about.redactor)
+        found = without_secrets(found, self._context.redactor)
         if not found.words or (found.common and spell.stage != "steps"):
             return _Word(None, found.proved)
         early = EarlyLook(
@@ -148,7 +148,7 @@ class EarlyLooks:
         if said:
             say(shown.line(found, before, part=part))
         if said and found.movement == "still":
-            self._about.suspects.start(variables_of_look(found, self._about.run_name))
+            self._context.suspects.start(variables_of_look(found, self._context.run_name))
 
     @staticmethod
     def _is_worth_a_line(look: EarlyLook, before: EarlyLook | None, *, part: bool) -> bool:
@@ -171,7 +171,7 @@ class EarlyLooks:
             return
         self._kept = self._watch.early
         with suppress(OSError):
-            replace_file(RunPaths(self._about.run_dir).early, msgspec.json.encode(self._kept))
+            replace_file(RunPaths(self._context.run_dir).early, msgspec.json.encode(self._kept))
 
 
 def without_the_gil(target: Target, look: Look) -> Target:

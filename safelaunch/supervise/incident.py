@@ -186,7 +186,7 @@ class Collected:
     evidence: Evidence
     staging: Staging
     timeline: Timeline
-    about: JobContext
+    context: JobContext
     without_stacks: str = ""
     node: NodeFiles = field(default_factory=NodeFiles)
 
@@ -200,7 +200,7 @@ def take_evidence(
     kind: Kind,
     looks: Looks,
     known: JobSnapshot,
-    about: JobContext,
+    context: JobContext,
     *,
     stall_s: float = 0.0,
     threshold: Threshold | None = None,
@@ -215,31 +215,31 @@ def take_evidence(
     timeline = timeline or Timeline()
     # Outside the run directory if there is room elsewhere: a cleaner that removes that directory must not remove the
     # bundle with it, and $XDG_RUNTIME_DIR may be small.
-    safe = may_be_ours(about.fallback_dir.parent)
-    place = roomier(about.fallback_dir, about.run_dir) if safe else about.run_dir
-    root = about.unfinished.name(place, about.run_dir, kind.outcome)
-    staging = Staging(root, about.redactor)
-    about.unfinished.hold(root)
-    pages = about.run_dir / "pages"
+    safe = may_be_ours(context.fallback_dir.parent)
+    place = roomier(context.fallback_dir, context.run_dir) if safe else context.run_dir
+    root = context.unfinished.name(place, context.run_dir, kind.outcome)
+    staging = Staging(root, context.redactor)
+    context.unfinished.hold(root)
+    pages = context.run_dir / "pages"
     seen: dict[int, RankEvidence] = {}
     newest: list[Looks] = []
     node_found: dict[str, Any] = {}
     kills = kill_counts()
 
     # From here on, the job's output is free of its secrets. Verdict, bundle and screen are made of this.
-    known = without_secrets(known, about.redactor)
+    known = without_secrets(known, context.redactor)
 
     def ranks(gate: Gate) -> None:
         try:
             better = native_where_it_tells(with_the_late(looks)) if kind.asks and kind.native else looks
-            better = replace(better, taken=without_secrets(better.taken, about.redactor))
+            better = replace(better, taken=without_secrets(better.taken, context.redactor))
             gate.put_all([], lambda: newest.append(better))
             collect.ranks(
                 better.targets,
                 better.taken,
                 known.ranks,
                 pages,
-                about.host,
+                context.host,
                 gate,
                 seen,
                 ask=kind.asks,
@@ -252,36 +252,38 @@ def take_evidence(
 
     def node(gate: Gate) -> None:
         pid = looks.targets[0].pid if looks.targets else None
-        folder = f"node/{about.host}"
+        folder = f"node/{context.host}"
         collect_node(
             folder,
-            about.run_dir,
+            context.run_dir,
             gate,
             node_found,
-            Subject(pid, roots, looks.env, {"at_start": asdict(about.kills_at_start), "now": asdict(kills)}),
-            about.redactor,
+            Subject(pid, roots, looks.env, {"at_start": asdict(context.kills_at_start), "now": asdict(kills)}),
+            context.redactor,
         )
 
-    gather_into(staging, {"ranks": ranks, f"node/{about.host}": node}, deadline_s=EVIDENCE_DEADLINE_S * patience)
-    looks = newest[0] if newest else replace(looks, taken=without_secrets(looks.taken, about.redactor))
+    gather_into(staging, {"ranks": ranks, f"node/{context.host}": node}, deadline_s=EVIDENCE_DEADLINE_S * patience)
+    looks = newest[0] if newest else replace(looks, taken=without_secrets(looks.taken, context.redactor))
     for target in looks.targets:
         if target.rank not in seen:
             about_rank = known.ranks.get(target.rank, collect.Known())
-            seen[target.rank] = collect.at_hand(target, looks.taken, about_rank, about.host, staging)
+            seen[target.rank] = collect.at_hand(target, looks.taken, about_rank, context.host, staging)
     for rank in sorted(known.ranks.keys() - seen.keys()):
-        seen[rank] = collect.of_ended(rank, known.ranks[rank], pages, about.host, staging)
+        seen[rank] = collect.of_ended(rank, known.ranks[rank], pages, context.host, staging)
     timeline = timeline.plus("evidence complete")
     node_files = NodeFiles(**node_found)
     kernel_log = node_files.kernel_log
     complete = [
         msgspec.structs.replace(
             side,
-            memory_kills=without_secrets(kills_of(side.pid, about.kills_at_start, kills, kernel_log), about.redactor),
-            deaths=without_secrets(_deaths_of(side, kernel_log), about.redactor),
+            memory_kills=without_secrets(
+                kills_of(side.pid, context.kills_at_start, kills, kernel_log), context.redactor
+            ),
+            deaths=without_secrets(_deaths_of(side, kernel_log), context.redactor),
         )
         for side in seen.values()
     ]
-    complete = _with_nccl_logs(complete, looks, about, staging)
+    complete = _with_nccl_logs(complete, looks, context, staging)
     for side in complete:
         _add_rank(side, staging)
     evidence = _evidence(kind.outcome, complete, known.world_size)
@@ -292,19 +294,19 @@ def take_evidence(
         notes=known.notes,
         early=known.early,
         inconsistent=known.inconsistent,
-        launched=_launched(about),
-        gpus=node_files.gpus.uses(about.host) if node_files.gpus is not None else (),
+        launched=_launched(context),
+        gpus=node_files.gpus.uses(context.host) if node_files.gpus is not None else (),
     )
     if threshold is not None:
         evidence = msgspec.structs.replace(evidence, threshold_s=threshold.seconds, threshold_why=threshold.why)
-    return Collected(evidence, staging, timeline, about, _without_stacks(looks), node_files)
+    return Collected(evidence, staging, timeline, context, _without_stacks(looks), node_files)
 
 
 def _with_nccl_logs(
-    sides: list[RankEvidence], looks: Looks, about: JobContext, staging: Staging | None = None
+    sides: list[RankEvidence], looks: Looks, context: JobContext, staging: Staging | None = None
 ) -> list[RankEvidence]:
-    logs = nccl_logs([side.pid for side in sides], about.run_dir, about.host, looks.env, staging)
-    told = without_secrets(dict(logs), about.redactor)
+    logs = nccl_logs([side.pid for side in sides], context.run_dir, context.host, looks.env, staging)
+    told = without_secrets(dict(logs), context.redactor)
     return [msgspec.structs.replace(side, nccl_log=told.get(side.pid)) for side in sides]
 
 
@@ -321,10 +323,10 @@ def prepare() -> None:
     page.prepare()
 
 
-def of_rendezvous(rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence, ...], about: JobContext) -> Report:
+def of_rendezvous(rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence, ...], context: JobContext) -> Report:
     """The bundle of a job that never began, because not all nodes came to the rendezvous. ``error``: torchrun's."""
-    found = take_evidence(RENDEZVOUS, Looks(()), JobSnapshot({}, 0, ()), about)
-    rendezvous = without_secrets(msgspec.structs.replace(rendezvous, error=error), about.redactor)
+    found = take_evidence(RENDEZVOUS, Looks(()), JobSnapshot({}, 0, ()), context)
+    rendezvous = without_secrets(msgspec.structs.replace(rendezvous, error=error), context.redactor)
     evidence = msgspec.structs.replace(found.evidence, nodes=nodes, rendezvous=rendezvous)
     return finish(replace(found, evidence=evidence))
 
@@ -336,13 +338,13 @@ def with_nccl(found: Collected, *, spare: str) -> Collected:
     """
     from safelaunch.capture import nccl  # late: only at a hang
 
-    ranks, about = found.evidence.ranks, found.about
+    ranks, context = found.evidence.ranks, found.context
     libraries = dict.fromkeys(rank.flight_record.library for rank in ranks if rank.flight_record is not None)
     pids = [rank.pid for rank in ranks if rank.pid and rank.exit is None]
     answer = nccl.ask(pids, libraries, spare=spare)
     if answer is None:
         return found
-    path, text = f"node/{about.host}/{nccl.FILE}", without_secrets(answer.value, about.redactor)
+    path, text = f"node/{context.host}/{nccl.FILE}", without_secrets(answer.value, context.redactor)
     artifact = answer.artifact(path)
     try:
         witness = nccl.parse(text, path) if text else None
@@ -357,32 +359,34 @@ def _add_rank(side: RankEvidence, staging: Staging) -> None:
     staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
 
 
-def local_evidence(looks: Looks, known: JobSnapshot, about: JobContext) -> Evidence:
+def local_evidence(looks: Looks, known: JobSnapshot, context: JobContext) -> Evidence:
     """This node's evidence of a crash as it is known at once: for the other nodes, who wait for it."""
-    found, counts = evidence_of(CRASH, looks, known, about), kill_counts()
+    found, counts = evidence_of(CRASH, looks, known, context), kill_counts()
     complete = tuple(
-        msgspec.structs.replace(side, memory_kills=kills_of(side.pid, about.kills_at_start, counts, ""))
+        msgspec.structs.replace(side, memory_kills=kills_of(side.pid, context.kills_at_start, counts, ""))
         for side in found.ranks
     )
-    complete = tuple(_with_nccl_logs(list(complete), looks, about))
+    complete = tuple(_with_nccl_logs(list(complete), looks, context))
     return msgspec.structs.replace(found, ranks=complete)
 
 
-def evidence_of(kind: Kind, looks: Looks, known: JobSnapshot, about: JobContext, *, patience: float = 1.0) -> Evidence:
+def evidence_of(
+    kind: Kind, looks: Looks, known: JobSnapshot, context: JobContext, *, patience: float = 1.0
+) -> Evidence:
     """What the looks and the ranks themselves tell, without a bundle. ``patience``: as in ``take_evidence``."""
-    nowhere, pages = Sink(about.redactor), about.run_dir / "pages"
-    known = replace(known, ranks=without_secrets(known.ranks, about.redactor))
-    taken = without_secrets(looks.taken, about.redactor)
+    nowhere, pages = Sink(context.redactor), context.run_dir / "pages"
+    known = replace(known, ranks=without_secrets(known.ranks, context.redactor))
+    taken = without_secrets(looks.taken, context.redactor)
     seen = list(
-        collect.ranks(looks.targets, taken, known.ranks, pages, about.host, nowhere, ask=kind.asks, patience=patience)
+        collect.ranks(looks.targets, taken, known.ranks, pages, context.host, nowhere, ask=kind.asks, patience=patience)
     )
     for rank in sorted(known.ranks.keys() - {target.rank for target in looks.targets}):
-        seen.append(collect.of_ended(rank, known.ranks[rank], pages, about.host, nowhere))
-    return msgspec.structs.replace(_evidence(kind.outcome, seen, known.world_size), launched=_launched(about))
+        seen.append(collect.of_ended(rank, known.ranks[rank], pages, context.host, nowhere))
+    return msgspec.structs.replace(_evidence(kind.outcome, seen, known.world_size), launched=_launched(context))
 
 
-def _launched(about: JobContext) -> Launched:
-    return from_builtins(about.launch, Launched)
+def _launched(context: JobContext) -> Launched:
+    return from_builtins(context.launch, Launched)
 
 
 def mark_recovered(report: Report) -> Task[None]:
@@ -401,18 +405,18 @@ def mark_recovered(report: Report) -> Task[None]:
 def discard(found: Collected) -> None:
     """Removes everything collected: it was no incident."""
     rmtree(found.staging.root, ignore_errors=True)
-    found.about.unfinished.let_go(found.staging.root)
+    found.context.unfinished.let_go(found.staging.root)
 
 
-def judged(evidence: Evidence, about: JobContext, source: Excerpts | None = None) -> Verdict:
+def judged(evidence: Evidence, context: JobContext, source: Excerpts | None = None) -> Verdict:
     """The verdict, without secrets. Never raises. ``source`` has what it reads of the user's files."""
-    source = source or Excerpts(evidence, about.redactor)
-    return without_secrets(_verdict(recall.recalled(evidence, about), source), about.redactor)
+    source = source or Excerpts(evidence, context.redactor)
+    return without_secrets(_verdict(recall.recalled(evidence, context), source), context.redactor)
 
 
 def finish(found: Collected, agreement: Agreement | None = None) -> Report:
     """Writes verdict and reports, and publishes the bundle; of several nodes, as they have agreed."""
-    staging, about = found.staging, found.about
+    staging, context = found.staging, found.context
     agreed = agreement or Agreement()
     evidence = agreed.others.with_own(found.evidence)
     evidence = msgspec.structs.replace(
@@ -424,26 +428,26 @@ def finish(found: Collected, agreement: Agreement | None = None) -> Report:
         collect.of_another_node(side, staging)
         _add_rank(side, staging)
     _add_files(agreed.others.files, others, staging)
-    evidence = recall.recalled(evidence, about)
-    source = Excerpts(evidence, about.redactor)
-    own = judged(evidence, about, source)  # also where all nodes have one already: for what it reads
+    evidence = recall.recalled(evidence, context)
+    source = Excerpts(evidence, context.redactor)
+    own = judged(evidence, context, source)  # also where all nodes have one already: for what it reads
     verdict = agreed.verdict or own
     if source.read:
         staging.add_json(Artifact(SOURCE_FILE, OURS, 0.0), source.read)
     timeline = found.timeline.plus("verdict")
-    name = agreed.name or name_of(about.run_name, time.time(), verdict.outcome)
+    name = agreed.name or name_of(context.run_name, time.time(), verdict.outcome)
     place = verdict.bundle or None
     if place is not None and not place.whole:
         whole = Path(place.path).name  # as another node says: a plain name, or none
-        about = replace(about, keeping=replace(about.keeping, whole="" if whole.startswith(".") else whole))
-    published = _publish(found, verdict, evidence, about, timeline, name)
+        context = replace(context, keeping=replace(context.keeping, whole="" if whole.startswith(".") else whole))
+    published = _publish(found, verdict, evidence, context, timeline, name)
     if published.lost:  # a cleaner has removed it all: what is known is written once more
-        published = _publish(found, verdict, evidence, about, timeline, name)
-    about.unfinished.let_go(staging.root)
+        published = _publish(found, verdict, evidence, context, timeline, name)
+    context.unfinished.let_go(staging.root)
     if published.note:
         say(published.note)
     if not published.lost:
-        about.notifier.tell(verdict, published.path, about.run_name)
+        context.notifier.tell(verdict, published.path, context.run_name)
     return Report(verdict, evidence, published, found.without_stacks, agreed.action, agreed.step)
 
 
@@ -464,13 +468,13 @@ def _add_files(files: Mapping[str, bytes], others: Sequence[RankEvidence], stagi
 
 
 def _publish(
-    found: Collected, verdict: Verdict, evidence: Evidence, about: JobContext, timeline: Timeline, name: str
+    found: Collected, verdict: Verdict, evidence: Evidence, context: JobContext, timeline: Timeline, name: str
 ) -> Published:
     staging = found.staging
-    _finish(staging, verdict, evidence, about, timeline, found.node)
-    about.unfinished.hold(staging.root)  # which may exist again
+    _finish(staging, verdict, evidence, context, timeline, found.node)
+    context.unfinished.hold(staging.root)  # which may exist again
     return publish(
-        staging.root, about.bundle_dir, name, about.fallback_dir, about.keeping, deadline_s=PUBLISH_DEADLINE_S
+        staging.root, context.bundle_dir, name, context.fallback_dir, context.keeping, deadline_s=PUBLISH_DEADLINE_S
     )
 
 
@@ -518,14 +522,14 @@ def _evidence(outcome: Outcome, ranks: Sequence[RankEvidence], world_size: int) 
 
 
 def _finish(
-    staging: Staging, verdict: Verdict, evidence: Evidence, about: JobContext, timeline: Timeline, node: NodeFiles
+    staging: Staging, verdict: Verdict, evidence: Evidence, context: JobContext, timeline: Timeline, node: NodeFiles
 ) -> None:
     """Writes verdict, reports, launch and, last, the manifest that lists all other files."""
     from safelaunch.bundle.reading import surroundings  # late: a run that never stalls does not pay for it
     from safelaunch.report.about import About, Launch
 
     staging.add_json(Artifact("verdict.json", OURS, 0.0), verdict)
-    staging.add_json(Artifact("launch.json", OURS, 0.0), about.launch)
+    staging.add_json(Artifact("launch.json", OURS, 0.0), context.launch)
     if evidence.nodes:
         staging.add_json(Artifact("nodes.json", OURS, 0.0), evidence.nodes)
     if evidence.early:
@@ -536,14 +540,14 @@ def _finish(
         staging.add_json(Artifact("rendezvous.json", OURS, 0.0), evidence.rendezvous)
 
     def what_is_known() -> About:
-        launch = from_builtins(about.redactor.tree(dict(about.launch)), Launch)
-        known = surroundings.about(staging.root, launch, {about.host: node})
+        launch = from_builtins(context.redactor.tree(dict(context.launch)), Launch)
+        known = surroundings.about(staging.root, launch, {context.host: node})
         return replace(known, at_unix_s=timeline.moments[-1].unix_s)
 
-    shape = add_reports(staging, verdict, evidence, about.redactor, about.run_name, what_is_known)
+    shape = add_reports(staging, verdict, evidence, context.redactor, context.run_name, what_is_known)
     listed = staging.close()
     manifest = Manifest(
-        host=about.host,
+        host=context.host,
         written_unix_s=round(time.time(), 3),
         user=os.getuid(),
         watch=Watched(

@@ -70,10 +70,10 @@ class Live:
         assert job.run is not None
         self._job = job
         self._view = view
-        self._watch, self._about, self._council = view.watch, view.context, view.council
+        self._watch, self._context, self._council = view.watch, view.context, view.council
         self._server = _server(job.run.control)
         self._asking: list[tuple[Client, float]] = []  # for the status, since when
-        self._for_another: Task[None] | Incident[None] | None = None  # what another node has asked for
+        self._for_another: Incident[None] | None = None  # what another node has asked for
         self._dumps: deque[_Dump] = deque()
         self._silent_ranks = SilentRanks()
         self._gpu_memory = GpuMemory()
@@ -104,7 +104,7 @@ class Live:
             self._asking.append((client, now if self._council.look_around() else now - AROUND_S))
             self._answer_status(now)
         elif request.command == "dump":
-            self._queue_dump(Path(request.bundle_dir) if request.bundle_dir else self._about.bundle_dir, client)
+            self._queue_dump(Path(request.bundle_dir) if request.bundle_dir else self._context.bundle_dir, client)
         elif request.command == "record":
             self._recordings.ask(request, client)
         else:
@@ -118,7 +118,7 @@ class Live:
             if unknown and now - since_s < AROUND_S:
                 waiting.append((client, since_s))
             else:
-                client.answer(self._about.redactor.tree(msgspec.to_builtins(self.status(now))))
+                client.answer(self._context.redactor.tree(msgspec.to_builtins(self.status(now))))
         self._asking = waiting
 
     def _queue_dump(self, bundle_dir: Path, client: Client) -> None:
@@ -136,7 +136,7 @@ class Live:
 
     def dump_here(self, show: Callable[[Report], None], *, ends: bool = False) -> None:
         """Takes a bundle and shows it with ``show``, which ``ends`` the job."""
-        dump = self._queued(self._about.bundle_dir)
+        dump = self._queued(self._context.bundle_dir)
         if dump.show is None:
             dump.show = show
             then = "and then ending it" if ends else "which continues (Ctrl-C stops it)"
@@ -144,7 +144,7 @@ class Live:
 
     def dump_late(self, show: Callable[[Report], None]) -> None:
         """Writes a bundle of a job that has ended: what was found, logs, the last progress."""
-        dump = self._queued(self._about.bundle_dir)
+        dump = self._queued(self._context.bundle_dir)
         if dump.show is None:
             dump.show, dump.kind = show, ENDED if dump.working is None else DUMP
             say("writing a bundle of what was found; the ranks have ended")
@@ -162,7 +162,7 @@ class Live:
             dump.working = Incident("dump", lambda at: self._write_dump(dump, at))
         elif dump.working.done:
             self._dumps.popleft()
-            answer = _answer(dump.working, self._about.redactor)
+            answer = _answer(dump.working, self._context.redactor)
             for client in dump.clients:
                 client.answer(answer)
             if dump.show is not None and answer.bundle:
@@ -211,8 +211,8 @@ class Live:
         self._advance_dumps()
 
     def _write_dump(self, dump: _Dump, at: Incident[Report]) -> Report:
-        about = replace(self._about, bundle_dir=dump.bundle_dir)
-        view, for_finding = replace(self._view, context=about), dump.show is not None
+        context = replace(self._context, bundle_dir=dump.bundle_dir)
+        view, for_finding = replace(self._view, context=context), dump.show is not None
         if dump.kind is ENDED:
             return incident.finish(observe(ENDED, view, at, for_finding=for_finding))
         with self._council.rounds.asking(Question()) as answers:
@@ -220,12 +220,12 @@ class Live:
             if at.cancelled.is_set():
                 incident.discard(found)
                 raise Cancelled
-            others = others_of(answers(threading.Event()), about.host)
+            others = others_of(answers(threading.Event()), context.host)
         if not others.evidence:
             return incident.finish(found)
-        verdict = incident.judged(others.with_own(found.evidence), about)
-        name = name_of(about.run_name, time.time(), verdict.outcome)
-        place = BundlePlace(about.host, os.fspath(about.bundle_dir / name), True)
+        verdict = incident.judged(others.with_own(found.evidence), context)
+        name = name_of(context.run_name, time.time(), verdict.outcome)
+        place = BundlePlace(context.host, os.fspath(context.bundle_dir / name), True)
         return incident.finish(found, Agreement(msgspec.structs.replace(verdict, bundle=place), name, others))
 
     # --- status -----------------------------------------------------------------------------------------------------
@@ -253,11 +253,11 @@ class Live:
         elif threshold_s == settings.startup_timeout_s:
             why = f"before the first step: {settings.origin('startup-timeout')}"
         return RunStatus(
-            run=self._about.run_dir.name,
+            run=self._context.run_dir.name,
             name=plan.run_name,
             supervisor_pid=os.getpid(),
             cwd=self._cwd,
-            command=self._about.redactor.argv(plan.script),
+            command=self._context.redactor.argv(plan.script),
             started_unix_s=self._job.started_unix_s,
             attempt=self._watch.roster.attempt,
             world_size=self._watch.world_size,
@@ -329,11 +329,11 @@ class Live:
             step=progress.step,
             steps_per_s=self._rate(rank, progress, now),
             age_s=round(self._watch.age_s(progress, now), 3),
-            phase=self._about.redactor.said(progress.phase),
+            phase=self._context.redactor.said(progress.phase),
             signals=", ".join(signals),
             rss_bytes=rss_bytes(progress.pid),
             gpu_bytes=self._gpu_memory.of(progress.pid),
-            doing=self._about.redactor.said(self._silent_ranks.words(rank, self._watch.mark_s(progress))),
+            doing=self._context.redactor.said(self._silent_ranks.words(rank, self._watch.mark_s(progress))),
         )
 
     def _rate(self, rank: int, progress: Progress, now: float) -> float | None:

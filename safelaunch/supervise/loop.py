@@ -122,11 +122,11 @@ class Supervisor:
         bounds = bounds_of(settings)
         self._watch = Watch(Roster(job.run), policy_of(settings), time.monotonic(), bounds)
         self._cap = GroupTimeout(self._watch, bounds.floor_s) if bounds is not None else None
-        about = self._about = job_context(job)
-        redact.use(about.redactor.text)
-        self._notifier, self._suspects = about.notifier, about.suspects
-        self._council = Council(job.plan, about, self._watch)
-        view = self._view = JobView(self._watch, about, self._exits, self._council)
+        context = self._context = job_context(job)
+        redact.use(context.redactor.text)
+        self._notifier, self._suspects = context.notifier, context.suspects
+        self._council = Council(job.plan, context, self._watch)
+        view = self._view = JobView(self._watch, context, self._exits, self._council)
         self._stall = StallCase(view)
         self._crash = CrashCase(view)
         self._early = EarlyLooks(view) if settings.early_look else None
@@ -170,7 +170,7 @@ class Supervisor:
 
     def _run(self) -> int:
         sweep(self._job.plan.run_dir.parent)
-        sweep_unfinished(self._about.fallback_dir)
+        sweep_unfinished(self._context.fallback_dir)
         controlgroup.sweep()
         while (status := self._processes.ended()) is None:
             busy = self._stall.busy or self._crash.busy or self._live.busy or self._ending is not None
@@ -487,7 +487,7 @@ class Supervisor:
             code = f"exit code {EXIT_INCONSISTENT}, as --on-inconsistent stop asks for"
             say(f"the job had already ended; {code}" if self._has_ended else "ending the job (--on-inconsistent stop)")
             assert self._consistency is not None
-            self._consistency.stop_all(f"{self._about.host}: {report.published.shown}")
+            self._consistency.stop_all(f"{self._context.host}: {report.published.shown}")
             self._end(report, EXIT_INCONSISTENT, shown=True, after_s=OTHERS_END_S if self._watch.unseen else 0.0)
 
     # --- the end ----------------------------------------------------------------------------------------------------
@@ -522,7 +522,7 @@ class Supervisor:
         while self._crash.writing and not self._forwarder.stop_requested and time.monotonic() < deadline:
             self._forwarder.wait(BUSY_TICK_S)
         if self._crash.writing or self._stall.writing or self._interrupt is not None:
-            self._about.unfinished.discard()
+            self._context.unfinished.discard()
         self._stall.abandon()
 
     def _note_end(self, status: int) -> None:
@@ -542,13 +542,13 @@ class Supervisor:
         if rendezvous is None or raised is None or not self.began_nothing or not is_of_rendezvous(raised):
             return
         nodes, error = self._council.nodes(probing=False), f"{raised.error}: {raised.message}"
-        writing = Task("bundle", lambda: incident.of_rendezvous(rendezvous, error, nodes, self._about))
+        writing = Task("bundle", lambda: incident.of_rendezvous(rendezvous, error, nodes, self._context))
         while not (writing.done or self._forwarder.stop_requested) and time.monotonic() < now + WRITE_PATIENCE_S:
             self._forwarder.wait(BUSY_TICK_S)
         if writing.done:
             self._show(writing.result())
         else:
-            self._about.unfinished.discard()
+            self._context.unfinished.discard()
 
     def _say_ended(self, verdict: _Verdict) -> None:
         assert self._ending is not None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from safelaunch.capture.pages import why_without_beacon
 from safelaunch.model import rank_words
+from safelaunch.supervise.council import Council
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.stall import Policy
 from safelaunch.system.console import say
@@ -16,19 +16,6 @@ BEACON_AGAIN_S = 5.0  # between two looks at workers that have no beacon yet
 STEP_PATIENCE_S = 600.0
 RANK_PATIENCE_S = 60.0
 MEETING_PATIENCE_S = 8.0  # until the supervisors of all nodes have found each other
-
-
-class Others(Protocol):
-    """The other nodes of the job, as far as they can be asked."""
-
-    @property
-    def is_covered(self) -> bool: ...
-
-    @property
-    def why_alone(self) -> str: ...
-
-    @property
-    def others(self) -> str: ...
 
 
 class Notices:
@@ -42,7 +29,7 @@ class Notices:
         watch: Watch,
         policy: Policy,
         now: float,
-        council: Others | None = None,
+        council: Council,
         *,
         by_torchrun: bool = True,
         why: Callable[[int], str] = why_without_beacon,
@@ -50,7 +37,7 @@ class Notices:
         """``why``: what keeps a worker (pid) from having a beacon; empty while it may still get one."""
         self._watch = watch
         self._why = why
-        self._others = council
+        self._council = council
         self._startup_timeout_s = policy.startup_s
         self._beacons_due_s = now + BEACON_PATIENCE_S
         self._unreached: set[int] = set()  # ranks said to have no beacon
@@ -90,19 +77,19 @@ class Notices:
         if not unseen:
             return
         self._unseen_s = self._unseen_s or now
-        covered = self._others is not None and self._others.is_covered
+        covered = self._council.is_covered
         told, was_covered = self._told_of
         if unseen == told and (was_covered or not covered):
             return
-        if self._others is not None and not covered and now - self._unseen_s < MEETING_PATIENCE_S:
+        if not covered and now - self._unseen_s < MEETING_PATIENCE_S:
             return
         self._told_of = (unseen, covered)
         world = self._watch.world_size
         here = f"watching {rank_words(set(range(world)) - set(unseen))} of {world}"
-        if self._others is not None and covered:
-            say(f"{here}, together with {self._others.others}: one verdict for all")
+        if covered:
+            say(f"{here}, together with {self._council.others}: one verdict for all")
             return
-        why = f" ({self._others.why_alone})" if self._others is not None else ""
+        why = f" ({self._council.why_alone})"
         say(
             f"{here}; the others are on other nodes, whose supervisors this one can't reach{why}. safelaunch ends the "
             "job from here only at --max-stall."
@@ -119,7 +106,7 @@ class Notices:
         say(f"no beacon in rank {', '.join(silent.values())}: {whose} not counted")
         if len(silent) < len(self._watch.roster.workers):
             say(f"safelaunch still collects {'its' if len(silent) == 1 else 'their'} stacks when the job hangs")
-        elif self._watch.unseen and self._others is not None and self._others.is_covered:
+        elif self._watch.unseen and self._council.is_covered:
             say("no rank of this node has a beacon: safelaunch looks at them when another node suspects the job")
         else:
             self._is_said_blind = True

@@ -38,11 +38,11 @@ class _Verdict(msgspec.Struct):
     bundle: BundlePlace | None = None
 
 
-def recalled(evidence: Evidence, about: JobContext) -> Evidence:
+def recalled(evidence: Evidence, context: JobContext) -> Evidence:
     """The evidence with what the last bundles blame; as it is, if it has that already. Never raises."""
     if evidence.earlier is not None or evidence.outcome in ("dump", "suspect"):
         return evidence
-    task = Task("earlier bundles", lambda: blamed_in(about.bundle_dir))
+    task = Task("earlier bundles", lambda: blamed_in(context.bundle_dir))
     try:
         earlier = task.result() if task.wait(DEADLINE_S) else ()
     except OSError:

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -24,23 +24,18 @@ from safelaunch.model.recording import Numbers, ProcessRecord, RankRecord, Recor
 from safelaunch.model.words import ranks_in
 from safelaunch.supervise.cluster.messages import Question, Round
 from safelaunch.supervise.control.protocol import LARGEST_ANSWER, Client, RecordAnswer, Request
-from safelaunch.supervise.respond import JobView
+from safelaunch.supervise.respond import Incident, JobView
 from safelaunch.supervise.rounds import recordings_of
-from safelaunch.system.task import Task
 
 LONGEST_S = 300.0
 GAVE_WAY = "a bundle of this run was requested; record again once it is written"
-
-
-class GaveWay(Exception):
-    """A dump of all nodes was asked for: it does not wait for a recording."""
 
 
 @dataclass
 class _Asked:
     request: Request
     clients: list[Client]
-    working: Task[Recording]
+    working: Incident[Recording]
 
 
 @dataclass
@@ -50,13 +45,12 @@ class Recordings:
     job: JobView
     command: tuple[str, ...] = ()
     _asked: _Asked | None = None
-    _stop: threading.Event = field(default_factory=threading.Event)  # of the samples that are being taken
+    _for_another: Incident[None] | None = None
 
     def ask(self, request: Request, client: Client) -> None:
         """Begins a recording, or joins the one that is the same; another one is refused meanwhile."""
         if self._asked is None:
-            stop = self._stop
-            self._asked = _Asked(request, [], Task("record", lambda: self._everywhere(request, stop)))
+            self._asked = _Asked(request, [], Incident("record", lambda at: self._everywhere(request, at)))
         elif self._asked.request != request:
             client.answer(RecordAnswer(problem="another recording of this run is in progress"))
             return
@@ -72,9 +66,8 @@ class Recordings:
             return
         asked, self._asked = self._asked, None
         try:
-            answer = RecordAnswer(asked.working.result(), os.fspath(self.job.context.bundle_dir))
-        except GaveWay:
-            answer = RecordAnswer(problem=GAVE_WAY)
+            found, place = asked.working.result, os.fspath(self.job.context.bundle_dir)
+            answer = RecordAnswer(found, place) if found is not None else RecordAnswer(problem=GAVE_WAY)
         except Exception as error:  # noqa: BLE001 - the client gets the reason, and the job continues
             answer = RecordAnswer(problem=self.job.context.redactor.text(f"{type(error).__name__}: {error}"))
         for client in asked.clients:
@@ -82,7 +75,7 @@ class Recordings:
 
     def finish(self) -> None:
         """The job is being stopped: gives up what needs its ranks."""
-        self._stop.set()
+        self.yield_to_dump()
         if self._asked is not None:
             for client in self._asked.clients:
                 client.answer(RecordAnswer(problem="the job is being stopped"))
@@ -90,27 +83,27 @@ class Recordings:
 
     def yield_to_dump(self) -> None:
         """A dump of all nodes is asked for: gives up the samples that are being taken, here and for other nodes."""
-        self._stop.set()
-        self._stop = threading.Event()
+        for one in (self._asked.working if self._asked is not None else None, self._for_another):
+            if one is not None:
+                one.cancel()
 
-    def for_another(self, round_: Round, question: Question) -> Task[None]:
+    def for_another(self, round_: Round, question: Question) -> Incident[None]:
         """Takes this node's samples, for another one that asks for them."""
-        stop = self._stop
-        return Task("record for another node", lambda: self._answer(round_, question, stop))
+        self._for_another = Incident("record for another node", lambda at: self._answer(round_, question, at))
+        return self._for_another
 
-    def _answer(self, round_: Round, question: Question, stop: threading.Event) -> None:
-        recording = self._here(question, stop)
-        if not stop.is_set():
-            self.job.council.rounds.answer_recording(round_, recording)
+    def _answer(self, round_: Round, question: Question, at: Incident[None]) -> None:
+        recording = self._here(question, at.cancelled)
+        at.pause(0.0)
+        self.job.council.rounds.answer_recording(round_, recording)
 
-    def _everywhere(self, request: Request, stop: threading.Event) -> Recording:
-        """The samples of all nodes. Raises GaveWay."""
+    def _everywhere(self, request: Request, at: Incident[Recording]) -> Recording:
+        """The samples of all nodes."""
         question = Question(0, "record", min(max(request.duration_s, 1.0), LONGEST_S), request.ranks[:4096])
         with self.job.council.rounds.asking(question) as answers:
-            own = self._here(question, stop)
-            others, notes = recordings_of(answers(stop))
-        if stop.is_set():
-            raise GaveWay
+            own = self._here(question, at.cancelled)
+            others, notes = recordings_of(answers(at.cancelled))
+        at.pause(0.0)
         whole = merged([own, *others]) if others else own
         whole = msgspec.structs.replace(whole, notes=[*whole.notes, *notes])
         return bounded(_with_unseen(whole, ranks_in(question.ranks)), _fits)

@@ -88,11 +88,11 @@ class Rounds:
     """
 
     def __init__(
-        self, channel: Channel, about: JobContext, nodes: Callable[[], tuple[NodeEvidence, ...]], action: Action
+        self, channel: Channel, context: JobContext, nodes: Callable[[], tuple[NodeEvidence, ...]], action: Action
     ) -> None:
         """``action``: what this node wants to be done about a job that hangs."""
         self._channel = channel
-        self._about = about
+        self._context = context
         self._nodes = nodes
         self._action: Action = action
         self._past: int | None = None  # crashes that had their verdict as the ranks were started
@@ -116,7 +116,7 @@ class Rounds:
         """
         nodes = node_count(self._channel.seen.page)
         files = small_files(root, records=1 < nodes <= FEW) if root is not None else {}
-        own = without_secrets(evidence, self._about.redactor)
+        own = without_secrets(evidence, self._context.redactor)
 
         def over(seen: Seen) -> bool:
             page = seen.page
@@ -192,10 +192,10 @@ class Rounds:
         """
         if self._past is None:
             return Agreement()
-        local = aged(without_secrets(local, self._about.redactor), time.time())
+        local = aged(without_secrets(local, self._context.redactor), time.time())
 
         def own() -> Evidence:
-            return replace(local, nodes=without_secrets(self._nodes(), self._about.redactor))
+            return replace(local, nodes=without_secrets(self._nodes(), self._context.redactor))
 
         def over(seen: Seen) -> bool:
             status = seen.status
@@ -264,14 +264,14 @@ class Rounds:
 
     def _judge(self, own: Evidence, found: Gathered, course: _Course) -> _Judged:
         """Everything that any node has seen, and the verdict over it."""
-        others = others_of(found, self._about.host)
+        others = others_of(found, self._context.host)
         whole = course.with_answer(others.with_own(own))
-        verdict = judged(whole, self._about)
-        name = name_of(self._about.run_name, time.time(), verdict.outcome)
-        path = os.fspath(self._about.bundle_dir / name)
+        verdict = judged(whole, self._context)
+        name = name_of(self._context.run_name, time.time(), verdict.outcome)
+        path = os.fspath(self._context.bundle_dir / name)
         steps = [rank.progress.step for rank in whole.ranks if rank.progress and rank.progress.step]
         action: Action = course.action if verdict.outcome == "hang" else "dump"
-        decision = Decision(verdict, action, self._about.host[:255], path[:4096], min(steps, default=None))
+        decision = Decision(verdict, action, self._context.host[:255], path[:4096], min(steps, default=None))
         return _Judged(decision, whole, others)
 
     def _agreement(self, decision: Decision, mine: _Judged | None, status: PeerStatus) -> Agreement:
@@ -280,7 +280,7 @@ class Rounds:
         verdict = replace(decision.verdict, bundle=BundlePlace(decision.host, decision.path, whole))
         agreed = Agreement(
             verdict,
-            name_of(f"{self._about.run_name}-{self._about.host}", time.time(), verdict.outcome),
+            name_of(f"{self._context.run_name}-{self._context.host}", time.time(), verdict.outcome),
             action=decision.action,
             step=decision.step,
             outcome=verdict.outcome,
@@ -346,7 +346,7 @@ class Rounds:
 
     def answer(self, round_: Round, evidence: Evidence) -> None:
         """This node's evidence, for another one that asks for it."""
-        own = without_secrets(evidence, self._about.redactor)
+        own = without_secrets(evidence, self._context.redactor)
         self._channel.submit(round_, condensed(own, share=share_of(node_count(self.page))))
 
     def answer_recording(self, round_: Round, recording: Recording) -> None:

@@ -153,10 +153,10 @@ class StallCase:
         self._agreed = self._agreed and ends
         if report is not None and report.verdict.outcome == "suspect":
             self._suspect_bundle = _Suspect(self._written_of, report)
-        if self._watch.is_held and (self._goes_on or (report is not None and report.verdict.outcome == "suspect")):
+        if self._watch.is_hung and (self._goes_on or (report is not None and report.verdict.outcome == "suspect")):
             self._watch.release(self._written_of, now)
         elif report is None:  # the job moved, or was started anew
-            self._watch.start_again(now)
+            self._watch.reset(now)
         self._goes_on = False
         return report
 
@@ -278,7 +278,7 @@ class StallCase:
     def _take(self, suspicion: _Suspicion, seen: _Seen, now: float) -> None:
         self._suspicion = self._closer = None
         if seen.outcome == "hang" and seen.looks is not None:
-            self._watch.hold()
+            self._watch.mark_hung()
             self._agreed = True
             self._write_with_all(suspicion, seen.looks, seen.judged, now)
             return

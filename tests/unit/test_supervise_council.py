@@ -65,7 +65,7 @@ def test_a_call_is_answered_once_and_answers_what_was_asked_while_it_was_open(no
     assert call is not None and call.incident == 3
     node.suspect(2.0)
     assert node.channel.beat.suspects == 3, "it would have the next one opened"
-    node.join(3)
+    assert node.answer_call() == call
     assert node.calls() is None
     assert (node.channel.beat.incident, node.channel.beat.vote, node.channel.beat.suspects) == (3, "", 2)
 

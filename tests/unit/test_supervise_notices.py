@@ -18,6 +18,7 @@ FRESH = Progress(0, 0, 1, 0, 10, 1, "torch")
 
 START = Threshold(100.0, "before the first step")
 POLICY = Policy(60.0, 100.0, 1800.0)
+ALONE: Any = SimpleNamespace(is_covered=False, why_alone="no answer", others="")
 
 
 def said(
@@ -28,7 +29,7 @@ def said(
     beacon: bool = True,
     limit: Threshold = START,
     unseen: tuple[int, ...] = (),
-    others: Any = None,
+    council: Any = ALONE,
     why: str = "python -I",
     policy: Policy = POLICY,
 ) -> str:
@@ -42,7 +43,7 @@ def said(
         unseen=unseen,
         world_size=2,
     )
-    notices = Notices(watch, policy, 0.0, others, why=lambda pid: why)
+    notices = Notices(watch, policy, 0.0, council, why=lambda pid: why)
     for now in (1.0, 19.0, 49.0, 51.0, 400.0):
         notices.tick(now)
     return capfd.readouterr().err
@@ -82,7 +83,7 @@ def test_a_beacon_that_appears_after_all_is_said(capfd: pytest.CaptureFixture[st
         roster=SimpleNamespace(workers=workers, pages=dict), last_progress={}, unseen=(), world_size=2
     )
     watch.without_beacon = lambda: [one for one in workers.values() if one.rank not in watch.last_progress]
-    notices = Notices(watch, Policy(60.0, 1e6, 1800.0), 0.0, why=lambda pid: "bash is not Python")
+    notices = Notices(watch, Policy(60.0, 1e6, 1800.0), 0.0, ALONE, why=lambda pid: "bash is not Python")
     for now, seen in ((30.0, ()), (40.0, (0,)), (50.0, (0,)), (60.0, (0, 1)), (70.0, (0, 1))):
         watch.last_progress = dict.fromkeys(seen, FRESH)
         notices.tick(now)
@@ -99,7 +100,7 @@ def test_a_node_without_any_beacon_is_looked_at_with_the_others(
     capfd: pytest.CaptureFixture[str], covered: bool
 ) -> None:
     others = SimpleNamespace(is_covered=covered, others="1 other node (b)", why_alone="no answer")
-    text = said(capfd, None, beacon=False, unseen=(1,), others=others)
+    text = said(capfd, None, beacon=False, unseen=(1,), council=others)
     assert ("when another node suspects the job" in text, "CANNOT WATCH" in text) == (covered, not covered)
 
 
@@ -111,7 +112,7 @@ def test_a_command_without_ranks_is_told_that_it_is_not_watched(
     watch: Any = SimpleNamespace(
         roster=roster, last_progress={0: progress} if progress else {}, without_beacon=lambda: (), unseen=()
     )
-    notices = Notices(watch, Policy(60.0, 1000.0, 1800.0), 0.0, by_torchrun=by_torchrun)
+    notices = Notices(watch, Policy(60.0, 1000.0, 1800.0), 0.0, ALONE, by_torchrun=by_torchrun)
     for now in (1.0, 59.0, 61.0, 400.0):
         notices.tick(now)
     assert capfd.readouterr().err.count("CANNOT WATCH this command") == told
@@ -123,16 +124,16 @@ def told_of_nodes(capfd: pytest.CaptureFixture[str], *unseen: tuple[int, ...], b
     watch: Any = SimpleNamespace(
         roster=roster, last_progress={0: FRESH}, without_beacon=lambda: (), unseen=(), world_size=4
     )
-    notices = Notices(watch, Policy(60.0, 1e6, 1800.0), 0.0)
+    notices = Notices(watch, Policy(60.0, 1e6, 1800.0), 0.0, ALONE)
     for now, watch.unseen in enumerate(unseen, 1):
-        notices.tick(float(now))
+        notices.tick(9.0 * now)  # the nodes have had time to meet
     return [line.partition(";")[0] for line in capfd.readouterr().err.splitlines()]
 
 
 def test_which_ranks_are_watched_is_told_once_and_again_when_it_changes(capfd: pytest.CaptureFixture[str]) -> None:
     assert told_of_nodes(capfd, (), (), ()) == []
     assert told_of_nodes(capfd, (0, 1), (0, 1), (0, 1)) == ["safelaunch: watching ranks 2-3 of 4"]
-    assert told_of_nodes(capfd, (0, 1), (0, 1, 3)) == [
+    assert told_of_nodes(capfd, (0, 1), (0, 1), (0, 1, 3)) == [
         "safelaunch: watching ranks 2-3 of 4",
         "safelaunch: watching rank 2 of 4",
     ]

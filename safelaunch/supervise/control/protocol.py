@@ -282,9 +282,3 @@ def _connect(connection: socket.socket, path: Path, end_s: float) -> None:
             if time.monotonic() > end_s:
                 raise
             time.sleep(0.02)
-
-
-def runs(root: Path) -> list[Path]:
-    """The run directories below ``root`` that have a control socket, oldest first."""
-    found = [entry for entry in root.glob("r[0-9]*") if (entry / "control").exists()]
-    return sorted(found, key=lambda entry: entry.stat().st_mtime)

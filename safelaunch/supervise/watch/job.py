@@ -263,12 +263,12 @@ class Watch:
         steps = progress.step or 0
         return progress.mean_step_s(steps) if steps > rhythm.WARM_UP else 0.0
 
-    def hold(self) -> None:
+    def mark_hung(self) -> None:
         """It hangs, as all nodes have found together: nothing is suspected any more."""
         self.state = replace(self.state, status=stall.Status.HUNG)
 
     @property
-    def is_held(self) -> bool:
+    def is_hung(self) -> bool:
         return self.state.status is stall.Status.HUNG
 
     def release(self, mark_s: float, now: float) -> None:
@@ -298,7 +298,7 @@ class Watch:
         """A look is over. What the ranks did to answer it is no work; nor is what they did before it, at the next."""
         self._quiet = None
 
-    def start_again(self, now: float) -> None:
+    def reset(self, now: float) -> None:
         """The clock is started again."""
         self.state = stall.started(now)
 
