@@ -100,7 +100,7 @@ class EarlyLooks:
 
     def _look(self, spell: Spell, at: Incident[_Word]) -> _Word:
         """In a thread."""
-        looks = look(FIRST_WORD, self._job, at)
+        looks = look(FIRST_WORD, self._job, at, quiet=self._watch.quiet)
         at.pause(0.0)
         word = self._judge(spell, looks)
         at.pause(0.0)

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from msgspec import structs
 
+from safelaunch.capture.counters import Counters
 from safelaunch.supervise import incident
 from safelaunch.supervise.answer import proves, work_in
 from safelaunch.supervise.council import Council
@@ -109,15 +110,15 @@ def look(
     job: JobView,
     at: Incident[T],
     *,
+    quiet: Counters | None = None,
     network: bool = False,
     between: Callable[[], object] = lambda: None,
 ) -> Looks:
     """Looks at all ranks as often as this kind of incident does; fewer times where that is cancelled.
 
-    ``network``: see ``look_at``; of the last look. ``between``: called between the looks.
+    ``quiet``, ``network``: see ``look_at``; of the first and of the last look. ``between``: called between the looks.
     """
     watch, collectives, begin_s = job.watch, kind.looks > 1, time.monotonic()
-    quiet = watch.quiet
     looks = look_at(watch.targets(), None, collectives=collectives, quiet=quiet, deadline_s=kind.look_s)
     for _ in range(kind.looks - 1):
         between()

@@ -246,6 +246,7 @@ class StallCase:
             kind,
             self._job,
             closer,
+            quiet=self._watch.quiet,
             network=suspicion.incident > 0,
             between=lambda: Task("prepare", incident.prepare),
         )

@@ -1,0 +1,90 @@
+"""What the supervisor's loop asks an incident in a thread, and how it is cancelled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from safelaunch.capture.look import Target
+from safelaunch.supervise import kinds, respond
+from safelaunch.supervise.kinds import Kind
+from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.respond import Incident, JobView, look
+
+
+def test_an_incident_needs_the_ranks_until_it_has_seen_them() -> None:
+    step, done = Event(), Event()
+
+    def work(at: Incident[str]) -> str:
+        assert step.wait(30)
+        at.ranks_seen()
+        assert done.wait(30)
+        return "report"
+
+    at = Incident("test", work)
+    assert (at.needs_ranks, at.done) == (True, False)
+    step.set()
+    until(lambda: not at.needs_ranks)
+    assert not at.done
+    done.set()
+    assert at.wait(30) and at.result == "report"
+
+
+def test_one_that_is_cancelled_needs_nothing_and_finds_nothing() -> None:
+    never = Event()
+    at: Incident[str] = Incident("test", lambda at: str(at.until(never.is_set)))
+    at.cancel()
+    assert not at.needs_ranks
+    assert at.wait(30) and at.result is None
+
+
+def test_an_error_of_its_work_is_raised_where_its_result_is_taken() -> None:
+    at: Incident[None] = Incident("test", lambda at: at.pause(1 / 0))
+    assert at.wait(30) and not at.needs_ranks
+    with pytest.raises(ZeroDivisionError):
+        _ = at.result
+
+
+@pytest.mark.parametrize(
+    ("kind", "cancelled", "expected"),
+    [
+        (Kind("hang", between_s=0.0), False, [6.0, 6.0]),
+        (Kind("hang", between_s=0.0), True, [6.0]),
+        (Kind("hang", between_s=0.0, budget_s=0.0), False, [6.0]),
+        (kinds.CRASH, False, [6.0]),
+    ],
+    ids=["two", "cancelled", "no time for another", "crash"],
+)
+def test_how_often_the_ranks_are_looked_at(
+    kind: Kind, cancelled: bool, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[float] = []
+
+    def look_at(targets: tuple[Target, ...], looks: Looks | None, *, deadline_s: float, **_: Any) -> Looks:
+        taken.append(deadline_s)
+        return looks or Looks(targets)
+
+    monkeypatch.setattr(respond, "look_at", look_at)
+    watch: Any = SimpleNamespace(targets=lambda: (), quiet=None)
+    unneeded: Any = None
+    job = JobView(watch, unneeded, dict, unneeded)
+
+    def work(at: Incident[Looks]) -> Looks:
+        if cancelled:
+            at.cancel()
+        return look(kind, job, at)
+
+    assert Incident("test", work).wait(30)
+    assert taken == expected
+
+
+def until(reached: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
