@@ -30,7 +30,6 @@ from safelaunch.supervise.control.protocol import (
 )
 from safelaunch.supervise.incident import Agreement, Report
 from safelaunch.supervise.kinds import DUMP, ENDED, Kind
-from safelaunch.supervise.looks import look_at
 from safelaunch.supervise.on_request import GpuMemory, SilentRanks
 from safelaunch.supervise.recording import Recordings
 from safelaunch.supervise.respond import Cancelled, Incident, JobView, observe
@@ -38,7 +37,6 @@ from safelaunch.supervise.rounds import others_of
 from safelaunch.supervise.watch.quiet import UNKNOWN_S, is_quiet
 from safelaunch.system.console import say
 from safelaunch.system.redaction.redactor import Redactor
-from safelaunch.system.task import Task
 
 RATE_OVER_S = 10.0
 SAMPLE_EVERY_S = 2.0
