@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
 import pickle
 import time
@@ -307,7 +308,7 @@ def test_redacting_twice_changes_nothing(secret: str) -> None:
 @pytest.mark.parametrize("secret", [r"d&-VZ\fD7x", r"#\F9$}<\"OIJ7", "/e4[o)T7&#47;x", "100%41&amp;\\n-x"])
 def test_what_looks_like_an_escape_or_a_path_may_be_part_of_a_secret(secret: str) -> None:
     redactor = Redactor(secret_values({"DB_PASSWORD": secret}, []))
-    for said in (secret, quote(secret, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1]):
+    for said in (secret, html.escape(secret), quote(secret, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1]):
         assert redactor.text(f"it is {said} now") == f"it is {REDACTED} now", said
 
 
@@ -316,6 +317,8 @@ def test_in_base64_a_secret_is_found_beside_any_bytes_and_a_name_in_text_alone()
     for before in (b"user:", b"\xff\x00"):
         word = base64.b64encode(before + b"horse-battery\xfe").decode()
         assert redactor.text(f"auth {word} sent") == f"auth {REDACTED} sent"
+    glued = f"x{base64.b64encode(b'horse-battery').decode().rstrip('=')}x"
+    assert "aG9yc2" not in redactor.text(f"auth {glued} sent")
     name = base64.b64encode(b"\xff\x00password=hunter2").decode()
     assert redactor.text(f"data {name} sent") == f"data {name} sent"
 

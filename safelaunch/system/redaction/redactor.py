@@ -8,6 +8,7 @@ and port 1234 alone.
 
 from __future__ import annotations
 
+import base64
 import json
 import pickle
 import re
@@ -28,6 +29,7 @@ _CALLED_SO = re.compile(
     r"(?:pass(?:word|wd|phrase|code)?|pwd|pw|secret|token|credentials?|auth|pin)s?[\"']?(?:\s?[=:]\s?|\s(?:is|was)\s|\s)[\"']?\Z",
     re.IGNORECASE,
 )
+_HTML = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"})
 _LINE_HEAD = re.compile(r"\d\d:\d\d:\d\d\.\d{3} (?:out|err)\| ")
 _CUT_OFF = ".… '\")]}\n"  # what is put behind a text that was cut
 # Where a number counts: what stands before it, and what behind it.
@@ -200,9 +202,12 @@ class Redactor:
 
 
 def _forms_of(value: str) -> tuple[str, ...]:
-    """The value as it is, as a URL, JSON and ``repr`` write it, and in hexadecimal."""
+    """The value as it is, as a URL, JSON, ``repr`` and HTML write it, in base64 and in hexadecimal."""
     quoted = (value.replace(" ", "+"), quote(value, safe=""), json.dumps(value)[1:-1], ascii(value)[1:-1])
-    return (value, *quoted, *_hexadecimal(value))
+    raw = _bytes(value)
+    # More may be encoded together with its last byte.
+    encoded = [encode(raw).decode()[: 8 * len(raw) // 6] for encode in (base64.b64encode, base64.urlsafe_b64encode)]
+    return (value, *quoted, value.translate(_HTML), *encoded, *_hexadecimal(value))
 
 
 def _hexadecimal(value: str) -> tuple[str, ...]:
