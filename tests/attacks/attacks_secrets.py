@@ -146,8 +146,11 @@ def _nested(seed: int, _: Path) -> str:
     random = rnd.Random(seed)
     secret = _secret(random, 8)
     inner, outer = random.sample(leaks.ENCODINGS, 2)
-    if inner.name.startswith(("base64", "hexa", "HEXA")) and outer.name.startswith(("base64", "hexa", "HEXA")):
-        return ""  # double encoding is deliberate hiding
+    hidden = inner.name.startswith(("base64", "hexa", "HEXA"))
+    if hidden and outer.name.startswith(("base64", "hexa", "HEXA", "in a word")):
+        return ""  # double encoding is deliberate hiding, and so is base64 within letters that are none of it
+    if {inner.name, outer.name} == {"colours", "zero width"}:
+        return ""  # a terminal shows no such colours
     said = f"it is {outer.write(inner.write(secret))} now"
     text = Redactor(secret_values({"A_SECRET": secret}, [])).said(said)
     return (

@@ -203,7 +203,9 @@ class Redactor:
 
 def _forms_of(value: str) -> tuple[str, ...]:
     """The value as it is, as a URL, JSON, ``repr`` and HTML write it, in base64 and in hexadecimal."""
-    quoted = (value.replace(" ", "+"), quote(value, safe=""), json.dumps(value)[1:-1], ascii(value)[1:-1])
+    in_json = json.dumps(value)[1:-1]
+    twice = json.dumps(in_json)[1:-1]
+    quoted = (value.replace(" ", "+"), quote(value, safe=""), in_json, twice, ascii(value)[1:-1])
     raw = _bytes(value)
     # More may be encoded together with its last byte.
     encoded = [encode(raw).decode()[: 8 * len(raw) // 6] for encode in (base64.b64encode, base64.urlsafe_b64encode)]
