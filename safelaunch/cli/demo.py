@@ -44,6 +44,7 @@ DEMOS = {
 }
 STALL_TIMEOUT_S = "3"
 INTERRUPTED = 130
+NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # torch warns once a rank; no demo uses it
 
 
 def main(argv: list[str]) -> int:
@@ -99,7 +100,7 @@ def _bundles(demo: Demo, bundle_dir: str) -> set[Path]:
 
 def _run_to_its_end(command: list[str]) -> tuple[int, bool]:
     """Its exit code, and whether somebody has stopped it. A key of the terminal reaches it as well as us."""
-    child = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ})
+    child = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": NO_NUMPY, **os.environ})
     stops: list[int] = []
 
     def stop(signum: int, frame: FrameType | None) -> None:

@@ -224,9 +224,15 @@ def wrong_with_healthy(case: Healthy, results: Sequence[Result], ranks: int) -> 
     trainers = next((int(word.partition("=")[2]) for word in case.more if word.startswith("--trainers")), ranks)
     wrong = [f"exit code {result.code}" for result in results if result.code]
     wrong += [f"{trained} of {trainers} ranks trained to the end"] if trained != trainers else []
-    wrong += [f"a bundle: {bundle.path.name}" for result in results for bundle in result.bundles]
+    # Waits for the outside are neither dead nor alive: their bundle must say so, and that the job has recovered.
+    accused = [one for result in results for one in result.bundles if not is_of_a_recovered_wait(one)]
+    wrong += [f"a bundle: {bundle.path.name}" for bundle in accused]
     wrong += [problem for result in results for problem in wrong_with_words(result.stderr, rests=case.rests)]
     return wrong + [left for result in results for left in result.leftovers]
+
+
+def is_of_a_recovered_wait(bundle: Bundle) -> bool:
+    return bundle.verdict["outcome"] == "suspect" and bundle.verdict.get("recovered") is True
 
 
 def wrong_with_words(stderr: str, *, rests: bool) -> list[str]:
