@@ -18,6 +18,7 @@ from safelaunch.system import procstat
 
 MAX_THREADS = 8192  # of all ranks together
 MAX_DESCRIPTORS = 1 << 16
+SERVER_THREAD = "pt_workerserver"  # its pool's threads inherit the name
 RDMA = Path("/sys/class/infiniband")
 _RDMA_COUNTERS = {  # bytes in each unit; the second two are those of EFA
     "counters/port_xmit_data": 4, "counters/port_rcv_data": 4, "hw_counters/tx_bytes": 1, "hw_counters/rx_bytes": 1,
@@ -39,8 +40,10 @@ class Used:
 class ProcessCounters:
     """``rank``: the pid of the rank's main process. ``io_bytes``: read and written, without ``recv`` and ``send``.
 
-    ``main_io_bytes`` and ``main_faults``: of a rank's main thread. ``sockets``: the bytes sent and received by each TCP
-    connection, by inode; one that several processes have open counts for the first of them, parents before children.
+    ``main_io_bytes`` and ``main_faults``: of a rank's main thread. ``servers``: the threads of torch's worker server,
+    which counts nowhere: it works for whoever asks from outside, and that is safelaunch. ``sockets``: the bytes sent
+    and received by each TCP connection, by inode; one that several processes have open counts for the first of them,
+    parents before children.
     """
 
     rank: int
@@ -50,6 +53,7 @@ class ProcessCounters:
     sockets: Mapping[int, int] = field(default_factory=dict)
     main_io_bytes: int = 0
     main_faults: int = 0
+    servers: Collection[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ def read(pids: Collection[int], before: Counters | None = None) -> Counters:
     With the counters read ``before``, descriptors are searched for new connections only.
     """
     at_s, at_ticks = time.monotonic(), int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_S)
-    reader = _Reader()
+    reader = _Reader(before.processes if before is not None else {})
     found: dict[Key, ProcessCounters] = {}
     for rank in pids:
         with suppress(OSError):
@@ -87,8 +91,9 @@ def read(pids: Collection[int], before: Counters | None = None) -> Counters:
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, before: Mapping[Key, ProcessCounters]) -> None:
         self.partial = False
+        self._before = before
         self._left = MAX_THREADS
         self._table: dict[int, tuple[int, int]] | None = None  # where the kernel names no children
 
@@ -102,7 +107,11 @@ class _Reader:
                 yield (pid, stat.start_ticks), ProcessCounters(rank)
                 continue
             threads: dict[int, Used] = {}
+            servers: list[int] = []
             for tid in self._threads(pid):
+                if pid == rank and self._serves((pid, stat.start_ticks), tid):
+                    servers.append(tid)
+                    continue
                 words = _text(f"/proc/{pid}/task/{tid}/schedstat").split()
                 if len(words) == 3:
                     threads[tid] = Used(int(words[0]) / 1e6, int(words[1]) / 1e6)
@@ -114,13 +123,20 @@ class _Reader:
                 (pid, stat.start_ticks),
                 ProcessCounters(
                     rank,
-                    stat.faults,
+                    _faults(pid, servers) if servers else stat.faults,
                     self._io_bytes(f"/proc/{pid}/io"),
                     threads,
                     main_io_bytes=self._io_bytes(f"/proc/{pid}/task/{pid}/io") if main is not None else 0,
                     main_faults=main.faults if main is not None else 0,
+                    servers=frozenset(servers),
                 ),
             )
+
+    def _serves(self, key: Key, tid: int) -> bool:
+        was = self._before.get(key)
+        if was is not None and (tid in was.threads or tid in was.servers):
+            return tid in was.servers
+        return _text(f"/proc/{key[0]}/task/{tid}/comm").strip() == SERVER_THREAD
 
     def owned(
         self, connections: Mapping[int, int], processes: Collection[Key], before: Counters | None
@@ -179,6 +195,18 @@ class _Reader:
         except OSError:
             counts = None
         return sum(counts or ())
+
+
+def _faults(pid: int, without: Collection[int]) -> int:
+    """The page faults of a process without those of some threads, between which none of these had any."""
+    served, faults = -1, 0
+    for _ in range(5):  # an answer takes some ten milliseconds
+        before, served = served, sum(one.faults for tid in without if (one := procstat.read(pid, tid)) is not None)
+        if served == before:
+            break
+        whole = procstat.read(pid)
+        faults = whole.faults if whole is not None else 0
+    return max(0, faults - served)
 
 
 def _inodes(pid: int, descriptors: list[str]) -> Iterator[int]:

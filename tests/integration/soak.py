@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs import PROGRAMS, Job, Result
+from jobs import PROGRAMS, Bundle, Job, Result
 
 SCRIPT = PROGRAMS / "rhythms.py"
 EVERYDAY = PROGRAMS / "everyday.py"

@@ -50,6 +50,20 @@ for line in sys.stdin:
     child = subprocess.Popen([sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '1000'])"])
     print(child.pid, flush=True)
 """
+SERVER = """
+import ctypes, mmap, threading, time
+def serve():
+    ctypes.CDLL(None).prctl(15, b"pt_workerserver", 0, 0, 0)
+    print(threading.get_native_id(), flush=True)
+    while True:
+        with mmap.mmap(-1, 1 << 21) as pages:
+            for at in range(0, len(pages), 4096): pages[at] = 1
+            until = time.process_time() + 0.05
+            while time.process_time() < until: pass
+        time.sleep(0.3)
+threading.Thread(target=serve, daemon=True).start()
+input()
+"""
 FAULTS = """
 import mmap, time
 print("up", flush=True)
@@ -103,6 +117,18 @@ def test_a_thread_that_computes(start: Start) -> None:
     tid = int(line(process))
     work = until(process, has("cpu", tid))
     assert has("cpu", process.pid)(work) is False  # the main thread waits
+
+
+def test_answers_of_the_worker_server_are_no_work(start: Start) -> None:
+    process = start(SERVER)
+    server = int(line(process))
+    begin = counters.read([process.pid])
+    time.sleep(2.0)
+    end = counters.read([process.pid], begin)
+    (one,) = end.processes.values()
+    assert set(one.servers) == {server}
+    assert server not in one.threads
+    assert found(begin, end, Background()) == ()
 
 
 def test_a_process_that_writes_or_touches_memory(start: Start) -> None:
