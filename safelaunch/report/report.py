@@ -471,8 +471,8 @@ def _md_table(rows: Sequence[Alike]) -> str:
         "at": [frame_text(row.first.frame) for row in rows],
     }
     filled = {title: cells for title, cells in columns.items() if any(cells)}
-    lines = [filled, ("---",) * len(filled), *zip(*filled.values(), strict=True)]
-    return "\n".join(f"| {' | '.join(map(in_cell, line))} |" for line in lines)
+    head, *rest = (f"| {' | '.join(map(in_cell, line))} |" for line in (filled, *zip(*filled.values(), strict=True)))
+    return "\n".join((head, f"|{'---|' * len(filled)}", *rest))
 
 
 def _md_nodes(nodes: Sequence[NodeEvidence]) -> str:

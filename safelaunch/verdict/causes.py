@@ -455,8 +455,8 @@ class GroupOrder(Cause, name="group-order"):
 
     advice = _advice(
         "Use the groups in the same order on all ranks, or overlap them with `async_op=True` and wait afterwards.",
-        "A rank that skips its call in one group also waits in the other like this: look for a branch around that "
-        "call.",
+        "A rank that skips its call in one group, or makes it in the wrong group, also waits in the other like this: "
+        "look at the `group=` of that call, and for a branch around it.",
         "Create groups with `new_group()` on every rank, in the same order, including ranks that are not members.",
     )
 

@@ -133,6 +133,7 @@ def test_markdown_has_all_sections() -> None:
     assert "time.sleep(3600)" in text
     assert "loss 0.1" in text
     assert "**ranks 0,2-3**" in text  # merged stacks
+    assert "table_open" in {one.type for one in MarkdownIt("commonmark").enable("table").parse(text)}
     assert "| 1 | node1 | 1010 | 60 | S clock_nanosleep | is asleep in train.py:7 (load) |" in text
     assert "no answer within 2 s" in text
 
