@@ -70,8 +70,8 @@ def _settings(
     check(settings)
     why, notes = "", []
     if options is not None:
-        why = _why_no_script(command, options, environ) or nodes_never_meet(command, options, environ)
-        notes = mistakes_of_torchrun(command, options, environ) if not why else []
+        why = _why_no_script(command, options, environ, torch) or nodes_never_meet(command, options, environ)
+        notes = mistakes_of_torchrun(command, options, environ, torch) if not why else []
     if why and not settings.dry_run:
         raise UsageError(why)
     notes = [*filter(None, (why, torch.note)), *notes, *without_effect(settings)]
@@ -108,11 +108,11 @@ def _nearest(option: str, known: Iterable[str]) -> str:
     return f"--{found}" if found else ""
 
 
-def _why_no_script(command: CommandLine, options: Collection[str], environ: Mapping[str, str]) -> str:
+def _why_no_script(command: CommandLine, options: Collection[str], environ: Mapping[str, str], torch: Torch) -> str:
     """Why there is nothing to run, in one line; empty if there is."""
     if not command.script:
         return "the script is missing (usage: safelaunch [options] script.py [script args...])"
-    why = mistakes.why_missing(command.script, options, environ)
+    why = mistakes.why_missing(command.script, options, environ, torch.python)
     word = command.script[0]
     match = nearest(word, COMMANDS) if why and not command.torchrun and not command.own and "." not in word else ""
     if match:

@@ -1,13 +1,21 @@
-"""Launches that fail, or do not do what was meant, told by the command line and the environment."""
+"""Launches that fail, or do not do what was meant, told by the command line, the environment and the script. Pure."""
 
 from __future__ import annotations
 
+import ast
 import os
+import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 from safelaunch.job.argv import CommandLine
 from safelaunch.settings.yamlfile import nearest
+
+RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
+_STARTERS = {"Process", "spawn", "start_processes", "Popen", "fork", "mp", "multiprocessing", "subprocess"}
+_FROM_ELSEWHERE = {"rank", "world_size", "store", "init_method"}  # what init_process_group else takes from variables
 
 
 def nodes_never_meet(command: CommandLine, options: Collection[str], environ: Mapping[str, str]) -> str:
@@ -49,28 +57,109 @@ def has_no_number_of_processes(command: CommandLine, environ: Mapping[str, str])
     return command.program is None and not _value(command, environ, "--nproc-per-node", "--np", "")
 
 
+def python_script(words: Sequence[str]) -> str:
+    """``train.py`` of ``python -u train.py``; empty if Python is told something else, or it is no Python."""
+    program, *rest = words
+    if not re.fullmatch(r"python[\d.]*", program.rpartition("/")[2]):
+        return ""
+    script = next((word for word in rest if not word.startswith("-")), "")
+    return script if script.endswith(".py") and not {"-m", "-c"} & set(rest[: rest.index(script)]) else ""
+
+
+def may_be_a_rank(text: bytes) -> bool:
+    """Whether a source is worth parsing."""
+    return b"init_process_group" in text or b"environ" in text
+
+
+def lacks_rank_variables(script: str, source: ast.AST) -> str:
+    """A line about a script, started without the variables of a rank, that asks for them and makes none itself."""
+    nodes = list(ast.walk(source))
+    read = [node.slice for node in nodes if isinstance(node, ast.Subscript) and _is_read(node)]
+    if not (read or any(_takes_variables(node) for node in nodes)):
+        return ""
+    if any(_may_make_ranks(node) and node not in read for node in nodes):
+        return ""
+    return (
+        f"{script} needs a rank's variables (RANK, WORLD_SIZE, ...), which exec doesn't set: safelaunch "
+        f"--nproc-per-node=N {script} starts N ranks with them"
+    )
+
+
+def _is_read(node: ast.Subscript) -> bool:
+    """Whether it is ``os.environ["RANK"]``, which fails without the variable."""
+    of_environ = isinstance(node.ctx, ast.Load) and _name_of(node.value) == "environ"
+    return of_environ and isinstance(node.slice, ast.Constant) and node.slice.value in RANK_VARIABLES
+
+
+def _takes_variables(node: ast.AST) -> bool:
+    """Whether it initialises the process group by nothing but the variables."""
+    if not _is_initialisation(node):
+        return False
+    return not node.args[1:] and not {one.arg for one in node.keywords} & {None, *_FROM_ELSEWHERE}
+
+
+def _may_make_ranks(node: ast.AST) -> bool:
+    """Whether it may set the variables, do without them, or start other processes that have them."""
+    if isinstance(node, (ast.Name, ast.Attribute, ast.alias)):
+        return _name_of(node) in _STARTERS
+    if isinstance(node, ast.keyword):
+        return node.arg == "RANK"
+    return isinstance(node, ast.Constant) and node.value in ("RANK", "WORLD_SIZE")
+
+
+def lacks_nccl(script: str, source: ast.AST, version: str) -> str:
+    """A line about a script that initialises NCCL alone, for a torch without it."""
+    calls = [node for node in ast.walk(source) if _is_initialisation(node)]
+    if not calls or not all(_backend_of(call) == "nccl" for call in calls):
+        return ""
+    return (
+        f"{script} initializes NCCL, which torch {version} doesn't have, as it is built without CUDA: install the "
+        'build for your GPUs, or use the backend "gloo"'
+    )
+
+
 def _value(command: CommandLine, environ: Mapping[str, str], name: str, shortest: str, default: str) -> str:
     given = command.value_of(name, shortest=shortest)
     return (given if given is not None else environ.get(f"PET_{name[2:].upper().replace('-', '_')}", default)).strip()
 
 
+def _is_initialisation(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and _name_of(node.func) == "init_process_group"
+
+
+def _backend_of(call: ast.Call) -> object:
+    given = [one.value for one in call.keywords if one.arg == "backend"] or call.args[:1]
+    return given[0].value if given and isinstance(given[0], ast.Constant) else None
+
+
+def _name_of(node: ast.AST) -> str:
+    if isinstance(node, ast.alias):
+        return node.name.rpartition(".")[2]
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
 # --- what torchrun shall start exists ---------------------------------------------------------------------------------
 # What Python or the system may accept passes: a directory or an archive with ``__main__.py``, a pipe, standard input,
-# a path within an archive.
+# a path within an archive. A module or program in a place that only the ranks know passes as well.
 
 _MOST_NAMES = 2000
 
 
-def why_missing(script: Sequence[str], options: Collection[str], environ: Mapping[str, str]) -> str:
-    """Why the script, the first word of ``script``, can't be started, in one line; empty if it can.
+def why_missing(script: Sequence[str], options: Collection[str], environ: Mapping[str, str], python: str) -> str:
+    """Why the first word of ``script`` can't be started, in one line; empty if it can, or if that is not known.
 
-    ``options``: those given to torchrun, in full.
+    ``options``: those given to torchrun, in full. ``python``: the interpreter that torchrun starts.
     """
     word = script[0] if script else ""
     if not word or word.startswith("-"):
         return ""  # standard input, or an option of Python's own
-    others = is_given(options, environ, "no-python") or is_given(options, environ, "module", "-m")
-    return "" if others or "PYTHON_EXEC" in environ else _file(word)  # of these, torchrun or Python says it
+    if is_given(options, environ, "no-python"):
+        return _program(word, environ)
+    if "PYTHON_EXEC" in environ:
+        return ""  # torchrun starts any program as Python
+    if is_given(options, environ, "module", "-m"):
+        return _module(word) if python == sys.executable else ""
+    return _file(word)
 
 
 def is_given(options: Collection[str], environ: Mapping[str, str], name: str, short: str = "") -> bool:
@@ -78,6 +167,30 @@ def is_given(options: Collection[str], environ: Mapping[str, str], name: str, sh
     variable = "PET_" + name.upper().replace("-", "_")
     given = {f"--{name}", f"--{name.replace('-', '_')}", short} & set(options)
     return bool(given) or environ.get(variable, "0").strip() not in ("", "0")
+
+
+def _program(word: str, environ: Mapping[str, str]) -> str:
+    from shutil import which
+
+    if which(word, path=environ.get("PATH")) is not None or os.path.exists(word):  # noqa: PTH110 - never raises
+        return ""
+    return f"{word}: command not found" if "/" not in word else f"{word} does not exist"
+
+
+def _module(word: str) -> str:
+    """A package may extend its own path, so only the first part of a name is looked for."""
+    import importlib.util
+
+    name = word.partition(".")[0]
+    path, here = list(sys.path), os.getcwd()  # noqa: PTH109 - a string for sys.path
+    sys.path.insert(0, here)
+    try:
+        found = importlib.util.find_spec(name) is not None
+    except Exception:  # noqa: BLE001 - a finder of the user's; Python will say what is wrong with it
+        return ""
+    finally:
+        sys.path[:] = path
+    return "" if found else f"there is no module {name} (in {here}, or installed for {sys.executable})"
 
 
 def _file(word: str) -> str:

@@ -141,8 +141,19 @@ def _ask_for_torch(python: str) -> Path | None:
 
 def _version(package: Path) -> str:
     """``__version__`` of ``torch/version.py``; empty if it can't be read."""
-    match = re.search(r"""^__version__\s*(?::[^=]*)?=\s*['"]([^'"]+)""", text_of(package / "version.py"), re.M)
-    return match.group(1) if match else ""
+    return _in_version(package, "__version__") or ""
+
+
+def has_nccl(package: Path) -> bool:
+    """Whether it is a build for GPUs of NVIDIA or AMD; True where ``torch/version.py`` does not say otherwise."""
+    return _in_version(package, "cuda") != "" or bool(_in_version(package, "hip"))
+
+
+def _in_version(package: Path, name: str) -> str | None:
+    """A variable of ``torch/version.py``, empty for ``None``; None if it can't be read."""
+    text = text_of(package / "version.py")
+    match = re.search(rf"""^{name}\s*(?::[^=]*)?=\s*(?:None|['"]([^'"]+))""", text, re.M)
+    return (match.group(1) or "") if match else None
 
 
 def options(package: Path) -> dict[str, bool]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from safelaunch.job import mistakes
+from safelaunch.job import mistakes, torchrun
 from safelaunch.job.argv import CommandLine
+from safelaunch.job.mistakes import is_given
 from safelaunch.settings.options import OPTION_GROUPS, Settings
 from safelaunch.system.errors import UsageError
+
+_MOST_BYTES = 1 << 20
 
 
 def check(settings: Settings) -> None:
@@ -39,15 +43,40 @@ def without_effect(settings: Settings) -> list[str]:
     ]
 
 
-def mistakes_of_torchrun(command: CommandLine, options: Collection[str], environ: Mapping[str, str]) -> list[str]:
-    """A line about a port that is taken."""
+def mistakes_of_torchrun(
+    command: CommandLine, options: Collection[str], environ: Mapping[str, str], torch: torchrun.Torch
+) -> list[str]:
+    """A line about a port that is taken, and about a script that wants NCCL from a torch without it."""
     port = mistakes.port_to_serve(command, options, environ)
     holder = _holder_of(port) if port is not None else ""
     taken = (
         f"port {port} is taken on this node, by {holder}: choose a different one; on a single node, "
         "--master-port=auto does"
     )
-    return [taken] if holder else []
+    is_file = not any(is_given(options, environ, name) for name in ("module", "no-python"))
+    source = _source_of(command.script[0]) if is_file and not torchrun.has_nccl(torch.package) else None
+    lacking = mistakes.lacks_nccl(command.script[0], source, torch.version) if source is not None else ""
+    return [*([taken] if holder else []), *([lacking] if lacking else [])]
+
+
+def mistakes_of_exec(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """A line about a script that would be a rank, without the variables of one."""
+    script = mistakes.python_script(words)
+    source = _source_of(script) if script and "RANK" not in environ else None
+    lacking = mistakes.lacks_rank_variables(script, source) if source is not None else ""
+    return [lacking] if lacking else []
+
+
+def _source_of(script: str) -> ast.Module | None:
+    """The script, parsed; None where it need not be, or can't be. What is no file may be read only once, by Python."""
+    try:
+        if not (script.endswith(".py") and Path(script).is_file()):
+            return None
+        with open(script, "rb") as file:
+            text = file.read(_MOST_BYTES)
+        return ast.parse(text) if mistakes.may_be_a_rank(text) else None
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
 
 
 def _holder_of(port: int) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.cli import main
+from safelaunch.job import torchrun
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +96,27 @@ def test_a_port_that_another_program_serves(capfd: pytest.CaptureFixture[str]) -
     assert code == 0
     assert line.startswith(f"safelaunch: port {port} is taken on this node, by pid {os.getpid()} (")
     assert said(f"--dry-run --master-port {port} train.py", capfd) == (0, [])
+
+
+def test_nccl_that_torch_lacks(here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "train.py").write_text("import torch.distributed as dist\ndist.init_process_group('nccl')\n")
+    for there in (False, True):
+        monkeypatch.setattr(torchrun, "has_nccl", lambda package, there=there: there)
+        code, lines = said("--dry-run train.py", capfd)
+        assert code == 0 and ["initializes NCCL" in line for line in lines] == [True] * (not there)
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("", 1), ("0", 0)])
+def test_exec_of_a_script_that_is_no_rank(
+    rank: str, lines: int, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "train.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")
+    monkeypatch.delenv("RANK", raising=False)
+    if rank:
+        monkeypatch.setenv("RANK", rank)
+    code, found = said("exec --dry-run -- python train.py", capfd)
+    assert code == 0 and len(found) == lines
+    assert all("safelaunch --nproc-per-node=N train.py" in line for line in found)
 
 
 @pytest.mark.parametrize(

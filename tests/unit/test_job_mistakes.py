@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.job import mistakes
+from safelaunch.job import mistakes, torchrun
 from safelaunch.job.argv import CommandLine, split
 from safelaunch.job.mistakes import why_missing
 from safelaunch.job.torchrun import KNOWN
@@ -68,6 +69,87 @@ def test_the_port_that_this_node_shall_serve(words: str, environ: dict[str, str]
 
 
 @pytest.mark.parametrize(
+    ("words", "script"),
+    [
+        ("python train.py --lr 1", "train.py"),
+        ("/usr/bin/python3.11 -u train.py", "train.py"),
+        ("python -m train x.py", ""),
+        ("python -c pass x.py", ""),
+        ("python", ""),
+        ("bash run.sh train.py", ""),
+        ("accelerate launch train.py", ""),
+        ("python train", ""),
+    ],
+)
+def test_the_script_that_python_runs(words: str, script: str) -> None:
+    assert mistakes.python_script(words.split()) == script
+
+
+INIT = "dist.init_process_group('gloo')\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "lacking"),
+    [
+        (INIT, True),
+        ("from torch.distributed import init_process_group\ninit_process_group(backend='nccl', timeout=t)", True),
+        ("rank = int(os.environ['RANK'])", True),
+        ("torch.cuda.set_device(int(environ['LOCAL_RANK']))", True),
+        (f"local = int(os.environ.get('LOCAL_RANK', 0))\n{INIT}", True),
+        (f"os.environ['MASTER_ADDR'] = 'localhost'\n{INIT}", True),
+        ("print(1)", False),
+        ("dist.init_process_group('gloo', rank=0, world_size=1)", False),
+        ("dist.init_process_group('gloo', 'tcp://localhost:1')", False),
+        ("dist.init_process_group('gloo', store=store)", False),
+        ("dist.init_process_group(**options)", False),
+        (f"os.environ['RANK'] = '0'\n{INIT}", False),
+        (f"os.environ.update(RANK='0')\n{INIT}", False),
+        (f"os.environ.setdefault('RANK', '0')\n{INIT}", False),
+        ("if 'RANK' in os.environ:\n    rank = int(os.environ['RANK'])\n    " + INIT, False),
+        (f"if int(os.environ.get('WORLD_SIZE', 1)) > 1:\n    {INIT}", False),
+        (f"import torch.multiprocessing as mp\n{INIT}mp.spawn(main)", False),
+        (f"subprocess.Popen(['torchrun'])\n{INIT}", False),
+        ("size = config['WORLD_SIZE']", False),
+    ],
+)
+def test_a_script_that_asks_for_the_variables_of_a_rank(source: str, lacking: bool) -> None:
+    assert bool(mistakes.lacks_rank_variables("train.py", ast.parse(source))) is lacking
+
+
+@pytest.mark.parametrize(
+    ("source", "lacking"),
+    [
+        ("dist.init_process_group('nccl')", True),
+        ("dist.init_process_group(backend='nccl', device_id=0)", True),
+        ("dist.init_process_group('gloo')", False),
+        ("dist.init_process_group('cpu:gloo,cuda:nccl')", False),
+        ("dist.init_process_group(args.backend)", False),
+        ("dist.init_process_group()", False),
+        ("if cuda:\n    dist.init_process_group('nccl')\nelse:\n    dist.init_process_group('gloo')", False),
+        ("print('nccl')", False),
+    ],
+)
+def test_a_script_that_initialises_nccl_alone(source: str, lacking: bool) -> None:
+    assert bool(mistakes.lacks_nccl("train.py", ast.parse(source), "2.13.0+cpu")) is lacking
+
+
+@pytest.mark.parametrize(
+    ("text", "there"),
+    [
+        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", False),
+        ("__version__ = '2.6.0+cu124'\ncuda = '12.4'\nhip = None\n", True),
+        ("__version__ = '2.9.0+rocm6'\ncuda: Optional[str] = None\nhip: Optional[str] = '6.4'\n", True),
+        ("__version__ = '3'\n", True),
+        (None, True),
+    ],
+)
+def test_a_build_without_cuda_has_no_nccl(text: str | None, there: bool, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "version.py").write_text(text)
+    assert torchrun.has_nccl(tmp_path) is there
+
+
+@pytest.mark.parametrize(
     ("words", "environ", "nobody_said"),
     [
         ("", {}, True),
@@ -86,7 +168,7 @@ ENVIRON = {"PATH": os.environ.get("PATH", os.defpath)}
 
 
 def why(*script: str, options: Collection[str] = (), environ: Mapping[str, str] = ENVIRON) -> str:
-    return why_missing(script, options, environ)
+    return why_missing(script, options, environ, sys.executable)
 
 
 @pytest.fixture(autouse=True)
@@ -154,8 +236,25 @@ def test_a_file_within_another_file_is_left_to_python() -> None:
     assert why("train.py/x") == ""
 
 
+@pytest.mark.parametrize("word", ["sh", "./program", "/bin/sh"])
+def test_programs(word: str) -> None:
+    assert why(word, options={"--no-python"}) == ""
+    assert why(word, environ={**ENVIRON, "PET_NO_PYTHON": "1"}) == ""
+
+
+def test_a_program_that_does_not_exist() -> None:
+    assert why("no-such-program", options={"--no_python"}) == "no-such-program: command not found"
+    assert why("./no-such-program", options={"--no-python"}) == "./no-such-program does not exist"
+
+
+def test_modules(here: Path) -> None:
+    assert why("no_such_module", options={"--module"}).startswith(f"there is no module no_such_module (in {here}")
+    assert why("no_such_module.part", environ={**ENVIRON, "PET_MODULE": "1"})
+    assert why("app.whatever", options={"-m"}) == "", "a package may extend its path"
+    assert str(here) not in sys.path
+
+
 def test_what_is_not_known_passes() -> None:
     assert why() == ""
     assert why("whatever", environ={**ENVIRON, "PYTHON_EXEC": "nsys"}) == "", "torchrun starts that instead of Python"
-    assert why("no_such_module", options={"-m"}) == "", "Python says it"
-    assert why("no-such-program", environ={**ENVIRON, "PET_NO_PYTHON": "1"}) == "", "torchrun says it"
+    assert why_missing(["no_such_module"], {"-m"}, ENVIRON, "/another/python") == "", "it may be installed there"
