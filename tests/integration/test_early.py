@@ -43,8 +43,6 @@ def test_a_frozen_rank_is_told_of_long_before_the_threshold(tmp_path: Path) -> N
         assert dump.returncode == 0, dump.stderr
         bundle = job.bundles()[0]
         assert bundle.json("early.json")[0]["words"] == words(job)[0]
-        witnesses = [claim["claim"] for claim in bundle.verdict["evidence"] if claim["file"] == "early.json"]
-        assert len(witnesses) == 1 and witnesses[0].startswith("rank 1 was at blocked.py")
         assert "Early looks" in bundle.text("report.md") and bundle.problems() == []
         job.process.send_signal(signal.SIGINT)
         result = job.wait()
@@ -73,12 +71,11 @@ def test_no_early_look(tmp_path: Path) -> None:
 
 
 @pytest.mark.rare
-def test_a_hang_of_which_a_word_was_said_has_it_in_its_verdict(tmp_path: Path) -> None:
+def test_a_hang_of_which_a_word_was_said_has_it_in_its_report(tmp_path: Path) -> None:
     own = ["--stall-timeout=30", "--nproc-per-node=2"]
     with Job([*own, BLOCKED, "--how=fifo", "--culprit=0", f"--scratch={tmp_path}"], tmp_path) as job:
         result = job.wait()
     assert result.code == 124 and result.bundle.problems() == []
     said: Any = json.loads(result.bundle.text("early.json"))
     assert [[place["rank"] for place in look["places"]] for look in said] == [[0]] * len(said)
-    claims = [claim["claim"] for claim in result.verdict["evidence"] if claim["file"] == "early.json"]
-    assert len(claims) == 1 and claims[0].startswith("rank 0 was at blocked.py"), result.verdict
+    assert said[-1]["words"] in result.bundle.text("report.md").replace("`", "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -88,21 +87,24 @@ def test_a_process_that_is_late_costs_no_other_one(monkeypatch: pytest.MonkeyPat
 
 def test_the_nodes_file_locks_are_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel lets nobody on the node lock a file while it writes them down."""
-    read = Counter[str]()
+    table = waits.parse("1: FLOCK  ADVISORY  WRITE 1 08:02:131 0 EOF\n")
+    given = list[object]()
 
-    def table() -> tuple[waits.Held, ...]:
-        read["all"] += 1
-        return tuple(waits.parse("1: FLOCK  ADVISORY  WRITE 1 08:02:131 0 EOF\n"))
+    def read_process(pid: int, *, locks: object, **_: object) -> None:
+        if pid == child.pid:
+            given.append(locks)
 
-    monkeypatch.setattr(waits, "lock_table", table)
-    monkeypatch.setattr(proc, "process_tree", lambda pid, known: [(pid, 1)] * 3)
+    monkeypatch.setattr(waits, "lock_table", lambda: table)
+    monkeypatch.setattr(proc, "read_process", read_process)
     monkeypatch.setattr(stacks, "stack_of", lambda *_, **__: Result(None, "py-spy", 0.1, missing="no permission"))
     with subprocess.Popen(["sleep", "1000"]) as child:  # a test's own process may itself wait for a file lock
-        targets = [Target(n, n, child.pid, proc.read_quick(child.pid).start_ticks) for n in (0, 1)]
-        found = look_at(targets, None, deadline_s=60.0)
+        monkeypatch.setattr(proc, "process_tree", lambda pid, known: [(child.pid, 1)] * 3)
+        look_at(
+            [Target(n, n, child.pid, proc.read_quick(child.pid).start_ticks) for n in (0, 1)], None, deadline_s=60.0
+        )
         child.kill()
-    assert len(found.taken[-1].ranks[1].children) == 3
-    assert read["all"] == 1
+    assert len(given) == 8  # two processes, each with three below it
+    assert all(one is table for one in given)
 
 
 def test_a_look_that_has_more_time_has_it_for_the_other_ends_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
