@@ -56,9 +56,10 @@ class Allocator:
         for observer in self.observers:
             observer(0, size, 80 * GIB, GIB)
         self.live = self.live[:2]  # what unwinding frees is no longer to be seen at the end
+        beside = f"Process {options.beside} has 9.00 GiB memory in use. " if options.beside else ""
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 80.00 GiB of which 1.00 GiB "
-            "is free. Including non-PyTorch memory, this process has 79.00 GiB memory in use. Of the allocated memory "
+            f"is free. {beside}Including non-PyTorch memory, this process has 79.00 GiB memory in use. Of the allocated memory "
             "77.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated."
         )
 
