@@ -279,9 +279,11 @@ def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
 def proof_words(verdict: Verdict) -> str:
     """Why the job cannot go on, in a line: what the ranks wait for, which nobody outside of these waits can give."""
     waits = [f"{edge.who} needs {edge.why}" for edge in verdict.proof if edge.who.startswith("rank")]
-    never = [edge.why for edge in verdict.proof if not edge.waits_for]
-    if never:
-        return f"proved: this wait can never end: {never[0]}"
+    never = next((edge for edge in verdict.proof if not edge.waits_for), None)
+    if never is not None and never.who.startswith("rank"):
+        return f"proved: {never.who} waits for what nobody can give: {never.why}"
+    if never is not None:
+        return f"proved: this wait can never end: {never.why}"
     more = f", and {len(waits) - 3} more waits" if len(waits) > 3 else ""
     return (
         f"proved: only the waiting ranks themselves could end these waits: {'; '.join(waits[:3])}{more}"

@@ -340,7 +340,7 @@ class _Prover:
         if not owners or any(owner not in self._processes for owner in owners):
             return None
         givers = self._threads_of(owners) - own
-        return (Need(givers, f"{wait.call} on {wait.target} at {view.place} gets an answer", _stack_claim(view)),)
+        return (Need(givers, f"an answer to {wait.call} on {wait.target} at {view.place}", _stack_claim(view)),)
 
     def _may_be_store(self, view: View) -> bool:
         """Whether its connection leads to c10d's store: in a rank, or in the agent that started one. The clients of
