@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 
 from safelaunch.system.redaction.readings import readings
@@ -60,10 +60,27 @@ _OPTION = re.compile(
     rf"(?<![\w\-])--?(?P<name>{_NAME})(?:[\"'],?\s{{0,8}}(?=[\"'])|\s{{1,32}})"
     r"(?P<value>\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|[^\s\"'\-][^\s\"']*)"
 )
-# curl -u user:password; also as a list of words.
+# curl -u user:password, mysql -ppassword, docker login -p password, sshpass -p password; also as a list of words.
 _USER_OPTION = re.compile(
     r"(?<![\w\-])(?:-u|--user|--proxy-user)(?:[\"'],?\s{0,8}[\"']|[\s=]{1,8}[\"']?)[^\s:\"',]{1,128}:(?P<value>[^\s\"']+)"
 )
+_NEXT_WORD = r"[\"']?,?\s{1,8}[\"']?"
+# Programs, and their one-letter options for a password. Of all others, ``-p`` is a port, a path, a number of processes.
+_CLIENTS = tuple(
+    (
+        re.compile(rf"(?<![\w\-])(?:{programs})(?!\w)"),
+        letter,
+        re.compile(rf"(?<=[\s\"'])-{letter}(?:{_NEXT_WORD}(?!-))?(?P<value>[^\s\"',]+)"),
+    )
+    for programs, letter in (
+        (r"(?:mysql|mariadb)[a-z\-]{0,16}|mongo(?:sh)?|sshpass", "p"),
+        (rf"(?:docker|podman|nerdctl|az|oc){_NEXT_WORD}login", "p"),
+        (r"(?:redis|valkey|keydb)-cli", "a"),
+    )
+)
+_NEXT_COMMAND = re.compile(r"\s(?:&&?|\|\|?)\s|;\s|\n")
+_STARTS = {"--", "sudo", "exec", "env", "nice", "nohup"}  # before the name of a program
+_COMMAND = 512  # characters behind a command's name in which its options are looked for
 _CALL = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*[(\[]")  # code that gets a value is none
 _TELLS = 256  # characters of a value that tell whether it is a secret
 _ENCODED = re.compile(r"(?<![A-Za-z0-9+/_\-])[A-Za-z0-9+/_\-]{6,}={0,2}")
@@ -211,6 +228,18 @@ def _options(text: str) -> Iterator[Span]:
     for match in _USER_OPTION.finditer(text) if "-u" in text else ():
         if not match["value"].isdigit():  # docker run -u 1000:1000
             yield match.span("value")
+    yield from _of_clients(text)
+
+
+def _of_clients(text: str) -> Iterator[Span]:
+    """Passwords after one-letter options of known programs."""
+    for programs, letter, option in _CLIENTS:
+        done = 0
+        for client in programs.finditer(text) if f"-{letter}" in text else ():
+            begin, done = max(client.end(), done), client.end() + _COMMAND
+            following = _NEXT_COMMAND.search(text, client.end(), done)
+            end = following.start() if following else done
+            yield from (match.span("value") for match in option.finditer(text, begin, end))
 
 
 # --- environments and command lines -----------------------------------------------------------------------------------
@@ -235,8 +264,22 @@ def _value(name: str, value: str) -> str:
 
 def redact_argv(argv: Iterable[str]) -> list[str]:
     """A command line with ``--token X``, ``--api-key=X``, ``KEY=X`` and secrets by their shape replaced."""
-    words = list(argv)
-    return [_argument(word, before) for before, word in pairwise(["", *words])]
+    words = [*argv]
+    hidden, found, at = _passwords_of_a_client(words), [], 0
+    for before, word in pairwise(["", *words]):
+        begin = next((one - at for one in hidden if at <= one < at + len(word)), None)
+        found.append(_argument(word, before) if begin is None else f"{word[:begin]}{REDACTED}")
+        at += len(word) + 1
+    return found
+
+
+def _passwords_of_a_client(words: Sequence[str]) -> list[int]:
+    """Where they begin in the joined words, if these are the command line of a client: ``mysql`` may be a value."""
+    together = " ".join(words)
+    program = together.find(next((word for word in words if word not in _STARTS), ""))
+    program += max(0, together[program:].split(" ", 1)[0].rfind("/") + 1)
+    is_client = any(programs.match(together, program) for programs, *_ in _CLIENTS)
+    return [begin for begin, _ in _of_clients(together)] if is_client else []
 
 
 def _argument(argument: str, before: str) -> str:
