@@ -220,8 +220,8 @@ def _rename(partial: str, wanted: str) -> str:
 
 
 def _link_latest(name: str) -> str:
-    """Makes the link ``latest``, unless something else is called so. Returns a line about that, or an empty string."""
-    if os.path.lexists(LATEST) and not os.path.islink(LATEST):
+    """Makes the link ``latest``. Returns a line where that cannot be, or an empty string."""
+    if os.path.lexists(LATEST) and not os.path.islink(LATEST) and not _is_set_aside(LATEST):
         return f"{LATEST} is not safelaunch's: there is no link to the newest bundle\n"
     partial = f".latest.{os.getpid()}-{time.time_ns()}"
     try:
@@ -234,6 +234,18 @@ def _link_latest(name: str) -> str:
         os.unlink(partial)
         return f"no link to the newest bundle: {LATEST}: {error.strerror}\n"
     return ""
+
+
+def _is_set_aside(name: str) -> bool:
+    """Sets aside what another user has called so. A file or folder of this user stays; returns whether it went."""
+    owner = os.lstat(name).st_uid
+    if owner == os.geteuid():
+        return False
+    try:
+        os.rename(name, f"{name}.of-user-{owner}-{time.time_ns()}")
+    except OSError:
+        return False  # the sticky bit protects it
+    return True
 
 
 def is_ours_alone(directory: os.stat_result) -> bool:

@@ -228,6 +228,22 @@ def test_a_file_or_folder_of_the_user_called_latest_stays(kind: str, tmp_path: P
     assert result.note == "latest is not safelaunch's: there is no link to the newest bundle"
 
 
+@AS_ROOT
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_another_user_called_latest_is_set_aside(kind: str, tmp_path: Path) -> None:
+    directory = tmp_path / "bundles"
+    directory.mkdir()
+    latest = directory / "latest"
+    if kind == "file":
+        latest.write_text("theirs")
+    else:
+        (latest / "theirs").mkdir(parents=True)
+    os.chown(latest, 12345, 12345)
+    result = published(directory)
+    assert (latest.readlink(), result.note) == (Path(NAME), "")
+    assert len([name for name in names(directory) if name.startswith("latest.of-user-12345-")]) == 1
+
+
 def test_leftovers_of_a_killed_publisher_are_not_in_the_way(tmp_path: Path) -> None:
     directory = tmp_path / "bundles"
     left = directory / f".{NAME}.123-456.partial"
