@@ -135,7 +135,8 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
     shell = place / "each.sh"
     shell.write_text(f"#!/bin/sh\nexec {sys.executable} -u rank$RANK.py\n")
     shell.chmod(0o755)
-    with Job([f"--nproc-per-node={len(sources)}", "--no-python", shell], place) as job:
+    # Without early looks: on a busy machine, a rank that forks may be quiet for seconds.
+    with Job(["--no-early-look", f"--nproc-per-node={len(sources)}", "--no-python", shell], place) as job:
         result = job.wait()
         yield Parts(place, result, {name: seen(job, rank) for rank, name in enumerate(sources)})
 
