@@ -76,7 +76,7 @@ def read(pids: Collection[int], before: Counters | None = None) -> Counters:
     With the counters read ``before``, descriptors are searched for new connections only.
     """
     at_s, at_ticks = time.monotonic(), int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_S)
-    reader = _Reader(before.processes if before is not None else {})
+    reader = _Reader(before or Counters(0.0, 0))
     found: dict[Key, ProcessCounters] = {}
     for rank in pids:
         with suppress(OSError):
@@ -85,13 +85,13 @@ def read(pids: Collection[int], before: Counters | None = None) -> Counters:
     here = ("", _namespace(os.getpid()))
     if connections is None or any(_namespace(pid) not in here for pid in pids):
         reader.partial, connections = True, connections or {}
-    owned = reader.owned(connections, found, before)
+    owned = reader.owned(connections, found)
     found = {key: replace(one, sockets=owned.get(key, {})) for key, one in found.items()}
     return Counters(at_s, at_ticks, found, _rdma_bytes(), frozenset(connections), reader.partial)
 
 
 class _Reader:
-    def __init__(self, before: Mapping[Key, ProcessCounters]) -> None:
+    def __init__(self, before: Counters) -> None:
         self.partial = False
         self._before = before
         self._left = MAX_THREADS
@@ -133,22 +133,20 @@ class _Reader:
             )
 
     def _serves(self, key: Key, tid: int) -> bool:
-        was = self._before.get(key)
+        was = self._before.processes.get(key)
         if was is not None and (tid in was.threads or tid in was.servers):
             return tid in was.servers
         return _text(f"/proc/{key[0]}/task/{tid}/comm").strip() == SERVER_THREAD
 
-    def owned(
-        self, connections: Mapping[int, int], processes: Collection[Key], before: Counters | None
-    ) -> dict[Key, dict[int, int]]:
+    def owned(self, connections: Mapping[int, int], processes: Collection[Key]) -> dict[Key, dict[int, int]]:
         """Whose connections these are, with their bytes; parents come before the children that inherit them."""
         found: dict[Key, dict[int, int]] = {key: {} for key in processes}
-        past = before.processes if before is not None else {}
+        past = self._before.processes
         for key, one in past.items():
             if key in found:
                 found[key] = {inode: connections[inode] for inode in one.sockets if inode in connections}
         ended = {inode for key, one in past.items() if key not in found for inode in one.sockets}
-        new = connections.keys() - (set(before.connections if before is not None else ()) - ended)
+        new = connections.keys() - (set(self._before.connections) - ended)
         left = MAX_DESCRIPTORS
         for key in processes if new else ():
             try:

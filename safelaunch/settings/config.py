@@ -170,7 +170,7 @@ def _from_environment(environ: Mapping[str, str]) -> _Values:
     values: _Values = {}
     for name in sorted(n for n in environ if n.startswith(PREFIX)):
         text = environ[name]
-        if name in INTERNAL_ENV or name in HOOK_ENV or name in PLACES_ENV or (name in by_variable and not text.strip()):
+        if name in NOT_OPTIONS or (name in by_variable and not text.strip()):
             continue
         if name not in by_variable:
             match = nearest(name, by_variable)

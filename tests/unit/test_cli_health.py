@@ -14,9 +14,11 @@ from safelaunch.capture import stacks
 from safelaunch.cli import doctor as command
 from safelaunch.cli import health
 from safelaunch.cli.health import node, rules
-from safelaunch.cli.health.rules import GIB, MIB, Check, Disk, Probe, Rights, Trial, failed, ok, warning
+from safelaunch.cli.health.rules import MIB, Check, Disk, Probe, Rights, Trial, failed, ok, warning
 from safelaunch.system.console import Display
 from safelaunch.system.errors import Failure, UsageError
+
+GIB = 1 << 30
 
 DENIED = Trial("permission denied: CAP_SYS_PTRACE is missing", kind="denied")
 WELL = Trial("", 0.02)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -228,19 +228,13 @@ def test_a_stranger_who_writes_down_a_number_of_ours_is_shown(store: Store) -> N
         assert "theirs.py" in gpus.table(claim, {os.getpid()})
 
 
-@contextmanager
-def shut(store: Store) -> Iterator[int]:
+def test_a_gate_that_a_stranger_keeps_shut_costs_a_second_once(store: Store, said: Said) -> None:
     def keep() -> int:
         gate = os.open(store.directory, os.O_RDONLY)
         fcntl.flock(gate, fcntl.LOCK_EX)
         return gate
 
-    with stranger(keep) as pid:
-        yield pid
-
-
-def test_a_gate_that_a_stranger_keeps_shut_costs_a_second_once(store: Store, said: Said) -> None:
-    with shut(store):
+    with stranger(keep):
         begin = time.monotonic()
         for _ in range(20):
             store.look([A])

@@ -303,7 +303,6 @@ def gpu_check(count: int, missing: str, kind: Failure, cuda: str, devices: bool)
 
 
 MIB = 1 << 20
-GIB = 1 << 30
 LEAST_ROOM = 64 * MIB  # a bundle of 8 ranks is 1-5 MB, a page and a ring 72 KB a rank; Flight Recorder dumps are more
 NO_ROOM = 8 * MIB
 SOCKET_PATH_MAX = 107  # bytes: sun_path of unix(7), without its end

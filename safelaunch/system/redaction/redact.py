@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain, pairwise, takewhile
 
 from safelaunch.system.redaction.readings import readings
 from safelaunch.system.redaction.shapes import Kind, Span, is_secret_name, is_shown, kind_of, shapes_in
@@ -275,10 +275,10 @@ def redact_argv(argv: Iterable[str]) -> list[str]:
 
 def _passwords_of_a_client(words: Sequence[str]) -> list[int]:
     """Where they begin in the joined words, if these are the command line of a client: ``mysql`` may be a value."""
-    together = " ".join(words)
-    program = together.find(next((word for word in words if word not in _STARTS), ""))
-    program += max(0, together[program:].split(" ", 1)[0].rfind("/") + 1)
-    is_client = any(programs.match(together, program) for programs, *_ in _CLIENTS)
+    together, before = " ".join(words), [*takewhile(_STARTS.__contains__, words)]
+    program = next(iter(words[len(before) :]), "")
+    begin = sum(len(word) + 1 for word in before) + program.rfind("/") + 1
+    is_client = any(programs.match(together, begin) for programs, *_ in _CLIENTS)
     return [begin for begin, _ in _of_clients(together)] if is_client else []
 
 
