@@ -154,6 +154,7 @@ class Alignment:
         self._standings: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
         self._users: dict[str, set[int]] = {}
         self._completed: set[str] = set()
+        self._most_entries = max((len(record.entries) for record in self.records.values()), default=0)
         self._default: set[str] = {"0", ""}
         self._members: dict[str, tuple[frozenset[int], bool]] = {}
         for rank, record in self.records.items():
@@ -247,6 +248,12 @@ class Alignment:
         kinds = {n for n, kind in ring.used().items() if kind.is_p2p and kind.group == group}
         return [ring[position] for position in ring.positions_of(kinds)]
 
+    def is_behind(self, rank: int, entry: Collective) -> bool:
+        """The device of ``rank`` is still in an earlier call of the group: it takes in order what the CPU queued."""
+        if entry.op.startswith("gloo:"):
+            return False
+        return any(one.group == entry.group and one.seq < entry.seq and not one.is_p2p for one in self.pending(rank))
+
     def is_over_elsewhere(self, rank: int, entry: Collective) -> bool:
         """All other members have completed the collective that ``rank`` has not; its peers hold it up no more."""
         members, known = self.members(entry.group)
@@ -268,7 +275,9 @@ class Alignment:
             begun: list[int] = []
             for rank in sorted(self.members(group)[0]):
                 entry = self.entry(rank, group, seq)
-                if len(open_still) < 2 and (entry is None or not entry.completed):
+                if len(open_still) < 2 and not (
+                    self._is_left_out(rank, group, seq) if entry is None else entry.completed
+                ):
                     open_still.append(rank)
                 if len(begun) < 2 and entry is not None and entry.started:
                     begun.append(rank)
@@ -276,6 +285,18 @@ class Alignment:
                     break
             self._standings[group, seq] = (open_still, begun)
         return self._standings[group, seq]
+
+    def _is_left_out(self, rank: int, group: str, seq: int) -> bool:
+        """``rank`` has completed the collective, and its record holds only what is pending, as NCCL's may.
+
+        A backend works in order, so what comes before its oldest pending one is over. A ring that is full may have lost
+        pending ones as well; who else has more entries shows that it is not.
+        """
+        record = self.records.get(rank)
+        if record is None or self.is_whole(rank) or not 0 <= seq < self.first(rank, group):
+            return False
+        ring = Entries.of(record.entries)
+        return len(ring) < self._most_entries and not any(kind.completed for kind in ring.used().values())
 
     def is_whole(self, rank: int) -> bool:
         """The record of ``rank`` goes back to its first entry: its ring buffer has not wrapped."""

@@ -410,9 +410,13 @@ def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
         text = f"has begun a group of operations that it has not ended: {op_name(unended)}{fr.at(site)}"
         claim = record_claim(rank.rank, f"its newest entries belong to no launch: {text}")
         return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
-    if record is None or not record.entries:
+    if record is None or not (record.entries or (record.groups and alignment.has_collectives)):
         text = "did not enter it; neither a stack nor a Flight Recorder entry says why"
         return Condition("missing-from-collective", text, None, rank.pid, doubts=(Doubt.STATE_UNKNOWN,))
+    if not record.entries:
+        text = "did not enter it: by its record, no call of it is pending; no stack says where it is"
+        claim = record_claim(rank.rank, "its record holds no pending call")
+        return Condition("missing-from-collective", text, None, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
     last = record.entries[-1]
     site = fr.stack_of(rank, last.frames).user_frame
     number = f"#{number_of(last)} of group {last.group!r}"

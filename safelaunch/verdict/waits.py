@@ -270,7 +270,8 @@ def _has_entered(facts: Facts, rank: int, wait: PeerWait, group: str, seq: int) 
         return _same_call(facts, rank, wait)
     entry = facts.alignment.entry(rank, group, seq)
     if entry is not None:
-        return entry.started is not False and fits(signature(entry), wait.signature)
+        fitting = entry.started is not False and fits(signature(entry), wait.signature)
+        return fitting and not facts.alignment.is_behind(rank, entry)
     return facts.alignment.last(rank, group) >= seq
 
 

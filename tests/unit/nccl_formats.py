@@ -298,6 +298,14 @@ class Hooked(Recorder):
             mine.status["last_completed_collective"] = mine.ops
 
 
+class Pending(Recorder):
+    """Of what is over, its dump holds nothing, as where the watchdog writes the dump of a timeout."""
+
+    def dump(self, window: int = 2000) -> dict[str, Any]:
+        found = super().dump(window)
+        return {**found, "entries": [entry for entry in found["entries"] if not entry["retired"]]}
+
+
 class TorchComms(Recorder):
     """As torchcomms writes it: one number for all calls of a rank, from 0 on, whatever their group; sends are no
     different from collectives, except by name."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nccl_formats import FORMATS, NEWEST, Format, Hooked, Op, Recorder, State, TorchComms, write
+from nccl_formats import FORMATS, NEWEST, Format, Hooked, Op, Pending, Recorder, State, TorchComms, write
 
 from safelaunch.bundle.reading import locate
 from safelaunch.capture import flight_records
@@ -816,3 +817,44 @@ def test_the_newest_format_is_that_of_the_installed_torch() -> None:
     if str(torch.__version__).startswith("2.13"):
         assert dump["version"] == NEWEST.version
         assert {"version", "pg_config", "pg_status", "entries", NEWEST.library} >= dump.keys()
+
+
+TENSOR = ("tp0", "tp1", "tp2", "tp3")
+
+
+def _of_pairs(stuck: Sequence[int], missing: Sequence[int]) -> list[Recorder]:
+    """Four pairs of ranks, and everybody. ``stuck``: their devices don't end what their partners' have ended;
+    ``missing``: they make no call after what all have ended. Without timing, as is usual."""
+    groups = {"0": range(8), **{name: (2 * at, 2 * at + 1) for at, name in enumerate(TENSOR)}}
+    found = [Pending(rank, groups, timing=False) for rank in range(8)]
+    for one in found:
+        mine = TENSOR[one.rank // 2]
+        over = 5 if one.rank in stuck else 9 if one.rank ^ 1 in (*stuck, *missing) else 7
+        for number in range(9 if one.rank in missing else 12):
+            ends = number < 9 if one.rank in missing else number < over
+            one.collective(group=mine, state="completed" if ends else "scheduled")
+        if one.rank not in missing:
+            one.collective(state="scheduled")
+    return found
+
+
+def test_who_still_has_pending_what_its_peers_no_longer_record(tmp_path: Path) -> None:
+    """Dumps may hold the pending calls alone: where the oldest one of a peer is later, the peer is through with it."""
+    verdict = verdict_of(tmp_path, _of_pairs(stuck=(2, 5), missing=()))
+    assert (*named(verdict), verdict.confidence) == ("gpu-kernel", [2, 5], "medium")
+
+
+def test_who_has_nothing_pending_where_its_peers_wait(tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path, _of_pairs(stuck=(), missing=(2, 5)))
+    assert (*named(verdict), verdict.confidence) == ("missing-from-collective", [2, 5], "medium")
+
+
+@pytest.mark.parametrize("name", ["gpu_error_1st", "lock_gil_2nd"])
+def test_incidents_whose_truth_is_known(name: str) -> None:
+    """Of 16 ranks each, published with NVIDIA's resiliency package: faults were injected into two ranks."""
+    folder = Path(__file__).parents[3] / "shared" / "data" / "nccl-dumps" / name
+    if not folder.is_dir():
+        pytest.skip("needs the published dumps")
+    truth = [int(word) for word in re.findall(r"^Rank (\d+)", (folder / "fault_injection.log").read_text(), re.M)]
+    verdict = diagnose(locate.read(folder).evidence)
+    assert ([one.rank for one in verdict.culprits], verdict.confidence) == (truth, "medium")
