@@ -55,9 +55,9 @@ _VALUE = re.compile(
     r"|(?:[bruf]{1,2}(?=[\"']))?(?:\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')|[\"']?(?:[^\s\"',\\]|\\(?![nrt\"']))+"
 )
 _MORE = re.compile(r"(?:,[^\s\"',=:\\]{4,256}(?![^\s,]))*")  # ``tokens=a,b``
-# --name value, '--name', 'value'.
+# --name value, '--name', 'value'; a backslash ends a line that the next one continues.
 _OPTION = re.compile(
-    rf"(?<![\w\-])--?(?P<name>{_NAME})(?:[\"'],?\s{{0,8}}(?=[\"'])|\s{{1,32}})"
+    rf"(?<![\w\-])--?(?P<name>{_NAME})(?P<gap>[\"'],?\s{{0,8}}(?=[\"'])|(?:\s|\\\r?\n){{1,32}})"
     r"(?P<value>\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|[^\s\"'\-][^\s\"']*)"
 )
 # curl -u user:password, mysql -ppassword, docker login -p password, sshpass -p password; also as a list of words.
@@ -223,12 +223,21 @@ def _options(text: str) -> Iterator[Span]:
     for match in _OPTION.finditer(text):
         if not (kind := kind_of(match["name"])):
             continue
+        kind = "maybe" if _is_of_another_line(match) else kind
         if kind != "maybe" or not is_plain_value(kind, match["value"].strip("\"'")):
             yield match.span("value")
     for match in _USER_OPTION.finditer(text) if "-u" in text else ():
         if not match["value"].isdigit():  # docker run -u 1000:1000
             yield match.span("value")
     yield from _of_clients(text)
+
+
+def _is_of_another_line(option: re.Match[str]) -> bool:
+    """Whether what follows an option is on the next line, and the two lines are no list of words, one on each."""
+    if "\n" not in re.sub(r"\\\r?\n", "", option["gap"]) or option["gap"][0] in "\"'":
+        return False
+    text, begin = option.string, option.start()
+    return bool(text[text.rfind("\n", 0, begin) + 1 : begin].strip()) or text[option.end() : option.end() + 1] == " "
 
 
 def _of_clients(text: str) -> Iterator[Span]:

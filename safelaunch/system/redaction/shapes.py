@@ -197,7 +197,7 @@ _HARMLESS = re.compile(
     r"|(?:pad|eos|bos|unk|mask|sep|cls|image|special|next|last|first|prev|new|stop|start|end|per|decoder_start|current)"
     r"_token|(?:.*_)?per_token"
     r"|(?:xdg_|desktop_|gnome_|dbus_|kde_)?session_?(?:type|class|id|manager|desktop|name|bus_.*)"
-    r"|(?:xdg|desktop|gnome|dbus|kde)_session.*|ssh_auth_sock|(?:.*_)?auth_?(?:type|mode|method)"
+    r"|(?:xdg|desktop|gnome|dbus|kde)_session.*|ssh_auth_sock|(?:.*_)?auth_?(?:type|mode|method|required)"
     r"|(?:.*_)?(?:sort|primary|foreign|public|partition|cache|dict|state|group|lookup|index|object|batch|input|output"
     r"|missing|unexpected|extra|row|column|hash|map|label|target|data|image|text|feature|metric|monitor|loss|optimizer"
     r"|join|merge|config|module|param|parameter|layer|query)_keys?"
