@@ -268,10 +268,11 @@ def _word(number: int) -> bytes:
 
 
 class _Buffers:
-    """The BatchNorm statistics of a DDP module that promises to broadcast its buffers.
+    """The BatchNorm statistics of a DDP module.
 
-    They are equal only between the broadcast and the next forward pass. Where a whole stretch of steps has had no
-    broadcast although the module was in use, they are compared as they are.
+    They are equal only between the broadcast of buffers and the next forward pass. Where a whole stretch of steps has
+    had no broadcast although the module was in use, they are compared as they are. Without ``broadcast_buffers`` each
+    rank's are its own: no group is to keep them equal.
     """
 
     def __init__(self, torch: Any, ddp: Any, key: str) -> None:
@@ -281,7 +282,7 @@ class _Buffers:
         self.synced = True
 
     def _tensors(self, ddp: Any) -> list[replicas.Tensor]:
-        group = replicas.ddp_group(ddp)
+        group = replicas.ddp_group(ddp) if _broadcasts(ddp) else ()
         kind = sys.modules["torch.nn.modules.batchnorm"]._BatchNorm
         ignored = getattr(ddp, "parameters_to_ignore", ())
         found = []
@@ -320,7 +321,8 @@ class _Buffers:
         ddp = self._ddp()
         if self.synced or ddp is None:
             return False
-        if getattr(ddp, "modules_buffers", ()) and getattr(ddp, "require_forward_param_sync", False):
+        will_broadcast = getattr(ddp, "modules_buffers", ()) and getattr(ddp, "require_forward_param_sync", False)
+        if will_broadcast and _broadcasts(ddp):
             return False  # its next forward pass would have had a broadcast, so there was none
         return not any(one.module is ddp.module and its.synced for one, its in _by_module.items())
 
@@ -329,6 +331,10 @@ class _Buffers:
         self.due, self.synced = moment, False
         if self._series is not None:
             self._series.write()
+
+
+def _broadcasts(ddp: Any) -> bool:
+    return bool(getattr(ddp, "broadcast_buffers", False))
 
 
 def _wrap_ddp(module: Any) -> None:
@@ -567,7 +573,7 @@ class _Tracker:
             if tensors:
                 owner.hold(tensors, set(self._trained))
                 self._owners.append(owner)
-            if ddp is not None and ddp not in _by_module and getattr(ddp, "broadcast_buffers", False):
+            if ddp is not None and ddp not in _by_module:
                 _by_module[ddp] = _Buffers(self._torch, ddp, owner.key)
                 owner.buffers.append(_by_module[ddp])
 

@@ -1,7 +1,8 @@
 """Which tensors a job trains, under which names, and which ranks hold a replica of each.
 
-It knows DDP, DTensors and both kinds of FSDP; what it does not know is replicated nowhere. An optimizer knows its
-parameters, but neither their names nor their modules: those are found among the objects of the process.
+It knows DDP, DTensors, both kinds of FSDP, and DeepSpeed without ZeRO; what it does not know is replicated nowhere. An
+optimizer knows its parameters, but neither their names nor their modules: those are found among the objects of the
+process.
 """
 
 from __future__ import annotations
@@ -62,6 +63,21 @@ def ddp_group(ddp: Any) -> tuple[int, ...]:
         if not ours or getattr(hook, "__name__", "") in ("post_localSGD_hook", "noop_hook"):
             return ()
     return _ranks_of(ddp.process_group)
+
+
+def _engine_group(engine: Any, optimizer: Any) -> tuple[int, ...]:
+    """The ranks that a DeepSpeed engine keeps equal by averaging the gradients; 1-bit optimizers exchange their own.
+
+    Under ZeRO its parameters are not the optimizer's: that one trains this rank's share of a copy.
+    """
+    group = getattr(engine, "seq_data_parallel_group", None)
+    averages = getattr(engine, "enable_backward_allreduce", False) and not hasattr(optimizer, "deepspeed")
+    return _ranks_of(group) if averages and group is not None else ()
+
+
+def _is_own(parameter: Any) -> bool:
+    """Whether DeepSpeed keeps it on some of the ranks only: of an expert, or of a base weight in shards."""
+    return not getattr(parameter, "allreduce", True) or hasattr(parameter, "ds_optim_param")
 
 
 def _ranks_of(group: Any) -> tuple[int, ...]:
@@ -152,13 +168,13 @@ def owned(optimizer: Any) -> list[tuple[Any, list[Tensor]]]:
     rest: list[Tensor] = []
     result: list[tuple[Any, list[Tensor]]] = []
     for root in _roots(everything):
-        ddp = is_ddp(root)
-        inner = root.module if ddp else root
+        ddp, engine = is_ddp(root), _is_a(root, "DeepSpeedEngine")
+        inner = root.module if ddp or engine else root
         its = [(name, one) for name, one in inner.named_parameters() if one is not None]
         if not any(id(one) in wanted for _, one in its):
             continue
-        ignored = getattr(root, "parameters_to_ignore", ()) if ddp else ()
-        group = ddp_group(root) if ddp else ()
+        ignored = getattr(root, "parameters_to_ignore", ()) if ddp else [name for name, one in its if _is_own(one)]
+        group = ddp_group(root) if ddp else _engine_group(root, optimizer) if engine else ()
         its_own: list[Tensor] = []
         if ddp:
             result.append((root, its_own))

@@ -1,10 +1,13 @@
-"""The clocks of the consistency checks: which steps of a rank are those of its peers."""
+"""The consistency checks in a rank: which steps are those of its peers, and which tensors several ranks hold equal."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from safelaunch.beacon import checks
+import pytest
+import torch
+
+from safelaunch.beacon import checks, replicas
 
 EVERY = 3
 
@@ -62,3 +65,49 @@ def test_an_optimizer_takes_over_from_one_that_is_gone(owner: checks._Owner) -> 
 
     before()
     assert [owner.stepped(one) for one in [Optimizer()] * 2] == [False, True]
+
+
+# --- what is held equal -----------------------------------------------------------------------------------------------
+
+
+class DistributedDataParallel:
+    def __init__(self, module: Any, broadcast_buffers: bool) -> None:
+        self.module, self.broadcast_buffers, self.process_group = module, broadcast_buffers, (0, 1)
+        self.modules_buffers, self.require_forward_param_sync = [*module.buffers()], True
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_batchnorm_buffers_that_ddp_does_not_broadcast_are_named_and_not_compared(
+    monkeypatch: pytest.MonkeyPatch, broadcast: bool
+) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    ddp, optimizer = DistributedDataParallel(net, broadcast), torch.optim.SGD(net.parameters())
+    owner = checks._Owner(torch, "module of 0,1 0")
+    monkeypatch.setattr(replicas, "owned", lambda optimizer: [(ddp, [])])
+    monkeypatch.setattr(replicas, "_ranks_of", lambda group: group)
+    monkeypatch.setattr(checks, "_owner_of", lambda torch, ddp: owner)
+    checks._Tracker(torch, optimizer)._find(optimizer)
+    (buffers,) = owner.buffers
+    found = {one.name: one.group for one in buffers._tensors(ddp)}
+    assert found == dict.fromkeys(("1.running_mean", "1.running_var", "1.num_batches_tracked"), (0, 1)[: 2 * broadcast])
+    buffers.synced = False
+    assert buffers.is_unshared() is not broadcast, "DDP's next forward pass broadcasts, or none does"
+
+
+class DeepSpeedEngine(torch.nn.Module):
+    enable_backward_allreduce = True
+    seq_data_parallel_group = (0, 1)
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_deepspeed_keeps_equal_what_it_averages_but_experts(monkeypatch: pytest.MonkeyPatch, averages: bool) -> None:
+    monkeypatch.setattr(replicas, "_ranks_of", lambda group: group)
+    monkeypatch.setattr(DeepSpeedEngine, "enable_backward_allreduce", averages)
+    engine = DeepSpeedEngine(torch.nn.Linear(2, 2))
+    engine.module.bias.allreduce = False
+    ((_, tensors),) = replicas.owned(torch.optim.SGD(engine.parameters()))
+    assert {one.name: one.group for one in tensors} == {"weight": (0, 1) if averages else (), "bias": ()}
