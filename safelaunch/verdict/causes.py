@@ -191,8 +191,8 @@ _TRANSFER = Advice(
     unless=(TAGS_DIFFER, PEERS_DIFFER),
 )
 GUARDED = _sub_case(
-    "Gate the side effect, not the collective: let every rank call it, and put only the logging or saving under"
-    " `if rank == 0`.",
+    "Every rank must make this call: gate the side effect (a print, writing a file) with `if rank == 0`, not the"
+    " collective.",
     unless=(*_MODELS, _TRANSFER, ROOTS_DIFFER),
 )
 LEFT_OUT = _sub_case(
@@ -217,6 +217,11 @@ SIZES_DIFFER = _sub_case(
 UNUSUAL_GROUP = _sub_case("Check how this line selects its group on the rank that used a different one than before.")
 WRONG_GROUP = _sub_case(
     "Use only groups that the rank is in: compare how it picks its group with the ranks passed to `new_group()`."
+)
+ALONE_IN_GROUPS = _sub_case(
+    "One of these ranks may use the wrong group, or skip a call: each is alone in its own. Compare the `group=` of"
+    " their calls, and look for a branch around them.",
+    unless=(GUARDED, LEFT_OUT),
 )
 EXIT_CALLED = _sub_case(
     "Agree before one exits: decide on one rank, `broadcast` the decision, and exit on all ranks or on none."
@@ -454,9 +459,15 @@ class GroupOrder(Cause, name="group-order"):
     """
 
     advice = _advice(
+        GUARDED,
+        LEFT_OUT,
+        ALONE_IN_GROUPS,
         "Use the groups in the same order on all ranks, or overlap them with `async_op=True` and wait afterwards.",
-        "A rank that skips its call in one group, or makes it in the wrong group, also waits in the other like this: "
-        "look at the `group=` of that call, and for a branch around it.",
+        Advice(
+            "A rank that skips its call in one group, or makes it in the wrong group, also waits in the other like"
+            " this: look at the `group=` of that call, and for a branch around it.",
+            unless=(GUARDED, LEFT_OUT, ALONE_IN_GROUPS),
+        ),
         "Create groups with `new_group()` on every rank, in the same order, including ranks that are not members.",
     )
 

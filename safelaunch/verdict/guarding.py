@@ -42,7 +42,7 @@ def guards(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     yield Annotation(
         " ".join(map(_sentence, told)),
         tuple(claim_of(facts, one) for one in (*told, *rest)),
-        advice=_advice(facts, found, named),
+        advice=_advice(facts, finding, found),
         cause=cause,
         branches=tuple(found),
     )
@@ -56,8 +56,13 @@ def _is_of_a_transfer(facts: Facts, one: Branch) -> bool:
     return all(wait is not None and wait.kind == "p2p" and wait.frame == one.call for wait in waits)
 
 
-def _advice(facts: Facts, found: Iterable[Branch], named: frozenset[int]) -> frozenset[Advice]:
-    """Of an ``if`` with its ``else``, each side is kept from the other's call: who made the odd one counts."""
+def _advice(facts: Facts, finding: Finding, found: Sequence[Branch]) -> frozenset[Advice]:
+    """Of an ``if`` with its ``else``, each side is kept from the other's call: who made the odd one counts. Where they
+    wait in several groups, each side may call the other group next.
+    """
+    named = frozenset(one.rank for one in finding.culprits)
+    if finding.cause == "group-order" and named <= {rank for one in found for rank in one.kept}:
+        return frozenset()
     advice = frozenset[Advice]().union(*(_advice_on(facts, one, named) for one in found))
     return frozenset({GUARDED}) if GUARDED in advice else advice
 

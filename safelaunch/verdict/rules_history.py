@@ -11,6 +11,7 @@ from dataclasses import replace
 from safelaunch.model import Claim, Collective, Frame
 from safelaunch.model.entries import Entries
 from safelaunch.verdict.causes import (
+    ALONE_IN_GROUPS,
     DDP_FORWARD,
     EXIT_CALLED,
     FSDP_FORWARD,
@@ -382,4 +383,5 @@ def group_order(case: Case) -> Ruling:
         f"{capital(text)}: they entered the groups in different orders.",
         waiting_culprits(case, ranks),
         wait_claims(case, ranks, limit=10),
+        advice=frozenset({ALONE_IN_GROUPS}) if all(len(one.ranks) == 1 for one in case.waits.circle) else frozenset(),
     )

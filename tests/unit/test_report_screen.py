@@ -48,8 +48,8 @@ MISMATCH = Verdict(
     ruled_out=(),
     missing=(),
     suggestions=(
-        "Gate the side effect, not the collective: let every rank call it, and put only the logging or saving under "
-        "`if rank == 0`.",
+        "Every rank must make this call: gate the side effect (a print, writing a file) with `if rank == 0`, not the "
+        "collective.",
     ),
     next=NextStep("Once that is fixed", COMMAND.replace("--preset nccl-debug ", "")),
 )  # fmt: skip

@@ -64,7 +64,7 @@ def test_a_forward_pass_through_ddp_on_one_rank(world: int) -> None:
     ranks[0] = stuck(0, "broadcast", in_ddp_forward(3))
     found = suggestions(job(*ranks), GUARDED)
     assert "`model.module`" in found[0]
-    assert not any("Gate the side effect" in text for text in found)
+    assert not any("gate the side effect" in text for text in found)
 
 
 def test_a_barrier_on_one_rank_while_others_are_in_ddps_forward_pass() -> None:
@@ -90,7 +90,7 @@ def test_a_rank_that_left_a_call_out_is_not_told_to_gate_a_side_effect() -> None
     )
     verdict = diagnose(job(*ranks), read_source=lambda path: source)
     assert verdict.summary.startswith("Rank 1 skipped")
-    assert not any("Gate the side effect" in text for text in verdict.suggestions)
+    assert not any("gate the side effect" in text for text in verdict.suggestions)
     assert any("the skipped call" in text for text in verdict.suggestions)
 
 

@@ -149,7 +149,7 @@ def test_the_condition_that_sent_an_aborted_rank_to_its_call() -> None:
         "Ranks 1-2 never reach train.py:3 (train) because of `if epoch % 2 == 1 and rank == 0 (train.py:2)`"
         in verdict.summary
     )
-    assert "Gate the side effect" in verdict.suggestions[0]
+    assert "gate the side effect" in verdict.suggestions[0]
 
 
 def test_one_survivor_against_one_after_an_abort_names_both() -> None:

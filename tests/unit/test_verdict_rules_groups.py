@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from evidence import C10D, MODULE, WRAPPER, Frame, at, in_user, job, past, rank, record
+from evidence import C10D, MODULE, WRAPPER, Frame, at, calls, in_c10d, in_user, job, past, rank, record
 
 from safelaunch.model import GilTest, RankEvidence
 from safelaunch.verdict.diagnose import diagnose
@@ -39,6 +39,31 @@ def test_ranks_that_made_different_groups(made: tuple[int, ...], named: list[int
 def test_who_has_not_come_to_new_group_yet_is_victim_by_something_else() -> None:
     verdict = diagnose(job(making(0, 3), making(1, 3), elsewhere(2, 2)))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [2])
+
+
+ALONE, GATE, ORDER = "One of these ranks may use the wrong group", "Every rank must make this call", "Use the groups in"
+
+
+@pytest.mark.parametrize(
+    ("source", "first"),
+    [
+        ("if rank == 0:\n    save()\n", GATE),
+        ("if rank == 0:\n    tp()\nelse:\n" + "    dp()\n" * 10, ALONE),  # in its branch, each may call the other next
+        ("", ALONE),
+    ],
+)
+def test_what_to_do_about_ranks_that_wait_in_two_groups(source: str, first: str) -> None:
+    two = {"0": (0, 1), "1": (0, 1)}
+    ranks = [
+        rank(n, in_c10d("all_reduce", line), flight=record(*calls(f"1@30 0@30 1@30 0@30 {last}*"), groups=two))
+        for n, (line, last) in enumerate([(41, "0@41"), (50, "1@50")])
+    ]
+    text = "\n" * 39 + source if source else None
+    verdict = diagnose(job(*ranks), read_source=lambda path: text)
+    assert verdict.cause == "group-order"
+    assert verdict.suggestions[0].startswith(first)
+    order = [one.startswith(ORDER) for one in verdict.suggestions]
+    assert order.index(True) == 1
 
 
 def test_where_a_rank_does_not_tell() -> None:
