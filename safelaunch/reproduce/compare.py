@@ -1,4 +1,8 @@
-"""Whether a run of the script hangs as the job did: each rank in the same call, with the same verdict. Pure."""
+"""Whether a run of the script hangs as the job did: each rank in the same call, with the same verdict. Pure.
+
+The conditions in the script are not those of the job's source. Where these chose among ranks that the calls alone do not
+tell apart, the script's may choose another one.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from safelaunch.model import Evidence, RankEvidence
+from safelaunch.model import Evidence, RankEvidence, Verdict
 from safelaunch.reproduce.program import FUNCTIONS
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.findings import ranks_word
@@ -43,23 +47,37 @@ class Standing:
 
 @dataclass(frozen=True)
 class Hang:
-    """How a job hangs, or how it ended. ``ranks``: those that were seen. ``bare``: by records of calls alone."""
+    """How a job hangs, or how it ended. ``ranks``: those that were seen. ``bare``: by records of calls alone.
+    ``by_calls``: the culprits of the same cause without any source; None where the cause is then different.
+    """
 
     outcome: str
     cause: str
     culprits: tuple[int, ...]
     ranks: Mapping[int, Standing]
     bare: bool = False
+    by_calls: frozenset[int] | None = None
+
+    def names_like(self, other: Hang) -> bool:
+        """The same ranks, or some of those that neither job's calls tell apart."""
+        if set(self.culprits) == set(other.culprits):
+            return True
+        tied = self.by_calls
+        return tied is not None and tied == other.by_calls and tied.issuperset(self.culprits + other.culprits)
 
 
 def hang_of(evidence: Evidence, kept: Sequence[int], read_source: ReadSource | None = None) -> Hang:
     """With the numbers that the ``kept`` ranks have in a script of these alone."""
     verdict, facts = diagnose(evidence, read_source), Facts.of(evidence, read_source)
     number = {rank: place for place, rank in enumerate(kept)}
-    culprits = dict.fromkeys(one.rank for one in verdict.culprits)
     ranks = {number[rank]: _standing(facts, rank, number) for rank in facts.ranks if rank in number}
-    named = tuple(number[rank] for rank in culprits if rank in number)
-    return Hang(verdict.outcome, verdict.cause, named, ranks, all(one.main is None for one in evidence.ranks))
+    bare, calls = all(one.main is None for one in evidence.ranks), diagnose(evidence)
+    by_calls = frozenset(_named(calls, number)) if calls.cause == verdict.cause else None
+    return Hang(verdict.outcome, verdict.cause, _named(verdict, number), ranks, bare, by_calls)
+
+
+def _named(verdict: Verdict, number: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(number[one.rank] for one in verdict.culprits if one.rank in number))
 
 
 def compared(recorded: Hang, run: Evidence, read_source: ReadSource | None = None) -> tuple[list[str], Hang]:
@@ -96,7 +114,7 @@ def differences(recorded: Hang, run: Hang) -> list[str]:
     if len(crashes) > 1:
         found = [f"the script ends in a {run.outcome}, and the job ended in a {recorded.outcome}"]
     causes = (recorded.cause, *_STAND_INS.get(recorded.cause, ()))
-    if run.cause not in causes or set(run.culprits) != set(recorded.culprits):
+    if run.cause not in causes or not run.names_like(recorded):
         found.append(f"the verdict on the run is {_told(run)}, and was {_told(recorded)}")
     return found
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from evidence import in_c10d, job, rank, waiting
 
-from safelaunch.reproduce.compare import Hang, Standing, differences
+from safelaunch.reproduce.compare import Hang, Standing, differences, hang_of
 
 WORLD = (0, 1, 2)
 JOB = Hang(
@@ -48,6 +49,33 @@ def test_another_verdict() -> None:
     (told,) = differences(JOB, replace(JOB, culprits=(0, 1)))
     assert told == "the verdict on the run is collective-mismatch (ranks 0-1), and was collective-mismatch (rank 1)"
     assert len(differences(JOB, replace(JOB, cause="group-order"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("recorded", "run", "alike"),
+    [
+        ({0, 1}, {0, 1}, True),  # by calls alone, either may be at fault: the conditions in either source chose
+        ({1}, {0, 1}, False),
+        ({1}, {1}, False),
+        ({0, 1}, None, False),
+        (None, None, False),
+    ],
+)
+def test_ranks_that_the_calls_do_not_tell_apart(recorded: set[int] | None, run: set[int] | None, alike: bool) -> None:
+    tied = [None if one is None else frozenset(one) for one in (recorded, run)]
+    other = replace(JOB, culprits=(0,), by_calls=tied[1])
+    assert (differences(replace(JOB, by_calls=tied[0]), other) == []) is alike
+
+
+def test_the_calls_alone_do_not_tell_one_rank_from_one() -> None:
+    """The job's condition let rank 0 alone into its call, the script's lets rank 1 alone into the other one."""
+    both = job(rank(0, in_c10d("barrier", 41)), waiting(1, flight=None))
+    hangs = [
+        hang_of(both, (0, 1), lambda path, line=line, n=n: "\n" * (line - 2) + f"if rank == {n}:\n    call()\n")
+        for n, line in ((0, 41), (1, 50))
+    ]
+    assert [one.culprits for one in hangs] == [(0,), (1,)]
+    assert differences(*hangs) == []
 
 
 def test_a_crash_is_no_hang() -> None:
