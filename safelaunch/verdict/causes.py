@@ -96,6 +96,7 @@ _HOST_MEMORY = re.compile(
     r"\AMemoryError\b|DefaultCPUAllocator: (?:can't allocate|not enough) memory|cannot allocate memory|std::bad_alloc",
     re.IGNORECASE,
 )
+_SHARED_MEMORY = re.compile("dataloader's workers are out of shared memory")
 _GPU_ASSERT = re.compile("device-side assert|illegal memory access|cudaErrorAssert", re.IGNORECASE)
 
 _DESYNC = "desync-detail"
@@ -121,8 +122,8 @@ BUILD_LOCK = _sub_case(
 )
 
 OUT_OF_MEMORY = _sub_case(
-    "Out of host memory: fewer DataLoader workers, less prefetching, no copy of the dataset in each rank; or a higher"
-    " memory limit for the job (`ulimit -a`; `node/<host>/resources.json` shows it).",
+    "Out of host memory, which includes `/dev/shm`: fewer DataLoader workers, less prefetching, no copy of the dataset"
+    " in each rank; or a higher memory limit for the job (`ulimit -a`; `node/<host>/resources.json` shows it).",
     when=lambda case: case.raised_like(_HOST_MEMORY),
 )
 
@@ -270,7 +271,8 @@ DETAIL_CRASH = _sub_case(
     "Unset `TORCH_DISTRIBUTED_DEBUG=DETAIL` (`INFO` works): torch 2.13+ crashes under it where a DDP model is built."
 )
 KILLED_FROM_OUTSIDE = _sub_case(
-    "SIGKILL leaves no trace of its sender: check the scheduler's log, its limits, and `kernel_log.txt`."
+    "SIGKILL leaves no trace of its sender: check `kernel_log.txt`, and the log and memory limit of the scheduler or"
+    " container (kills by systemd-oomd or earlyoom aren't counted). Fewer DataLoader workers need less memory."
 )
 _ABORTED = _sub_case(
     "An abort in a collective: compare what the ranks pass at that line, and how many batches each has."
@@ -754,6 +756,8 @@ class RankException(Cause, name="rank-exception"):
         _GRADIENT_MISSING,
         *_COMMUNICATION,
         OUT_OF_MEMORY,
+        KILLED_FROM_OUTSIDE,
+        Advice(_BY_FAILURE["nccl-shm"], when=lambda case: case.raised_like(_SHARED_MEMORY)),
         GPU_OF_TWO_RANKS,
         GPU_SHARED,
         _GPU_FRAGMENTED,
@@ -776,7 +780,7 @@ class RankException(Cause, name="rank-exception"):
         Advice(
             "Fix the exception at this line; errors of other ranks follow from it.",
             when=lambda case: not case.all_alike,
-            unless=(STORE_NOT_REACHED, LAUNCHER),
+            unless=(STORE_NOT_REACHED, LAUNCHER, OUT_OF_MEMORY, KILLED_FROM_OUTSIDE),
         ),
         STORE_NOT_REACHED,
     )

@@ -55,6 +55,8 @@ _NO_COMMUNICATION = ("/torch/utils/data/", "/torch/hub.py", "/torch/serializatio
 _NOT_REACHED = re.compile(r"failed to connect to|while trying to connect to|connection refused", re.IGNORECASE)
 _TIMEOUT = re.compile(r"timed? ?out|failed to pass monitoredbarrier|timeout", re.IGNORECASE)
 _WATCHDOG = re.compile(r"watchdog caught collective operation timeout|watchdog thread terminated", re.IGNORECASE)
+# torch's words on a DataLoader worker that SIGKILL has ended.
+_WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: Killed\b")
 _DIST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError")
 
 
@@ -239,7 +241,11 @@ def exception_condition(rank: RankEvidence, exception: RankException) -> Conditi
         process = remote.process
         text = f"raised {exception.type} in a {process}: {one_line(remote.message or exception.message)}"
         where, frame = fr.at(inside), inside
-    return Condition("rank-exception", text + where, frame, rank.pid, process, claims=claims)
+    text, advice = text + where, frozenset[Advice]()
+    if _WORKER_KILLED.search(f"{exception.message}\n{exception.text}"):
+        words, memory, advice = _memory_words(rank)
+        text, claims = text + words, (*claims, *memory)
+    return Condition("rank-exception", text, frame, rank.pid, process, claims=claims, advice=advice)
 
 
 def logged_claim(rank: RankEvidence) -> Claim:
@@ -273,10 +279,10 @@ def _killed_condition(rank: RankEvidence) -> Condition:
         frame = (within or fr.stack_of(rank, rank.fatal.frames)).user_frame
         claims.append(Claim(f"faulthandler: {rank.fatal.message}", f"ranks/{rank.rank}/fault.txt"))
     if number == signal.SIGKILL:
-        words, memory, taken = _memory_words(rank)
+        words, memory, what_to_do = _memory_words(rank)
         said += words
         claims += memory
-        advice.add(OUT_OF_MEMORY if taken else KILLED_FROM_OUTSIDE)
+        advice |= what_to_do
     if number in _FATAL_SIGNALS and rank.progress is not None and rank.progress.state == "exited":
         said += " after its script had ended, while Python shut down"
         if number == signal.SIGABRT:
@@ -314,23 +320,24 @@ def aborted_in(rank: RankEvidence) -> fr.Stack | None:
     return next((stack for stack in stacks if calls.torch_wait(stack) is not None or calls.under_c10d(stack)), None)
 
 
-def _memory_words(rank: RankEvidence) -> tuple[str, list[Claim], bool]:
-    """What is known of a SIGKILL, and whether it was the out-of-memory killer's: its own words, else its counts since
-    the job's start.
+def _memory_words(rank: RankEvidence) -> tuple[str, list[Claim], frozenset[Advice]]:
+    """What is known of a SIGKILL, and what to do, by whether it was the out-of-memory killer's: its own words, else its
+    counts since the job's start.
     """
+    taken, outside = frozenset({OUT_OF_MEMORY}), frozenset({KILLED_FROM_OUTSIDE})
     kills, node = rank.memory_kills, f"node/{rank.host}"
     if kills.kernel_line:
         claim = Claim(f"the kernel's log: {one_line(kills.kernel_line)}", f"{node}/kernel_log.txt")
-        return ": the kernel's out-of-memory killer took it", [claim], True
+        return ": the kernel's out-of-memory killer took it", [claim], taken
     for count, where in ((kills.cgroup, "in the job's control group"), (kills.node, "on this node")):
         if count:
             many = "process" if count == 1 else "processes"
             said = f"the out-of-memory killer took {count} {many} {where} while the job ran"
-            return f": {said}", [Claim(said, f"{node}/resources.json")], True
+            return f": {said}", [Claim(said, f"{node}/resources.json")], taken
     if kills.cgroup is None and kills.node is None:
-        return "", [], False
+        return "", [], outside
     said = "the kernel counts no out-of-memory kill while the job ran"
-    return f"; {said}, so another process sent it", [Claim(said, f"{node}/resources.json")], False
+    return f"; {said}, so another process sent it", [Claim(said, f"{node}/resources.json")], outside
 
 
 def _exit_condition(rank: RankEvidence) -> Condition:

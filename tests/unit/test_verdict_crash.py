@@ -197,11 +197,22 @@ def test_a_fatal_signal_is_placed_by_faulthandler(code: int, message: str) -> No
         (MemoryKills("", 0, 0), "counts no out-of-memory kill", "resources.json"),
     ],
 )
-def test_a_sigkill_and_the_memory(kills: MemoryKills, said: str, file: str) -> None:
-    verdict = diagnose(job(terminated(0), died(1, -9, memory_kills=kills), outcome="crash"))
+@pytest.mark.parametrize("of", ["rank", "worker"])
+def test_a_sigkill_and_the_memory(of: str, kills: MemoryKills, said: str, file: str) -> None:
+    worker = raised(1, "RuntimeError", "DataLoader worker (pid 32061) is killed by signal: Killed. ", 100.0)
+    killed = replace(worker, memory_kills=kills) if of == "worker" else died(1, -9, memory_kills=kills)
+    verdict = diagnose(job(terminated(0), killed, outcome="crash"))
     assert said in verdict.summary
     assert any(claim.file == f"node/node1/{file}" for claim in verdict.evidence)
-    assert any("memory limit for the job" in text for text in verdict.suggestions) == ("took" in said)
+    assert ("memory limit for the job" in verdict.suggestions[0]) == ("took" in said)
+    assert "memory" in verdict.suggestions[0] and "DataLoader workers" in verdict.suggestions[0]
+    assert not any("Fix the exception" in text for text in verdict.suggestions)
+
+
+def test_a_dataloader_worker_without_shared_memory() -> None:
+    message = "DataLoader worker (pid 9) is killed by signal: Bus error. It is possible that dataloader's workers are"
+    one = raised(1, "RuntimeError", f"{message} out of shared memory. Please try to raise your shared memory limit.", 9)
+    assert "/dev/shm" in diagnose(job(terminated(0), one, outcome="crash")).suggestions[0]
 
 
 def test_an_ordinary_traceback_has_no_remote_part() -> None:
