@@ -19,8 +19,9 @@ AgentState = Literal["", "running", "stopped", "gone"]
 # What a store that is lost says to those who connect again: the connection was closed and nobody listens, it accepts
 # and does not answer, no packet comes back. "": it is not lost.
 Lost = Literal["", "closed", "silent", "unreachable"]
-# A connection to a node, tried at the time of the evidence. "": not tried.
-Probe = Literal["", "answers", "no answer"]
+# A connection to a node, tried at the time of the evidence. "no route": this node itself has no address or no route to
+# try it from, which says nothing of the other one. "": not tried.
+Probe = Literal["", "answers", "no answer", "no route"]
 
 
 class NodeEvidence(Record, frozen=True):
@@ -338,10 +339,14 @@ def all_nodes(halves: Sequence[Evidence]) -> tuple[NodeEvidence, ...]:
     for node in (node for node in every if not node.here):
         key = node.slot or node.host
         if node.is_gone:
-            gone[key] = max(gone.get(key, node), node, key=lambda one: (bool(one.probe or one.store), one.silent_s))
+            gone[key] = max(gone.get(key, node), node, key=_known_of)
         else:
             kept.setdefault(key, node)
     return (*kept.values(), *gone.values())
+
+
+def _known_of(gone: NodeEvidence) -> tuple[bool, bool, float]:
+    return gone.probe != "no route", bool(gone.probe or gone.store), gone.silent_s
 
 
 # --- the verdict ------------------------------------------------------------------------------------------------------
@@ -402,7 +407,7 @@ class NodeAtFault(Record, frozen=True, omit_defaults=False):
 
 
 class NextStep(Record, frozen=True, omit_defaults=False):
-    """A command that can be pasted as it stands, and what for."""
+    """A command that can be pasted as it stands, but for the number of a node (``N``), and what for."""
 
     why: str
     command: str

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import socket
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -10,6 +13,7 @@ from msgspec.structs import replace
 
 from safelaunch.capture.result import gather
 from safelaunch.model import AgentState, Lost, NodeEvidence, Probe
+from safelaunch.supervise.cluster.hosting import is_this_host
 from safelaunch.supervise.cluster.messages import Beat, Node
 from safelaunch.supervise.cluster.seen import Peer, Seen
 from safelaunch.supervise.cluster.store import probe
@@ -28,7 +32,8 @@ def nodes_of(
     """This node and the others that it has heard of; takes ``PROBE_S`` where some of them are silent.
 
     ``store``: how it was lost, if that was not by the end of this node's own agent. ``port``: the store's, to see if
-    the hosts of silent nodes answer. Nobody listens there on other hosts, and a host that says so is alive.
+    the hosts of silent nodes answer. Nobody listens there on other hosts, and a host that says so is alive. Where the
+    interface by which this node met them is down, whoever answers may be none of them: another route leads elsewhere.
     """
     own = NodeEvidence(
         node.host,
@@ -45,7 +50,7 @@ def nodes_of(
         script=node.script,
     )
     found = [_evidence_of(peer, seen.peers, store) for peer in seen.peers]
-    return (own, *(_probed(found, seen.peers, port) if port is not None else found))
+    return (own, *(_probed(found, node.address, seen.peers, port) if port is not None else found))
 
 
 def _evidence_of(peer: Peer, peers: Sequence[Peer], store: Lost) -> NodeEvidence:
@@ -72,11 +77,37 @@ def _last(beat: Beat) -> Last:
     return "failing" if beat.round_of("crash") else "watching"
 
 
-def _probed(nodes: Sequence[NodeEvidence], peers: Sequence[Peer], port: int) -> list[NodeEvidence]:
-    silent = [at for at, node in enumerate(nodes) if node.is_gone][:MOST_PROBED]
+def _probed(nodes: Sequence[NodeEvidence], own: str, peers: Sequence[Peer], port: int) -> list[NodeEvidence]:
+    silent = [at for at, node in enumerate(nodes) if node.is_gone]
+    if silent and own and not _has_link(own):
+        return [replace(node, probe="no route") if node.is_gone else node for node in nodes]
+    silent = silent[:MOST_PROBED]
     calls = [lambda at=at: probe(peers[at].node.address, port, deadline_s=PROBE_S) for at in silent]
     answers: dict[int, Probe | None] = dict(zip(silent, gather(calls, deadline_s=PROBE_S + 1.0), strict=True))
     return [replace(node, probe=answers.get(at) or "") for at, node in enumerate(nodes)]
+
+
+_GET_FLAGS, _GET_ADDRESS = 0x8913, 0x8915  # SIOCGIFFLAGS, SIOCGIFADDR
+_UP_AND_RUNNING = 0x41  # IFF_UP, IFF_RUNNING
+
+
+def _has_link(address: str) -> bool:
+    """Whether this host still has the address, on an interface that is up and has a carrier.
+
+    An interface keeps its IPv4 address while it is down. Only its first one is found; of any other, it counts as up.
+    """
+    flags: int
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("40s", name.encode())
+            try:
+                found = socket.inet_ntoa(fcntl.ioctl(asked, _GET_ADDRESS, request)[20:24])
+                (flags,) = struct.unpack_from("H", fcntl.ioctl(asked, _GET_FLAGS, request), 16)
+            except OSError:
+                continue  # it has no IPv4 address, or has just gone
+            if found == address:
+                return flags & _UP_AND_RUNNING == _UP_AND_RUNNING
+    return is_this_host(address)
 
 
 def agent_state(pid: int) -> AgentState:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from msgspec import structs
+
 from safelaunch.model import Claim, Evidence, NcclState, NodeAtFault, NodeEvidence, format_ranks
 from safelaunch.verdict import nccl_witness
 from safelaunch.verdict.causes import CAUSES, FAILURES
@@ -102,8 +104,17 @@ def store_lost(case: Case) -> Ruling:
 
 
 def node_cut_off(case: Case) -> Ruling:
-    """Both sides live, and have not heard each other: the evidence of a node is here that others could not hear."""
+    """Both sides live, and did not hear each other; or this node has no address or route to reach the others from.
+
+    Of both sides: the evidence of a node is here that others could not hear.
+    """
     alive = [node for node in case.evidence.nodes if node.here]
+    unreached = [node for node in case.evidence.nodes if node.is_gone and node.probe == "no route"]
+    if unreached and len(alive) == 1 and not _gone(case) and case.evidence.outcome != "crash":
+        own = [structs.replace(alive[0], probe="no route")]
+        text = f"{_names(own)} is cut off from {_names(unreached)}: {_TRIED['no route']}."
+        doubts = those({Doubt.UNSEEN_RANKS: bool(case.unseen)})
+        return _finding(case, "node-unreachable", doubts, text, own, sorted(case.waits.waiting))
     gone = [node for node in _gone(case) if any(_same(node, one) for one in alive)]
     if not gone or case.evidence.outcome == "crash":
         return ""
@@ -180,10 +191,12 @@ def _only_waiting(case: Case) -> list[int]:
 
 
 def _gone(facts: Facts) -> list[NodeEvidence]:
-    """Where this supervisor was stopped itself, only those that cannot be reached: it has missed last words."""
+    """Where this supervisor was stopped itself, only those that cannot be reached: it has missed last words. None that
+    it has no way to reach: it is cut off itself.
+    """
     nodes = facts.evidence.nodes
     missed = any(node.here and node.missed_s for node in nodes)
-    gone = [node for node in nodes if node.is_gone and not node.here]
+    gone = [node for node in nodes if node.is_gone and not node.here and node.probe != "no route"]
     return [node for node in gone if not missed or node.probe == "no answer" or node.store == "unreachable"]
 
 
@@ -246,7 +259,11 @@ _LOST = {
     "silent": "its torchrun, which hosts the agents' store, accepts connections and does not answer",
     "unreachable": "no connection to the store of torchrun's agents, which it hosts, can be made",
 }
-_TRIED = {"answers": "the host itself answers", "no answer": "the host does not answer either"}
+_TRIED = {
+    "answers": "the host itself answers",
+    "no answer": "the host does not answer either",
+    "no route": "its own network interface has no link, or has lost its address or route",
+}
 
 
 # --- a node whose ranks are all behind ----------------------------------------------------------------------------

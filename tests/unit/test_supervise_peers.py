@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -50,6 +52,31 @@ def test_a_node_that_is_heard() -> None:
 def test_a_silent_one_is_asked_whether_its_host_answers() -> None:
     found = told(seen(silent_s=20.04))
     assert (found.silent_s, found.probe, found.is_gone) == (20.0, "answers", True)
+
+
+@pytest.mark.parametrize(
+    ("own", "flags", "found"),
+    [
+        ("127.0.0.1", None, "answers"),
+        ("127.0.0.1", 0x1003, "no route"),  # up, without a carrier
+        ("127.0.0.1", 0x1042, "no route"),  # down
+        ("192.0.2.1", None, "no route"),  # the address is gone
+    ],
+)
+def test_a_node_without_a_link_asks_nobody(
+    own: str, flags: int | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another route may lead to somebody who answers."""
+
+    def ioctl(of: socket.socket, what: int, request: bytes) -> bytes:
+        got = as_it_is(of, what, request)
+        return got if what != 0x8913 or flags is None else got[:16] + struct.pack("H", flags) + got[18:]
+
+    as_it_is: Any = fcntl.ioctl
+    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+    here = replace(HERE, address=own)
+    _, other = nodes_of(seen(silent_s=20.0), here, Beat("b", 1), port=free_port(), store="")
+    assert other.probe == found
 
 
 @pytest.mark.parametrize("doing", ["stopping", "ended"])

@@ -99,6 +99,33 @@ def test_ranks_that_wait_for_a_node_that_has_said_what_failed_there() -> None:
 # --- a node that is only silent ---------------------------------------------------------------------------------------
 
 
+NO_ROUTE = replace(GONE, probe="no route", store="unreachable")
+
+
+def test_a_node_that_has_lost_its_own_way_to_the_others_names_itself() -> None:
+    verdict = diagnose(half(waiting(0), waiting(1), nodes=(A, NO_ROUTE)))
+    assert said(verdict) == ("node-unreachable", "medium", ["a:0-1"])
+    assert (
+        "Node a (ranks 0-1) is cut off from node b (ranks 2-3): its own network interface has no link"
+        in verdict.summary
+    )
+    crash = diagnose(half(thrown_out(0), thrown_out(1), nodes=(A, NO_ROUTE), outcome="crash"))
+    assert crash.nodes_at_fault == ()
+
+
+def test_what_a_third_node_could_not_reach_either() -> None:
+    c = NodeEvidence("c", 3, (4, 5), here=True)
+    sides = (
+        half(waiting(0), waiting(1), nodes=(A, NO_ROUTE, replace(c, here=False, silent_s=20.0, probe="no route"))),
+        half(waiting(4), nodes=(c, replace(GONE, silent_s=9.0), replace(A, here=False, silent_s=9.0))),
+    )
+    nodes = all_nodes(sides)
+    assert [(node.host, node.probe) for node in nodes[2:]] == [("b", ""), ("c", "no route"), ("a", "")]
+    ranks = (one for side in sides for one in side.ranks)
+    verdict = diagnose(job(*ranks, world=6, missing_ranks=(2, 3, 5), nodes=nodes))
+    assert said(verdict)[0::2] == ("node-unreachable", ["a:0-1"])
+
+
 def test_both_sides_of_a_partition_are_here() -> None:
     sides = (
         half(waiting(0), waiting(1)),

@@ -231,6 +231,8 @@ def probe(address: str, port: int, *, deadline_s: float) -> Probe:
     except ValueError:
         return ""
     except OSError as error:
+        if error.errno == errno.ENETUNREACH:
+            return "no route"
         return {"closed": "answers", "unreachable": "no answer"}.get(_lost(error), "")  # type: ignore[return-value]
     return "answers"
 
