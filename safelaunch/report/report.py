@@ -295,7 +295,8 @@ def proof_words(verdict: Verdict) -> str:
 def beside_next(verdict: Verdict) -> list[str]:
     """The suggestions that the next command does not carry out."""
     why = verdict.next.why if verdict.next is not None else ""
-    return [text for text in verdict.suggestions if not why or not text.startswith(f"{why}: `safelaunch ")]
+    carried_out = (why.startswith(text.partition(": `safelaunch ")[0]) for text in verdict.suggestions)
+    return [text for text, done in zip(verdict.suggestions, carried_out, strict=True) if not done]
 
 
 def _command(step: NextStep | None) -> list[Line]:

@@ -160,8 +160,15 @@ def advise(facts: Facts, finding: Finding) -> tuple[tuple[str, ...], NextStep | 
 
 def _next_step(launched: Launched, given: Sequence[Advice]) -> NextStep | None:
     more = next((one for one in given if one.preset), None)
-    command = again(launched, more.preset if more is not None else "")
-    return NextStep(more.text if more is not None else "Once that is fixed", command) if command else None
+    command, why = again(launched, more.preset if more is not None else ""), "Once that is fixed"
+    any_node = _NUMBER_OF_NODE.sub(r"\1N", command)
+    why = more.text if more is not None else why
+    if any_node != command:  # all nodes show one verdict, and the command of one of them
+        why += " (on each node, with its own number as N)"
+    return NextStep(why, any_node) if command else None
+
+
+_NUMBER_OF_NODE = re.compile(r"(?<!\S)(--(?:node|machine)[-_]r\w*[= ])\d+(?!\S)")
 
 
 def again(launched: Launched, preset: str = "", options: Sequence[str] = ()) -> str:

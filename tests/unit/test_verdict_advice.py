@@ -211,6 +211,24 @@ def test_the_next_command_is_the_users_own_with_what_shows_more() -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "command"),
+    [
+        (("--nnodes=2", "--node-rank=1", "train.py"), "--nnodes=2 --node-rank=N train.py"),
+        (("--node_rank", "0", "train.py"), "--node_rank N train.py"),
+        (
+            ("exec", "--", "accelerate", "launch", "--machine_rank", "1", "t.py"),
+            "accelerate launch --machine_rank N t.py",
+        ),
+    ],
+)
+def test_the_next_command_has_the_number_of_no_node(typed: tuple[str, ...], command: str) -> None:
+    """The verdict of one node is shown on all of them."""
+    step = with_launch(Launched(typed, (), "2.13.0")).next
+    assert step is not None and step.command.endswith(command) and "nccl-debug" in step.command
+    assert step.why == "To see what the transport does (on each node, with its own number as N)"
+
+
+@pytest.mark.parametrize(
     ("typed", "presets", "command"),
     [
         (("train.py",), (), "safelaunch --preset more train.py"),
