@@ -1,7 +1,7 @@
 """Whether a run of the script hangs as the job did: each rank in the same call, with the same verdict. Pure.
 
-The conditions in the script are not those of the job's source. Where these chose among ranks that the calls alone do not
-tell apart, the script's may choose another one.
+The conditions in the script are not those of the job's source. Where these chose among ranks that the calls alone do
+not tell apart, the script's may choose another one.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ TOUCH_EVERY_S = 3600.0
 SAME_SIGNAL_S = 1.0  # a rank that failed so shortly before we were asked to stop may have been asked as well
 OTHERS_END_S = 2.5  # in which other nodes read that the job is ended: the store may end with this one
 READ_S = 0.5  # until they have read it, as a rule: all end at about the same time
+QUIET_END_S = 1.5  # a healthy job ends sooner
 SHOWN_AFTER_S = 10.0  # a verdict waits so long for the end of the job, whose last words would push it off the screen
 
 
@@ -91,6 +92,13 @@ def is_of_rendezvous(raised: AgentEvent) -> bool:
     """Whether torchrun has given up waiting for other nodes. A port that is taken is no such matter."""
     of_store = raised.error in ("DistStoreError", "DistNetworkError", "TimeoutError")
     return raised.error.startswith("Rendezvous") or (of_store and "failed to listen" not in raised.message)
+
+
+def advice_on(raised: AgentEvent) -> str:
+    """What to do about an error of torchrun's that ended this node before it had a rank; empty for unknown ones."""
+    from safelaunch.verdict.causes import LATE_JOIN, is_late_join  # late: most jobs never fail
+
+    return LATE_JOIN.shown if is_late_join(raised.message) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +149,7 @@ class Supervisor:
         self._found_at_stop = False  # a bundle was written after somebody asked the job to stop
         self._newest = ""  # the newest bundle of a hang
         self._failures: tuple[Failure, ...] = ()
+        self._by_key = False  # somebody has pressed Ctrl-C, and does not know yet that a second one ends the job
         self._restarting = -1  # the attempt whose ranks we ended for a hang
         self._ending: Task[tuple[process.ProcessId, ...]] | None = None
         self._health = Health(self._watch, lambda: [one.pid for one in self._processes.all()])
@@ -306,18 +315,25 @@ class Supervisor:
 
     def _hold(self) -> bool:
         """Asked at the first SIGINT: whether the job is to live for a moment yet, for its evidence."""
+        self._by_key = True
         try:
             return self._watching and self._ending is None and self._is_worth_evidence(time.monotonic())
         except Exception as error:  # noqa: BLE001 - whatever it is, the user wants the job to stop
             say(f"no evidence could be taken ({type(error).__name__}: {error})")
             return False
 
+    def _say_of_end(self, what: str) -> None:
+        """Tells whoever pressed Ctrl-C, once, what the end of the job waits for."""
+        self._by_key = False
+        say(f"{what}; press Ctrl-C again to end the job now")
+
     def _is_worth_evidence(self, now: float) -> bool:
         if self._stall.needs_ranks:
-            say(f"finishing the evidence first (up to {HOLD_S:g} s); press Ctrl-C again to stop now")
+            self._say_of_end(f"finishing the evidence first (up to {HOLD_S:g} s), then ending the ranks")
             return True
         failed = self._crash.begun_before(now - SAME_SIGNAL_S) and self._crash.unfinished
         if self._stall.writing or self._live.writing or failed:
+            self._by_key = False
             say("stopping; the verdict follows; press Ctrl-C again to skip it")
             return False
         if self._newest and self._watch.state.status is Status.HUNG:
@@ -330,8 +346,8 @@ class Supervisor:
             return False
         times = f" ({frozen_s / spell.usual_s:.0f} x the usual step)" if frozen_s else ""
         quiet_s = frozen_s or now - spell.since_s
-        first = f"collecting evidence first (up to {HOLD_S:g} s); press Ctrl-C again to stop now"
-        say(f"no step for {quiet_s:.0f} s{times}: {first}")
+        first = f"collecting evidence first (up to {HOLD_S:g} s), then ending the ranks"
+        self._say_of_end(f"no step for {quiet_s:.0f} s{times}: {first}")
         self._interrupt = interrupted(self._view, quiet_s, spell.usual_s if frozen_s else 0.0, now)
         return True
 
@@ -363,6 +379,8 @@ class Supervisor:
         self._unshown += [report for report in found if report is not None]
         if now - self._stop_s > SHOWN_AFTER_S:
             self._show_what_was_found()
+        if self._by_key and now - self._stop_s > QUIET_END_S:
+            self._say_of_end("waiting for the ranks to end (up to 30 s under torchrun)")
 
     @property
     def _is_finishing(self) -> bool:
@@ -403,7 +421,6 @@ class Supervisor:
         elif self._on_stall_is("restart"):
             self._show(report)
             if self._give_up_or_go_on(report):
-                say("ending the ranks of this attempt; torchrun restarts them if --max-restarts allows it")
                 self._restart(report)
         else:
             self._council.rounds.trouble(f"the job hangs; ending it: {report.verdict.summary}")
@@ -418,11 +435,12 @@ class Supervisor:
         if report.action == "restart" and self._give_up_or_go_on(report) and self._agent_lives():
             if self._stall.attempt != self._watch.attempt:
                 return  # torchrun has started the ranks again: those of another node were ended before ours
-            say("ending the ranks of this attempt; torchrun restarts them if --max-restarts allows it")
             self._restart(report)
 
     def _restart(self, report: Report) -> None:
         """Ends the ranks of this attempt, so that torchrun starts others."""
+        again = "torchrun starts the script from its beginning, which must load its own checkpoint"
+        say(f"ending the ranks of this attempt; if --max-restarts allows it, {again}")
         self._restarting = self._watch.roster.attempt
         Task("end ranks", self._processes.end_ranks)
 
@@ -537,9 +555,13 @@ class Supervisor:
         self._crash.on_end()
 
     def _note_rendezvous(self, now: float) -> None:
-        """Writes who has not come to a rendezvous that torchrun has given up."""
+        """Writes who has not come to a rendezvous that torchrun has given up; or what to do about a known error."""
         rendezvous, raised = self._council.rendezvous, self._raised
-        if rendezvous is None or raised is None or not self.began_nothing or not is_of_rendezvous(raised):
+        if raised is None or not self.began_nothing:
+            return
+        if advice := advice_on(raised):
+            say(advice)
+        if rendezvous is None or not is_of_rendezvous(raised):
             return
         nodes, error = self._council.nodes(probing=False), f"{raised.error}: {raised.message}"
         writing = Task("bundle", lambda: incident.of_rendezvous(rendezvous, error, nodes, self._context))

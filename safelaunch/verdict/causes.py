@@ -133,6 +133,21 @@ _GROUP_TIMEOUT = Advice(
     when=lambda case: case.timed_out,
 )
 
+# What the agents of one round leave for each other in the rendezvous' store. With that store shared with the ranks, an
+# agent that has been in an earlier round does not leave it again (torch's DynamicRendezvousHandler.next_rendezvous).
+_OF_A_ROUND = re.compile(r"wait timeout .*/torch\.rendezvous\.\S*/(?:MASTER_(?:ADDR|PORT)|torchelastic/role_info/)")
+LATE_JOIN = Advice(
+    "If a node joined late or returned: torchrun itself fails then, with or without safelaunch. Set"
+    " `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` on all nodes.",
+    when=lambda case: any(is_late_join(note) for note in case.facts.evidence.notes),
+)
+
+
+def is_late_join(error: str) -> bool:
+    """Whether torchrun failed as it does where a node joins a job whose rendezvous shares its store."""
+    return _OF_A_ROUND.search(error) is not None
+
+
 STORE_KEY = _sub_case(
     "Find which rank should set this key, under which condition: every path must. `store.wait([key], timeout)` ends."
 )
@@ -802,7 +817,8 @@ class NodeLost(Cause, name="node-lost"):
 
 class NodeUnreachable(Cause, name="node-unreachable"):
     """A node is silent, but no connection to it has closed: it is down, or cut off from the others. Given the bundles
-    of both sides, `safelaunch diagnose` can tell that both are alive.
+    of both sides, `safelaunch diagnose` can tell that both are alive. A node whose own interface has no link
+    names itself.
     """
 
     advice = _advice(
@@ -854,6 +870,7 @@ class NoRankStandsOut(Cause, name="no-rank-stands-out"):
     """
 
     advice = _advice(
+        LATE_JOIN,
         *_COMMUNICATION,
         Advice(
             "All ranks have arrived: suspect the transport (NIC, `NCCL_SOCKET_IFNAME`, firewall between nodes) or a"

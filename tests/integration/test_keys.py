@@ -15,6 +15,7 @@ from jobs import PROGRAMS, Bundle, Job
 pytestmark = pytest.mark.torch
 
 CTRL_C, CTRL_BACKSLASH = b"\x03", b"\x1c"
+AGAIN = "press Ctrl-C again to end the job now"
 FROZEN = [PROGRAMS / "blocked.py", "--how=asleep", "--culprit=1"]
 # Leads a session on the terminal named by its first argument, and becomes Python with the other ones.
 ON_TERMINAL = """if True:
@@ -69,11 +70,32 @@ def test_a_frozen_job_is_asked_by_ctrl_backslash_and_goes_on_and_is_stopped_by_c
         result = job.wait()
     assert result.code == 1 and not result.leftovers, "as torchrun ends"
     assert result.stderr.index("collecting evidence first (up to 2 s)") < result.stderr.index("Received 2 death signal")
+    assert result.said.count(AGAIN) == 1
     (last,) = (bundle for bundle in result.bundles if bundle.path != dump.path)
     assert last.problems() == [] and verdict_is_shown(result.said, last), result.stderr
     # Where two seconds are not enough to see every rank twice, it says less, and nothing else.
     named = [culprit["rank"] for culprit in last.verdict["culprits"]]
     assert named == [1] if last.verdict["outcome"] == "hang" else named in ([], [1]), last.verdict
+
+
+def test_ranks_that_do_not_end_by_ctrl_c_are_waited_for_until_the_next_one(tmp_path: Path) -> None:
+    """In native code no rank handles the signal, and torchrun waits half a minute."""
+    script = tmp_path / "apart.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "print('here', flush=True)\n"
+        "dist.barrier() if dist.get_rank() else dist.all_reduce(torch.ones(2))\n"
+    )
+    with on_terminal(["--nproc-per-node=2", script], tmp_path) as job:
+        job.until(lambda: job.stdout.count("here") == 2, "both ranks")
+        job.type(CTRL_C)
+        job.until(lambda: AGAIN in job.stderr, "a word on what it waits for")
+        assert "forcefully exiting" not in job.stderr and len(job.ranks()) == 2
+        job.type(CTRL_C)
+        result = job.wait()
+    assert result.code and not result.leftovers and not result.bundles
+    assert result.said.count("waiting for the ranks to end") == 1
 
 
 def test_ctrl_c_while_the_bundle_of_a_hang_is_written(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ def test_a_hang_that_does_not_come_back_is_survived(tmp_path: Path) -> None:
     result = run(tmp_path, "first")
     assert result.code == 0, result.stderr
     assert result.stdout == "finished in attempt 1\n"
+    assert result.said.count("from its beginning, which must load its own checkpoint") == 1
     assert result.verdict["cause"] == "stuck-in-user-code"
     assert [culprit["rank"] for culprit in result.verdict["culprits"]] == [0]
     assert not result.leftovers

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from evidence import job, rank
 
 from safelaunch.capture.pages import AgentEvent
-from safelaunch.supervise.loop import is_of_rendezvous
+from safelaunch.model import RankExit
+from safelaunch.supervise.loop import advice_on, is_of_rendezvous
+from safelaunch.verdict.diagnose import diagnose
 
 
 @pytest.mark.parametrize(
@@ -24,3 +27,24 @@ from safelaunch.supervise.loop import is_of_rendezvous
 def test_which_errors_mean_that_nodes_did_not_come(error: str, message: str, expected: bool) -> None:
     event = AgentEvent("raised", 0.0, error=error, message=message)
     assert is_of_rendezvous(event) is expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("/torch.rendezvous.none.1/MASTER_ADDR", True),
+        ("/torch.rendezvous.none.1/torchelastic/role_info/0, /torch.rendezvous.none.1/torchelastic/role_info/1", True),
+        ("/default_pg/0//cpu//0/rank_1", False),
+        ("/torch.rendezvous.none.1/torchelastic/agent/terminal_state/1", False),
+    ],
+)
+def test_what_to_do_where_a_node_joined_late(keys: str, expected: bool) -> None:
+    message = f"wait timeout after 60000ms, keys: {keys}"
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in advice_on(AgentEvent("raised", 0.0, message=message))) is expected
+    lost = (f"torchrun itself failed: DistStoreError: {message}",)
+    verdict = diagnose(
+        job(rank(0, seen=False, more={"exit": RankExit(-15, 9.0, before_close=False)}), outcome="crash", notes=lost)
+    )
+    assert [text for text in verdict.suggestions if "TORCH_DISABLE" in text] == list(
+        verdict.suggestions[: int(expected)]
+    )
