@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from safelaunch.beacon import replicas
+
 
 @dataclass(frozen=True, slots=True)
 class Consistency:
@@ -23,10 +25,16 @@ class Consistency:
         return not self.differing
 
 
+_FLAT = "flat shard"
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one parameter is. ``placements``: of a DTensor, by mesh dimension; empty: each rank holds all of it.
+    """Where one parameter or buffer is. Without ``placements``, each rank holds all of it.
 
+    ``placements``: of a DTensor, by mesh dimension; ``flat shard``: its part of what FSDP1 cuts in equal pieces.
+    ``unit``: of a parameter, the innermost FSDP module around it, whose parameters are gathered together; ``(root)`` is
+    the model itself. ``precision``: what that module's mixed-precision policy sets: ``param=bfloat16 reduce=float32``.
     A sharded parameter with fewer rows than ranks may be whole on the first rank, and empty on the others.
     """
 
@@ -35,10 +43,13 @@ class Placement:
     local_shape: tuple[int, ...]
     placements: tuple[str, ...] = ()
     mesh: str = ""
+    dtype: str = ""
+    unit: str = ""
+    precision: str = ""
 
     @property
     def sharded(self) -> bool:
-        return self.shape != self.local_shape or any(one.startswith(("S(", "_S(")) for one in self.placements)
+        return self.shape != self.local_shape or any(one.startswith(("S(", "_S(", _FLAT)) for one in self.placements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +113,23 @@ def check_consistent(subject: Any, group: Any = None) -> Consistency:
 
 
 def placements(model: Any) -> tuple[Placement, ...]:
-    """Where each parameter of ``model`` is."""
-    found = tuple(_placement(name, one) for name, one in model.named_parameters())
-    rows = [(p.name, str(p.shape), str(p.local_shape), " ".join(p.placements) or "whole", p.mesh) for p in found]
-    _table(f"{len(found)} parameters", ("parameter", "shape", "here", "placements", "mesh"), rows)
-    return found
+    """Where each parameter and then each buffer of ``model`` is."""
+    parameters = [place for place, _ in _parameters(model)]
+    buffers = [_placement(name, one) for name, one in model.named_buffers()]
+    head = ("name", "shape", "here", "dtype", "placements", "mesh", "FSDP unit", "mixed precision")
+    rows = []
+    for p in (*parameters, *buffers):
+        where = (str(p.shape), str(p.local_shape), p.dtype, " ".join(p.placements) or "whole", p.mesh)
+        rows.append((p.name, *where, p.unit, p.precision))
+    filled = [n for n in range(len(head)) if any(row[n] for row in rows)]
+    title = f"{len(parameters)} parameters, {len(buffers)} buffers"
+    _table(title, [head[n] for n in filled], [[row[n] for n in filled] for row in rows])
+    return (*parameters, *buffers)
 
 
 def sharding(model: Any) -> Sharding:
     """What of ``model`` is sharded, and what each rank holds whole."""
-    found = [(_placement(name, one), one) for name, one in model.named_parameters()]
+    found = _parameters(model)
     parts = [one for one in found if one[0].sharded]
     whole = [one for one in found if not one[0].sharded]
     size_parts, size_whole = (sum(_bytes(one) for _, one in side) for side in (parts, whole))
@@ -200,11 +218,43 @@ def _bytes(tensor: Any) -> int:
     return int(here.numel() * here.element_size())
 
 
-def _placement(name: str, tensor: Any) -> Placement:
-    laid = tuple(str(one) for one in getattr(tensor, "placements", ()))
+def _parameters(model: Any) -> list[tuple[Placement, Any]]:
+    units = _units(model)
+    return [(_placement(name, one, *units[name.rpartition(".")[0]]), one) for name, one in model.named_parameters()]
+
+
+def _units(model: Any) -> dict[str, tuple[str, str, bool]]:
+    """By module: the FSDP unit that holds its parameters, that one's precision, and whether FSDP1 shards it."""
+    units: dict[str, tuple[str, str, bool]] = {}
+    states: dict[int, tuple[str, str, bool]] = {}  # ``fully_shard`` makes one unit of several modules, too
+    for name, module in model.named_modules(remove_duplicate=False):
+        units[name] = units[name.rpartition(".")[0]] if name else ("", "", False)
+        fsdp2 = getattr(module, "_get_fsdp_state", None)
+        if fsdp2 is not None or replicas.is_fsdp1(module):
+            state = fsdp2() if fsdp2 is not None else module
+            policy = getattr(state, "_mp_policy", None) or getattr(module, "mixed_precision", None)
+            is_flat = fsdp2 is None and getattr(module.sharding_strategy, "name", "") != "NO_SHARD"
+            unit = replicas.clean(name) or "(root)", _precision(policy), is_flat
+            units[name] = states.setdefault(id(state), unit)
+    return units
+
+
+def _precision(policy: Any) -> str:
+    """What a mixed-precision policy sets, of either FSDP."""
+    kinds = {kind: getattr(policy, f"{kind}_dtype", None) for kind in ("param", "reduce", "buffer", "output")}
+    return " ".join(f"{kind}={_dtype(one)}" for kind, one in kinds.items() if one is not None)
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _placement(name: str, tensor: Any, unit: str = "", precision: str = "", is_flat: bool = False) -> Placement:
+    laid = (_FLAT,) if is_flat else tuple(str(one) for one in getattr(tensor, "placements", ()))
     where = getattr(tensor, "device_mesh", None)
     dims = "" if where is None else " x ".join(map(str, where.mesh_dim_names or where.mesh.shape))
-    return Placement(name, tuple(tensor.shape), tuple(_local(tensor).shape), laid, dims)
+    shape, here = tuple(tensor.shape), tuple(_local(tensor).shape)
+    return Placement(name, shape, here, laid, dims, _dtype(tensor.dtype), unit, precision)
 
 
 def _digest(tensor: Any) -> str:

@@ -48,6 +48,10 @@ def is_ddp(module: Any) -> bool:
     return _is_a(module, "DistributedDataParallel")
 
 
+def is_fsdp1(module: Any) -> bool:
+    return _is_a(module, "FullyShardedDataParallel")
+
+
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -123,7 +127,7 @@ def _fsdp1_group(module: Any) -> tuple[int, ...]:
 def _fsdp1_groups(found: list[Any]) -> dict[int, tuple[int, ...]]:
     """By parameter. An FSDP1 module inside another one has its own strategy, so the outer ones come first."""
     groups = {}
-    wrapped = [one for one in found if _is_a(one, "FullyShardedDataParallel")]
+    wrapped = [one for one in found if is_fsdp1(one)]
     for one in sorted(wrapped, key=lambda one: -sum(1 for _ in one.modules())):
         group = _fsdp1_group(one)
         groups.update({id(parameter): group for parameter in one.parameters()})

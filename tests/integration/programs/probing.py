@@ -1,4 +1,4 @@
-"""Calls every probe on two ranks, under DDP, FSDP2 and tensor parallel, and ends with 1 where a record is wrong.
+"""Calls every probe on two ranks, under DDP, FSDP and tensor parallel, and ends with 1 where a record is wrong.
 
 NumPy cannot be imported here: ``pip install torch`` alone does not bring it.
 """
@@ -14,7 +14,7 @@ import torch.distributed as dist
 import uncompiled  # noqa: F401
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,7 +50,9 @@ def ddp() -> None:
     assert found.consistent and found.checked == 7
     spoil(model.module[0].weight)
     assert dict(said(probes.check_consistent, model).differing) == {"module.0.weight": ((0,), (1,))}
-    assert [one.placements for one in said(probes.placements, model)] == [()] * 4
+    places = said(probes.placements, model)
+    assert [(one.placements, one.unit) for one in places] == [((), "")] * 7
+    assert [one.dtype for one in places[4:]] == ["float32", "float32", "int64"], "buffers follow the parameters"
     parts = said(probes.sharding, model)
     assert not parts.sharded and (parts.bytes_sharded, parts.bytes_whole) == (0, 112)
 
@@ -58,15 +60,18 @@ def ddp() -> None:
 def fsdp2() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     model = build()
-    fully_shard(model[0], mesh=mesh)
+    fully_shard(model[0], mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     places = said(probes.placements, model)
-    assert [one.sharded for one in places] == [True, True, False, False] and places[0].mesh == "shard"
+    assert [one.sharded for one in places[:4]] == [True, True, False, False] and places[0].mesh == "shard"
+    assert [one.unit for one in places] == ["0", "0", "", "", "", "", ""]
+    assert (places[0].dtype, places[0].precision) == ("float32", "param=bfloat16 reduce=float32")
     assert (places[0].shape, places[0].local_shape, places[0].placements) == ((4, 4), (2, 4), ("S(0)",))
     parts = said(probes.sharding, model)
     assert parts.sharded == ("0.weight", "0.bias") and parts.whole == ("1.weight", "1.bias")
     assert (parts.bytes_sharded, parts.bytes_whole) == (40, 32)
     narrow = nn.Linear(4, 1)
     fully_shard(narrow, mesh=mesh)
+    assert {one.unit for one in said(probes.placements, narrow)} == {"(root)"}
     assert said(probes.sharding, narrow).sharded == ("weight", "bias"), "rank 0 has the only row, and it is a shard"
     found = said(probes.check_consistent, model)
     assert found.consistent and found.checked == 5, "shards of two ranks are no replicas"
@@ -74,11 +79,18 @@ def fsdp2() -> None:
     assert set(said(probes.check_consistent, model).differing) == {"1.weight"}
 
 
+def fsdp1() -> None:
+    model = FullyShardedDataParallel(build(), device_id=torch.device("cpu"), use_orig_params=True)
+    places = said(probes.placements, model)
+    assert [(one.placements, one.unit) for one in places] == [(("flat shard",), "(root)")] * 4 + [((), "")] * 3
+    assert not said(probes.sharding, model).whole
+
+
 def tensor_parallel() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = parallelize_module(build(), mesh, {"0": ColwiseParallel()})
     places = said(probes.placements, model)
-    assert [one.sharded for one in places] == [True, True, False, False] and places[0].mesh == "tp"
+    assert [one.sharded for one in places[:4]] == [True, True, False, False] and places[0].mesh == "tp"
     assert said(probes.sharding, model).bytes_sharded == 40
     assert said(probes.check_consistent, model).consistent
     found = said(probes.mesh, mesh)
@@ -101,6 +113,7 @@ def tensors() -> None:
 
 ddp()
 fsdp2()
+fsdp1()
 tensor_parallel()
 tensors()
 assert [one.rank for one in said(probes.memory)] == [0, 1]
