@@ -218,14 +218,15 @@ def _network_within(deadline_s: float) -> dict[str, dict[str, str | int]]:
 def network(root: Path = Path("/sys/class")) -> dict[str, dict[str, str | int]]:
     """The network interfaces that are up or hardware, and the ports of InfiniBand devices (``mlx5_0/1``).
 
-    Each with its state, its speed, and those of its error counters that are not 0.
+    Each with its state, its speed, its MTU, and those of its error counters that are not 0; what it doesn't say is left
+    out.
     """
     found: dict[str, dict[str, str | int]] = {}
     for path in sorted((root / "net").glob("*")):
         state = text_of(path / "operstate").strip()
         if path.name != "lo" and (state == "up" or (path / "device").exists()):
-            speed = text_of(path / "speed").strip()
-            found[path.name] = {"state": state} | ({"speed_mbit": int(speed)} if speed.isdigit() else {})
+            numbers = {"speed_mbit": text_of(path / "speed").strip(), "mtu": text_of(path / "mtu").strip()}
+            found[path.name] = {"state": state} | {name: int(text) for name, text in numbers.items() if text.isdigit()}
             found[path.name] |= _counted(path / "statistics", ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped"))
     for path in sorted((root / "infiniband").glob("*/ports/*")):
         state, rate = text_of(path / "state").strip(), text_of(path / "rate").strip()

@@ -113,8 +113,8 @@ class Resources(Record, frozen=True, omit_defaults=False):
     """``resources.json``: of a node, and of the control group and limits of one of its ranks.
 
     ``disks``: place → total, used and free bytes, or the reason for having none. ``network``: interface, or port of an
-    InfiniBand device (``mlx5_0/1``) → state, speed, and error counters that are not 0. ``out_of_memory_kills``: the
-    kernel's counts ``at_start`` of the job and ``now``.
+    InfiniBand device (``mlx5_0/1``) → state, speed, MTU, and error counters that are not 0. ``out_of_memory_kills``:
+    the kernel's counts ``at_start`` of the job and ``now``.
     """
 
     cpus: int | None = None

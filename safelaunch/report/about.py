@@ -10,7 +10,10 @@ from safelaunch.model import Gpu
 
 
 class Link(msgspec.Struct, frozen=True):
-    """A network interface, or a port of an InfiniBand device (``mlx5_0/1``). ``errors``: what its counters say."""
+    """A network interface, or a port of an InfiniBand device (``mlx5_0/1``).
+
+    ``speed``: in words, with the MTU where it is known. ``errors``: what its counters say.
+    """
 
     name: str
     state: str = ""

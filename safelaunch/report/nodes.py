@@ -99,12 +99,20 @@ def _all(facts: Facts, about: About, states: Mapping[str, tuple[str, str]], culp
 
 
 def _class_of(node: _Node, notes: tuple[str, ...]) -> Hashable:
-    """Nodes of one class differ in their numbers alone."""
+    """Nodes of one class differ in their numbers alone, but not in speed and MTU of their network."""
     state = re.sub(r"\d+", "", node.state)
     if node.files is None:
         return node.culprit, state, notes
     one = node.files
-    return node.culprit, state, notes, one.cpus, _gpu_words(one), one.versions, len(one.network)
+    return (
+        node.culprit,
+        state,
+        notes,
+        one.cpus,
+        _gpu_words(one),
+        one.versions,
+        tuple(link.speed for link in one.network),
+    )
 
 
 def _standing_out(node: _Node) -> tuple[str, ...]:
@@ -171,8 +179,8 @@ def _gpu_words(one: NodeSummary) -> str:
 
 
 def _network_words(links: Sequence[Link]) -> str:
-    """``eth0, 8 InfiniBand ports``."""
-    plain = [link.name for link in links if "/" not in link.name]
+    """``eth0 (25000 Mbit/s, MTU 9000), 8 InfiniBand ports``."""
+    plain = [link.name + f" ({link.speed})" * bool(link.speed) for link in links if "/" not in link.name]
     ports = len(links) - len(plain)
     more = [f"{len(plain) - 3} more"] if len(plain) > 3 else []
     return ", ".join([*plain[:3], *more, *([f"{ports} InfiniBand port{'s' * (ports > 1)}"] if ports else [])])

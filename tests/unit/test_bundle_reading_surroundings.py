@@ -22,7 +22,8 @@ def bundle(root: Path) -> Path:
     disks = {"/tmp": {"total_bytes": 100, "free_bytes": 25}, "/dead": {"missing": "no answer"}}
     resources = {"cpus": 8, "load": [1.0, 2.0, 3.0], "memory_bytes": {"MemTotal": 9, "MemAvailable": 4}, "disks": disks}
     resources["network"] = {
-        "eth0": {"state": "up", "speed_mbit": 25000},
+        "eth0": {"state": "up", "speed_mbit": 25000, "mtu": 9000},
+        "eth1": {"state": "up", "mtu": 1500},
         "mlx5_0/1": {"state": "DOWN", "rate": "10 Gb/sec", "link_downed": 3},
     }
     (root / "node/a/env.json").write_text(json.dumps({"NCCL_DEBUG": "INFO", "PATH": "/bin", "MASTER_ADDR": "a"}))
@@ -39,7 +40,11 @@ def test_a_bundle_tells_of_the_job_and_its_nodes(tmp_path: Path) -> None:
     (node,) = found.nodes
     assert [gpu.name or gpu.error for gpu in node.gpus] == ["H100", "lost"]
     assert node.disks == (("/tmp", 0.75),) and node.versions == (("torch", "2.13"),)
-    assert node.network == (Link("eth0", "up", "25000 Mbit/s"), Link("mlx5_0/1", "DOWN", "10 Gb/sec", "3 link downed"))
+    assert node.network == (
+        Link("eth0", "up", "25000 Mbit/s, MTU 9000"),
+        Link("eth1", "up", "MTU 1500"),
+        Link("mlx5_0/1", "DOWN", "10 Gb/sec", "3 link downed"),
+    )
     assert node.environment == (("NCCL_DEBUG", "INFO"), ("MASTER_ADDR", "a"))
     assert node.kernel_log[-1] == "line 99" and len(node.kernel_log) == 40
 

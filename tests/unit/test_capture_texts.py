@@ -164,6 +164,8 @@ def test_network(tmp_path: Path) -> None:
     put("net/docker0/operstate", "down\n")
     put("net/eth0/operstate", "up\n")
     put("net/eth0/speed", "25000\n")
+    put("net/eth0/mtu", "9000\n")
+    put("net/ib0/speed", "-1\n")
     put("net/eth0/statistics/rx_errors", "0\n")
     put("net/eth0/statistics/tx_dropped", "7\n")
     put("net/ib0/operstate", "down\n")
@@ -172,7 +174,7 @@ def test_network(tmp_path: Path) -> None:
     put("infiniband/mlx5_0/ports/1/rate", "10 Gb/sec (4X SDR)\n")
     put("infiniband/mlx5_0/ports/1/counters/link_downed", "3\n")
     assert node.network(tmp_path) == {
-        "eth0": {"state": "up", "speed_mbit": 25000, "tx_dropped": 7},
+        "eth0": {"state": "up", "speed_mbit": 25000, "mtu": 9000, "tx_dropped": 7},
         "ib0": {"state": "down"},
         "mlx5_0/1": {"state": "DOWN", "rate": "10 Gb/sec (4X SDR)", "link_downed": 3},
     }

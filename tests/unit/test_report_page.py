@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from safelaunch.bundle.reading import locate
 from safelaunch.model import Culprit, Frame, Gpu, GpuProcess, Launched, RankException, RankExit
 from safelaunch.report import page, report
-from safelaunch.report.about import About, Launch, NodeSummary
+from safelaunch.report.about import About, Launch, Link, NodeSummary
 from safelaunch.report.overview import RankRow, alike
 from safelaunch.report.tables import hosts_word
 from safelaunch.verdict.diagnose import diagnose
@@ -296,9 +296,18 @@ def test_nodes_that_are_alike_are_one_row_and_what_stands_out_is_told() -> None:
     assert made["rows"][0]["notes"] == ["/tmp is nearly full", "the kernel log has a message"]
     assert made["rows"][1]["notes"] == ["mlx5_1/1 is DOWN"]
     rest = made["rows"][2]
-    assert (rest["gpus"], rest["network"]) == ("8 × NVIDIA H100 80GB HBM3", "eth0, 2 InfiniBand ports")
+    assert (rest["gpus"], rest["network"]) == ("8 × NVIDIA H100 80GB HBM3", "eth0 (100000 Mbit/s), 2 InfiniBand ports")
     assert rest["busy"] == [3.0, 100.0] and rest["load"][0] < rest["load"][1] and rest["r"].startswith("8-47,")
     assert len(made["every"]) == 512 and len(made["versions"]) == 1
+
+
+def test_nodes_whose_mtu_differs_are_rows_of_their_own() -> None:
+    evidence = incidents.hang(2).evidence
+    mtus = {"n1": 9000, "n2": 9000, "n3": 1500}
+    files = tuple(NodeSummary(host, network=(Link("eth0", "up", f"MTU {mtu}"),)) for host, mtu in mtus.items())
+    made = page.content(diagnose(evidence), evidence, about=About(nodes=files))
+    rows = {row["hosts"]: row["network"] for row in made["nodes"]["rows"] if row["network"]}
+    assert rows == {"n[1-2]": "eth0 (MTU 9000)", "n3": "eth0 (MTU 1500)"}
 
 
 def test_the_log_of_every_node_does_not_make_a_page_too_large() -> None:

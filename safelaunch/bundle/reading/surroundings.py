@@ -22,7 +22,7 @@ MOST_BYTES = 4 << 20
 MOST_NODES = 1024
 MOST_LINES = 40
 _MATTERS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "MASTER_", "UCX_", "FI_", "OMP_NUM_THREADS")
-_NO_COUNTS = ("state", "rate", "speed_mbit")
+_NO_COUNTS = ("state", "rate", "speed_mbit", "mtu")
 NOBODY: Mapping[str, NodeFiles] = {}
 _NO_VERSIONS = ("system", "kernel", "machine", "python_executable", "torch_git")
 
@@ -113,8 +113,9 @@ def _used(place: str, disk: Mapping[str, Any]) -> tuple[str, float]:
 
 def _link(name: str, link: Mapping[str, Any]) -> Link:
     speed = link.get("rate") or (f"{link['speed_mbit']} Mbit/s" if link.get("speed_mbit") else "")
+    mtu = f"MTU {link['mtu']}" if link.get("mtu") else ""
     counted = [f"{count} {what.replace('_', ' ')}" for what, count in link.items() if what not in _NO_COUNTS and count]
-    return Link(name, str(link.get("state", "")), str(speed), ", ".join(counted))
+    return Link(name, str(link.get("state", "")), ", ".join(filter(None, (str(speed), mtu))), ", ".join(counted))
 
 
 def _json(path: Path, kind: type[_T]) -> _T | None:
