@@ -50,7 +50,7 @@ def nodes_of(
         script=node.script,
     )
     found = [_evidence_of(peer, seen.peers, store) for peer in seen.peers]
-    return (own, *(_probed(found, node.address, seen.peers, port) if port is not None else found))
+    return (own, *(_probed(found, seen.address, seen.peers, port) if port is not None else found))
 
 
 def _evidence_of(peer: Peer, peers: Sequence[Peer], store: Lost) -> NodeEvidence:

@@ -110,13 +110,17 @@ def node_cut_off(case: Case) -> Ruling:
     """
     alive = [node for node in case.evidence.nodes if node.here]
     unreached = [node for node in case.evidence.nodes if node.is_gone and node.probe == "no route"]
-    if unreached and len(alive) == 1 and not _gone(case) and case.evidence.outcome != "crash":
+    gone = _gone(case)
+    if case.evidence.outcome == "crash":
+        return ""
+    if unreached and len(alive) == 1 and not gone:
         own = [structs.replace(alive[0], probe="no route")]
         text = f"{_names(own)} is cut off from {_names(unreached)}: {_TRIED['no route']}."
         doubts = those({Doubt.UNSEEN_RANKS: bool(case.unseen)})
         return _finding(case, "node-unreachable", doubts, text, own, sorted(case.waits.waiting))
-    gone = [node for node in _gone(case) if any(_same(node, one) for one in alive)]
-    if not gone or case.evidence.outcome == "crash":
+    gone = gone or [structs.replace(node, probe="") for node in unreached]  # on both sides: the link between them
+    gone = [node for node in gone if any(_same(node, one) for one in alive)]
+    if not gone:
         return ""
     sides = [ranks_word(node.ranks) for node in alive if node.ranks]
     text = f"{_names(gone)} {'was' if len(gone) == 1 else 'were'} cut off: both sides live, and did not hear each other"
@@ -262,7 +266,7 @@ _LOST = {
 _TRIED = {
     "answers": "the host itself answers",
     "no answer": "the host does not answer either",
-    "no route": "its own network interface has no link, or has lost its address or route",
+    "no route": "its own network interface is down, or has no link, address or route",
 }
 
 

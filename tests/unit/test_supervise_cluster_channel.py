@@ -308,6 +308,7 @@ def test_whose_connection_breaks_keeps_its_slot(join: Callable[..., Channel], mo
         led = node.seen.leads
         break_connection(node)
         until(lambda node=node: node.seen.page is None, "the loss")  # type: ignore[misc]
+        assert node.seen.address == "127.0.0.1", "known without a connection, too: is its interface up?"
         until(covered(*nodes), "its return")
         assert [node.seen.page and node.seen.page.nodes for node in nodes] == [3, 3, 3]
         assert (node.seen.leads, node.seen.page and node.seen.page.epoch) == (led, 0)

@@ -74,9 +74,7 @@ def test_a_node_without_a_link_asks_nobody(
 
     as_it_is: Any = fcntl.ioctl
     monkeypatch.setattr(fcntl, "ioctl", ioctl)
-    here = replace(HERE, address=own)
-    _, other = nodes_of(seen(silent_s=20.0), here, Beat("b", 1), port=free_port(), store="")
-    assert other.probe == found
+    assert told(seen(silent_s=20.0, address=own)).probe == found
 
 
 @pytest.mark.parametrize("doing", ["stopping", "ended"])

@@ -106,9 +106,15 @@ def test_a_node_that_has_lost_its_own_way_to_the_others_names_itself() -> None:
     verdict = diagnose(half(waiting(0), waiting(1), nodes=(A, NO_ROUTE)))
     assert said(verdict) == ("node-unreachable", "medium", ["a:0-1"])
     assert (
-        "Node a (ranks 0-1) is cut off from node b (ranks 2-3): its own network interface has no link"
+        "Node a (ranks 0-1) is cut off from node b (ranks 2-3): its own network interface is down, or has no link"
         in verdict.summary
     )
+    other = half(
+        waiting(2), waiting(3), nodes=(replace(B, here=True), replace(NO_ROUTE, host="a", slot=1, ranks=(0, 1)))
+    )
+    sides = (half(waiting(0), waiting(1), nodes=(A, NO_ROUTE)), other)  # the cable between two interfaces
+    both = diagnose(job(*(one for side in sides for one in side.ranks), nodes=all_nodes(sides)))
+    assert said(both)[0::2] == ("node-unreachable", ["b:2-3", "a:0-1"])
     crash = diagnose(half(thrown_out(0), thrown_out(1), nodes=(A, NO_ROUTE), outcome="crash"))
     assert crash.nodes_at_fault == ()
 

@@ -155,6 +155,7 @@ class Channel:
                     peers=before.peers,
                     lost=lost or before.lost,
                     slot=before.slot,
+                    address=before.address,
                     decisions=before.decisions,
                 )
             except Exception as error:  # noqa: BLE001 - a fault of ours costs the channel only

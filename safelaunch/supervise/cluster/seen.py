@@ -90,6 +90,7 @@ class Seen:
     nodes: tuple[Node, ...] = ()
     status: PeerStatus = field(default_factory=PeerStatus)
     is_local: bool = False  # the store's host is this one
+    address: str = ""  # this host's own, as the others know it
     peers: tuple[Peer, ...] = ()
     lost: Lost = ""
     slot: int = 0

@@ -152,6 +152,7 @@ class Session:
             nodes=tuple(self._nodes.values()),
             status=self._status(page),
             is_local=self._store.is_local,
+            address=self._node.address,
             peers=self._know(page, now) if page is not None else (),
             slot=self._slot,
             around=self._around,
