@@ -650,6 +650,9 @@ WAITING = """
 SAVING = """signal.signal(signal.SIGTERM, lambda *_: (os.write(1, f"saved {rank}\\n".encode()), os._exit(0)))"""
 
 
+SLOW = "waiting for the ranks to end"
+
+
 def both_up(runs: Sequence[Run]) -> None:
     for run in runs:
         until(lambda run=run: all((run.cwd / f"up-{rank}").exists() for rank in (0, 1)), f"the ranks of {run.launcher}")
@@ -675,7 +678,7 @@ def test_a_signal_to_the_launcher(twins: Twins, signum: signal.Signals) -> None:
     theirs, ours = twins.finish(runs)
     compare(theirs, ours, frames=False)
     assert ours.code != 0
-    assert ours.own_lines == []
+    assert all(SLOW in line for line in ours.own_lines)  # on a busy machine, the ranks take a moment
     assert no_bundle(ours)
     assert list((twins.runtime / "safelaunch").iterdir()) == []
 
@@ -825,7 +828,7 @@ def test_a_key_that_ends_the_job(twins: Twins, terminals: Start) -> None:
         terminal.finish()
     theirs, ours = (terminal.run for terminal in started)
     compare(theirs, ours, frames=False)
-    assert ours.own_lines == []
+    assert all(SLOW in line for line in ours.own_lines)  # on a busy machine, the ranks take a moment
     assert no_bundle(ours)
 
 
