@@ -60,15 +60,16 @@ class _Wanted:
 def main(argv: list[str]) -> int:
     """Prints the verdict; returns 0 if it reached one, 1 if the evidence does not suffice, 2 if PATH holds none."""
     words = parser().parse_args(argv)
-    called = words.path or _newest()
-    path = working_directory() / called
+    called = words.path or [_newest()]
+    paths = [Path("/dev/stdin") if one == "-" else working_directory() / one for one in called]
     targets = _targets(words.html, words.output)
-    check_targets(path, targets.values())
+    for path in paths:
+        check_targets(path, targets.values())
     wanted = _Wanted(words.json, _selection(words), tuple(targets))
     collects = gc.isenabled()
     gc.disable()  # hundreds of dumps are millions of objects that live to the end: collecting would double the time
     try:
-        told = _diagnose(path, called, wanted)
+        told = _diagnose(paths, called, wanted)
     finally:
         if collects:
             gc.enable()
@@ -87,14 +88,16 @@ def parser() -> Parser:
     """The command line of ``safelaunch diagnose``."""
     found = Parser(
         "diagnose",
-        description="Reads a bundle (or its .tar.gz), a folder of bundles from several nodes, a run directory, or a "
-        "plain folder of Flight Recorder dumps of any job, and names the rank and line that hung it. Needs no GPU. "
+        description="Reads a bundle (or its .tar.gz), a folder of bundles of several nodes, a run directory, a plain "
+        "folder of Flight Recorder dumps of any job, or the logs of any job (files, folders, .gz, or - for standard "
+        "input), and names the rank and line that hung or ended it. Needs no GPU. "
         "PATH may be untrusted: safelaunch runs nothing in it, follows no link out of it, writes nothing into it, and "
         "limits the memory and time of the process that reads it.",
         epilog="Exit code: 0 with a verdict, 1 if the evidence is not sufficient, 2 if PATH holds none.",
     )
     add = found.add_argument
-    add("path", nargs="?", metavar="PATH", help="a directory, or a bundle's .tar.gz [safelaunch-bundles/latest]")
+    place = "a directory, a bundle's .tar.gz, or logs of one job [safelaunch-bundles/latest]"
+    add("path", nargs="*", metavar="PATH", help=place)
     add("--json", action="store_true", help="print the document of verdict.json on stdout; with --calls, the calls")
     add("--html", metavar="FILE", help="write the report as one HTML file")
     add("-o", "--output", metavar="DIR", help=f"write {', '.join(FILES[:-1])} and {FILES[-1]} into DIR")
@@ -196,28 +199,29 @@ def _write(target: Path, text: str) -> None:
         raise SafelaunchError(f"diagnose: {clean(os.fspath(target))} could not be written: {why}") from error
 
 
-def _diagnose(path: Path, called: str, wanted: _Wanted) -> _Told:
+def _diagnose(paths: Sequence[Path], called: Sequence[str], wanted: _Wanted) -> _Told:
     # Before the fork of the child, which would import them again for each archive.
     from safelaunch.bundle.reading import locate
     from safelaunch.bundle.reading.guard import in_child
 
     try:
         with tempfile.TemporaryDirectory(prefix="safelaunch-") as scratch:
-            folder = locate.folder_of(path, Path(scratch))
-            work = lambda: _read(folder, Path(scratch), path, wanted)  # noqa: E731 - what the child does
+            if len(paths) > 1:
+                work = lambda: _tell(locate.read_several(paths), "", wanted)  # noqa: E731 - what the child does
+                return in_child(work, locate.of_logs(paths))
+            folder = locate.folder_of(paths[0], Path(scratch))
+            work = lambda: _tell(locate.read_folder(folder, Path(scratch)), str(paths[0]), wanted)  # noqa: E731
             return in_child(work, locate.bounds_of(folder))
     except Unreadable as error:
         why = clean(error.message)
         # With a colon between them, redaction would take path and reason for the name and the value of a setting.
-        raise UsageError(f"cannot diagnose {clean(called)}. {why[:1].upper()}{why[1:]}.") from error
+        raise UsageError(f"cannot diagnose {clean(' '.join(called))}. {why[:1].upper()}{why[1:]}.") from error
 
 
-def _read(folder: Path, scratch: Path, path: Path, wanted: _Wanted) -> _Told:
-    """Reads PATH, in the child."""
-    from safelaunch.bundle.reading import locate
+def _tell(found: Found, path: str, wanted: _Wanted) -> _Told:
+    """The verdict on what was found at ``path``, in the child."""
     from safelaunch.verdict.diagnose import diagnose
 
-    found = locate.read_folder(folder, scratch)
     if wanted.table is not None and not wanted.files:
         return _calls(found, wanted.table, as_json=wanted.as_json)
     verdict = _pointing_at(diagnose(found.evidence, read_source=found.read_source), found)
@@ -229,6 +233,10 @@ def _read(folder: Path, scratch: Path, path: Path, wanted: _Wanted) -> _Told:
     code = REACHED if was_reached(verdict) else NOT_ENOUGH
     if wanted.as_json:
         return _Told(code, document, files=files)
+    if not found.evidence.ranks:
+        seen = found.remarks or ("nothing wrong seen",)
+        told = tuple(f"{clean(found.what)}: {clean(one)}" for one in seen)
+        return _Told(REACHED if found.remarks else NOT_ENOUGH, "", told, files)
     on = display(1, os.environ)
     return _Told(code, terminal_safe(_screen(verdict, path, on), color=on.color), tuple(_notes(found)), files)
 
@@ -318,16 +326,16 @@ def _is_folder(name: str) -> bool:
 def _notes(found: Found) -> list[str]:
     read = f"{clean(found.what)}: {len(found.evidence.ranks)} of {found.evidence.world_size} ranks"
     problems = [f"not read: {clean(problem)}" for problem in found.problems[:_SHOWN_PROBLEMS]]
-    return [read, *problems, *_more(len(found.problems) - _SHOWN_PROBLEMS)]
+    return [read, *map(clean, found.remarks), *problems, *_more(len(found.problems) - _SHOWN_PROBLEMS)]
 
 
-def _screen(verdict: Verdict, path: Path, on: Display) -> str:
+def _screen(verdict: Verdict, path: str, on: Display) -> str:
     from safelaunch.capture import user_source
     from safelaunch.report import report
 
     text = report.screen(
         verdict,
-        bundle_path=str(path),
+        bundle_path=path,
         place="read from",
         width=on.width + len(PREFIX),
         color=on.color,

@@ -301,7 +301,8 @@ class Evidence(Record, frozen=True):
 
     ``nodes``: of a job of several nodes, as far as they are known. ``early``: of this node.
     ``launched``: None for a job that safelaunch did not start. ``stopped``: ranks that their own supervisor stopped
-    before the others were looked at. ``gpus``: of the nodes whose driver was asked.
+    before the others were looked at. ``gpus``: of the nodes whose driver was asked. ``printed``: of evidence that is
+    nothing but what a job has printed, the ranks whose lines are known to be theirs.
     """
 
     outcome: Outcome
@@ -326,6 +327,7 @@ class Evidence(Record, frozen=True):
     answer: Answer | None = None  # of the watch, where it has asked
     work: tuple[str, ...] = ()  # what worked between the last two looks, in words
     ends: bool = False  # the time has come to end the job without a proof
+    printed: tuple[int, ...] | None = None
 
 
 def all_nodes(halves: Sequence[Evidence]) -> tuple[NodeEvidence, ...]:

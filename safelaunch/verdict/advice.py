@@ -11,6 +11,7 @@ from functools import cached_property
 from safelaunch.model import Launched, NextStep, RankEvidence
 from safelaunch.model.entries import Entries
 from safelaunch.verdict.causes import CAUSES, Advice
+from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.exits import aborted_in, failure_of_rank, has_lost_a_peer, is_timeout
 from safelaunch.verdict.findings import Finding
 from safelaunch.verdict.rank_state import Facts, view_of
@@ -43,6 +44,12 @@ class Scene:
     @cached_property
     def named(self) -> frozenset[int]:
         return frozenset(one.rank for one in self.finding.culprits)
+
+    @property
+    def surely_named(self) -> bool:
+        """Somebody is named, and something shows what that rank did."""
+        own = [self.facts.ranks[rank].condition for rank in self.named]
+        return bool(own) and not any(one is None or Doubt.STATE_UNKNOWN in one.doubts for one in own)
 
     @cached_property
     def transfers(self) -> list[str]:

@@ -107,14 +107,22 @@ LAUNCHER = _sub_case("Fix what the launcher reports, or the error above it in th
 # Nobody is named: the ranks that were seen are innocent, or may be.
 _ALL_NODES = Advice(
     "Put the bundles of all nodes into one folder: `safelaunch diagnose FOLDER` reaches one verdict over all ranks.",
-    when=lambda case: not case.named,
+    when=lambda case: not case.named and case.facts.evidence.printed is None,
     unless=(LAUNCHER,),
+)
+# Of what a job has printed, the same and more.
+_ALL_LOGS = Advice(
+    "Give the logs of all ranks at once (`safelaunch diagnose LOG ...`), and run the job under `safelaunch`: it looks "
+    "at every rank while it is alive.",
+    when=lambda case: case.facts.evidence.printed is not None and not case.surely_named,
 )
 _NO_STACKS = Advice(
     "No stack could be read: `safelaunch doctor`, where the job runs, shows why.",
     when=lambda case: case.without_stack and case.facts.evidence.launched is not None,
 )
-_OTHER_NODES = Advice(_ALL_NODES.text, when=lambda case: bool(case.facts.unseen))
+_OTHER_NODES = Advice(
+    _ALL_NODES.text, when=lambda case: bool(case.facts.unseen) and case.facts.evidence.printed is None
+)
 
 BUILD_LOCK = _sub_case(
     "Delete that lock file if no process is building the extension: a job that was killed in its build leaves it"
@@ -437,9 +445,11 @@ class MissingFromCollective(Cause, name="missing-from-collective"):
             "To see where that rank is, run the job under `safelaunch`: it collects the stacks of all ranks along "
             "with the Flight Recorder.",
             when=lambda case: case.without_stack and case.facts.evidence.launched is None,
+            unless=(_ALL_LOGS,),
         ),
         _NO_STACKS,
         _ALL_NODES,
+        _ALL_LOGS,
     )
     own = True
     of_node = "perhaps"
@@ -741,6 +751,7 @@ class RankExited(Cause, name="rank-exited"):
             unless=(LAUNCHER,),
         ),
         _ALL_NODES,
+        _ALL_LOGS,
     )
     failure = True
     worker = 6

@@ -286,14 +286,24 @@ class Alignment:
             self._standings[group, seq] = (open_still, begun)
         return self._standings[group, seq]
 
+    @cached_property
+    def _with_transfers(self) -> frozenset[str]:
+        rings = (Entries.of(record.entries) for record in self.records.values())
+        return frozenset(kind.group for ring in rings for kind in ring.used().values() if kind.is_p2p)
+
     def _is_left_out(self, rank: int, group: str, seq: int) -> bool:
         """``rank`` has completed the collective, and its record holds only what is pending, as NCCL's may.
 
         A backend works in order, so what comes before its oldest pending one is over. A ring that is full may have lost
-        pending ones as well; who else has more entries shows that it is not.
+        pending ones as well; who else has more entries shows that it is not. The status of a group tells it, too, but
+        counts sends along.
         """
         record = self.records.get(rank)
-        if record is None or self.is_whole(rank) or not 0 <= seq < self.first(rank, group):
+        if record is None or self.is_whole(rank):
+            return False
+        if group in record.status and group not in self._with_transfers:
+            return record.status[group].last_completed >= seq
+        if not 0 <= seq < self.first(rank, group):
             return False
         ring = Entries.of(record.entries)
         return len(ring) < self._most_entries and not any(kind.completed for kind in ring.used().values())

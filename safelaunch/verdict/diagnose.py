@@ -8,7 +8,7 @@ added that may be broken, and how often it was blamed: ``with_gpus``, ``with_rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import msgspec
 
@@ -94,6 +94,7 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
         victims = []
     doubtful = {
         Doubt.DAMAGED_RECORD: bool(_damaged(facts)),
+        Doubt.PRINTED_ALONE: facts.evidence.printed is not None and not _is_corroborated(facts, named),
         Doubt.NOT_PROVED: facts.evidence.outcome in ("hang", "suspect") and facts.evidence.answer not in (None, "dead"),
         Doubt.MORE_NAMED: finding.cause not in BY_ITSELF
         and len(facts.world) > 1
@@ -120,6 +121,17 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
     )
 
 
+def _is_corroborated(facts: Facts, named: Collection[int]) -> bool:
+    """Lines of two kinds tell it of each: what it raised, how its launcher saw it end, what a peer of its reports."""
+    waits = any(one.wait is not None for rank, one in facts.ranks.items() if rank not in named)
+    kinds = [
+        (one.exception is not None) + (one.exit is not None and one.exit.before_close) + waits
+        for rank in named
+        if (one := facts.ranks[rank].evidence).rank in (facts.evidence.printed or ())
+    ]
+    return len(kinds) == len(named) and min(kinds, default=0) > 1
+
+
 def _is_victim(facts: Facts, rank: int) -> bool:
     """In a crash the launcher ends everybody who did not fail, whatever they were about when they were looked at."""
     condition = facts.ranks[rank].condition
@@ -137,6 +149,8 @@ def _missing(facts: Facts) -> Iterator[str]:
     """What was not seen, rank by rank: the verdict is only as good as that."""
     if facts.unseen:
         yield f"ranks not seen: {format_ranks(set(facts.unseen))}"
+    if facts.evidence.printed is not None:
+        return
     alive = [f.evidence for f in facts.ranks.values() if f.evidence.exit is None]
     without_stack = [r.rank for r in alive if r.main is None or not r.main.stacks]
     if without_stack:
@@ -160,7 +174,8 @@ def _damaged(facts: Facts) -> dict[tuple[str, ...], list[int]]:
 
 def _lost(facts: Facts, finding: Finding, limit: int = 3) -> Iterator[str]:
     """Where ranks did not meet, or met and stand still: what may have parted them before the ring buffers begin."""
-    if finding.cause not in ("collective-mismatch", "group-order", "p2p-cycle", "no-rank-stands-out"):
+    told = ("collective-mismatch", "group-order", "p2p-cycle", "no-rank-stands-out")
+    if finding.cause not in told or facts.evidence.printed is not None:
         return
     groups = {f.wait.group for f in facts.ranks.values() if f.wait is not None and f.wait.group is not None}
     lost = out_of_sight(facts.alignment, sorted(groups))

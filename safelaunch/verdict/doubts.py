@@ -89,6 +89,7 @@ class Doubt(Enum):
     NOT_PROVED = "proof", 1, "There is no proof that the job cannot continue: what it waits for may still arrive."
     MORE_NAMED = "share", 1, "More ranks are named than cleared: the cleared ones may be at fault instead."
     DAMAGED_RECORD = "evidence", 1, "A Flight Recorder dump is malformed."
+    PRINTED_ALONE = "evidence", 1, "Only one kind of line in the log shows it."
 
 
 def those(found: Mapping[Doubt, bool]) -> tuple[Doubt, ...]:

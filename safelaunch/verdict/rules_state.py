@@ -153,11 +153,14 @@ def a_peer_ended(facts: Facts) -> Ruling:
         return ""
     who = capital(f"{'' if len(facts.unseen) == 1 else 'one of '}{ranks_word(facts.unseen)}")
     places = dict.fromkeys(wait.words for rank in lost if (wait := facts.ranks[rank].wait) is not None)
-    text = f"{who}, on another node, ended first: {ranks_word(lost)} lost the connection in "
+    printed = facts.evidence.printed is not None
+    where = "of which the log tells nothing" if printed else "on another node"
+    text = f"{who}, {where}, ended first: {ranks_word(lost)} lost the connection in "
     text += f"{' and '.join(list(places)[:2])}."
     if facts.evidence.stall_s:
         text += f" No step had been made here for {facts.evidence.stall_s:.0f} s: that node may have ended a hang."
-    text += " What went wrong is in that node's bundle or output."
+    place = "that rank's output" if printed else "that node's bundle or output"
+    text += f" What went wrong is in {place}."
     return Finding("rank-exited", (Doubt.UNSEEN_RANKS,), text, claims=wait_claims(facts, lost), victims=tuple(lost))
 
 

@@ -45,7 +45,7 @@ class Found:
     ``files``: the file in a claim (``ranks/3/flight_recorder.json``) → the real file, if that is another one.
     ``bundles``: the directories of the bundles that it was read from. ``taken``: of a bundle, from the last progress to
     when it was written, in Unix seconds; zeros where that is not known. ``source``: what the verdict read of the user's
-    files, by their paths; None where that is not kept.
+    files, by their paths; None where that is not kept. ``remarks``: what is no fault of a rank, in words.
     """
 
     what: str
@@ -55,6 +55,7 @@ class Found:
     bundles: tuple[Path, ...] = ()
     taken: tuple[float, float] = (0.0, 0.0)
     source: Mapping[str, str] | None = None
+    remarks: tuple[str, ...] = ()
 
     def read_source(self, path: str) -> str | None:
         """The text of a source file for the verdict: as it was then, otherwise what has that path here and now."""

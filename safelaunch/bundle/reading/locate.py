@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
+from safelaunch.bundle.reading import logs
 from safelaunch.bundle.reading.bundles import is_bundle, merge, read_bundle, whole_of
 from safelaunch.bundle.reading.dumps import read_dumps
 from safelaunch.bundle.reading.guard import MAX_FILE_BYTES, Bounds, Found, Unreadable, cannot_be_read, in_child, within
@@ -19,8 +21,9 @@ MAX_UNPACKED_BYTES = 1 << 30
 MAX_UNPACKED_FILES = 100_000
 _DEEPEST = 6  # folders of nodes, of bundles, of ranks: nothing deeper is ever read
 _CHUNK_BYTES = 1 << 20
+_LOG_BYTES, _MOST_OF_STDIN = 512 << 20, 4 << 30
 _NOTHING = (
-    "it holds no bundle, no run directory and no Flight Recorder dumps (files whose names end in a rank number:"
+    "it holds no bundle, no run directory, no log and no Flight Recorder dumps (files whose names end in a rank number:"
     " nccl_trace_rank_0, comm_lib_trace_rank_0, dump_0.json)"
 )
 
@@ -37,13 +40,12 @@ def read(path: Path) -> Found:
 
 
 def folder_of(path: Path, scratch: Path) -> Path:
-    """The directory at ``path``, or the contents of the archive there, unpacked in the empty directory ``scratch``.
-
-    Raises Unreadable.
+    """The directory at ``path``, the contents of the archive there, unpacked in the empty directory ``scratch``, or the
+    log itself. Raises Unreadable.
     """
     try:
-        if path.is_dir():
-            return Path(os.path.realpath(path))
+        if path.is_dir() or logs.is_log(path):
+            return path if path == logs.STDIN else Path(os.path.realpath(path))
         if not path.is_file():
             missing = "this file or directory does not exist"
             raise Unreadable("it is neither a directory nor an archive" if path.exists() else missing)
@@ -58,8 +60,16 @@ def folder_of(path: Path, scratch: Path) -> Path:
 
 def bounds_of(folder: Path) -> Bounds:
     """The bounds for reading and diagnosing a folder of this size."""
+    if not folder.is_dir():
+        return of_logs([folder])
     size = _size(folder)
     return Bounds(min((384 << 20) + 4 * size, 4 << 30), cpu_s=8 + (size >> 21), file_bytes=MAX_FILE_BYTES)
+
+
+def of_logs(paths: Sequence[Path]) -> Bounds:
+    """The bounds for reading logs: what counts in them is kept, of whatever size they are."""
+    size = sum(_MOST_OF_STDIN if path == logs.STDIN else path.stat().st_size for path in paths)
+    return Bounds(_LOG_BYTES, cpu_s=30 + (size >> 22))
 
 
 def _size(folder: Path, deepest: int = _DEEPEST) -> int:
@@ -87,7 +97,16 @@ def read_folder(folder: Path, scratch: Path) -> Found:
         raise cannot_be_read(error) from error
 
 
+def read_several(paths: Sequence[Path]) -> Found:
+    """The evidence in these logs of one job. Raises Unreadable."""
+    if not all(map(logs.is_log, paths)):
+        raise Unreadable("of several paths, each has to be a log")
+    return logs.read_logs(paths)
+
+
 def _read_folder(folder: Path, scratch: Path) -> Found:
+    if not folder.is_dir():
+        return logs.read_logs([folder])
     if is_bundle(folder):
         return replace(read_bundle(folder), bundles=(folder,))
     if _is_run_directory(folder):
@@ -111,9 +130,11 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
         dumps = read_dumps(within(folder, folder / "flight_recorder"), folder)
         files = {name: f"flight_recorder/{file}" for name, file in dumps.files.items()} if dumps is not None else {}
         dumps = Found(dumps.what, dumps.evidence, dumps.problems, files) if dumps is not None else None
-    if dumps is None:
+    texts = logs.logs_in(folder)
+    if dumps is None and not texts:
         raise Unreadable(_NOTHING)
-    return dumps
+    printed = logs.read_logs(texts, folder)
+    return printed if dumps is None else logs.with_logs(dumps, printed)
 
 
 def _is_run_directory(path: Path) -> bool:

@@ -1,0 +1,293 @@
+"""Logs of any job as evidence: whose each line is under any launcher, and what the verdict on them says.
+
+The logs in ``tests/data/logs`` are what torchrun of torch 2.13 printed of jobs whose rank 1 failed or did not come.
+Those of NCCL are in the words of torch's sources.
+"""
+
+from __future__ import annotations
+
+import gzip
+import random
+import re
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from safelaunch.bundle.reading import locate
+from safelaunch.bundle.reading.guard import Unreadable
+from safelaunch.bundle.reading.logs import CHUNK_BYTES, read_logs
+from safelaunch.cli.diagnose import main
+from safelaunch.model import Verdict
+from safelaunch.verdict.diagnose import diagnose
+
+DATA = Path(__file__).parents[1] / "data" / "logs"
+CAUSES = {
+    "raise": "rank-exception",
+    "worker": "rank-exception",
+    "kill": "rank-killed",
+    "segv": "rank-killed",
+    "exit": "rank-exited",
+    "sleep": "missing-from-collective",
+    "op-detail": "collective-mismatch",
+}
+LINES = {"raise": 9, "worker": 36, "op-detail": 30}
+LAUNCHERS_OWN = re.compile(r"[WE]\d{4} ")
+
+
+def signed(line: str) -> tuple[int | None, str]:
+    found = re.match(r"\[rank(\d+)\]: ?(.*)", line)
+    return (int(found[1]), found[2]) if found else (None, line)
+
+
+def under(prefix: Callable[[int], str], *, all_lines: bool = False) -> Callable[[list[str]], str]:
+    """Another launcher's prefix in place of torch's."""
+
+    def dress(lines: list[str]) -> str:
+        told = [signed(line) for line in lines]
+        return "\n".join(prefix(rank or 0) + text if rank is not None or all_lines else text for rank, text in told)
+
+    return dress
+
+
+def of_turns(lines: list[str]) -> str:
+    """The ranks' tracebacks in each other's midst."""
+    dice, queues = random.Random(1), dict[int | None, list[str]]()
+    for line in lines:
+        queues.setdefault(signed(line)[0], []).append(line)
+    last, found = queues.pop(None, []), []
+    while any(queues.values()):
+        found.append(queues[dice.choice([rank for rank, queue in queues.items() if queue])].pop(0))
+    return "\n".join([*found, *last])
+
+
+DRESSES: dict[str, Callable[[list[str]], str]] = {
+    "torch": "\n".join,
+    "none": under(lambda rank: ""),
+    "tee": under(lambda rank: f"[default{rank}]:"),
+    "both": lambda lines: "\n".join(
+        f"[default{7 - rank}]:{line}" if (rank := signed(line)[0]) is not None else line for line in lines
+    ),
+    "srun": under(lambda rank: f"{rank:2}: ", all_lines=True),
+    "mpirun": under(lambda rank: f"[1,{rank}]<stderr>:", all_lines=True),
+    "ray": under(lambda rank: f"(RayTrainWorker pid={900 + rank}, ip=10.0.0.{rank}) "),
+    "kubectl": under(lambda rank: f"[pod/train-worker-{rank}/pytorch] 2026-11-25T10:00:00.123456789Z "),
+    "docker": lambda lines: "\n".join(f"2026-11-25T10:00:00.123456789Z {line}" for line in lines),
+    "containerd": lambda lines: "\n".join(f"2026-11-25T10:00:00.123456789Z stderr F {line}" for line in lines),
+    "colours": lambda lines: "\n".join(f"\x1b[31m{line}\x1b[0m" for line in lines),
+    "progress": lambda lines: "\n".join(f"Epoch 1: {at}%|##\r{line}" for at, line in enumerate(lines)),
+    "windows": "\r\n".join,
+    "head lost": lambda lines: "\n".join(lines)[300:],
+    "turns": of_turns,
+}
+
+
+def verdict_of(text: str, folder: Path, *, encoding: str = "utf-8") -> Verdict:
+    path = folder / "job.log"
+    path.write_text(text, encoding=encoding)
+    return diagnose(read_logs([path]).evidence)
+
+
+def named(verdict: Verdict) -> tuple[str, list[int]]:
+    return verdict.cause, [one.rank for one in verdict.culprits]
+
+
+@pytest.mark.parametrize("dress", DRESSES)
+@pytest.mark.parametrize("name", CAUSES)
+def test_who_failed_under_any_launcher(name: str, dress: str, tmp_path: Path) -> None:
+    text = DRESSES[dress]((DATA / f"{name}.log").read_text().splitlines())
+    verdict = verdict_of(text, tmp_path)
+    assert named(verdict) == (CAUSES[name], [1])
+    frame = verdict.culprits[0].frame
+    assert (frame.line if frame is not None else None) == LINES.get(name)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+def test_two_bytes_a_character(encoding: str, tmp_path: Path) -> None:
+    mark = "\ufeff" if encoding == "utf-16-le" else ""
+    text = mark + (DATA / "raise.log").read_text()
+    assert named(verdict_of(text, tmp_path, encoding=encoding)) == ("rank-exception", [1])
+
+
+def test_packed_and_from_standard_input_and_several(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    packed = tmp_path / "job.log.gz"
+    packed.write_bytes(gzip.compress((DATA / "kill.log").read_bytes()))
+    assert main([str(packed)]) == 0
+    assert "Rank 1 was killed by SIGKILL" in capfd.readouterr().out
+    lines = (DATA / "raise.log").read_text().splitlines()
+    for rank in range(2):
+        mine = [text for who, text in map(signed, lines) if who == rank]
+        (tmp_path / f"rank_{rank}.log").write_text("\n".join(mine))
+    assert main([str(tmp_path / "rank_0.log"), str(tmp_path / "rank_1.log")]) == 0
+    shown = capfd.readouterr()
+    assert "train.py:9 (compute)" in shown.out
+    assert "rank_1.log:1" in shown.out
+    assert main([str(tmp_path), "--json"]) == 0  # the packed one is another job's, of which the same rank failed
+    assert '"rank-' in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "step 1 loss 2.5\nstep 2 loss 2.25\n",
+        "\n".join(f"2026-11-25 10:00:00 INFO retry {at}: error 0, killed 0 of 9 tasks" for at in range(999)),
+        "Traceback (most recent call last):\n" + 3 * '  File "a.py", line 1, in f\n' + "ValueError: caught\n"
+        + "".join(f"step {at}\n" for at in range(99)),
+        "slurmstepd: error: *** STEP 4711.0 ON node3 CANCELLED AT 2026-11-25T10:00:00 DUE TO TIME LIMIT ***\n"
+        "srun: error: node3: tasks 0-3: Terminated\n",
+    ],
+    ids=["empty", "healthy", "chatty", "caught", "time limit"],
+)  # fmt: skip
+def test_nobody_is_blamed(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.log"
+    path.write_text(text)
+    code = main([str(path)])
+    shown = capfd.readouterr()
+    assert not shown.out
+    assert "DUE TO TIME LIMIT" in shown.err if "TIME LIMIT" in text else "nothing wrong seen" in shown.err
+    assert code == (0 if "TIME LIMIT" in text else 1)
+
+
+def test_what_ended_before_a_restart_did_not_end_the_job(tmp_path: Path) -> None:
+    first, second = ((DATA / f"{name}.log").read_text() for name in ("raise", "kill"))
+    again = "I1126 torch/distributed/elastic/agent/server/api.py:900] [default] Worker group FAILED. "
+    again += "1/2 attempts left; will restart worker group\n"
+    assert named(verdict_of(first + again + second, tmp_path)) == ("rank-killed", [1])
+
+
+def test_a_large_log_is_read_in_pieces(tmp_path: Path) -> None:
+    filler = "".join(f"step {at} loss {at / 7:.6f}\n" for at in range(60_000))
+    assert len(filler) > CHUNK_BYTES
+    path = tmp_path / "job.log"
+    path.write_text(filler + (DATA / "raise.log").read_text() + filler[:5000])
+    found = read_logs([path])
+    assert found.files["ranks/1/exception.json"] == "job.log:60011"
+    assert named(diagnose(found.evidence)) == ("rank-exception", [1])
+
+
+def test_archives_and_pictures_are_no_logs(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
+    with pytest.raises(Unreadable):
+        locate.read(tmp_path / "a.log")
+
+
+# --- NCCL -------------------------------------------------------------------------------------------------------------
+
+
+def watchdog(
+    rank: int,
+    seq: int,
+    op: str = "ALLREDUCE",
+    *,
+    queued: int = 99,
+    group: str = "0(default_pg)",
+    place: int | None = None,
+) -> list[str]:
+    """As torch 2.5 and later have it."""
+    whose = f"[PG ID {group[0]} PG GUID {group} Rank {rank if place is None else place}]"
+    head = f"[rank{rank}]:[E1125 10:00:00.123456789 ProcessGroupNCCL.cpp:616] {whose}"
+    work = f"WorkNCCL(SeqNum={seq}, OpType={op}, NumelIn=1048576, NumelOut=1048576, Timeout(ms)=600000)"
+    return [
+        f"{head} Watchdog caught collective operation timeout: {work} ran for 600012 milliseconds before timing out.",
+        f"{head} Timeout at NCCL work: {seq}, last enqueued NCCL work: {queued}, last completed NCCL work: {seq - 1}.",
+    ]
+
+
+def in_old_words(rank: int, seq: int, op: str = "ALLREDUCE") -> list[str]:
+    """As torch 2.1 has it."""
+    work = f"WorkNCCL(SeqNum={seq}, OpType={op}, NumelIn=1, NumelOut=1, Timeout(ms)=600000)"
+    text = f"[Rank {rank}] Watchdog caught collective operation timeout: {work} ran for 600012 milliseconds"
+    return [f"[rank{rank}]:[E ProcessGroupNCCL.cpp:475] {text} before timing out."]
+
+
+def summary(codes: dict[int, int]) -> list[str]:
+    """torchrun's, where the first one counts as the root cause."""
+    blocks = [
+        [f"  rank      : {rank} (local_rank: {rank})", f"  exitcode  : {code} (pid: {100 + rank})"]
+        for rank, code in codes.items()
+    ]
+    head = ["  time      : 2026-11-25_10:00:05", "  host      : node0"]
+    root, *rest = ([f"[{at}]:", *head, *block] for at, block in enumerate(blocks))
+    return ["=" * 60, "Failures:", *chain(*rest), "Root Cause (first observed failure):", *root, "=" * 60]
+
+
+ABORTED = dict.fromkeys(range(4), -6)
+
+
+def all_of(calls: Sequence[list[str]], codes: dict[int, int] = ABORTED) -> str:
+    return "\n".join([*chain(*calls), *summary(codes)]) + "\n"
+
+
+@pytest.mark.parametrize("said", [watchdog, in_old_words])
+def test_who_did_not_come(said: Callable[[int, int], list[str]], tmp_path: Path) -> None:
+    verdict = verdict_of(all_of([said(rank, 31) for rank in (0, 1, 3)], {0: -6, 1: -6, 3: -6, 2: -15}), tmp_path)
+    assert (*named(verdict), verdict.confidence) == ("missing-from-collective", [2], "low")
+    assert "all_reduce #31" in verdict.summary
+
+
+def test_who_called_something_else_and_where(tmp_path: Path) -> None:
+    calls = [watchdog(rank, 31, "BROADCAST" if rank == 2 else "ALLREDUCE") for rank in range(4)]
+    calls[2] += ["Stack trace of the timed-out collective operation: "]
+    library = "/usr/lib/python3.10/site-packages/torch/distributed"
+    calls[2] += [f"#0 broadcast from {library}/distributed_c10d.py:2140", "#1 evaluate from /home/me/train.py:88"]
+    verdict = verdict_of(all_of(calls), tmp_path)
+    assert named(verdict) == ("collective-mismatch", [2])
+    assert verdict.culprits[0].frame is not None
+    assert verdict.culprits[0].frame.line == 88
+
+
+def test_who_is_still_in_what_its_peers_have_completed(tmp_path: Path) -> None:
+    verdict = verdict_of(all_of([watchdog(rank, 30 if rank == 1 else 31) for rank in range(4)]), tmp_path)
+    assert named(verdict) == ("gpu-kernel", [1])
+
+
+def test_waits_in_two_groups_lead_to_one_rank(tmp_path: Path) -> None:
+    calls = [watchdog(3, 7, "ALLGATHER", group="2(tp)", place=1), watchdog(0, 31), watchdog(1, 31)]
+    assert named(verdict_of(all_of(calls, {0: -6, 1: -6, 3: -6, 2: -15}), tmp_path))[1] == [2]
+
+
+def test_all_in_one_call(tmp_path: Path) -> None:
+    assert named(verdict_of(all_of([watchdog(rank, 31) for rank in range(4)]), tmp_path)) == ("no-rank-stands-out", [])
+
+
+def test_tasks_of_slurm(tmp_path: Path) -> None:
+    text = "".join(f"{rank}: step 1\n" for rank in range(4))
+    text += "srun: error: node3: task 2: Out Of Memory\nsrun: error: node3: tasks 0-1,3: Terminated\n"
+    assert named(verdict_of(text, tmp_path)) == ("rank-killed", [2])
+
+
+def test_deepspeed_says_which_process_ended(tmp_path: Path) -> None:
+    text = (
+        'Traceback (most recent call last):\n  File "/home/me/ds.py", line 12, in <module>\n    engine.step()\n'
+        "ValueError: nan\n[2026-11-25 10:00:07,123] [INFO] [launch.py:316:sigkill_handler] Killing subprocess 123\n"
+        "[2026-11-25 10:00:08,123] [ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'ds.py', '--local_rank=1']"
+        " exits with return code = 1\n"
+    )
+    verdict = verdict_of(text, tmp_path)
+    assert named(verdict) == ("rank-exception", [1])
+    assert "Killing" not in verdict.summary
+
+
+def test_a_guess_is_never_sure(tmp_path: Path) -> None:
+    """Two errors that nobody has signed, of two ranks."""
+    tracebacks = "".join(
+        f'Traceback (most recent call last):\n  File "/home/me/train.py", line {line}, in f\nValueError: {line}\n\n'
+        for line in (3, 4)
+    )
+    verdict = verdict_of(tracebacks + "\n".join(summary({1: 1, 0: 1})), tmp_path)
+    assert verdict.confidence != "high"
+
+
+def test_any_garbage_is_read(tmp_path: Path) -> None:
+    dice = random.Random(7)
+    text = (DATA / "op-detail.log").read_bytes() + "\n".join(all_of([watchdog(1, 3)]).splitlines()).encode()
+    path = tmp_path / "job.log"
+    for _ in range(150):
+        data = bytearray(text)
+        for _ in range(dice.randrange(1, 60)):
+            at = dice.randrange(len(data))
+            data[at : at + dice.randrange(40)] = dice.randbytes(dice.randrange(40)).replace(b"\0", b"")
+        path.write_bytes(data)
+        diagnose(read_logs([path]).evidence)
