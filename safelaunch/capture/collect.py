@@ -13,7 +13,7 @@ import msgspec
 
 from safelaunch.capture import flight_dump, flight_recorder, last_words, stacks
 from safelaunch.capture.redaction import without_secrets
-from safelaunch.capture.result import Gate, Sink, Step, gather, late
+from safelaunch.capture.result import Gate, Result, Sink, Step, gather, late
 from safelaunch.model import OWN_RECORDS, Artifact, GilTest, Processes, Progress, RankEvidence, RankExit
 from safelaunch.system.printable import is_clean
 from safelaunch.system.redaction.redactor import Redactor
@@ -40,6 +40,7 @@ class Known:
     code_roots: tuple[str, ...] = ()
     gpu: str = ""
     answer: Answer | None = None  # given before the rank was released
+    output: Result[str] | None = None  # the end of it, of a rank without a beacon
 
 
 def ranks(
@@ -144,7 +145,7 @@ def _rank(
     elif known.answer is None:
         reason = "not asked: the rank is ending" if not ask else _no_server(target)
         step.add(Artifact(f"{folder}/flight_recorder.json", "worker server", 0.0, reason), None)
-    words = without_secrets(_last_words(pages, target.page_name or known.page_name), gate.redactor)
+    words = without_secrets(_last_words(pages, target.page_name or known.page_name, known.output), gate.redactor)
     _write_last_words(folder, words, step)
     take(_with_last_words(side, words))
 
@@ -244,7 +245,7 @@ def ask_server(target: Target, *, deadline_s: float = 2.0) -> Answer:
 
 def _no_server(target: Target) -> str:
     if not target.has_beacon:
-        return "this rank has no beacon (python -I, or PYTHONPATH was replaced)"
+        return "this rank has no beacon (not started by safelaunch, python -I, or PYTHONPATH was replaced)"
     return "the worker server is not running: torch.distributed was not imported yet, or this torch has none"
 
 
@@ -278,8 +279,10 @@ def _kept_at_exit(pages: Path, page_name: str, redactor: Redactor) -> FlightCapt
     return without_secrets(flight_recorder.kept_at_exit(pages / page_name), redactor) if page_name else None
 
 
-def _last_words(pages: Path, page_name: str) -> LastWords:
-    return last_words.read(pages / page_name) if page_name else LastWords()
+def _last_words(pages: Path, page_name: str, output: Result[str] | None = None) -> LastWords:
+    if page_name:
+        return last_words.read(pages / page_name)
+    return LastWords(log=output) if output is not None else LastWords()
 
 
 def _write_own_records(folder: str, side: RankEvidence | LastWords, how: str, sink: Sink) -> None:

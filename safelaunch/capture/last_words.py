@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime as dt
+import os
 import re
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +19,9 @@ from safelaunch.beacon import caught_exceptions, layout, ring
 from safelaunch.capture.pages import Noted, read_contract
 from safelaunch.model import CaughtException, DeviceMemory, ExitCall, FatalError, Frame, RankException
 from safelaunch.system.decoding import from_json
+from safelaunch.system.errors import CaptureError
 
-from .result import Result, attempt
+from .result import Result, attempt, within
 
 _T = TypeVar("_T")
 
@@ -184,3 +188,42 @@ def clock_text(time_ns: int) -> str:
 def _visible(line: bytes) -> str:
     text = line.decode("utf-8", "replace").rstrip("\r")
     return text.rsplit("\r", 1)[-1]
+
+
+# --- of ranks without a beacon ----------------------------------------------------------------------------------------
+
+TAIL_BYTES = 64 << 10
+FILE_DEADLINE_S = 1.0
+
+
+def ends_of_files(pids: Mapping[int, int]) -> dict[tuple[int, ...], list[Result[str]]]:
+    """The ends of the files behind the standard output and error of ranks (rank → pid), by the ranks that write them.
+
+    Nothing of pipes and terminals, which only one can read.
+    """
+    found: dict[tuple[int, int], tuple[Path, list[int]]] = {}
+    for rank, pid in sorted(pids.items()):
+        for number in (1, 2):
+            path = Path(f"/proc/{pid}/fd/{number}")
+            with suppress(OSError, CaptureError):
+                info = within(FILE_DEADLINE_S, os.fspath(path), path.stat)
+                if stat.S_ISREG(info.st_mode):
+                    found.setdefault((info.st_dev, info.st_ino), (path, []))[1].append(rank)
+    ends: dict[tuple[int, ...], list[Result[str]]] = {}
+    for path, ranks in found.values():
+        ends.setdefault(tuple(dict.fromkeys(ranks)), []).append(attempt("standard output", lambda: _end_of(path)))  # noqa: B023
+    return ends
+
+
+def _end_of(path: Path) -> str:
+    """The last lines of a file that others write. It is opened anew, so that their place in it stays as it is."""
+
+    def read() -> bytes:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            data = file.read(TAIL_BYTES)
+        return data.partition(b"\n")[2] if size > TAIL_BYTES else data
+
+    lines = within(FILE_DEADLINE_S, os.fspath(path), read).split(b"\n")
+    return "\n".join(map(_visible, lines))

@@ -1,22 +1,32 @@
-"""``safelaunch dump [RUN]``: writes a bundle of a live run, which continues. Only the bundle's path goes to stdout."""
+"""``safelaunch dump``: writes a bundle of a live run, or of a job that safelaunch did not start; the job continues.
+
+Only the bundle's path goes to stdout.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from safelaunch.cli.parsing import Parser
-from safelaunch.job.paths import RunPaths, working_directory
+from safelaunch.job.paths import RunPaths, is_held, working_directory
+from safelaunch.model import rank_words
+from safelaunch.settings.config import bundle_dir_of
 from safelaunch.supervise.control.discover import Run, describe, look, one_of_each_job, our_roots, select
 from safelaunch.supervise.control.protocol import DumpAnswer, Request, ask
 from safelaunch.system.console import say, show, show_json
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import SafelaunchError, UsageError
 from safelaunch.system.printable import clean
+
+if TYPE_CHECKING:
+    from safelaunch.capture.jobs import FoundJob
 
 # Two looks (6 s each at most), the evidence (20 s), and the copy to a slow disk (60 s).
 DUMP_DEADLINE_S = 150.0
@@ -32,9 +42,14 @@ class Document(DumpAnswer, frozen=True, kw_only=True):
 
 
 def main(argv: list[str]) -> int:
-    """Prints the bundle's path; returns 0 with a bundle, 1 without, 2 if RUN does not name exactly one live run."""
+    """Prints the bundle's path; returns 0 with a bundle, 1 without, 2 if RUN or PID does not name exactly one job."""
     words = parser().parse_args(argv)
-    run = choose(look(our_roots()), words.run)
+    if words.pid is not None or words.all:
+        return _dump_found(words)
+    return _dump_run(choose(look(our_roots()), words.run), words)
+
+
+def _dump_run(run: Run, words: Namespace) -> int:
     try:
         answer = _dump(run, words.bundle_dir)
     except KeyboardInterrupt:
@@ -49,10 +64,14 @@ def parser() -> Parser:
         "dump",
         description=(
             "Writes a bundle of a live run, with a verdict: what each rank is doing right now, on every node that "
-            "this one can reach. The job continues. Only the bundle's path goes to stdout: cd $(safelaunch dump)"
+            "this one can reach. The job continues. Only the bundle's path goes to stdout: cd $(safelaunch dump). "
+            "With --pid or --all, of a job that was started without safelaunch: its ranks on this node."
         ),
     )
-    found.add_argument("run", nargs="?", metavar="RUN", help="run id (r4711), name or pid [the run started here]")
+    which = found.add_mutually_exclusive_group()
+    which.add_argument("run", nargs="?", metavar="RUN", help="run id (r4711), name or pid [the run started here]")
+    which.add_argument("--pid", type=int, metavar="PID", help="the job of this process: a rank, its child, or torchrun")
+    which.add_argument("--all", action="store_true", help="every job here that was started without safelaunch")
     found.add_argument("--bundle-dir", metavar="DIR", help="where to write the bundle [the run's own directory]")
     found.add_argument("--json", action="store_true", help="print run, bundle, summary and problem as JSON")
     return found
@@ -118,3 +137,66 @@ def _show(run: Run, answer: DumpAnswer, *, as_json: bool) -> int:
     sys.stderr.flush()
     show(answer.bundle)
     return 0
+
+
+# --- a job that safelaunch did not start ------------------------------------------------------------------------------
+
+
+def _dump_found(words: Namespace) -> int:
+    from safelaunch.capture import jobs
+
+    table = jobs.processes()
+    found = jobs.jobs_in(table, jobs.packages_of)
+    if not words.all:
+        job = jobs.job_of(words.pid, table, found)
+        return _dump_run(_run_of(job), words) if _is_watched(job) else _attach(job, words)
+    unwatched = [job for job in found if not _is_watched(job) and any(map(jobs.packages_of, _pids(job)))]
+    if not unwatched:
+        raise SafelaunchError(
+            "dump: no job was found here that was started without safelaunch.",
+            "Run it where the ranks run, as their user or as root. Ranks are known by RANK and WORLD_SIZE.",
+        )
+    return max([_attach(job, words) for job in unwatched])
+
+
+def _pids(job: FoundJob) -> list[int]:
+    return [one.process.pid for one in job.ranks.values()]
+
+
+def _is_watched(job: FoundJob) -> bool:
+    directory = job.env.get("SAFELAUNCH_RUN_DIR", "")
+    return bool(directory) and is_held(Path(directory))
+
+
+def _run_of(job: FoundJob) -> Run:
+    """The live run that the job belongs to. Raises SafelaunchError if it is another user's."""
+    directory = Path(job.env["SAFELAUNCH_RUN_DIR"])
+    run = next((run for run in look(our_roots()) if run.found.directory == directory and run.alive), None)
+    if run is None:
+        name = clean(directory.name)
+        raise SafelaunchError(
+            f"dump: that job runs under safelaunch, as {name} of another user.", f"As that user: safelaunch dump {name}"
+        )
+    return run
+
+
+def _attach(job: FoundJob, words: Namespace) -> int:
+    from safelaunch.supervise import incident
+    from safelaunch.supervise.attach import attach
+
+    here = working_directory()
+    ranks = f"{rank_words(job.ranks)} of {job.world_size} (pid {', '.join(map(str, _pids(job)[:8]))})"
+    say(f"collecting evidence from {ranks}, which {'continues' if len(job.ranks) == 1 else 'continue'}")
+    report = attach(job, here / words.bundle_dir if words.bundle_dir else bundle_dir_of((), os.environ, here))
+    published = report.published
+    bundle = "" if published.lost else os.fspath(published.path)
+    if words.json:
+        name, summary = published.path.name, report.verdict.summary
+        show_json(
+            msgspec.to_builtins(Document(run="", name=name, bundle=bundle, summary=summary, problem=published.problem))
+        )
+    else:
+        incident.show(report, os.environ)
+        sys.stderr.flush()
+        show(bundle)
+    return 0 if bundle else 1

@@ -79,7 +79,7 @@ def build_exec(
     words: tuple[str, ...], program: str, settings: Settings, torch: Torch | None, around: Surroundings
 ) -> Plan:
     """The plan for any command that starts ranks or is one; ``program`` is the path of ``words[0]``."""
-    name, own = _file_name(Path(_script_of(words)).stem), {"SAFELAUNCH_MODE": "exec"}
+    name, own = name_of_command(words), {"SAFELAUNCH_MODE": "exec"}
     return replace(_plan((program, *words[1:]), name, settings, torch, around, own), script=words, by_torchrun=False)
 
 
@@ -193,6 +193,11 @@ def default_name(command: CommandLine) -> str:
     script = command.script[0] if command.script else "run"
     stem = script.rpartition(".")[2] if command.has_flag("-m", "--module") else Path(script).stem
     return _file_name(stem)
+
+
+def name_of_command(words: tuple[str, ...]) -> str:
+    """A run's default name, where the command is not torchrun's."""
+    return _file_name(Path(_script_of(words)).stem)
 
 
 def _script_of(words: tuple[str, ...]) -> str:

@@ -36,7 +36,7 @@ from safelaunch.capture.pages import read_meta
 from safelaunch.capture.redaction import without_secrets
 from safelaunch.capture.result import Gate, Sink, gather_into
 from safelaunch.capture.user_source import SOURCE_FILE, Excerpts
-from safelaunch.job.paths import Unfinished, may_be_ours
+from safelaunch.job.paths import Unfinished, may_be_ours, working_directory
 from safelaunch.model import (
     Answer,
     Artifact,
@@ -66,7 +66,7 @@ from safelaunch.supervise.looks import Looks, native_where_it_tells, with_the_la
 from safelaunch.supervise.node_evidence import collect_node, nccl_logs
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.rhythm import Threshold
-from safelaunch.system.console import say
+from safelaunch.system.console import display, say
 from safelaunch.system.decoding import from_builtins
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.redaction.redactor import Redactor
@@ -449,6 +449,29 @@ def finish(found: Collected, agreement: Agreement | None = None) -> Report:
     if not published.lost:
         context.notifier.tell(verdict, published.path, context.run_name)
     return Report(verdict, evidence, published, found.without_stacks, agreed.action, agreed.step)
+
+
+def show(result: Report, environ: Mapping[str, str], place: str = "bundle") -> None:
+    """Prints the verdict on stderr, and where the bundle is. ``place``: what it is called there."""
+    from safelaunch.capture import user_source
+    from safelaunch.report import HTML, report
+
+    on, published = display(2, environ), result.published
+    shown = report.screen(
+        result.verdict,
+        bundle_path=published.shown,
+        place=place,
+        page=HTML if (published.path / HTML).is_file() else "",
+        width=on.width,
+        color=on.color,
+        read_line=user_source.line,
+        cwd=os.fspath(working_directory()) if on.terminal else "",
+    )
+    say(shown, color=on.color, laid_out=True)
+    if published.lost:
+        say(f"the bundle is lost: {published.problem}")
+    elif published.problem:
+        say(f"the bundle could not be written to the requested directory: {published.problem}")
 
 
 def _add_files(files: Mapping[str, bytes], others: Sequence[RankEvidence], staging: Staging) -> None:

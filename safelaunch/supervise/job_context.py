@@ -46,7 +46,7 @@ def redactor_of(plan: Plan) -> Redactor:
 def _ordinary(plan: Plan) -> list[str]:
     """Names that occur all over a bundle. A variable that happens to hold one of them hides nothing."""
     places = [os.fspath(working_directory()), os.fspath(plan.settings.bundle_dir), os.fspath(plan.run_dir)]
-    return [*places, *plan.script[:1], plan.run_name, socket.gethostname(), _user()]
+    return [*places, *plan.script[:1], plan.run_name, socket.gethostname(), user_name()]
 
 
 def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
@@ -56,7 +56,7 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
         "schema": 1,
         "run_name": plan.run_name,
         "host": socket.gethostname(),
-        "user": _user(),
+        "user": user_name(),
         "cwd": os.fspath(working_directory()),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(job.started_unix_s)),
         "not_redacted": list(left_out(plan.env, plan.argv, _ordinary(plan))),
@@ -98,7 +98,8 @@ def _typed_by_user(plan: Plan) -> tuple[str, ...]:
     return () if any(map(is_demo, plan.script[:1])) else plan.typed
 
 
-def _user() -> str:
+def user_name() -> str:
+    """This user's name; the number where it has none."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

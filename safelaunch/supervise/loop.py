@@ -25,7 +25,7 @@ from safelaunch.job.job import (
     Job,
     JobProcesses,
 )
-from safelaunch.job.paths import sweep, sweep_unfinished, working_directory
+from safelaunch.job.paths import sweep, sweep_unfinished
 from safelaunch.model import RankExit
 from safelaunch.settings.options import STALL_CEILING_S, Settings
 from safelaunch.supervise import incident
@@ -46,7 +46,7 @@ from safelaunch.supervise.watch.quiet import frozen_s as frozen_s_of
 from safelaunch.supervise.watch.restart import Failure, failure_of, why_give_up
 from safelaunch.supervise.watch.rhythm import Bounds
 from safelaunch.supervise.watch.stall import Policy, Status, confirm_after_s
-from safelaunch.system.console import display, redact, say
+from safelaunch.system.console import redact, say
 from safelaunch.system.errors import internal_error
 from safelaunch.system.task import Task
 
@@ -596,9 +596,6 @@ class Supervisor:
         self._suspects.end()
 
     def _show(self, result: Report) -> None:
-        from safelaunch.capture import user_source
-        from safelaunch.report import HTML, report
-
         self.shown, published = result, result.published
         if result.verdict.outcome == "hang" and not published.lost:
             self._newest = published.shown
@@ -610,19 +607,4 @@ class Supervisor:
         if judged is not None and not judged.whole and Path(judged.path).name != published.path.name:
             place = "bundle of this node"
             say(f"the bundle with the evidence of all nodes is on {judged.host}: {judged.path}")
-        on = display(2, self._job.plan.env)
-        shown = report.screen(
-            result.verdict,
-            bundle_path=published.shown,
-            place=place,
-            page=HTML if (published.path / HTML).is_file() else "",
-            width=on.width,
-            color=on.color,
-            read_line=user_source.line,
-            cwd=os.fspath(working_directory()) if on.terminal else "",
-        )
-        say(shown, color=on.color, laid_out=True)
-        if published.lost:
-            say(f"the bundle is lost: {published.problem}")
-        elif published.problem:
-            say(f"the bundle could not be written to the requested directory: {published.problem}")
+        incident.show(result, self._job.plan.env, place)

@@ -30,7 +30,7 @@ from safelaunch.verdict.remarks import with_gpus, with_repeats
 from safelaunch.verdict.rules import KINDS
 from safelaunch.verdict.rules_nodes import node_behind, version_claims
 from safelaunch.verdict.rules_results import CAUSES as WRONG_RESULTS
-from safelaunch.verdict.stalled import with_the_time_without_a_step
+from safelaunch.verdict.stalled import has_no_steps, with_the_time_without_a_step
 from safelaunch.verdict.swallowed import caught_exception, skipped_batch
 from safelaunch.verdict.waits import Case
 from safelaunch.verdict.wrong_group import wrong_group
@@ -92,10 +92,13 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
     victims = [r for r in facts.ranks if r not in named and (r in finding.victims or _is_victim(facts, r))]
     if finding.cause in ("slow-not-stuck", *WRONG_RESULTS):
         victims = []
+    proof = _proof(case)
+    may_go_on = facts.evidence.outcome in ("hang", "suspect") and facts.evidence.answer not in (None, "dead")
+    may_go_on |= has_no_steps(facts.evidence) and finding.cause != "slow-not-stuck" and not proof
     doubtful = {
         Doubt.DAMAGED_RECORD: bool(_damaged(facts)),
         Doubt.PRINTED_ALONE: facts.evidence.printed is not None and not _is_corroborated(facts, named),
-        Doubt.NOT_PROVED: facts.evidence.outcome in ("hang", "suspect") and facts.evidence.answer not in (None, "dead"),
+        Doubt.NOT_PROVED: may_go_on,
         Doubt.MORE_NAMED: finding.cause not in BY_ITSELF
         and len(facts.world) > 1
         and len(named) > len(facts.world - named),
@@ -117,7 +120,7 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
         nodes=finding.nodes if finding.nodes or len(facts.evidence.nodes) > 1 else msgspec.UNSET,
         doubts=tuple(dict.fromkeys(doubt.why for doubt in doubts)),
         next=step,
-        proof=_proof(case),
+        proof=proof,
     )
 
 
@@ -151,6 +154,8 @@ def _missing(facts: Facts) -> Iterator[str]:
         yield f"ranks not seen: {format_ranks(set(facts.unseen))}"
     if facts.evidence.printed is not None:
         return
+    if has_no_steps(facts.evidence):
+        yield "steps: safelaunch did not start this job"
     alive = [f.evidence for f in facts.ranks.values() if f.evidence.exit is None]
     without_stack = [r.rank for r in alive if r.main is None or not r.main.stacks]
     if without_stack:

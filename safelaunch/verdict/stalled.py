@@ -39,6 +39,12 @@ def is_stalled(evidence: Evidence) -> bool:
     return evidence.stall_s > max(LEAST_S, FEW * rhythm_of(evidence).usual_s)
 
 
+def has_no_steps(evidence: Evidence) -> bool:
+    """Whether this is a look at a job that safelaunch did not start: no rank has a beacon, which counts steps."""
+    seen = [rank for rank in evidence.ranks if rank.main is not None]
+    return evidence.outcome == "dump" and bool(seen) and not any(rank.beacon for rank in evidence.ranks)
+
+
 def silent_s(evidence: Evidence) -> dict[int, float]:
     """The ranks without a step for longer than a few usual ones while another rank of their node has stepped: for how
     long. A pause or a phase that the script has announced is its own affair.
@@ -76,12 +82,13 @@ def with_the_time_without_a_step(facts: Facts, finding: Finding) -> Finding:
     evidence = facts.evidence
     if not (evidence.moving and is_stalled(evidence)):
         return finding
-    stepped = any(one.step is not None for one in facts.ranks.values())
-    since = (
-        f"No step for {seconds_words(evidence.stall_s)}"
-        if stepped
-        else f"No step yet, {seconds_words(evidence.stall_s)} on"
-    )
+    stood = seconds_words(evidence.stall_s)
+    if has_no_steps(evidence):
+        since = f"Not all ranks have moved within {stood}"
+    elif any(one.step is not None for one in facts.ranks.values()):
+        since = f"No step for {stood}"
+    else:
+        since = f"No step yet, {stood} on"
     text = f"{since}{rhythm_of(evidence).words}: {_uncapital(finding.summary)}"
     if "slow or endless" not in text:
         text = f"{text.removesuffix('.')}: slow or endless, a dump cannot tell."

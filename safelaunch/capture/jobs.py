@@ -1,0 +1,216 @@
+"""The jobs on this host whose ranks nobody announces, found by the environments that their processes were started with.
+
+Whoever starts ranks (torchrun, accelerate, deepspeed, srun, mpirun, a shell script) gives each the variables of a rank,
+and what a rank starts inherits them.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from safelaunch.beacon.unknown_role import TASKS
+from safelaunch.capture.node import parse_environ
+from safelaunch.capture.result import gather, within
+from safelaunch.system import procstat
+from safelaunch.system.errors import CaptureError, UsageError
+
+READ_DEADLINE_S = 5.0
+MAPS_DEADLINE_S = 1.0
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_OF_A_JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+_OF_A_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")  # where a rank is told no address
+RUN_DIR, SERVER = "SAFELAUNCH_RUN_DIR", "TORCH_WORKER_SERVER_SOCKET"
+_LOOPBACK = re.compile(r"localhost|127\.|::1$")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """``env``: the variables that it was started with; None where they may not be read.
+
+    ``network``: its network namespace, for which the address ``localhost`` holds.
+    """
+
+    pid: int
+    ppid: int
+    start_ticks: int = 0
+    user: int = 0
+    env: Mapping[str, str] | None = field(default_factory=dict)
+    network: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """``rank``, ``world_size``, ``local_rank``: as ``process`` was told. ``is_task``: by srun or mpirun alone."""
+
+    process: Process
+    rank: int
+    world_size: int
+    local_rank: int
+    is_task: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FoundJob:
+    """The part of a job that is on this host. ``agent``: what started its ranks; ``members``: the pids of the ranks
+    and of all that inherited their variables."""
+
+    world_size: int
+    ranks: Mapping[int, Rank]
+    agent: int
+    members: Collection[int]
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """The variables of its first rank."""
+        return self.ranks[min(self.ranks)].process.env or {}
+
+
+def jobs_in(table: Mapping[int, Process], runs_torch: Callable[[int], object]) -> tuple[FoundJob, ...]:
+    """Every job in a table of processes, by pid. Pure.
+
+    The process of a rank is the topmost one with its number that ``runs_torch``: others are shells and launchers around
+    it, or have inherited its variables.
+    """
+    named = {pid: rank for pid, process in table.items() if (rank := _rank_of(process)) is not None}
+    # A launcher in a task of srun has the variables of the task, and ranks below it that have their own.
+    launchers = {above for pid, rank in named.items() if not rank.is_task for above in _above(pid, table)}
+    alike: dict[tuple[object, ...], dict[int, Rank]] = {}
+    for pid, rank in sorted(named.items()):
+        if not (rank.is_task and pid in launchers):
+            alike.setdefault(_key(rank), {})[pid] = rank
+    return tuple(job for members in alike.values() for job in _jobs_of(members, table, runs_torch))
+
+
+def _jobs_of(
+    members: Mapping[int, Rank], table: Mapping[int, Process], runs_torch: Callable[[int], object]
+) -> Iterator[FoundJob]:
+    """Processes that tell the same of their job. Where two of them are one rank of it, they are of two jobs: one, say,
+    whose launcher was killed, and the next."""
+    by_agent: dict[int, dict[int, list[Rank]]] = {}
+    for pid, rank in members.items():
+        agent = next(above for above in (*_above(pid, table), 0) if above not in members)
+        by_agent.setdefault(agent, {}).setdefault(rank.rank, []).append(rank)
+    jobs: list[tuple[int, dict[int, list[Rank]]]] = []
+    for agent, ranks in sorted(by_agent.items(), key=lambda item: (-len(item[1]), -item[0])):
+        job = next((known for _, known in jobs if not known.keys() & ranks.keys()), None)
+        if job is None:
+            jobs.append((agent, dict(ranks)))
+        else:
+            job.update(ranks)
+    for agent, ranks in jobs:
+        pids = [one.process.pid for several in ranks.values() for one in several]
+        chosen = {number: _main_of(several, table, runs_torch) for number, several in sorted(ranks.items())}
+        yield FoundJob(next(iter(chosen.values())).world_size, chosen, agent, frozenset(pids))
+
+
+def _main_of(several: Sequence[Rank], table: Mapping[int, Process], runs_torch: Callable[[int], object]) -> Rank:
+    topmost = sorted(several, key=lambda one: (len(_above(one.process.pid, table)), one.process.start_ticks))
+    return next((one for one in topmost if runs_torch(one.process.pid)), topmost[0])
+
+
+def _rank_of(process: Process) -> Rank | None:
+    for names in (_OF_A_RANK, *TASKS):
+        number, size, local = ((process.env or {}).get(name, "") for name in names)
+        if number.isdigit() and size.isdigit() and int(number) < int(size):
+            local_rank = int(local) if local.isdigit() else -1
+            return Rank(process, int(number), int(size), local_rank, is_task=names is not _OF_A_RANK)
+    return None
+
+
+def _key(rank: Rank) -> tuple[object, ...]:
+    """What all ranks of one job have in common, and no other job."""
+    process = rank.process
+    env = process.env or {}
+    where = _OF_A_JOB if env.get("MASTER_PORT") else _OF_A_STEP
+    network = process.network if _LOOPBACK.match(env.get("MASTER_ADDR", "")) else ""
+    return process.user, rank.world_size, network, *(env.get(name, "") for name in where)
+
+
+def _above(pid: int, table: Mapping[int, Process]) -> list[int]:
+    """The pids above a process, its parent first."""
+    found: list[int] = []
+    while (process := table.get(pid)) is not None and process.ppid and process.ppid not in found:
+        pid = process.ppid
+        found.append(pid)
+    return found
+
+
+def job_of(pid: int, table: Mapping[int, Process], jobs: Sequence[FoundJob]) -> FoundJob:
+    """The job that ``pid`` is of: a rank, a child of one, the launcher or what started that. Raises UsageError."""
+    process = table.get(pid)
+    if process is None:
+        raise UsageError(f"dump: there is no process {pid} on this host.", "Run it where the ranks run.")
+    for one in (pid, *_above(pid, table)):
+        if (job := next((job for job in jobs if one in job.members), None)) is not None:
+            return job
+    below = [job for job in jobs if any(pid in _above(member, table) for member in job.members)]
+    if len(below) == 1:
+        return below[0]
+    if below:
+        ranks = ", ".join(str(job.ranks[min(job.ranks)].process.pid) for job in below)
+        raise UsageError(
+            f"dump: process {pid} has started several jobs.", f"Name a rank of one: {ranks}; or use --all."
+        )
+    if process.env is None:
+        raise UsageError(
+            f"dump: the environment of process {pid} may not be read: it belongs to {_name_of(process.user)}.",
+            "Run it as that user, or as root.",
+        )
+    tasks = ", ".join(names[0] for names in TASKS)
+    raise UsageError(
+        f"dump: process {pid} is of no job: neither it nor what is above and below it was started with RANK and "
+        f"WORLD_SIZE (or {tasks}).",
+        "Name a rank, or the launcher. Ranks whose variables are set only after their start can't be found.",
+    )
+
+
+def _name_of(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return f"user {user}"
+
+
+# --- effects ----------------------------------------------------------------------------------------------------------
+
+
+def processes() -> dict[int, Process]:
+    """All processes of this host; without those that do not answer in time, whose memory is locked in the kernel."""
+    pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
+    read = gather([partial(_read, pid) for pid in pids], deadline_s=READ_DEADLINE_S)
+    return {one.pid: one for one in read if one is not None}
+
+
+def _read(pid: int) -> Process | None:
+    stat = procstat.read(pid)
+    if stat is None:
+        return None
+    place = Path(f"/proc/{pid}")
+    try:
+        user = place.stat().st_uid
+        env = parse_environ((place / "environ").read_bytes())
+    except PermissionError:
+        return Process(pid, stat.ppid, stat.start_ticks, user, None)
+    except OSError:  # it has ended meanwhile
+        return None
+    found = Process(pid, stat.ppid, stat.start_ticks, user, env)
+    with suppress(OSError):
+        return replace(found, network=os.readlink(place / "ns/net"))  # noqa: PTH115 - text
+    return found
+
+
+def packages_of(pid: int) -> str:
+    """The directory of the packages from which a process has loaded torch; empty where it has not."""
+    try:
+        text = within(MAPS_DEADLINE_S, "maps", lambda: Path(f"/proc/{pid}/maps").read_text("utf-8", "replace"))
+    except (CaptureError, OSError):
+        return ""
+    found = re.search(r"(/\S.*)/torch/lib/libtorch", text)
+    return found[1] if found else ""

@@ -1,0 +1,210 @@
+"""Looks at a job that safelaunch did not start, from outside and once: evidence, verdict and bundle, as of a live run.
+
+Its ranks have no beacon, so there are no steps: what tells a slow job from a stuck one is what moves while it is looked
+at.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+
+from safelaunch import __version__
+from safelaunch.capture import collect
+from safelaunch.capture.jobs import SERVER, FoundJob, packages_of
+from safelaunch.capture.last_words import ends_of_files
+from safelaunch.capture.look import ProcessLook, Target
+from safelaunch.capture.result import Result, within
+from safelaunch.job.paths import local_bundles, run_root
+from safelaunch.job.plan import name_of_command
+from safelaunch.model import Thread
+from safelaunch.supervise import incident
+from safelaunch.supervise.answer import work_in
+from safelaunch.supervise.incident import JobContext, JobSnapshot, Report, Timeline
+from safelaunch.supervise.job_context import user_name
+from safelaunch.supervise.kinds import ATTACH
+from safelaunch.supervise.looks import Looks, look_at
+from safelaunch.supervise.watch.work import Background, Peak
+from safelaunch.system import procstat
+from safelaunch.system.errors import CaptureError, SafelaunchError
+from safelaunch.system.files import text_of
+from safelaunch.system.redaction.job_secrets import secret_values
+from safelaunch.system.redaction.redactor import Redactor
+from safelaunch.verdict.reading.frames import python_frames
+from safelaunch.verdict.stalled import LEAST_S
+
+SPINS = 0.5  # of the time on a core: a thread that asks its device or its peers again and again never sleeps
+READ_S = 2.0
+NO_OUTPUT: Result[str] = Result(None, "standard output", 0.0, missing="it goes to no file that is this rank's alone")
+
+
+def attach(job: FoundJob, bundle_dir: Path) -> Report:
+    """Writes the bundle of ``job``, which continues. Raises SafelaunchError if its ranks may not be looked at."""
+    context, timeline = _context(job, bundle_dir), Timeline().plus("first look")
+    looks = _look(_targets(job))
+    moving, stood_s = movement(looks)
+    outputs = ends_of_files({rank: one.process.pid for rank, one in job.ranks.items()})
+    packages = next(filter(None, (packages_of(one.process.pid) for one in job.ranks.values())), "")
+    known = {
+        rank: collect.Known(
+            pid=one.process.pid,
+            code_roots=(packages,) if packages else (),
+            output=_joined(outputs.get((rank,), ())),
+        )
+        for rank, one in job.ranks.items()
+    }
+    try:
+        found = incident.take_evidence(
+            ATTACH,
+            looks,
+            JobSnapshot(known, job.world_size, ()),
+            context,
+            stall_s=stood_s if moving else 0.0,
+            moving=moving,
+            timeline=timeline,
+        )
+        if found.without_stacks and _is_denied(looks):
+            raise SafelaunchError(
+                f"dump: no stack could be read: {found.without_stacks}.", "Run safelaunch doctor: it shows the fix."
+            )
+        common = _joined(result for ranks, several in outputs.items() if len(ranks) > 1 for result in several)
+        if common.value is not None:
+            found.staging.add(common.artifact(f"node/{context.host}/output.log"), context.redactor.said(common.value))
+        return incident.finish(found)
+    except BaseException:
+        context.unfinished.discard()
+        raise
+
+
+def _joined(results: Iterable[Result[str]]) -> Result[str]:
+    several = list(results)
+    texts = [one.value for one in several if one.value]
+    if texts:
+        return Result("\n".join(texts), NO_OUTPUT.how, sum(one.duration_s for one in several))
+    return several[0] if several else NO_OUTPUT
+
+
+def _targets(job: FoundJob) -> list[Target]:
+    found = []
+    for rank, one in job.ranks.items():
+        server = Path((one.process.env or {}).get(SERVER, ""))
+        socket_path = server if server.is_socket() else None
+        found.append(Target(rank, one.local_rank, one.process.pid, one.process.start_ticks, socket=socket_path))
+    return found
+
+
+# --- what moves -------------------------------------------------------------------------------------------------------
+
+
+def _look(targets: list[Target]) -> Looks:
+    """Two looks; a third one later if something works while a rank stands: it may wait for who is slow."""
+    looks = look_at(targets, None, collectives=True, deadline_s=ATTACH.look_s)
+    time.sleep(ATTACH.between_s)
+    looks = look_at(targets, looks, collectives=True, deadline_s=ATTACH.look_s)
+    moving, stood_s = movement(looks)
+    if moving and stood_s:
+        time.sleep(max(0.0, LEAST_S + 0.5 - stood_s))
+        looks = look_at(targets, looks, collectives=True, deadline_s=ATTACH.look_s)
+    return looks
+
+
+def movement(looks: Looks) -> tuple[bool, float]:
+    """Whether anything in the job moves, and for how many seconds some rank was seen to stand; 0.0: none was.
+
+    A rank stands if its main thread was at one place at every look, and got no core meanwhile or kept one busy all the
+    time. How it waits for peers or its GPU does not count as work: it may spin. Where a rank was not seen, that it
+    moves is not known.
+    """
+    mains = [[look.ranks[one.rank].main for look in looks.taken if one.rank in look.ranks] for one in looks.targets]
+    pairs = [[_stood(before, after) for before, after in pairwise(several)] for several in mains]
+    stand = any(several and all(several) for several in pairs)
+    left = any(_left(before, after) for several in mains for before, after in pairwise(several))
+    all_seen = all(several and None not in several for several in pairs)
+    spins = Peak(per_s=float("inf"))
+    waits = Background({("cpu", one.pid, one.start_ticks, one.pid): spins for one in looks.targets})
+    works = looks.collectives_moved or bool(work_in(looks, waits))
+    stood_s = looks.taken[-1].begin_s - looks.taken[0].end_s if stand else 0.0
+    return left or works or (all_seen and not stand), stood_s
+
+
+def _left(before: ProcessLook | None, after: ProcessLook | None) -> bool:
+    """The main thread is at another place, as whole reads show."""
+    threads = [_main_thread(before), _main_thread(after)]
+    places = [python_frames(thread) for thread in threads if thread is not None and not thread.torn]
+    return len(places) == len(threads) and places[0] != places[1]
+
+
+def _stood(before: ProcessLook | None, after: ProcessLook | None) -> bool | None:
+    """None: not known."""
+    if before is None or after is None or before.state is None or after.state is None:
+        return None
+    if after.state.state in "TtD" and before.state.state == after.state.state:
+        return True
+    first, last = before.state.main_thread, after.state.main_thread
+    thread, later = _main_thread(before), _main_thread(after)
+    if first is None or last is None or first.slices is None or thread is None or later is None:
+        return None
+    busy_ms = last.cpu_ms - first.cpu_ms + (last.queued_ms or 0) - (first.queued_ms or 0)
+    spun = busy_ms > SPINS * 1000 * (after.state.at_s - before.state.at_s)
+    return python_frames(thread) == python_frames(later) and (spun or first.slices == last.slices)
+
+
+def _main_thread(look: ProcessLook | None) -> Thread | None:
+    return look.stack.value.main_thread if look is not None and look.stack.value is not None else None
+
+
+def _is_denied(looks: Looks) -> bool:
+    mains = [rank.main for look in looks.taken for rank in look.ranks.values()]
+    return any(main is not None and main.stack.kind == "denied" for main in mains)
+
+
+# --- the job, for its bundle ------------------------------------------------------------------------------------------
+
+
+def _context(job: FoundJob, bundle_dir: Path) -> JobContext:
+    first = job.ranks[min(job.ranks)].process
+    argv, cwd = _command(first.pid), _working_directory(first.pid)
+    command = _command(job.agent) if "TORCHELASTIC_RUN_ID" in job.env else argv
+    name, host = name_of_command(argv), socket.gethostname()
+    ordinary = [cwd, os.fspath(bundle_dir), *argv[:2], name, host, user_name()]
+    redactor = Redactor(secret_values(job.env, (*command, *argv), ordinary))
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - first.start_ticks * procstat.TICK_NS / 1e9
+    launch = {
+        "schema": 1,
+        "run_name": name,
+        "host": host,
+        "user": user_name(),
+        "cwd": cwd,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - age_s)),
+        "command": redactor.argv(command),
+        "safelaunch": __version__,
+        "distributed_debug": job.env.get("TORCH_DISTRIBUTED_DEBUG", ""),
+        "agent_pid": job.agent,
+    }
+    return JobContext(
+        run_name=name,
+        run_dir=run_root({}, os.getuid()) / f"r{os.getpid()}",  # which is not there: nobody wrote into it
+        bundle_dir=bundle_dir,
+        fallback_dir=local_bundles(),
+        launch=launch,
+        redactor=redactor,
+    )
+
+
+def _command(pid: int) -> tuple[str, ...]:
+    try:
+        text = within(READ_S, "cmdline", lambda: text_of(f"/proc/{pid}/cmdline"))
+    except CaptureError:  # its memory is locked in the kernel
+        return ("job",)
+    return tuple(text.split("\0")[:-1]) or ("job",)
+
+
+def _working_directory(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/cwd")  # noqa: PTH115 - text
+    except OSError:
+        return ""

@@ -1,0 +1,138 @@
+"""Jobs that safelaunch did not start, found in tables of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from safelaunch.capture.jobs import FoundJob, Process, job_of, jobs_in
+from safelaunch.system.errors import UsageError
+
+TORCHRUN, SHELL = 100, 50
+JOB = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
+
+
+def rank_env(rank: int, world: int = 2, **more: str) -> dict[str, str]:
+    return {**JOB, "RANK": str(rank), "LOCAL_RANK": str(rank % 8), "WORLD_SIZE": str(world), **more}
+
+
+def table(*processes: Process) -> dict[int, Process]:
+    return {one.pid: one for one in processes}
+
+
+def process(pid: int, ppid: int, env: Mapping[str, str] | None = None, **more: str) -> Process:
+    return Process(pid, ppid, start_ticks=pid, env={} if env is None else env, **more)
+
+
+def found(processes: Mapping[int, Process], torch: set[int] | None = None) -> tuple[FoundJob, ...]:
+    return jobs_in(processes, lambda pid: torch is None or pid in torch)
+
+
+def pids(job: FoundJob) -> dict[int, int]:
+    return {rank: one.process.pid for rank, one in job.ranks.items()}
+
+
+TWO = table(
+    process(SHELL, 1),
+    process(TORCHRUN, SHELL),
+    process(101, TORCHRUN, rank_env(0)),
+    process(102, TORCHRUN, rank_env(1)),
+    process(103, 101, rank_env(0)),  # a DataLoader worker
+    process(104, 103),  # that started a program with an environment of its own
+    process(200, SHELL),
+)
+
+
+@pytest.mark.parametrize("pid", [101, 102, 103, 104, TORCHRUN, SHELL])
+def test_any_process_of_a_job_leads_to_its_ranks(pid: int) -> None:
+    job = job_of(pid, TWO, found(TWO))
+    assert pids(job) == {0: 101, 1: 102}
+    assert (job.agent, job.world_size, set(job.members)) == (TORCHRUN, 2, {101, 102, 103})
+    assert job.ranks[1].local_rank == 1
+
+
+def test_a_process_of_no_job_is_refused_with_the_variables() -> None:
+    with pytest.raises(UsageError, match=r"process 200 is of no job.* RANK and WORLD_SIZE \(or SLURM_PROCID"):
+        job_of(200, TWO, found(TWO))
+    with pytest.raises(UsageError, match="no process 999"):
+        job_of(999, TWO, found(TWO))
+    hidden = table(Process(7, 1, user=0, env=None))
+    with pytest.raises(UsageError, match="process 7 may not be read: it belongs to root"):
+        job_of(7, hidden, found(hidden))
+
+
+def test_the_rank_is_the_topmost_process_that_runs_torch() -> None:
+    wrapped = table(
+        process(TORCHRUN, 1),
+        process(101, TORCHRUN, rank_env(0)),  # bash wrap.sh
+        process(111, 101, rank_env(0)),
+        process(121, 111, rank_env(0)),
+        process(102, TORCHRUN, rank_env(1)),
+    )
+    (job,) = found(wrapped, torch={111, 121})
+    assert pids(job) == {0: 111, 1: 102}  # of rank 1, nothing has loaded torch yet
+
+
+def test_jobs_differ_by_port_size_user_and_network() -> None:
+    several = table(
+        process(101, 10, rank_env(0), network="net:[1]"),
+        process(102, 10, rank_env(1), network="net:[1]"),
+        process(201, 20, rank_env(0, MASTER_PORT="29501"), network="net:[1]"),
+        process(301, 30, rank_env(0, world=4), network="net:[1]"),
+        process(401, 40, rank_env(0), network="net:[2]"),  # localhost of another container
+        Process(501, 50, user=7, env=rank_env(0), network="net:[1]"),
+    )
+    jobs = found(several)
+    assert sorted(sorted(pids(job).values()) for job in jobs) == [[101, 102], [201], [301], [401], [501]]
+    pods = table(
+        process(101, 10, rank_env(0, MASTER_ADDR="train-0"), network="net:[1]"),
+        process(102, 20, rank_env(1, MASTER_ADDR="train-0"), network="net:[2]"),
+    )
+    assert [pids(job) for job in found(pods)] == [{0: 101, 1: 102}]
+
+
+def test_launchers_of_one_job_are_joined_and_ranks_of_a_killed_one_are_another_job() -> None:
+    nodes = table(
+        process(10, 1),
+        process(20, 1),
+        process(11, 10, rank_env(0, world=4)),
+        process(12, 10, rank_env(1, world=4)),
+        process(21, 20, rank_env(2, world=4)),
+    )
+    assert [pids(job) for job in found(nodes)] == [{0: 11, 1: 12, 2: 21}]
+    left = table(
+        process(1, 0),
+        process(11, 1, rank_env(0)),  # torchrun was killed
+        process(12, 1, rank_env(1)),
+        process(30, 1),
+        process(31, 30, rank_env(0)),
+        process(32, 30, rank_env(1)),
+    )
+    assert [pids(job) for job in found(left)] == [{0: 31, 1: 32}, {0: 11, 1: 12}]
+
+
+def test_tasks_of_srun_are_ranks_unless_they_launch_ranks() -> None:
+    def task(number: int) -> dict[str, str]:
+        size = {"SLURM_PROCID": str(number), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": str(number)}
+        return {**size, "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0"}
+
+    by_srun = table(process(11, 10, task(0)), process(12, 10, task(1)))
+    assert [pids(job) for job in found(by_srun)] == [{0: 11, 1: 12}]
+    launchers = table(
+        process(11, 10, task(0)),
+        process(21, 11, {**task(0), **rank_env(0)}),
+        process(22, 11, {**task(0), **rank_env(1)}),
+    )
+    (job,) = found(launchers)
+    assert (pids(job), job.agent) == ({0: 21, 1: 22}, 11)
+    assert job_of(11, launchers, [job]) is job
+
+
+def test_what_started_several_jobs_names_none() -> None:
+    both = table(
+        process(SHELL, 1), process(101, SHELL, rank_env(0)), process(201, SHELL, rank_env(0, MASTER_PORT="29501"))
+    )
+    with pytest.raises(UsageError, match="several jobs") as error:
+        job_of(SHELL, both, found(both))
+    assert "101, 201" in error.value.fix
