@@ -291,3 +291,84 @@ def test_any_garbage_is_read(tmp_path: Path) -> None:
             data[at : at + dice.randrange(40)] = dice.randbytes(dice.randrange(40)).replace(b"\0", b"")
         path.write_bytes(data)
         diagnose(read_logs([path]).evidence)
+
+
+def test_watchdogs_that_name_their_group_later_or_no_rank(tmp_path: Path) -> None:
+    """As torch 2.4 and 1.13 have it, here behind a progress bar."""
+
+    def timeout(rank: int, seq: int) -> str:
+        work = f"WorkNCCL(SeqNum={seq}, OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1800012 milliseconds"
+        return f"[E ProcessGroupNCCL.cpp:458] [Rank {rank}] Watchdog caught collective operation timeout: {work}"
+
+    def later(rank: int, seq: int) -> str:
+        head = f"[rank{rank}]:[E321 02:07:08.408271257] [PG 1 Rank {rank}] Exception (either"
+        head += (
+            f" an error or timeout) detected by watchdog at work: {seq}, last enqueued NCCL work: 90, last completed"
+        )
+        return f"{head} NCCL work: {seq - 1}."
+
+    behind = [31, 30, 31, 31]
+    lines = [text for r, seq in enumerate(behind) for text in (f"[rank{r}]:{timeout(r, seq)}", later(r, seq))]
+    verdict = verdict_of("\n".join(lines), tmp_path)
+    assert named(verdict) == ("gpu-kernel", [1])
+    assert "group '1'" in verdict.evidence[0].claim
+    bare = "\n".join(f"Epoch 0:   6%|#  | 32040/500150 [6:28:43<94:39:17]{timeout(r, 31)}" for r in (0, 1, 3))
+    verdict = verdict_of(f"{bare}\nworld_size=4\n", tmp_path)
+    assert "Ranks 0-1,3 wait" in verdict.summary
+    assert verdict.missing == ("ranks not seen: 2",)
+
+
+def test_children_of_spawn(tmp_path: Path) -> None:
+    text = """Traceback (most recent call last):
+  File "/home/me/train.py", line 50, in <module>
+    mp.spawn(main, nprocs=2)
+  File "/usr/lib/python3.10/site-packages/torch/multiprocessing/spawn.py", line 119, in join
+    raise ProcessRaisedException(msg, error_index, failed_process.pid)
+torch.multiprocessing.spawn.ProcessRaisedException:
+
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "/usr/lib/python3.10/site-packages/torch/multiprocessing/spawn.py", line 20, in _wrap
+    fn(i, *args)
+  File "/home/me/train.py", line 41, in main
+    raise ValueError("bad")
+ValueError: bad
+"""
+    verdict = verdict_of(text, tmp_path)
+    assert (*named(verdict), verdict.culprits[0].frame.line) == ("rank-exception", [1], 41)  # type: ignore[union-attr]
+    head, _, _ = text.partition("ProcessRaisedException:")
+    ended = f"{head}ProcessExitedException: process 1 terminated with signal SIGKILL\n"
+    assert named(verdict_of(ended, tmp_path)) == ("rank-killed", [1])
+
+
+def test_the_traceback_in_the_summary(tmp_path: Path) -> None:
+    lines = summary({1: 1, 0: -15})
+    at = lines.index("  exitcode  : 1 (pid: 101)")
+    lines[at + 1 : at + 1] = [
+        "  error_file: /tmp/torchelastic_x/none_y/attempt_0/1/error.json",
+        "  traceback : Traceback (most recent call last):",
+        '    File "/usr/lib/python3.10/site-packages/torch/distributed/elastic/x.py", line 346, in wrapper',
+        "      return f(*args, **kwargs)",
+        '    File "/home/me/train.py", line 41, in main',
+        "      raise ValueError(7)",
+        "  ValueError: 7",
+        "  ",
+    ]
+    verdict = verdict_of("\n".join(lines), tmp_path)
+    assert (*named(verdict), verdict.culprits[0].frame.line) == ("rank-exception", [1], 41)  # type: ignore[union-attr]
+
+
+def test_a_traceback_in_a_box(tmp_path: Path) -> None:
+    text = """╭─────────────── Traceback (most recent call last) ───────────────╮
+│ /home/me/train.py:50 in <module>                                │
+│                                                                 │
+│   47                                                            │
+│ ❱ 50 │   main()                                                 │
+│                                                                 │
+│ /home/me/train.py:41 in main                                    │
+│ ❱ 41 │   raise ValueError("bad")                                │
+╰─────────────────────────────────────────────────────────────────╯
+ValueError: bad
+"""
+    verdict = verdict_of(text, tmp_path)
+    assert (*named(verdict), verdict.culprits[0].frame.line) == ("rank-exception", [0], 41)  # type: ignore[union-attr]

@@ -15,7 +15,7 @@ import gzip
 import re
 import signal
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -34,6 +34,7 @@ from safelaunch.model import (
     GroupStatus,
     MemoryKills,
     NcclLog,
+    Outcome,
     RankEvidence,
     RankException,
     RankExit,
@@ -144,13 +145,13 @@ def _lines(path: Path, name: str) -> Iterator[_Line | None]:
             else:
                 number += part.count(b"\n")
                 yield None
-            open_still = b'  File "' in part[-4096:]
+            open_still = b'  File "' in part[-4096:] or b"\xe2\x94\x82" in part[-4096:]  # a box of rich's
             chunk, first = following, False
 
 
 def _clean(line: bytes) -> str:
     """Without colours; of a progress bar, what it shows last."""
-    text = line.decode("utf-8", "replace").rstrip("\r\n")
+    text = line.decode("utf-8", "replace").rstrip()
     if "\r" in text:
         text = text.rpartition("\r")[2]
     return _COLOURS.sub("", text) if "\x1b" in text else text
@@ -233,8 +234,14 @@ def _has_tasks(lines: Sequence[str]) -> bool:
 # --- what it reports --------------------------------------------------------------------------------------------------
 
 _HEAD = "Traceback (most recent call last):"
+_BOXED = re.compile(r"[╭┌+][─-]+ *Traceback \(most recent call last\)")  # as rich draws it
+_FRAME_IN_BOX = re.compile(r"[│|] (?P<file>\S.*?):(?P<line>\d{1,9}) in (?P<function>\S+) *[│|]?$")
+_OF_A_SUMMARY = re.compile(r" {1,3}traceback *: (?=Traceback \(most)")
+_OF_A_CHILD = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
-_NEW = re.compile(r"Traceback \(most|\[?[IWEF]\d{4} |\d{4}-\d\d-\d\d|=====|-----|Exception (?:ignored|in thread)")
+_NEW = re.compile(
+    r"Traceback \(most|\[?[IWEF]\d{3,4} |-- Process |\d{4}-\d\d-\d\d|=====|-----|Exception (?:ignored|in thread)"
+)
 _GOES_ON = re.compile(r"nccl\w+Error|Last error:|[\w.]+: Connect to |[\w:]+Error: ")  # of NCCL's messages
 _ERROR = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$", re.DOTALL)
 _OF_SUMMARY = ("  ", "===", "---", "[", "Root Cause", "Failures:")
@@ -255,6 +262,8 @@ class _Open:
     lines: list[str]
     thread: bool
     said: _Said
+    rank: int | None = None  # whose it is, as a line before it says
+    indent: str = ""
     state: str = "frames"  # message | original | after | chain
     at: int = 0  # where the traceback that counts begins: the last of a chain
     rest: int = 0
@@ -265,7 +274,8 @@ class _Open:
             return False
         if len(self.lines) >= _MOST_LINES:
             return False
-        indented = text.startswith((" ", "\t"))
+        text = text.removeprefix(self.indent)
+        indented = text.startswith((" ", "\t", "│", "|", "╭", "╰"))
         if self.state in ("frames", "original"):
             self.state = self.state if indented else "message"
         elif self.state == "message":
@@ -286,7 +296,12 @@ class _Open:
         return True
 
     def exception(self, at_s: float) -> RankException | None:
-        found = tracebacks.parse(self.lines[self.at + 1 :])
+        lines = self.lines[self.at + 1 :]
+        if _BOXED.match(self.lines[self.at]):
+            boxed = (_FRAME_IN_BOX.match(line) for line in lines)
+            frames = [f'  File "{one["file"]}", line {one["line"]}, in {one["function"]}' for one in boxed if one]
+            lines = [*frames, *(line for line in lines if line and not line.startswith(("│", "|", "╭", "╰", " ")))]
+        found = tracebacks.parse(lines)
         if found is None or not (error := _ERROR.match(found.message)):
             return None
         begin = self.lines.index(found.message, self.at)
@@ -295,19 +310,24 @@ class _Open:
 
 
 _WORK = re.compile(
-    r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)(?:, NumelIn=(?P<size>\d+))?(?:, NumelOut=\d+)?"
+    r"WorkNCCL\(SeqNum=(?P<seq>\d+)(?:, OpType=(?P<op>\w+))?(?:, NumelIn=(?P<size>\d+))?(?:, NumelOut=\d+)?"
     r"(?:, Timeout\(ms\)=(?P<ms>\d+))?"
 )
 _GROUP = re.compile(
     r"PG (?:ID )?(?P<id>\d+)(?: PG GUID (?P<name>[^\s(]+)(?:\((?P<called>[^)]*)\))?)? Rank (?P<place>\d+)"
 )
 _OF_NCCL = re.compile(r"(?:^|\s)[\w.-]+:(?P<pid>\d+):\d+ \[")
+_AT_WORK = re.compile(r"work(?: sequence id)?: (?P<seq>\d+)")
+_WHOSE = re.compile(r"\[(?:[^\]]* )?Rank (?P<rank>\d{1,6})\]")
 _STATUS = re.compile(r"last enqueued (?:NCCL )?work: (?P<queued>-?\d+), last completed (?:NCCL )?work: (?P<done>-?\d+)")
 _STACK = re.compile(r"#\d+ (?P<function>\S+) from (?P<file>.+):(?P<line>\d+)$")
 _OPS = {
     "ALLREDUCE": "all_reduce", "ALLGATHER": "all_gather", "_ALLGATHER_BASE": "_all_gather_base",
     "_REDUCE_SCATTER_BASE": "_reduce_scatter_base", "ALLTOALL": "all_to_all", "ALLTOALL_BASE": "all_to_all",
 }  # fmt: skip
+
+
+_UNNAMED, _DEFAULT = "", "0"
 
 
 @dataclass
@@ -347,6 +367,7 @@ class _Heard:
 
 _EXIT = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+) \(pid: (?P<pid>\d+)\)")
 _DEEPSPEED = re.compile(r"--local_rank=(?P<rank>\d+)\b.*exits with return code = (?P<code>-?\d+)")
+_SPAWNED = re.compile(r"process (?P<rank>\d+) terminated with (?:signal (?P<signal>SIG\w+)|exit code (?P<code>\d+))")
 _FIELD = re.compile(r" {1,3}(?P<name>time|host|rank|exitcode|error_file|traceback) *: (?P<value>.*)")
 _TASK_ENDED = re.compile(
     r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,-]+): "
@@ -394,13 +415,23 @@ class _Job:
         text, one.last = said.text, said.line
         if one.opened is not None and not one.opened.take(text, timed=said.timed):
             self._close(one)
-        if one.opened is None and text.lstrip(" |+").startswith(_HEAD):
-            thread = one.before.startswith(("Exception in thread", "Exception ignored"))
-            one.opened = _Open(said.line, [text], thread, said)
+        if one.opened is None:
+            one.opened = self._opened(one, said)
         one.before = text
         one.since += one.opened is None and not text.startswith(_OF_SUMMARY)
         if one.opened is None or one.opened.state == "after":
             self._note(one, said)
+
+    def _opened(self, one: _Heard, said: _Said) -> _Open | None:
+        text = said.text
+        if of_summary := _OF_A_SUMMARY.match(text):
+            rank = re.match(r"\d+", self._block.get("rank", ""))
+            return _Open(said.line, [text[of_summary.end() :]], False, said, int(rank[0]) if rank else None, "  ")
+        if not (text.lstrip(" |+").startswith(_HEAD) or _BOXED.match(text)):
+            return None
+        thread = one.before.startswith(("Exception in thread", "Exception ignored"))
+        of_child = _OF_A_CHILD.match(one.before)
+        return _Open(said.line, [text], thread, said, int(of_child["rank"]) if of_child else None)
 
     def _close(self, one: _Heard) -> None:
         opened, one.opened = one.opened, None
@@ -410,10 +441,17 @@ class _Job:
         if any(fr.normal(one.file).endswith(_LAUNCHERS) for one in raised.frames):
             self._remark(f"torchrun itself failed: {raised.type}: {raised.message}", opened.line)
             return
+        if fr.normal(raised.frames[0].file).endswith("/torch/multiprocessing/spawn.py"):  # of the ranks' parent
+            if ended := _SPAWNED.search(raised.message):
+                number = getattr(signal, ended["signal"] or "", 0)
+                self.ended.setdefault(int(ended["rank"]), _Ended(int(ended["code"] or -number), opened.line, root=True))
+            return
+        if opened.rank is not None and opened.rank < MAX_RANKS:
+            one = self.heard.setdefault(opened.rank, _Heard(opened.line))
         one.raised, one.since = [*one.raised[-_MOST_TRACEBACKS:], (opened, raised)], 0
 
     def end(self) -> None:
-        for one in self.heard.values():
+        for one in list(self.heard.values()):
             self._close(one)
         self._end_block()
 
@@ -477,20 +515,32 @@ class _Job:
             for task in range(int(first or 0), min(int(last or first or 0), MAX_RANKS) + 1) if code else ():
                 self.ended.setdefault(task, _Ended(code, line, host=found["host"], root=code not in (143, -15)))
 
-    @staticmethod
-    def _note_watchdog(one: _Heard, said: _Said) -> _Group | None:
+    def _note_watchdog(self, one: _Heard, said: _Said) -> _Group | None:
+        """Older watchdogs name the group behind the call only, and rank and process not at all where torch puts no
+        prefix before its lines: then the rank in the group is the best there is.
+        """
         group, work, status = (pattern.search(said.text) for pattern in (_GROUP, _WORK, _STATUS))
+        whose = _WHOSE.search(said.text) if said.speaker is None else None
         if work is None and status is None:
             return None
+        if whose is not None:
+            one = self.heard.setdefault(int(whose["rank"]), _Heard(said.line))
+            one.tail.append(said.text)
         one.watchdog = one.watchdog or said.line
-        mine = one.groups.setdefault((group["name"] or group["id"]) if group else "0", _Group())
+        name = (group["name"] or group["id"]) if group else _UNNAMED
+        at_work = _AT_WORK.search(said.text) if status else None
+        unnamed = one.groups.get(_UNNAMED)
+        if group and unnamed is not None and at_work is not None and int(at_work["seq"]) == unnamed.seq:
+            one.groups.setdefault(name, one.groups.pop(_UNNAMED))
+        mine = one.groups.setdefault(name, _Group())
         if group:
             mine.called, mine.place = group["called"] or "", int(group["place"])
         if work and not mine.op:
-            mine.seq, mine.op, mine.ms = int(work["seq"]), work["op"], int(work["ms"] or 0)
+            mine.seq, mine.op, mine.ms = int(work["seq"]), work["op"] or "collective", int(work["ms"] or 0)
             mine.size = int(work["size"]) if work["size"] else None
         if status:
             mine.queued, mine.done = int(status["queued"]), int(status["done"])
+            mine.seq = mine.seq or (int(at_work["seq"]) if at_work is not None else 0)
         return mine if not mine.frames else None
 
 
@@ -538,7 +588,9 @@ def _found(job: _Job, names: Sequence[str], count: int) -> Found:
     ranks, signed = _by_rank(job)
     world = max([job.world, *(rank + 1 for rank in ranks), *(rank + 1 for rank in job.ended)], default=0)
     files: dict[str, str] = {}
-    evidence = [_rank(rank, ranks.get(rank), job, files) for rank in sorted({*ranks, *job.ended})]
+    _name_groups(ranks)
+    groups = _groups(ranks)
+    evidence = [_rank(rank, ranks.get(rank), job, groups, files) for rank in sorted({*ranks, *job.ended})]
     failed = any(
         one.exception or one.flight_record or (one.exit and one.exit.returncode and one.exit.before_close)
         for one in evidence
@@ -547,8 +599,20 @@ def _found(job: _Job, names: Sequence[str], count: int) -> Found:
     if not failed:
         return Found(what, Evidence("crash", max(world, 1), ()), remarks=remarks)
     missing = tuple(rank for rank in range(world) if rank not in ranks and rank not in job.ended)
-    told = Evidence("crash", world, tuple(evidence), missing_ranks=missing, printed=signed)
+    outcome: Outcome = (
+        "hang" if any(one.flight_record for one in evidence) and not any(map(_failed, evidence)) else "crash"
+    )
+    told = Evidence(outcome, world, tuple(evidence), missing_ranks=missing, printed=signed)
     return Found(what, told, files=files, remarks=remarks)
+
+
+def _failed(one: RankEvidence) -> bool:
+    """Not by the watchdog of a call whose time was up."""
+    return one.exception is not None or (
+        one.exit is not None
+        and one.exit.before_close
+        and one.exit.returncode not in (-signal.SIGABRT, 128 + signal.SIGABRT)
+    )
 
 
 def with_logs(found: Found, logs: Found) -> Found:
@@ -630,7 +694,38 @@ def _give_warnings(unsigned: _Heard, found: dict[int, _Heard], job: _Job) -> Non
             found.setdefault(rank, _Heard(line)).warnings.append((line, text))
 
 
-def _rank(rank: int, heard: _Heard | None, job: _Job, files: dict[str, str]) -> RankEvidence:
+def _name_groups(ranks: Mapping[int, _Heard]) -> None:
+    """A call whose group a rank has not named is that of the one group in which others make the like; else of all."""
+    named = [(name, one) for heard in ranks.values() for name, one in heard.groups.items() if name != _UNNAMED]
+    for heard in ranks.values():
+        mine = heard.groups.pop(_UNNAMED, None)
+        if mine is not None:
+            like = {name for name, one in named if (one.op, one.size) == (mine.op, mine.size) or not one.op}
+            heard.groups.setdefault(like.pop() if len(like) == 1 else _DEFAULT, mine)
+    ops = {(name, one.seq): one for heard in ranks.values() for name, one in heard.groups.items() if one.op}
+    for heard in ranks.values():
+        for name, one in heard.groups.items():
+            if not one.op and (other := ops.get((name, one.seq))) is not None:
+                one.op, one.size = other.op, other.size
+
+
+def _groups(ranks: Mapping[int, _Heard]) -> dict[str, tuple[int, ...]]:
+    """The members of the groups, of which all have said which place they have in it."""
+    places: dict[str, dict[int, int]] = {}
+    for rank, heard in ranks.items():
+        for name, one in heard.groups.items():
+            if one.place is not None:
+                places.setdefault(name, {})[one.place] = rank
+    return {
+        name: tuple(at[place] for place in range(len(at)))
+        for name, at in places.items()
+        if len(at) > 1 and set(at) == set(range(len(at)))
+    }
+
+
+def _rank(
+    rank: int, heard: _Heard | None, job: _Job, groups: dict[str, tuple[int, ...]], files: dict[str, str]
+) -> RankEvidence:
     ended, folder = job.ended.get(rank), f"ranks/{rank}"
     exception = record = log = None
     if heard is not None:
@@ -639,7 +734,7 @@ def _rank(rank: int, heard: _Heard | None, job: _Job, files: dict[str, str]) -> 
             opened, exception = heard.uncaught
             files[f"{folder}/exception.json"] = opened.line.where
         if heard.watchdog is not None:
-            record = _record(heard, rank)
+            record = _record(heard, groups)
             files[f"{folder}/flight_recorder.json"] = heard.watchdog.where
         if heard.warnings:
             log = NcclLog(heard.warnings[0][0].where, tuple(text for _, text in heard.warnings))
@@ -663,7 +758,7 @@ def _rank(rank: int, heard: _Heard | None, job: _Job, files: dict[str, str]) -> 
     )
 
 
-def _record(heard: _Heard, rank: int) -> FlightRecord:
+def _record(heard: _Heard, groups: dict[str, tuple[int, ...]]) -> FlightRecord:
     entries = [
         Collective(
             name, one.seq, f"nccl:{_OPS.get(one.op, one.op.lower())}", completed=False, state="started",
@@ -671,7 +766,7 @@ def _record(heard: _Heard, rank: int) -> FlightRecord:
             input_sizes=((one.size,),) if one.size is not None else UNKNOWN_SIZES, frames=tuple(one.frames),
         )
         for at, (name, one) in enumerate(heard.groups.items(), start=1)
-        if one.op
+        if one.seq
     ]  # fmt: skip
     status = {name: GroupStatus(one.queued, -1, one.done) for name, one in heard.groups.items() if one.queued >= 0}
-    return FlightRecord("", tuple(entries), status=status)
+    return FlightRecord("", tuple(entries), groups, status)
