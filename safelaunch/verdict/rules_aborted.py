@@ -70,7 +70,11 @@ def _in_communication(rank: RankEvidence) -> bool:
 
 
 def _aborted_by_gloo(facts: Facts, one: RankFacts) -> bool:
-    """In a call of c10d over gloo, and not at the end of its script, where torch may abort as well."""
+    """In a call of c10d over gloo, and not at the end of its script, where torch may abort as well. In a log, gloo's
+    own words say so.
+    """
+    if facts.evidence.printed is not None:
+        return is_aborted(one.evidence) and "gloo::EnforceNotMet" in one.evidence.log_tail
     if aborted_in(one.evidence) is None or (one.evidence.progress and one.evidence.progress.state == "exited"):
         return False
     messages = [other.exception.message for other in facts.evidence.ranks if other.exception is not None]
@@ -111,7 +115,7 @@ def wrong_size_received(facts: Facts) -> Ruling:
     if not aborted or not others:
         return ""
     mine = {one.rank: aborted_in(one.evidence) for one in aborted}
-    sites = {rank: stack.user_frame for rank, stack in mine.items() if stack is not None}
+    sites = {rank: stack.user_frame if stack is not None else None for rank, stack in mine.items()}
     places = {wait.frame for wait in others.values()}
     named = [] if len(others) > 1 and len(places) == 1 else sorted(others)
     text = " and ".join(f"rank {rank} was aborted in a call{fr.at(site)}" for rank, site in sites.items())
@@ -130,10 +134,14 @@ def wrong_size_received(facts: Facts) -> Ruling:
         (Doubt.EITHER_SIDE,) if named else (Doubt.ABORTED_CALL_LOST,),
         capital(text),
         (*culprits, *waiting_culprits(facts, named)),
-        tuple(Claim(f"rank {r}: aborted in a collective", f"ranks/{r}/fault.txt") for r in sites)
+        tuple(Claim(f"rank {r}: aborted in a collective", _shown_in(facts, r)) for r in sites)
         + wait_claims(facts, sorted(others)),
         advice=frozenset({SIZES_DIFFER}) if places.issuperset(sites.values()) else frozenset(),
     )
+
+
+def _shown_in(facts: Facts, rank: int) -> str:
+    return f"ranks/{rank}/{'fault' if facts.evidence.printed is None else 'log_tail'}.txt"
 
 
 def _on_another_way(facts: Facts, ranks: Iterable[int]) -> tuple[int, ...]:
@@ -157,7 +165,7 @@ def _may_meet(facts: Facts, wait: PeerWait, aborted: Iterable[RankFacts]) -> boo
 def _in_another_group(facts: Facts, rank: int, words: str, aborted: Sequence[int], text: str) -> Finding:
     """The call that did not fit came from the one rank that has left its habit."""
     claims = [Claim(f"rank {rank}: its calls from that line, and their groups", f"ranks/{rank}/flight_recorder.json")]
-    claims += [Claim(f"rank {r}: aborted in a collective", f"ranks/{r}/fault.txt") for r in aborted]
+    claims += [Claim(f"rank {r}: aborted in a collective", _shown_in(facts, r)) for r in aborted]
     return Finding(
         "collective-mismatch",
         (Doubt.ABORTED_CALL_LOST,),

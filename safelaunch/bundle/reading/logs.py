@@ -42,7 +42,7 @@ from safelaunch.model import (
 from safelaunch.verdict.exits import is_consequence
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading import tracebacks
-from safelaunch.verdict.reading.failures import fingerprints
+from safelaunch.verdict.reading.failures import fingerprints, last_abort
 
 MAX_RANKS = 1 << 16
 CHUNK_BYTES = 1 << 20
@@ -356,6 +356,7 @@ class _Heard:
     groups: dict[str, _Group] = field(default_factory=dict)
     watchdog: _Line | None = None
     last: _Line | None = None
+    telling: _Line | None = None  # that says why a process was aborted
     opened: _Open | None = None
     before: str = ""
     since: int = 0  # lines since the newest traceback: whoever goes on printing has caught the exception
@@ -458,6 +459,8 @@ class _Job:
     def _note(self, one: _Heard, said: _Said) -> None:
         text = said.text
         one.tail.append(text)
+        if last_abort(text) is not None:
+            one.telling = said.line
         if "NCCL WARN" in text and len(one.warnings) < _MOST_WARNINGS:
             one.warnings.append((said.line, text.partition("NCCL WARN")[2].strip()))
         if "atchdog" in text or "enqueued" in text:
@@ -728,8 +731,13 @@ def _rank(
 ) -> RankEvidence:
     ended, folder = job.ended.get(rank), f"ranks/{rank}"
     exception = record = log = None
+    tail = heard.tail if heard is not None else ()
+    unsigned = job.heard.get(None)
+    if ended is not None and ended.code < 0 and unsigned is not None:
+        tail = (*tail, *unsigned.tail)  # C++ and the kernel sign nothing
+        files[f"{folder}/log_tail.txt"] = (unsigned.telling or unsigned.last or unsigned.first).where
     if heard is not None:
-        files[f"{folder}/log_tail.txt"] = (heard.last or heard.first).where
+        files.setdefault(f"{folder}/log_tail.txt", (heard.telling or heard.last or heard.first).where)
         if heard.uncaught is not None:
             opened, exception = heard.uncaught
             files[f"{folder}/exception.json"] = opened.line.where
@@ -752,7 +760,7 @@ def _rank(
         exception=exception,
         exit=exit_,
         beacon=False,
-        log_tail="\n".join(heard.tail) if heard is not None else "",
+        log_tail="\n".join(tail),
         nccl_log=log,
         memory_kills=MemoryKills(kernel_line=kill),
     )
