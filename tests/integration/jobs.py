@@ -131,6 +131,7 @@ class Job:
     """A safelaunch process with private run and bundle directories. ``with Job(...) as job: job.wait()``
 
     ``words`` is the whole command line after ``safelaunch``. Leaving the block ends the processes that remain.
+    ``launcher``: another one than safelaunch, which is given no option of safelaunch's.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class Job:
         bundle_dir: Path | None = None,
         runtime: Path | None = None,
         interpreter: Sequence[str] = (),
+        launcher: Sequence[str] = (),
     ) -> None:
         self.scratch = scratch
         self.bundle_dir = bundle_dir or scratch / "bundles"
@@ -160,10 +162,10 @@ class Job:
                 environ[name] = value
         words = [os.fspath(word) for word in words]
         says_where = words[:1] == ["colaunch"] or (bundle_dir is None and "--bundle-dir" in words)
-        own = [] if says_where else [f"--bundle-dir={self.bundle_dir}"]
+        own = [] if says_where or launcher else [f"--bundle-dir={self.bundle_dir}"]
         subcommand = 1 if words[:1] == ["exec"] else 0
         words[subcommand:subcommand] = own
-        command = [*(interpreter or (sys.executable, "-m", "safelaunch")), *words]
+        command = [*(launcher or interpreter or (sys.executable, "-m", "safelaunch")), *words]
         self._out, self._err = scratch / "stdout.txt", scratch / "stderr.txt"
         self.begin_s = time.monotonic()
         with self._out.open("wb") as out, self._err.open("wb") as err:

@@ -1,0 +1,139 @@
+"""``safelaunch dump --pid`` on jobs that plain torchrun has started: they go on as if nobody had looked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zoo
+from jobs import PROGRAMS, Bundle, Job
+
+from safelaunch.bundle.reading import locate
+from safelaunch.capture import jobs
+from safelaunch.capture.stacks import find_py_spy
+from safelaunch.supervise.attach import attach
+from safelaunch.verdict.diagnose import diagnose
+
+pytestmark = pytest.mark.torch
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+def plain(scratch: Path, *words: str | Path) -> Job:
+    """Two ranks under torchrun alone."""
+    return Job(["--nproc-per-node=2", *words], scratch, launcher=TORCHRUN)
+
+
+def asked(job: Job, *words: str) -> subprocess.CompletedProcess[str]:
+    """``safelaunch dump WORDS`` by the same user."""
+    return subprocess.run(
+        [sys.executable, "-m", "safelaunch", "dump", *words, f"--bundle-dir={job.bundle_dir}"],
+        env={**os.environ, "XDG_RUNTIME_DIR": os.fspath(job.runtime)},
+        cwd=job.scratch,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def dumped(job: Job, pid: int) -> Bundle:
+    done = asked(job, f"--pid={pid}")
+    assert done.returncode == 0, done.stderr
+    bundle = Bundle(Path(done.stdout.removesuffix("\n")))
+    assert bundle.path.parent == job.bundle_dir and not bundle.problems()
+    assert "safelaunch: snapshot: " in done.stderr
+    return bundle
+
+
+def stands_in(job: Job, *functions: str) -> Callable[[], bool]:
+    """Whether each function is in the stack of some rank, as seen from outside."""
+
+    def found() -> bool:
+        read = [find_py_spy(), "dump", "--nonblocking", "--pid"]
+        stacks = [
+            subprocess.run([*read, str(pid)], capture_output=True, text=True, check=False).stdout
+            for pid in job.ranks().values()
+        ]
+        return all(any(function in stack for stack in stacks) for function in functions)
+
+    return found
+
+
+def test_a_hung_job_by_its_launcher_by_a_rank_and_in_two_halves(tmp_path: Path) -> None:
+    specimen = zoo.BY_NAME["asleep"]
+
+    def is_right(verdict: dict[str, Any]) -> bool:
+        assert (verdict["outcome"], verdict["cause"], verdict["victims"]) == ("dump", specimen.cause, "0")
+        (culprit,) = verdict["culprits"]
+        assert (culprit["rank"], culprit["pid"], culprit["step"]) == (1, ranks[1], None)
+        assert (culprit["frame"]["file"], culprit["frame"]["line"] in specimen.lines()) == (str(specimen.script), True)
+        assert verdict["confidence"] != "high"  # a sleep may end
+        return True
+
+    with plain(tmp_path, *zoo.script_of(specimen, 1, tmp_path)) as job:
+        job.until(stands_in(job, "wait_for_licence", "_engine_run_backward"), "the hang", every_s=1.0)
+        ranks = job.ranks()
+        by_launcher = dumped(job, job.process.pid)
+        assert is_right(by_launcher.verdict) and is_right(dumped(job, ranks[0]).verdict)
+        assert any(what.startswith("steps: ") for what in by_launcher.verdict["missing"])
+        assert by_launcher.json("launch.json")["agent_pid"] == job.process.pid
+        host = by_launcher.json("manifest.json")["host"]
+        assert (by_launcher.path / f"node/{host}/output.log").is_file()  # both ranks print into one file
+
+        table = jobs.processes()
+        found = jobs.job_of(ranks[1], table, jobs.jobs_in(table, jobs.packages_of))
+        for rank, one in found.ranks.items():  # as on two nodes, each of which has one of them
+            half = attach(replace(found, ranks={rank: one}), tmp_path / "halves")
+            assert half.evidence.missing_ranks == (1 - rank,) and half.verdict.confidence != "high"
+        merged = diagnose(locate.read(tmp_path / "halves").evidence)
+        assert [one.rank for one in merged.culprits] == [1] and merged.victims == "0"
+
+        assert job.process.poll() is None and job.ranks() == ranks
+
+
+def test_a_healthy_job_ends_as_if_nobody_had_looked(tmp_path: Path) -> None:
+    stop = tmp_path / "stop"
+    with plain(tmp_path, PROGRAMS / "live.py", f"--until={stop}") as job:
+        job.until(stands_in(job, "all_reduce"), "the steps", every_s=1.0)
+        verdict = dumped(job, job.ranks()[1]).verdict
+        assert (verdict["cause"], verdict["culprits"]) == ("slow-not-stuck", [])
+        stop.touch()
+        result = job.wait()
+        assert result.code == 0 and not result.leftovers
+        assert sorted(result.stdout.split()) == sorted(["rank", "0", "finished", "rank", "1", "finished"])
+
+
+def test_a_run_of_safelaunch_is_asked_itself(tmp_path: Path) -> None:
+    stop = tmp_path / "stop"
+    words = ["--nproc-per-node=2", "--run-name=own", PROGRAMS / "live.py", f"--until={stop}"]
+    with Job(words, tmp_path) as job:
+        job.until(stands_in(job, "all_reduce"), "the steps", every_s=1.0)
+        bundle = dumped_by_its_run(job)
+        assert bundle.path.name.startswith("own-") and bundle.json("ranks/0/progress.json")["step"] > 0
+        stop.touch()
+        assert job.wait().code == 0
+
+
+def dumped_by_its_run(job: Job) -> Bundle:
+    done = asked(job, f"--pid={job.ranks()[0]}")
+    assert done.returncode == 0, done.stderr
+    return Bundle(Path(done.stdout.removesuffix("\n")))
+
+
+def test_a_process_of_no_job_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "safelaunch", "dump", f"--pid={os.getpid()}"],
+        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2 and "RANK and WORLD_SIZE" in done.stderr and not done.stdout
