@@ -29,6 +29,7 @@ from safelaunch.system.task import Task
 
 T = TypeVar("T")
 STEP_S = 0.02
+ADVANCED = "a rank advanced: the job is slow, not hung; no bundle written"
 
 
 class Cancelled(Exception):
@@ -193,7 +194,7 @@ def interrupted(job: JobView, frozen_s: float, usual_s: float, now: float) -> In
         found = observe(INTERRUPT, job, at, stall_s=now - mark_s, threshold=threshold, timeline=timeline)
         if job.watch.steps() != steps:
             incident.discard(found)
-            say("a rank advanced: the job is slow, not hung; no bundle written")
+            say(ADVANCED)
             return None
         return incident.finish(found if job.is_whole else incident.with_nodes(found, job.council.nodes(probing=False)))
 

@@ -109,10 +109,13 @@ class Rounds:
 
     # --- a hang -----------------------------------------------------------------------------------------------------
 
-    def hang(self, incident: int, evidence: Evidence, root: Path | None = None) -> Agreement | None:
+    def hang(
+        self, incident: int, evidence: Evidence, root: Path | None = None, moves: Callable[[], bool] = lambda: False
+    ) -> Agreement | None:
         """Submits this node's evidence, judges all of it where this node leads, and waits for the decision.
 
-        ``root``: this node's bundle, of which small files travel. None: the job moves after all.
+        ``root``: this node's bundle, of which small files travel. ``moves``: a rank here has made a step meanwhile, of
+        which the others have to know. None: the job moves after all.
         """
         nodes = node_count(self._channel.seen.page)
         files = small_files(root, records=1 < nodes <= FEW) if root is not None else {}
@@ -120,6 +123,8 @@ class Rounds:
 
         def over(seen: Seen) -> bool:
             page = seen.page
+            if moves():
+                self._channel.tell(vote="moving")
             return page is None or page.incident > incident or (page.incident == incident and page.phase == "idle")
 
         course = _Course(
@@ -142,8 +147,9 @@ class Rounds:
             return Agreement(action=self._action, outcome="hang")
         return Agreement(action="dump", outcome="suspect")
 
-    def all_agree(self, incident: int) -> bool:
-        """Waits until all others know the decision; nobody acts before. False: torchrun has begun another round.
+    def all_agree(self, incident: int, moves: Callable[[], bool] = lambda: False) -> bool:
+        """Waits until all others know the decision; nobody acts before. False: it is void, as torchrun has begun
+        another round, or a rank moves.
 
         What one node does ends ranks on others, which torchrun may start anew; so only what comes before is a reason to
         go on, and those who host the store, or its ranks, do not take it from under the others.
@@ -151,6 +157,8 @@ class Rounds:
         until = time.monotonic() + AGREE_S
         while time.monotonic() < until:
             page = self.page
+            if moves():
+                self._channel.tell(vote="moving")
             if page is None or page.incident != incident or page.phase in ("idle", "agreed"):
                 return page is None or page.incident != incident or page.phase == "agreed"
             time.sleep(0.05)

@@ -18,7 +18,7 @@ from safelaunch.supervise.early import without_the_gil
 from safelaunch.supervise.incident import Agreement, Collected, JobSnapshot, Report, Timeline
 from safelaunch.supervise.kinds import HANG, LOOK_S, SUSPECT, Kind
 from safelaunch.supervise.looks import Looks, Starvation
-from safelaunch.supervise.respond import STEP_S, Incident, JobView, look
+from safelaunch.supervise.respond import ADVANCED, STEP_S, Incident, JobView, look
 from safelaunch.supervise.watch.job import Glance
 from safelaunch.supervise.watch.rhythm import Threshold
 from safelaunch.supervise.watch.stall import Found, Stall, ends_after_s, suspect_after_s
@@ -328,6 +328,10 @@ class StallCase:
 
         def write(writing: Incident[Report | None]) -> Report | None:
             found = collect(writing)
+            if kind is HANG and judged.found != "dead" and self._watch.stepped_since(suspicion.stall):
+                incident.discard(found)
+                say(ADVANCED)
+                return None
             found = incident.with_nccl(found, spare=spare) if queries else found
             return incident.finish(found, Agreement(outcome=kind.outcome))
 
@@ -345,8 +349,9 @@ class StallCase:
             found = collect(writing)
             found = incident.with_nccl(found, spare=spare) if queries else found
             found = replace(found, evidence=structs.replace(found.evidence, ends=ends))
-            agreed = rounds.hang(number, found.evidence, found.staging.root)
-            void = agreed is None or (agreed.verdict is not None and not rounds.all_agree(number))
+            moves = lambda: self._watch.stepped_since(suspicion.stall)  # noqa: E731
+            agreed = rounds.hang(number, found.evidence, found.staging.root, moves)
+            void = agreed is None or (agreed.verdict is not None and not rounds.all_agree(number, moves))
             self._goes_on = not void and agreed is not None and agreed.outcome == "suspect" and bundled
             if agreed is None or void or self._goes_on:
                 incident.discard(found)

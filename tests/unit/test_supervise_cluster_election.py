@@ -134,6 +134,16 @@ def test_what_moves_while_the_evidence_is_taken_ends_the_incident() -> None:
     assert (page.phase, page.result) == ("idle", "active")
 
 
+def test_what_moves_before_anybody_has_acted_voids_the_decision() -> None:
+    job = Job().open()
+    job.vote("still", "still")
+    job.decided = True
+    assert job.page().phase == "decided"
+    job.say(2, vote="moving")
+    page = job.page()
+    assert (page.phase, page.result) == ("idle", "moving")
+
+
 @pytest.mark.parametrize("phase", ["looking", "collecting"])
 def test_ranks_that_are_started_anew_void_it(phase: str) -> None:
     job = Job().open()

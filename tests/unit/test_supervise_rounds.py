@@ -133,10 +133,18 @@ def test_evidence_that_cannot_be_read_is_noted(job: Job) -> None:
 
 
 def test_a_job_that_moves_after_all_is_no_incident(job: Job) -> None:
-    leader, _ = job.meet()
+    leader, other = job.meet()
     job.collects()
-    job.channels[1].tell(vote="moving")
-    assert leader.hang(1, half(0, 1)) is None
+    moved = Event()
+
+    def steps() -> bool:
+        moved.set()
+        return True
+
+    led, followed = at_once(lambda: leader.hang(1, half(0, 1)), lambda: other.hang(1, half(2, 3), None, steps))
+    assert moved.is_set()
+    assert led is None or not leader.all_agree(1), "nobody acts"
+    assert followed is None or not other.all_agree(1)
 
 
 @pytest.mark.parametrize(("ends", "action", "outcome"), [(True, "kill", "hang"), (False, "dump", "suspect")])

@@ -25,10 +25,13 @@ from safelaunch.supervise.answer import Judged
 from safelaunch.supervise.cluster.messages import Page
 from safelaunch.supervise.cluster.seen import Seen
 from safelaunch.supervise.council import Council
-from safelaunch.supervise.incident import JobContext
+from safelaunch.supervise.incident import JobContext, Timeline
+from safelaunch.supervise.kinds import HANG
+from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.respond import JobView
-from safelaunch.supervise.stall import StallCase
+from safelaunch.supervise.stall import StallCase, _Suspicion
 from safelaunch.supervise.watch.job import Glance, Watch
+from safelaunch.supervise.watch.rhythm import Threshold
 from safelaunch.supervise.watch.stall import Event, Limits, Policy, Stall
 
 SUSPECT = Stall(ranks=(0,), mark_s=0.0, stalled_s=5.0, threshold_s=3.0, step=5, before_first_step=False)
@@ -48,7 +51,7 @@ class Job:
         words[layout.PID], words[layout.START_TICKS] = pid, found.start_ticks
         words[layout.RANK], words[layout.WORLD_SIZE] = 0, 2
         words[layout.READY] = layout.MAGIC
-        self._kept = mapped, words
+        self._mapped, self.words = mapped, words
         policy = Policy(3.0, 60.0, 1000.0, confirm_s=0.0, stall_given=True)
         self.watch = Watch(Roster(run), policy, time.monotonic())
         self.watch.tick(time.monotonic())
@@ -152,6 +155,30 @@ def test_ranks_that_were_started_anew_are_under_no_suspicion(job: Job) -> None:
     assert not job.case.looking and job.council.channel.beat.doing == "watching"
     job.call(1)  # all look, those of the new round included
     job.until(lambda: job.vote[0] == 1)
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_rank_that_advances_while_its_evidence_is_collected_is_not_ended(
+    steps: bool, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without a proof, the user's limit ends the job only while nothing moves."""
+    found: list[str] = []
+
+    def collect(_: object) -> object:
+        if steps:
+            job.words[layout.LAST_STEP_NS] = time.monotonic_ns()
+            job.watch.tick(time.monotonic())
+        return "evidence"
+
+    monkeypatch.setattr(job.case, "_collecting", lambda *_: collect)
+    monkeypatch.setattr("safelaunch.supervise.incident.with_nccl", lambda found, **_: found)
+    monkeypatch.setattr("safelaunch.supervise.incident.discard", lambda _: found.append("discarded"))
+    monkeypatch.setattr("safelaunch.supervise.incident.finish", lambda *_: found.append("written"))
+    job.council.channel.seen = Seen(why="one node")
+    job.case._write(_Suspicion(SUSPECT, Threshold(3.0, ""), Timeline(), 0.0), Looks(()), Judged("unknown"), HANG, 5.0)
+    job.until(lambda: not job.case.writing)
+    assert found == ["discarded" if steps else "written"]
+    assert ("a rank advanced" in capfd.readouterr().err) is steps
 
 
 def saying(watch: Any) -> StallCase:

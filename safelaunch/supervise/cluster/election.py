@@ -141,8 +141,9 @@ class Leader:
         if page.phase in ("idle", "agreed"):
             page = self._opened(page, given, now)
         elif page.phase == "decided":
-            agreed = all(beat.agrees for beat in _of(given, page.incident).values())
-            if self._is_another_round(given):  # nobody has acted yet
+            mine = _of(given, page.incident).values()
+            agreed = all(beat.agrees for beat in mine)
+            if self._is_another_round(given) or any(beat.vote == "moving" for beat in mine):  # nobody has acted yet
                 page = self._closed(page, "moving", now)
             elif agreed or now - self._since_s >= AGREE_S:
                 page = self._turned(page, "agreed", now)
