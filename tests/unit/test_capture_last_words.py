@@ -12,7 +12,7 @@ import pytest
 import safelaunch
 from safelaunch.beacon.caught_exceptions import SLOT_BYTES
 from safelaunch.capture.cgroups import KillCounts, count_in, deaths_between, kill_counts, kills_of, nearest
-from safelaunch.capture.last_words import parse_caught, parse_exit_call, parse_fatal, read
+from safelaunch.capture.last_words import TAIL_BYTES, ends_of_files, parse_caught, parse_exit_call, parse_fatal, read
 from safelaunch.model import CaughtException, ExitCall, FatalError, Frame, MemoryKills
 
 TWO_THREADS = """Fatal Python error: Segmentation fault
@@ -218,3 +218,27 @@ def test_the_deaths_of_processes_between_two_numbers() -> None:
     assert deaths_between(100, 200, (), "") == ()
     assert len(deaths_between(0, 10**6, (), log, most=2)) == 2
     assert all(len(line) <= 200 for line in deaths_between(0, 10, (), "python[5]: segfault at " + "x" * 999))
+
+
+def test_the_ends_of_the_files_that_ranks_write_to(tmp_path: Path) -> None:
+    ranks = [subprocess.Popen(["sleep", "60"], stdout=out, stderr=err) for out, err in _files_of_three(tmp_path)]
+    try:
+        found = ends_of_files(dict(enumerate(process.pid for process in ranks)))
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert {who: [one.value for one in several] for who, several in found.items()} == {
+        (0, 1): ["both\n"],
+        (1,): ["of rank 1\n"],
+        (2,): ["x" * 9 + "\n" + "y" * (TAIL_BYTES - 20) + "\n"],  # whole lines of the end, each as it was last
+    }
+
+
+def _files_of_three(tmp_path: Path) -> list[tuple[int, int]]:
+    texts = ["both\n", "of rank 1\n", "z" * 99 + "\n" + "bar\r" + "x" * 9 + "\n" + "y" * (TAIL_BYTES - 20) + "\n"]
+    paths = [tmp_path / f"{number}.log" for number in range(3)]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text)
+    shared, own, long = (os.open(path, os.O_WRONLY | os.O_APPEND) for path in paths)
+    return [(shared, subprocess.DEVNULL), (shared, own), (long, long)]

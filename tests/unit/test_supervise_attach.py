@@ -1,0 +1,87 @@
+"""What moves in a job that nobody counts the steps of. The looks are built, not taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from evidence import in_c10d, in_user
+
+from safelaunch.capture.counters import Counters, ProcessCounters, Used
+from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
+from safelaunch.capture.result import Result
+from safelaunch.model import Frame, ProcessState, StackSample, Thread, ThreadState
+from safelaunch.supervise.attach import movement
+from safelaunch.supervise.looks import Looks
+
+SECONDS = 2.0
+CALL, SLEEP, LOOP = in_c10d("all_reduce", 50), in_user("time.sleep"), in_user("train")
+ELSEWHERE = in_user("evaluate")
+
+
+@dataclass(frozen=True)
+class Main:
+    """A rank's main thread at two looks: its places, and what it got between them. ``seen`` False: no stack."""
+
+    before: tuple[Frame, ...] = CALL
+    after: tuple[Frame, ...] | None = None
+    slices: int = 0
+    cpu_ms: int = 0
+    state: str = "S"
+    seen: bool = True
+    torn: bool = False
+
+
+def looked_at(pid: int, main: Main, number: int) -> ProcessLook:
+    frames = main.after if number and main.after is not None else main.before
+    used = ThreadState(
+        pid, "python", main.state, cpu_ms=main.cpu_ms * number, queued_ms=0, slices=10 + main.slices * number
+    )
+    kernel = ProcessState(pid, 1, pid, SECONDS * number, "python", (), main.state, (used,))
+    stack = StackSample(pid, 0.0, "", (Thread(frames, "MainThread", pid, torn=main.torn),)) if main.seen else None
+    return ProcessLook(pid, kernel, Result(stack, "py-spy", 0.1, missing="" if stack else "no answer"))
+
+
+def looks(*mains: Main) -> Looks:
+    pids = [1000 + 10 * number for number in range(len(mains))]
+    taken = tuple(
+        Look(
+            number * SECONDS,
+            number * SECONDS + 0.1,
+            {rank: RankLook(rank, looked_at(pids[rank], main, number)) for rank, main in enumerate(mains)},
+        )
+        for number in (0, 1)
+    )
+
+    def counters(number: int) -> Counters:
+        found = {
+            (pid, pid): ProcessCounters(pid, threads={pid: Used(float(main.cpu_ms * number))})
+            for pid, main in zip(pids, mains, strict=True)
+        }
+        return Counters(SECONDS * number, int(100 * SECONDS * number), found)
+
+    return Looks(
+        tuple(Target(rank, rank, pid, pid) for rank, pid in enumerate(pids)),
+        taken=taken,
+        counters=((counters(0), counters(0)), (counters(1), counters(1))),
+    )
+
+
+@pytest.mark.parametrize(
+    ("mains", "moves", "stands"),
+    [
+        ([Main(), Main(SLEEP)], False, True),
+        ([Main(), Main(state="T")], False, True),
+        ([Main(cpu_ms=1990, slices=40, state="R"), Main(SLEEP)], False, True),  # it spins while it waits for its peers
+        ([Main(), Main(LOOP, cpu_ms=1990, slices=40, state="R")], True, True),  # slow, or endless
+        ([Main(), Main(LOOP, ELSEWHERE, slices=4)], True, True),
+        ([Main(SLEEP, slices=9), Main(SLEEP, slices=9)], True, False),  # short steps, asleep at each look
+        ([Main(CALL, LOOP, slices=9), Main(LOOP, CALL, slices=9)], True, False),
+        ([Main(SLEEP, slices=9), Main(seen=False)], False, False),  # not known
+        ([Main(seen=False), Main(seen=False)], False, False),
+        ([Main(), Main(LOOP, ELSEWHERE, slices=4, torn=True)], False, True),  # a mix of two moments tells no place
+    ],
+)
+def test_what_moves_and_what_stands(mains: list[Main], moves: bool, stands: bool) -> None:
+    moving, stood_s = movement(looks(*mains))
+    assert (moving, stood_s) == (moves, pytest.approx(SECONDS - 0.1) if stands else 0.0)
