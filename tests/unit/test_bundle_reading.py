@@ -283,6 +283,18 @@ def test_bundles_of_two_incidents_are_not_put_together(tmp_path: Path, second: t
         locate.read(folder)
 
 
+def test_nodes_of_a_job_without_steps_may_be_looked_at_one_after_another(tmp_path: Path) -> None:
+    whole = replace(
+        hang(), outcome="dump", ranks=tuple(replace(one, beacon=False, progress=None) for one in hang().ranks)
+    )
+    for number, at_s in enumerate((1000.0, 1900.0)):
+        half = replace(whole, ranks=whole.ranks[2 * number : 2 * number + 2])
+        path = write_bundle(tmp_path / f"train-node{number}", half) / "manifest.json"
+        timeline = [{"stage": "first look", "unix_s": at_s}, {"stage": "written", "unix_s": at_s + 8}]
+        path.write_text(json.dumps({**json.loads(path.read_text()), "timeline": timeline, "written_unix_s": at_s + 8}))
+    assert locate.read(tmp_path).evidence.ranks == whole.ranks
+
+
 def test_the_bundles_of_nodes_that_judged_together_are_one(tmp_path: Path) -> None:
     """One of them holds every rank: the others bring nothing that is not there."""
     folder = nodes(tmp_path, (0, 1), (0, 1, 2, 3), (2, 3))

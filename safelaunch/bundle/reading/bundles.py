@@ -40,6 +40,7 @@ from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import exists, is_dir, is_file
 from safelaunch.verdict.exits import failed_by_itself, has_lost_a_peer
+from safelaunch.verdict.stalled import has_no_steps
 
 _T = TypeVar("_T")
 MAX_RECORD_BYTES = 64 << 20
@@ -273,8 +274,10 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
 
 
 def _check_moments(bundles: Sequence[Found], names: Sequence[str]) -> None:
-    """Of one incident, every node has its last progress before the others have written what they saw."""
-    known = [(found.taken, name) for found, name in zip(bundles, names, strict=True) if all(found.taken)]
+    """Of one incident, every node has its last progress before the others have written what they saw. Where nobody
+    counts steps, that is not known: the nodes may be looked at one after another."""
+    counted = [(one, name) for one, name in zip(bundles, names, strict=True) if not has_no_steps(one.evidence)]
+    known = [(found.taken, name) for found, name in counted if all(found.taken)]
     if not known:
         return
     (_, written_s), earlier = min(known, key=lambda one: one[0][1])
