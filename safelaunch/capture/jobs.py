@@ -160,7 +160,7 @@ def job_of(pid: int, table: Mapping[int, Process], jobs: Sequence[FoundJob]) -> 
         )
     if process.env is None:
         raise UsageError(
-            f"dump: the environment of process {pid} may not be read: it belongs to {_name_of(process.user)}.",
+            f"dump: the environment of process {pid} may not be read: it belongs to {name_of_user(process.user)}.",
             "Run it as that user, or as root.",
         )
     tasks = ", ".join(names[0] for names in TASKS)
@@ -171,7 +171,8 @@ def job_of(pid: int, table: Mapping[int, Process], jobs: Sequence[FoundJob]) -> 
     )
 
 
-def _name_of(user: int) -> str:
+def name_of_user(user: int) -> str:
+    """The name of a user by number; ``user 1000`` where it has none."""
     try:
         return pwd.getpwuid(user).pw_name
     except KeyError:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from safelaunch import __version__
 from safelaunch.capture import collect
-from safelaunch.capture.jobs import SERVER, FoundJob, packages_of
+from safelaunch.capture.jobs import SERVER, FoundJob, name_of_user, packages_of
 from safelaunch.capture.last_words import ends_of_files
 from safelaunch.capture.look import ProcessLook, Target
 from safelaunch.capture.result import Result, within
@@ -170,14 +170,14 @@ def _context(job: FoundJob, bundle_dir: Path) -> JobContext:
     argv, cwd = _command(first.pid), _working_directory(first.pid)
     command = _command(job.agent) if "TORCHELASTIC_RUN_ID" in job.env else argv
     name, host = name_of_command(argv), socket.gethostname()
-    ordinary = [cwd, os.fspath(bundle_dir), *argv[:2], name, host, user_name()]
+    ordinary = [cwd, os.fspath(bundle_dir), *argv[:2], name, host, user_name(), name_of_user(first.user)]
     redactor = Redactor(secret_values(job.env, (*command, *argv), ordinary))
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - first.start_ticks * procstat.TICK_NS / 1e9
     launch = {
         "schema": 1,
         "run_name": name,
         "host": host,
-        "user": user_name(),
+        "user": name_of_user(first.user),
         "cwd": cwd,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - age_s)),
         "command": redactor.argv(command),
