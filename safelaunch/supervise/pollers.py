@@ -221,7 +221,8 @@ class WorkTaker(Poller[Counters]):
     """Learns what the job does in the background while it makes steps, and reads its counters once when it is quiet.
 
     The windows are as short as the time between two looks: a burst would be lost in a longer one. What was done in one
-    counts once a step has followed.
+    counts once a step has followed its end: the last step of all may lie within it, and the work that nobody announced
+    begin behind that.
     """
 
     name, again_s = "work", WINDOW_S
@@ -229,7 +230,7 @@ class WorkTaker(Poller[Counters]):
     def reset(self) -> None:
         self._before: Counters | None = None
         self._tentative: Background | None = None
-        self._since_s = 0.0
+        self._end_s = 0.0  # of the last window in it
 
     def is_due(self, now: float) -> bool:
         """Neither where what is to be known of a quiet time is known, nor often where the job has stepped for long."""
@@ -244,16 +245,14 @@ class WorkTaker(Poller[Counters]):
 
     def take(self, answer: Counters, now: float) -> None:
         watch, before = self._watch, self._before
+        if self._tentative is not None and self._mark_s(now) > self._end_s:
+            watch.background, self._tentative = self._tentative, None
         if self._is_quiet(now):
             watch.take_quiet(answer)
             self._before = self._tentative = None
             return
         if before is not None:
-            self._tentative = work.learn(self._tentative or watch.background, before, answer)
-        since_s = self._mark_s(now)
-        if since_s > self._since_s:
-            watch.background = self._tentative or watch.background
-            self._tentative, self._since_s = None, since_s
+            self._tentative, self._end_s = work.learn(self._tentative or watch.background, before, answer), answer.at_s
         self._before = answer
         if before is not None and self.has_stepped_for(YOUNG_S, now):
             self._before, self._next_s = None, now + WINDOW_EVERY_S

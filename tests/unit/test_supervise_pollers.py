@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from safelaunch.capture.counters import Counters, ProcessCounters, Used
 from safelaunch.supervise import pollers
-from safelaunch.supervise.pollers import HEALTH_AFTER_S, HEALTH_AGAIN_S, Health, Note
+from safelaunch.supervise.pollers import HEALTH_AFTER_S, HEALTH_AGAIN_S, Health, Note, WorkTaker
+from safelaunch.supervise.watch.work import Background
 
 SLOW = Note("rank 1", "rank 1 is slower than its peers: they waited for it 40% of 9 s")
 
@@ -73,3 +75,47 @@ def test_another_attempt_begins_anew(looks: list[tuple[Note, ...]]) -> None:
     watch.roster.attempt, watch.last_progress = 1, {}
     run(one, 210.0)
     assert watch.notes == ()
+
+
+# --- what is learned of the background --------------------------------------------------------------------------------
+
+
+def cpu(seconds: float, **threads: float) -> Counters:
+    """``threads``: milliseconds of CPU so far, by ``t`` and their number."""
+    used = {int(name[1:]): Used(ms) for name, ms in threads.items()}
+    return Counters(seconds, int(100 * seconds), {(10, 1): ProcessCounters(10, threads=used)})
+
+
+def taught(*readings: tuple[Counters, float]) -> Background:
+    """What was learned from readings, each with the time of the newest step then."""
+    newest = SimpleNamespace(since_s=0.0)
+    watch = SimpleNamespace(
+        background=Background(),
+        quiet=None,
+        usual_step_s=0.1,
+        last_progress={0: SimpleNamespace(first_step_ns=1)},
+        roster=SimpleNamespace(attempt=0),
+        spell=lambda now: newest,
+        take_quiet=lambda answer: None,
+    )
+    taker = WorkTaker(watch)  # type: ignore[arg-type]
+    taker.reset()
+    for reading, step_s in readings:
+        newest.since_s = step_s
+        taker.take(reading, reading.at_s)
+    return watch.background
+
+
+def test_what_begins_behind_the_last_step_is_no_background() -> None:
+    """A thread that computes from then on: the window in which it began had a step, too."""
+    steps = ((cpu(0.0, t11=0), 0.0), (cpu(2.0, t11=100), 2.0), (cpu(4.0, t11=200, t12=1500), 2.5))
+    learned = taught(*steps, (cpu(14.0, t11=200, t12=9000), 2.5))
+    assert ("cpu", 10, 1, 11) in learned.peaks
+    assert ("cpu", 10, 1, 12) not in learned.peaks
+    went_on = taught(*steps, (cpu(6.0, t11=300, t12=1600), 5.5), (cpu(8.0, t11=400, t12=1600), 7.5))
+    assert ("cpu", 10, 1, 12) in went_on.peaks
+
+
+def test_what_was_learned_before_the_quiet_is_kept() -> None:
+    learned = taught((cpu(0.0, t11=0), 0.0), (cpu(2.0, t11=100), 2.0), (cpu(14.0, t11=100), 2.1))
+    assert ("cpu", 10, 1, 11) in learned.peaks
