@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from safelaunch.capture.look import MAX_CHILDREN, Look, ProcessLook, RankLook
-from safelaunch.model import Answer, Evidence
+from safelaunch.model import Answer, Evidence, ThreadState
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.watch import work
 from safelaunch.supervise.watch.stall import UNLIMITED, Found, Limits
@@ -46,7 +46,35 @@ def work_in(looks: Looks, background: Background) -> tuple[Work, ...]:
         waiting |= waits
         foreground |= awaited
     found = (work.found(*window, background, foreground=foreground, waiting=waiting) for window in looks.windows)
-    return next(filter(None, found), ())
+    return next(filter(None, found), ()) or tuple(_fed(*looks.taken[-2:]))
+
+
+_RECEIVES = ("read", "readv", "recvfrom", "recvmsg")
+_LEAST_PER_S = 2.0  # a heartbeat is less
+
+
+def _fed(before: Look, after: Look) -> Iterator[Work]:
+    """The threads that rest in a receive on a Unix socket, and were woken: something has come each time. Nowhere else
+    does the kernel count that.
+    """
+    states = {one.pid: one.state for rank in before.ranks.values() for one in rank.processes if one.state is not None}
+    for rank in after.ranks.values():
+        for process in rank.processes:
+            was, now = states.get(process.pid), process.state
+            if rank.main is None or was is None or now is None:
+                continue
+            earlier = {thread.tid: thread for thread in was.threads if _receives(thread)}
+            for thread in filter(_receives, now.threads):
+                one = earlier.get(thread.tid)
+                if one is None or one.slices is None or thread.slices is None:
+                    continue
+                woken, seconds = thread.slices - one.slices, now.at_s - was.at_s
+                if woken > _LEAST_PER_S * seconds:
+                    yield Work(rank.main.pid, process.pid, thread.tid, "messages", woken / seconds)
+
+
+def _receives(thread: ThreadState) -> bool:
+    return thread.syscall_name in _RECEIVES and thread.fd_target.startswith("unix ")
 
 
 def _awaited(rank: RankLook) -> tuple[set[int], set[int]]:

@@ -106,6 +106,30 @@ def test_calls_that_go_on_are_work() -> None:
     assert judged(looks(*IN_CALL, entries=(4, 5))).found == "alive"
 
 
+@pytest.mark.parametrize(
+    ("target", "call", "woken", "found"),
+    [
+        ("unix socket:[7] (unnamed, e.g. a socketpair)", "recvfrom", 100, "alive"),
+        ("unix socket:[7] (unnamed, e.g. a socketpair)", "recvfrom", 10, "unknown"),
+        ("unix socket:[7] (unnamed, e.g. a socketpair)", "futex", 100, "unknown"),
+        ("pipe:[7]", "read", 100, "unknown"),
+    ],
+)
+def test_who_is_woken_in_a_receive_has_received(target: str, call: str, woken: int, found: str) -> None:
+    """The kernel counts no bytes of ``recv`` on Unix sockets. Of pipes it does."""
+    one, other = (
+        RankLook(0, process(1000, in_user(7), syscall_name=call, fd_target=target, slices=at)) for at in (0, woken)
+    )
+    other = dataclasses.replace(
+        other,
+        main=dataclasses.replace(other.main, state=replace(other.main.state, at_s=10.0)),  # type: ignore[union-attr, type-var]
+    )
+    taken = looks(one, IN_CALL[1])
+    second = Look(0.0, 0.1, {0: other, 1: IN_CALL[1]})
+    evidence = job(side(0, in_user(7)), waiting(1))
+    assert judged(dataclasses.replace(taken, taken=(taken.taken[0], second)), evidence).found == found
+
+
 def test_the_main_threads_cpu_is_work_unless_it_waits_for_peers() -> None:
     computing = RankLook(0, process(1000, in_user(7)))
     assert judged(looks(computing, used_ms={1000: 9000}), job(side(0, in_user(7)))).found == "alive"

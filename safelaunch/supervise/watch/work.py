@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from safelaunch.capture.counters import Counters, Key, ProcessCounters, Used
 
-Kind = Literal["cpu", "io", "network", "faults", "children", "rdma"]
+Kind = Literal["cpu", "io", "network", "faults", "children", "rdma", "messages"]
 # kind, pid, start_ticks; a thread's tid or a connection's inode; None: a process, or the connections that it opens
 What = tuple[Kind, int, int, int | None]
 
@@ -70,7 +70,7 @@ class Background:
 class Work:
     """``rank``: the pid of the rank's main process; 0 for ``rdma``, which is the node's. ``tid``: None for a process.
 
-    ``amount``: per second: milliseconds of CPU, bytes, pages or processes.
+    ``amount``: per second: milliseconds of CPU, bytes, pages, processes or messages.
     """
 
     rank: int
@@ -88,6 +88,8 @@ class Work:
             return f"{who} uses {self.amount / 1000:.0%} of a core, or waits for one"
         if self.kind == "children":
             return f"processes below {self.pid} begin or end, {self.amount:.2g} per second"
+        if self.kind == "messages":
+            return f"{who} is woken {self.amount:.2g} times per second by what it receives"
         if self.kind == "faults":
             return f"{who} touches {self.amount:.0f} new pages per second"
         if self.kind == "rdma":
