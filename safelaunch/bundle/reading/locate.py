@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
-from safelaunch.bundle.reading import logs
+from safelaunch.bundle.reading import logs, stacks
 from safelaunch.bundle.reading.bundles import is_bundle, merge, read_bundle, whole_of
 from safelaunch.bundle.reading.dumps import read_dumps
 from safelaunch.bundle.reading.guard import MAX_FILE_BYTES, Bounds, Found, Unreadable, cannot_be_read, in_child, within
@@ -23,8 +23,8 @@ _DEEPEST = 6  # folders of nodes, of bundles, of ranks: nothing deeper is ever r
 _CHUNK_BYTES = 1 << 20
 _LOG_BYTES, _MOST_OF_STDIN = 512 << 20, 4 << 30
 _NOTHING = (
-    "it holds no bundle, no run directory, no log and no Flight Recorder dumps (files whose names end in a rank number:"
-    " nccl_trace_rank_0, comm_lib_trace_rank_0, dump_0.json)"
+    "it holds no bundle, no run directory, no log, no stacks and no Flight Recorder dumps (files whose names end in a"
+    " rank number: nccl_trace_rank_0, comm_lib_trace_rank_0, dump_0.json)"
 )
 
 
@@ -101,12 +101,22 @@ def read_several(paths: Sequence[Path]) -> Found:
     """The evidence in these logs of one job. Raises Unreadable."""
     if not all(map(logs.is_log, paths)):
         raise Unreadable("of several paths, each has to be a log")
-    return logs.read_logs(paths)
+    return _of_texts(paths)
+
+
+def _of_texts(paths: Sequence[Path], root: Path | None = None) -> Found:
+    """What logs and saved stacks tell together."""
+    printed = logs.read_logs(paths, root)
+    saved = [path for path in paths if path != logs.STDIN]
+    found = stacks.read_stacks(saved, root, only_named=bool(printed.evidence.ranks))
+    if found is None or printed.evidence.ranks:
+        return printed if found is None else stacks.with_stacks(printed, found)
+    return replace(found, remarks=(*found.remarks, *printed.remarks))
 
 
 def _read_folder(folder: Path, scratch: Path) -> Found:
     if not folder.is_dir():
-        return logs.read_logs([folder])
+        return _of_texts([folder])
     if is_bundle(folder):
         return replace(read_bundle(folder), bundles=(folder,))
     if _is_run_directory(folder):
@@ -133,8 +143,11 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
     texts = logs.logs_in(folder)
     if dumps is None and not texts:
         raise Unreadable(_NOTHING)
-    printed = logs.read_logs(texts, folder)
-    return printed if dumps is None else logs.with_logs(dumps, printed)
+    if dumps is None:
+        return _of_texts(texts, folder)
+    found = logs.with_logs(dumps, logs.read_logs(texts, folder))
+    seen = stacks.read_stacks(texts, folder, only_named=True)
+    return found if seen is None else stacks.with_stacks(found, seen)
 
 
 def _is_run_directory(path: Path) -> bool:

@@ -74,7 +74,7 @@ class _Line:
 
 STDIN = Path("/dev/stdin")
 GZIP = b"\x1f\x8b"
-_NAMES = re.compile(r"\.(?:log|out|err|txt)(?:\.gz)?$|^std(?:out|err)$|^log", re.IGNORECASE)
+_NAMES = re.compile(r"\.(?:log|out|err|txt|json)(?:\.gz)?$|^std(?:out|err)$|^log", re.IGNORECASE)
 _DEEPEST, _MOST_FILES = 6, 4096
 
 
@@ -218,7 +218,8 @@ class _Names:
         return _Said(line, text, found, timed, worth > 2)
 
 
-def _speaker_of(name: str) -> Speaker | None:
+def rank_of_name(name: str) -> int | None:
+    """Whose file that is, by its name."""
     tree, inside = _IN_TREE.search(name), _IN_NAME.search(name)
     if tree:
         return int(tree["rank"])
@@ -573,7 +574,7 @@ def _read(path: Path, name: str, job: _Job) -> int:
         ahead.append(line)
         if len(ahead) >= 200:
             break
-    known = _Names(_speaker_of(name), _has_tasks([line.text for line in ahead if line is not None]))
+    known = _Names(rank_of_name(name), _has_tasks([line.text for line in ahead if line is not None]))
     last = 0
     for line in (*ahead, *lines) if len(ahead) < 200 else _chained(ahead, lines):
         if line is not None:

@@ -1,0 +1,186 @@
+"""Reads stacks that people have saved or pasted: what ``py-spy dump`` (text, ``--json``) and ``faulthandler`` print.
+
+A file may hold those of one rank or of all; a name that ends in a number is that of the rank. The rank of others is
+``--local-rank`` of their command, else their place in the order of the files, which is said.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path, PurePosixPath
+
+import msgspec
+from msgspec import structs
+
+from safelaunch.bundle.reading.guard import Found, Unreadable, read_limited
+from safelaunch.bundle.reading.logs import rank_of_name
+from safelaunch.model import Evidence, Frame, ProcessEvidence, RankEvidence, StackSample, Thread
+from safelaunch.system.decoding import from_json
+
+MOST_BYTES, MOST_RANKS = 64 << 20, 1 << 16
+_PROCESS = re.compile(r"Process (?P<pid>\d{1,9}): (?P<command>.*)")
+_THREAD = re.compile(r'Thread (?P<tid>0x[0-9A-Fa-f]+|\d+) \([\w+]+\)(?:: "(?P<name>.*)")?$')
+_OF_FAULTHANDLER = re.compile(r"(?P<current>Current thread|Thread) 0x[0-9a-f]+(?: \[.*\])? \(most recent call first\):")
+_FRAME = re.compile(r"\s+(?P<function>\S.*) \((?P<file>.+):(?P<line>\d{1,9})\)$")
+_FRAME_OF_FAULTHANDLER = re.compile(r'\s+File "(?P<file>.+)", line (?P<line>\d{1,9}) in (?P<function>.+)$')
+_LOCAL_RANK = re.compile(r"--local[-_]rank[= ](?P<rank>\d{1,6})")
+_MAIN = "MainThread"
+# py-spy leaves out the directory from which a module was imported.
+_PACKAGES = frozenset(
+    [
+        "torch",
+        "torchvision",
+        "numpy",
+        "transformers",
+        "accelerate",
+        "deepspeed",
+        "lightning",
+        "pytorch_lightning",
+        "datasets",
+        "ray",
+        "trl",
+    ]
+)
+
+
+class _Spied(msgspec.Struct):
+    """A frame in py-spy's JSON."""
+
+    name: str
+    filename: str
+    line: int = 0
+
+
+class _SpiedThread(msgspec.Struct):
+    frames: list[_Spied]
+    pid: int = 0
+    thread_name: str | None = None
+    os_thread_id: int | None = None
+
+
+@dataclass
+class _Process:
+    pid: int = 0
+    command: str = ""
+    threads: list[tuple[str, list[Frame]]] = field(default_factory=list)  # name, frames: innermost first
+
+    def sample(self, pid: int) -> StackSample:
+        """The main thread is the one so called, else the last whose stack begins with the script."""
+        names = [name for name, _ in self.threads]
+        scripts = [at for at, (_, frames) in enumerate(self.threads) if frames and frames[-1].function == "<module>"]
+        main = names.index(_MAIN) if _MAIN in names else scripts[-1] if scripts else len(names) - 1
+        threads = (
+            Thread(tuple(frames), _MAIN if at == main else name) for at, (name, frames) in enumerate(self.threads)
+        )
+        return StackSample(pid, 0.0, "a saved stack", tuple(threads))
+
+
+def read_stacks(paths: Sequence[Path], root: Path | None = None, *, only_named: bool = False) -> Found | None:
+    """The stacks in these files; None if none of them holds any. ``only_named``: those whose rank something tells."""
+    ranks: dict[int, RankEvidence] = {}
+    files: dict[str, str] = {}
+    numbered = False
+    for path in paths:
+        try:
+            processes = [one for one in _processes(read_limited(path, MOST_BYTES)) if any(f for _, f in one.threads)]
+        except Unreadable:
+            continue
+        named = rank_of_name(path.name) if len(processes) == 1 else None
+        for one in processes:
+            told = _LOCAL_RANK.search(one.command)
+            rank = named if named is not None else int(told["rank"]) if told else None
+            if rank is None or rank in ranks:
+                if only_named:
+                    continue
+                rank, numbered = next(number for number in count() if number not in ranks), True
+            if rank < MOST_RANKS:
+                main = ProcessEvidence("main", stacks=(one.sample(one.pid),))
+                ranks[rank] = RankEvidence(rank, host="", pid=one.pid, main=main, beacon=False)
+                files[f"ranks/{rank}/stack.txt"] = str(path.relative_to(root)) if root is not None else path.name
+    if not ranks:
+        return None
+    world = max(ranks) + 1
+    evidence = Evidence("hang", world, tuple(ranks[r] for r in sorted(ranks)), tuple(set(range(world)) - set(ranks)))
+    remarks = ("nothing says whose stacks these are: ranks are counted in their order",) if numbered else ()
+    return Found(f"stacks of {len(ranks)} processes", evidence, files=files, remarks=remarks)
+
+
+def with_stacks(found: Found, stacks: Found) -> Found:
+    """What dumps or logs tell, and beside it the stacks of the same job."""
+    ranks = {one.rank: one for one in found.evidence.ranks}
+    for one in stacks.evidence.ranks:
+        mine = ranks.get(one.rank)
+        ranks[one.rank] = structs.replace(mine, main=one.main, pid=mine.pid or one.pid) if mine is not None else one
+    world = max(found.evidence.world_size, stacks.evidence.world_size)
+    evidence = structs.replace(
+        found.evidence,
+        world_size=world,
+        ranks=tuple(ranks[rank] for rank in sorted(ranks)),
+        missing_ranks=tuple(rank for rank in range(world) if rank not in ranks),
+        printed=None,
+    )
+    return replace(found, what=f"{found.what}, {stacks.what}", evidence=evidence, files={**stacks.files, **found.files})
+
+
+def _processes(data: bytes) -> list[_Process]:
+    if data[:1] in (b"[", b"{"):
+        try:
+            return list(_of_json(from_json(data, list[_SpiedThread])))
+        except (msgspec.DecodeError, RecursionError):
+            return []
+    return list(_of_text(data.decode("utf-8", "replace").splitlines()))
+
+
+def _of_json(threads: Sequence[_SpiedThread]) -> Iterator[_Process]:
+    by_pid: dict[int, _Process] = {}
+    for thread in threads:
+        name = _MAIN if thread.os_thread_id == thread.pid else thread.thread_name or ""
+        frames = [Frame(_whole(one.filename), one.line, one.name) for one in thread.frames]
+        by_pid.setdefault(thread.pid, _Process(thread.pid)).threads.append((name, frames))
+    yield from by_pid.values()
+
+
+def _of_text(lines: Sequence[str]) -> Iterator[_Process]:
+    process: _Process | None = None
+    fatal = False  # what follows is where a process ended, not where it stands
+    for line in lines:
+        if line.startswith("Fatal Python error"):
+            fatal = True
+        elif begin := _PROCESS.match(line):
+            yield from [process] if process is not None else []
+            process = _Process(int(begin["pid"]), begin["command"])
+        elif found := _OF_FAULTHANDLER.search(line):
+            if process is None or _is_complete(process):
+                yield from [process] if process is not None else []
+                process = None if fatal else _Process()
+            if process is not None:
+                process.threads.append(("", []))
+            fatal = fatal and not found["current"].startswith("Current")
+        elif process is not None and (found := _THREAD.match(line)):
+            process.threads.append((found["name"] or "", []))
+        elif process is not None and process.threads:
+            frame = _FRAME_OF_FAULTHANDLER.match(line) or _FRAME.match(line)
+            if frame is not None:
+                process.threads[-1][1].append(Frame(_whole(frame["file"]), int(frame["line"]), frame["function"]))
+    yield from [process] if process is not None else []
+
+
+def _is_complete(process: _Process) -> bool:
+    """faulthandler prints the main thread, which is the oldest, last."""
+    frames = process.threads[-1][1] if process.threads else []
+    return bool(frames) and frames[-1].function == "<module>"
+
+
+def _whole(path: str) -> str:
+    """``threading.py`` and ``torch/nn/modules/module.py`` as what they are: of the library."""
+    first = PurePosixPath(path).parts[:1]
+    if path.startswith("/") or not first:
+        return path
+    top = first[0].removesuffix(".py")
+    if top in sys.stdlib_module_names:
+        return f"/usr/lib/python3/{path}"
+    return f"/usr/lib/python3/site-packages/{path}" if top in _PACKAGES else path
