@@ -17,7 +17,8 @@ import pytest
 
 from safelaunch.bundle.reading import locate
 from safelaunch.bundle.reading.guard import Unreadable
-from safelaunch.bundle.reading.logs import CHUNK_BYTES, read_logs
+from safelaunch.bundle.reading.log_lines import CHUNK_BYTES
+from safelaunch.bundle.reading.logs import read_logs
 from safelaunch.cli.diagnose import main
 from safelaunch.model import Verdict
 from safelaunch.verdict.diagnose import diagnose

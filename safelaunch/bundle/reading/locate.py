@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
-from safelaunch.bundle.reading import logs, stacks
+from safelaunch.bundle.reading import log_lines, logs, stacks
 from safelaunch.bundle.reading.bundles import is_bundle, merge, read_bundle, whole_of
 from safelaunch.bundle.reading.dumps import read_dumps
 from safelaunch.bundle.reading.guard import MAX_FILE_BYTES, Bounds, Found, Unreadable, cannot_be_read, in_child, within
@@ -44,8 +44,8 @@ def folder_of(path: Path, scratch: Path) -> Path:
     log itself. Raises Unreadable.
     """
     try:
-        if path.is_dir() or logs.is_log(path):
-            return path if path == logs.STDIN else Path(os.path.realpath(path))
+        if path.is_dir() or log_lines.is_log(path):
+            return path if path == log_lines.STDIN else Path(os.path.realpath(path))
         if not path.is_file():
             missing = "this file or directory does not exist"
             raise Unreadable("it is neither a directory nor an archive" if path.exists() else missing)
@@ -68,7 +68,7 @@ def bounds_of(folder: Path) -> Bounds:
 
 def of_logs(paths: Sequence[Path]) -> Bounds:
     """The bounds for reading logs: what counts in them is kept, of whatever size they are."""
-    size = sum(_MOST_OF_STDIN if path == logs.STDIN else path.stat().st_size for path in paths)
+    size = sum(_MOST_OF_STDIN if path == log_lines.STDIN else path.stat().st_size for path in paths)
     return Bounds(_LOG_BYTES, cpu_s=30 + (size >> 22))
 
 
@@ -99,7 +99,7 @@ def read_folder(folder: Path, scratch: Path) -> Found:
 
 def read_several(paths: Sequence[Path]) -> Found:
     """The evidence in these logs of one job. Raises Unreadable."""
-    if not all(map(logs.is_log, paths)):
+    if not all(map(log_lines.is_log, paths)):
         raise Unreadable("of several paths, each has to be a log")
     return _of_texts(paths)
 
@@ -107,7 +107,7 @@ def read_several(paths: Sequence[Path]) -> Found:
 def _of_texts(paths: Sequence[Path], root: Path | None = None) -> Found:
     """What logs and saved stacks tell together."""
     printed = logs.read_logs(paths, root)
-    saved = [path for path in paths if path != logs.STDIN]
+    saved = [path for path in paths if path != log_lines.STDIN]
     found = stacks.read_stacks(saved, root, only_named=bool(printed.evidence.ranks))
     if found is None or printed.evidence.ranks:
         return printed if found is None else stacks.with_stacks(printed, found)
@@ -140,7 +140,7 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
         dumps = read_dumps(within(folder, folder / "flight_recorder"), folder)
         files = {name: f"flight_recorder/{file}" for name, file in dumps.files.items()} if dumps is not None else {}
         dumps = Found(dumps.what, dumps.evidence, dumps.problems, files) if dumps is not None else None
-    texts = logs.logs_in(folder)
+    texts = log_lines.logs_in(folder)
     if dumps is None and not texts:
         raise Unreadable(_NOTHING)
     if dumps is None:

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import structs
 
 from safelaunch.bundle.reading.guard import Found, Unreadable, read_limited
-from safelaunch.bundle.reading.logs import rank_of_name
+from safelaunch.bundle.reading.log_lines import rank_of_name
 from safelaunch.model import Evidence, Frame, ProcessEvidence, RankEvidence, StackSample, Thread
 from safelaunch.system.decoding import from_json
 

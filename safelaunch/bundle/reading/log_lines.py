@@ -1,0 +1,202 @@
+"""The lines of a job's output, and whose each of them is, whoever launched the job.
+
+Launchers put prefixes before lines, one around another: ``[rank3]:``, ``[default3]:``, `` 3: `` of ``srun -l``,
+``[1,3]<stderr>:`` of ``mpirun``, ``(Worker pid=…)`` of Ray, ``[pod/…]`` of ``kubectl``. They are taken off one at a
+time; the rank's own number counts most.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+MAX_RANKS = 1 << 16
+CHUNK_BYTES = 1 << 20
+MOST_LINE = 1 << 14  # characters
+
+
+# What some line has in it that reports an end. The parts of a file that have none of these are not looked at.
+_TELLING = (
+    b"Traceback (most", b'  File "', b"atchdog", b"NCCL WARN", b"exitcode", b"srun: error", b"slurmstepd", b"illed",
+    b"terminate called", b"orld_rank", b"enqueued", b"atal", b"corrupt", b"what():", b"Xid", b"ut of memory",
+    b"orker group", b"CANCELLED", b"return code",
+)  # fmt: skip
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07")
+
+
+@dataclass(frozen=True)
+class Line:
+    file: str
+    number: int
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}:{self.number}"
+
+
+STDIN = Path("/dev/stdin")
+GZIP = b"\x1f\x8b"
+_NAMES = re.compile(r"\.(?:log|out|err|txt|json)(?:\.gz)?$|^std(?:out|err)$|^log", re.IGNORECASE)
+_DEEPEST, _MOST_FILES = 6, 4096
+
+
+def is_log(path: Path) -> bool:
+    """A regular file of text, perhaps compressed, that is no archive; or standard input. Raises OSError."""
+    if path == STDIN:
+        return True
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(1 << 12)
+    if head.startswith(GZIP):
+        with suppress(OSError, EOFError), gzip.open(path) as packed:
+            head = packed.read(1 << 12)
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return True
+    damaged = head.decode("utf-8", "replace").count("\ufffd")
+    return b"\0" not in head and not head.startswith((GZIP, b"{", b"BZh", b"\xfd7zXZ")) and 5 * damaged <= len(head)
+
+
+def logs_in(folder: Path) -> list[Path]:
+    """The files of text below ``folder`` that are called as logs are; of torchrun's tree those of the last attempt."""
+    found: dict[Path, int] = {}
+    for path in islice(_below(folder, _DEEPEST), _MOST_FILES):
+        if _NAMES.search(path.name) and is_log(path):
+            tree = _IN_TREE.search(str(path))
+            found[path] = int(tree["attempt"]) if tree else -1
+    last = max(found.values(), default=-1)
+    return sorted(path for path, attempt in found.items() if attempt in (-1, last))
+
+
+def _below(folder: Path, deepest: int) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink():
+            continue
+        if path.is_file():
+            yield path
+        elif deepest and path.is_dir():
+            yield from _below(path, deepest - 1)
+
+
+def _opened(path: Path) -> BinaryIO:
+    file = path.open("rb")
+    packed = file.peek(2).startswith(GZIP)
+    return gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[return-value]
+
+
+def lines_of(path: Path, name: str) -> Iterator[Line | None]:
+    """The lines of a file that may matter; None between two that are not neighbours."""
+    number, rest, open_still = 0, b"", True
+    with _opened(path) as file:
+        begin = file.read(CHUNK_BYTES)
+        wide = begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        decode = codecs.getincrementaldecoder("utf-16" if wide else "utf-8")("replace").decode
+        chunk, first = begin, True
+        while chunk:
+            following = file.read(CHUNK_BYTES)
+            if wide:
+                text = decode(chunk)
+                chunk = text.encode()
+            whole, at = rest + chunk, len(rest + chunk) if not following else (rest + chunk).rfind(b"\n") + 1
+            part, rest = whole[:at], whole[at:][-MOST_LINE:]
+            telling = first or not following or open_still or any(needle in part for needle in _TELLING)
+            if telling:
+                for line in part.removesuffix(b"\n").split(b"\n"):
+                    number += 1
+                    yield Line(name, number, _clean(line[-MOST_LINE:] if b"\r" in line else line[:MOST_LINE]))
+            else:
+                number += part.count(b"\n")
+                yield None
+            open_still = b'  File "' in part[-4096:] or b"\xe2\x94\x82" in part[-4096:]  # a box of rich's
+            chunk, first = following, False
+
+
+def _clean(line: bytes) -> str:
+    """Without colours; of a progress bar, what it shows last."""
+    text = line.decode("utf-8", "replace").rstrip()
+    if "\r" in text:
+        text = text.rpartition("\r")[2]
+    return _COLOURS.sub("", text) if "\x1b" in text else text
+
+
+# --- whose line it is -------------------------------------------------------------------------------------------------
+
+Speaker = int | str  # a rank, or what stands for one: a process or a container
+
+_TIME = re.compile(
+    r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?(?: (?:stderr|stdout) [FP])? ?"
+)
+# Pattern, and how much the number in it is worth as a rank: 3 the rank's own, 1 one that is as a rule, 0 none.
+_PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
+    (re.compile(r"\[rank(?P<rank>\d{1,6})\]: ?"), 3),
+    (re.compile(r"\[\d+,(?P<rank>\d{1,6})\](?:<std(?:err|out|diag)>)?: ?"), 2),
+    (re.compile(r"\[(?P<role>[A-Za-z_]{1,40})(?P<rank>\d{1,6})\]: ?"), 1),
+    (re.compile(r"\((?P<name>\w+(?: rank=\d+)?,? ?pid=\d+(?:, ip=[\w.:]+)?)\) ?"), 0),
+    (re.compile(r"\[(?P<name>pod/[^\]\s]+)\] ?"), 0),
+)
+_TASK = re.compile(r" {0,6}(?P<rank>\d{1,6}): ?")
+_IN_NAME = re.compile(r"rank[_-]?(?P<rank>\d{1,6})(?!\d)|_t?(?P<task>\d{1,6})\.(?:out|err|log|txt)(?:\.gz)?$")
+_IN_TREE = re.compile(r"attempt_(?P<attempt>\d+)/(?P<rank>\d{1,6})/std(?:err|out)\.log$")
+
+
+@dataclass(frozen=True)
+class Said:
+    """A line without its prefixes. ``timed``: there was a time among these; ``sure``: torch's own of a rank."""
+
+    line: Line
+    text: str
+    speaker: Speaker | None
+    timed: bool
+    sure: bool
+
+
+@dataclass
+class Signer:
+    """Whose lines a file's are. ``tasks``: ``srun -l`` has put a number before each."""
+
+    of_file: Speaker | None
+    tasks: bool
+
+    def said(self, line: Line) -> Said:
+        text, found, worth, timed = line.text, self.of_file, 0, False
+        for _ in range(6):
+            taken = False
+            if self.tasks and (match := _TASK.match(text)):
+                found, worth = (int(match["rank"]), 1) if worth < 1 else (found, worth)
+                text, taken = text[match.end() :], True
+            elif text[:1] in "[(0123456789":
+                if match := _TIME.match(text):
+                    text, taken, timed = text[match.end() :], True, True
+                for pattern, value in _PREFIXES:
+                    if match := pattern.match(text):
+                        number = match.groupdict().get("rank")
+                        name: Speaker = int(number) if number is not None else match["name"]
+                        if (value > worth or found is None) and (isinstance(name, str) or name < MAX_RANKS):
+                            found, worth = name, value
+                        text, taken = text[match.end() :], True
+                        break
+            if not taken:
+                break
+        return Said(line, text, found, timed, worth > 2)
+
+
+def rank_of_name(name: str) -> int | None:
+    """Whose file that is, by its name."""
+    tree, inside = _IN_TREE.search(name), _IN_NAME.search(name)
+    if tree:
+        return int(tree["rank"])
+    return int(inside["rank"] or inside["task"]) if inside else None
+
+
+def has_tasks(lines: Sequence[str]) -> bool:
+    """Nearly all of them begin with a small number and a colon."""
+    full = [line for line in lines if line.strip()]
+    return len(full) >= 3 and sum(_TASK.match(line) is not None for line in full) > 0.9 * len(full)

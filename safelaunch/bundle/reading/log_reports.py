@@ -1,0 +1,334 @@
+"""What a job has printed of its end: tracebacks, watchdogs whose time was up, and how launchers saw their ranks end.
+
+Lines without a prefix belong to nobody until torchrun's summary says who failed. Of all that a job prints only what
+reports an end is kept, so that a log of any size takes little memory.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections import deque
+from dataclasses import dataclass, field
+
+from safelaunch.bundle.reading.log_lines import MAX_RANKS, Line, Said, Speaker
+from safelaunch.model import Frame, RankException
+from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading import tracebacks
+from safelaunch.verdict.reading.failures import last_abort
+
+_MOST_TAIL, _MOST_WARNINGS, _MOST_TRACEBACKS, _MOST_SPEAKERS = 60, 40, 20, 1 << 16
+_MOST_MESSAGE, _MOST_SINCE, _MOST_LINES = 12, 40, 2000
+
+_HEAD = "Traceback (most recent call last):"
+_BOXED = re.compile(r"[╭┌+][─-]+ *Traceback \(most recent call last\)")  # as rich draws it
+_FRAME_IN_BOX = re.compile(r"[│|] (?P<file>\S.*?):(?P<line>\d{1,9}) in (?P<function>\S+) *[│|]?$")
+_OF_A_SUMMARY = re.compile(r" {1,3}traceback *: (?=Traceback \(most)")
+_OF_A_CHILD = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
+_CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
+_NEW = re.compile(
+    r"Traceback \(most|\[?[IWEF]\d{3,4} |-- Process |\d{4}-\d\d-\d\d|=====|-----|Exception (?:ignored|in thread)"
+)
+_GOES_ON = re.compile(r"nccl\w+Error|Last error:|[\w.]+: Connect to |[\w:]+Error: ")  # of NCCL's messages
+_ERROR = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$", re.DOTALL)
+_OF_SUMMARY = ("  ", "===", "---", "[", "Root Cause", "Failures:")
+_NOT_OF_A_RANK = ("ChildFailedError", "SignalException")
+_LAUNCHERS = ("/torch/distributed/run.py", "/torch/distributed/launcher/api.py")
+_MOST_REMARK = 300
+_REMARKS = re.compile(
+    r"slurmstepd: error: \*\*\* (?P<slurm>(?:JOB|STEP) .*)|(?P<xid>NVRM: Xid .*)"
+    r"|(?P<bus>.*GPU has fallen off the bus.*)|error: (?P<oom>Detected \d+ oom[-_]kill event.*)"
+)
+
+
+@dataclass
+class Traceback:
+    """A traceback that is being read."""
+
+    line: Line
+    lines: list[str]
+    thread: bool
+    said: Said
+    rank: int | None = None  # whose it is, as a line before it says
+    indent: str = ""
+    state: str = "frames"  # message | original | after | chain
+    at: int = 0  # where the traceback that counts begins: the last of a chain
+    rest: int = 0
+
+    def take(self, text: str, *, timed: bool) -> bool:
+        """Whether the line belongs to it. A time before it that the first line had not: it is another message."""
+        if timed and not self.said.timed and self.state != "frames":
+            return False
+        if len(self.lines) >= _MOST_LINES:
+            return False
+        text = text.removeprefix(self.indent)
+        indented = text.startswith((" ", "\t", "│", "|", "╭", "╰"))
+        if self.state in ("frames", "original"):
+            self.state = self.state if indented else "message"
+        elif self.state == "message":
+            if text.startswith("Original Traceback"):
+                self.state = "original"
+            elif not text.strip():
+                self.state = "after"
+            elif _NEW.match(text) or self.rest >= _MOST_MESSAGE or not (self.said.sure or _GOES_ON.match(text)):
+                return False
+            self.rest += 1
+        elif text.startswith(_CHAIN):
+            self.state = "chain"
+        elif text.startswith(_HEAD) and self.state == "chain":
+            self.state, self.at, self.rest = "frames", len(self.lines), 0
+        elif text.strip():
+            return False
+        self.lines.append(text)
+        return True
+
+    def exception(self, at_s: float) -> RankException | None:
+        lines = self.lines[self.at + 1 :]
+        if _BOXED.match(self.lines[self.at]):
+            boxed = (_FRAME_IN_BOX.match(line) for line in lines)
+            frames = [f'  File "{one["file"]}", line {one["line"]}, in {one["function"]}' for one in boxed if one]
+            lines = [*frames, *(line for line in lines if line and not line.startswith(("│", "|", "╭", "╰", " ")))]
+        found = tracebacks.parse(lines)
+        if found is None or not (error := _ERROR.match(found.message)):
+            return None
+        begin = self.lines.index(found.message, self.at)
+        message = "\n".join([error["message"] or "", *self.lines[begin + 1 :]]).strip()
+        return RankException(error["type"], message, at_s, found.frames, "\n".join(self.lines))
+
+
+_WORK = re.compile(
+    r"WorkNCCL\(SeqNum=(?P<seq>\d+)(?:, OpType=(?P<op>\w+))?(?:, NumelIn=(?P<size>\d+))?(?:, NumelOut=\d+)?"
+    r"(?:, Timeout\(ms\)=(?P<ms>\d+))?"
+)
+_GROUP = re.compile(
+    r"PG (?:ID )?(?P<id>\d+)(?: PG GUID (?P<name>[^\s(]+)(?:\((?P<called>[^)]*)\))?)? Rank (?P<place>\d+)"
+)
+OF_NCCL = re.compile(r"(?:^|\s)[\w.-]+:(?P<pid>\d+):\d+ \[")
+_AT_WORK = re.compile(r"work(?: sequence id)?: (?P<seq>\d+)")
+_WHOSE = re.compile(r"\[(?:[^\]]* )?Rank (?P<rank>\d{1,6})\]")
+_STATUS = re.compile(r"last enqueued (?:NCCL )?work: (?P<queued>-?\d+), last completed (?:NCCL )?work: (?P<done>-?\d+)")
+_STACK = re.compile(r"#\d+ (?P<function>\S+) from (?P<file>.+):(?P<line>\d+)$")
+OPS = {
+    "ALLREDUCE": "all_reduce", "ALLGATHER": "all_gather", "_ALLGATHER_BASE": "_all_gather_base",
+    "_REDUCE_SCATTER_BASE": "_reduce_scatter_base", "ALLTOALL": "all_to_all", "ALLTOALL_BASE": "all_to_all",
+}  # fmt: skip
+
+
+UNNAMED, DEFAULT = "", "0"
+
+
+@dataclass
+class Group:
+    """What a rank's watchdog has said of one group. ``seq``: of the call whose time was up."""
+
+    called: str = ""
+    place: int | None = None
+    seq: int = 0
+    op: str = ""
+    frames: list[Frame] = field(default_factory=list)  # innermost first
+    size: int | None = None
+    ms: int = 0
+    queued: int = -1
+    done: int = -1
+
+
+@dataclass
+class Heard:
+    """All that is kept of one speaker."""
+
+    first: Line
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_TAIL))
+    raised: list[tuple[Traceback, RankException]] = field(default_factory=list)
+    warnings: list[tuple[Line, str]] = field(default_factory=list)
+    groups: dict[str, Group] = field(default_factory=dict)
+    watchdog: Line | None = None
+    last: Line | None = None
+    telling: Line | None = None  # that says why a process was aborted
+    opened: Traceback | None = None
+    before: str = ""
+    since: int = 0  # lines since the newest traceback: whoever goes on printing has caught the exception
+
+    @property
+    def uncaught(self) -> tuple[Traceback, RankException] | None:
+        return self.raised[-1] if self.raised and self.since < _MOST_SINCE else None
+
+
+_EXIT = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+) \(pid: (?P<pid>\d+)\)")
+_DEEPSPEED = re.compile(r"--local_rank=(?P<rank>\d+)\b.*exits with return code = (?P<code>-?\d+)")
+_SPAWNED = re.compile(r"process (?P<rank>\d+) terminated with (?:signal (?P<signal>SIG\w+)|exit code (?P<code>\d+))")
+_FIELD = re.compile(r" {1,3}(?P<name>time|host|rank|exitcode|error_file|traceback) *: (?P<value>.*)")
+_TASK_ENDED = re.compile(
+    r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,-]+): "
+    r"(?:Exited with exit code (?P<code>\d+)|(?P<how>[A-Z][\w ]+))"
+)
+_SIGNALS = {
+    "Killed": signal.SIGKILL, "Terminated": signal.SIGTERM, "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT, "Bus error": signal.SIGBUS, "Out Of Memory": signal.SIGKILL,
+}  # fmt: skip
+_KERNEL_KILL = re.compile(r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)")
+_RESTART = re.compile(r"will restart worker group|Restarting worker group")
+_RAY_RANK = re.compile(r"pid=(?P<pid>\d+)\)[^)\n]{0,40}world_rank=(?P<rank>\d+)")
+_WORLD = re.compile(r"world_size[=: ]+(?P<world>\d{1,6})\b", re.IGNORECASE)
+
+
+@dataclass
+class Ended:
+    """How a rank ended, by its launcher. ``root``: it was the first that the launcher saw fail."""
+
+    code: int
+    line: Line
+    pid: int = 0
+    host: str = ""
+    root: bool = False
+
+
+class Printed:
+    def __init__(self) -> None:
+        self.heard: dict[Speaker | None, Heard] = {}
+        self.ended: dict[int, Ended] = {}
+        self.kills: dict[int, str] = {}
+        self.ranks: dict[str, int] = {}  # of Ray's workers, by pid
+        self.world = 0
+        self.remarks: dict[str, None] = {}
+        self._block: dict[str, str] = {}
+        self._root = False
+        self._at = Line("", 0, "")
+        self._stack: Group | None = None  # whose stack the next lines may show
+
+    def hear(self, said: Said) -> None:
+        one = self.heard.get(said.speaker)
+        if one is None:
+            speaker = said.speaker if len(self.heard) < _MOST_SPEAKERS else None
+            one = self.heard.setdefault(speaker, Heard(said.line))
+        text, one.last = said.text, said.line
+        if one.opened is not None and not one.opened.take(text, timed=said.timed):
+            self._close(one)
+        if one.opened is None:
+            one.opened = self._opened(one, said)
+        one.before = text
+        one.since += one.opened is None and not text.startswith(_OF_SUMMARY)
+        if one.opened is None or one.opened.state == "after":
+            self._note(one, said)
+
+    def _opened(self, one: Heard, said: Said) -> Traceback | None:
+        text = said.text
+        if of_summary := _OF_A_SUMMARY.match(text):
+            rank = re.match(r"\d+", self._block.get("rank", ""))
+            return Traceback(said.line, [text[of_summary.end() :]], False, said, int(rank[0]) if rank else None, "  ")
+        if not (text.lstrip(" |+").startswith(_HEAD) or _BOXED.match(text)):
+            return None
+        thread = one.before.startswith(("Exception in thread", "Exception ignored"))
+        of_child = _OF_A_CHILD.match(one.before)
+        return Traceback(said.line, [text], thread, said, int(of_child["rank"]) if of_child else None)
+
+    def _close(self, one: Heard) -> None:
+        opened, one.opened = one.opened, None
+        raised = opened.exception(opened.line.number * 1e-3) if opened is not None else None
+        if opened is None or raised is None or opened.thread or raised.type.rpartition(".")[2] in _NOT_OF_A_RANK:
+            return
+        if any(fr.normal(one.file).endswith(_LAUNCHERS) for one in raised.frames):
+            self._remark(f"torchrun itself failed: {raised.type}: {raised.message}", opened.line)
+            return
+        if fr.normal(raised.frames[0].file).endswith("/torch/multiprocessing/spawn.py"):  # of the ranks' parent
+            if ended := _SPAWNED.search(raised.message):
+                number = getattr(signal, ended["signal"] or "", 0)
+                self.ended.setdefault(int(ended["rank"]), Ended(int(ended["code"] or -number), opened.line, root=True))
+            return
+        if opened.rank is not None and opened.rank < MAX_RANKS:
+            one = self.heard.setdefault(opened.rank, Heard(opened.line))
+        one.raised, one.since = [*one.raised[-_MOST_TRACEBACKS:], (opened, raised)], 0
+
+    def end(self) -> None:
+        for one in list(self.heard.values()):
+            self._close(one)
+        self._end_block()
+
+    def _note(self, one: Heard, said: Said) -> None:
+        text = said.text
+        one.tail.append(text)
+        if last_abort(text) is not None:
+            one.telling = said.line
+        if "NCCL WARN" in text and len(one.warnings) < _MOST_WARNINGS:
+            one.warnings.append((said.line, text.partition("NCCL WARN")[2].strip()))
+        if "atchdog" in text or "enqueued" in text:
+            self._stack = self._note_watchdog(one, said) or self._stack
+        if self._stack is not None and (found := _STACK.match(text)):
+            self._stack.frames.append(Frame(found["file"], int(found["line"]), found["function"]))
+        if (field := _FIELD.match(text)) is not None:
+            self._block[field["name"]] = field["value"].strip()
+            if field["name"] == "exitcode":
+                self._at = said.line
+        elif text.startswith(("[", "---", "===", "Root Cause")):
+            self._end_block()
+            self._root = text.startswith("Root Cause") or (self._root and not text.startswith("==="))
+        if found := _EXIT.search(text) or _DEEPSPEED.search(text):
+            pid = int(found.groupdict().get("pid") or 0)
+            self.ended.setdefault(int(found["rank"]), Ended(int(found["code"]), said.line, pid, root=True))
+        if found := _TASK_ENDED.search(text):
+            self._note_tasks(found, said.line)
+        if found := _KERNEL_KILL.search(text):
+            self.kills[int(found["pid"])] = text.strip()
+        if found := _RAY_RANK.search(text):
+            self.ranks[found["pid"]] = int(found["rank"])
+        if found := _REMARKS.search(text):
+            self._remark(next(filter(None, found.groups())), said.line)
+        if "orker group" in text and _RESTART.search(text):
+            self._begin_anew()
+        if found := _WORLD.search(text):
+            self.world = max(self.world, min(int(found["world"]), MAX_RANKS))
+
+    def _remark(self, text: str, line: Line) -> None:
+        if len(self.remarks) < _MOST_WARNINGS:
+            self.remarks[f"{' '.join(text.split())[:_MOST_REMARK]} [{line.where}]"] = None
+
+    def _begin_anew(self) -> None:
+        """torchrun starts the ranks again: what ended them before did not end the job."""
+        for one in self.heard.values():
+            one.raised, one.groups, one.watchdog, one.opened = [], {}, None, None
+        self.ended.clear()
+
+    def _end_block(self) -> None:
+        """One failure of torchrun's summary is complete."""
+        block, self._block = self._block, {}
+        rank, code = (
+            re.match(r"(\d+)", block.get("rank", "")),
+            re.match(r"(-?\d+)(?: +\(pid: (\d+)\))?", block.get("exitcode", "")),
+        )
+        if rank and code and int(rank[1]) < MAX_RANKS:
+            pid, host = int(code[2] or 0), block.get("host", "")
+            self.ended[int(rank[1])] = Ended(int(code[1]), self._at, pid, host, self._root)
+
+    def _note_tasks(self, found: re.Match[str], line: Line) -> None:
+        code = int(found["code"]) if found["code"] else -_SIGNALS.get((found["how"] or "").strip(), 0)
+        for part in found["tasks"].split(","):
+            first, _, last = part.partition("-")
+            for task in range(int(first or 0), min(int(last or first or 0), MAX_RANKS) + 1) if code else ():
+                self.ended.setdefault(task, Ended(code, line, host=found["host"], root=code not in (143, -15)))
+
+    def _note_watchdog(self, one: Heard, said: Said) -> Group | None:
+        """Older watchdogs name the group behind the call only, and rank and process not at all where torch puts no
+        prefix before its lines: then the rank in the group is the best there is.
+        """
+        group, work, status = (pattern.search(said.text) for pattern in (_GROUP, _WORK, _STATUS))
+        whose = _WHOSE.search(said.text) if said.speaker is None else None
+        if work is None and status is None:
+            return None
+        if whose is not None:
+            one = self.heard.setdefault(int(whose["rank"]), Heard(said.line))
+            one.tail.append(said.text)
+        one.watchdog = one.watchdog or said.line
+        name = (group["name"] or group["id"]) if group else UNNAMED
+        at_work = _AT_WORK.search(said.text) if status else None
+        unnamed = one.groups.get(UNNAMED)
+        if group and unnamed is not None and at_work is not None and int(at_work["seq"]) == unnamed.seq:
+            one.groups.setdefault(name, one.groups.pop(UNNAMED))
+        mine = one.groups.setdefault(name, Group())
+        if group:
+            mine.called, mine.place = group["called"] or "", int(group["place"])
+        if work and not mine.op:
+            mine.seq, mine.op, mine.ms = int(work["seq"]), work["op"] or "collective", int(work["ms"] or 0)
+            mine.size = int(work["size"]) if work["size"] else None
+        if status:
+            mine.queued, mine.done = int(status["queued"]), int(status["done"])
+            mine.seq = mine.seq or (int(at_work["seq"]) if at_work is not None else 0)
+        return mine if not mine.frames else None
