@@ -207,7 +207,7 @@ def _diagnose(paths: Sequence[Path], called: Sequence[str], wanted: _Wanted) -> 
     try:
         with tempfile.TemporaryDirectory(prefix="safelaunch-") as scratch:
             if len(paths) > 1:
-                work = lambda: _tell(locate.read_several(paths), "", wanted)  # noqa: E731 - what the child does
+                work = lambda: _tell(locate.read_several(paths), " ".join(called), wanted)  # noqa: E731 - what the child does
                 return in_child(work, locate.of_logs(paths))
             folder = locate.folder_of(paths[0], Path(scratch))
             work = lambda: _tell(locate.read_folder(folder, Path(scratch)), str(paths[0]), wanted)  # noqa: E731

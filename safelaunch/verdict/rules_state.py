@@ -364,7 +364,8 @@ def nobody_stands_out(facts: Facts) -> Finding:
         text = f"{summary_of(own, facts, [])} All are at the same place: no rank stands out."
         text += _who_would_set(facts, next(iter(own.values())))
     elif waits and not own:
-        text = f"{capital(waits_words(facts, waits))}; every rank has arrived: no rank stands out."
+        which = "every rank" if facts.evidence.printed is None else "every rank that the log tells of"
+        text = f"{capital(waits_words(facts, waits))}; {which} has arrived: no rank stands out."
         text += _began_with(facts, [r for r in waits if facts.ranks[r].evidence.exception is not None])
     elif own:
         text = f"{summary_of(own, facts, waits)} The evidence does not single out a rank."
@@ -380,7 +381,7 @@ def nobody_stands_out(facts: Facts) -> Finding:
         Doubt.STATE_UNKNOWN: not seen,
         Doubt.BY_EXCLUSION: seen,
         Doubt.SEVERAL_PLACES: seen and not (alike or (waits and not own)),
-        Doubt.UNSEEN_RANKS: bool(facts.unseen or apart or lost),
+        Doubt.UNSEEN_RANKS: bool(facts.unseen or apart or lost or facts.evidence.printed is not None),
     }
     advice = frozenset(one for condition in own.values() for one in condition.advice)
     return Finding("no-rank-stands-out", those(doubts), text, claims=claims, advice=advice)

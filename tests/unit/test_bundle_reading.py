@@ -515,7 +515,7 @@ def test_a_path_that_holds_nothing(what: str, tmp_path: Path, capsys: pytest.Cap
 def test_the_path_is_shown_with_the_reason_and_without_secrets(
     name: str, shown: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / name).write_bytes(b"hello\0")
+    (tmp_path / name).write_bytes(b"BZh\0")
     assert main(["diagnose", str(tmp_path / name)]) == 2
     said = (
         f"safelaunch: cannot diagnose {tmp_path / shown} It is neither a directory nor a bundle's archive (.tar.gz).\n"

@@ -7,6 +7,7 @@ Those of NCCL are in the words of torch's sources.
 from __future__ import annotations
 
 import gzip
+import json
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -259,16 +260,68 @@ def test_tasks_of_slurm(tmp_path: Path) -> None:
     assert named(verdict_of(text, tmp_path)) == ("rank-killed", [2])
 
 
-def test_deepspeed_says_which_process_ended(tmp_path: Path) -> None:
-    text = (
-        'Traceback (most recent call last):\n  File "/home/me/ds.py", line 12, in <module>\n    engine.step()\n'
-        "ValueError: nan\n[2026-11-25 10:00:07,123] [INFO] [launch.py:316:sigkill_handler] Killing subprocess 123\n"
-        "[2026-11-25 10:00:08,123] [ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'ds.py', '--local_rank=1']"
-        " exits with return code = 1\n"
+def test_deepspeed_does_not_say_which_process_ended(tmp_path: Path) -> None:
+    """It names the command of its last process, whichever has failed."""
+    ended = (
+        "[2026-11-25 10:00:07,123] [INFO] [launch.py:316:sigkill_handler] Killing subprocess 123\n"
+        "[2026-11-25 10:00:08,123] [ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'ds.py', '--local_rank=3']"
+        " exits with return code = -9\n"
     )
-    verdict = verdict_of(text, tmp_path)
-    assert named(verdict) == ("rank-exception", [1])
+    path = tmp_path / "job.log"
+    path.write_text(ended)
+    found = read_logs([path])
+    assert (found.evidence.ranks, "ended with code -9" in found.remarks[0]) == ((), True)
+    error = 'Traceback (most recent call last):\n  File "/home/me/ds.py", line 12, in <module>\nValueError: nan\n'
+    verdict = verdict_of(error + ended, tmp_path)
+    assert (verdict.cause, verdict.confidence) == ("rank-exception", "medium")
     assert "Killing" not in verdict.summary
+
+
+HEAD = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 41, in main\nValueError: bad\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "culprits"),
+    [
+        (f"  0%|          | 0/4878 [00:00<?, ?it/s]{HEAD}", [0]),
+        ("  0%|   | 0/4878 [00:00<?, ?it/s]" + "".join(f"[rank1]: {line}\n" for line in HEAD.splitlines()), [1]),
+        ("{'loss': 2.5}\n" + HEAD, [0]),
+        ("".join(json.dumps({"log": f"[rank3]: {line}\n"}) + "\n" for line in HEAD.splitlines()), [3]),
+        ("[rank1]: step\0\n" + "".join(f"[rank1]: {line}\n" for line in HEAD.splitlines()), [1]),
+        ("".join(f"[1,mpirank:11,algo-2]<stderr>:{line}\n" for line in HEAD.splitlines()), [11]),
+        ("".join(f"[rank: 3] {line}\n" for line in HEAD.splitlines()), [3]),
+        ("[rank: 1] Child process with PID 4711 terminated with code 1. Forcefully terminating all others\n", [1]),
+        ("ERROR:composer.cli.launcher:Rank 5 crashed with exit code 1.\n", [5]),
+        ("mpirun noticed that process rank 1 with PID 77 on node n1 exited on signal 4 (Illegal instruction).\n", [1]),
+        ("RuntimeError: x\n" + HEAD + "retry 1/3 ok\nstep 100 loss 1.2\nTraining completed.\n", []),
+        (HEAD.replace("ValueError: bad", "KeyboardInterrupt"), []),
+    ],
+)  # fmt: skip
+def test_lines_as_people_have_them(text: str, culprits: list[int], tmp_path: Path) -> None:
+    path = tmp_path / "seed_42.log"
+    path.write_text(text)
+    found = locate.read(path)
+    assert [one.rank for one in diagnose(found.evidence).culprits] == culprits
+
+
+def test_a_monitored_barrier_names_who_is_missing(tmp_path: Path) -> None:
+    error = "RuntimeError: [Rank 0]: Ranks 2, 3 failed to pass monitoredBarrier in 2000000 ms"
+    verdict = verdict_of(HEAD.replace("ValueError: bad", error), tmp_path)
+    assert named(verdict) == ("missing-from-collective", [2, 3])
+
+
+def test_the_watchdog_reports_an_error_of_the_device(tmp_path: Path) -> None:
+    head = "[rank3]:[E512 10:11:12.1 ProcessGroupNCCL.cpp:1895] [PG ID 0 PG GUID 0(default_pg) Rank 3] Process group"
+    text = f"{head} watchdog thread terminated with exception: CUDA error: an illegal memory access was encountered\n"
+    verdict = verdict_of(text + "\n".join(summary({3: -6})), tmp_path)
+    assert named(verdict) == ("rank-exception", [3])
+    assert "illegal memory access" in verdict.summary
+
+
+def test_one_process_is_not_two_ranks(tmp_path: Path) -> None:
+    """torchrun names the local rank first, and the rank in its summary."""
+    first = "E1126 api.py:874] failed (exitcode: 1) local_rank: 2 (pid: 106) of binary: /usr/bin/python3\n"
+    assert named(verdict_of(first + "\n".join(summary({6: 1})), tmp_path)) == ("rank-exited", [6])
 
 
 def test_a_guess_is_never_sure(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -61,8 +62,9 @@ def is_log(path: Path) -> bool:
             head = packed.read(1 << 12)
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return True
-    damaged = head.decode("utf-8", "replace").count("\ufffd")
-    return b"\0" not in head and not head.startswith((GZIP, b"{", b"BZh", b"\xfd7zXZ")) and 5 * damaged <= len(head)
+    damaged = head.decode("utf-8", "replace").count("\ufffd") + head.count(b"\0")
+    of_dump = head.startswith(b"{") and b'"pg_config"' in head
+    return not (of_dump or head.startswith((GZIP, b"BZh", b"\xfd7zXZ", b"\x80"))) and 5 * damaged <= len(head)
 
 
 def logs_in(folder: Path) -> list[Path]:
@@ -120,8 +122,11 @@ def lines_of(path: Path, name: str) -> Iterator[Line | None]:
 
 
 def _clean(line: bytes) -> str:
-    """Without colours; of a progress bar, what it shows last."""
+    """Without colours; of a progress bar, what it shows last; of what Docker has kept as JSON, the line itself."""
     text = line.decode("utf-8", "replace").rstrip()
+    if text.startswith('{"log":'):
+        with suppress(ValueError):
+            text = str(json.loads(text)["log"]).rstrip()
     if "\r" in text:
         text = text.rpartition("\r")[2]
     return _COLOURS.sub("", text) if "\x1b" in text else text
@@ -137,25 +142,31 @@ _TIME = re.compile(
 # Pattern, and how much the number in it is worth as a rank: 3 the rank's own, 1 one that is as a rule, 0 none.
 _PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"\[rank(?P<rank>\d{1,6})\]: ?"), 3),
-    (re.compile(r"\[\d+,(?P<rank>\d{1,6})\](?:<std(?:err|out|diag)>)?: ?"), 2),
+    (re.compile(r"\[(?:\d+,)?(?:mpirank:)?(?P<rank>\d{1,6})(?:,algo-\d+)?\]<std(?:err|out|diag)>: ?"), 2),
+    (re.compile(r"\[\d+,(?P<rank>\d{1,6})\]: ?"), 2),
+    (re.compile(r"\[?(?:rank|Rank|RANK):? (?P<rank>\d{1,6})(?:\]:? |: )"), 2),
     (re.compile(r"\[(?P<role>[A-Za-z_]{1,40})(?P<rank>\d{1,6})\]: ?"), 1),
     (re.compile(r"\((?P<name>\w+(?: rank=\d+)?,? ?pid=\d+(?:, ip=[\w.:]+)?)\) ?"), 0),
     (re.compile(r"\[(?P<name>pod/[^\]\s]+)\] ?"), 0),
 )
+# A traceback, torch's own prefix, or a message of its log, at the end of a line that a progress bar has begun.
+_BEHIND = re.compile(
+    r"(?<=\S)(?:\[rank\d{1,6}\]: ?)?(?=Traceback \(most recent call last\):$)|(?<=\S)(?=\[rank\d{1,6}\]:)"
+)
 _TASK = re.compile(r" {0,6}(?P<rank>\d{1,6}): ?")
-_IN_NAME = re.compile(r"rank[_-]?(?P<rank>\d{1,6})(?!\d)|_t?(?P<task>\d{1,6})\.(?:out|err|log|txt)(?:\.gz)?$")
+_IN_NAME = re.compile(r"rank[_-]?(?P<rank>\d{1,6})(?!\d)")
+_NUMBERED = re.compile(r"(?P<stem>.*[_-])t?(?P<rank>\d{1,6})\.(?:out|err|log|txt)(?:\.gz)?$")
 _IN_TREE = re.compile(r"attempt_(?P<attempt>\d+)/(?P<rank>\d{1,6})/std(?:err|out)\.log$")
 
 
 @dataclass(frozen=True)
 class Said:
-    """A line without its prefixes. ``timed``: there was a time among these; ``sure``: torch's own of a rank."""
+    """A line without its prefixes. ``timed``: there was a time among these."""
 
     line: Line
     text: str
     speaker: Speaker | None
     timed: bool
-    sure: bool
 
 
 @dataclass
@@ -172,7 +183,7 @@ class Signer:
             if self.tasks and (match := _TASK.match(text)):
                 found, worth = (int(match["rank"]), 1) if worth < 1 else (found, worth)
                 text, taken = text[match.end() :], True
-            elif text[:1] in "[(0123456789":
+            elif text[:1] in "[(0123456789R":
                 if match := _TIME.match(text):
                     text, taken, timed = text[match.end() :], True, True
                 for pattern, value in _PREFIXES:
@@ -183,17 +194,27 @@ class Signer:
                             found, worth = name, value
                         text, taken = text[match.end() :], True
                         break
+            if not taken and (behind := _BEHIND.search(text)) and behind.start():
+                text, taken = text[behind.start() :], True
             if not taken:
                 break
-        return Said(line, text, found, timed, worth > 2)
+        return Said(line, text, found, timed)
 
 
-def rank_of_name(name: str) -> int | None:
-    """Whose file that is, by its name."""
-    tree, inside = _IN_TREE.search(name), _IN_NAME.search(name)
-    if tree:
-        return int(tree["rank"])
-    return int(inside["rank"] or inside["task"]) if inside else None
+def ranks_of_names(names: Sequence[str]) -> dict[str, int]:
+    """Whose files these are, by their names. A number says so only where files have all of them from 0 or 1 on."""
+    found: dict[str, int] = {}
+    numbered: dict[str, dict[int, str]] = {}
+    for name in names:
+        told = _IN_TREE.search(name) or _IN_NAME.search(name)
+        if told is not None:
+            found[name] = int(told["rank"])
+        elif one := _NUMBERED.match(name):
+            numbered.setdefault(one["stem"], {})[int(one["rank"])] = name
+    for several in numbered.values():
+        if len(several) > 1 and max(several) < len(several) + min(several) and min(several) < 2:
+            found |= {name: rank for rank, name in several.items()}
+    return found
 
 
 def has_tasks(lines: Sequence[str]) -> bool:

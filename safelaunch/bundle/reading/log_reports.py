@@ -18,7 +18,7 @@ from safelaunch.verdict.reading import tracebacks
 from safelaunch.verdict.reading.failures import last_abort
 
 _MOST_TAIL, _MOST_WARNINGS, _MOST_TRACEBACKS, _MOST_SPEAKERS = 60, 40, 20, 1 << 16
-_MOST_MESSAGE, _MOST_SINCE, _MOST_LINES = 12, 40, 2000
+_MOST_MESSAGE, _MOST_SINCE, _FEW, _MOST_LINES = 12, 40, 1, 2000
 
 _HEAD = "Traceback (most recent call last):"
 _BOXED = re.compile(r"[╭┌+][─-]+ *Traceback \(most recent call last\)")  # as rich draws it
@@ -26,13 +26,13 @@ _FRAME_IN_BOX = re.compile(r"[│|] (?P<file>\S.*?):(?P<line>\d{1,9}) in (?P<fun
 _OF_A_SUMMARY = re.compile(r" {1,3}traceback *: (?=Traceback \(most)")
 _OF_A_CHILD = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
-_NEW = re.compile(
-    r"Traceback \(most|\[?[IWEF]\d{3,4} |-- Process |\d{4}-\d\d-\d\d|=====|-----|Exception (?:ignored|in thread)"
-)
 _GOES_ON = re.compile(r"nccl\w+Error|Last error:|[\w.]+: Connect to |[\w:]+Error: ")  # of NCCL's messages
 _ERROR = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$", re.DOTALL)
-_OF_SUMMARY = ("  ", "===", "---", "[", "Root Cause", "Failures:")
-_NOT_OF_A_RANK = ("ChildFailedError", "SignalException")
+# What is no output of the script's own: of launchers, and of torch's log.
+_NOT_OWN = re.compile(
+    r"\s|\[?[IWEF]\d{3,4} |===|---|\[|Root Cause|Failures:|srun: |slurmstepd: |Exception (?:ignored|in thread)|$"
+)
+_NOT_OF_A_RANK = ("ChildFailedError", "SignalException", "KeyboardInterrupt")
 _LAUNCHERS = ("/torch/distributed/run.py", "/torch/distributed/launcher/api.py")
 _MOST_REMARK = 300
 _REMARKS = re.compile(
@@ -70,7 +70,7 @@ class Traceback:
                 self.state = "original"
             elif not text.strip():
                 self.state = "after"
-            elif _NEW.match(text) or self.rest >= _MOST_MESSAGE or not (self.said.sure or _GOES_ON.match(text)):
+            elif self.rest >= _MOST_MESSAGE or not _GOES_ON.match(text):
                 return False
             self.rest += 1
         elif text.startswith(_CHAIN):
@@ -148,13 +148,24 @@ class Heard:
     before: str = ""
     since: int = 0  # lines since the newest traceback: whoever goes on printing has caught the exception
 
-    @property
-    def uncaught(self) -> tuple[Traceback, RankException] | None:
-        return self.raised[-1] if self.raised and self.since < _MOST_SINCE else None
+    def uncaught(self, *, ended: bool) -> tuple[Traceback, RankException] | None:
+        """``ended``: something else says that its process has failed."""
+        most = _MOST_SINCE if ended else _FEW
+        return self.raised[-1] if self.raised and self.since <= most else None
 
 
 _EXIT = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+) \(pid: (?P<pid>\d+)\)")
-_DEEPSPEED = re.compile(r"--local_rank=(?P<rank>\d+)\b.*exits with return code = (?P<code>-?\d+)")
+# DeepSpeed names the command of its last process there, whichever has failed.
+_DEEPSPEED = re.compile(r"launch\.py:\d+:sigkill_handler\].*exits with return code = (?P<code>-?\d+)")
+# Lightning, Composer, mpirun, MPI
+_IN_WORDS = re.compile(
+    r"\[rank: (?P<a>\d+)\] Child process .{0,40}terminated with code (?P<a_code>-?\d+)"
+    r"|Rank (?P<b>\d+) crashed with exit code (?P<b_code>-?\d+)"
+    r"|process rank (?P<c>\d+) .{0,80}exited on signal (?P<c_signal>\d+)"
+    r"|MPI_ABORT was invoked on rank (?P<d>\d+)"
+)
+_MONITORED = re.compile(r"Ranks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier")
+_OF_CUDA = re.compile(r"watchdog thread terminated with exception: (?:\[Rank \d+\] )?(?P<what>(?:CUDA|NCCL) error.*)")
 _SPAWNED = re.compile(r"process (?P<rank>\d+) terminated with (?:signal (?P<signal>SIG\w+)|exit code (?P<code>\d+))")
 _FIELD = re.compile(r" {1,3}(?P<name>time|host|rank|exitcode|error_file|traceback) *: (?P<value>.*)")
 _TASK_ENDED = re.compile(
@@ -189,6 +200,9 @@ class Printed:
         self.kills: dict[int, str] = {}
         self.ranks: dict[str, int] = {}  # of Ray's workers, by pid
         self.world = 0
+        self.failed = False  # a launcher says that some process has
+        self.absent: set[int] = set()
+        self._local: list[tuple[int, Ended]] = []  # by local rank
         self.remarks: dict[str, None] = {}
         self._block: dict[str, str] = {}
         self._root = False
@@ -206,7 +220,7 @@ class Printed:
         if one.opened is None:
             one.opened = self._opened(one, said)
         one.before = text
-        one.since += one.opened is None and not text.startswith(_OF_SUMMARY)
+        one.since += one.opened is None and not (said.timed or _NOT_OWN.match(text))
         if one.opened is None or one.opened.state == "after":
             self._note(one, said)
 
@@ -234,6 +248,8 @@ class Printed:
                 number = getattr(signal, ended["signal"] or "", 0)
                 self.ended.setdefault(int(ended["rank"]), Ended(int(ended["code"] or -number), opened.line, root=True))
             return
+        if absent := _MONITORED.search(raised.message):
+            self.absent |= {rank for one in absent["ranks"].split(", ") if (rank := int(one)) < MAX_RANKS}
         if opened.rank is not None and opened.rank < MAX_RANKS:
             one = self.heard.setdefault(opened.rank, Heard(opened.line))
         one.raised, one.since = [*one.raised[-_MOST_TRACEBACKS:], (opened, raised)], 0
@@ -242,6 +258,10 @@ class Printed:
         for one in list(self.heard.values()):
             self._close(one)
         self._end_block()
+        pids = {one.pid for one in self.ended.values()} - {0}
+        for rank, ended in self._local:
+            if ended.pid not in pids:
+                self.ended.setdefault(rank, ended)
 
     def _note(self, one: Heard, said: Said) -> None:
         text = said.text
@@ -261,9 +281,21 @@ class Printed:
         elif text.startswith(("[", "---", "===", "Root Cause")):
             self._end_block()
             self._root = text.startswith("Root Cause") or (self._root and not text.startswith("==="))
-        if found := _EXIT.search(text) or _DEEPSPEED.search(text):
-            pid = int(found.groupdict().get("pid") or 0)
-            self.ended.setdefault(int(found["rank"]), Ended(int(found["code"]), said.line, pid, root=True))
+        if found := _EXIT.search(text):
+            self._local.append((int(found["rank"]), Ended(int(found["code"]), said.line, int(found["pid"]), root=True)))
+        if found := _DEEPSPEED.search(text):
+            self.failed = True
+            self._remark(f"DeepSpeed: a process of its node ended with code {found['code']}", said.line)
+        if found := _IN_WORDS.search(said.line.text):
+            told = {name[0]: value for name, value in found.groupdict().items() if value and len(name) == 1}
+            kind, rank = next(iter(told.items()))
+            code = found.groupdict().get(f"{kind}_code")
+            number = -int(found["c_signal"]) if found["c_signal"] else int(code or 1)
+            if int(rank) < MAX_RANKS:
+                self.ended.setdefault(int(rank), Ended(number, said.line, root=True))
+        if found := _OF_CUDA.search(text):
+            head = Traceback(said.line, [text], False, said)
+            one.raised, one.since = [*one.raised, (head, RankException("RuntimeError", found["what"], 0.0))], 0
         if found := _TASK_ENDED.search(text):
             self._note_tasks(found, said.line)
         if found := _KERNEL_KILL.search(text):
@@ -286,6 +318,7 @@ class Printed:
         for one in self.heard.values():
             one.raised, one.groups, one.watchdog, one.opened = [], {}, None, None
         self.ended.clear()
+        self._local.clear()
 
     def _end_block(self) -> None:
         """One failure of torchrun's summary is complete."""
@@ -326,7 +359,7 @@ class Printed:
         if group:
             mine.called, mine.place = group["called"] or "", int(group["place"])
         if work and not mine.op:
-            mine.seq, mine.op, mine.ms = int(work["seq"]), work["op"] or "collective", int(work["ms"] or 0)
+            mine.seq, mine.op, mine.ms = int(work["seq"]), work["op"] or "", int(work["ms"] or 0)
             mine.size = int(work["size"]) if work["size"] else None
         if status:
             mine.queued, mine.done = int(status["queued"]), int(status["done"])

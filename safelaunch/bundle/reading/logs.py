@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec import structs
 
 from safelaunch.bundle.reading.guard import Found, Unreadable, cannot_be_read
-from safelaunch.bundle.reading.log_lines import MAX_RANKS, Signer, has_tasks, lines_of, rank_of_name
+from safelaunch.bundle.reading.log_lines import MAX_RANKS, Signer, has_tasks, lines_of, ranks_of_names
 from safelaunch.bundle.reading.log_reports import DEFAULT, OF_NCCL, OPS, UNNAMED, Heard, Printed
 from safelaunch.model import (
     UNKNOWN_SIZES,
@@ -38,19 +38,20 @@ def read_logs(paths: Sequence[Path], root: Path | None = None) -> Found:
     """
     job, count = Printed(), 0
     names = [str(path.relative_to(root)) if root is not None else path.name for path in paths]
+    whose = ranks_of_names(names)
     for path, name in zip(paths, names, strict=True):
         try:
-            count += _read(path, name, job)
+            count += _read(path, name, job, whose.get(name))
         except (OSError, EOFError, gzip.BadGzipFile) as error:
             raise cannot_be_read(error) if isinstance(error, OSError) else Unreadable("it is damaged") from error
     job.end()
     return _found(job, names, count)
 
 
-def _read(path: Path, name: str, job: Printed) -> int:
+def _read(path: Path, name: str, job: Printed, rank: int | None) -> int:
     lines = lines_of(path, name)
     ahead = list(islice(lines, 200))
-    known = Signer(rank_of_name(name), has_tasks([line.text for line in ahead if line is not None]))
+    known = Signer(rank, has_tasks([line.text for line in ahead if line is not None]))
     last = 0
     for line in chain(ahead, lines):
         if line is not None:
@@ -61,11 +62,12 @@ def _read(path: Path, name: str, job: Printed) -> int:
 
 def _found(job: Printed, names: Sequence[str], count: int) -> Found:
     ranks, signed = _by_rank(job)
-    world = max([job.world, *(rank + 1 for rank in ranks), *(rank + 1 for rank in job.ended)], default=0)
+    seen = {*ranks, *job.ended, *job.absent}
+    world = max([job.world, *(rank + 1 for rank in seen)], default=0)
     files: dict[str, str] = {}
     _name_groups(ranks)
     groups = _groups(ranks)
-    evidence = [_rank(rank, ranks.get(rank), job, groups, files) for rank in sorted({*ranks, *job.ended})]
+    evidence = [_rank(rank, ranks.get(rank), job, groups, files) for rank in sorted(seen)]
     failed = any(
         one.exception or one.flight_record or (one.exit and one.exit.returncode and one.exit.before_close)
         for one in evidence
@@ -73,7 +75,7 @@ def _found(job: Printed, names: Sequence[str], count: int) -> Found:
     what, remarks = f"{'a log' if len(names) == 1 else f'{len(names)} logs'} of {count} lines", tuple(job.remarks)
     if not failed:
         return Found(what, Evidence("crash", max(world, 1), ()), remarks=remarks)
-    missing = tuple(rank for rank in range(world) if rank not in ranks and rank not in job.ended)
+    missing = tuple(rank for rank in range(world) if rank not in seen)
     outcome: Outcome = (
         "hang" if any(one.flight_record for one in evidence) and not any(map(_failed, evidence)) else "crash"
     )
@@ -141,7 +143,7 @@ def _give(unsigned: Heard, found: dict[int, Heard], job: Printed) -> set[int]:
     known = {rank for rank, one in found.items() if one.raised}
     failed = [rank for rank, one in job.ended.items() if one.code == 1 and rank not in known]
     failed.sort(key=lambda rank: (not job.ended[rank].root, rank))
-    if not failed and not job.ended and unsigned.uncaught and not known:
+    if not failed and not job.ended and not known and unsigned.uncaught(ended=job.failed):
         failed = [0]
     distinct = {(one.type, one.message, one.frames): (opened, one) for opened, one in unsigned.raised}
     own = {next(iter(told)): pair for pair in distinct.values() if (told := fingerprints(pair[1].message))}
@@ -210,8 +212,9 @@ def _rank(
         files[f"{folder}/log_tail.txt"] = (unsigned.telling or unsigned.last or unsigned.first).where
     if heard is not None:
         files.setdefault(f"{folder}/log_tail.txt", (heard.telling or heard.last or heard.first).where)
-        if heard.uncaught is not None:
-            opened, exception = heard.uncaught
+        last = heard.uncaught(ended=ended is not None or job.failed)
+        if last is not None:
+            opened, exception = last
             files[f"{folder}/exception.json"] = opened.line.where
         if heard.watchdog is not None:
             record = _record(heard, groups)

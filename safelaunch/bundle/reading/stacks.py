@@ -1,6 +1,6 @@
 """Reads stacks that people have saved or pasted: what ``py-spy dump`` (text, ``--json``) and ``faulthandler`` print.
 
-A file may hold those of one rank or of all; a name that ends in a number is that of the rank. The rank of others is
+A file may hold those of one rank or of all; its name may say which rank that is. The rank of others is
 ``--local-rank`` of their command, else their place in the order of the files, which is said.
 """
 
@@ -17,7 +17,7 @@ import msgspec
 from msgspec import structs
 
 from safelaunch.bundle.reading.guard import Found, Unreadable, read_limited
-from safelaunch.bundle.reading.log_lines import rank_of_name
+from safelaunch.bundle.reading.log_lines import ranks_of_names
 from safelaunch.model import Evidence, Frame, ProcessEvidence, RankEvidence, StackSample, Thread
 from safelaunch.system.decoding import from_json
 
@@ -84,12 +84,13 @@ def read_stacks(paths: Sequence[Path], root: Path | None = None, *, only_named: 
     ranks: dict[int, RankEvidence] = {}
     files: dict[str, str] = {}
     numbered = False
+    whose = ranks_of_names([path.name for path in paths])
     for path in paths:
         try:
             processes = [one for one in _processes(read_limited(path, MOST_BYTES)) if any(f for _, f in one.threads)]
         except Unreadable:
             continue
-        named = rank_of_name(path.name) if len(processes) == 1 else None
+        named = whose.get(path.name) if len(processes) == 1 else None
         for one in processes:
             told = _LOCAL_RANK.search(one.command)
             rank = named if named is not None else int(told["rank"]) if told else None
