@@ -21,7 +21,7 @@ from safelaunch.supervise.looks import Looks, Starvation
 from safelaunch.supervise.respond import ADVANCED, STEP_S, Incident, JobView, look
 from safelaunch.supervise.watch.job import Glance
 from safelaunch.supervise.watch.rhythm import Threshold
-from safelaunch.supervise.watch.stall import Found, Stall, ends_after_s, suspect_after_s
+from safelaunch.supervise.watch.stall import Found, Stall, ends_after_s, idle_s, suspect_after_s
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
 
@@ -271,8 +271,10 @@ class StallCase:
         return replace(judged, found="alive") if stepped else judged
 
     def _is_at_limit(self, stall: Stall, judged: Judged) -> bool:
-        limit_s = ends_after_s(self._watch.policy, stall, judged.answer, judged.limits)
-        return limit_s is not None and time.monotonic() - stall.mark_s >= limit_s
+        watch = self._watch
+        limit_s = ends_after_s(watch.policy, stall, judged.answer, judged.limits)
+        without_s = idle_s(watch.state, watch.policy, stall, judged.answer, time.monotonic())
+        return limit_s is not None and without_s >= limit_s
 
     # --- what follows -----------------------------------------------------------------------------------------------
 

@@ -256,6 +256,16 @@ def test_a_never_stepped_rank_that_works_is_given_up_at_the_users_limit_alone() 
     assert job.events[-1] == (360.0, "hang")
 
 
+def test_the_users_threshold_counts_from_when_the_job_was_last_seen_to_work() -> None:
+    """On a starved machine it may get to its work between two looks only."""
+    job = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive" if now < 60 else "unknown", GIVEN)
+    worked = [at for at, kind in job.until(400) if kind == "undecided" and at < 60]
+    assert job.events[-1][1] == "hang"
+    assert 30.0 <= job.events[-1][0] - worked[-1] < 40.0
+    learned = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive" if now < 60 else "unknown")
+    assert learned.until(400)[-1] == (370.0, "hang")
+
+
 def test_short_pauses_do_not_hide_another_ranks_hang() -> None:
     """Rank 0 pauses briefly again and again, and steps between; rank 1 stands."""
 

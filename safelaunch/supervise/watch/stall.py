@@ -91,6 +91,7 @@ class State(msgspec.Struct, frozen=True):
     covers: frozenset[tuple[int, float]] = frozenset()
     excused: bool = False
     proved_mark_s: float = 0.0  # the slowest rank's mark since when an early look has proved the job dead
+    worked_s: float = 0.0  # when a closer look last saw the job work
     due_s: float = 0.0  # when the slowest rank is suspected unless it marks progress; 0: nobody is judged
 
 
@@ -230,6 +231,14 @@ def ends_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -
     return max(limit_s, limits.abort_s or 0.0)
 
 
+def idle_s(state: State, policy: Policy, stall: Stall, answer: Answer, now: float) -> float:
+    """How long the job has gone without progress. The user's threshold, without a proof, is that of a job that was not
+    seen to work either: on a starved machine, it may be between two looks only.
+    """
+    worked = state.worked_s if answer == "unknown" and policy.is_given(stall) else 0.0
+    return now - max(stall.mark_s, worked)
+
+
 def suspect_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -> float | None:
     """When a bundle of the job that continues is due; None: never, as the user's threshold decides."""
     if policy.is_given(stall):
@@ -262,11 +271,12 @@ def conclude(
         return State(base_s=now, last_tick_s=now), Event("clock-restarted", stall)
     if stall.proved and found != "dead":  # the ordinary threshold counts again
         return replace(state, status=Status.WATCHING, proved_mark_s=0.0), None
-    limit = ends_after_s(policy, stall, found, limits)
-    if limit is not None and now - stall.mark_s >= limit:
+    state = replace(state, worked_s=now) if found == "alive" else state
+    limit, without_s = ends_after_s(policy, stall, found, limits), idle_s(state, policy, stall, found, now)
+    if limit is not None and without_s >= limit:
         return replace(state, status=Status.HUNG), Event("hang", stall)
     wait = look_again_after_s(policy, stall, now)
     for due in (limit, suspect_after_s(policy, stall, found, limits)):
-        if due is not None and now - stall.mark_s < due:
-            wait = min(wait, max(0.0, stall.mark_s + due - now - policy.confirm_s))
+        if due is not None and without_s < due:
+            wait = min(wait, max(0.0, due - without_s - policy.confirm_s))
     return replace(state, status=Status.UNDECIDED, look_again_s=now + wait), Event("undecided", stall)
