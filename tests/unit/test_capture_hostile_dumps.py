@@ -20,6 +20,7 @@ from test_bundle_reading import dumps, mismatching
 from test_capture_flight_recorder import GLOO, GLOO_ENTRY, NCCL, as_json
 
 from safelaunch.bundle.reading import locate
+from safelaunch.bundle.reading.guard import Bounds, TooMuch, in_child
 from safelaunch.capture.flight_dump import MAX_RANKS, parse_json, parse_pickle, record_of
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.system.errors import CaptureError
@@ -91,14 +92,21 @@ def test_any_value_in_any_place_of_a_json(data: st.DataObject, dump: dict[str, A
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), dump=dumps_of_both)
 def test_any_bytes_of_a_pickle(data: st.DataObject, dump: dict[str, Any]) -> None:
-    """In this process: what the unpickler itself falls over is left to the child that reads a stranger's files."""
+    """In a child, as a stranger's files are read: bytes may be found over which the unpickler itself falls."""
     written = bytearray(pickle.dumps(dump, protocol=2))
     at = data.draw(st.integers(0, len(written) - 1))
     written[at : at + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=3))
     if b"r" in written[at : at + 3] or b"j" in written[at : at + 3]:
         return  # a memo of any size
     try:
-        record = parse_pickle(bytes(written))
+        in_child(lambda: _read_and_judge(bytes(written)), Bounds(512 << 20, cpu_s=20))
+    except TooMuch as error:
+        assert "internal error" not in error.message, error.message
+
+
+def _read_and_judge(written: bytes) -> None:
+    try:
+        record = parse_pickle(written)
     except (CaptureError, MemoryError):
         return
     judged(record)
