@@ -280,7 +280,9 @@ def scribbling(address: Address, prefix: str, value: Callable[[int], bytes]) -> 
         thread.join()
 
 
-@pytest.mark.parametrize("size", [40, 5000], ids=["small", "too large to compare"])
+@pytest.mark.parametrize(
+    "size", [pytest.param(40, id="small"), pytest.param(5000, id="too large to compare", marks=pytest.mark.rare)]
+)
 def test_a_stranger_cannot_separate_nodes_that_have_a_key(
     address: Address,
     prefix: str,
