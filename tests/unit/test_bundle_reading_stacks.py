@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,6 +95,18 @@ def test_where_a_process_ended_is_no_place_where_it_stands(tmp_path: Path) -> No
     path = tmp_path / "job.log"
     path.write_text(handled(STANDS, head="Fatal Python error: Segmentation fault\n"))
     assert not locate.read(path).evidence.ranks
+
+
+def test_the_threads_beside_the_one_that_ended_a_process(tmp_path: Path) -> None:
+    script = "import ctypes, threading as t; one = t.Thread(target=ctypes.string_at, args=[0]); one.start(); one.join()"
+    ended = subprocess.run([sys.executable, "-X", "faulthandler", "-c", script], stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == -signal.SIGSEGV
+    assert ended.stderr.index("Current thread") < ended.stderr.index("\nThread")
+    path = tmp_path / "job.log"
+    path.write_text(ended.stderr)
+    assert not locate.read(path).evidence.ranks
+    path.write_text(ended.stderr + "".join(handled(STANDS if rank == 1 else WAITS) for rank in range(3)))
+    assert told(locate.read(path))[1] == [(1, 6)]
 
 
 def test_beside_a_log_only_stacks_that_name_their_rank_count(tmp_path: Path) -> None:

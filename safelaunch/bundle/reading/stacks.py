@@ -24,7 +24,7 @@ from safelaunch.system.decoding import from_json
 MOST_BYTES, MOST_RANKS = 64 << 20, 1 << 16
 _PROCESS = re.compile(r"Process (?P<pid>\d{1,9}): (?P<command>.*)")
 _THREAD = re.compile(r'Thread (?P<tid>0x[0-9A-Fa-f]+|\d+) \([\w+]+\)(?:: "(?P<name>.*)")?$')
-_OF_FAULTHANDLER = re.compile(r"(?P<current>Current thread|Thread) 0x[0-9a-f]+(?: \[.*\])? \(most recent call first\):")
+_OF_FAULTHANDLER = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[.*\])? \(most recent call first\):")
 _FRAME = re.compile(r"\s+(?P<function>\S.*) \((?P<file>.+):(?P<line>\d{1,9})\)$")
 _FRAME_OF_FAULTHANDLER = re.compile(r'\s+File "(?P<file>.+)", line (?P<line>\d{1,9}) in (?P<function>.+)$')
 _LOCAL_RANK = re.compile(r"--local[-_]rank[= ](?P<rank>\d{1,6})")
@@ -66,6 +66,7 @@ class _SpiedThread(msgspec.Struct):
 class _Process:
     pid: int = 0
     command: str = ""
+    ended: bool = False  # its stacks are where it ended, not where it stands
     threads: list[tuple[str, list[Frame]]] = field(default_factory=list)  # name, frames: innermost first
 
     def sample(self, pid: int) -> StackSample:
@@ -87,9 +88,10 @@ def read_stacks(paths: Sequence[Path], root: Path | None = None, *, only_named: 
     whose = ranks_of_names([path.name for path in paths])
     for path in paths:
         try:
-            processes = [one for one in _processes(read_limited(path, MOST_BYTES)) if any(f for _, f in one.threads)]
+            seen = _processes(read_limited(path, MOST_BYTES))
         except Unreadable:
             continue
+        processes = [one for one in seen if not one.ended and any(frames for _, frames in one.threads)]
         named = whose.get(path.name) if len(processes) == 1 else None
         for one in processes:
             told = _LOCAL_RANK.search(one.command)
@@ -147,20 +149,18 @@ def _of_json(threads: Sequence[_SpiedThread]) -> Iterator[_Process]:
 
 def _of_text(lines: Sequence[str]) -> Iterator[_Process]:
     process: _Process | None = None
-    fatal = False  # what follows is where a process ended, not where it stands
     for line in lines:
         if line.startswith("Fatal Python error"):
-            fatal = True
+            yield from [process] if process is not None else []
+            process = _Process(ended=True)
         elif begin := _PROCESS.match(line):
             yield from [process] if process is not None else []
             process = _Process(int(begin["pid"]), begin["command"])
-        elif found := _OF_FAULTHANDLER.search(line):
+        elif _OF_FAULTHANDLER.search(line):
             if process is None or _is_complete(process):
                 yield from [process] if process is not None else []
-                process = None if fatal else _Process()
-            if process is not None:
-                process.threads.append(("", []))
-            fatal = fatal and not found["current"].startswith("Current")
+                process = _Process()
+            process.threads.append(("", []))
         elif process is not None and (found := _THREAD.match(line)):
             process.threads.append((found["name"] or "", []))
         elif process is not None and process.threads:
