@@ -27,6 +27,7 @@ def watch(run_dir: str, role: str) -> None:
     The thread waits in ``read`` without the GIL. ``role``: ``layout.AGENT_ROLE`` for the parent of all ranks.
     """
     import _thread
+    import atexit
     import signal
 
     keepers = _open(run_dir, layout.KEEPERS, os.O_RDWR)
@@ -39,6 +40,7 @@ def watch(run_dir: str, role: str) -> None:
         _thread.start_new_thread(_wait, (life, run_dir, role))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    atexit.register(_leave, run_dir)
 
 
 @log.guarded
@@ -93,6 +95,27 @@ def _wait(life: int, run_dir: str, role: str) -> None:
             deadline = monotonic() + GUARDIAN_ENDS_S
             sleep(GUARDIAN_STARTS_S)
         sleep(0.1)
+
+
+@log.guarded
+def _leave(run_dir: str) -> None:
+    """Waits at this process's exit until the thread in ``_wait`` has found or started a guardian.
+
+    A guardian that is killed just after it has told this process to end leaves nobody else who would end the orphans.
+    """
+    life = _open(run_dir, layout.LIFE, os.O_RDONLY | os.O_NONBLOCK)
+    if life < 0:
+        return  # the job's end is being or has been seen to
+    try:
+        os.read(life, 1)
+    except BlockingIOError:
+        return  # the supervisor lives
+    finally:
+        os.close(life)
+    rescue, members = os.path.join(run_dir, layout.RESCUE), os.path.join(run_dir, layout.MEMBERS)
+    deadline = monotonic() + GUARDIAN_STARTS_S
+    while os.path.exists(rescue) and not _is_guarded(members) and monotonic() < deadline:
+        sleep(0.05)
 
 
 def _is_guarded(members: str) -> bool:

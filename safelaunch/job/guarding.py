@@ -254,8 +254,9 @@ def rescue(root: str) -> NoReturn:
     remains = Remains(run)
     if remains.group is not None and not remains.group.leave():
         remains.group = None  # otherwise we would kill ourselves first
-    if remains.group is None and os.environ.get(layout.GUARDIAN_STARTER) == layout.AGENT_ROLE and starter is not None:
-        _end_below(starter, remains)
+    is_below_agent = os.environ.get(layout.GUARDIAN_STARTER) == layout.AGENT_ROLE
+    if remains.group is None and is_below_agent and starter is not None and starter == remains.agent:
+        _end_below(starter, remains)  # an agent that has just ended would have left us to a stranger
     process.end_all(remains.agent, remains.find, grace_s=GRACE_S, kill=_kill_of(remains))
     _clean_up(run.root, remains.group)
     os._exit(0)

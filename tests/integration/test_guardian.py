@@ -164,6 +164,16 @@ def test_supervisor_and_guardian_killed_at_once(tmp_path: Path, group: bool) -> 
         until_nothing_is_left(job)
 
 
+def test_guardian_killed_when_it_has_told_torchrun_to_end(tmp_path: Path) -> None:
+    """torchrun, which is leaving, does not leave its ranks' relatives without a guardian."""
+    with Job(kin(tmp_path, "session"), tmp_path, interpreter=without_group()) as job:
+        started(job)
+        agent = agent_of(job)
+        kill([job.process.pid, guardian_of(job)])
+        os.kill(agent, signal.SIGTERM)
+        until_nothing_is_left(job)
+
+
 def test_supervisor_guardian_and_torchrun_killed_at_once(tmp_path: Path) -> None:
     """Nobody is left to end the ranks but the kernel."""
     with Job(kin(tmp_path, "plain"), tmp_path) as job:
