@@ -15,6 +15,7 @@ from . import layout, log
 F_SETSIG = 10
 SIGKILL, SIGTERM = 9, 15  # importing signal costs a rank 2 ms
 PR_SET_CHILD_SUBREAPER = 36
+PF_EXITING = 0x4  # in the flags of /proc/PID/stat
 GUARDIAN_STARTS_S = 5.0
 TRIES = 30
 GUARDIAN_ENDS_S = 20.0  # longest time a live guardian takes: SIGTERM, 5 s, SIGKILL, 5 s
@@ -99,19 +100,10 @@ def _wait(life: int, run_dir: str, role: str) -> None:
 
 @log.guarded
 def _leave(run_dir: str) -> None:
-    """Waits at this process's exit until the thread in ``_wait`` has found or started a guardian.
+    """Waits at this process's exit until somebody guards the job, if need be a guardian that ``_wait`` starts.
 
     A guardian that is killed just after it has told this process to end leaves nobody else who would end the orphans.
     """
-    life = _open(run_dir, layout.LIFE, os.O_RDONLY | os.O_NONBLOCK)
-    if life < 0:
-        return  # the job's end is being or has been seen to
-    try:
-        os.read(life, 1)
-    except BlockingIOError:
-        return  # the supervisor lives
-    finally:
-        os.close(life)
     rescue, members = os.path.join(run_dir, layout.RESCUE), os.path.join(run_dir, layout.MEMBERS)
     deadline = monotonic() + GUARDIAN_STARTS_S
     while os.path.exists(rescue) and not _is_guarded(members) and monotonic() < deadline:
@@ -135,12 +127,14 @@ def _noted(members: str, what: str) -> list[str]:
 
 
 def _lives(pid: str, start_ticks: str) -> bool:
+    """Whether it is that process. One that has been killed may take a moment to go, and does nothing more."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
     except OSError:
         return False
-    return fields[19] == start_ticks and fields[0] not in "ZX"
+    is_killed = int(fields[6]) & PF_EXITING or int(fields[28]) >> (SIGKILL - 1) & 1
+    return fields[19] == start_ticks and fields[0] not in "ZX" and not is_killed
 
 
 def _start_guardian(rescue: str, members: str, role: str) -> None:

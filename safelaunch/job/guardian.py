@@ -21,7 +21,8 @@ safelaunch, the guardian and torchrun  ranks, by the kernel           ranks, by 
 =====================================  =============================  =================================================
 
 (1) Except a process with a new session and environment that lost its parents less than 0.25 s before: it is unseen.
-Under ``exec``, the beacon of a rank that imported torch acts in place of torchrun's.
+A guardian that is killed while it ends a job, after torchrun has gone, leaves what it has not ended yet. Under
+``exec``, the beacon of a rank that imported torch acts in place of torchrun's.
 
 ``pkill safelaunch`` and ``pkill -f safelaunch`` do not match the guardian, which has another name.
 """

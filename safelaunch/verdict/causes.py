@@ -305,7 +305,8 @@ AFTER_THE_END = _sub_case(
     "The training had ended: a `dist.barrier()` before `destroy_process_group()` avoids it (PyTorch issue 190489)."
 )
 FATAL_SIGNAL = _sub_case(
-    "The rank's `fault.txt` has the stack of every thread; `safelaunch doctor` shows whether `/dev/shm` is full."
+    "What faulthandler printed (`fault.txt` in a bundle) has the stack of every thread; `safelaunch doctor` shows "
+    "whether `/dev/shm` is full."
 )
 _GRADIENT_MISSING = _sub_case(
     "Make every parameter contribute to the loss, or freeze what is not trained (`requires_grad_(False)` before "

@@ -115,7 +115,7 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
         victims=format_ranks(victims),
         evidence=_distinct((*finding.claims, *nccl_witness.claims(facts.evidence), *version_claims(facts.evidence))),
         ruled_out=(*ruled_out, *finding.ruled_out, *nccl_witness.ruled_out(facts.evidence)),
-        missing=(*_missing(facts), *_lost(facts, finding)),
+        missing=(*_missing(facts, named), *_lost(facts, finding)),
         suggestions=suggestions,
         nodes=finding.nodes if finding.nodes or len(facts.evidence.nodes) > 1 else msgspec.UNSET,
         doubts=tuple(dict.fromkeys(doubt.why for doubt in doubts)),
@@ -148,11 +148,13 @@ def _distinct(claims: tuple[Claim, ...], limit: int = 24) -> tuple[Claim, ...]:
     return tuple(dict.fromkeys(claims))[:limit]
 
 
-def _missing(facts: Facts) -> Iterator[str]:
+def _missing(facts: Facts, named: Collection[int]) -> Iterator[str]:
     """What was not seen, rank by rank: the verdict is only as good as that."""
     if facts.unseen:
         yield f"ranks not seen: {format_ranks(set(facts.unseen))}"
     if facts.evidence.printed is not None:
+        if not {*facts.evidence.printed}.issuperset(named):
+            yield "whose lines these are: no prefix and no launcher says it"
         return
     if has_no_steps(facts.evidence):
         yield "steps: safelaunch did not start this job"

@@ -271,7 +271,8 @@ def _killed_condition(rank: RankEvidence) -> Condition:
     """By a signal: faulthandler's stack says where it came; for SIGKILL the kernel says whether it was for memory."""
     assert rank.exit is not None
     number = -rank.exit.returncode
-    claims, said, frame = [_claim_of_status(rank)], "", None
+    by_itself = rank.fatal is not None and not rank.beacon  # no launcher says more than its own last words
+    claims, said, frame = [] if by_itself else [_claim_of_status(rank)], "", None
     advice: set[Advice] = {FATAL_SIGNAL} if number not in (signal.SIGKILL, signal.SIGTERM) else set()
     doubts: tuple[Doubt, ...] = ()
     within = aborted_in(rank)

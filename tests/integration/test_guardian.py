@@ -73,6 +73,13 @@ def kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def kill_at_once(job: Job) -> None:
+    """Kills supervisor and guardian. The guardian is stopped first: this process may wait long between two kills."""
+    guardian = guardian_of(job)
+    os.kill(guardian, signal.SIGSTOP)
+    kill([job.process.pid, guardian])
+
+
 def until_no_process_is_left(job: Job, patience_s: float = 90.0) -> None:
     deadline = time.monotonic() + patience_s
     while (left := {*job.pids(), *holders(job)} - {job.process.pid}) and time.monotonic() < deadline:
@@ -160,7 +167,7 @@ def test_supervisor_and_guardian_killed_at_once(tmp_path: Path, group: bool) -> 
     kind = "wiped" if group and may_have_a_group() else "session"
     with Job(kin(tmp_path, kind), tmp_path, interpreter=() if group else without_group()) as job:
         started(job)
-        kill([job.process.pid, guardian_of(job)])
+        kill_at_once(job)
         until_nothing_is_left(job)
 
 
@@ -169,7 +176,7 @@ def test_guardian_killed_when_it_has_told_torchrun_to_end(tmp_path: Path) -> Non
     with Job(kin(tmp_path, "session"), tmp_path, interpreter=without_group()) as job:
         started(job)
         agent = agent_of(job)
-        kill([job.process.pid, guardian_of(job)])
+        kill_at_once(job)
         os.kill(agent, signal.SIGTERM)
         until_nothing_is_left(job)
 

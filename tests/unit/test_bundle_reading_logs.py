@@ -426,3 +426,43 @@ ValueError: bad
 """
     verdict = verdict_of(text, tmp_path)
     assert (*named(verdict), verdict.culprits[0].frame.line) == ("rank-exception", [0], 41)  # type: ignore[union-attr]
+
+
+CRASH = """step 5
+Fatal Python error: Segmentation fault
+
+Thread 0x00007f3a1c0f9740 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+
+Current thread 0x00007f3a2d7f8740 (most recent call first):
+  File "/home/u/train.py", line 12 in step
+  File "/home/u/train.py", line 30 in <module>
+
+Extension modules: numpy, torch._C (total: 20)
+"""
+
+
+@pytest.mark.parametrize(("prefix", "rank", "sure"), [("[rank3]: ", 3, True), ("", 0, False)])
+def test_a_log_that_ends_with_what_faulthandler_prints(tmp_path: Path, prefix: str, rank: int, sure: bool) -> None:
+    path = tmp_path / "job.log"
+    path.write_text("".join(prefix + line for line in CRASH.splitlines(keepends=True)))
+    verdict = diagnose(read_logs([path]).evidence)
+    culprit = verdict.culprits[0]
+    assert (verdict.cause, culprit.rank, culprit.frame.line) == ("rank-killed", rank, 12)
+    assert "SIGSEGV" in verdict.summary and not any("exit status" in str(claim) for claim in verdict.evidence)
+    assert any("whose lines" in text for text in verdict.missing) != sure
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_who_goes_on_after_a_crash_was_not_the_one_that_crashed(tmp_path: Path, goes_on: bool) -> None:
+    path = tmp_path / "job.log"
+    path.write_text("world_size: 2\n" + CRASH + "epoch 4\nepoch 5\n" * goes_on)
+    assert bool(read_logs([path]).evidence.ranks) != goes_on
+
+
+def test_the_stack_of_the_one_that_a_launcher_saw_crash(tmp_path: Path) -> None:
+    path = tmp_path / "job.log"
+    ended = "E1126 torch/elastic/multiprocessing/api.py:9] failed (exitcode: -11) local_rank: 1 (pid: 77) of binary: py"
+    path.write_text(CRASH + ended + "\n")
+    culprit = diagnose(read_logs([path]).evidence).culprits[0]
+    assert (culprit.rank, culprit.frame.line) == (1, 12)

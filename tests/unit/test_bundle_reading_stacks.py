@@ -94,7 +94,7 @@ def test_what_faulthandler_prints(tmp_path: Path) -> None:
 def test_where_a_process_ended_is_no_place_where_it_stands(tmp_path: Path) -> None:
     path = tmp_path / "job.log"
     path.write_text(handled(STANDS, head="Fatal Python error: Segmentation fault\n"))
-    assert not locate.read(path).evidence.ranks
+    assert told(locate.read(path))[0] == "rank-killed"
 
 
 def test_the_threads_beside_the_one_that_ended_a_process(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_the_threads_beside_the_one_that_ended_a_process(tmp_path: Path) -> None
     assert ended.stderr.index("Current thread") < ended.stderr.index("\nThread")
     path = tmp_path / "job.log"
     path.write_text(ended.stderr)
-    assert not locate.read(path).evidence.ranks
+    assert told(locate.read(path))[0] == "rank-killed"
     path.write_text(ended.stderr + "".join(handled(STANDS if rank == 1 else WAITS) for rank in range(3)))
     assert told(locate.read(path))[1] == [(1, 6)]
 

@@ -96,6 +96,39 @@ class Traceback:
         return RankException(error["type"], message, at_s, found.frames, "\n".join(self.lines))
 
 
+_FATAL = "Fatal Python error: "
+_CURRENT = "Current thread"
+_OF_A_FATAL = re.compile(r"\s|$|Current thread|Thread 0x|Extension modules:|Python runtime state:|<")
+_NAMES = {
+    "Segmentation fault": signal.SIGSEGV, "Bus error": signal.SIGBUS, "Illegal instruction": signal.SIGILL,
+    "Floating point exception": signal.SIGFPE, "Floating-point exception": signal.SIGFPE,
+}  # fmt: skip
+
+
+@dataclass
+class Crash:
+    """What faulthandler, or the interpreter itself, printed at a fatal signal: one thread of it is the current one.
+
+    ``since``: lines that came after it.
+    """
+
+    line: Line
+    lines: list[str]
+    since: int = 0
+
+    @property
+    def signal(self) -> int:
+        """The interpreter ends itself with SIGABRT, whatever else it says."""
+        return _NAMES.get(self.lines[0].removeprefix(_FATAL).strip(), signal.SIGABRT)
+
+    def take(self, text: str, *, own: bool) -> None:
+        is_next = text.startswith(_CURRENT) and any(line.startswith(_CURRENT) for line in self.lines)
+        if not (self.since or is_next) and _OF_A_FATAL.match(text) and len(self.lines) < _MOST_LINES:
+            self.lines.append(text)
+        else:
+            self.since += own
+
+
 _WORK = re.compile(
     r"WorkNCCL\(SeqNum=(?P<seq>\d+)(?:, OpType=(?P<op>\w+))?(?:, NumelIn=(?P<size>\d+))?(?:, NumelOut=\d+)?"
     r"(?:, Timeout\(ms\)=(?P<ms>\d+))?"
@@ -147,11 +180,17 @@ class Heard:
     opened: Traceback | None = None
     before: str = ""
     since: int = 0  # lines since the newest traceback: whoever goes on printing has caught the exception
+    crashes: list[Crash] = field(default_factory=list)
 
     def uncaught(self, *, ended: bool) -> tuple[Traceback, RankException] | None:
         """``ended``: something else says that its process has failed."""
         most = _MOST_SINCE if ended else _FEW
         return self.raised[-1] if self.raised and self.since <= most else None
+
+    def crashed(self, *, ended: bool) -> Crash | None:
+        """What faulthandler printed at its end. What it prints of a child is no end: the parent goes on."""
+        most = _MOST_SINCE if ended else _FEW
+        return self.crashes[-1] if self.crashes and self.crashes[-1].since <= most else None
 
 
 _EXIT = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+) \(pid: (?P<pid>\d+)\)")
@@ -220,7 +259,12 @@ class Printed:
         if one.opened is None:
             one.opened = self._opened(one, said)
         one.before = text
-        one.since += one.opened is None and not (said.timed or _NOT_OWN.match(text))
+        own = one.opened is None and not (said.timed or _NOT_OWN.match(text))
+        one.since += own
+        if text.startswith(_FATAL):
+            one.crashes = [*one.crashes[-_FEW:], Crash(said.line, [text])]
+        elif one.crashes:
+            one.crashes[-1].take(text, own=own)
         if one.opened is None or one.opened.state == "after":
             self._note(one, said)
 
@@ -316,7 +360,7 @@ class Printed:
     def _begin_anew(self) -> None:
         """torchrun starts the ranks again: what ended them before did not end the job."""
         for one in self.heard.values():
-            one.raised, one.groups, one.watchdog, one.opened = [], {}, None, None
+            one.raised, one.crashes, one.groups, one.watchdog, one.opened = [], [], {}, None, None
         self.ended.clear()
         self._local.clear()
 

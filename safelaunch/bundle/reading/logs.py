@@ -14,7 +14,8 @@ from msgspec import structs
 
 from safelaunch.bundle.reading.guard import Found, Unreadable, cannot_be_read
 from safelaunch.bundle.reading.log_lines import MAX_RANKS, Signer, has_tasks, lines_of, ranks_of_names
-from safelaunch.bundle.reading.log_reports import DEFAULT, OF_NCCL, OPS, UNNAMED, Heard, Printed
+from safelaunch.bundle.reading.log_reports import DEFAULT, OF_NCCL, OPS, UNNAMED, Ended, Heard, Printed
+from safelaunch.capture.last_words import parse_fatal
 from safelaunch.model import (
     UNKNOWN_SIZES,
     Collective,
@@ -62,6 +63,10 @@ def _read(path: Path, name: str, job: Printed, rank: int | None) -> int:
 
 def _found(job: Printed, names: Sequence[str], count: int) -> Found:
     ranks, signed = _by_rank(job)
+    for rank, heard in ranks.items():
+        crash = heard.crashed(ended=False)
+        if crash is not None and heard.uncaught(ended=False) is None:
+            job.ended.setdefault(rank, Ended(-crash.signal, crash.line, root=True))
     seen = {*ranks, *job.ended, *job.absent}
     world = max([job.world, *(rank + 1 for rank in seen)], default=0)
     files: dict[str, str] = {}
@@ -145,6 +150,11 @@ def _give(unsigned: Heard, found: dict[int, Heard], job: Printed) -> set[int]:
     failed.sort(key=lambda rank: (not job.ended[rank].root, rank))
     if not failed and not job.ended and not known and unsigned.uncaught(ended=job.failed):
         failed = [0]
+    crashed = [rank for rank, one in job.ended.items() if one.code < 0 and one.root]
+    if not job.ended and not known and unsigned.crashed(ended=job.failed):
+        crashed = [0]
+    if len(crashed) == len(unsigned.crashes) == 1:
+        found.setdefault(crashed[0], Heard(unsigned.crashes[0].line)).crashes += unsigned.crashes
     distinct = {(one.type, one.message, one.frames): (opened, one) for opened, one in unsigned.raised}
     own = {next(iter(told)): pair for pair in distinct.values() if (told := fingerprints(pair[1].message))}
     errors = sorted(  # who ends, prints last
@@ -204,7 +214,7 @@ def _rank(
     rank: int, heard: Heard | None, job: Printed, groups: dict[str, tuple[int, ...]], files: dict[str, str]
 ) -> RankEvidence:
     ended, folder = job.ended.get(rank), f"ranks/{rank}"
-    exception = record = log = None
+    exception = record = log = fatal = None
     tail = heard.tail if heard is not None else ()
     unsigned = job.heard.get(None)
     if ended is not None and ended.code < 0 and unsigned is not None:
@@ -216,6 +226,10 @@ def _rank(
         if last is not None:
             opened, exception = last
             files[f"{folder}/exception.json"] = opened.line.where
+        crash = heard.crashed(ended=ended is not None)
+        if crash is not None and ended is not None and ended.code == -crash.signal:
+            fatal = parse_fatal("\n".join(crash.lines))
+            files[f"{folder}/fault.txt"] = crash.line.where
         if heard.watchdog is not None:
             record = _record(heard, groups)
             files[f"{folder}/flight_recorder.json"] = heard.watchdog.where
@@ -233,6 +247,7 @@ def _rank(
         pid=ended.pid if ended is not None else 0,
         flight_record=record,
         exception=exception,
+        fatal=fatal,
         exit=exit_,
         beacon=False,
         log_tail="\n".join(tail),
