@@ -24,7 +24,7 @@ from safelaunch.verdict.reading.failures import last_abort
             "a C++ exception that nothing caught",
         ),
         ("terminate called without an active exception\n", "without an active", "a C++ exception that nothing caught"),
-        ("step 5\nFatal Python error: Segmentation fault\n", "Segmentation fault", "the interpreter itself"),
+        ("step 5\nFatal Python error: none_dealloc: fatal\n", "none_dealloc", "the interpreter itself"),
         ("step 5\nfree(): invalid pointer\n", "free(): invalid pointer", "the heap was corrupted"),
         ("double free or corruption (!prev)\n", "double free", "the heap was corrupted"),
         ("*** stack smashing detected ***: terminated\n", "stack smashing", "past the end of a buffer"),
@@ -39,6 +39,15 @@ def test_last_words(log: str, words: str, means: str) -> None:
     assert words in found.words and means in found.means
 
 
-@pytest.mark.parametrize("log", ["", "loss 0.5\n", "what is free: malloc_stats()\n", "free(): x\n" + "step\n" * 60])
+@pytest.mark.parametrize(
+    "log",
+    [
+        "",
+        "loss 0.5\n",
+        "Fatal Python error: Bus error\n",
+        "what is free: malloc_stats()\n",
+        "free(): x\n" + "step\n" * 60,
+    ],
+)
 def test_no_last_words(log: str) -> None:
     assert last_abort(log) is None

@@ -263,7 +263,10 @@ _ABORTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"std::bad_alloc|DefaultCPUAllocator: can't allocate|Cannot allocate memory", _NO_ROOM),
         (r"oom[-_]kill|OOM Killed|Out of memory: Killed process", _OUT_OF_MEMORY),
         (r"insufficient shared memory \(shm\)", "/dev/shm is full"),
-        (r"Fatal Python error: ", "the interpreter itself gave up"),
+        (  # faulthandler's name for a signal says no more than the signal
+            r"Fatal Python error: (?!Segmentation fault|Aborted|Bus error|Illegal instr|Floating.point)",
+            "the interpreter itself gave up",
+        ),
         (r"terminate called (?:after throwing|without an active)", "a C++ exception that nothing caught ended it"),
         (r"^\s*what\(\): ", "a C++ exception that nothing caught ended it"),
         (r"EnforceNotMet", "a check in C++ failed"),
