@@ -6,10 +6,11 @@ A broken driver blocks its callers for ever, so a separate process asks NVML, wh
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,27 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         ),
         processes=tuple(_process(one["pid"], one["memory_bytes"]) for one in held) if held is not None else None,
     )
+
+
+# Docs: "XID Errors" of NVIDIA. Left out: records of repaired memory, and recommendations that follow an error.
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<pci>[0-9a-f:.]+)\): (?!(?:63|92|154)\b)\d+(?:, pid='?(?P<pid>\d+))?", re.I)
+_MOST_ERRORS, _MOST_LINE = 3, 200
+
+
+def errors_of(
+    pid: int, uuid: str, kernel_log: Iterable[str], driver: Path = Path("/proc/driver/nvidia/gpus")
+) -> tuple[str, ...]:
+    """The driver's newest lines on errors of a process, or of the GPU with this UUID, oldest first."""
+    about = {place.parent.name.lower(): text_of(place) for place in driver.glob("*/information")} if uuid else {}
+    pci = next((name for name, text in about.items() if uuid in text), "")
+    found = ((_XID.search(line), line.strip()[:_MOST_LINE]) for line in kernel_log)
+    mine = [text for one, text in found if one and (one["pid"] == str(pid) or (pci and _is_at(pci, one["pci"])))]
+    return tuple(mine[-_MOST_ERRORS:])
+
+
+def _is_at(pci: str, logged: str) -> bool:
+    """Whether ``0000:3b:00.0`` is what the log calls ``0000:3b:00``, with or without the function."""
+    return pci == logged.lower() or pci.startswith(f"{logged.lower()}.")
 
 
 def _process(pid: int, size: int | None) -> GpuProcess:

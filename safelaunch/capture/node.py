@@ -295,6 +295,30 @@ def relevant(lines: Iterable[str]) -> list[str]:
     return [line for line in lines if _RELEVANT.search(line)][-MAX_KERNEL_LINES:]
 
 
+def since(begun: str, lines: Sequence[str]) -> list[str]:
+    """The messages of the run alone: the log goes back to the boot of the node. A line without a time stays.
+
+    ``begun``: the time of its start, as the log writes it.
+    """
+    begun_s, times = _moment(begun), [_moment(line) for line in lines]
+    return [line for line, at_s in zip(lines, times, strict=True) if line != NOTHING and not 0 < at_s < begun_s]
+
+
+_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(Z|[+-]\d\d:?\d\d)?", re.ASCII)
+
+
+def _moment(text: str) -> float:
+    """The time at the beginning of a text, in Unix seconds, of UTC where it names no zone; 0 without one."""
+    found = _MOMENT.match(text)
+    if found is None:
+        return 0.0
+    zone = (found[3] or "Z").replace("Z", "+0000").replace(":", "")
+    try:
+        return dt.datetime.strptime(f"{found[1]} {found[2]} {zone}", "%Y-%m-%d %H:%M:%S %z").timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
+
+
 def parse_kmsg(record: str, boot_unix_s: float) -> str:
     """One record of ``/dev/kmsg`` (ABI/testing/dev-kmsg) as ``YYYY-MM-DD HH:MM:SS text``; ``""`` if none."""
     head, separator, text = record.partition(";")

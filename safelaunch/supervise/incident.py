@@ -29,9 +29,9 @@ from safelaunch.bundle.staging import (
     rewrite,
     roomier,
 )
-from safelaunch.capture import collect
+from safelaunch.capture import collect, gpu
 from safelaunch.capture.cgroups import KillCounts, deaths_between, kill_counts, kills_of
-from safelaunch.capture.node import Subject
+from safelaunch.capture.node import Subject, since
 from safelaunch.capture.pages import read_meta
 from safelaunch.capture.redaction import without_secrets
 from safelaunch.capture.result import Gate, Sink, gather_into
@@ -273,6 +273,7 @@ def take_evidence(
     timeline = timeline.plus("evidence complete")
     node_files = NodeFiles(**node_found)
     kernel_log = node_files.kernel_log
+    of_this_run = since(str(context.launch["started"]), kernel_log.splitlines())
     complete = [
         msgspec.structs.replace(
             side,
@@ -280,6 +281,7 @@ def take_evidence(
                 kills_of(side.pid, context.kills_at_start, kills, kernel_log), context.redactor
             ),
             deaths=without_secrets(_deaths_of(side, kernel_log), context.redactor),
+            gpu_errors=without_secrets(gpu.errors_of(side.pid, side.gpu, of_this_run), context.redactor),
         )
         for side in seen.values()
     ]

@@ -741,6 +741,19 @@ class GpuKernel(Cause, name="gpu-kernel"):
     of_node = "surely"
 
 
+class GpuLost(Cause, name="gpu-lost"):
+    """The driver has reported an error (an Xid) of the rank's GPU, or of its work there, while the rank waits for it or
+    for peers. The verdict quotes the driver's line.
+    """
+
+    advice = _advice(
+        "Xid 13, 31 and 43 are mostly a kernel's own errors: `compute-sanitizer` finds it. Others (48, 74, 79, 94, 95, "
+        "119, ...) are the hardware's or the driver's: drain the node, reset the GPU, and run `dcgmi diag -r 3`.",
+    )
+    own = True
+    of_node = "surely"
+
+
 class RankExited(Cause, name="rank-exited"):
     """A rank ended early through `sys.exit()` or `os._exit()`, and its peers fail or wait because of it."""
 

@@ -46,6 +46,7 @@ EXPLANATIONS: tuple[tuple[Explanation, ...], ...] = (
         remarks.own_words,
         gpu_memory,
         remarks.debug_detail,
+        remarks.driver_errors,
         belonging,
         node_behind,
         remarks.wrong_results_before,

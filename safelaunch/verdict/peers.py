@@ -9,12 +9,14 @@ that has peers is taken for the wait, as before.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from safelaunch.model import Claim, Collective, Frame, Posted, RankEvidence
 from safelaunch.verdict.collectives import Alignment, Signature, described, number_of, op_name, signature
 from safelaunch.verdict.conditions import Condition, View, record_claim
 from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.exits import one_line
 from safelaunch.verdict.processes import Inside
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
@@ -275,6 +277,19 @@ def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
     claims = (view.stack_claim(f"its main thread is in {where}"), *((record_claim(rank, why),) if first else ()))
     text = f"waits for its GPU in {where}{fr.at(frame)}; {why}"
     return Condition("gpu-kernel", text, frame, view.process.pid, claims=claims)
+
+
+def lost_condition(view: View, alignment: Alignment) -> Condition | None:
+    """``gpu-lost`` where the driver reports an error of the GPU that the rank waits for, or computes on with peers."""
+    rank = view.rank
+    on_device = [entry for entry in alignment.pending(rank.rank) if not entry.op.startswith("gloo:")]
+    if not rank.gpu_errors or not (view.device or on_device):
+        return None
+    log = f"node/{rank.host}/kernel_log.txt"
+    claims = tuple(Claim(f"the kernel's log: {one_line(line)}", log) for line in rank.gpu_errors)
+    frame, number = view.user_frame, re.search(r"\): (\d+)", rank.gpu_errors[-1])
+    text = f"waits{fr.at(frame)}, and the driver has reported Xid {number[1] if number else ''} of its GPU"
+    return Condition("gpu-lost", text, frame, view.process.pid, claims=claims)
 
 
 def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | None:

@@ -30,6 +30,7 @@ from safelaunch.verdict.peers import (
     device_condition,
     gpu_condition,
     kernel_says_busy,
+    lost_condition,
     peer_wait,
     through_a_thread,
 )
@@ -331,7 +332,7 @@ def rank_facts(rank: RankEvidence, alignment: Alignment, read_source: ReadSource
     if condition is None and view is not None:
         condition = _held(view) or _left(view)
     if condition is None and view is not None and rank.exception is None:  # else its handler waits, for our look
-        condition = gil_condition(view) or gpu_condition(view, alignment)
+        condition = gil_condition(view) or lost_condition(view, alignment) or gpu_condition(view, alignment)
     if condition is None and (view is None or not view.frames) and not kernel_says_busy(view):
         condition = device_condition(rank, alignment)
     wait = None

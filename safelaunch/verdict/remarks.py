@@ -141,6 +141,17 @@ def wrong_results_before(facts: Facts, finding: Finding) -> Iterator[Annotation]
 
 # --- hardware ---------------------------------------------------------------------------------------------------------
 
+
+def driver_errors(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+    """What the driver has reported of the GPUs of ranks that failed: CUDA's own words come later and say less."""
+    for rank in (facts.ranks[one.rank].evidence for one in finding.culprits if finding.cause != "gpu-lost"):
+        log = f"node/{rank.host}/kernel_log.txt"
+        yield from (
+            Annotation(context=(Claim(f"rank {rank.rank}: the kernel's log: {one_line(line)}", log),))
+            for line in rank.gpu_errors
+        )
+
+
 # What the CUDA driver and NVML say only of a device or its links.
 _OF_A_BAD_GPU = re.compile(
     r"uncorrectable|hardware stack error|hardware error|gpu is lost|fallen off the bus", re.IGNORECASE
@@ -179,7 +190,7 @@ def _with_gpu(cause: str, culprit: Culprit, rank: RankEvidence | None, evidence:
 
 def _may_be_its_gpu(cause: str, rank: RankEvidence) -> bool:
     said = rank.exception.message if cause == "rank-exception" and rank.exception is not None else ""
-    return cause == "gpu-kernel" or _OF_A_BAD_GPU.search(said) is not None
+    return cause in ("gpu-kernel", "gpu-lost") or _OF_A_BAD_GPU.search(said) is not None
 
 
 def _uuid(rank: RankEvidence, evidence: Evidence) -> str:

@@ -182,7 +182,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "What is odd where nobody is seen to wait for it?",
         (
-            Kind(rules_state.left_by_all, ("gpu-kernel",)),
+            Kind(rules_state.kept_by_its_device, ("gpu-lost", "gpu-kernel")),
             Kind(rules_state.alone, OWN, ("no rank that waits for peers",)),
             Kind(rules_nodes.versions_differ, ("versions-differ",), ("several nodes",)),
         ),

@@ -288,9 +288,10 @@ def _connects_again(view: View) -> bool:
     )
 
 
-def left_by_all(facts: Facts) -> Ruling:
-    """All peers have completed the collective that a rank is still in: its own device keeps it there."""
-    named = {
+def kept_by_its_device(facts: Facts) -> Ruling:
+    """A rank's own device keeps it in a collective: the driver reports an error of it, or all peers are past it."""
+    lost = conditions(facts, "gpu-lost")
+    named = lost or {
         rank: condition
         for rank, condition in conditions(facts, "gpu-kernel").items()
         if any(facts.alignment.is_over_elsewhere(rank, entry) for entry in facts.alignment.pending(rank))
@@ -298,7 +299,7 @@ def left_by_all(facts: Facts) -> Ruling:
     if not named:
         return ""
     rest = [rank for rank in facts.ranks if rank not in named]
-    return blame(facts, "gpu-kernel", most_doubtful(named.values()), named, rest)
+    return blame(facts, "gpu-lost" if lost else "gpu-kernel", most_doubtful(named.values()), named, rest)
 
 
 def alone(facts: Facts) -> Ruling:

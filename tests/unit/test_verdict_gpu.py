@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from evidence import MODULE, SITE, at, in_user, job, rank
 
+from safelaunch.capture.gpu import errors_of
 from safelaunch.model import Collective, FlightRecord, Frame, RankEvidence
 from safelaunch.verdict.diagnose import diagnose
 
@@ -56,3 +59,33 @@ def test_a_gpu_that_is_still_in_what_all_others_have_left(culprit: int) -> None:
     verdict = diagnose(job(*ranks))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("gpu-kernel", [culprit])
     assert "all its peers have completed all_reduce #2" in verdict.summary
+
+
+XID = "2026-11-20 10:00:00 NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+OF_A_PROCESS = "2026-11-20 10:00:01 NVRM: Xid (PCI:0000:5e:00): 31, pid=41, name=python, Ch 00000008, MMU Fault"
+REPAIRED = "2026-11-20 10:00:02 NVRM: Xid (PCI:0000:3b:00): 63, pid=41, name=python, Row Remapper: remapped"
+
+
+def test_whose_gpu_the_driver_reports_an_error_of(tmp_path: Path) -> None:
+    for place, uuid in (("0000:3b:00.0", "GPU-aa"), ("0000:5e:00.0", "GPU-bb")):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "information").write_text(f"Model: \t NVIDIA H100\nGPU UUID: \t {uuid}\n")
+    log = [XID, OF_A_PROCESS, REPAIRED, "python[41]: segfault at 0"]
+    assert errors_of(7, "GPU-aa", log, tmp_path) == (XID,)
+    assert errors_of(41, "GPU-cc", log, tmp_path) == errors_of(41, "", log, tmp_path) == (OF_A_PROCESS,)
+    assert errors_of(7, "GPU-bb", log, tmp_path) == (OF_A_PROCESS,)
+    assert errors_of(4, "", log, tmp_path) == errors_of(4, "1", [], tmp_path) == ()
+
+
+def test_a_rank_whose_gpu_is_lost_while_all_have_arrived() -> None:
+    """Stacks and records of all are alike: only the driver knows which GPU does not answer."""
+    ranks = [synchronizing(n, WAITING, more={"gpu_errors": (XID,) if n == 2 else ()}) for n in range(4)]
+    verdict = diagnose(job(*ranks))
+    assert (verdict.cause, [c.rank for c in verdict.culprits], verdict.victims) == ("gpu-lost", [2], "0-1,3")
+    assert "79" in verdict.summary and any(XID in claim.claim for claim in verdict.evidence)
+    assert diagnose(job(*(synchronizing(n, WAITING) for n in range(4)))).cause == "no-rank-stands-out"
+
+
+def test_an_error_of_the_gpu_does_not_explain_a_sleep() -> None:
+    ranks = [rank(n, in_user(7), "sleep", flight=record(DONE), more={"gpu_errors": (XID,)}) for n in range(1)]
+    assert diagnose(job(*ranks)).cause != "gpu-lost"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from safelaunch.bundle.reading.guard import Unreadable, read_limited
-from safelaunch.capture.node import NOTHING
+from safelaunch.capture.node import since
 from safelaunch.model import Gpus, Manifest, NodeFiles, Resources, node_file
 from safelaunch.report.about import About, Launch, Link, NodeSummary
 from safelaunch.system.decoding import from_json
@@ -33,10 +31,11 @@ def about(root: Path, launch: Launch | None = None, own: Mapping[str, NodeFiles]
     ``launch``, and ``own`` by host: what is known without reading it.
     """
     launch = launch or _json(root / "launch.json", Launch) or Launch()
-    begun_s = _moment(launch.started)
     nodes = {path.name: own.get(path.name) or _files_in(path) for path in _nodes(root)}
     written = _json(root / "manifest.json", Manifest) or Manifest()
-    return About(root.name, written.written_unix_s, launch, tuple(_summary(*one, begun_s) for one in nodes.items()))
+    return About(
+        root.name, written.written_unix_s, launch, tuple(_summary(*one, launch.started) for one in nodes.items())
+    )
 
 
 def about_all(roots: Sequence[Path]) -> About:
@@ -66,7 +65,7 @@ def _files_in(folder: Path) -> NodeFiles:
     return NodeFiles(**found)
 
 
-def _summary(host: str, files: NodeFiles, begun_s: float) -> NodeSummary:
+def _summary(host: str, files: NodeFiles, begun: str) -> NodeSummary:
     gpus, resources = files.gpus or Gpus(), files.resources or Resources()
     return NodeSummary(
         host=host,
@@ -80,29 +79,8 @@ def _summary(host: str, files: NodeFiles, begun_s: float) -> NodeSummary:
         network=tuple(_link(name, link) for name, link in resources.network.items()),
         environment=tuple((name, text) for name, text in files.env.items() if name.startswith(_MATTERS)),
         versions=tuple((name, text) for name, text in files.versions.items() if name not in _NO_VERSIONS),
-        kernel_log=tuple(_since(begun_s, files.kernel_log.splitlines())[-MOST_LINES:]),
+        kernel_log=tuple(since(begun, files.kernel_log.splitlines())[-MOST_LINES:]),
     )
-
-
-def _since(begun_s: float, lines: Sequence[str]) -> list[str]:
-    """The messages of the run alone: the log goes back to the boot of the node. A line without a time stays."""
-    times = [_moment(line) for line in lines]
-    return [line for line, at_s in zip(lines, times, strict=True) if line != NOTHING and not 0 < at_s < begun_s]
-
-
-_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(Z|[+-]\d\d:?\d\d)?", re.ASCII)
-
-
-def _moment(text: str) -> float:
-    """The time at the beginning of a text, in Unix seconds, of UTC where it names no zone; 0 without one."""
-    found = _MOMENT.match(text)
-    if found is None:
-        return 0.0
-    zone = (found[3] or "Z").replace("Z", "+0000").replace(":", "")
-    try:
-        return dt.datetime.strptime(f"{found[1]} {found[2]} {zone}", "%Y-%m-%d %H:%M:%S %z").timestamp()
-    except (ValueError, OverflowError):
-        return 0.0
 
 
 def _used(place: str, disk: Mapping[str, Any]) -> tuple[str, float]:
