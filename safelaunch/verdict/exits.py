@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from safelaunch.model import Claim, Frame, NcclLog, RankEvidence, RankException
@@ -64,9 +64,22 @@ _DIST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "Connec
 
 
 def is_consequence(exception: RankException, log: NcclLog | None = None) -> bool:
-    """The message blames a peer: this rank reports somebody else's death or absence. ``log``: of its NCCL, if any.
+    """The message blames a peer: this rank reports somebody else's death or absence; or the error came from one that
+    does. ``log``: of its NCCL, if any.
+    """
+    return any(_blames_a_peer(one, log) for one in (exception, *_before(exception)))
 
-    Only an error that came out of torch's communication counts; a user's own ``requests`` call may well have its
+
+def _before(exception: RankException) -> Iterator[RankException]:
+    """The exceptions from which this one came."""
+    *parts, _ = tracebacks.chain(exception.text)
+    for part in parts:
+        kind, _, message = part.message.partition(": ")
+        yield RankException(kind, message, exception.time_unix_s, part.frames)
+
+
+def _blames_a_peer(exception: RankException, log: NcclLog | None) -> bool:
+    """Only an error that came out of torch's communication counts; a user's own ``requests`` call may well have its
     connection reset on its own account.
     """
     kind = exception.type.rsplit(".", 1)[-1]

@@ -137,7 +137,8 @@ def _clean(line: bytes) -> str:
 Speaker = int | str  # a rank, or what stands for one or several: a process, a container, a node
 
 _TIME = re.compile(
-    r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?(?: (?:stderr|stdout) [FP])? ?"
+    r"(?:  \| )?\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?"
+    r"(?: (?:stderr|stdout) [FP]| \|)? ?"
     r"|\d\d:\d\d:\d\d[.,]\d+ |[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}(?=\[)"
 )
 # Pattern, and how much the number in it is worth as a rank: 3 the rank's own, 1 one that is as a rule, 0 none.
@@ -145,14 +146,15 @@ _PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"\[rank(?P<rank>\d{1,6})\]: ?"), 3),
     (re.compile(r"\[(?:\d+,)?(?:mpirank:)?(?P<rank>\d{1,6})(?:,algo-\d+)?\]<std(?:err|out|diag)>: ?"), 2),
     (re.compile(r"\[\d+,(?P<rank>\d{1,6})\]: ?"), 2),
+    (re.compile(r"(?:[0-9a-f]{8} )?\[rank=(?P<rank>\d{1,6})\] \|\| ?"), 2),
     (re.compile(r"\[?(?:rank|Rank|RANK):? (?P<rank>\d{1,6})(?:\]:? |: )"), 2),
     (re.compile(r"\[(?P<role>[A-Za-z_]{1,40})(?P<rank>\d{1,6})\]: ?"), 1),
     (re.compile(r"\((?P<name>\w+(?: rank=\d+)?,? ?pid=\d+(?:, ip=[\w.:]+)?)\) ?"), 0),
     (re.compile(r"\[(?P<name>pod/[^\]\s]+)\] ?"), 0),
 )
-# The name of a node or a container, as pdsh, Docker Compose and GNU parallel print it: more than letters or digits.
+# The name of a node or a container, as pdsh, Docker Compose and GNU parallel print it: it has a number.
 _MARKS = (r":(?: |$)", r" *\|(?: |$)", r"\t")
-_HOST = re.compile(rf"(?P<name>(?=\w*[a-zA-Z.-])(?=[a-zA-Z]*[\d.-])[\w.-]{{1,80}})(?P<mark>{'|'.join(_MARKS)})")
+_HOST = re.compile(rf"(?P<name>(?=\d*[a-zA-Z.-])(?=[a-zA-Z._-]*\d)[\w.-]{{1,80}})(?P<mark>{'|'.join(_MARKS)})")
 # A traceback, torch's own prefix, or a message of its log, at the end of a line that a progress bar has begun.
 _BEHIND = re.compile(
     r"(?<=\S)(?:\[rank\d{1,6}\]: ?)?(?=Traceback \(most recent call last\):$)|(?<=\S)(?=\[rank\d{1,6}\]:)"
@@ -190,7 +192,7 @@ class Signer:
             if self.tasks and (match := _TASK.match(text)):
                 found, worth = (int(match["rank"]), 1) if worth < 1 else (found, worth)
                 text, taken = text[match.end() :], True
-            elif text[:1] in "[(0123456789RFMSTW":
+            elif text[:1] in "[(0123456789RFMSTWabcdef" or text.startswith("  | "):
                 if match := _TIME.match(text):
                     text, taken, timed = text[match.end() :], True, True
                 for pattern, value in _PREFIXES:

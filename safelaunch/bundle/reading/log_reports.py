@@ -10,9 +10,11 @@ import re
 import signal
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from safelaunch.bundle.reading.log_lines import MAX_RANKS, Line, Said, Speaker
 from safelaunch.model import Frame, RankException
+from safelaunch.verdict.exits import is_consequence
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading import tracebacks
 from safelaunch.verdict.reading.failures import last_abort
@@ -41,10 +43,21 @@ _LAUNCHERS = (
     "/torch/distributed/run.py", "/torch/distributed/launcher/api.py", "/horovod/runner/launch.py",
     "/ray/_private/worker.py",
 )  # fmt: skip
+_CAUGHT_AS_A_RULE = (
+    "StopIteration",
+    "Empty",
+    "Full",
+    "KeyError",
+    "AttributeError",
+    "ImportError",
+    "ModuleNotFoundError",
+)
+_OF_RAY = re.compile(r"ray\.exceptions\.RayTaskError\(\w+\): ray::.*?\(pid=(?P<pid>\d+)")  # what a worker has raised
 _MOST_REMARK = 300
 _REMARKS = re.compile(
     r"slurmstepd: error: \*\*\* (?P<slurm>(?:JOB|STEP) .*)|(?P<xid>NVRM: Xid .*)"
     r"|(?P<bus>.*GPU has fallen off the bus.*)|error: (?P<oom>Detected \d+ oom[-_]kill event.*)"
+    r"|(?P<ray>A worker died or was killed while executing a task .*)"
 )
 
 
@@ -57,6 +70,7 @@ class Traceback:
     thread: bool
     said: Said
     rank: int | None = None  # whose it is, as a line before it says
+    pid: str = ""  # of whom Ray passes it on
     indent: str = ""
     state: str = "frames"  # message | original | after | chain
     at: int = 0  # where the traceback that counts begins: the last of a chain
@@ -90,17 +104,28 @@ class Traceback:
         return True
 
     def exception(self, at_s: float) -> RankException | None:
-        lines = self.lines[self.at + 1 :]
-        if _BOXED.match(self.lines[self.at]):
+        """The last of a chain; where that is what a peer's end does to a cleanup, the first, from which it came."""
+        heads = [at for at, line in enumerate(self.lines) if at <= self.at and line.startswith(_HEAD)]
+        last = self._exception(self.at, len(self.lines), at_s)
+        first = self._exception(heads[0], heads[1], at_s) if len(heads) > 1 else None
+        if last is None or first is None or first.type.rpartition(".")[2] in _CAUGHT_AS_A_RULE:
+            return last
+        return first if is_consequence(last) and not is_consequence(first) else last
+
+    def _exception(self, begin: int, end: int, at_s: float) -> RankException | None:
+        lines = self.lines[begin + 1 : end]
+        if _BOXED.match(self.lines[begin]):
             boxed = (_FRAME_IN_BOX.match(line) for line in lines)
             frames = [f'  File "{one["file"]}", line {one["line"]}, in {one["function"]}' for one in boxed if one]
             lines = [*frames, *(line for line in lines if line and not line.startswith(("│", "|", "╭", "╰", " ")))]
         found = tracebacks.parse(lines)
         if found is None or not (error := _ERROR.match(found.message)):
             return None
-        begin = self.lines.index(found.message, self.at)
-        message = "\n".join([error["message"] or "", *self.lines[begin + 1 :]]).strip()
-        return RankException(error["type"], message, at_s, found.frames, "\n".join(self.lines))
+        rest = self.lines[self.lines.index(found.message, begin) + 1 : end]
+        message = "\n".join(
+            [error["message"] or "", *takewhile(lambda line: not line.startswith(_CHAIN), rest)]
+        ).strip()
+        return RankException(error["type"], message, at_s, found.frames, "\n".join(self.lines[:end]))
 
 
 _FATAL = "Fatal Python error: "
@@ -230,6 +255,7 @@ _SIGNALS = {
     "Killed": signal.SIGKILL, "Terminated": signal.SIGTERM, "Segmentation fault": signal.SIGSEGV,
     "Aborted": signal.SIGABRT, "Bus error": signal.SIGBUS, "Out Of Memory": signal.SIGKILL,
 }  # fmt: skip
+_CANCELLED = re.compile(r"\*\*\* (?:JOB .* CANCELLED|STEP .* CANCELLED .* DUE TO )")
 _STOPPING = re.compile(r"srun: (?:Terminating |Force Terminated |Job step aborted)|\*\*\* (?:JOB|STEP) .* CANCELLED")
 _KERNEL_KILL = re.compile(r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)")
 _RESTART = re.compile(r"will restart worker group|Restarting worker group")
@@ -265,6 +291,7 @@ class Printed:
         self.remarks: dict[str, None] = {}
         self.nccl_failed: Line | None = None
         self.nccl_told: list[tuple[Line, str]] = []  # warnings, and the last error, in whoever's lines
+        self._cancelled = False  # from outside, before anything failed: what comes after it are effects
         self._stopping = False  # Slurm ends the other tasks of the step
         self._named: int | None = None  # the process that mpirun saw end first
         self._stack: Group | None = None  # whose stack the next lines may show
@@ -277,14 +304,16 @@ class Printed:
         text, one.last = said.text, said.line
         if one.opened is not None and not one.opened.take(text, timed=said.timed):
             self._close(one)
+            if one.opened is not None and not one.opened.take(text, timed=said.timed):
+                self._close(one)
         if one.opened is None:
             one.opened = self._opened(one, said)
             self._note_nccl(one, said)
         one.before = text
         own = one.opened is None and not (said.timed or _NOT_OWN.match(text))
         one.since += own
-        if isinstance(said.speaker, str) and None in self.heard:
-            self.heard[None].since += own  # the job goes on
+        if own and isinstance(said.speaker, str) and None in self.heard:
+            self._go_on(self.heard[None])
         if text.startswith(_FATAL):
             one.crashes = [*one.crashes[-_FEW:], Crash(said.line, [text])]
         elif one.crashes:
@@ -292,11 +321,21 @@ class Printed:
         if one.opened is None or one.opened.state == "after":
             self._note(one, said)
 
+    def _go_on(self, unsigned: Heard) -> None:
+        """Nodes print their own, so the job has survived what nobody has signed."""
+        if unsigned.opened is not None and unsigned.opened.state in ("message", "after"):
+            self._close(unsigned)
+        unsigned.since += 1
+
     def _opened(self, one: Heard, said: Said) -> Traceback | None:
         text = said.text
+        if self._cancelled:
+            return None
         if of_summary := _OF_A_SUMMARY.match(text):
             rank = re.match(r"\d+", one.block.get("rank", ""))
-            return Traceback(said.line, [text[of_summary.end() :]], False, said, int(rank[0]) if rank else None, "  ")
+            return Traceback(
+                said.line, [text[of_summary.end() :]], False, said, int(rank[0]) if rank else None, indent="  "
+            )
         if not (text.lstrip(" |+").startswith(_HEAD) or _BOXED.match(text)):
             return None
         thread = one.before.startswith(("Exception in thread", "Exception ignored"))
@@ -309,6 +348,9 @@ class Printed:
         if opened is None or raised is None or opened.thread:
             return
         kind = raised.type.rpartition(".")[2]
+        if of_ray := _OF_RAY.match(f"{raised.type}: {raised.message}"):
+            one.opened = Traceback(opened.line, [_HEAD], False, opened.said, pid=of_ray["pid"])
+            return
         if kind != "ChildFailedError" and any(fr.normal(one.file).endswith(_LAUNCHERS) for one in raised.frames):
             self._remark(f"the launcher itself ended: {raised.type}: {raised.message}", opened.line)
             return
@@ -321,6 +363,12 @@ class Printed:
             return
         if absent := _MONITORED.search(raised.message):
             self.absent |= {rank for one in absent["ranks"].split(", ") if (rank := int(one)) < MAX_RANKS}
+        if opened.pid and raised.type.startswith("ray."):
+            self._remark(f"Ray: {raised.type}: {raised.message}", opened.line)
+            return
+        if opened.pid:
+            whose = next((name for name in self.heard if f"pid={opened.pid}" in str(name)), f"pid={opened.pid}")
+            one = self.heard.setdefault(self.ranks.get(opened.pid, whose), Heard(opened.line))
         if opened.rank is not None and opened.rank < MAX_RANKS:
             one = self.heard.setdefault(opened.rank, Heard(opened.line))
         one.raised, one.since = [*one.raised[-_MOST_TRACEBACKS:], (opened, raised)], 0
@@ -372,6 +420,7 @@ class Printed:
             one.raised, one.since = [*one.raised, (head, RankException("RuntimeError", found["what"], 0.0))], 0
         if found := _TASK_ENDED.search(text):
             self._note_tasks(found, said.line)
+        self._cancelled = self._cancelled or _CANCELLED.search(text) is not None
         self._stopping = self._stopping or _STOPPING.search(text) is not None
         if found := _KERNEL_KILL.search(text):
             self.kills[int(found["pid"])] = text.strip()
@@ -422,7 +471,7 @@ class Printed:
         for part in found["tasks"].split(","):
             first, _, last = part.partition("-")
             for task in range(int(first or 0), min(int(last or first or 0), MAX_RANKS) + 1) if code else ():
-                stopped = code in (143, -15) or (self._stopping and found["how"] == "Killed")
+                stopped = code in (143, -15) or self._cancelled or (self._stopping and found["how"] == "Killed")
                 self.ended.setdefault(task, Ended(code, line, host=found["host"], root=not stopped, stopped=stopped))
 
     def _note_watchdog(self, one: Heard, said: Said) -> Group | None:
