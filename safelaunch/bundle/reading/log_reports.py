@@ -472,7 +472,9 @@ class Printed:
             first, _, last = part.partition("-")
             for task in range(int(first or 0), min(int(last or first or 0), MAX_RANKS) + 1) if code else ():
                 stopped = code in (143, -15) or self._cancelled or (self._stopping and found["how"] == "Killed")
-                self.ended.setdefault(task, Ended(code, line, host=found["host"], root=not stopped, stopped=stopped))
+                self.ended.setdefault(
+                    task, Ended(code, line, host=found["host"], root=not (stopped or self._stopping), stopped=stopped)
+                )
 
     def _note_watchdog(self, one: Heard, said: Said) -> Group | None:
         """Older watchdogs name the group behind the call only, and rank and process not at all where torch puts no

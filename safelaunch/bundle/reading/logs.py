@@ -6,11 +6,8 @@ import gzip
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-
-from msgspec import structs
 
 from safelaunch.bundle.reading.guard import Found, Unreadable, cannot_be_read
 from safelaunch.bundle.reading.log_lines import (
@@ -114,30 +111,6 @@ def _failed(one: RankEvidence) -> bool:
         one.exit is not None
         and one.exit.before_close
         and one.exit.returncode not in (-signal.SIGABRT, 128 + signal.SIGABRT)
-    )
-
-
-def with_logs(found: Found, logs: Found) -> Found:
-    """What dumps tell, and beside it what the same job has printed."""
-    told = {one.rank: one for one in logs.evidence.ranks}
-    if not told:
-        return found
-    ranks = {
-        one.rank: structs.replace(told[one.rank], flight_record=one.flight_record) if one.rank in told else one
-        for one in found.evidence.ranks
-    }
-    ranks = dict(sorted({**told, **ranks}.items()))
-    world = max(found.evidence.world_size, logs.evidence.world_size)
-    missing = tuple(rank for rank in found.evidence.missing_ranks if rank not in ranks)
-    evidence = structs.replace(
-        logs.evidence, world_size=world, ranks=tuple(ranks.values()), missing_ranks=missing, printed=None
-    )
-    return replace(
-        found,
-        what=f"{found.what} and {logs.what}",
-        evidence=evidence,
-        files={**logs.files, **found.files},
-        remarks=logs.remarks,
     )
 
 
