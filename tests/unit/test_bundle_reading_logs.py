@@ -556,6 +556,10 @@ FIELD: dict[str, tuple[list[str], str, list[int], int | None]] = {
         [*(f"[rank{r}]:[F ProcessGroupNCCL.cpp:1169] [PG 0] {STUCK}" for r in (0, 1)), *summary({1: -6, 0: -6})],
         "no-rank-stands-out", [], None,
     ),
+    "an error after its own timeout": (
+        [*chain(*(watchdog(rank, 88) for rank in range(4))), *on("[rank3]: ", own(MEMORY)), *summary({3: 1, 0: -6})],
+        "no-rank-stands-out", [], None,
+    ),
     "an error, then a barrier in its handler": (
         [*on("[rank0]: ", lost()), *on("[rank3]: ", own(MEMORY), MEANWHILE, lost())], "rank-exception", [3], 41,
     ),
@@ -611,6 +615,13 @@ def test_cause_before_effect(name: str, tmp_path: Path) -> None:
         assert frame is not None and frame.line == line
     if name == "DeepSpeed's nodes":
         assert (verdict.culprits[0].host, verdict.confidence) == ("node-3", "medium")
+
+
+def test_the_order_of_pods_is_a_guess(tmp_path: Path) -> None:
+    lines = in_turn(*(on(f"[pod/w-{at}/t] ", own() if at == 10 else lost()) for at in (10, 2, 0)))
+    verdict = verdict_of("\n".join(lines), tmp_path)
+    assert (verdict.culprits[0].rank, verdict.culprits[0].host, verdict.confidence) == (2, "pod/w-10/t", "medium")
+    assert any("whose lines" in text for text in verdict.missing)
 
 
 CLOSED = "misc/socket.cc:50 NCCL WARN socketProgress: Connection closed by remote peer n1<55133>"

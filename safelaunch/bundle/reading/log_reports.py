@@ -209,6 +209,7 @@ class Heard:
     warnings: list[tuple[Line, str]] = field(default_factory=list)
     groups: dict[str, Group] = field(default_factory=dict)
     watchdog: Line | None = None
+    timed_out: bool = False  # what it raises afterwards are effects
     last: Line | None = None
     telling: Line | None = None  # that says why a process was aborted
     opened: Traceback | None = None
@@ -371,7 +372,8 @@ class Printed:
             one = self.heard.setdefault(self.ranks.get(opened.pid, whose), Heard(opened.line))
         if opened.rank is not None and opened.rank < MAX_RANKS:
             one = self.heard.setdefault(opened.rank, Heard(opened.line))
-        one.raised, one.since = [*one.raised[-_MOST_TRACEBACKS:], (opened, raised)], 0
+        if not one.timed_out:
+            one.raised, one.since = [*one.raised[-_MOST_TRACEBACKS:], (opened, raised)], 0
 
     def end(self) -> None:
         for speaker, one in list(self.heard.items()):
@@ -387,6 +389,7 @@ class Printed:
         one.tail.append(text)
         if last_abort(text) is not None or "watchdog got stuck" in text:
             one.telling = said.line
+        one.timed_out |= said.speaker is not None and "Watchdog caught collective operation timeout" in text
         if "atchdog" in text or "enqueued" in text:
             self._stack = self._note_watchdog(one, said) or self._stack
         if self._stack is not None and (found := _STACK.match(text)):
@@ -451,6 +454,7 @@ class Printed:
         """torchrun starts the ranks again: what ended them before did not end the job."""
         for one in self.heard.values():
             one.raised, one.crashes, one.groups, one.watchdog, one.opened = [], [], {}, None, None
+            one.timed_out = False
         self.ended.clear()
         self._local.clear()
 

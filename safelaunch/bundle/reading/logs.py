@@ -128,7 +128,9 @@ def _by_rank(job: Printed) -> tuple[dict[int, Heard], tuple[int, ...]]:
             guessed |= _give(heard, name, found, job)
         else:
             heard.node = name if pid is None else ""
-            found.setdefault(rank if rank is not None else next(one for one in spare if one not in found), heard)
+            if rank is None:  # its place in their order
+                guessed.add(rank := next(one for one in spare if one not in found))
+            found.setdefault(rank, heard)
     signed = {*found, *job.ended} - guessed
     unsigned = job.heard.get(None)
     if unsigned is not None:
@@ -137,9 +139,9 @@ def _by_rank(job: Printed) -> tuple[dict[int, Heard], tuple[int, ...]]:
     return found, tuple(sorted(signed))
 
 
-def _in_order(named: tuple[str, Heard]) -> list[tuple[int, str]]:
+def _in_order(named: tuple[str, Heard]) -> str:
     """``worker-2`` before ``worker-10``."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", named[0])]
+    return re.sub(r"\d+", lambda number: number[0].zfill(20), named[0])
 
 
 def _give(said: Heard, by: str | None, found: dict[int, Heard], job: Printed) -> set[int]:
@@ -249,6 +251,7 @@ def _rank(
     if ended is not None:
         files.setdefault("launch.json", ended.line.where)
         stopped = ended.stopped or ended.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        stopped |= heard is not None and heard.timed_out
         exit_ = RankExit(ended.code, 0.0 if ended.root else 1.0, before_close=not stopped)
     kill = job.kills.get(ended.pid, "") if ended is not None else ""
     return RankEvidence(
