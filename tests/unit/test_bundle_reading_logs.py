@@ -83,6 +83,7 @@ DRESSES: dict[str, Callable[[list[str]], str]] = {
     "pdsh": lambda lines: "\n".join(["cmd = pdsh -S -w node-7", *(f"node-7: {line}" for line in lines)]),
     "compose": lambda lines: "\n".join(f"worker-1  | {line}" for line in lines),
     "parallel": lambda lines: "\n".join(f"gpu3\t{line}" for line in lines),
+    "a clock": lambda lines: "\n".join(f"18:11:06.680 {line}" for line in lines),
     "horovodrun": under(lambda rank: f"Fri Sep 25 16:52:53 2020[{rank}]<stderr>:", all_lines=True),
     "determined": under(lambda rank: f"[2026-11-25T10:00:00.123456Z] fa88a9df [rank={rank}] || "),
     "a console's table": lambda lines: "\n".join(f"  | 2026-11-25T10:00:00.484Z | {line}" for line in lines),

@@ -159,7 +159,7 @@ _HOST = re.compile(rf"(?P<name>(?=\d*[a-zA-Z.-])(?=[a-zA-Z._-]*\d)[\w.-]{{1,80}}
 _BEHIND = re.compile(
     r"(?<=\S)(?:\[rank\d{1,6}\]: ?)?(?=Traceback \(most recent call last\):$)|(?<=\S)(?=\[rank\d{1,6}\]:)"
 )
-_TASK = re.compile(r" {0,6}(?P<rank>\d{1,6}): ?")
+_TASK = re.compile(r" {0,6}(?P<rank>\d{1,6}):(?!\d\d:\d\d) ?")
 _IN_NAME = re.compile(r"rank[_-]?(?P<rank>\d{1,6})(?!\d)")
 _NUMBERED = re.compile(r"(?P<stem>.*[_-])t?(?P<rank>\d{1,6})\.(?:out|err|log|txt)(?:\.gz)?$")
 _IN_TREE = re.compile(r"attempt_(?P<attempt>\d+)/(?P<rank>\d{1,6})/std(?:err|out)\.log$")
