@@ -155,7 +155,7 @@ def _missing(facts: Facts, named: Collection[int]) -> Iterator[str]:
         yield f"ranks not seen: {format_ranks(set(facts.unseen))}"
     if facts.evidence.printed is not None:
         if not {*facts.evidence.printed}.issuperset(named):
-            yield "whose lines these are: no prefix and no launcher says it"
+            yield "whose lines these are: no prefix and no launcher gives a rank"
         return
     if has_no_steps(facts.evidence):
         yield "steps: safelaunch did not start this job"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from safelaunch.model import Claim, Frame, NcclLog, RankEvidence, RankException
@@ -40,12 +40,13 @@ _CONSEQUENCE = re.compile(
     r"|rank \d+ (?:successfully reached|failed to (?:pass|reach|reply))|ranks? .* failed to pass"
     r"|another rank|other ranks? (?:failed|exited)|store.*(?:unavailable|connection)|failed to recv"
     r"|application timeout caused pair closure|connectfullmesh failed|socket timeout|connection abort"
-    r"|detected mismatch between collectives on ranks|rpc ran for more than set timeout",
+    r"|detected mismatch between collectives on ranks|rpc ran for more than set timeout"
+    r"|unhandled system error|horovod has been shut down",
     re.IGNORECASE | re.DOTALL,
 )
 # How c10d, gloo and NCCL word it where a RuntimeError has no line of torch on its stack, as that of `work.wait()`.
 _THEIR_WORDS = re.compile(
-    r"gloo|nccl|c10d|tcpstore|watchdog|monitoredbarrier|store->get|timed out waiting \d+ ?ms for (?:send|recv)"
+    r"gloo|nccl|horovod|c10d|tcpstore|watchdog|monitoredbarrier|store->get|timed out waiting \d+ ?ms for (?:send|recv)"
     r"|caused pair closure|by peer \[[0-9a-f.:]+\]:\d+|another rank"
     r"|\A(?:connection (?:reset|closed) by peer|broken pipe|socket timeout)\b",
     re.IGNORECASE,
@@ -54,16 +55,31 @@ _THEIR_WORDS = re.compile(
 _NO_COMMUNICATION = ("/torch/utils/data/", "/torch/hub.py", "/torch/serialization.py", "/torch/utils/tensorboard/")
 _NOT_REACHED = re.compile(r"failed to connect to|while trying to connect to|connection refused", re.IGNORECASE)
 _TIMEOUT = re.compile(r"timed? ?out|failed to pass monitoredbarrier|timeout", re.IGNORECASE)
-_WATCHDOG = re.compile(r"watchdog caught collective operation timeout|watchdog thread terminated", re.IGNORECASE)
+_WATCHDOG = re.compile(
+    r"watchdog (?:caught collective operation timeout|thread terminated|got stuck for)", re.IGNORECASE
+)
 # torch's words on a DataLoader worker that SIGKILL has ended.
 _WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: Killed\b")
 _DIST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError")
 
 
 def is_consequence(exception: RankException, log: NcclLog | None = None) -> bool:
-    """The message blames a peer: this rank reports somebody else's death or absence. ``log``: of its NCCL, if any.
+    """The message blames a peer: this rank reports somebody else's death or absence; or the error came from one that
+    does. ``log``: of its NCCL, if any.
+    """
+    return any(_blames_a_peer(one, log) for one in (exception, *_before(exception)))
 
-    Only an error that came out of torch's communication counts; a user's own ``requests`` call may well have its
+
+def _before(exception: RankException) -> Iterator[RankException]:
+    """The exceptions from which this one came."""
+    *parts, _ = tracebacks.chain(exception.text)
+    for part in parts:
+        kind, _, message = part.message.partition(": ")
+        yield RankException(kind, message, exception.time_unix_s, part.frames)
+
+
+def _blames_a_peer(exception: RankException, log: NcclLog | None) -> bool:
+    """Only an error that came out of torch's communication counts; a user's own ``requests`` call may well have its
     connection reset on its own account.
     """
     kind = exception.type.rsplit(".", 1)[-1]
@@ -74,7 +90,9 @@ def is_consequence(exception: RankException, log: NcclLog | None = None) -> bool
         return False
     if kind in ("DistStoreError", "DistNetworkError"):
         return True
-    named = kind in (*_DIST_TYPES, "DistError") or (kind == "RuntimeError" and _THEIR_WORDS.search(exception.message))
+    named = kind in (*_DIST_TYPES, "DistError", "HorovodInternalError") or (
+        kind == "RuntimeError" and _THEIR_WORDS.search(exception.message)
+    )
     if not named and not inner:
         return False
     if kind in ("ConnectionResetError", "BrokenPipeError") and not inner:

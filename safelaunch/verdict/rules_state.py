@@ -375,6 +375,9 @@ def nobody_stands_out(facts: Facts) -> Finding:
         text += _began_with(facts, cut)
         logged = ((rank, logged_claim(facts.ranks[rank].evidence)) for rank in cut)
         claims += tuple(Claim(f"rank {rank}: {one.claim}", one.file) for rank, one in logged)
+    elif ended := [r for r, f in facts.ranks.items() if is_aborted(f.evidence)]:
+        text = f"{capital(ranks_do(ended, 'was', 'were'))} aborted by torch's watchdog. What blocked them was not seen."
+        claims += (Claim("the end of its output", f"ranks/{ended[0]}/log_tail.txt"),)
     else:
         text = "No rank left enough evidence to say where it was."
     seen = bool(waits or own)

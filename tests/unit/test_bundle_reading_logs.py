@@ -80,6 +80,13 @@ DRESSES: dict[str, Callable[[list[str]], str]] = {
     "colours": lambda lines: "\n".join(f"\x1b[31m{line}\x1b[0m" for line in lines),
     "progress": lambda lines: "\n".join(f"Epoch 1: {at}%|##\r{line}" for at, line in enumerate(lines)),
     "windows": "\r\n".join,
+    "pdsh": lambda lines: "\n".join(["cmd = pdsh -S -w node-7", *(f"node-7: {line}" for line in lines)]),
+    "compose": lambda lines: "\n".join(f"worker-1  | {line}" for line in lines),
+    "parallel": lambda lines: "\n".join(f"gpu3\t{line}" for line in lines),
+    "a clock": lambda lines: "\n".join(f"18:11:06.680 {line}" for line in lines),
+    "horovodrun": under(lambda rank: f"Fri Sep 25 16:52:53 2020[{rank}]<stderr>:", all_lines=True),
+    "determined": under(lambda rank: f"[2026-11-25T10:00:00.123456Z] fa88a9df [rank={rank}] || "),
+    "a console's table": lambda lines: "\n".join(f"  | 2026-11-25T10:00:00.484Z | {line}" for line in lines),
     "head lost": lambda lines: "\n".join(lines)[300:],
     "turns": of_turns,
 }
@@ -466,3 +473,190 @@ def test_the_stack_of_the_one_that_a_launcher_saw_crash(tmp_path: Path) -> None:
     path.write_text(CRASH + ended + "\n")
     culprit = diagnose(read_logs([path]).evidence).culprits[0]
     assert (culprit.rank, culprit.frame.line) == (1, 12)
+
+
+# --- several nodes, cause before effect -------------------------------------------------------------------------------
+
+TORCH = "/usr/lib/python3.10/site-packages/torch"
+STEPS = [f"step {at} loss {9 - at}" for at in range(6)]
+FROM = ["", "The above exception was the direct cause of the following exception:", ""]
+MEANWHILE = ["", "During handling of the above exception, another exception occurred:", ""]
+NCCL = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, remote process exited or there"
+NCCL += " was a network error, NCCL version 2.20.5"
+OLD_NCCL = "RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:784, unhandled system error, NCCL version 2.7.8"
+HOROVOD = (
+    "RuntimeError: Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to"
+)
+MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def own(error: str = "ValueError: bad", line: int = 41) -> list[str]:
+    return ["Traceback (most recent call last):", f'  File "/home/me/train.py", line {line}, in main', error]
+
+
+def lost(error: str = NCCL) -> list[str]:
+    inside = f'  File "{TORCH}/distributed/distributed_c10d.py", line 9, in all_reduce'
+    return ["Traceback (most recent call last):", '  File "/home/me/train.py", line 60, in main', inside, error]
+
+
+def on(prefix: str, *lines: list[str]) -> list[str]:
+    return [prefix + line for line in chain(*lines)]
+
+
+def in_turn(*streams: list[str]) -> list[str]:
+    queues = [list(one) for one in streams]
+    return [queue.pop(0) for _ in range(max(map(len, queues))) for queue in queues if queue]
+
+
+def ray_task(name: str, pid: int, error: str = "ValueError") -> str:
+    return f"ray.exceptions.RayTaskError({error}): ray::{name}() (pid={pid}, ip=10.0.0.1, actor_id=1)"
+
+
+TORCHRUN = (
+    "E0505 torch/distributed/elastic/multiprocessing/api.py:826] failed (exitcode: 1) local_rank: {} (pid: {}) of x"
+)
+DEEPSPEED = "[2026-11-25 10:00:08,1] [ERROR] [launch.py:322:sigkill_handler] ['python'] exits with return code = 1"
+MPIRUN = ["mpirun detected that one or more processes exited with non-zero status", "  Process name: [[50371,1],1]"]
+STUCK = (
+    "ProcessGroupNCCL's watchdog got stuck for 600 seconds without making progress in monitoring enqueued collectives."
+)
+FIELD: dict[str, tuple[list[str], str, list[int], int | None]] = {
+    "each node has its torchrun": (
+        in_turn(
+            on("worker-1  | ", STEPS, lost(), [TORCHRUN.format(0, 100)], summary({0: 1})),
+            on("worker-2  | ", STEPS, own(), lost(), [TORCHRUN.format(1, 103)], summary({3: 1})),
+        ),
+        "rank-exception", [3], 41,
+    ),
+    "pods with a torchrun each": (
+        in_turn(on("[pod/w-0/t] ", lost(), summary({0: 1})), on("[pod/w-1/t] ", own(), summary({2: 1}))),
+        "rank-exception", [2], 41,
+    ),
+    "DeepSpeed's nodes": (
+        in_turn(
+            on("node-0: ", STEPS, lost(OLD_NCCL), [DEEPSPEED]), on("node-3: ", STEPS, own(MEMORY), lost(), [DEEPSPEED])
+        ),
+        "rank-exception", [1], 41,
+    ),
+    "nodes that all lost a peer": (
+        in_turn(on("10.0.0.1: ", lost(), lost(), [DEEPSPEED]), on("10.0.0.2: ", lost(), lost(), [DEEPSPEED])),
+        "no-rank-stands-out", [], None,
+    ),
+    "Horovod, whose victim ended first": (
+        [*on("[1,1]<stderr>:", lost(HOROVOD)), *on("[1,0]<stderr>:", own()), *MPIRUN, "  Exit code:    1"],
+        "rank-exception", [0], 41,
+    ),
+    "what Slurm kills after the first": (
+        [
+            "srun: error: b: task 5: Out Of Memory", "srun: Terminating StepId=9.0",
+            "srun: error: a: tasks 0,3: Exited with exit code 1", "srun: error: b: tasks 4,6-7: Killed",
+        ],
+        "rank-killed", [5], None,
+    ),
+    "a watchdog that got stuck": (
+        [*(f"[rank{r}]:[F ProcessGroupNCCL.cpp:1169] [PG 0] {STUCK}" for r in (0, 1)), *summary({1: -6, 0: -6})],
+        "no-rank-stands-out", [], None,
+    ),
+    "an error after its own timeout": (
+        [*chain(*(watchdog(rank, 88) for rank in range(4))), *on("[rank3]: ", own(MEMORY)), *summary({3: 1, 0: -6})],
+        "no-rank-stands-out", [], None,
+    ),
+    "an error, then a barrier in its handler": (
+        [*on("[rank0]: ", lost()), *on("[rank3]: ", own(MEMORY), MEANWHILE, lost())], "rank-exception", [3], 41,
+    ),
+    "a lookup that fails as a rule, then a lost peer": (
+        [*on("[rank0]: ", own("KeyError: 7"), MEANWHILE, lost()), *on("[rank1]: ", own(line=43))],
+        "rank-exception", [1], 43,
+    ),
+    "a lost peer in the words of a framework": (
+        [*on("[rank0]: ", lost(), FROM, own("RuntimeError: step failed", 66)), *on("[rank1]: ", own())],
+        "rank-exception", [1], 41,
+    ),
+    "a cleanup that fails after a lost peer": (
+        [*on("[rank0]: ", lost(), MEANWHILE, own("AttributeError: close", 66)), *on("[rank1]: ", own())],
+        "rank-exception", [1], 41,
+    ),
+    "what Ray passes on": (
+        [
+            "(TorchTrainer pid=900) - (ip=10.0.0.1, pid=912) world_rank=1, local_rank=1",
+            *own(ray_task("Runner.run", 900)), '  File "/w/runner.py", line 9, in run',
+            ray_task("Worker.next", 912), '  File "/w/main.py", line 41, in train_func', "ValueError: bad",
+        ],
+        "rank-exception", [1], 41,
+    ),
+    "a CUDA error, and watchdogs of an old torch": (
+        [
+            *own("RuntimeError: CUDA error: unspecified launch failure"), "CUDA kernel errors might be reported later.",
+            "For debugging consider passing CUDA_LAUNCH_BLOCKING=1.",
+            *(
+                f"[E ProcessGroupNCCL.cpp:566] [Rank {r}] Watchdog caught collective operation timeout: "
+                "WorkNCCL(OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1801060 milliseconds before timing out."
+                for r in (0, 2)
+            ),
+        ],
+        "rank-exception", [1], 41,
+    ),
+    "warnings of the one process that failed": (
+        [
+            "pod:97:183 [0] include/shm.h:28 NCCL WARN Call to posix_fallocate failed : No space left on device",
+            *lost(OLD_NCCL),
+        ],
+        "rank-exception", [0], 60,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIELD)
+def test_cause_before_effect(name: str, tmp_path: Path) -> None:
+    lines, cause, ranks, line = FIELD[name]
+    verdict = verdict_of("\n".join(lines), tmp_path)
+    assert named(verdict) == (cause, ranks), verdict.summary
+    if ranks and line is not None:
+        frame = verdict.culprits[0].frame
+        assert frame is not None and frame.line == line
+    if name == "DeepSpeed's nodes":
+        assert (verdict.culprits[0].host, verdict.confidence) == ("node-3", "medium")
+
+
+def test_the_order_of_pods_is_a_guess(tmp_path: Path) -> None:
+    lines = in_turn(*(on(f"[pod/w-{at}/t] ", own() if at == 10 else lost()) for at in (10, 2, 0)))
+    verdict = verdict_of("\n".join(lines), tmp_path)
+    assert (verdict.culprits[0].rank, verdict.culprits[0].host, verdict.confidence) == (2, "pod/w-10/t", "medium")
+    assert any("whose lines" in text for text in verdict.missing)
+
+
+CLOSED = "misc/socket.cc:50 NCCL WARN socketProgress: Connection closed by remote peer n1<55133>"
+LEFT = "slurmstepd: error: *** STEP 4.0 ON n3 CANCELLED AT 2026-05-05T10:00:00 DUE TO PREEMPTION ***"
+
+
+@pytest.mark.parametrize(
+    ("lines", "said", "code"),
+    [
+        ([*STEPS, f"n1:7:9 [2] {CLOSED}"], "a warning of NCCL alone is no failure", 1),
+        ([f"n1:7:9 [2] {CLOSED}", "n1:7:7 [2] NCCL INFO group.cc:418 -> 3"], "NCCL failed: socketProgress", 0),
+        (["n1:7:9 [2] NCCL WARN Failed to open libibverbs.so[.1]", *STEPS], "nothing wrong seen", 1),
+        (["NCCL error: unhandled system error", "ncclSystemError: System call failed."], "NCCL failed [job.log:1]", 0),
+        (in_turn(on("n1: ", STEPS, own(), STEPS), on("n2: ", STEPS, STEPS)), "nothing wrong seen", 1),
+        ([*in_turn(on("app.v1: ", STEPS), on("io.v2: ", STEPS)), *own(), *on("app.v1: ", STEPS)], "nothing wrong", 1),
+        ([LEFT, *own(), "srun: error: n3: tasks 0-1: Exited with exit code 1"], "DUE TO PREEMPTION", 0),
+        ([*own(ray_task("Runner.run", 9, "Died")), *own("ray.exceptions.ActorDiedError: x")[1:]], "ActorDied", 0),
+        (
+            [
+                "Traceback (most recent call last):",
+                f'  File "{TORCH}/distributed/run.py", line 7, in main',
+                "torch.distributed.elastic.multiprocessing.api.SignalException: Process 8099 got signal: 1",
+            ],
+            "the launcher itself ended: torch",
+            0,
+        ),
+    ],
+)  # fmt: skip
+def test_no_rank_is_named(
+    lines: list[str], said: str, code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(lines))
+    assert main([str(path)]) == code
+    shown = capfd.readouterr()
+    assert not shown.out
+    assert said in shown.err

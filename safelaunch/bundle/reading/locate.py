@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
+from msgspec import structs
+
 from safelaunch.bundle.reading import log_lines, logs, stacks
 from safelaunch.bundle.reading.bundles import is_bundle, merge, read_bundle, whole_of
 from safelaunch.bundle.reading.dumps import read_dumps
 from safelaunch.bundle.reading.guard import MAX_FILE_BYTES, Bounds, Found, Unreadable, cannot_be_read, in_child, within
+from safelaunch.model import RankEvidence
 from safelaunch.system.files import is_dir, is_file
 
 MAX_UNPACKED_BYTES = 1 << 30
@@ -110,7 +113,7 @@ def _of_texts(paths: Sequence[Path], root: Path | None = None) -> Found:
     saved = [path for path in paths if path != log_lines.STDIN]
     found = stacks.read_stacks(saved, root, only_named=bool(printed.evidence.ranks))
     if found is None or printed.evidence.ranks:
-        return printed if found is None else stacks.with_stacks(printed, found)
+        return printed if found is None else _with_stacks(printed, found)
     return replace(found, remarks=(*found.remarks, *printed.remarks))
 
 
@@ -145,9 +148,35 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
         raise Unreadable(_NOTHING)
     if dumps is None:
         return _of_texts(texts, folder)
-    found = logs.with_logs(dumps, logs.read_logs(texts, folder))
+    printed = logs.read_logs(texts, folder)
+    found = _joined(printed, dumps, _with_record) if printed.evidence.ranks else dumps
     seen = stacks.read_stacks(texts, folder, only_named=True)
-    return found if seen is None else stacks.with_stacks(found, seen)
+    return found if seen is None else _with_stacks(found, seen)
+
+
+def _joined(one: Found, other: Found, both: Callable[[RankEvidence, RankEvidence], RankEvidence]) -> Found:
+    """What ``one`` tells, and beside it what ``other`` tells of the same job. ``both``: of a rank that is in both."""
+    ranks = {rank.rank: rank for rank in one.evidence.ranks}
+    for rank in other.evidence.ranks:
+        ranks[rank.rank] = both(ranks[rank.rank], rank) if rank.rank in ranks else rank
+    world = max(one.evidence.world_size, other.evidence.world_size)
+    evidence = structs.replace(
+        one.evidence,
+        world_size=world,
+        ranks=tuple(ranks[rank] for rank in sorted(ranks)),
+        missing_ranks=tuple(rank for rank in range(world) if rank not in ranks),
+        printed=None,
+    )
+    what, problems = f"{one.what}, {other.what}", (*one.problems, *other.problems)
+    return replace(one, what=what, evidence=evidence, problems=problems, files={**one.files, **other.files})
+
+
+def _with_record(printed: RankEvidence, dump: RankEvidence) -> RankEvidence:
+    return structs.replace(printed, flight_record=dump.flight_record)
+
+
+def _with_stacks(found: Found, seen: Found) -> Found:
+    return _joined(found, seen, lambda rank, one: structs.replace(rank, main=one.main, pid=rank.pid or one.pid))
 
 
 def _is_run_directory(path: Path) -> bool:

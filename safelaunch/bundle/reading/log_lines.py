@@ -1,8 +1,8 @@
 """The lines of a job's output, and whose each of them is, whoever launched the job.
 
 Launchers put prefixes before lines, one around another: ``[rank3]:``, ``[default3]:``, `` 3: `` of ``srun -l``,
-``[1,3]<stderr>:`` of ``mpirun``, ``(Worker pid=…)`` of Ray, ``[pod/…]`` of ``kubectl``. They are taken off one at a
-time; the rank's own number counts most.
+``[1,3]<stderr>:`` of ``mpirun``, ``(Worker pid=…)`` of Ray, ``[pod/…]`` of ``kubectl``, ``host: `` of ``pdsh``,
+``worker-1  | `` of Docker Compose. They are taken off one at a time; the rank's own number counts most.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import dropwhile, islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,7 +27,7 @@ MOST_LINE = 1 << 14  # characters
 _TELLING = (
     b"Traceback (most", b'  File "', b"atchdog", b"NCCL WARN", b"exitcode", b"srun: error", b"slurmstepd", b"illed",
     b"terminate called", b"orld_rank", b"enqueued", b"atal", b"corrupt", b"what():", b"Xid", b"ut of memory",
-    b"orker group", b"CANCELLED", b"return code",
+    b"orker group", b"CANCELLED", b"return code", b"NCCL error", b" group.cc:", b"on signal", b"Process name: ",
 )  # fmt: skip
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07")
 
@@ -134,26 +134,32 @@ def _clean(line: bytes) -> str:
 
 # --- whose line it is -------------------------------------------------------------------------------------------------
 
-Speaker = int | str  # a rank, or what stands for one: a process or a container
+Speaker = int | str  # a rank, or what stands for one or several: a process, a container, a node
 
 _TIME = re.compile(
-    r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?(?: (?:stderr|stdout) [FP])? ?"
+    r"(?:  \| )?\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?"
+    r"(?: (?:stderr|stdout) [FP]| \|)? ?"
+    r"|\d\d:\d\d:\d\d[.,]\d+ |[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}(?=\[)"
 )
 # Pattern, and how much the number in it is worth as a rank: 3 the rank's own, 1 one that is as a rule, 0 none.
 _PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"\[rank(?P<rank>\d{1,6})\]: ?"), 3),
     (re.compile(r"\[(?:\d+,)?(?:mpirank:)?(?P<rank>\d{1,6})(?:,algo-\d+)?\]<std(?:err|out|diag)>: ?"), 2),
     (re.compile(r"\[\d+,(?P<rank>\d{1,6})\]: ?"), 2),
+    (re.compile(r"(?:[0-9a-f]{8} )?\[rank=(?P<rank>\d{1,6})\] \|\| ?"), 2),
     (re.compile(r"\[?(?:rank|Rank|RANK):? (?P<rank>\d{1,6})(?:\]:? |: )"), 2),
     (re.compile(r"\[(?P<role>[A-Za-z_]{1,40})(?P<rank>\d{1,6})\]: ?"), 1),
     (re.compile(r"\((?P<name>\w+(?: rank=\d+)?,? ?pid=\d+(?:, ip=[\w.:]+)?)\) ?"), 0),
     (re.compile(r"\[(?P<name>pod/[^\]\s]+)\] ?"), 0),
 )
+# The name of a node or a container, as pdsh, Docker Compose and GNU parallel print it: it has a number.
+_MARKS = (r":(?: |$)", r" *\|(?: |$)", r"\t")
+_HOST = re.compile(rf"(?P<name>(?=\d*[a-zA-Z.-])(?=[a-zA-Z._-]*\d)[\w.-]{{1,80}})(?P<mark>{'|'.join(_MARKS)})")
 # A traceback, torch's own prefix, or a message of its log, at the end of a line that a progress bar has begun.
 _BEHIND = re.compile(
     r"(?<=\S)(?:\[rank\d{1,6}\]: ?)?(?=Traceback \(most recent call last\):$)|(?<=\S)(?=\[rank\d{1,6}\]:)"
 )
-_TASK = re.compile(r" {0,6}(?P<rank>\d{1,6}): ?")
+_TASK = re.compile(r" {0,6}(?P<rank>\d{1,6}):(?!\d\d:\d\d) ?")
 _IN_NAME = re.compile(r"rank[_-]?(?P<rank>\d{1,6})(?!\d)")
 _NUMBERED = re.compile(r"(?P<stem>.*[_-])t?(?P<rank>\d{1,6})\.(?:out|err|log|txt)(?:\.gz)?$")
 _IN_TREE = re.compile(r"attempt_(?P<attempt>\d+)/(?P<rank>\d{1,6})/std(?:err|out)\.log$")
@@ -171,19 +177,22 @@ class Said:
 
 @dataclass
 class Signer:
-    """Whose lines a file's are. ``tasks``: ``srun -l`` has put a number before each."""
+    """Whose lines a file's are. ``tasks``: ``srun -l`` has put a number before each; ``hosts``: matches their nodes."""
 
     of_file: Speaker | None
     tasks: bool
+    hosts: re.Pattern[str] | None = None
 
     def said(self, line: Line) -> Said:
         text, found, worth, timed = line.text, self.of_file, 0, False
+        if self.hosts is not None and (host := self.hosts.match(text)):
+            found, worth, text = (host["name"], -1, text[host.end() :]) if found is None else (found, 0, text)
         for _ in range(6):
             taken = False
             if self.tasks and (match := _TASK.match(text)):
                 found, worth = (int(match["rank"]), 1) if worth < 1 else (found, worth)
                 text, taken = text[match.end() :], True
-            elif text[:1] in "[(0123456789R":
+            elif text[:1] in "[(0123456789RFMSTWabcdef" or text.startswith("  | "):
                 if match := _TIME.match(text):
                     text, taken, timed = text[match.end() :], True, True
                 for pattern, value in _PREFIXES:
@@ -221,3 +230,17 @@ def has_tasks(lines: Sequence[str]) -> bool:
     """Nearly all of them begin with a small number and a colon."""
     full = [line for line in lines if line.strip()]
     return len(full) >= 3 and sum(_TASK.match(line) is not None for line in full) > 0.9 * len(full)
+
+
+def hosts_of(lines: Sequence[str]) -> re.Pattern[str] | None:
+    """What matches the names of nodes or containers that nearly all lines begin with, and those alike but for numbers.
+    The launcher's own first lines have none.
+    """
+    found = [_HOST.match(line) for line in lines if line.strip()]
+    named = [one for one in dropwhile(lambda one: one is None, found) if one is not None]
+    names = {one["name"] for one in named}
+    if len(named) < 3 or 2 * len(names) > len(named) or len(named) < 0.8 * (len(found) - found.index(named[0])):
+        return None
+    shapes = {re.sub(r"\d+", r"\\d+", re.escape(one["name"])) for one in named}
+    marks = {next(mark for mark in _MARKS if re.match(mark, one["mark"])) for one in named}
+    return re.compile(rf"(?P<name>{'|'.join(sorted(shapes))})(?:{'|'.join(sorted(marks))})")

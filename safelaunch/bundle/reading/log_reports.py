@@ -10,9 +10,11 @@ import re
 import signal
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from safelaunch.bundle.reading.log_lines import MAX_RANKS, Line, Said, Speaker
 from safelaunch.model import Frame, RankException
+from safelaunch.verdict.exits import is_consequence
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading import tracebacks
 from safelaunch.verdict.reading.failures import last_abort
@@ -26,18 +28,36 @@ _FRAME_IN_BOX = re.compile(r"[│|] (?P<file>\S.*?):(?P<line>\d{1,9}) in (?P<fun
 _OF_A_SUMMARY = re.compile(r" {1,3}traceback *: (?=Traceback \(most)")
 _OF_A_CHILD = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
-_GOES_ON = re.compile(r"nccl\w+Error|Last error:|[\w.]+: Connect to |[\w:]+Error: ")  # of NCCL's messages
-_ERROR = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$", re.DOTALL)
+_GOES_ON = re.compile(  # the messages of NCCL and CUDA
+    r"nccl\w+Error|Last error:|[\w.]+: Connect to |[\w:]+Error: |CUDA kernel errors |For debugging consider "
+    r"|Device-side assert|Compile with `"
+)
+_ERROR = re.compile(r"(?P<type>[A-Za-z_][\w.]*(?:\(\w+\))?)(?:: (?P<message>.*))?$", re.DOTALL)
 # What is no output of the script's own: of launchers, and of torch's log.
 _NOT_OWN = re.compile(
-    r"\s|\[?[IWEF]\d{3,4} |===|---|\[|Root Cause|Failures:|srun: |slurmstepd: |Exception (?:ignored|in thread)|$"
+    r"\s|\[?[IWEF]\d{3,4} |===|---|\[|Root Cause|Failures:|srun: |slurmstepd: |Exception (?:ignored|in thread)"
+    r"|Killing subprocess |$"
 )
 _NOT_OF_A_RANK = ("ChildFailedError", "SignalException", "KeyboardInterrupt")
-_LAUNCHERS = ("/torch/distributed/run.py", "/torch/distributed/launcher/api.py")
+_LAUNCHERS = (
+    "/torch/distributed/run.py", "/torch/distributed/launcher/api.py", "/horovod/runner/launch.py",
+    "/ray/_private/worker.py",
+)  # fmt: skip
+_CAUGHT_AS_A_RULE = (
+    "StopIteration",
+    "Empty",
+    "Full",
+    "KeyError",
+    "AttributeError",
+    "ImportError",
+    "ModuleNotFoundError",
+)
+_OF_RAY = re.compile(r"ray\.exceptions\.RayTaskError\(\w+\): ray::.*?\(pid=(?P<pid>\d+)")  # what a worker has raised
 _MOST_REMARK = 300
 _REMARKS = re.compile(
     r"slurmstepd: error: \*\*\* (?P<slurm>(?:JOB|STEP) .*)|(?P<xid>NVRM: Xid .*)"
     r"|(?P<bus>.*GPU has fallen off the bus.*)|error: (?P<oom>Detected \d+ oom[-_]kill event.*)"
+    r"|(?P<ray>A worker died or was killed while executing a task .*)"
 )
 
 
@@ -50,6 +70,7 @@ class Traceback:
     thread: bool
     said: Said
     rank: int | None = None  # whose it is, as a line before it says
+    pid: str = ""  # of whom Ray passes it on
     indent: str = ""
     state: str = "frames"  # message | original | after | chain
     at: int = 0  # where the traceback that counts begins: the last of a chain
@@ -70,7 +91,7 @@ class Traceback:
                 self.state = "original"
             elif not text.strip():
                 self.state = "after"
-            elif self.rest >= _MOST_MESSAGE or not _GOES_ON.match(text):
+            elif self.rest >= _MOST_MESSAGE or not (_GOES_ON.match(text) or self.lines[-1].startswith("Last error:")):
                 return False
             self.rest += 1
         elif text.startswith(_CHAIN):
@@ -83,17 +104,28 @@ class Traceback:
         return True
 
     def exception(self, at_s: float) -> RankException | None:
-        lines = self.lines[self.at + 1 :]
-        if _BOXED.match(self.lines[self.at]):
+        """The last of a chain; where that is what a peer's end does to a cleanup, the first, from which it came."""
+        heads = [at for at, line in enumerate(self.lines) if at <= self.at and line.startswith(_HEAD)]
+        last = self._exception(self.at, len(self.lines), at_s)
+        first = self._exception(heads[0], heads[1], at_s) if len(heads) > 1 else None
+        if last is None or first is None or first.type.rpartition(".")[2] in _CAUGHT_AS_A_RULE:
+            return last
+        return first if is_consequence(last) and not is_consequence(first) else last
+
+    def _exception(self, begin: int, end: int, at_s: float) -> RankException | None:
+        lines = self.lines[begin + 1 : end]
+        if _BOXED.match(self.lines[begin]):
             boxed = (_FRAME_IN_BOX.match(line) for line in lines)
             frames = [f'  File "{one["file"]}", line {one["line"]}, in {one["function"]}' for one in boxed if one]
             lines = [*frames, *(line for line in lines if line and not line.startswith(("│", "|", "╭", "╰", " ")))]
         found = tracebacks.parse(lines)
         if found is None or not (error := _ERROR.match(found.message)):
             return None
-        begin = self.lines.index(found.message, self.at)
-        message = "\n".join([error["message"] or "", *self.lines[begin + 1 :]]).strip()
-        return RankException(error["type"], message, at_s, found.frames, "\n".join(self.lines))
+        rest = self.lines[self.lines.index(found.message, begin) + 1 : end]
+        message = "\n".join(
+            [error["message"] or "", *takewhile(lambda line: not line.startswith(_CHAIN), rest)]
+        ).strip()
+        return RankException(error["type"], message, at_s, found.frames, "\n".join(self.lines[:end]))
 
 
 _FATAL = "Fatal Python error: "
@@ -130,13 +162,15 @@ class Crash:
 
 
 _WORK = re.compile(
-    r"WorkNCCL\(SeqNum=(?P<seq>\d+)(?:, OpType=(?P<op>\w+))?(?:, NumelIn=(?P<size>\d+))?(?:, NumelOut=\d+)?"
+    r"WorkNCCL\((?:SeqNum=(?P<seq>\d+))?(?:(?:, )?OpType=(?P<op>\w+))?(?:, NumelIn=(?P<size>\d+))?(?:, NumelOut=\d+)?"
     r"(?:, Timeout\(ms\)=(?P<ms>\d+))?"
 )
 _GROUP = re.compile(
     r"PG (?:ID )?(?P<id>\d+)(?: PG GUID (?P<name>[^\s(]+)(?:\((?P<called>[^)]*)\))?)? Rank (?P<place>\d+)"
 )
 OF_NCCL = re.compile(r"(?:^|\s)[\w.-]+:(?P<pid>\d+):\d+ \[")
+# What NCCL returns to who calls it. A warning alone is none: it tries something else, or a peer ended before it.
+_NCCL_FAILED = re.compile(r"\bnccl\w+Error: |NCCL error: |NCCL error in: |NCCL INFO group\.cc:\d+ -> [1-6]\b")
 _AT_WORK = re.compile(r"work(?: sequence id)?: (?P<seq>\d+)")
 _WHOSE = re.compile(r"\[(?:[^\]]* )?Rank (?P<rank>\d{1,6})\]")
 _STATUS = re.compile(r"last enqueued (?:NCCL )?work: (?P<queued>-?\d+), last completed (?:NCCL )?work: (?P<done>-?\d+)")
@@ -175,12 +209,17 @@ class Heard:
     warnings: list[tuple[Line, str]] = field(default_factory=list)
     groups: dict[str, Group] = field(default_factory=dict)
     watchdog: Line | None = None
+    timed_out: bool = False  # what it raises afterwards are effects
     last: Line | None = None
     telling: Line | None = None  # that says why a process was aborted
     opened: Traceback | None = None
     before: str = ""
+    node: str = ""  # or container
     since: int = 0  # lines since the newest traceback: whoever goes on printing has caught the exception
     crashes: list[Crash] = field(default_factory=list)
+    block: dict[str, str] = field(default_factory=dict)  # of a launcher's summary
+    block_at: Line | None = None
+    block_root: bool = False
 
     def uncaught(self, *, ended: bool) -> tuple[Traceback, RankException] | None:
         """``ended``: something else says that its process has failed."""
@@ -203,6 +242,8 @@ _IN_WORDS = re.compile(
     r"|process rank (?P<c>\d+) .{0,80}exited on signal (?P<c_signal>\d+)"
     r"|MPI_ABORT was invoked on rank (?P<d>\d+)"
 )
+_NAMED = re.compile(r"\s*Process name: (?:\[\[\d+,\d+\],)?(?P<rank>\d{1,6})\]?$")  # mpirun, horovodrun
+_NAMED_CODE = re.compile(r"\s*Exit code: +(?P<code>\d{1,3})$")
 _MONITORED = re.compile(r"Ranks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier")
 _OF_CUDA = re.compile(r"watchdog thread terminated with exception: (?:\[Rank \d+\] )?(?P<what>(?:CUDA|NCCL) error.*)")
 _SPAWNED = re.compile(r"process (?P<rank>\d+) terminated with (?:signal (?P<signal>SIG\w+)|exit code (?P<code>\d+))")
@@ -215,6 +256,8 @@ _SIGNALS = {
     "Killed": signal.SIGKILL, "Terminated": signal.SIGTERM, "Segmentation fault": signal.SIGSEGV,
     "Aborted": signal.SIGABRT, "Bus error": signal.SIGBUS, "Out Of Memory": signal.SIGKILL,
 }  # fmt: skip
+_CANCELLED = re.compile(r"\*\*\* (?:JOB .* CANCELLED|STEP .* CANCELLED .* DUE TO )")
+_STOPPING = re.compile(r"srun: (?:Terminating |Force Terminated |Job step aborted)|\*\*\* (?:JOB|STEP) .* CANCELLED")
 _KERNEL_KILL = re.compile(r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)")
 _RESTART = re.compile(r"will restart worker group|Restarting worker group")
 _RAY_RANK = re.compile(r"pid=(?P<pid>\d+)\)[^)\n]{0,40}world_rank=(?P<rank>\d+)")
@@ -223,13 +266,17 @@ _WORLD = re.compile(r"world_size[=: ]+(?P<world>\d{1,6})\b", re.IGNORECASE)
 
 @dataclass
 class Ended:
-    """How a rank ended, by its launcher. ``root``: it was the first that the launcher saw fail."""
+    """How a rank ended, by its launcher. ``root``: it was the first that the launcher saw fail. ``by``: whose lines say
+    so: of several nodes each has its launcher. ``stopped``: by the launcher.
+    """
 
     code: int
     line: Line
     pid: int = 0
     host: str = ""
     root: bool = False
+    by: Speaker | None = None
+    stopped: bool = False
 
 
 class Printed:
@@ -239,13 +286,15 @@ class Printed:
         self.kills: dict[int, str] = {}
         self.ranks: dict[str, int] = {}  # of Ray's workers, by pid
         self.world = 0
-        self.failed = False  # a launcher says that some process has
+        self.failed: set[Speaker | None] = set()  # in whose lines a launcher says that some process has
         self.absent: set[int] = set()
         self._local: list[tuple[int, Ended]] = []  # by local rank
         self.remarks: dict[str, None] = {}
-        self._block: dict[str, str] = {}
-        self._root = False
-        self._at = Line("", 0, "")
+        self.nccl_failed: Line | None = None
+        self.nccl_told: list[tuple[Line, str]] = []  # warnings, and the last error, in whoever's lines
+        self._cancelled = False  # from outside, before anything failed: what comes after it are effects
+        self._stopping = False  # Slurm ends the other tasks of the step
+        self._named: int | None = None  # the process that mpirun saw end first
         self._stack: Group | None = None  # whose stack the next lines may show
 
     def hear(self, said: Said) -> None:
@@ -256,11 +305,16 @@ class Printed:
         text, one.last = said.text, said.line
         if one.opened is not None and not one.opened.take(text, timed=said.timed):
             self._close(one)
+            if one.opened is not None and not one.opened.take(text, timed=said.timed):
+                self._close(one)
         if one.opened is None:
             one.opened = self._opened(one, said)
+            self._note_nccl(one, said)
         one.before = text
         own = one.opened is None and not (said.timed or _NOT_OWN.match(text))
         one.since += own
+        if own and isinstance(said.speaker, str) and None in self.heard:
+            self._go_on(self.heard[None])
         if text.startswith(_FATAL):
             one.crashes = [*one.crashes[-_FEW:], Crash(said.line, [text])]
         elif one.crashes:
@@ -268,11 +322,21 @@ class Printed:
         if one.opened is None or one.opened.state == "after":
             self._note(one, said)
 
+    def _go_on(self, unsigned: Heard) -> None:
+        """Nodes print their own, so the job has survived what nobody has signed."""
+        if unsigned.opened is not None and unsigned.opened.state in ("message", "after"):
+            self._close(unsigned)
+        unsigned.since += 1
+
     def _opened(self, one: Heard, said: Said) -> Traceback | None:
         text = said.text
+        if self._cancelled:
+            return None
         if of_summary := _OF_A_SUMMARY.match(text):
-            rank = re.match(r"\d+", self._block.get("rank", ""))
-            return Traceback(said.line, [text[of_summary.end() :]], False, said, int(rank[0]) if rank else None, "  ")
+            rank = re.match(r"\d+", one.block.get("rank", ""))
+            return Traceback(
+                said.line, [text[of_summary.end() :]], False, said, int(rank[0]) if rank else None, indent="  "
+            )
         if not (text.lstrip(" |+").startswith(_HEAD) or _BOXED.match(text)):
             return None
         thread = one.before.startswith(("Exception in thread", "Exception ignored"))
@@ -282,10 +346,16 @@ class Printed:
     def _close(self, one: Heard) -> None:
         opened, one.opened = one.opened, None
         raised = opened.exception(opened.line.number * 1e-3) if opened is not None else None
-        if opened is None or raised is None or opened.thread or raised.type.rpartition(".")[2] in _NOT_OF_A_RANK:
+        if opened is None or raised is None or opened.thread:
             return
-        if any(fr.normal(one.file).endswith(_LAUNCHERS) for one in raised.frames):
-            self._remark(f"torchrun itself failed: {raised.type}: {raised.message}", opened.line)
+        kind = raised.type.rpartition(".")[2]
+        if of_ray := _OF_RAY.match(f"{raised.type}: {raised.message}"):
+            one.opened = Traceback(opened.line, [_HEAD], False, opened.said, pid=of_ray["pid"])
+            return
+        if kind != "ChildFailedError" and any(fr.normal(one.file).endswith(_LAUNCHERS) for one in raised.frames):
+            self._remark(f"the launcher itself ended: {raised.type}: {raised.message}", opened.line)
+            return
+        if kind in _NOT_OF_A_RANK:
             return
         if fr.normal(raised.frames[0].file).endswith("/torch/multiprocessing/spawn.py"):  # of the ranks' parent
             if ended := _SPAWNED.search(raised.message):
@@ -294,14 +364,21 @@ class Printed:
             return
         if absent := _MONITORED.search(raised.message):
             self.absent |= {rank for one in absent["ranks"].split(", ") if (rank := int(one)) < MAX_RANKS}
+        if opened.pid and raised.type.startswith("ray."):
+            self._remark(f"Ray: {raised.type}: {raised.message}", opened.line)
+            return
+        if opened.pid:
+            whose = next((name for name in self.heard if f"pid={opened.pid}" in str(name)), f"pid={opened.pid}")
+            one = self.heard.setdefault(self.ranks.get(opened.pid, whose), Heard(opened.line))
         if opened.rank is not None and opened.rank < MAX_RANKS:
             one = self.heard.setdefault(opened.rank, Heard(opened.line))
-        one.raised, one.since = [*one.raised[-_MOST_TRACEBACKS:], (opened, raised)], 0
+        if not one.timed_out:
+            one.raised, one.since = [*one.raised[-_MOST_TRACEBACKS:], (opened, raised)], 0
 
     def end(self) -> None:
-        for one in list(self.heard.values()):
+        for speaker, one in list(self.heard.items()):
             self._close(one)
-        self._end_block()
+            self._end_block(one, speaker)
         pids = {one.pid for one in self.ended.values()} - {0}
         for rank, ended in self._local:
             if ended.pid not in pids:
@@ -310,25 +387,25 @@ class Printed:
     def _note(self, one: Heard, said: Said) -> None:
         text = said.text
         one.tail.append(text)
-        if last_abort(text) is not None:
+        if last_abort(text) is not None or "watchdog got stuck" in text:
             one.telling = said.line
-        if "NCCL WARN" in text and len(one.warnings) < _MOST_WARNINGS:
-            one.warnings.append((said.line, text.partition("NCCL WARN")[2].strip()))
+        one.timed_out |= said.speaker is not None and "Watchdog caught collective operation timeout" in text
         if "atchdog" in text or "enqueued" in text:
             self._stack = self._note_watchdog(one, said) or self._stack
         if self._stack is not None and (found := _STACK.match(text)):
             self._stack.frames.append(Frame(found["file"], int(found["line"]), found["function"]))
         if (field := _FIELD.match(text)) is not None:
-            self._block[field["name"]] = field["value"].strip()
+            one.block[field["name"]] = field["value"].strip()
             if field["name"] == "exitcode":
-                self._at = said.line
+                one.block_at = said.line
         elif text.startswith(("[", "---", "===", "Root Cause")):
-            self._end_block()
-            self._root = text.startswith("Root Cause") or (self._root and not text.startswith("==="))
+            self._end_block(one, said.speaker)
+            one.block_root = text.startswith("Root Cause") or (one.block_root and not text.startswith("==="))
         if found := _EXIT.search(text):
-            self._local.append((int(found["rank"]), Ended(int(found["code"]), said.line, int(found["pid"]), root=True)))
+            ended = Ended(int(found["code"]), said.line, int(found["pid"]), root=True, by=said.speaker)
+            self._local.append((int(found["rank"]), ended))
         if found := _DEEPSPEED.search(text):
-            self.failed = True
+            self.failed.add(said.speaker)
             self._remark(f"DeepSpeed: a process of its node ended with code {found['code']}", said.line)
         if found := _IN_WORDS.search(said.line.text):
             told = {name[0]: value for name, value in found.groupdict().items() if value and len(name) == 1}
@@ -337,11 +414,17 @@ class Printed:
             number = -int(found["c_signal"]) if found["c_signal"] else int(code or 1)
             if int(rank) < MAX_RANKS:
                 self.ended.setdefault(int(rank), Ended(number, said.line, root=True))
+        if found := _NAMED.match(text):
+            self._named = int(found["rank"])
+        elif self._named is not None and (found := _NAMED_CODE.match(text)) and self._named < MAX_RANKS:
+            self.ended.setdefault(self._named, Ended(int(found["code"]), said.line, root=True))
         if found := _OF_CUDA.search(text):
             head = Traceback(said.line, [text], False, said)
             one.raised, one.since = [*one.raised, (head, RankException("RuntimeError", found["what"], 0.0))], 0
         if found := _TASK_ENDED.search(text):
             self._note_tasks(found, said.line)
+        self._cancelled = self._cancelled or _CANCELLED.search(text) is not None
+        self._stopping = self._stopping or _STOPPING.search(text) is not None
         if found := _KERNEL_KILL.search(text):
             self.kills[int(found["pid"])] = text.strip()
         if found := _RAY_RANK.search(text):
@@ -353,6 +436,16 @@ class Printed:
         if found := _WORLD.search(text):
             self.world = max(self.world, min(int(found["world"]), MAX_RANKS))
 
+    def _note_nccl(self, one: Heard, said: Said) -> None:
+        if _NCCL_FAILED.search(said.text):
+            self.nccl_failed = self.nccl_failed or said.line
+        _, warns, words = said.text.partition("NCCL WARN ")
+        words = said.text if one.before.startswith("Last error:") else words
+        if words and len(self.nccl_told) < _MOST_WARNINGS:
+            self.nccl_told.append((said.line, words))
+        if warns and len(one.warnings) < _MOST_WARNINGS:
+            one.warnings.append((said.line, words.strip()))
+
     def _remark(self, text: str, line: Line) -> None:
         if len(self.remarks) < _MOST_WARNINGS:
             self.remarks[f"{' '.join(text.split())[:_MOST_REMARK]} [{line.where}]"] = None
@@ -361,26 +454,31 @@ class Printed:
         """torchrun starts the ranks again: what ended them before did not end the job."""
         for one in self.heard.values():
             one.raised, one.crashes, one.groups, one.watchdog, one.opened = [], [], {}, None, None
+            one.timed_out = False
         self.ended.clear()
         self._local.clear()
 
-    def _end_block(self) -> None:
+    def _end_block(self, one: Heard, speaker: Speaker | None) -> None:
         """One failure of torchrun's summary is complete."""
-        block, self._block = self._block, {}
+        block, one.block = one.block, {}
         rank, code = (
             re.match(r"(\d+)", block.get("rank", "")),
             re.match(r"(-?\d+)(?: +\(pid: (\d+)\))?", block.get("exitcode", "")),
         )
         if rank and code and int(rank[1]) < MAX_RANKS:
             pid, host = int(code[2] or 0), block.get("host", "")
-            self.ended[int(rank[1])] = Ended(int(code[1]), self._at, pid, host, self._root)
+            at = one.block_at or one.first
+            self.ended[int(rank[1])] = Ended(int(code[1]), at, pid, host, one.block_root, speaker)
 
     def _note_tasks(self, found: re.Match[str], line: Line) -> None:
         code = int(found["code"]) if found["code"] else -_SIGNALS.get((found["how"] or "").strip(), 0)
         for part in found["tasks"].split(","):
             first, _, last = part.partition("-")
             for task in range(int(first or 0), min(int(last or first or 0), MAX_RANKS) + 1) if code else ():
-                self.ended.setdefault(task, Ended(code, line, host=found["host"], root=code not in (143, -15)))
+                stopped = code in (143, -15) or self._cancelled or (self._stopping and found["how"] == "Killed")
+                self.ended.setdefault(
+                    task, Ended(code, line, host=found["host"], root=not (stopped or self._stopping), stopped=stopped)
+                )
 
     def _note_watchdog(self, one: Heard, said: Said) -> Group | None:
         """Older watchdogs name the group behind the call only, and rank and process not at all where torch puts no
@@ -403,7 +501,7 @@ class Printed:
         if group:
             mine.called, mine.place = group["called"] or "", int(group["place"])
         if work and not mine.op:
-            mine.seq, mine.op, mine.ms = int(work["seq"]), work["op"] or "", int(work["ms"] or 0)
+            mine.seq, mine.op, mine.ms = int(work["seq"] or 0), work["op"] or "", int(work["ms"] or 0)
             mine.size = int(work["size"]) if work["size"] else None
         if status:
             mine.queued, mine.done = int(status["queued"]), int(status["done"])

@@ -6,14 +6,18 @@ import gzip
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
-from msgspec import structs
-
 from safelaunch.bundle.reading.guard import Found, Unreadable, cannot_be_read
-from safelaunch.bundle.reading.log_lines import MAX_RANKS, Signer, has_tasks, lines_of, ranks_of_names
+from safelaunch.bundle.reading.log_lines import (
+    MAX_RANKS,
+    Signer,
+    has_tasks,
+    hosts_of,
+    lines_of,
+    ranks_of_names,
+)
 from safelaunch.bundle.reading.log_reports import DEFAULT, OF_NCCL, OPS, UNNAMED, Ended, Heard, Printed
 from safelaunch.capture.last_words import parse_fatal
 from safelaunch.model import (
@@ -28,8 +32,8 @@ from safelaunch.model import (
     RankEvidence,
     RankExit,
 )
-from safelaunch.verdict.exits import is_consequence
-from safelaunch.verdict.reading.failures import fingerprints
+from safelaunch.verdict.exits import is_consequence, one_line
+from safelaunch.verdict.reading.failures import fingerprints, first_failure
 
 
 def read_logs(paths: Sequence[Path], root: Path | None = None) -> Found:
@@ -52,7 +56,8 @@ def read_logs(paths: Sequence[Path], root: Path | None = None) -> Found:
 def _read(path: Path, name: str, job: Printed, rank: int | None) -> int:
     lines = lines_of(path, name)
     ahead = list(islice(lines, 200))
-    known = Signer(rank, has_tasks([line.text for line in ahead if line is not None]))
+    texts = [line.text for line in ahead if line is not None]
+    known = Signer(rank, has_tasks(texts), hosts_of(texts))
     last = 0
     for line in chain(ahead, lines):
         if line is not None:
@@ -77,7 +82,12 @@ def _found(job: Printed, names: Sequence[str], count: int) -> Found:
         one.exception or one.flight_record or (one.exit and one.exit.returncode and one.exit.before_close)
         for one in evidence
     )
-    what, remarks = f"{'a log' if len(names) == 1 else f'{len(names)} logs'} of {count} lines", tuple(job.remarks)
+    what = f"{'a log' if len(names) == 1 else f'{len(names)} logs'} of {count} lines"
+    remarks, warned = tuple(job.remarks), _nccl_words(job)
+    if job.nccl_failed is not None and not any(one.exception for one in evidence):
+        remarks = (*remarks, f"NCCL failed{f': {warned}' if warned else f' [{job.nccl_failed.where}]'}")
+    elif warned and not failed:
+        what += f" (a warning of NCCL alone is no failure: {warned})"
     if not failed:
         return Found(what, Evidence("crash", max(world, 1), ()), remarks=remarks)
     missing = tuple(rank for rank in range(world) if rank not in seen)
@@ -86,6 +96,13 @@ def _found(job: Printed, names: Sequence[str], count: int) -> Found:
     )
     told = Evidence(outcome, world, tuple(evidence), missing_ranks=missing, printed=signed)
     return Found(what, told, files=files, remarks=remarks)
+
+
+def _nccl_words(job: Printed) -> str:
+    """What NCCL has said that means something, the first of its own process's first."""
+    found = first_failure(text for _, text in job.nccl_told)
+    where = next((line.where for line, text in job.nccl_told if found is not None and text == found[0]), "")
+    return f"{one_line(found[0])} ({found[1].means}) [{where}]" if found is not None else ""
 
 
 def _failed(one: RankEvidence) -> bool:
@@ -97,65 +114,54 @@ def _failed(one: RankEvidence) -> bool:
     )
 
 
-def with_logs(found: Found, logs: Found) -> Found:
-    """What dumps tell, and beside it what the same job has printed."""
-    told = {one.rank: one for one in logs.evidence.ranks}
-    if not told:
-        return found
-    ranks = {
-        one.rank: structs.replace(told[one.rank], flight_record=one.flight_record) if one.rank in told else one
-        for one in found.evidence.ranks
-    }
-    ranks = dict(sorted({**told, **ranks}.items()))
-    world = max(found.evidence.world_size, logs.evidence.world_size)
-    missing = tuple(rank for rank in found.evidence.missing_ranks if rank not in ranks)
-    evidence = structs.replace(
-        logs.evidence, world_size=world, ranks=tuple(ranks.values()), missing_ranks=missing, printed=None
-    )
-    return replace(
-        found,
-        what=f"{found.what} and {logs.what}",
-        evidence=evidence,
-        files={**logs.files, **found.files},
-        remarks=logs.remarks,
-    )
-
-
 def _by_rank(job: Printed) -> tuple[dict[int, Heard], tuple[int, ...]]:
     """Who said what, by rank, and of whom that is sure. Also of processes that some line names a rank's, and of lines
     that nobody signs."""
     found: dict[int, Heard] = {one: heard for one, heard in job.heard.items() if isinstance(one, int)}
     named = {name: heard for name, heard in job.heard.items() if isinstance(name, str)}
-    spare = iter(range(MAX_RANKS))
-    for name, heard in sorted(named.items()):
+    spare, guessed = iter(range(MAX_RANKS)), set[int]()
+    launchers = {*job.failed, *(one.by for one in job.ended.values())}
+    for name, heard in sorted(named.items(), key=_in_order):
         pid = re.search(r"pid=(\d+)", name)
         rank = job.ranks.get(pid[1]) if pid else None
-        if rank is None:
-            rank = next(one for one in spare if one not in found)
-        found.setdefault(rank, heard)
+        if name in launchers:  # it is a node, with ranks of its own
+            guessed |= _give(heard, name, found, job)
+        else:
+            heard.node = name if pid is None else ""
+            if rank is None:  # its place in their order
+                guessed.add(rank := next(one for one in spare if one not in found))
+            found.setdefault(rank, heard)
+    signed = {*found, *job.ended} - guessed
     unsigned = job.heard.get(None)
-    signed = {*found, *job.ended}
     if unsigned is not None:
-        signed -= _give(unsigned, found, job)
+        signed -= _give(unsigned, None, found, job)
         _give_warnings(unsigned, found, job)
     return found, tuple(sorted(signed))
 
 
-def _give(unsigned: Heard, found: dict[int, Heard], job: Printed) -> set[int]:
-    """What nobody has signed is given to those who failed: own errors to whoever failed first. Returns to whom, where
-    that was a choice. torch's own check says whose call it is about.
+def _in_order(named: tuple[str, Heard]) -> str:
+    """``worker-2`` before ``worker-10``."""
+    return re.sub(r"\d+", lambda number: number[0].zfill(20), named[0])
+
+
+def _give(said: Heard, by: str | None, found: dict[int, Heard], job: Printed) -> set[int]:
+    """What no rank has signed, of a node or of all, is given to those who failed there: own errors to whoever failed
+    first. Returns to whom, where that was a choice. torch's own check says whose call it is about.
     """
+    ended = {rank: one for rank, one in job.ended.items() if one.by == by}
     known = {rank for rank, one in found.items() if one.raised}
-    failed = [rank for rank, one in job.ended.items() if one.code == 1 and rank not in known]
-    failed.sort(key=lambda rank: (not job.ended[rank].root, rank))
-    if not failed and not job.ended and not known and unsigned.uncaught(ended=job.failed):
-        failed = [0]
-    crashed = [rank for rank, one in job.ended.items() if one.code < 0 and one.root]
-    if not job.ended and not known and unsigned.crashed(ended=job.failed):
-        crashed = [0]
-    if len(crashed) == len(unsigned.crashes) == 1:
-        found.setdefault(crashed[0], Heard(unsigned.crashes[0].line)).crashes += unsigned.crashes
-    distinct = {(one.type, one.message, one.frames): (opened, one) for opened, one in unsigned.raised}
+    failed = [rank for rank, one in ended.items() if one.code == 1 and rank not in known]
+    failed.sort(key=lambda rank: (not ended[rank].root, rank))
+    crashed = [rank for rank, one in ended.items() if one.code < 0 and one.root]
+    alone = not ended and (by is not None or not (job.ended or known))
+    if alone:
+        taken = {rank for rank, one in found.items() if by is not None or one.watchdog is not None}
+        nobody = next(rank for rank in range(MAX_RANKS) if rank not in taken)
+        failed = [nobody] if said.uncaught(ended=by in job.failed) else []
+        crashed = [nobody] if said.crashed(ended=by in job.failed) else []
+    if len(crashed) == len(said.crashes) == 1:
+        found.setdefault(crashed[0], Heard(said.crashes[0].line, node=by or "")).crashes += said.crashes
+    distinct = {(one.type, one.message, one.frames): (opened, one) for opened, one in said.raised}
     own = {next(iter(told)): pair for pair in distinct.values() if (told := fingerprints(pair[1].message))}
     errors = sorted(  # who ends, prints last
         (pair for pair in reversed(distinct.values()) if pair not in own.values()),
@@ -163,20 +169,24 @@ def _give(unsigned: Heard, found: dict[int, Heard], job: Printed) -> set[int]:
     )
     chosen = dict(zip([rank for rank in failed if rank not in own], errors, strict=False))
     for rank, (opened, raised) in {**own, **chosen}.items():
-        one = found.setdefault(rank, Heard(opened.line))
+        one = found.setdefault(rank, Heard(opened.line, node=by or ""))
         one.raised.append((opened, raised))
         one.since = 0
-    return set(chosen) if len(errors) > 1 or len(failed) > 1 else set()
+    return set(chosen) if len(errors) > 1 or len(failed) > 1 or (alone and by is not None) else set()
 
 
 def _give_warnings(unsigned: Heard, found: dict[int, Heard], job: Printed) -> None:
     """NCCL signs what it warns of with the process: to the rank of that, or to who raises it in the same words."""
     pids = {one.pid: rank for rank, one in job.ended.items()}
+    raised = [rank for rank, one in found.items() if one.raised]
+    signers = {pid["pid"] for line, _ in unsigned.warnings if (pid := OF_NCCL.search(line.text))}
+    if len(signers) == len(raised) == 1:
+        pids.setdefault(int(signers.pop()), raised[0])
     for line, text in unsigned.warnings:
         pid = OF_NCCL.search(line.text)
         rank = pids.get(int(pid["pid"])) if pid else None
-        raised = (one for one, heard in found.items() if heard.raised and text[:80] in heard.raised[-1][1].message)
-        rank = rank if rank is not None else next(raised, None)
+        alike = (one for one in raised if text[:80] in found[one].raised[-1][1].message)
+        rank = rank if rank is not None else next(alike, None)
         if rank is not None:
             found.setdefault(rank, Heard(line)).warnings.append((line, text))
 
@@ -216,13 +226,15 @@ def _rank(
     ended, folder = job.ended.get(rank), f"ranks/{rank}"
     exception = record = log = fatal = None
     tail = heard.tail if heard is not None else ()
-    unsigned = job.heard.get(None)
+    unsigned = job.heard.get(ended.by if ended is not None else None)
     if ended is not None and ended.code < 0 and unsigned is not None:
         tail = (*tail, *unsigned.tail)  # C++ and the kernel sign nothing
         files[f"{folder}/log_tail.txt"] = (unsigned.telling or unsigned.last or unsigned.first).where
+    if heard is not None and heard.telling is not None:
+        files[f"{folder}/log_tail.txt"] = heard.telling.where
     if heard is not None:
         files.setdefault(f"{folder}/log_tail.txt", (heard.telling or heard.last or heard.first).where)
-        last = heard.uncaught(ended=ended is not None or job.failed)
+        last = heard.uncaught(ended=ended is not None or bool(job.failed))
         if last is not None:
             opened, exception = last
             files[f"{folder}/exception.json"] = opened.line.where
@@ -238,12 +250,13 @@ def _rank(
     exit_ = None
     if ended is not None:
         files.setdefault("launch.json", ended.line.where)
-        by_launcher = -ended.code == signal.SIGTERM or ended.code == 128 + signal.SIGTERM
-        exit_ = RankExit(ended.code, 0.0 if ended.root else 1.0, before_close=not by_launcher)
+        stopped = ended.stopped or ended.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        stopped |= heard is not None and heard.timed_out
+        exit_ = RankExit(ended.code, 0.0 if ended.root else 1.0, before_close=not stopped)
     kill = job.kills.get(ended.pid, "") if ended is not None else ""
     return RankEvidence(
         rank,
-        host=ended.host if ended is not None else "",
+        host=ended.host if ended is not None else heard.node if heard is not None else "",
         pid=ended.pid if ended is not None else 0,
         flight_record=record,
         exception=exception,

@@ -9,12 +9,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path, PurePosixPath
 
 import msgspec
-from msgspec import structs
 
 from safelaunch.bundle.reading.guard import Found, Unreadable, read_limited
 from safelaunch.bundle.reading.log_lines import ranks_of_names
@@ -110,23 +109,6 @@ def read_stacks(paths: Sequence[Path], root: Path | None = None, *, only_named: 
     evidence = Evidence("hang", world, tuple(ranks[r] for r in sorted(ranks)), tuple(set(range(world)) - set(ranks)))
     remarks = ("nothing says whose stacks these are: ranks are counted in their order",) if numbered else ()
     return Found(f"stacks of {len(ranks)} processes", evidence, files=files, remarks=remarks)
-
-
-def with_stacks(found: Found, stacks: Found) -> Found:
-    """What dumps or logs tell, and beside it the stacks of the same job."""
-    ranks = {one.rank: one for one in found.evidence.ranks}
-    for one in stacks.evidence.ranks:
-        mine = ranks.get(one.rank)
-        ranks[one.rank] = structs.replace(mine, main=one.main, pid=mine.pid or one.pid) if mine is not None else one
-    world = max(found.evidence.world_size, stacks.evidence.world_size)
-    evidence = structs.replace(
-        found.evidence,
-        world_size=world,
-        ranks=tuple(ranks[rank] for rank in sorted(ranks)),
-        missing_ranks=tuple(rank for rank in range(world) if rank not in ranks),
-        printed=None,
-    )
-    return replace(found, what=f"{found.what}, {stacks.what}", evidence=evidence, files={**stacks.files, **found.files})
 
 
 def _processes(data: bytes) -> list[_Process]:

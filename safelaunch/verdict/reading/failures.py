@@ -60,7 +60,7 @@ _KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
     (
         "infiniband",
         False,
-        r"got completion (?:from peer (?P<peer>\S+?)(?:<\d+>)? )?with (?:error |status=)(?P<code>\d+)",
+        r"got completion (?:from peer (?P<peer>\S+?)(?:<\d+>)? )?with (?:error |status=(?:\w+\()?)(?P<code>\d+)",
         "an InfiniBand transfer with {peer} failed with status {code} (12: it did not answer; 5: it had failed before)",
     ),
     (

@@ -34,6 +34,19 @@ def parse(lines: Iterable[str]) -> Traceback | None:
     return Traceback(tuple(reversed(frames)), "") if frames else None
 
 
+_CHAINED = re.compile(
+    r"^(?:The above exception was the direct cause of the following exception"
+    r"|During handling of the above exception, another exception occurred):$",
+    re.MULTILINE,
+)
+
+
+def chain(text: str) -> list[Traceback]:
+    """The tracebacks of an exception and of those from which it came, the first one first."""
+    parts = (parse(part.splitlines()) for part in _CHAINED.split(text))
+    return [part or Traceback((), "") for part in parts]
+
+
 def lines_of(log_tail: str) -> list[str]:
     """What a rank has printed, without the times."""
     return [_PREFIX.sub("", line) for line in log_tail.splitlines()]
