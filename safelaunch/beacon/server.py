@@ -97,10 +97,13 @@ def _groups() -> tuple[dict[str, list[int]], int | None]:
     if world is None:
         return {}, None
     names, found, left = world.pg_names, {}, MOST_MEMBERS
+    mine = os.environ.get("RANK", "")
     for group, members in list(world.pg_group_ranks.items()):
         left -= len(members)
         if group in names and left >= 0:
-            found[str(names[group])] = sorted(members, key=members.__getitem__)
+            # A group with processes of other jobs may count its members anew: they are not the ranks of this job.
+            is_of_the_job = not mine.isdecimal() or members.get(int(mine)) == group.rank()
+            found[str(names[group])] = sorted(members, key=members.__getitem__) if is_of_the_job else []
     return found, int(world.group_count)
 
 

@@ -257,7 +257,9 @@ def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting) -> Thre
     wchan = optional("wchan")
     number, arguments = call if call else (None, ())
     name = waits.name_of(number) if number is not None else ""
-    target = _target(pid, name, arguments)
+    target = (
+        _target(pid, name, arguments) if name != "futex" else _Target(words=waits.shared_futex(pid, name, arguments))
+    )
     ends_s = waits.ends_s(name, arguments, lambda address, size: _memory(pid, address, size))
     io, scheduled = parse_io(optional("io")), parse_schedstat(optional("schedstat"))
     return ThreadState(
@@ -276,6 +278,8 @@ def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting) -> Thre
         slices=scheduled[1] if scheduled is not None else None,
         ends_s=ends_s,
         locked_by=target.locked_by,
+        lock_sharers=target.lock_sharers,
+        times_out=target.times_out,
         inode=target.inode,
         child=waits.child_of(name, arguments),
         rests_in=resting.rests_in(text) if name.startswith("futex") else "",
@@ -290,6 +294,8 @@ class _Target(NamedTuple):
     words: str = ""
     locked_by: int | None = None
     inode: int | None = None
+    lock_sharers: tuple[int, ...] = ()
+    times_out: bool = False
 
 
 def _target(pid: int, name: str, arguments: tuple[int, ...]) -> _Target:
@@ -308,14 +314,16 @@ def _target(pid: int, name: str, arguments: tuple[int, ...]) -> _Target:
         target = str(Path(f"/proc/{pid}/fd/{fd}").readlink())
     except OSError:
         return _Target(fd)
-    holder = waits.holder(pid, fd) if name in waits.CALLS else None
+    holder, *sharers = (waits.holders(pid, fd) if name in waits.CALLS else ()) or (None,)
     if holder is not None:
         target += f", locked by pid {holder}{waits.program(holder)}"
+    times_out = False
     found = re.fullmatch(r"(socket|pipe):\[(\d+)\]", target)
     inode = int(found[2]) if found else None
     if found and found[1] == "socket":
         target = sockets.describe(pid, int(found[2]))
-    return _Target(fd, target, holder, inode)
+        times_out = sockets.times_out(pid, fd)
+    return _Target(fd, target, holder, inode, tuple(sharers), times_out)
 
 
 def _memory(pid: int, address: int, size: int) -> bytes:

@@ -57,6 +57,33 @@ def listeners(pid: int, port: int) -> dict[int, str]:
     return {inode: host for name in ("tcp", "tcp6") for inode, host in find_listening(_read(net / name), port)}
 
 
+_PIDFD_GETFD = 438  # of every architecture; Linux 5.6
+
+
+def times_out(pid: int, fd: int) -> bool:
+    """Whether the socket has a time limit of its own (SO_RCVTIMEO, SO_SNDTIMEO), or that can't be read.
+
+    A copy of the descriptor is asked, which leaves the process alone.
+    """
+    import ctypes
+
+    try:
+        process = os.pidfd_open(pid)
+        try:
+            copy = ctypes.CDLL(None).syscall(_PIDFD_GETFD, process, fd, 0)
+        finally:
+            os.close(process)
+        if copy < 0:
+            return True
+        with socket.socket(fileno=copy) as mine:
+            limits = (
+                mine.getsockopt(socket.SOL_SOCKET, option, 16) for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)
+            )
+            return any(any(limit) for limit in limits)
+    except OSError:
+        return True
+
+
 def has_socket(pid: int, inode: int) -> bool:
     return any(target == f"socket:[{inode}]" for _, target in descriptors(pid))
 

@@ -106,7 +106,7 @@ Memory = Callable[[int, int], bytes]  # (address, size) → bytes of the process
 _P_PID = 1
 _MONOTONIC, _REALTIME = 1, 0
 _TIMER_ABSTIME = 1
-_FUTEX_COMMANDS = 0x7F
+_FUTEX_COMMANDS, _FUTEX_PRIVATE = 0x7F, 0x80
 _FUTEX_WAIT, _FUTEX_CLOCK_REALTIME = 0, 256
 
 # Calls with a limit in milliseconds (negative: none) → the argument that holds it.
@@ -335,6 +335,22 @@ def _wanted(symbols: bytes, names: bytes) -> Iterator[_Function]:
                 yield _Function(value, value + size, known[0].decode())
 
 
+def shared_futex(pid: int, name: str, arguments: Sequence[int]) -> str:
+    """The file in whose mapping a futex lies that other processes may wake; ``?`` if that can't be read; else empty."""
+    if name != "futex" or arguments[1] & _FUTEX_PRIVATE:
+        return ""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return "?"
+    for line in lines:
+        fields = line.split(maxsplit=5)
+        start, _, end = fields[0].partition("-")
+        if int(start, 16) <= arguments[0] < int(end, 16):
+            return fields[5] if len(fields) == 6 else ""
+    return ""
+
+
 # --- locks on files ---------------------------------------------------------------------------------------------------
 
 CALLS = ("flock", "fcntl")
@@ -349,23 +365,28 @@ class Held:
     pid: int
     place: tuple[int, int, int]
     exclusive: bool
+    of_file: bool = False  # of an open file (flock): whoever has that open has the lock
 
 
-def holder(pid: int, fd: int) -> int | None:
-    """Another process that holds a lock on the file behind ``pid``'s descriptor ``fd``; None if unknown.
+def holders(pid: int, fd: int) -> tuple[int, ...]:
+    """The other processes that hold a lock on the file behind ``pid``'s descriptor ``fd``; empty if unknown.
 
-    The kernel names the process that has taken the lock; a child that inherits it may be the only one to have it now.
+    The kernel names the process that has taken the lock, which comes first if it still has it. Any process that
+    inherited the open file has that lock, too, and may release it.
     May block on a file system that does not answer, so call it under a deadline.
     """
     try:
         place = _place(Path(f"/proc/{pid}/fd/{fd}"))
     except OSError:
-        return None
+        return ()
     held = next((held for held in lock_table() if held.place == place and held.pid != pid), None)
-    if held is None or _has(held.pid, held) is not False:
-        return held.pid if held is not None else None
+    if held is None:
+        return ()
+    taker = () if _has(held.pid, held) is False else (held.pid,)
+    if not held.of_file:
+        return taker
     others = (int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208 - as everywhere in /proc
-    return next((other for other in others if other != pid and _has(other, held)), None)
+    return (*taker, *(other for other in others if other not in (pid, held.pid) and _has(other, held)))
 
 
 def _has(pid: int, lock: Held) -> bool | None:
@@ -468,7 +489,8 @@ def parse(text: str) -> Iterator[Held]:
         major, _, rest = fields[5].partition(":")
         minor, _, inode = rest.partition(":")
         try:
-            held = Held(int(fields[4]), (int(major, 16), int(minor, 16), int(inode)), fields[3] == "WRITE")
+            where = (int(major, 16), int(minor, 16), int(inode))
+            held = Held(int(fields[4]), where, fields[3] == "WRITE", fields[1] == "FLOCK")
         except ValueError:
             continue  # a line of another kernel
         if held.pid > 0:

@@ -105,6 +105,8 @@ class ThreadState(Record, frozen=True):
     - ``slices``: how often it was given a core so far; None if the kernel does not report it
     - ``ends_s``: when the call times out at the latest (CLOCK_MONOTONIC); None without a readable timeout
     - ``locked_by``: the process that holds the file lock which the call waits for; ``fd_target`` tells people as well
+    - ``lock_sharers``: further processes that have that lock, as a child that inherits the open file does
+    - ``times_out``: the socket that the call is on has a time limit of its own (SO_RCVTIMEO), or that can't be read
     - ``inode``: of the pipe or socket behind ``fd``
     - ``ends``: who has the other end of it, the process itself included; None where that was not looked for
     - ``child``: the process for whose end the call waits
@@ -127,6 +129,8 @@ class ThreadState(Record, frozen=True):
     slices: int | None = None
     ends_s: float | None = None
     locked_by: int | None = None
+    lock_sharers: tuple[int, ...] = ()
+    times_out: bool = False
     inode: int | None = None
     ends: tuple[OtherEnd, ...] | None = None
     child: int | None = None

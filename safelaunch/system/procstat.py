@@ -12,7 +12,14 @@ import signal
 from dataclasses import dataclass
 
 TICK_NS = 10**9 // os.sysconf("SC_CLK_TCK")
-_SIGNALS = sum(1 << (number - 1) for number in (signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP))
+# Signals whose handlers end the process, report its end, or answer a terminal. Any other one may do something for the
+# program, whoever sends it: a timer, a file, a stranger.
+_OF_ENDS = (
+    signal.SIGINT, signal.SIGQUIT, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE,
+    signal.SIGSEGV, signal.SIGPIPE, signal.SIGTERM, signal.SIGCHLD, signal.SIGTSTP, signal.SIGXCPU, signal.SIGXFSZ,
+    signal.SIGWINCH, signal.SIGSYS,
+)  # fmt: skip
+_SIGNALS = (1 << 31) - 1 - sum(1 << (number - 1) for number in _OF_ENDS)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 

@@ -342,6 +342,33 @@ class Alignment:
             self._members[group] = self._find_members(group)
         return self._members[group]
 
+    def is_closed(self, group: str) -> bool:
+        """Whether only ranks of this job are in it: each member lists it alike, or does not list its groups and has
+        used it. A process from outside may be in a group with numbers of its own, which are not those of the job.
+        """
+        members, known = self.members(group)
+        if not known or members - frozenset(range(self.world_size)):
+            return False
+        for member in members:
+            listed = self._listed(member)
+            if listed.keys() - {""}:
+                if frozenset(listed.get(group, ())) != members:
+                    return False
+            elif group != DEFAULT_GROUPS[0] and self.last(member, group) < 0:
+                return False
+        return True
+
+    def is_in_closed_groups(self, rank: int) -> bool:
+        """Whether the rank lists its groups, and only ranks of this job are in them."""
+        names = [name for name in self._listed(rank) if name]
+        return bool(names) and all(map(self.is_closed, names))
+
+    def _listed(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """The groups that the rank is in, by its record or by what it tells; empty where it lists none."""
+        if rank in self.records:
+            return self.records[rank].groups
+        return self._ranks[rank].gil.groups if rank in self._ranks else {}
+
     def _find_members(self, group: str) -> tuple[frozenset[int], bool]:
         world = frozenset(range(self.world_size))
         for record in self.records.values():

@@ -203,6 +203,8 @@ class _Prover:
     def _of_transfer(self, view: View, wait: PeerWait) -> tuple[Need, ...] | None:
         """One that is not recorded: any thread of the peer that runs the user's code may be the one to meet it."""
         mine, rank = _Transfer.of(wait), view.rank.rank
+        if not self._case.alignment.is_in_closed_groups(rank):
+            return None
         peers = [wait.peer] if wait.peer is not None else sorted(self._case.world - {rank})
         if any(mine.may_meet(rank, other, peer) for peer in peers for other in self._transfers.get(peer, ())):
             return None  # it may be under way
@@ -268,10 +270,7 @@ class _Prover:
         pending = [entry for entry in self._pending(view) if entry.thread in (0, ident)]
         of_torch = rests_in.startswith(_TORCH)
         if not pending:
-            wait = self._case.ranks[view.rank.rank].wait if view.other is None else None
-            if not of_torch or wait is None or wait.kind != "p2p":
-                return None
-            return self._of_transfer(view, wait)
+            return None  # nothing tells the group
         if not of_torch and rests_in:
             return None  # a library of its own
         givers: set[Node] = {_call(entry, view.rank.rank) for entry in pending}
@@ -291,6 +290,8 @@ class _Prover:
         shared = rests_in.startswith("_multiprocessing")
         if shared and (lock is None or not lock.shared):
             lock = calls.LockWait("a multiprocessing lock", shared=True)
+        if shared and _is_public(view.wait.target):
+            return None
         if rests_in not in ("lock", "gil") and not shared and (lock is None or rests_in):
             return None  # what others have built with the same frames may be ended by somebody else
         what = lock.what if lock is not None else "a lock"
@@ -331,14 +332,16 @@ class _Prover:
             givers = self._any_of(self._case.world - {view.rank.rank}) | (self._with_code - own)
             return (Need(givers, f"another rank sets the key {key.words}", _stack_claim(view)),)
         if wait.locked_by is not None:
-            pids = self._sharing(host, wait.locked_by)
-        elif wait.ends is not None and wait.kind == "io":
+            pids = [*self._sharing(host, wait.locked_by), *wait.lock_sharers]
+        elif wait.ends is not None and wait.kind == "io" and not wait.times_out:
             pids = [end.pid for end in wait.ends]
         else:
             return None
         owners = [(host, pid) for pid in pids]
         if not owners or any(owner not in self._processes for owner in owners):
             return None
+        if any(self._processes[owner].evidence.states[-1].handles_signals for owner in owners):
+            return None  # a handler may write, or unlock
         givers = self._threads_of(owners) - own
         return (Need(givers, f"an answer to {wait.call} on {wait.target} at {view.place}", _stack_claim(view)),)
 
@@ -420,9 +423,9 @@ class _Prover:
             peers = self._case.transfers.peers_missing(rank, entry.group)
             missing = sorted(peers or ())
             return tuple(Need(self._callers(peer), f"{described(entry)} on rank {peer}", claim) for peer in missing)
-        members, known = self._case.alignment.members(entry.group)
-        if not known:
+        if not self._case.alignment.is_closed(entry.group):
             return ()
+        members, _ = self._case.alignment.members(entry.group)
         needs = []
         for member in sorted(members - {rank}):
             if member in self._living and member not in self._case.alignment.records:
@@ -451,20 +454,26 @@ class _Prover:
         idents = self._idents.get(rank, frozenset())
         made = (thread for thread in process.python[1:] if not idents or thread.ident in idents or not thread.ident)
         new = self._with_user_code(rank) - self._accustomed(process)
+        if process.has_others and self._has_new_others(process):
+            new |= {_Actor(rank, process.evidence.pid, OTHERS)}  # native code may call back into Python
         return frozenset(self._main(rank)) | {self._actor(process, thread) for thread in made} | new
+
+    def _has_new_others(self, process: _Process) -> bool:
+        """Whether native threads of which nothing is known are too new to have a habit."""
+        return bool(_unknown_beside(process.evidence) - self._old_threads(process))
 
     def _accustomed(self, process: _Process) -> frozenset[Node]:
         """Threads that have let their rank make several calls without making one themselves."""
+        old = self._old_threads(process)
+        return frozenset(self._actor(process, thread) for thread in process.python if thread.os_tid in old)
+
+    def _old_threads(self, process: _Process) -> frozenset[int]:
         record = self._case.alignment.records.get(process.rank)
         made = sorted(Entries.of(record.entries).created_ns) if record is not None else []
         if len(made) < HABIT:
-            return _NEVER
-        old = {
-            t.tid
-            for t in process.evidence.states[-1].threads
-            if t.started_ns is not None and t.started_ns < made[-HABIT]
-        }
-        return frozenset(self._actor(process, thread) for thread in process.python if thread.os_tid in old)
+            return frozenset()
+        threads = process.evidence.states[-1].threads
+        return frozenset(t.tid for t in threads if t.started_ns is not None and t.started_ns < made[-HABIT])
 
     @cached_property
     def _idents(self) -> dict[int, frozenset[int]]:
@@ -594,6 +603,11 @@ def _in_lock(view: View) -> bool:
     return _rests_in(view) in ("lock", "gil") or calls.lock_wait(view.stack.called) is not None
 
 
+def _is_public(path: str) -> bool:
+    """Whether the file behind a shared lock has a name that processes of other jobs may open it by."""
+    return path.startswith(("/", "?")) and not (path.endswith(" (deleted)") or "/sem.mp-" in path)
+
+
 def _same_line(one: Frame | None, other: Frame | None) -> bool:
     return one is not None and other is not None and (one.file, one.line) == (other.file, other.line)
 
@@ -608,11 +622,18 @@ def _stack_claim(view: View) -> Claim:
 
 def _has_only_torch_beside(process: ProcessEvidence) -> bool:
     """Whether no native thread is there that may run Python code of its own accord."""
+    return not _unknown_beside(process)
+
+
+def _unknown_beside(process: ProcessEvidence) -> frozenset[int]:
+    """The native threads that may run Python code of their own accord."""
     python = {thread.os_tid for thread in _python_threads(process)}
     native = [thread for thread in process.states[-1].threads if thread.tid not in python]
-    return all(
-        thread.name.lower().startswith(_TORCH_THREADS) or any(part in thread.rests_in for part in _BELOW_TORCH)
+    return frozenset(
+        thread.tid
         for thread in native
+        if not thread.name.lower().startswith(_TORCH_THREADS)
+        and not any(part in thread.rests_in for part in _BELOW_TORCH)
     )
 
 

@@ -146,7 +146,9 @@ def in_library(inner: tuple[Frame, ...], **fields: Any) -> RankEvidence:
 
 
 def in_transfer(number: int, op: str, peer: int | None, **fields: Any) -> RankEvidence:
-    """gloo's, which is not recorded."""
+    """gloo's, which is not recorded. ``groups``: those that the rank lists."""
+    groups = fields.pop("groups", {"0": (0, 1)})
+    fields["gil"] = structs.replace(fields.get("gil", GilTest(True, True)), groups=groups)
     call = None if peer is None else CallArguments(dst=peer) if op == "send" else CallArguments(src=peer)
     return rank(number, in_c10d(op, 50), call=call, flight=fields.pop("flight", behind()), **fields)
 
@@ -256,7 +258,7 @@ PROVED = {
     "two groups in two orders": job(in_group(0, "a", TWO), in_group(1, "b", TWO)),
     "both receive": job(in_transfer(0, "recv", 1), in_transfer(1, "recv", 0)),
     "both send": job(in_transfer(0, "send", 1), in_transfer(1, "send", 0)),
-    "a circle of sends": job(in_transfer(0, "send", 1), in_transfer(1, "send", 2), in_transfer(2, "send", 0)),
+    "a circle of sends": job(*(in_transfer(n, "send", (n + 1) % 3, groups={"0": (0, 1, 2)}) for n in range(3))),
     "a receive of what a rank in a collective would send": job(in_transfer(0, "recv", 1), waiting(1)),
     "locks, and a peer in a collective": job(in_lock(0), waiting(1)),
     "a queue that nobody fills": job(in_library(QUEUE), waiting(1)),
@@ -275,7 +277,8 @@ PROVED = {
     "different roots": job(in_broadcast(0, 0), in_broadcast(1, 1)),
     "a thread asleep that never called": job(with_side_thread(0, 1), in_group(1, "b", TWO)),
     "a receive, and a rank in a collective whose thread waits, too": job(
-        in_transfer(0, "recv", 1), changed(with_side_thread(1, 1, "futex"), with_kernel, 1, rests_in="lock")
+        in_transfer(0, "recv", 1, groups=TWO),
+        changed(with_side_thread(1, 1, "futex"), with_kernel, 1, rests_in="lock"),
     ),
     "two calls under way, neither of which ends": job(of_two_calls(0, "all_gather"), waiting(1)),
     "a pipe to itself, and torch's own threads": job(changed(at_pipe(1000), with_native_thread, "pt_nccl"), waiting(1)),
@@ -360,6 +363,41 @@ NOT_PROVED = {
     "a thread asleep, and nobody knows since when": job(with_side_thread(0, 1, started_ns=None), in_group(1, "b", TWO)),
     "a peer's thread asleep, where nobody knows who calls": job(with_side_thread(0, 0), in_group(1, "b", TWO)),
     "a send and its receive": job(in_transfer(0, "send", 1), in_transfer(1, "recv", 0)),
+    "a receive in a group that the peer does not list": job(
+        in_transfer(0, "recv", 1, groups={"0": (0, 1), "weights": (0, 1)}), in_transfer(1, "recv", 0)
+    ),
+    "a receive in a group that counts its members anew": job(
+        in_transfer(0, "recv", 1, groups={"0": (0, 1), "weights": ()}), waiting(1)
+    ),
+    "a receive, and groups that are not told": job(in_transfer(0, "recv", 1, groups={}), waiting(1)),
+    "different calls, in groups of their own with outsiders": job(
+        *(
+            rank(
+                n,
+                in_c10d(op, 50),
+                flight=record(*past(3), entry(op, 1, group="")),
+                gil=GilTest(True, True, groups={"0": (0, 1)}),
+            )
+            for n, op in enumerate(("broadcast", "all_reduce"))
+        )
+    ),
+    "a call in a group of more ranks than the job has": job(
+        *(structs.replace(one, gil=GilTest(True, True, groups={"0": (0, 1, 2)})) for one in (waiting(0), gone(1)))
+    ),
+    "a pipe to itself that a handler may write to": job(
+        changed(changed(at_pipe(1000), with_native_thread, "pt_nccl"), with_signals), waiting(1)
+    ),
+    "a connection with a time limit of its own": job(changed(at_pipe(1000), with_kernel, times_out=True), waiting(1)),
+    "a lock on a file that an orphan has open": job(
+        waiting(0), changed(at_file_lock(1000), with_kernel, lock_sharers=(4711,))
+    ),
+    "a new native thread that may call back": job(
+        in_transfer(0, "recv", 1), changed(in_transfer(1, "recv", 0), with_native_thread)
+    ),
+    "a semaphore with a public name": job(
+        changed(in_library(SHARED), with_kernel, rests_in="_multiprocessing.so", fd_target="/dev/shm/sem.ours"),
+        waiting(1),
+    ),
     "a send to somebody, and a receive": job(in_transfer(0, "send", None), in_transfer(1, "recv", 0)),
     "a thread asleep that may send": job(in_transfer(0, "recv", 1), with_side_thread(1, 1)),
     "a batch that may have sent": job(
