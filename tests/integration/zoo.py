@@ -19,7 +19,7 @@ import msgspec
 from jobs import PATIENCE_S, PROGRAMS, Job, Result
 
 from safelaunch.bundle.reading import locate
-from safelaunch.supervise.control import protocol
+from safelaunch.supervise.control import discover, protocol
 from safelaunch.system.errors import SafelaunchError
 from safelaunch.verdict.diagnose import diagnose
 
@@ -237,9 +237,9 @@ def first_word(job: Job, patience_s: float = PATIENCE_S) -> Word | None:
     found: list[Word] = []
 
     def has_said() -> bool:
-        for run in protocol.runs(job.runtime / "safelaunch"):
+        for run in discover.find((job.runtime / "safelaunch",)):
             try:
-                answer = json.loads(protocol.ask(run / "control", protocol.Request("status"), deadline_s=5.0))
+                answer = json.loads(protocol.ask(run.directory / "control", protocol.Request("status"), deadline_s=5.0))
             except SafelaunchError:
                 continue
             for look in answer.get("early", ()):
