@@ -39,6 +39,7 @@ SMOKE = (
     "tests/integration/test_crashes.py::test_an_exception_on_one_rank",
     "tests/integration/test_crashes.py::test_a_clean_early_exit_names_who_left_early",
     "tests/integration/test_hangs.py",
+    "tests/integration/test_relay.py",
     "tests/integration/test_restart.py",
     "tests/integration/test_cluster.py::test_a_hang_has_one_verdict_on_all_nodes",
 )
