@@ -1,6 +1,6 @@
 """Runs a smoke set under several versions of torch, each in its own virtual environment, and prints a table.
 
-    python scripts/compat.py                            # 2.6.0, 2.9.1 and 2.13.0
+    python scripts/compat.py                            # 2.6.0, 2.9.1, 2.13.0, 2.14.1 and 2.15.0
     python scripts/compat.py --torch 2.7.1 --keep DIR   # one version; keep its environment in DIR
 
 Each environment installs the wheel, as a user would, and runs a copy of the tests that contains no other safelaunch.
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VERSIONS = ("2.6.0", "2.9.1", "2.13.0")
+VERSIONS = ("2.6.0", "2.9.1", "2.13.0", "2.14.1", "2.15.0")
 
 # The tests cover what differs between versions: torchrun's options, elastic's internals that the agent's beacon wraps,
 # the worker server, the Flight Recorder, the names of c10d's frames, the store. One test of each kind, or all of a
@@ -39,6 +39,7 @@ SMOKE = (
     "tests/integration/test_crashes.py::test_an_exception_on_one_rank",
     "tests/integration/test_crashes.py::test_a_clean_early_exit_names_who_left_early",
     "tests/integration/test_hangs.py",
+    "tests/integration/test_relay.py",
     "tests/integration/test_restart.py",
     "tests/integration/test_cluster.py::test_a_hang_has_one_verdict_on_all_nodes",
 )
@@ -81,7 +82,7 @@ print(json.dumps({
 __import__("shutil").rmtree(scratch)
 os._exit(0)
 """
-# Next to the tests: makes sure that they import the installed safelaunch.
+# Above the tests and their own conftest.py: makes sure that they import the installed safelaunch.
 CONFTEST = """
 import sys
 from pathlib import Path
@@ -151,7 +152,7 @@ def copy_tests(apart: Path) -> Path:
     """Copies the tests and their settings to a directory without the package: they can't import the checkout's."""
     shutil.copytree(ROOT / "tests", apart / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", apart)
-    (apart / "tests" / "conftest.py").write_text(CONFTEST)
+    (apart / "conftest.py").write_text(CONFTEST)
     return apart
 
 

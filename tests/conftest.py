@@ -22,8 +22,9 @@ for folder in ("integration", "faults", "nvml", "docs"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
 # What the build makes, in a checkout that was installed before it had to.
-if not (Path(__file__).parents[1] / "safelaunch" / "cli" / "completions").is_dir():
-    subprocess.run([sys.executable, Path(__file__).parents[1] / "scripts" / "generate.py"], check=True)
+ROOT = Path(__file__).parents[1]
+if (ROOT / "safelaunch").is_dir() and not (ROOT / "safelaunch" / "cli" / "completions").is_dir():
+    subprocess.run([sys.executable, ROOT / "scripts" / "generate.py"], check=True)
 
 # A shell starts background processes with these signals ignored, and children inherit that.
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):

@@ -6,6 +6,7 @@ would shut down the parent's listener and abort the parent.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _server: Any = None
+_backends: list[str] = []  # whose calls torch 2.15 and later records under the backend's own name
 _ARGS: Any = vars(BaseException)["args"]
 _TRACEBACK: Any = vars(BaseException)["__traceback__"]
 MOST_EXCEPTIONS = 16
@@ -29,7 +31,8 @@ MOST_CHARACTERS = 200  # of a description
 _OPTIMIZED = 0x1  # a function's own variables, and no module's
 GIL_HANDLER = "safelaunch_gil"
 FLIGHT_RECORD_HANDLER = "safelaunch_flight_record"
-NAMED_BACKENDS = ("nccl2", "nccl-lazy")
+MOST_BACKENDS = 16
+_GLOO = "gloo"  # records by itself, and is the recorder that torch reads where no backend is named
 
 
 def start(path: str, words: memoryview) -> bool:
@@ -42,12 +45,16 @@ def start(path: str, words: memoryview) -> bool:
         return False
     register = getattr(c10d, "_register_handler", None)
     if register is not None:
-        answers = {GIL_HANDLER: _answer_gil, FLIGHT_RECORD_HANDLER: _answer_flight_record, **_named_recorders(c10d)}
-        for name, answer in answers.items():
+
+        def add(name: str, answer: Callable[[Any, Any], None]) -> None:
             handler = _counted(answer, words)
             # C++ drops its reference after the interpreter is gone. If that were the last one, the process would abort.
             _never_destroy(handler)
             register(name, handler)
+
+        add(GIL_HANDLER, _answer_gil)
+        add(FLIGHT_RECORD_HANDLER, _answer_flight_record)
+        _follow_recorders(add)
     global _server
     _server = _without_server_log(lambda: descriptors.protect_new_sockets(lambda: server_class(path)))
     _never_destroy(_server)
@@ -248,24 +255,45 @@ def _answer_flight_record(request: Any, response: Any, **of_backend: str) -> Non
 
 def keep_flight_record(path: str) -> None:
     """Writes the Flight Recorders of a rank that ends by itself: peers may wait for a call that it never makes."""
-    c10d = sys.modules.get("torch._C._distributed_c10d")
-    for recorder in layout.RECORDERS:
-        dump: Any = getattr(c10d, f"_dump_{recorder}_trace", None)
+    c10d: Any = sys.modules.get("torch._C._distributed_c10d")
+    dumps = {recorder: getattr(c10d, f"_dump_{recorder}_trace", None) for recorder in layout.RECORDERS}
+    dumps |= {
+        f"{layout.RECORDERS[0]}-{name}": functools.partial(c10d._dump_fr_trace, backend=name) for name in _backends
+    }
+    for recorder, dump in dumps.items():
         if dump is not None:
-            with open(f"{path}-{recorder}.partial", "wb", opener=log.private) as out:
+            with open(f"{path}-{recorder}{layout.PARTIAL}", "wb", opener=log.private) as out:
                 out.write(_without_inductor(dump))
-            os.rename(f"{path}-{recorder}.partial", f"{path}-{recorder}")
+            os.rename(f"{path}-{recorder}{layout.PARTIAL}", f"{path}-{recorder}")
 
 
-def _named_recorders(c10d: Any) -> dict[str, Callable[[Any, Any], None]]:
-    """From torch 2.15 on, each backend that does not record by itself has a recorder, asked for by its name."""
-    if "backend" not in (getattr(getattr(c10d, "_dump_fr_trace", None), "__doc__", None) or ""):
-        return {}
+def _follow_recorders(add: Callable[[str, Callable[[Any, Any], None]], None]) -> None:
+    """Adds a handler for each backend that gets a recorder of its own, from torch 2.15 on.
 
-    def answering(backend: str) -> Callable[[Any, Any], None]:
-        return lambda request, response: _answer_flight_record(request, response, backend=backend)
+    The recorder has the name that the backend's object gives, which may differ from the one it is registered under
+    (``nccl`` makes an ``nccl2``). torch lists them nowhere; the server lists its handlers even while Python hangs.
+    """
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    attach = getattr(c10d, "_maybe_attach_flight_recorder", None)
+    if attach is None:
+        return
 
-    return {f"{FLIGHT_RECORD_HANDLER}_{backend}": answering(backend) for backend in NAMED_BACKENDS}
+    @log.guarded
+    def note(group: Any) -> None:
+        for device in group._device_types:
+            name = group._get_backend(device).name()
+            fit = name.isascii() and name.replace("-", "").replace("_", "").isalnum()
+            if fit and name not in (_GLOO, *_backends) and len(_backends) < MOST_BACKENDS:
+                _backends.append(name)
+                add(f"{FLIGHT_RECORD_HANDLER}_{name}", functools.partial(_answer_flight_record, backend=name))
+
+    @functools.wraps(attach)
+    def attaching(group: Any, *args: Any, **kwargs: Any) -> None:
+        attach(group, *args, **kwargs)
+        if group in c10d._world.pg_flight_recorder_hooks:
+            note(group)
+
+    c10d._maybe_attach_flight_recorder = attaching
 
 
 def _without_inductor(dump: Callable[[], bytes]) -> bytes:

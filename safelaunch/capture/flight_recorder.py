@@ -24,12 +24,12 @@ from safelaunch.system.errors import CaptureError, Failure
 _RECORD_ID = re.compile(rb'"record_id": ?(\d{1,18})\b')
 
 # The recorders of a rank. gloo's is the default one of c10d. NCCL had one of its own; since torch 2.15 each backend
-# has, and the default handler takes its name: a server with ``fr_dump_file`` does so. torchcomms brings its own.
+# has, and the default handler takes its name; the beacon adds a handler for each (``beacon/server.py``). torchcomms
+# brings its own.
 JSON_HANDLERS = ("fr_trace_json", "dump_nccl_trace_json", "torchcomms_fr_trace_json")
 PICKLE_HANDLERS = ("safelaunch_flight_record", "dump_nccl_trace_pickle")
-NAMED_BACKENDS = ("nccl2", "nccl-lazy")
 DEFAULT_GROUP = {"0", "default_pg"}  # its name and its description
-_TAKES_NAMES = "fr_dump_file"
+_BACKEND = re.compile(r'"safelaunch_flight_record_([A-Za-z0-9_-]{1,64})"')
 NCCL_ONLY = "this torch records only NCCL's collectives, and there are none (torch 2.13 records gloo's too)"
 
 
@@ -56,13 +56,10 @@ def flight_record_of(
     recorders, one for each backend, has one record of them all. The handlers of torch 2.6 and 2.9 don't know gloo:
     without an NCCL group, their answer is not a record.
     """
-    known = _handlers(socket_path, json_deadline_s)
-    as_json = _of_all(_all_of(socket_path, _named(JSON_HANDLERS, known), json_deadline_s), parse_json)
+    backends = _backends(socket_path, json_deadline_s)
+    as_json = _of_all(_all_of(socket_path, _json_handlers(backends), json_deadline_s), parse_json)
     if ask_python:
-        asked = (
-            *PICKLE_HANDLERS,
-            *(f"{PICKLE_HANDLERS[0]}_{name}" for name in NAMED_BACKENDS if _TAKES_NAMES in known),
-        )
+        asked = (*PICKLE_HANDLERS, *(f"{PICKLE_HANDLERS[0]}_{name}" for name in backends))
         ask = partial(post_to_python, questions=questions)
         as_pickle = _of_all(_all_of(socket_path, asked, pickle_deadline_s, ask), parse_pickle)
     else:
@@ -78,9 +75,10 @@ def flight_record_of(
 
 def kept_at_exit(page: Path) -> FlightCapture | None:
     """The Flight Recorder that the rank of this page wrote when it ended by itself; None for none. Never raises."""
-    paths = [page.with_name(f"{page.name}{layout.FLIGHT_SUFFIX}-{recorder}") for recorder in layout.RECORDERS]
-    raw, record, _ = _of_all([attempt("the rank, at its exit", path.read_bytes) for path in paths], parse_pickle)
-    if record is None or _is_empty(record):
+    paths = [p for p in page.parent.glob(f"{page.name}{layout.FLIGHT_SUFFIX}-*") if p.suffix != layout.PARTIAL]
+    answers = [attempt("the rank, at its exit", path.read_bytes) for path in sorted(paths)]
+    raw, record, _ = _of_all(answers, parse_pickle) if answers else (None, None, "")
+    if raw is None or record is None or _is_empty(record):
         return None
     return FlightCapture(Result(record, raw.how, 0.0), Result(to_json(record), raw.how, 0.0), raw)
 
@@ -174,18 +172,18 @@ def _arrivals(socket_path: str, deadline_s: float) -> list[_Arrival]:
 
 def _texts(socket_path: str, deadline_s: float) -> list[bytes]:
     """The JSON of each recorder that the rank has."""
-    asked = _named(JSON_HANDLERS, _handlers(socket_path, deadline_s))
+    asked = _json_handlers(_backends(socket_path, deadline_s))
     return [one.value for one in _all_of(socket_path, asked, deadline_s) if one.value is not None]
 
 
-def _handlers(socket_path: str, deadline_s: float) -> str:
-    """The server's own list of its handlers, as text; empty where it does not answer."""
-    return (attempt("", lambda: names(socket_path, deadline_s=deadline_s)).value or b"").decode("latin-1")
+def _backends(socket_path: str, deadline_s: float) -> list[str]:
+    """The backends that have a recorder of their own, by the server's list of its handlers; none if it is silent."""
+    known = attempt("", lambda: names(socket_path, deadline_s=deadline_s)).value or b""
+    return list(dict.fromkeys(_BACKEND.findall(known.decode("latin-1"))))
 
 
-def _named(handlers: tuple[str, ...], known: str) -> tuple[str, ...]:
-    """With the default handler once more for each backend, where that takes names."""
-    return (*handlers, *(f"{handlers[0]}?backend={name}" for name in NAMED_BACKENDS if _TAKES_NAMES in known))
+def _json_handlers(backends: Sequence[str]) -> tuple[str, ...]:
+    return (*JSON_HANDLERS, *(f"{JSON_HANDLERS[0]}?backend={name}" for name in backends))
 
 
 def _all_of(

@@ -10,6 +10,9 @@ NCCL launches what stands between the start and the end of a group as one, and t
   sizes. Before 2.7 that last entry is the only one.
 
 Here the members of a batch get the state of their batch, and a block of collectives becomes one entry.
+
+For a backend that doesn't report what has ended (one in Python, outside torch), torch 2.15 retires each call as it is
+made. Here such a call is over where all members have made it, and one has made a later one.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from safelaunch.model.entries import Entries, Kinds
 OPEN = "open"  # the state of what stands in a group that the rank has not ended: nothing of it is launched
 
 _NEWEST = 64
+_Members = tuple[str, frozenset[int]]  # of one group: others may have the same name
 
 
 class Block(Collective, frozen=True):
@@ -35,7 +39,7 @@ class Block(Collective, frozen=True):
 
 
 def comparable(records: Mapping[int, FlightRecord]) -> dict[int, FlightRecord]:
-    agreed = _without_contradictions(records)
+    agreed = _without_early_ends(_without_contradictions(records))
     apart = _with_distinct_backends({rank: _counted_by_group(record) for rank, record in agreed.items()})
     return _with_distinct_groups({rank: _past_ends(settled(record)) for rank, record in apart.items()})
 
@@ -64,6 +68,50 @@ def _without_contradictions(records: Mapping[int, FlightRecord]) -> Mapping[int,
             groups = {name: ranks for name, ranks in record.groups.items() if name not in wrong}
             found[rank] = structs.replace(record, groups=groups)
     return found
+
+
+def _without_early_ends(records: Mapping[int, FlightRecord]) -> Mapping[int, FlightRecord]:
+    """Calls that were retired as they were made are open again, unless what came later shows that they are over."""
+    rings = {rank: Entries.of(record.entries) for rank, record in records.items()}
+    early = {rank: {n for n, kind in ring.used().items() if _ended_early(kind)} for rank, ring in rings.items()}
+    if not any(early.values()):
+        return records
+    newest: dict[_Members, dict[int, int]] = {}
+    last: dict[tuple[int, str], int] = {}
+    for rank, record in records.items():
+        for name in (name for name, members in record.groups.items() if rank in members):
+            newest.setdefault(_members(record, name), {})[rank] = 0
+        for at, entry in enumerate(rings[rank]):
+            counts = newest.setdefault(_members(record, entry.group), {})
+            counts[rank] = max(counts.get(rank, 0), 0 if entry.is_p2p else entry.seq)
+            last[rank, entry.group] = at
+
+    def is_open(rank: int, at: int, entry: Collective) -> bool:
+        if entry.is_p2p:
+            return at == last[rank, entry.group]
+        counts = newest[_members(records[rank], entry.group)].values()
+        return entry.seq > min(counts) or entry.seq == max(counts)
+
+    found = dict(records)
+    for rank in (rank for rank, kinds in early.items() if kinds):
+        ring = rings[rank]
+        entries = [
+            structs.replace(entry, completed=False)
+            if ring.kind_of[at] in early[rank] and is_open(rank, at, entry)
+            else entry
+            for at, entry in enumerate(ring)
+        ]
+        found[rank] = structs.replace(records[rank], entries=Entries.of(entries))
+    return found
+
+
+def _ended_early(kind: Collective) -> bool:
+    """Retired, and its backend has not said that it is over. gloo's own recorder retires what is."""
+    return kind.completed and kind.state != "completed" and kind.op.partition(":")[0] not in (kind.op, "gloo")
+
+
+def _members(record: FlightRecord, group: str) -> _Members:
+    return group, frozenset(record.groups.get(group, ()))
 
 
 def _with_distinct_backends(records: dict[int, FlightRecord]) -> dict[int, FlightRecord]:

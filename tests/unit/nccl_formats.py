@@ -271,13 +271,21 @@ class Hooked(Recorder):
       own name; nothing marks the end of a batch, and the sends in it are never seen to end.
     - Starts are never seen; an end is, where the work has succeeded. What timed out stays as it was.
     - ``pg_status`` counts operations of both kinds, and the rank's own numbers of groups are those of all backends.
+    - ``early``: for a backend that reports no end (one in Python), each entry is retired as it is made, and
+      ``scheduled`` for ever.
     """
 
     def __init__(
-        self, rank: int, groups: Mapping[str, Sequence[int]], backend: str = "nccl2", *, number: int = 0
+        self,
+        rank: int,
+        groups: Mapping[str, Sequence[int]],
+        backend: str = "nccl2",
+        *,
+        number: int = 0,
+        early: bool = False,
     ) -> None:
         super().__init__(rank, groups, Format("2.15", "2.10", threads=True), timing=False)
-        self.backend = backend
+        self.backend, self.early = backend, early
         for group in self.groups.values():
             group.number += number
 
@@ -294,7 +302,10 @@ class Hooked(Recorder):
         entry["profiling_name"] = f"{self.backend}:{name.partition(':')[2]}"
         entry["time_discovered_started_ns"] = entry["time_discovered_completed_ns"]
         mine.status["last_enqueued_collective"] = mine.ops
-        if state == "completed":
+        if self.early:
+            entry |= {"state": "scheduled", "retired": True}
+            entry |= {"time_discovered_started_ns": 0, "time_discovered_completed_ns": 0}
+        elif state == "completed":
             mine.status["last_completed_collective"] = mine.ops
 
 

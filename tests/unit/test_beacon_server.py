@@ -195,3 +195,32 @@ def test_a_function_under_a_debugger_keeps_its_variables(monkeypatch: pytest.Mon
     go.set()
     thread.join()
     assert found == [7, 5]
+
+
+class Group:
+    """A process group with these backends, by device."""
+
+    def __init__(self, **backends: str) -> None:
+        self._device_types = list(backends)
+        self._backends = backends
+
+    def _get_backend(self, device: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(name=lambda: self._backends[device])
+
+
+def test_each_backend_that_records_gets_a_handler(c10d: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: dict[Group, object] = {}
+    recorded = [Group(cpu="gloo", cuda="nccl2"), Group(cpu="my_own"), Group(cuda="nccl2"), Group(cpu="a/b?c")]
+    c10d._world = types.SimpleNamespace(pg_flight_recorder_hooks=hooks)  # type: ignore[attr-defined]
+
+    def attach(group: Group, config: object, ranks: list[int]) -> None:
+        if group in recorded:
+            hooks[group] = object()
+
+    c10d._maybe_attach_flight_recorder = attach  # type: ignore[attr-defined]
+    monkeypatch.setattr(server, "_backends", [])
+    added: list[str] = []
+    server._follow_recorders(lambda name, answer: added.append(name))
+    for group in (*recorded, Group(cpu="gloo"), Group(cpu="fake")):
+        c10d._maybe_attach_flight_recorder(group, None, [0])
+    assert added == ["safelaunch_flight_record_nccl2", "safelaunch_flight_record_my_own"]

@@ -278,15 +278,19 @@ def test_only_the_default_group_tells_the_jobs_timeout(
     assert flight_recorder.default_timeout_s("/run/s") == timeout_s
 
 
-def test_a_rank_with_a_recorder_for_each_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.15: the default handler takes the backend's name. Older ones answer with gloo's."""
-    nccl2 = Hooked(0, {"0": (0, 1)}).collective().collective(state="scheduled")
-    answers = {"fr_trace_json": as_json({"pg_status": {}, **GLOO}), "fr_trace_json?backend=nccl2": nccl2.json()}
-    answers["fr_trace_json?backend=nccl-lazy"] = as_json({"pg_status": {}, **GLOO})
-    for listed, ops in ((b'["fr_trace_json", "fr_dump_file"]', 4), (b'["fr_trace_json"]', 2)):
-        served(monkeypatch, answers, listed)
-        record = flight_record_of("/run/s", ask_python=False).record.value
+@pytest.mark.parametrize("python", [True, False])
+def test_a_rank_with_a_recorder_for_each_backend(monkeypatch: pytest.MonkeyPatch, python: bool) -> None:
+    """torch 2.15: the default handlers take the backend's name. Older ones answer with gloo's and list none."""
+    mine = Hooked(0, {"0": (0, 1)}, "my-own_2").collective().collective(state="scheduled")
+    answers = {"fr_trace_json": as_json({"pg_status": {}, **GLOO}), "fr_trace_json?backend=my-own_2": mine.json()}
+    answers["safelaunch_flight_record"] = pickle.dumps(GLOO)
+    answers["safelaunch_flight_record_my-own_2"] = pickle.dumps(mine.dump())
+    listed = ["fr_trace_json", "fr_dump_file", "safelaunch_flight_record", "safelaunch_flight_record_a b?c=d"]
+    for more, ops in ((["safelaunch_flight_record_my-own_2"], 4), ([], 2)):
+        served(monkeypatch, answers, json.dumps(listed + more).encode())
+        record = flight_record_of("/run/s", ask_python=python).record.value
         assert record is not None and len(record.entries) == ops
+        assert flight_recorder.newest_entry("/run/s") == (7 if more else 6)
 
 
 class Hostile:
@@ -377,6 +381,20 @@ def test_two_recorders_are_one_record(tmp_path: Path, monkeypatch: pytest.Monkey
     found = kept_at_exit(page)
     assert found is not None and found.record.value is not None
     assert len(found.record.value.entries) == len(GLOO["entries"]) + len(NCCL["entries"])
+
+
+def test_each_backend_leaves_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dumps = {name: Hooked(0, {"0": (0, 1)}, name).collective().dump() for name in ("nccl2", "relay")}
+    c10d = SimpleNamespace(_dump_fr_trace=lambda backend="gloo": pickle.dumps(dumps.get(backend, GLOO)))
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", c10d)  # type: ignore[arg-type]
+    monkeypatch.setattr(server, "_backends", list(dumps))
+    page = tmp_path / "0-1-4711"
+    server.keep_flight_record(f"{page}{layout.FLIGHT_SUFFIX}")
+    (tmp_path / "0-1-4711.flight-fr-broken.partial").write_bytes(b"")
+    found = kept_at_exit(page)
+    assert found is not None and found.record.value is not None
+    assert {flight_records.backend_of(e.op) for e in found.record.value.entries} == {"gloo", "nccl2", "relay"}
 
 
 @pytest.mark.parametrize("what", ["nothing", "no torch", "no entries", "a broken file"])

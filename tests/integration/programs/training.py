@@ -19,6 +19,7 @@ parser.add_argument("--after", type=int, default=5, help="steps before it misbeh
 parser.add_argument("--steps", type=int, default=1_000_000, help="steps of the whole training")
 parser.add_argument("--timeout", type=float, default=1800, help="timeout of the process group in seconds")
 parser.add_argument("--trainers", type=int, default=0, help="number of ranks that train; 0: all")
+parser.add_argument("--backend", default="gloo", help="relay: programs/relay.py")
 parser.add_argument("--scratch", default=".", help="a private directory of this job")
 
 
@@ -27,7 +28,9 @@ class Training:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=options.timeout))
+        if options.backend == "relay":
+            import relay  # noqa: F401
+        dist.init_process_group(options.backend, timeout=datetime.timedelta(seconds=options.timeout))
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
         layers = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 4))
