@@ -280,10 +280,15 @@ def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
 
 def proof_words(verdict: Verdict) -> str:
     """Why the job cannot go on, in a line: what the ranks wait for, which nobody outside of these waits can give."""
-    waits = [f"{edge.who} needs {edge.why}" for edge in verdict.proof if edge.who.startswith("rank")]
+    waits = [
+        f"{edge.who} {'needs' if edge.who.startswith('rank ') else 'need'} {edge.why}"
+        for edge in verdict.proof
+        if edge.who.startswith("rank")
+    ]
     never = next((edge for edge in verdict.proof if not edge.waits_for), None)
     if never is not None and never.who.startswith("rank"):
-        return f"proved: {never.who} waits for what nobody can give: {never.why}"
+        waits_for = "waits for" if never.who.startswith("rank ") else "wait for"
+        return f"proved: {never.who} {waits_for} what nobody can give: {never.why}"
     if never is not None:
         return f"proved: this wait can never end: {never.why}"
     more = f", and {len(waits) - 3} more waits" if len(waits) > 3 else ""

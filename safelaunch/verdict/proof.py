@@ -454,13 +454,15 @@ class _Prover:
         idents = self._idents.get(rank, frozenset())
         made = (thread for thread in process.python[1:] if not idents or thread.ident in idents or not thread.ident)
         new = self._with_user_code(rank) - self._accustomed(process)
-        if process.has_others and self._has_new_others(process):
+        if process.has_others and self._may_call_natively(process):
             new |= {_Actor(rank, process.evidence.pid, OTHERS)}  # native code may call back into Python
         return frozenset(self._main(rank)) | {self._actor(process, thread) for thread in made} | new
 
-    def _has_new_others(self, process: _Process) -> bool:
-        """Whether native threads of which nothing is known are too new to have a habit."""
-        return bool(_unknown_beside(process.evidence) - self._old_threads(process))
+    def _may_call_natively(self, process: _Process) -> bool:
+        """Whether native threads of which nothing is known may go on: any but an old one that waits for its process."""
+        threads = process.evidence.states[-1].threads
+        idle = {t.tid for t in threads if t.syscall_name.startswith("futex") and t.ends_s is None}
+        return bool(_unknown_beside(process.evidence) - (self._old_threads(process) & idle))
 
     def _accustomed(self, process: _Process) -> frozenset[Node]:
         """Threads that have let their rank make several calls without making one themselves."""

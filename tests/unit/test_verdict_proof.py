@@ -168,11 +168,11 @@ def reader(*ends: int) -> ProcessEvidence:
     return with_kernel(child, inode=1, ends=tuple(map(OtherEnd, ends)))
 
 
-def with_native_thread(one: ProcessEvidence, name: str = "worker") -> ProcessEvidence:
+def with_native_thread(one: ProcessEvidence, name: str = "worker", **fields: Any) -> ProcessEvidence:
     """The process with one more thread, which runs no Python."""
     states = []
     for state in one.states:
-        thread = structs.replace(state.threads[0], tid=one.pid + 9, name=name, rests_in="")
+        thread = structs.replace(state.threads[0], tid=one.pid + 9, name=name, rests_in="", **fields)
         states.append(structs.replace(state, threads=(*state.threads, thread)))
     return structs.replace(one, states=tuple(states))
 
@@ -276,6 +276,9 @@ PROVED = {
     ),
     "different roots": job(in_broadcast(0, 0), in_broadcast(1, 1)),
     "a thread asleep that never called": job(with_side_thread(0, 1), in_group(1, "b", TWO)),
+    "an old native thread of an idle pool": job(
+        changed(with_side_thread(0, 1), with_native_thread, started_ns=1), in_group(1, "b", TWO)
+    ),
     "a receive, and a rank in a collective whose thread waits, too": job(
         in_transfer(0, "recv", 1, groups=TWO),
         changed(with_side_thread(1, 1, "futex"), with_kernel, 1, rests_in="lock"),
@@ -393,6 +396,10 @@ NOT_PROVED = {
     ),
     "a new native thread that may call back": job(
         in_transfer(0, "recv", 1), changed(in_transfer(1, "recv", 0), with_native_thread)
+    ),
+    "an old native thread that hears from outside": job(
+        changed(with_side_thread(0, 1), with_native_thread, syscall_name="recvfrom", started_ns=1),
+        in_group(1, "b", TWO),
     ),
     "a semaphore with a public name": job(
         changed(in_library(SHARED), with_kernel, rests_in="_multiprocessing.so", fd_target="/dev/shm/sem.ours"),
