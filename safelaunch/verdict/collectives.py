@@ -351,7 +351,7 @@ class Alignment:
             return False
         for member in members:
             listed = self._listed(member)
-            if listed.keys() - {""}:
+            if group in listed or (listed.keys() - {""} and group != DEFAULT_GROUPS[0]):
                 if frozenset(listed.get(group, ())) != members:
                     return False
             elif group != DEFAULT_GROUPS[0] and self.last(member, group) < 0:

@@ -138,6 +138,7 @@ def test_every_field_of_a_rank_comes_back(tmp_path: Path) -> None:
         code_roots=("/usr/lib/python3",),
         gpu="GPU-1b3f",
         deaths=("python[17140]: segfault at 0",),
+        gpu_errors=("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus",),
         batch=32,
         device=1,
         nccl_log=NcclLog("node/node7/nccl.log", ("Failed to open libibverbs.so",)),
