@@ -273,7 +273,7 @@ def take_evidence(
     timeline = timeline.plus("evidence complete")
     node_files = NodeFiles(**node_found)
     kernel_log = node_files.kernel_log
-    of_this_run = since(str(context.launch["started"]), kernel_log.splitlines())
+    of_this_run = since(str(context.launch.get("started", "")), kernel_log.splitlines())
     complete = [
         msgspec.structs.replace(
             side,

@@ -22,6 +22,7 @@ from safelaunch.verdict.graph import Need, Node, stuck
 from safelaunch.verdict.peers import PeerWait, peer_wait
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading.source import calls_any
 from safelaunch.verdict.waits import Case
 
 MOST_EDGES = 24
@@ -270,7 +271,10 @@ class _Prover:
         pending = [entry for entry in self._pending(view) if entry.thread in (0, ident)]
         of_torch = rests_in.startswith(_TORCH)
         if not pending:
-            return None  # nothing tells the group
+            wait = self._case.ranks[view.rank.rank].wait if view.other is None else None
+            if not of_torch or wait is None or wait.kind != "p2p" or not _names_a_transfer(view):
+                return None  # nothing tells the group, which may be one with processes of other jobs
+            return self._of_transfer(view, wait)
         if not of_torch and rests_in:
             return None  # a library of its own
         givers: set[Node] = {_call(entry, view.rank.rank) for entry in pending}
@@ -616,6 +620,12 @@ def _same_line(one: Frame | None, other: Frame | None) -> bool:
 
 def _is_own_line(view: View) -> bool:
     return view.user_frame is not None and not view.stack.called
+
+
+def _names_a_transfer(view: View) -> bool:
+    """Its line calls one of ``torch.distributed``'s; the methods of a group have other names."""
+    inner = view.user_frame if not view.stack.called else calls.in_distributed(view.stack)
+    return inner is not None and view.read_source is not None and calls_any(inner, {"isend", "irecv"}, view.read_source)
 
 
 def _stack_claim(view: View) -> Claim:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from safelaunch.capture.counters import Counters, ProcessCounters, Used
 from safelaunch.capture.look import MAX_CHILDREN, Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
-from safelaunch.model import Evidence, Frame, ProcessState, StackSample, Thread, ThreadState
+from safelaunch.model import Evidence, Frame, GilTest, ProcessState, StackSample, Thread, ThreadState
 from safelaunch.supervise import answer
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.watch.work import Background
@@ -92,7 +92,8 @@ def test_the_source_is_read_for_the_proof(tmp_path: Path) -> None:
         replace(state, threads=tuple(replace(thread, rests_in="libtorch_cpu.so") for thread in state.threads))
         for state in sending.main.states
     )
-    sending = replace(sending, main=replace(sending.main, states=states))
+    told = GilTest(True, True, groups={"0": (0, 1)})
+    sending = replace(sending, main=replace(sending.main, states=states), gil=told)
     assert answer.proves(job(sending, waiting(1)))
     script.write_text("import mine\n\nmine.take(tensor)\n")
     assert not answer.proves(job(sending, waiting(1)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -25,6 +25,14 @@ def tree_of(text: str) -> ast.Module | None:
 def _tree_in(path: str, read_source: ReadSource) -> ast.Module | None:
     text = read_source(path)
     return tree_of(text) if text else None
+
+
+def calls_any(frame: Frame, names: Collection[str], read_source: ReadSource) -> bool:
+    """The line calls a function or method of one of these names."""
+    tree = _tree_in(frame.file, read_source)
+    called = (one for one in (ast.walk(tree) if tree is not None else ()) if isinstance(one, ast.Call))
+    here = (one.func for one in called if one.lineno <= frame.line <= (one.end_lineno or one.lineno))
+    return any(getattr(one, "attr", getattr(one, "id", "")) in names for one in here)
 
 
 def calls_method(frame: Frame, name: str, read_source: ReadSource) -> bool:
