@@ -1,6 +1,6 @@
 """The records of all ranks, made comparable: one name for one group, one state for what was launched together.
 
-NCCL launches what stands between the start and the end of a group as one, and torch (2.5 to 2.13) records it so:
+NCCL launches what stands between the start and the end of a group as one, and torch (2.5 to 2.14) records it so:
 
 - Each send and receive of a batch (``batch_isend_irecv``) gets an entry, all under one ``p2p_seq_id``. Their state
   stays ``scheduled`` for ever: no event belongs to a single one. ``nccl:coalesced`` follows, with the state of them

@@ -1,7 +1,8 @@
-"""Jobs over a backend outside torch (``programs/relay.py``), whose calls torch 2.15 records under its own name."""
+"""Jobs over a backend outside torch (``site-packages/relay.py``), whose calls torch 2.15 records under its own name."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,14 @@ HANGS = ("all-gather", "asleep", "gil", "group-order", "left-out", "recv-recv", 
 
 
 @pytest.fixture(autouse=True)
-def _records_every_backend() -> None:
+def _records_every_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend is no code of the user's: it is where installed packages are."""
     from torch.distributed import distributed_c10d
 
     if not hasattr(distributed_c10d, "_maybe_attach_flight_recorder"):
         pytest.skip("this torch records only the backends of its own (2.15 records all)")
+    before = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(PROGRAMS / "site-packages"), before))))
 
 
 @pytest.mark.parametrize("name", HANGS)

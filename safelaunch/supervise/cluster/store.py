@@ -1,6 +1,6 @@
 """A client of c10d's TCPStore, spoken without torch: the store in which torchrun's agents of all nodes already meet.
 
-The protocol as torch 2.6 to 2.13 speak it (libuv and the older server): little-endian, strings as u64 length and bytes,
+The protocol as torch 2.6 to 2.15 speak it (libuv and the older server): little-endian, strings as u64 length and bytes,
 ``/`` before each key. The server has one thread and no time limit of its own, so every operation here has a deadline;
 after one has run out the connection is closed, because what would come next on it is the answer to an old question.
 """

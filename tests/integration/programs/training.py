@@ -19,7 +19,7 @@ parser.add_argument("--after", type=int, default=5, help="steps before it misbeh
 parser.add_argument("--steps", type=int, default=1_000_000, help="steps of the whole training")
 parser.add_argument("--timeout", type=float, default=1800, help="timeout of the process group in seconds")
 parser.add_argument("--trainers", type=int, default=0, help="number of ranks that train; 0: all")
-parser.add_argument("--backend", default="gloo", help="relay: programs/relay.py")
+parser.add_argument("--backend", default="gloo", help="relay: site-packages/relay.py")
 parser.add_argument("--scratch", default=".", help="a private directory of this job")
 
 
