@@ -174,7 +174,7 @@ def smoke(python: Path, tests: Path, words: argparse.Namespace, outcome: Outcome
     """Runs pytest on the smoke set and saves its output to ``log``."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env |= {"OMP_NUM_THREADS": "1", "PATH": f"{python.parent}:{os.environ['PATH']}"}
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--dist", "loadfile", "--whole"]
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--dist", "loadfile"]
     command += ["-n", str(words.workers)]
     hangs = "" if words.all_hangs else "not test_hangs.py or " + " or ".join(f"[{name}-" for name in HANGS)
     chosen = " and ".join(f"({part})" for part in (hangs, words.only) if part)
