@@ -127,10 +127,10 @@ def errors_of(
     pid: int, uuid: str, kernel_log: Iterable[str], driver: Path = Path("/proc/driver/nvidia/gpus")
 ) -> tuple[str, ...]:
     """The driver's newest lines on errors of a process, or of the GPU with this UUID, oldest first."""
-    about = {place.parent.name.lower(): text_of(place) for place in driver.glob("*/information")} if uuid else {}
-    pci = next((name for name, text in about.items() if uuid in text), "")
-    found = ((_XID.search(line), line.strip()[:_MOST_LINE]) for line in kernel_log)
-    mine = [text for one, text in found if one and (one["pid"] == str(pid) or (pci and _is_at(pci, one["pci"])))]
+    found = [(one, line.strip()[:_MOST_LINE]) for line in kernel_log if (one := _XID.search(line))]
+    places = driver.glob("*/information") if found and uuid else ()
+    pci = next((place.parent.name.lower() for place in places if uuid in text_of(place)), "")
+    mine = [text for one, text in found if one["pid"] == str(pid) or (pci and _is_at(pci, one["pci"]))]
     return tuple(mine[-_MOST_ERRORS:])
 
 

@@ -257,9 +257,8 @@ def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting) -> Thre
     wchan = optional("wchan")
     number, arguments = call if call else (None, ())
     name = waits.name_of(number) if number is not None else ""
-    target = (
-        _target(pid, name, arguments) if name != "futex" else _Target(words=waits.shared_futex(pid, name, arguments))
-    )
+    is_futex = name == "futex"
+    target = _Target(words=resting.shared_futex(arguments)) if is_futex else _target(pid, name, arguments)
     ends_s = waits.ends_s(name, arguments, lambda address, size: _memory(pid, address, size))
     io, scheduled = parse_io(optional("io")), parse_schedstat(optional("schedstat"))
     return ThreadState(

@@ -192,6 +192,7 @@ class _Mapping(NamedTuple):
     end: int
     offset: int
     path: str
+    executable: bool = True
 
     @property
     def name(self) -> str:
@@ -285,15 +286,32 @@ class Resting:
         at = bisect_right(starts, address) - 1
         return mappings[at] if at >= 0 and address < mappings[at].end else None
 
+    def shared_futex(self, arguments: Sequence[int]) -> str:
+        """The file in whose mapping a futex lies that other processes may wake; ``?`` if unreadable; empty for none.
+
+        ``arguments``: of the system call.
+        """
+        if arguments[1] & _FUTEX_PRIVATE:
+            return ""
+        with suppress(OSError):
+            return next((one.path for one in self._mappings if one.start <= arguments[0] < one.end), "")
+        return "?"
+
     @cached_property
     def _executable(self) -> tuple[list[int], list[_Mapping]]:
+        found = [one for one in self._mappings if one.executable]
+        return [one.start for one in found], found
+
+    @cached_property
+    def _mappings(self) -> list[_Mapping]:
+        """Those of files, in the order of their addresses."""
         found = []
         for line in Path(f"/proc/{self._pid}/maps").read_text("utf-8", "replace").splitlines():
             fields = line.split(maxsplit=5)
-            if len(fields) == 6 and "x" in fields[1]:
+            if len(fields) == 6:
                 start, _, end = fields[0].partition("-")
-                found.append(_Mapping(int(start, 16), int(end, 16), int(fields[2], 16), fields[5]))
-        return [one.start for one in found], found
+                found.append(_Mapping(int(start, 16), int(end, 16), int(fields[2], 16), fields[5], "x" in fields[1]))
+        return found
 
     def _memory(self, address: int, size: int) -> bytes:
         try:
@@ -333,22 +351,6 @@ def _wanted(symbols: bytes, names: bytes) -> Iterator[_Function]:
             known = _WANTED.match(names, name)
             if known is not None and names[known.end() : known.end() + 1] == b"\0":
                 yield _Function(value, value + size, known[0].decode())
-
-
-def shared_futex(pid: int, name: str, arguments: Sequence[int]) -> str:
-    """The file in whose mapping a futex lies that other processes may wake; ``?`` if that can't be read; else empty."""
-    if name != "futex" or arguments[1] & _FUTEX_PRIVATE:
-        return ""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return "?"
-    for line in lines:
-        fields = line.split(maxsplit=5)
-        start, _, end = fields[0].partition("-")
-        if int(start, 16) <= arguments[0] < int(end, 16):
-            return fields[5] if len(fields) == 6 else ""
-    return ""
 
 
 # --- locks on files ---------------------------------------------------------------------------------------------------

@@ -280,15 +280,10 @@ def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
 
 def proof_words(verdict: Verdict) -> str:
     """Why the job cannot go on, in a line: what the ranks wait for, which nobody outside of these waits can give."""
-    waits = [
-        f"{edge.who} {'needs' if edge.who.startswith('rank ') else 'need'} {edge.why}"
-        for edge in verdict.proof
-        if edge.who.startswith("rank")
-    ]
+    waits = [f"{_does(edge.who, 'need')} {edge.why}" for edge in verdict.proof if edge.who.startswith("rank")]
     never = next((edge for edge in verdict.proof if not edge.waits_for), None)
     if never is not None and never.who.startswith("rank"):
-        waits_for = "waits for" if never.who.startswith("rank ") else "wait for"
-        return f"proved: {never.who} {waits_for} what nobody can give: {never.why}"
+        return f"proved: {_does(never.who, 'wait')} for what nobody can give: {never.why}"
     if never is not None:
         return f"proved: this wait can never end: {never.why}"
     more = f", and {len(waits) - 3} more waits" if len(waits) > 3 else ""
@@ -297,6 +292,11 @@ def proof_words(verdict: Verdict) -> str:
         if waits
         else ""
     )
+
+
+def _does(who: str, verb: str) -> str:
+    """``rank 1 waits``, ``ranks 0-1 wait``."""
+    return f"{who} {verb}s" if who.startswith("rank ") else f"{who} {verb}"
 
 
 def beside_next(verdict: Verdict) -> list[str]:

@@ -17,7 +17,7 @@ from safelaunch.supervise.watch.stall import UNLIMITED, Found, Limits
 from safelaunch.supervise.watch.work import Background, Work
 
 if TYPE_CHECKING:
-    from safelaunch.verdict.proof import GroupLimit
+    from safelaunch.verdict.waits import Case
 
 
 @dataclass(frozen=True)
@@ -142,13 +142,43 @@ def proves(evidence: Evidence) -> bool:
         return False
 
 
-def _proved(evidence: Evidence) -> tuple[bool, GroupLimit]:
+def _proved(evidence: Evidence) -> tuple[bool, _GroupLimit]:
     from safelaunch.capture import user_source
-    from safelaunch.verdict.proof import limit_of, prove
+    from safelaunch.verdict.proof import prove
     from safelaunch.verdict.waits import Case
 
     case = Case.of(replace(evidence, outcome="hang"), user_source.text)
-    return bool(prove(case)), limit_of(case)
+    return bool(prove(case)), _limit_of(case)
+
+
+@dataclass(frozen=True)
+class _GroupLimit:
+    """The first time limit of a group in which a rank waits: when (CLOCK_REALTIME), and whose. ``waits``: some rank
+    waits for its peers."""
+
+    waits: bool
+    unix_s: float | None = None
+    group: str = ""
+
+
+def _limit_of(case: Case) -> _GroupLimit:
+    """When torch itself would end the job, as far as the recorded calls tell."""
+    from safelaunch.verdict.collectives import label_of
+
+    found: list[tuple[float, str]] = []
+    for rank, one in case.ranks.items():
+        wait = one.wait
+        if wait is None or wait.group is None or wait.seq is None:
+            continue
+        calls_of = [*case.alignment.pending(rank), case.alignment.entry(rank, wait.group, wait.seq)]
+        for entry in calls_of:
+            if entry is not None and entry.group == wait.group and entry.timeout_ms and entry.created_ns:
+                found.append((entry.created_ns / 1e9 + entry.timeout_ms / 1000, label_of(entry)))
+    waits = any(one.wait is not None for one in case.ranks.values())
+    if not found:
+        return _GroupLimit(waits)
+    unix_s, group = min(found)
+    return _GroupLimit(waits, unix_s, group)
 
 
 def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: bool, mark_s: float) -> Judged:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
@@ -44,7 +44,7 @@ def _groups(case: Case, rank: int) -> dict[tuple[int, ...], str]:
     """Ranks → name, of the groups that the rank is in with others, but not with all, the smallest first."""
     labels = _labels(case, rank)
     found: dict[tuple[int, ...], str] = {}
-    for name, ranks in _members(case, rank).items():
+    for name, ranks in case.alignment.listed(rank).items():
         members = tuple(sorted(ranks))
         if rank in members and 1 < len(members) < len(case.world):
             found.setdefault(members, labels.get(name) or f"'{name.partition(' of ranks ')[0]}'")
@@ -78,12 +78,6 @@ def _with_label(text: str, name: str, label: str) -> str:
     return f"group {label} ('{name}')" if label and not label.startswith("'") else text
 
 
-def _members(facts: Facts, rank: int) -> Mapping[str, tuple[int, ...]]:
-    """Of each group that the rank's record lists; without a record, of those that the rank tells itself."""
-    record = facts.alignment.records.get(rank)
-    return record.groups if record is not None else facts.ranks[rank].evidence.gil.groups
-
-
 def _labels(facts: Facts, rank: int) -> dict[str, str]:
     """Name → what people call a group: its description, by the rank itself or by its calls."""
     record, told = facts.alignment.records.get(rank), _told(facts.ranks[rank].evidence)
@@ -111,7 +105,7 @@ def mesh(facts: Facts) -> tuple[tuple[str, int], ...]:
 
 def _dimensions(facts: Facts, rank: int) -> tuple[tuple[str, int], ...]:
     labels, dimensions = _labels(facts, rank), []
-    for name, members in _members(facts, rank).items():
+    for name, members in facts.alignment.listed(rank).items():
         label = labels.get(name, "")
         if label.startswith(_OF_A_MESH) and rank in members:
             dimensions.append((label.removeprefix(_OF_A_MESH), len(members)))

@@ -157,6 +157,7 @@ class Alignment:
         self._most_entries = max((len(record.entries) for record in self.records.values()), default=0)
         self._default: set[str] = {"0", ""}
         self._members: dict[str, tuple[frozenset[int], bool]] = {}
+        self._closed: dict[str, bool] = {}
         for rank, record in self.records.items():
             self._index(rank, record, Entries.of(record.entries))
 
@@ -346,25 +347,33 @@ class Alignment:
         """Whether only ranks of this job are in it: each member lists it alike, or does not list its groups and has
         used it. A process from outside may be in a group with numbers of its own, which are not those of the job.
         """
+        if group not in self._closed:
+            self._closed[group] = self._is_closed(group)
+        return self._closed[group]
+
+    def _is_closed(self, group: str) -> bool:
         members, known = self.members(group)
         if not known or members - frozenset(range(self.world_size)):
             return False
+        alike: tuple[int, ...] | None = None
         for member in members:
-            listed = self._listed(member)
+            listed = self.listed(member)
             if group in listed or (listed.keys() - {""} and group != DEFAULT_GROUPS[0]):
-                if frozenset(listed.get(group, ())) != members:
+                ranks = listed.get(group, ())
+                if ranks != alike and frozenset(ranks) != members:
                     return False
+                alike = ranks
             elif group != DEFAULT_GROUPS[0] and self.last(member, group) < 0:
                 return False
         return True
 
     def is_in_closed_groups(self, rank: int) -> bool:
         """Whether the rank lists its groups, and only ranks of this job are in them."""
-        names = [name for name in self._listed(rank) if name]
+        names = [name for name in self.listed(rank) if name]
         return bool(names) and all(map(self.is_closed, names))
 
-    def _listed(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The groups that the rank is in, by its record or by what it tells; empty where it lists none."""
+    def listed(self, rank: int) -> Mapping[str, tuple[int, ...]]:
+        """The members of each group that the rank's record lists; without a record, of those that it tells itself."""
         if rank in self.records:
             return self.records[rank].groups
         return self._ranks[rank].gil.groups if rank in self._ranks else {}

@@ -72,8 +72,7 @@ def is_consequence(exception: RankException, log: NcclLog | None = None) -> bool
 
 def _before(exception: RankException) -> Iterator[RankException]:
     """The exceptions from which this one came."""
-    *parts, _ = tracebacks.chain(exception.text)
-    for part in parts:
+    for part in tracebacks.earlier(exception.text):
         kind, _, message = part.message.partition(": ")
         yield RankException(kind, message, exception.time_unix_s, part.frames)
 
@@ -339,6 +338,11 @@ def aborted_in(rank: RankEvidence) -> fr.Stack | None:
     return next((stack for stack in stacks if calls.torch_wait(stack) is not None or calls.under_c10d(stack)), None)
 
 
+def kernel_claim(rank: RankEvidence, line: str, whose: str = "") -> Claim:
+    """A line of the kernel's log of the rank's node. ``whose``: words before it."""
+    return Claim(f"{whose}the kernel's log: {one_line(line)}", f"node/{rank.host}/kernel_log.txt")
+
+
 def _memory_words(rank: RankEvidence) -> tuple[str, list[Claim], frozenset[Advice]]:
     """What is known of a SIGKILL, and what to do, by whether it was the out-of-memory killer's: its own words, else its
     counts since the job's start.
@@ -346,7 +350,7 @@ def _memory_words(rank: RankEvidence) -> tuple[str, list[Claim], frozenset[Advic
     taken, outside = frozenset({OUT_OF_MEMORY}), frozenset({KILLED_FROM_OUTSIDE})
     kills, node = rank.memory_kills, f"node/{rank.host}"
     if kills.kernel_line:
-        claim = Claim(f"the kernel's log: {one_line(kills.kernel_line)}", f"{node}/kernel_log.txt")
+        claim = kernel_claim(rank, kills.kernel_line)
         return ": the kernel's out-of-memory killer took it", [claim], taken
     for count, where in ((kills.cgroup, "in the job's control group"), (kills.node, "on this node")):
         if count:

@@ -16,7 +16,7 @@ from safelaunch.model import Claim, Collective, Frame, Posted, RankEvidence
 from safelaunch.verdict.collectives import Alignment, Signature, described, number_of, op_name, signature
 from safelaunch.verdict.conditions import Condition, View, record_claim
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.exits import one_line
+from safelaunch.verdict.exits import kernel_claim
 from safelaunch.verdict.processes import Inside
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
@@ -142,8 +142,13 @@ def _awaits_a_work(view: View, pending: list[Collective], alignment: Alignment) 
     recorded = view.rank.flight_record is not None and alignment.has_collectives
     if pending or not recorded or view.read_source is None:
         return False
-    inner = view.user_frame if not view.stack.called else calls.in_distributed(view.stack)
+    inner = line_before_c10d(view)
     return inner is not None and calls_method(inner, "wait", view.read_source)
+
+
+def line_before_c10d(view: View) -> Frame | None:
+    """The user's line, or one of torch.distributed's, that calls C++ without a Python frame below it."""
+    return view.user_frame if not view.stack.called else calls.in_distributed(view.stack)
 
 
 def _backward_without_a_record(view: View) -> bool:
@@ -285,8 +290,7 @@ def lost_condition(view: View, alignment: Alignment) -> Condition | None:
     on_device = [entry for entry in alignment.pending(rank.rank) if not entry.op.startswith("gloo:")]
     if not rank.gpu_errors or not (view.device or on_device):
         return None
-    log = f"node/{rank.host}/kernel_log.txt"
-    claims = tuple(Claim(f"the kernel's log: {one_line(line)}", log) for line in rank.gpu_errors)
+    claims = tuple(kernel_claim(rank, line) for line in rank.gpu_errors)
     frame, number = view.user_frame, re.search(r"\): (\d+)", rank.gpu_errors[-1])
     text = f"waits{fr.at(frame)}, and the driver has reported Xid {number[1] if number else ''} of its GPU"
     return Condition("gpu-lost", text, frame, view.process.pid, claims=claims)

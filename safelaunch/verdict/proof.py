@@ -16,10 +16,10 @@ from functools import cached_property
 
 from safelaunch.model import Claim, Collective, Frame, ProcessEvidence, ProofEdge, StackSample, Thread, rank_words
 from safelaunch.model.entries import Entries
-from safelaunch.verdict.collectives import described, label_of, number_of, op_name, signature
+from safelaunch.verdict.collectives import described, number_of, op_name, signature
 from safelaunch.verdict.conditions import View
 from safelaunch.verdict.graph import Need, Node, stuck
-from safelaunch.verdict.peers import PeerWait, peer_wait
+from safelaunch.verdict.peers import PeerWait, line_before_c10d, peer_wait
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.source import calls_any
@@ -88,7 +88,7 @@ class _Process:
     def has_others(self) -> bool:
         """Whether it has native threads of which nothing is known."""
         if self.python:
-            return not _has_only_torch_beside(self.evidence)
+            return bool(_unknown_beside(self.evidence))
         return bool(self.evidence.states) and len(self.evidence.states[-1].threads) > 1
 
 
@@ -300,7 +300,7 @@ class _Prover:
             return None  # what others have built with the same frames may be ended by somebody else
         what = lock.what if lock is not None else "a lock"
         held = lock is not None and lock.on == "lock"
-        if not held and not _has_only_torch_beside(process.evidence):
+        if not held and _unknown_beside(process.evidence):
             return None
         givers = self._other_threads(process, view)
         if lock is not None and lock.by_processes:
@@ -458,7 +458,7 @@ class _Prover:
         idents = self._idents.get(rank, frozenset())
         made = (thread for thread in process.python[1:] if not idents or thread.ident in idents or not thread.ident)
         new = self._with_user_code(rank) - self._accustomed(process)
-        if process.has_others and self._may_call_natively(process):
+        if self._may_call_natively(process):
             new |= {_Actor(rank, process.evidence.pid, OTHERS)}  # native code may call back into Python
         return frozenset(self._main(rank)) | {self._actor(process, thread) for thread in made} | new
 
@@ -624,17 +624,12 @@ def _is_own_line(view: View) -> bool:
 
 def _names_a_transfer(view: View) -> bool:
     """Its line calls one of ``torch.distributed``'s; the methods of a group have other names."""
-    inner = view.user_frame if not view.stack.called else calls.in_distributed(view.stack)
+    inner = line_before_c10d(view)
     return inner is not None and view.read_source is not None and calls_any(inner, {"isend", "irecv"}, view.read_source)
 
 
 def _stack_claim(view: View) -> Claim:
     return view.stack_claim(f"{view.words} waits at {view.place}")
-
-
-def _has_only_torch_beside(process: ProcessEvidence) -> bool:
-    """Whether no native thread is there that may run Python code of its own accord."""
-    return not _unknown_beside(process)
 
 
 def _unknown_beside(process: ProcessEvidence) -> frozenset[int]:
@@ -647,31 +642,3 @@ def _unknown_beside(process: ProcessEvidence) -> frozenset[int]:
         if not thread.name.lower().startswith(_TORCH_THREADS)
         and not any(part in thread.rests_in for part in _BELOW_TORCH)
     )
-
-
-@dataclass(frozen=True)
-class GroupLimit:
-    """The first time limit of a group in which a rank waits: when (CLOCK_REALTIME), and whose. ``waits``: some rank
-    waits for its peers."""
-
-    waits: bool
-    unix_s: float | None = None
-    group: str = ""
-
-
-def limit_of(case: Case) -> GroupLimit:
-    """When torch itself would end the job, as far as the recorded calls tell."""
-    found: list[tuple[float, str]] = []
-    for rank, one in case.ranks.items():
-        wait = one.wait
-        if wait is None or wait.group is None or wait.seq is None:
-            continue
-        calls_of = [*case.alignment.pending(rank), case.alignment.entry(rank, wait.group, wait.seq)]
-        for entry in calls_of:
-            if entry is not None and entry.group == wait.group and entry.timeout_ms and entry.created_ns:
-                found.append((entry.created_ns / 1e9 + entry.timeout_ms / 1000, label_of(entry)))
-    waits = any(one.wait is not None for one in case.ranks.values())
-    if not found:
-        return GroupLimit(waits)
-    unix_s, group = min(found)
-    return GroupLimit(waits, unix_s, group)

@@ -13,7 +13,7 @@ import msgspec
 
 from safelaunch.model import Claim, Culprit, Evidence, Frame, HandledException, RankEvidence, Verdict
 from safelaunch.verdict.causes import DETAIL_CRASH
-from safelaunch.verdict.exits import one_line
+from safelaunch.verdict.exits import kernel_claim, one_line
 from safelaunch.verdict.findings import Annotation, Finding, capital, ranks_do
 from safelaunch.verdict.rank_state import Facts, view_of
 from safelaunch.verdict.reading import calls, tracebacks
@@ -145,11 +145,7 @@ def wrong_results_before(facts: Facts, finding: Finding) -> Iterator[Annotation]
 def driver_errors(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     """What the driver has reported of the GPUs of ranks that failed: CUDA's own words come later and say less."""
     for rank in (facts.ranks[one.rank].evidence for one in finding.culprits if finding.cause != "gpu-lost"):
-        log = f"node/{rank.host}/kernel_log.txt"
-        yield from (
-            Annotation(context=(Claim(f"rank {rank.rank}: the kernel's log: {one_line(line)}", log),))
-            for line in rank.gpu_errors
-        )
+        yield Annotation(context=tuple(kernel_claim(rank, line, f"rank {rank.rank}: ") for line in rank.gpu_errors))
 
 
 # What the CUDA driver and NVML say only of a device or its links.

@@ -27,7 +27,6 @@ _BOXED = re.compile(r"[╭┌+][─-]+ *Traceback \(most recent call last\)")  #
 _FRAME_IN_BOX = re.compile(r"[│|] (?P<file>\S.*?):(?P<line>\d{1,9}) in (?P<function>\S+) *[│|]?$")
 _OF_A_SUMMARY = re.compile(r" {1,3}traceback *: (?=Traceback \(most)")
 _OF_A_CHILD = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
-_CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
 _GOES_ON = re.compile(  # the messages of NCCL and CUDA
     r"nccl\w+Error|Last error:|[\w.]+: Connect to |[\w:]+Error: |CUDA kernel errors |For debugging consider "
     r"|Device-side assert|Compile with `"
@@ -94,7 +93,7 @@ class Traceback:
             elif self.rest >= _MOST_MESSAGE or not (_GOES_ON.match(text) or self.lines[-1].startswith("Last error:")):
                 return False
             self.rest += 1
-        elif text.startswith(_CHAIN):
+        elif text.startswith(tracebacks.CHAIN):
             self.state = "chain"
         elif text.startswith(_HEAD) and self.state == "chain":
             self.state, self.at, self.rest = "frames", len(self.lines), 0
@@ -123,7 +122,7 @@ class Traceback:
             return None
         rest = self.lines[self.lines.index(found.message, begin) + 1 : end]
         message = "\n".join(
-            [error["message"] or "", *takewhile(lambda line: not line.startswith(_CHAIN), rest)]
+            [error["message"] or "", *takewhile(lambda line: not line.startswith(tracebacks.CHAIN), rest)]
         ).strip()
         return RankException(error["type"], message, at_s, found.frames, "\n".join(self.lines[:end]))
 
@@ -131,8 +130,12 @@ class Traceback:
 _FATAL = "Fatal Python error: "
 _CURRENT = "Current thread"
 _OF_A_FATAL = re.compile(r"\s|$|Current thread|Thread 0x|Extension modules:|Python runtime state:|<")
-_NAMES = {
-    "Segmentation fault": signal.SIGSEGV, "Bus error": signal.SIGBUS, "Illegal instruction": signal.SIGILL,
+_SIGNALS = {
+    "Killed": signal.SIGKILL, "Terminated": signal.SIGTERM, "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT, "Bus error": signal.SIGBUS, "Out Of Memory": signal.SIGKILL,
+}  # fmt: skip
+_FATAL_SIGNALS = {
+    **_SIGNALS, "Illegal instruction": signal.SIGILL,
     "Floating point exception": signal.SIGFPE, "Floating-point exception": signal.SIGFPE,
 }  # fmt: skip
 
@@ -151,7 +154,7 @@ class Crash:
     @property
     def signal(self) -> int:
         """The interpreter ends itself with SIGABRT, whatever else it says."""
-        return _NAMES.get(self.lines[0].removeprefix(_FATAL).strip(), signal.SIGABRT)
+        return _FATAL_SIGNALS.get(self.lines[0].removeprefix(_FATAL).strip(), signal.SIGABRT)
 
     def take(self, text: str, *, own: bool) -> None:
         is_next = text.startswith(_CURRENT) and any(line.startswith(_CURRENT) for line in self.lines)
@@ -252,10 +255,6 @@ _TASK_ENDED = re.compile(
     r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,-]+): "
     r"(?:Exited with exit code (?P<code>\d+)|(?P<how>[A-Z][\w ]+))"
 )
-_SIGNALS = {
-    "Killed": signal.SIGKILL, "Terminated": signal.SIGTERM, "Segmentation fault": signal.SIGSEGV,
-    "Aborted": signal.SIGABRT, "Bus error": signal.SIGBUS, "Out Of Memory": signal.SIGKILL,
-}  # fmt: skip
 _CANCELLED = re.compile(r"\*\*\* (?:JOB .* CANCELLED|STEP .* CANCELLED .* DUE TO )")
 _STOPPING = re.compile(r"srun: (?:Terminating |Force Terminated |Job step aborted)|\*\*\* (?:JOB|STEP) .* CANCELLED")
 _KERNEL_KILL = re.compile(r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)")

@@ -230,10 +230,10 @@ def _rank(
     if ended is not None and ended.code < 0 and unsigned is not None:
         tail = (*tail, *unsigned.tail)  # C++ and the kernel sign nothing
         files[f"{folder}/log_tail.txt"] = (unsigned.telling or unsigned.last or unsigned.first).where
-    if heard is not None and heard.telling is not None:
-        files[f"{folder}/log_tail.txt"] = heard.telling.where
     if heard is not None:
-        files.setdefault(f"{folder}/log_tail.txt", (heard.telling or heard.last or heard.first).where)
+        if heard.telling is not None:
+            files[f"{folder}/log_tail.txt"] = heard.telling.where
+        files.setdefault(f"{folder}/log_tail.txt", (heard.last or heard.first).where)
         last = heard.uncaught(ended=ended is not None or bool(job.failed))
         if last is not None:
             opened, exception = last

@@ -29,24 +29,27 @@ def _tree_in(path: str, read_source: ReadSource) -> ast.Module | None:
 
 def calls_any(frame: Frame, names: Collection[str], read_source: ReadSource) -> bool:
     """The line calls a function or method of one of these names."""
-    tree = _tree_in(frame.file, read_source)
-    called = (one for one in (ast.walk(tree) if tree is not None else ()) if isinstance(one, ast.Call))
-    here = (one.func for one in called if one.lineno <= frame.line <= (one.end_lineno or one.lineno))
-    return any(getattr(one, "attr", getattr(one, "id", "")) in names for one in here)
+    called = (one.func for one in _calls_at(frame, read_source))
+    return any(getattr(one, "attr", getattr(one, "id", "")) in names for one in called)
 
 
 def calls_method(frame: Frame, name: str, read_source: ReadSource) -> bool:
     """The line calls a method of this name without arguments, and none other but for the object: ``f(x).wait()``."""
+    here = _calls_at(frame, read_source)
+    if not here or not isinstance(here[0].func, ast.Attribute):
+        return False
+    of_object = set(ast.walk(here[0].func))
+    return here[0].func.attr == name and not here[0].args and of_object.issuperset(here[1:])
+
+
+def _calls_at(frame: Frame, read_source: ReadSource) -> list[ast.Call]:
+    """The calls on its line, the outermost one first."""
     tree = _tree_in(frame.file, read_source)
-    here = [
+    return [
         one
         for one in (ast.walk(tree) if tree is not None else ())
         if isinstance(one, ast.Call) and one.lineno <= frame.line <= (one.end_lineno or one.lineno)
     ]
-    if not here or not isinstance(here[0].func, ast.Attribute):  # breadth first: the outermost one
-        return False
-    of_object = set(ast.walk(here[0].func))
-    return here[0].func.attr == name and not here[0].args and of_object.issuperset(here[1:])
 
 
 # --- locks ------------------------------------------------------------------------------------------------------------

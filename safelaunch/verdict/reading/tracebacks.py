@@ -34,17 +34,18 @@ def parse(lines: Iterable[str]) -> Traceback | None:
     return Traceback(tuple(reversed(frames)), "") if frames else None
 
 
-_CHAINED = re.compile(
-    r"^(?:The above exception was the direct cause of the following exception"
-    r"|During handling of the above exception, another exception occurred):$",
-    re.MULTILINE,
+# Between an exception and the one that came from it.
+CHAIN = (
+    "The above exception was the direct cause of the following exception",
+    "During handling of the above exception, another exception occurred",
 )
+_CHAINED = re.compile(rf"^(?:{'|'.join(CHAIN)}):$", re.MULTILINE)
 
 
-def chain(text: str) -> list[Traceback]:
-    """The tracebacks of an exception and of those from which it came, the first one first."""
-    parts = (parse(part.splitlines()) for part in _CHAINED.split(text))
-    return [part or Traceback((), "") for part in parts]
+def earlier(text: str) -> list[Traceback]:
+    """The tracebacks of the exceptions from which this one came, the first one first."""
+    parts = (parse(part.splitlines()) for part in _CHAINED.split(text)[:-1])
+    return [part for part in parts if part is not None]
 
 
 def lines_of(log_tail: str) -> list[str]:
