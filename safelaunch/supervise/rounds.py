@@ -110,12 +110,19 @@ class Rounds:
     # --- a hang -----------------------------------------------------------------------------------------------------
 
     def hang(
-        self, incident: int, evidence: Evidence, root: Path | None = None, moves: Callable[[], bool] = lambda: False
+        self,
+        incident: int,
+        evidence: Evidence,
+        root: Path | None = None,
+        moves: Callable[[], bool] = lambda: False,
+        *,
+        overdue: bool = False,
     ) -> Agreement | None:
         """Submits this node's evidence, judges all of it where this node leads, and waits for the decision.
 
         ``root``: this node's bundle, of which small files travel. ``moves``: a rank here has made a step meanwhile, of
-        which the others have to know. None: the job moves after all.
+        which the others have to know. ``overdue``: the job is ended even if not every rank is seen. None: the job moves
+        after all.
         """
         nodes = node_count(self._channel.seen.page)
         files = small_files(root, records=1 < nodes <= FEW) if root is not None else {}
@@ -132,7 +139,7 @@ class Rounds:
             over,
             judges=lambda seen, page, past_s: seen.leads,
             complete=lambda seen, page, found, past_s: found.is_complete or past_s >= EVIDENCE_S,
-            with_answer=with_answer,
+            with_answer=lambda whole: with_answer(whole, overdue=overdue),
             action=self._action,
         )
         chunks = condensed(own, files, share_of(nodes))
@@ -143,7 +150,7 @@ class Rounds:
         page = self._channel.seen.page
         if page is not None and page.incident == incident and page.phase == "idle":
             return None
-        if evidence.ends:
+        if overdue:
             return Agreement(action=self._action, outcome="hang")
         return Agreement(action="dump", outcome="suspect")
 
@@ -404,11 +411,14 @@ def _recording(chunks: list[bytes]) -> Recording:
     return found
 
 
-def with_answer(evidence: Evidence) -> Evidence:
+def with_answer(evidence: Evidence, *, overdue: bool) -> Evidence:
     """The evidence of all nodes, with the answer of them all: proved dead, or as the node says that knows the least.
 
-    Without a proof the job ends only if a node says so whose answer is the one of all.
+    Without a proof the job ends only if a node says so whose answer is the one of all; if a rank is missing, whose
+    supervisor may have been stopped, only once it is ``overdue``.
     """
     if evidence.answer in (None, "unknown") and proves(evidence):
         return replace(evidence, answer="dead", outcome="hang")
+    if evidence.missing_ranks and evidence.answer in (None, "unknown"):
+        evidence = replace(evidence, answer="unseen", ends=overdue)
     return replace(evidence, outcome="hang" if evidence.ends else "suspect")

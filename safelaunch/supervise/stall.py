@@ -116,8 +116,8 @@ class StallCase:
             return
         self._closer.cancel()
         self._closer = None
-        if suspicion.incident:
-            self._council.vote("unknown")
+        if suspicion.incident:  # the others begin anew, too: without this node's evidence they have no proof
+            self._council.vote("paused")
         if suspicion.own:
             self._council.withdraw()
 
@@ -344,6 +344,7 @@ class StallCase:
         collect = self._collecting(suspicion, looks, judged, SUSPECT, now)
         queries, spare = self._council.queries_nccl, self._council.must_keep_ranks_alive
         ends = self._is_at_limit(suspicion.stall, judged)
+        overdue = self._is_at_limit(suspicion.stall, replace(judged, found="unseen"))
         bundled = not self._is_worth_a_bundle(suspicion.stall, replace(judged, found="unknown"), now)
         rounds, number = self._council.rounds, suspicion.incident
 
@@ -352,7 +353,7 @@ class StallCase:
             found = incident.with_nccl(found, spare=spare) if queries else found
             found = replace(found, evidence=structs.replace(found.evidence, ends=ends))
             moves = lambda: self._watch.stepped_since(suspicion.stall)  # noqa: E731
-            agreed = rounds.hang(number, found.evidence, found.staging.root, moves)
+            agreed = rounds.hang(number, found.evidence, found.staging.root, moves, overdue=overdue)
             void = agreed is None or (agreed.verdict is not None and not rounds.all_agree(number, moves))
             self._goes_on = not void and agreed is not None and agreed.outcome == "suspect" and bundled
             if agreed is None or void or self._goes_on:

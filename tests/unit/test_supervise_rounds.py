@@ -147,13 +147,23 @@ def test_a_job_that_moves_after_all_is_no_incident(job: Job) -> None:
     assert followed is None or not other.all_agree(1)
 
 
-@pytest.mark.parametrize(("ends", "action", "outcome"), [(True, "kill", "hang"), (False, "dump", "suspect")])
-def test_where_the_others_are_lost_a_node_judges_alone(job: Job, ends: bool, action: str, outcome: str) -> None:
+@pytest.mark.parametrize(("overdue", "action", "outcome"), [(True, "kill", "hang"), (False, "dump", "suspect")])
+def test_where_the_others_are_lost_a_node_judges_alone(job: Job, overdue: bool, action: str, outcome: str) -> None:
     leader, _ = job.meet()
     job.collects()
     job.lose()
-    assert leader.hang(1, half(0, 1, ends=ends)) == Agreement(action=action, outcome=outcome)  # type: ignore[arg-type]
+    agreed = leader.hang(1, half(0, 1), overdue=overdue)
+    assert agreed == Agreement(action=action, outcome=outcome)  # type: ignore[arg-type]
     assert leader.all_agree(1), "what was decided stands"
+
+
+@pytest.mark.parametrize(("overdue", "outcome"), [(True, "hang"), (False, "suspect")])
+def test_a_rank_whose_evidence_has_not_come_is_unseen(job: Job, overdue: bool, outcome: str) -> None:
+    leader, _ = job.meet()
+    job.collects()
+    job.channels[1].submit("hang.1", [b"garbage"])
+    agreed = leader.hang(1, half(0, 1), overdue=overdue)
+    assert agreed is not None and (agreed.answer, agreed.outcome) == ("unseen", outcome)
 
 
 def test_nobody_acts_upon_what_another_round_of_ranks_makes_void(job: Job) -> None:

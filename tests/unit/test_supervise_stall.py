@@ -124,6 +124,14 @@ def test_a_rank_that_has_said_that_it_will_be_quiet_is_not_looked_at(job: Job) -
     assert job.vote == (1, "paused") and not job.case.looking
 
 
+def test_a_node_whose_clock_is_restarted_lets_the_others_begin_anew(job: Job) -> None:
+    """Without its evidence they would go by their own alone."""
+    job.call(1)
+    job.until(lambda: job.case.looking)
+    job.tick(Glance((), Event("clock-restarted"), ()))
+    assert job.vote == (1, "paused") and not job.case.looking
+
+
 def test_on_a_starved_machine_a_look_has_more_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
 
