@@ -265,7 +265,8 @@ def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
     if proved := proof_words(verdict):
         lines += _cut(_wrap(clean(proved), room, "  "), 3, room)
     if verdict.doubts and verdict.confidence != "high":
-        lines += _cut(_wrap(f"unsure: {clean(verdict.doubts[0])}", room, "  "), 2, room)
+        of = " of the cause" if proved else ""  # that it hangs is certain
+        lines += _cut(_wrap(f"unsure{of}: {clean(verdict.doubts[0])}", room, "  "), 2, room)
     if verdict.victims:
         what = "blocked by it" if verdict.culprits else "waiting"
         lines.append(_shorten(f"  {what}: {rank_words(verdict.victims)}", room))

@@ -10,7 +10,7 @@ from evidence import WORKER_IDLE, at, behind, in_loader, in_user, in_worker, job
 from markdown_it import MarkdownIt
 from msgspec.structs import replace
 
-from safelaunch.model import Artifact, Claim, Evidence, Frame, RankException, RankExit, Verdict
+from safelaunch.model import Artifact, Claim, Evidence, Frame, ProofEdge, RankException, RankExit, Verdict
 from safelaunch.report import page, report
 from safelaunch.report.overview import culprit_lines
 from safelaunch.verdict.causes import CAUSES
@@ -53,6 +53,15 @@ def test_screen_says_what_who_where_and_what_next() -> None:
     assert "blocked by it: ranks 0,2-3" in flat
     assert "[ranks/1/stack.txt]" in flat
     assert "next: " in flat
+
+
+def test_a_verdict_that_is_not_sure_says_of_what() -> None:
+    """A job may be proved dead while its cause is a guess."""
+    guess = replace(diagnose(sleeping()), confidence="low", doubts=("No record tells.",), proof=())
+    proof = (ProofEdge("rank 0", ("rank 1",), "never joins", ""), ProofEdge("rank 1", ("rank 0",), "never joins", ""))
+    shown = [report.screen(verdict, bundle_path=BUNDLE) for verdict in (guess, replace(guess, proof=proof))]
+    assert "unsure: No record tells." in shown[0] and "proved" not in shown[0]
+    assert "unsure of the cause: No record tells." in shown[1] and "proved: " in shown[1]
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
