@@ -14,7 +14,17 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from safelaunch.model import Claim, Collective, Frame, ProcessEvidence, ProofEdge, StackSample, Thread, rank_words
+from safelaunch.model import (
+    Claim,
+    Collective,
+    Frame,
+    ProcessEvidence,
+    ProofEdge,
+    StackSample,
+    Thread,
+    ThreadState,
+    rank_words,
+)
 from safelaunch.model.entries import Entries
 from safelaunch.verdict.collectives import described, number_of, op_name, signature
 from safelaunch.verdict.conditions import View
@@ -300,8 +310,8 @@ class _Prover:
             return None  # what others have built with the same frames may be ended by somebody else
         what = lock.what if lock is not None else "a lock"
         held = lock is not None and lock.on == "lock"
-        if not held and _unknown_beside(process.evidence):
-            return None
+        if self._may_call_natively(process) if held else _unknown_beside(process.evidence):
+            return None  # any thread may release a lock, not only the one that holds it
         givers = self._other_threads(process, view)
         if lock is not None and lock.by_processes:
             others = (one for one in self._processes.values() if one.rank == process.rank and one is not process)
@@ -635,10 +645,11 @@ def _stack_claim(view: View) -> Claim:
 def _unknown_beside(process: ProcessEvidence) -> frozenset[int]:
     """The native threads that may run Python code of their own accord."""
     python = {thread.os_tid for thread in _python_threads(process)}
-    native = [thread for thread in process.states[-1].threads if thread.tid not in python]
-    return frozenset(
-        thread.tid
-        for thread in native
-        if not thread.name.lower().startswith(_TORCH_THREADS)
-        and not any(part in thread.rests_in for part in _BELOW_TORCH)
-    )
+    threads = process.states[-1].threads
+    inherited = {thread.name for thread in threads if thread.tid in python}  # by all that such a thread begins
+
+    def is_of_torch(thread: ThreadState) -> bool:
+        named = thread.name.lower().startswith(_TORCH_THREADS) and thread.name not in inherited
+        return named or any(part in thread.rests_in for part in _BELOW_TORCH)
+
+    return frozenset(thread.tid for thread in threads if thread.tid not in python and not is_of_torch(thread))

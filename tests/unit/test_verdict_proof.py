@@ -390,6 +390,11 @@ NOT_PROVED = {
     "a pipe to itself that a handler may write to": job(
         changed(changed(at_pipe(1000), with_native_thread, "pt_nccl"), with_signals), waiting(1)
     ),
+    "a pipe to itself, and a native thread that a worker of DataLoader has begun": job(
+        changed(changed(at_pipe(1000), with_kernel, name="pt_data_worker"), with_native_thread, "pt_data_worker"),
+        waiting(1),
+    ),
+    "a lock that a native thread may release": job(changed(in_lock(0), with_native_thread), waiting(1)),
     "a connection with a time limit of its own": job(changed(at_pipe(1000), with_kernel, times_out=True), waiting(1)),
     "a lock on a file that an orphan has open": job(
         waiting(0), changed(at_file_lock(1000), with_kernel, lock_sharers=(4711,))
