@@ -91,6 +91,7 @@ def read_quick(pid: int, *, clock: Callable[[], float] = time.monotonic) -> Proc
     stat = procstat.read(pid)
     if stat is None:
         raise CaptureError(f"process {pid} is gone")
+    signals, child_ends = procstat.handled(pid)
     return ProcessState(
         pid=pid,
         ppid=stat.ppid,
@@ -104,8 +105,8 @@ def read_quick(pid: int, *, clock: Callable[[], float] = time.monotonic) -> Proc
         frozen=is_frozen(pid),
         throttled_ms=throttled_ms(pid),
         wait_status=stat.wait_status if stat.state in "ZX" else 0,
-        handles_signals=stat.handles_signals,
-        handles_child_ends=stat.handles_child_ends,
+        handles_signals=signals,
+        handles_child_ends=child_ends,
     )
 
 
@@ -281,7 +282,7 @@ def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting) -> Thre
         times_out=target.times_out,
         inode=target.inode,
         child=waits.child_of(name, arguments),
-        rests_in=resting.rests_in(text) if name.startswith("futex") else "",
+        rests_in=resting.rests_in(text),
         started_ns=time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + stat.start_ticks * procstat.TICK_NS,
     )
 

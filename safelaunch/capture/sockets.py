@@ -19,6 +19,7 @@ from msgspec import structs
 
 from safelaunch.model import OtherEnd, ProcessState, ThreadState
 from safelaunch.system import procstat
+from safelaunch.system.files import text_of
 
 MAX_TABLE_BYTES = 4 << 20  # on a node with tens of thousands of connections, stop rather than read for seconds
 
@@ -113,11 +114,20 @@ def other_ends(pid: int, inodes: Collection[int]) -> dict[int, int]:
             local, remote = pairs.get(inode, ("", ""))
             other = by_pair.get((remote, local))
             if other == 0:
-                other = next((number for number, _ in find_listening(table, int(remote.rpartition(":")[2], 16))), None)
+                other = _listener(table, remote)
             if other is not None:
                 found[inode] = other
     unix = {inode: unix_peer(inode) for inode in inodes if inode not in found}
     return found | {inode: peer for inode, peer in unix.items() if peer is not None}
+
+
+def _listener(table: str, remote: str) -> int | None:
+    """The inode of the socket that listens at this address, or else at all; None if none or several may be meant."""
+    host, _, port = remote.partition(":")
+    found = {at: number for number, at in find_listening(table, int(port, 16))}
+    named = address(f"{host}:{port}").rpartition(":")[0].strip("[]")
+    everywhere = {found[one] for one in ("0.0.0.0", "::") if one in found}
+    return found.get(named, everywhere.pop() if len(everywhere) == 1 else None)
 
 
 # linux/netlink.h, linux/sock_diag.h, linux/unix_diag.h
@@ -297,7 +307,7 @@ CPU_S, DEADLINE_S = 0.5, 5.0  # a descriptor takes some microseconds, and on a b
 _WRITES = frozenset({"write", "writev", "sendto", "sendmsg", "sendmmsg", "sendfile", "splice"})
 _READS = frozenset({"read", "readv", "recvfrom", "recvmsg", "recvmmsg", "poll", "ppoll"})
 
-Wanted = tuple[str, bool]  # what the descriptor points at; whether it has to be one for writing
+Wanted = tuple[str, bool]  # what the descriptor points at, or a mapping; whether it has to be one for writing
 
 
 @dataclass(frozen=True)
@@ -316,8 +326,8 @@ def with_ends(
     """The same states, with the other ends of what their threads wait at. ``pids``: where to look, and in which order.
 
     The processes of ``states`` are always read. After ``CPU_S`` seconds of CPU, or ``deadline_s`` seconds, it gives up
-    on all others. It then tells of connections whose other end it has found: these have one. Of a pipe it tells
-    nothing, because what matters is that nobody else has it, and that may be among the rest.
+    on all others. It then tells of connections whose other end it has found: these have one. Of a pipe or a semaphore
+    it tells nothing, because what matters is that nobody else has it, and that may be among the rest.
     """
     until = _Until(time.thread_time() + CPU_S, time.monotonic() + deadline_s)
     wanted = {(state.pid, tid): one for state in states for tid, one in _wanted(state)}
@@ -336,12 +346,16 @@ def _wanted(state: ProcessState) -> Iterator[tuple[int, Wanted]]:
     for tid, inode in others.items():
         if inode in peers:
             yield tid, (f"socket:[{peers[inode]}]", False)
+    for thread in state.threads:
+        if thread.syscall_name.startswith("futex") and thread.fd_target.startswith("/"):
+            yield thread.tid, (thread.fd_target, True)  # a semaphore that processes share
 
 
 def _holders(
     wanted: frozenset[Wanted], pids: Iterable[int], own: Collection[int], until: _Until
 ) -> dict[Wanted, tuple[OtherEnd, ...]]:
     targets = {target for target, _ in wanted}
+    mapped = [one for one in wanted if one[0].startswith("/")]
     found: dict[Wanted, dict[int, OtherEnd]] = {one: {} for one in wanted}
     for pid in dict.fromkeys(pids):
         if pid not in own and until.is_over:
@@ -351,6 +365,10 @@ def _holders(
             for writes in _directions(path, target) if target in targets else ():
                 if (target, writes) in found:
                     found[target, writes].setdefault(pid, OtherEnd(pid, _name(pid)))
+        mappings = text_of(f"/proc/{pid}/maps") if mapped else ""
+        for one in mapped:
+            if one[0] in mappings:
+                found[one].setdefault(pid, OtherEnd(pid, _name(pid)))
     return {one: tuple(holders.values()) for one, holders in found.items()}
 
 

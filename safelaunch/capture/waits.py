@@ -179,7 +179,8 @@ _PASSED = re.compile(r"(libc|libpthread|ld|ld-\w.*|libstdc\+\+|libc\+\+)[.-].*|l
 _PYTHON = re.compile(r"(lib)?python\d.*")
 _LOCKS = r"PyThread_acquire_lock(_timed)?|_?PyMutex_Lock(Timed)?|_PySemaphore_Wait|_PyParkingLot_Park|PyEvent_Wait\w*"
 _WAITS = (
-    r"_*(pthread|sem|cnd|mtx|thrd|lll)_\w*(wait|(?<!un)lock|join|once)\w*|syscall"
+    r"_*(epoll_p?wait2?|p?poll|p?select|read|recv\w*|accept4?|wait\w*|sig\w*wait\w*|(clock_)?nanosleep|u?sleep)"
+    r"|_*(pthread|sem|cnd|mtx|thrd|lll)_\w*(wait|(?<!un)lock|join|once)\w*|syscall"
     r"|_ZNK?St\w*(condition_variable\w*wait|thread4join|mutex4lock|future\w*wait|atomic_futex\w*wait)\w*"
 )
 _WANTED = re.compile(f"({_LOCKS}|{_WAITS})".encode())
@@ -381,7 +382,7 @@ def holders(pid: int, fd: int) -> tuple[int, ...]:
         place = _place(Path(f"/proc/{pid}/fd/{fd}"))
     except OSError:
         return ()
-    held = next((held for held in lock_table() if held.place == place and held.pid != pid), None)
+    held = _in_the_way(text_of("/proc/locks"), pid, place)
     if held is None:
         return ()
     taker = () if _has(held.pid, held) is False else (held.pid,)
@@ -389,6 +390,21 @@ def holders(pid: int, fd: int) -> tuple[int, ...]:
         return taker
     others = (int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208 - as everywhere in /proc
     return (*taker, *(other for other in others if other not in (pid, held.pid) and _has(other, held)))
+
+
+def _in_the_way(table: str, pid: int, place: tuple[int, int, int]) -> Held | None:
+    """The lock for whose end ``pid`` waits: its line stands above all that wait for it. None if its holder is unknown.
+
+    Several processes may have locks on the same file, each on bytes of its own.
+    """
+    lines = table.splitlines()
+    for at, line in enumerate(lines):
+        number, arrow, rest = line.partition("->")
+        if not arrow or not any((one.pid, one.place) == (pid, place) for one in parse(f"{number} {rest}")):
+            continue
+        above = next((one for one in reversed(lines[:at]) if "->" not in one), "")
+        return next(parse(above), None)
+    return None
 
 
 def _has(pid: int, lock: Held) -> bool | None:

@@ -110,8 +110,9 @@ class ThreadState(Record, frozen=True):
     - ``inode``: of the pipe or socket behind ``fd``
     - ``ends``: who has the other end of it, the process itself included; None where that was not looked for
     - ``child``: the process for whose end the call waits
-    - ``rests_in``: of a futex, whose it is: ``lock`` (one of Python's), ``gil``, or a library (``libtorch_cpu.so``)
+    - ``rests_in``: whose wait it is: a ``lock`` of Python's, ``gil``, or that of a file (``libtorch_cpu.so``)
     - ``started_ns``: when it began (CLOCK_REALTIME), as exact as the kernel's ticks
+    - ``rested_s``: for how long it has not run, as far as the counters since an earlier look tell; None: they don't
     """
 
     tid: int
@@ -136,6 +137,7 @@ class ThreadState(Record, frozen=True):
     child: int | None = None
     rests_in: str = ""
     started_ns: int | None = None
+    rested_s: float | None = None
 
 
 class FileLock(Record, frozen=True):

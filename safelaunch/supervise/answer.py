@@ -154,18 +154,19 @@ def _proved(evidence: Evidence) -> tuple[bool, _GroupLimit]:
 @dataclass(frozen=True)
 class _GroupLimit:
     """The first time limit of a group in which a rank waits: when (CLOCK_REALTIME), and whose. ``waits``: some rank
-    waits for its peers."""
+    waits for its peers. ``raises``: as in ``Limits``."""
 
     waits: bool
     unix_s: float | None = None
     group: str = ""
+    raises: bool = False
 
 
 def _limit_of(case: Case) -> _GroupLimit:
     """When torch itself would end the job, as far as the recorded calls tell."""
     from safelaunch.verdict.collectives import label_of
 
-    found: list[tuple[float, str]] = []
+    found: list[tuple[float, str, bool]] = []
     for rank, one in case.ranks.items():
         wait = one.wait
         if wait is None or wait.group is None or wait.seq is None:
@@ -173,12 +174,12 @@ def _limit_of(case: Case) -> _GroupLimit:
         calls_of = [*case.alignment.pending(rank), case.alignment.entry(rank, wait.group, wait.seq)]
         for entry in calls_of:
             if entry is not None and entry.group == wait.group and entry.timeout_ms and entry.created_ns:
-                found.append((entry.created_ns / 1e9 + entry.timeout_ms / 1000, label_of(entry)))
+                unix_s = entry.created_ns / 1e9 + entry.timeout_ms / 1000
+                found.append((unix_s, label_of(entry), entry.op.startswith("gloo:")))
     waits = any(one.wait is not None for one in case.ranks.values())
     if not found:
         return _GroupLimit(waits)
-    unix_s, group = min(found)
-    return _GroupLimit(waits, unix_s, group)
+    return _GroupLimit(waits, *min(found))
 
 
 def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: bool, mark_s: float) -> Judged:
@@ -196,7 +197,7 @@ def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: b
     except Exception as error:  # noqa: BLE001 - a fault of a rule's is no reason to end a job
         return Judged("alive" if done else "unseen", done, f"the evidence was not understood: {type(error).__name__}")
     abort_s = limit.unix_s - time.time() + time.monotonic() - mark_s if limit.unix_s is not None else None
-    limits = Limits(abort_s, limit.waits)
+    limits = Limits(abort_s, limit.waits, limit.raises)
     # Who has sent may be elsewhere while its bytes are still on their way: gloo records no send.
     arriving = looks.collectives_moved or any(one.kind == "network" and one.pid == one.rank for one in done)
     if proved and covers and not unseen and not arriving:

@@ -9,10 +9,12 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+from msgspec import structs
+
 from safelaunch.capture import counters
 from safelaunch.capture.counters import Counters
 from safelaunch.capture.flight_recorder import newest_entry
-from safelaunch.capture.look import Look, RankLook, Target, take, with_c_frames
+from safelaunch.capture.look import Look, ProcessLook, RankLook, Target, take, with_c_frames
 from safelaunch.capture.node import environment_of
 from safelaunch.capture.result import Result, gather
 from safelaunch.capture.sockets import resends
@@ -112,7 +114,7 @@ def look_at(
     pids = [each.pid for each in looks.targets]
     begin = counters.read(pids, looks.counters[-1][1] if looks.counters else looks.quiet)
     with _one_at_a_time:  # one reader of a process at a time, as a native look stops it
-        look = take(targets, deadline_s=deadline_s)
+        look = _rested(take(targets, deadline_s=deadline_s), looks.quiet, begin)
     entries = newest_entries(looks.targets) if collectives else {}
     return replace(
         looks,
@@ -121,6 +123,29 @@ def look_at(
         counters=(*looks.counters, (begin, counters.read(pids, begin)))[-4:],
         resends=network and any(resends(pid) for pid in pids),
     )
+
+
+def _rested(look: Look, before: Counters | None, now: Counters) -> Look:
+    """The look, with how long each thread has not run."""
+
+    def since(process: ProcessLook, tid: int) -> float | None:
+        key = (process.pid, process.state.start_ticks) if process.state is not None else (0, 0)
+        if before is None or key not in before.processes or key not in now.processes:
+            return None
+        was, is_now = (each.processes[key].threads.get(tid) for each in (before, now))
+        return None if was is None or is_now is None else now.at_s - before.at_s if was == is_now else 0.0
+
+    def one(process: ProcessLook) -> ProcessLook:
+        if process.state is None:
+            return process
+        threads = [structs.replace(thread, rested_s=since(process, thread.tid)) for thread in process.state.threads]
+        return replace(process, state=structs.replace(process.state, threads=tuple(threads)))
+
+    ranks = {
+        number: replace(rank, main=one(rank.main), children=tuple(map(one, rank.children))) if rank.main else rank
+        for number, rank in look.ranks.items()
+    }
+    return replace(look, ranks=ranks)
 
 
 def _as_known_now(before: Sequence[Target], now: Sequence[Target]) -> tuple[Target, ...]:

@@ -8,8 +8,11 @@ here (start ticks, as the beacons write them), the state of a thread, or the ino
 from __future__ import annotations
 
 import os
+import re
 import signal
 from dataclasses import dataclass
+
+from safelaunch.system.files import text_of
 
 TICK_NS = 10**9 // os.sysconf("SC_CLK_TCK")
 # Signals whose handlers end the process, report its end, or answer a terminal. Any other one may do something for the
@@ -19,7 +22,8 @@ _OF_ENDS = (
     signal.SIGSEGV, signal.SIGPIPE, signal.SIGTERM, signal.SIGCHLD, signal.SIGTSTP, signal.SIGXCPU, signal.SIGXFSZ,
     signal.SIGWINCH, signal.SIGSYS,
 )  # fmt: skip
-_SIGNALS = (1 << 31) - 1 - sum(1 << (number - 1) for number in _OF_ENDS)
+_OF_THREADS = (32, 33)  # the C library's own
+_SIGNALS = (1 << 64) - 1 - sum(1 << (number - 1) for number in (*_OF_ENDS, *_OF_THREADS))
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -27,8 +31,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class Stat:
     """The fields in use. ``cpu_ms``: user and system time. ``start_ticks``: field 22, clock ticks since boot.
     ``faults``: of pages, minor and major. ``wait_status``: of a zombie, as ``waitpid`` would return it; 0 for another
-    user's process. ``handles_signals``: one that others, or a timer, send for the program's own purposes.
-    ``handles_child_ends``: SIGCHLD."""
+    user's process."""
 
     pid: int
     name: str
@@ -39,8 +42,6 @@ class Stat:
     rss_bytes: int
     wait_status: int = 0
     faults: int = 0
-    handles_signals: bool = False
-    handles_child_ends: bool = False
 
 
 def parse(text: str) -> Stat:
@@ -53,7 +54,6 @@ def parse(text: str) -> Stat:
     cpu = (int(fields[11]) + int(fields[12])) * TICK_NS // 10**6
     status = int(fields[49]) if len(fields) > 49 and fields[49].isdigit() else 0
     faults = int(fields[7]) + int(fields[9])
-    caught = int(fields[31]) if len(fields) > 31 and fields[31].isdigit() else 0  # of the signals below 32
     return Stat(
         int(head),
         name,
@@ -64,9 +64,15 @@ def parse(text: str) -> Stat:
         int(fields[21]) * _PAGE,
         status,
         faults,
-        bool(caught & _SIGNALS),
-        bool(caught & 1 << signal.SIGCHLD - 1),
     )
+
+
+def handled(pid: int) -> tuple[bool, bool]:
+    """Whether the process has a handler of a signal that others, or a timer, send for its own purposes; and of
+    SIGCHLD. False if it is gone."""
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", text_of(f"/proc/{pid}/status"), re.MULTILINE)
+    mask = int(caught[1], 16) if caught else 0
+    return bool(mask & _SIGNALS), bool(mask & 1 << signal.SIGCHLD - 1)
 
 
 def read(pid: int, tid: int | None = None) -> Stat | None:

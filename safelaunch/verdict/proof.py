@@ -22,7 +22,6 @@ from safelaunch.model import (
     ProofEdge,
     StackSample,
     Thread,
-    ThreadState,
     rank_words,
 )
 from safelaunch.model.entries import Entries
@@ -40,10 +39,14 @@ OTHERS = -1
 HABIT = 8  # calls that its rank has made since a thread began
 _NEVER: frozenset[Node] = frozenset()
 # Native threads of torch and of the libraries below it run no Python code of their own accord: what they call back is
-# the end of a call of c10d. Any other one may set an event or put something into a queue.
-_TORCH_THREADS = ("pt_", "gloo", "nccl", "cuda", "ucx", "ucs", "ibv", "mlx")
+# the end of a call of c10d. Any other one may set an event or put something into a queue. A name tells nothing: whoever
+# a thread begins inherits its own.
 _TORCH = ("libtorch", "libc10")
-_BELOW_TORCH = (*_TORCH, "libgomp", "omp", "blas", "mkl", "libnccl", "libcuda", "libcudart")
+_BELOW_TORCH = (
+    *(*_TORCH, "libgomp", "libiomp", "libomp", "libopenblas", "libscipy_openblas", "libblas", "libmkl"),
+    *("libnccl", "libcuda", "libcudart", "libcupti", "libucs", "libucp", "libuct", "libibverbs", "libmlx5"),
+)
+GLOO_S, STORE_S = 1800.0, 300.0  # the time limits of gloo's calls and of a store's, unless the user has set others
 
 
 @dataclass(frozen=True)
@@ -183,10 +186,13 @@ class _Prover:
 
     def _ends_handled(self, view: View, process: _Process) -> frozenset[Node]:
         """The threads of children, where a handler of the main thread hears of their ends: it may release that."""
-        if view.os_tid != view.process.pid or not view.process.states[-1].handles_child_ends:
-            return _NEVER
-        family = (item for item in self._processes.items() if item[1].rank == process.rank)
-        return self._threads_of(owner for owner, one in family if one.evidence.states[-1].ppid == view.process.pid)
+        return self._children_heard([process]) if view.os_tid == view.process.pid else _NEVER
+
+    def _children_heard(self, processes: Iterable[_Process]) -> frozenset[Node]:
+        """The threads of the children of whose ends a handler of these processes hears."""
+        parents = {one.evidence.pid: one.rank for one in processes if one.evidence.states[-1].handles_child_ends}
+        family = self._processes.items()
+        return self._threads_of(owner for owner, one in family if parents.get(one.evidence.states[-1].ppid) == one.rank)
 
     def _of_c10d(self, view: View, process: _Process) -> tuple[Need, ...] | None:
         seen = view.awaited.peers
@@ -196,12 +202,18 @@ class _Prover:
             return self._on_device(view) or self._of_open_calls(view, process)
         wait = peer_wait(view.rank, view, self._case.alignment)
         claim = wait.claims[0] if wait is not None and wait.claims else None
+        if (seen.kind == "init" or seen.op == "new_group") and self._has_own_limit(view, is_usual=True):
+            return None
         if seen.kind == "init":
             late = [rank for rank in sorted(self._case.world) if not self._has_come(rank)]
             return tuple(Need(self._callers(rank), f"rank {rank} joins", claim) for rank in late) or None
         if seen.op == "new_group":
             return self._of_new_group(view, claim)
-        if wait is None or (wait.group is None and wait.kind != "p2p"):
+        if (
+            wait is None
+            or (wait.group is None and wait.kind != "p2p")
+            or self._has_own_limit(view, is_usual=wait.kind == "p2p")
+        ):
             return None
         entries = self._entries(view, is_p2p=wait.kind == "p2p") if wait.group is not None else []
         if entries:
@@ -210,6 +222,16 @@ class _Prover:
                 self._roots.setdefault(possible[0], set()).add((wait.source, wait.target))
             return (Need(frozenset(possible), " or ".join(map(described, entries[-3:])), claim),)
         return self._of_transfer(view, wait) if wait.kind == "p2p" else None
+
+    def _has_own_limit(self, view: View, *, is_usual: bool) -> bool:
+        """Whether the wait ends sooner than by torch's own limit, and the user may go on then. ``is_usual``: torch has
+        one there; in gloo's collectives it counts elsewhere."""
+        left_s = view.wait.left_s
+        if left_s is None or not is_usual:
+            return left_s is not None
+        if view.wait.kind != "lock":
+            return left_s < STORE_S - 1
+        return left_s + self._case.evidence.stall_s < GLOO_S - 60  # what it has waited is as long as the job is quiet
 
     def _of_transfer(self, view: View, wait: PeerWait) -> tuple[Need, ...] | None:
         """One that is not recorded: any thread of the peer that runs the user's code may be the one to meet it."""
@@ -271,6 +293,8 @@ class _Prover:
         """``work.wait()`` and a backward pass show no frame of c10d: it may be any of the calls that are under way."""
         if view.wait.kind != "lock" and calls.native_wait(view.process.stacks, view.os_tid) != "peers":
             return None
+        if self._has_own_limit(view, is_usual=not self._pending(view)):
+            return None
         rests_in = _rests_in(view)
         if rests_in in ("lock", "gil") or not (calls.in_torch(view.stack) or _is_own_line(view)):
             return None
@@ -289,11 +313,9 @@ class _Prover:
             return None  # a library of its own
         givers: set[Node] = {_call(entry, view.rank.rank) for entry in pending}
         if not of_torch and not calls.in_torch(view.stack):
-            if view.wait.left_s is not None or _may_be_interrupted(view):
-                return None
-            givers |= self._other_threads(process, view) | self._ends_handled(
-                view, process
-            )  # or it is a lock, after all
+            if _may_be_interrupted(view):
+                return None  # or it is a lock, after all
+            givers |= self._other_threads(process, view) | self._ends_handled(view, process)
         elif in_future:
             givers |= self._other_threads(process, view)
         return (Need(frozenset(givers), " or ".join(described(one) for one in pending[:3]), _stack_claim(view)),)
@@ -304,7 +326,8 @@ class _Prover:
         shared = rests_in.startswith("_multiprocessing")
         if shared and (lock is None or not lock.shared):
             lock = calls.LockWait("a multiprocessing lock", shared=True)
-        if shared and _is_public(view.wait.target):
+        sharers = [(view.rank.host, end.pid) for end in view.wait.ends or ()]
+        if shared and (_is_public(view.wait.target) or not sharers or not self._processes.keys() >= set(sharers)):
             return None
         if rests_in not in ("lock", "gil") and not shared and (lock is None or rests_in):
             return None  # what others have built with the same frames may be ended by somebody else
@@ -313,11 +336,12 @@ class _Prover:
         if self._may_call_natively(process) if held else _unknown_beside(process.evidence):
             return None  # any thread may release a lock, not only the one that holds it
         givers = self._other_threads(process, view)
-        if lock is not None and lock.by_processes:
+        if shared:
+            givers |= self._threads_of(sharers) - {self._actor(process, view.thread)} if view.thread else set()
+        elif lock is not None and lock.by_processes:
             others = (one for one in self._processes.values() if one.rank == process.rank and one is not process)
             givers |= {actor for other in others for actor, _ in self._views(other)}
-        if not held:  # what is called back at the end of a call may set it
-            givers |= {_call(entry, view.rank.rank) for entry in self._pending(view)}
+        givers |= {_call(entry, view.rank.rank) for entry in self._pending(view)}  # what is called back at its end
         why = f"another thread ends the wait for {what} at {view.place}"
         return (Need(frozenset(givers), why, _stack_claim(view)),)
 
@@ -356,7 +380,8 @@ class _Prover:
             return None
         if any(self._processes[owner].evidence.states[-1].handles_signals for owner in owners):
             return None  # a handler may write, or unlock
-        givers = self._threads_of(owners) - own
+        heard = self._children_heard(self._processes[owner] for owner in owners)
+        givers = (self._threads_of(owners) | heard) - own
         return (Need(givers, f"an answer to {wait.call} on {wait.target} at {view.place}", _stack_claim(view)),)
 
     def _may_be_store(self, view: View) -> bool:
@@ -433,6 +458,8 @@ class _Prover:
     def _of_call(self, entry: Collective, rank: int) -> tuple[Need, ...]:
         """What the members have yet to do; empty where they are all there, or are not known."""
         claim = Claim(f"pending: {described(entry)}", f"ranks/{rank}/flight_recorder.json")
+        if entry.op.startswith("gloo:") and 0 < entry.timeout_ms < GLOO_S * 1000:
+            return ()  # it raises an error then, and the user may go on
         if entry.is_p2p:
             peers = self._case.transfers.peers_missing(rank, entry.group)
             missing = sorted(peers or ())
@@ -473,15 +500,20 @@ class _Prover:
         return frozenset(self._main(rank)) | {self._actor(process, thread) for thread in made} | new
 
     def _may_call_natively(self, process: _Process) -> bool:
-        """Whether native threads of which nothing is known may go on: any but an old one that waits for its process."""
-        threads = process.evidence.states[-1].threads
-        idle = {t.tid for t in threads if t.syscall_name.startswith("futex") and t.ends_s is None}
+        """Whether native threads of which nothing is known may go on: any but an old one that waits for its process,
+        of which no handler may wake it, either."""
+        state = process.evidence.states[-1]
+        own = [t for t in state.threads if t.syscall_name.startswith("futex") and not t.fd_target and t.ends_s is None]
+        idle = {thread.tid for thread in own} if not state.handles_signals else set()
         return bool(_unknown_beside(process.evidence) - (self._old_threads(process) & idle))
 
     def _accustomed(self, process: _Process) -> frozenset[Node]:
-        """Threads that have let their rank make several calls without making one themselves."""
+        """Threads that have let their rank make several calls without making one themselves, and that have had their
+        turn in the present quiet as well: what rests for long may do something new when it goes on."""
         old = self._old_threads(process)
-        return frozenset(self._actor(process, thread) for thread in process.python if thread.os_tid in old)
+        had_its_turn = {t.tid for t in process.evidence.states[-1].threads if t.rested_s == 0}
+        there = (thread for thread in process.python if thread.os_tid in old & had_its_turn)
+        return frozenset(self._actor(process, thread) for thread in there)
 
     def _old_threads(self, process: _Process) -> frozenset[int]:
         record = self._case.alignment.records.get(process.rank)
@@ -563,7 +595,9 @@ def _bytes(signature: tuple[object, ...]) -> int | None:
 
 
 def _is_gone(process: ProcessEvidence) -> bool:
-    return bool(process.states) and process.states[-1].state in "ZX"
+    """Not where only its first thread has ended."""
+    state = process.states[-1] if process.states else None
+    return state is not None and state.state in "ZX" and all(thread.state in "ZX" for thread in state.threads)
 
 
 def _plain(process: ProcessEvidence) -> list[StackSample]:
@@ -645,11 +679,5 @@ def _stack_claim(view: View) -> Claim:
 def _unknown_beside(process: ProcessEvidence) -> frozenset[int]:
     """The native threads that may run Python code of their own accord."""
     python = {thread.os_tid for thread in _python_threads(process)}
-    threads = process.states[-1].threads
-    inherited = {thread.name for thread in threads if thread.tid in python}  # by all that such a thread begins
-
-    def is_of_torch(thread: ThreadState) -> bool:
-        named = thread.name.lower().startswith(_TORCH_THREADS) and thread.name not in inherited
-        return named or any(part in thread.rests_in for part in _BELOW_TORCH)
-
-    return frozenset(thread.tid for thread in threads if thread.tid not in python and not is_of_torch(thread))
+    native = [thread for thread in process.states[-1].threads if thread.tid not in python]
+    return frozenset(thread.tid for thread in native if not thread.rests_in.startswith(_BELOW_TORCH))

@@ -377,6 +377,10 @@ TABLE: dict[str, tuple[Policy, bool, Answer, Limits, float | None, float | None]
     "unknown": (AUTO, False, "unknown", WAITS, 1800.0, 60.0),
     "unknown, in a group": (AUTO, False, "unknown", GROUP, 540.0, 60.0),
     "unknown, in a group of a short timeout": (AUTO, False, "unknown", Limits(15.0), 60.0, 60.0),
+    "unknown, in a group whose timeout raises an error": (
+        *(AUTO, False, "unknown", Limits(100.0, raises=True)),
+        *(1800.0, 60.0),
+    ),
     "unknown, in a group of a long timeout": (AUTO, False, "unknown", Limits(7200.0), 1800.0, 60.0),
     "unseen": (AUTO, False, "unseen", WAITS, 1800.0, 60.0),
     "unseen, in a group": (AUTO, False, "unseen", GROUP, 1800.0, 60.0),

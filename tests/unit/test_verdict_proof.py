@@ -168,11 +168,11 @@ def reader(*ends: int) -> ProcessEvidence:
     return with_kernel(child, inode=1, ends=tuple(map(OtherEnd, ends)))
 
 
-def with_native_thread(one: ProcessEvidence, name: str = "worker", **fields: Any) -> ProcessEvidence:
+def with_native_thread(one: ProcessEvidence, rests_in: str = "", **fields: Any) -> ProcessEvidence:
     """The process with one more thread, which runs no Python."""
     states = []
     for state in one.states:
-        thread = structs.replace(state.threads[0], tid=one.pid + 9, name=name, rests_in="", **fields)
+        thread = structs.replace(state.threads[0], tid=one.pid + 9, name="pt_worker", rests_in=rests_in, **fields)
         states.append(structs.replace(state, threads=(*state.threads, thread)))
     return structs.replace(one, states=tuple(states))
 
@@ -219,7 +219,9 @@ def in_broadcast(number: int, root: int | None) -> RankEvidence:
     return rank(number, in_c10d("broadcast", 50), flight=flight, call=call)
 
 
-def with_side_thread(number: int, caller: int, kernel: str = "sleep", started_ns: int | None = 1) -> RankEvidence:
+def with_side_thread(
+    number: int, caller: int, kernel: str = "sleep", started_ns: int | None = 1, rested_s: float | None = 0.0
+) -> RankEvidence:
     """A rank in a collective of group ``a``, and a thread beside. ``caller`` (1: the main thread) has made the calls
     before, at 10, 20, ..."""
     calls = (*past(HABIT), structs.replace(entry("all_reduce", 1, group="a", line=50), record_id=HABIT + 1))
@@ -228,7 +230,7 @@ def with_side_thread(number: int, caller: int, kernel: str = "sleep", started_ns
     flight = record(*(structs.replace(c, thread=t, created_ns=ns) for c, t, ns in made), groups=TWO)
     beside = [("saver", (at(41, "save"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run")), kernel)]
     one = numbered(rank(number, in_c10d("all_reduce", 50), flight=flight, threads=beside))
-    return changed(one, with_kernel, 1, started_ns=started_ns)
+    return changed(one, with_kernel, 1, started_ns=started_ns, rested_s=rested_s)
 
 
 def of_two_calls(number: int, first: str, *, lines: bool = True) -> RankEvidence:
@@ -252,6 +254,19 @@ def at_shared_barrier(kernel: str, rests_in: str = "") -> Evidence:
     return job(changed(one, with_kernel, rests_in=rests_in), waiting(1))
 
 
+def shared_with(*pids: int) -> Evidence:
+    """A rank waits for a semaphore that these processes have mapped."""
+    one, path = in_library(SHARED), "/dev/shm/sem.mp-1 (deleted)"
+    ends = tuple(map(OtherEnd, pids))
+    return job(changed(one, with_kernel, rests_in="_multiprocessing.so", fd_target=path, ends=ends), waiting(1))
+
+
+def half_ended(pid: int) -> ProcessEvidence:
+    """Its first thread is a zombie, and another one sleeps."""
+    child = with_native_thread(with_kernel(asleep(pid), state="Z"), state="S")
+    return structs.replace(child, states=tuple(structs.replace(state, state="Z") for state in child.states))
+
+
 PROVED = {
     "different collectives under one number": job(waiting(0), waiting(1, "all_gather")),
     "different sizes under one number": job(waiting(0), waiting(1, flight=record(entry("all_reduce", 4, size=(8,))))),
@@ -266,6 +281,7 @@ PROVED = {
     "a child that waits for its parent": job(with_child(reader(1000, 1500)), waiting(1)),
     "a peer that has ended": job(waiting(0), gone(1)),
     "a pipe to itself": job(at_pipe(1000), waiting(1)),
+    "a semaphore that only the rank has mapped": shared_with(1000),
     "a pipe to a child that waits as well": job(
         structs.replace(at_pipe(1000, 1500), children=(reader(1000, 1500),)), waiting(1)
     ),
@@ -277,14 +293,17 @@ PROVED = {
     "different roots": job(in_broadcast(0, 0), in_broadcast(1, 1)),
     "a thread asleep that never called": job(with_side_thread(0, 1), in_group(1, "b", TWO)),
     "an old native thread of an idle pool": job(
-        changed(with_side_thread(0, 1), with_native_thread, started_ns=1), in_group(1, "b", TWO)
+        changed(with_side_thread(0, 1), with_native_thread, "libarrow.so", syscall_name="futex", started_ns=1),
+        in_group(1, "b", TWO),
     ),
     "a receive, and a rank in a collective whose thread waits, too": job(
         in_transfer(0, "recv", 1, groups=TWO),
         changed(with_side_thread(1, 1, "futex"), with_kernel, 1, rests_in="lock"),
     ),
     "two calls under way, neither of which ends": job(of_two_calls(0, "all_gather"), waiting(1)),
-    "a pipe to itself, and torch's own threads": job(changed(at_pipe(1000), with_native_thread, "pt_nccl"), waiting(1)),
+    "a pipe to itself, and torch's own threads": job(
+        changed(at_pipe(1000), with_native_thread, "libtorch_cpu.so"), waiting(1)
+    ),
     "a future of a call that never ends": job(in_future(), waiting(1)),
     "a lock on a file of a rank that waits": job(waiting(0), at_file_lock(1000)),
 }
@@ -356,7 +375,7 @@ NOT_PROVED = {
     "a child that receives from another child": job(
         with_child(process(1500, in_c10d("recv", 55), role="child")), waiting(1, children=[asleep(1600)])
     ),
-    "a future that RPC may set": job(changed(in_future(), with_native_thread, "TP_UV_loop"), waiting(1)),
+    "a future that RPC may set": job(changed(in_future(), with_native_thread, "libtensorpipe.so"), waiting(1)),
     "a future that another thread may set": job(in_future(threads=SAVER), waiting(1)),
     "an answer of RPC": job(in_future(file="distributed/rpc/api.py"), waiting(1)),
     "a rank that failed": job(waiting(0), gone(1, 1)),
@@ -388,11 +407,54 @@ NOT_PROVED = {
         *(structs.replace(one, gil=GilTest(True, True, groups={"0": (0, 1, 2)})) for one in (waiting(0), gone(1)))
     ),
     "a pipe to itself that a handler may write to": job(
-        changed(changed(at_pipe(1000), with_native_thread, "pt_nccl"), with_signals), waiting(1)
+        changed(changed(at_pipe(1000), with_native_thread, "libtorch_cpu.so"), with_signals), waiting(1)
     ),
-    "a pipe to itself, and a native thread that a worker of DataLoader has begun": job(
-        changed(changed(at_pipe(1000), with_kernel, name="pt_data_worker"), with_native_thread, "pt_data_worker"),
+    "a thread that has rested for as long as anybody has looked": job(
+        with_side_thread(0, 1, rested_s=50.0), in_group(1, "b", TWO)
+    ),
+    "a thread of which nobody knows whether it has rested": job(
+        with_side_thread(0, 1, rested_s=None), in_group(1, "b", TWO)
+    ),
+    "an old native thread that other processes may wake": job(
+        changed(with_side_thread(0, 1), with_native_thread, syscall_name="futex", fd_target="/dev/shm/a", started_ns=1),
+        in_group(1, "b", TWO),
+    ),
+    "an old native thread that a handler may wake": job(
+        changed(changed(with_side_thread(0, 1), with_native_thread, syscall_name="futex", started_ns=1), with_signals),
+        in_group(1, "b", TWO),
+    ),
+    "a call that the user waits for with a time limit": moved(ends_s=60.0),
+    "a receive with a time limit of the user's": job(
+        changed(in_transfer(0, "recv", 1), with_kernel, ends_s=90.0), in_transfer(1, "recv", 0)
+    ),
+    "a call in a group with a time limit of its own": job(
+        *(
+            waiting(n, flight=record(*past(3), structs.replace(entry(op, 4), timeout_ms=100_000)))
+            for n, op in enumerate(("all_reduce", "all_gather"))
+        )
+    ),
+    "a pipe to itself into which the end of a child may write": job(
+        changed(
+            structs.replace(at_pipe(1000), children=(of_parent(asleep(1500)),)), with_signals, "handles_child_ends"
+        ),
         waiting(1),
+    ),
+    "a semaphore that an orphan has mapped": shared_with(1000, 4711),
+    "a child of which only the first thread has ended": job(
+        structs.replace(at_pipe(1000, 1500), children=(half_ended(1500),)), waiting(1)
+    ),
+    "a lock that a native thread may release": job(changed(in_lock(0), with_native_thread), waiting(1)),
+    "a lock that the end of a call may release": job(
+        in_lock(0, flight=record(entry("all_reduce", 1, group="a"), groups=TWO)),
+        rank(
+            1,
+            in_c10d("all_reduce", 50),
+            flight=record(entry("all_reduce", 1, group="b", line=50), groups=TWO),
+            threads=[("saver", (at(41, "save"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run")), "sleep")],
+        ),
+    ),
+    "a child of which only the first thread has ended": job(
+        structs.replace(at_pipe(1000, 1500), children=(half_ended(1500),)), waiting(1)
     ),
     "a lock that a native thread may release": job(changed(in_lock(0), with_native_thread), waiting(1)),
     "a connection with a time limit of its own": job(changed(at_pipe(1000), with_kernel, times_out=True), waiting(1)),

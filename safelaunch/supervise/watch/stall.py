@@ -124,11 +124,13 @@ Found = Answer | Literal["moving", "stopped"]
 class Limits(msgspec.Struct, frozen=True):
     """The time limits of the groups in which ranks wait, as ages of the stall in seconds; None: none is known.
 
-    ``abort_s``: when the first of them is over, and torch aborts the job. ``waits``: some rank waits for its peers.
+    ``abort_s``: when the first of them is over, and torch aborts the job, or only ``raises`` an error, which the script
+    may handle. ``waits``: some rank waits for its peers.
     """
 
     abort_s: float | None = None
     waits: bool = True
+    raises: bool = False
 
     @property
     def before_abort_s(self) -> float | None:
@@ -226,7 +228,7 @@ def ends_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -
         return limit_s
     if answer == "alive" or (stall.before_first_step and not limits.waits):
         return None  # it works, or is a server that nobody calls
-    if answer == "unknown" and limits.before_abort_s is not None:
+    if answer == "unknown" and limits.before_abort_s is not None and not limits.raises:
         return min(limit_s, max(threshold_s, limits.before_abort_s))
     return max(limit_s, limits.abort_s or 0.0)
 
