@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 from time import monotonic_ns
 
-from safelaunch.beacon import imports, layout, log, marks, page, replicas
+from . import imports, layout, log, marks, page, replicas
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

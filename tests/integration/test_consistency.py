@@ -39,6 +39,12 @@ def test_a_flipped_bit_ends_the_job_with_a_bundle_that_names_rank_step_and_param
     assert "Wrong results" in bundle.text("report.md") and bundle.problems() == [] and not result.leftovers
 
 
+def test_a_loss_that_goes_its_own_way_is_found(tmp_path: Path) -> None:
+    with Job(["--check-every=3", "--nproc-per-node=3", REPLICAS, "loss", "60"], tmp_path) as job:
+        result = job.wait()
+    assert result.code == 0 and "loss: rank 1 diverged" in result.stderr, result.stderr
+
+
 @pytest.mark.rare
 def test_a_finding_in_the_last_checks_gets_its_bundle_and_exit_code(tmp_path: Path) -> None:
     own = ["--check-every=3", "--on-inconsistent=stop", "--nproc-per-node=3"]
