@@ -25,6 +25,7 @@ _STAND_INS = {
     "uninterruptible-io": ("stuck-in-user-code",),
     "gil-held": ("stuck-in-user-code",),
     "swallowed-exception": ("collective-mismatch", "uneven-batches"),
+    "uneven-batches": ("collective-mismatch",),  # the script has no loop to leave
 }
 
 

@@ -147,6 +147,10 @@ class EarlyLooks:
         self._keep()
         if said:
             say(shown.line(found, before, part=part))
+        policy = self._watch.policy
+        if said and before is None and spell.stage != "steps" and policy.stall_given and not policy.startup_given:
+            limit = f"--startup-timeout ({policy.startup_s:.0f} s)"
+            say(f"no rank has made a step yet: until then {limit} counts, not --stall-timeout")
         if said and found.movement == "still":
             self._context.suspects.start(variables_of_look(found, self._context.run_name))
 

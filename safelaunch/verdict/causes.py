@@ -97,7 +97,7 @@ _HOST_MEMORY = re.compile(
     re.IGNORECASE,
 )
 _SHARED_MEMORY = re.compile("dataloader's workers are out of shared memory")
-_GPU_ASSERT = re.compile("device-side assert|illegal memory access|cudaErrorAssert", re.IGNORECASE)
+_GPU_ASSERT = re.compile("device-side assert(?!ions)|illegal memory access|cudaErrorAssert", re.IGNORECASE)
 
 _DESYNC = "desync-detail"
 _DESYNC_WORKS = "<2.13"  # later, TORCH_DISTRIBUTED_DEBUG=DETAIL crashes in DDP's constructor

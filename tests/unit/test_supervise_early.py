@@ -27,7 +27,7 @@ from safelaunch.supervise.kinds import FIRST_WORD, Kind
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.watch.quiet import Spell
-from safelaunch.supervise.watch.stall import Status
+from safelaunch.supervise.watch.stall import Policy, Status
 from safelaunch.supervise.watch.work import Background, Work
 
 ASLEEP = FirstWord("rank 1 is asleep in train.py:7 (load)", "stuck-in-user-code", (Place(1, at(7, "load")),))
@@ -44,6 +44,7 @@ class Watch:
     judged: bool = True
     attempt: tuple[int, int] = (0, 1)
     unseen: tuple[int, ...] = ()
+    policy: Policy = field(default_factory=lambda: Policy(600.0, 1800.0, 1800.0))
     early: tuple[EarlyLook, ...] = ()
     quiet: None = None
     background: Background = field(default_factory=Background)
@@ -175,6 +176,13 @@ def test_before_the_usual_step_is_known_only_who_stands_out_is_told(job: Job, wo
     job.wait(60)
     assert len(job.said) == lines
     assert not lines or job.said[0].startswith("quiet for 10 s (no usual step known): rank 1 is asleep")
+
+
+def test_who_has_given_the_other_limit_is_told_which_one_counts_before_the_first_step(job: Job) -> None:
+    job.watch.stage, job.watch.policy = "start", Policy(5.0, 1800.0, 60.0, stall_given=True)
+    job.wait(60)
+    limit = "until then --startup-timeout (1800 s) counts, not --stall-timeout"
+    assert [limit in line for line in job.said] == [False, True, False]
 
 
 @pytest.mark.parametrize(("word", "lines"), [(ASLEEP, 3), (NOBODY, 0)])

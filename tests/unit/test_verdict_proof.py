@@ -453,10 +453,6 @@ NOT_PROVED = {
             threads=[("saver", (at(41, "save"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run")), "sleep")],
         ),
     ),
-    "a child of which only the first thread has ended": job(
-        structs.replace(at_pipe(1000, 1500), children=(half_ended(1500),)), waiting(1)
-    ),
-    "a lock that a native thread may release": job(changed(in_lock(0), with_native_thread), waiting(1)),
     "a connection with a time limit of its own": job(changed(at_pipe(1000), with_kernel, times_out=True), waiting(1)),
     "a lock on a file that an orphan has open": job(
         waiting(0), changed(at_file_lock(1000), with_kernel, lock_sharers=(4711,))

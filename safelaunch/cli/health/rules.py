@@ -421,7 +421,9 @@ def leftover_check(dead: tuple[str, ...], kept: tuple[str, ...], live: int) -> C
         where = kept[0].rpartition("/")[0]
         fix = f"move them: mv {where}/* DIR   (and find out why --bundle-dir was not writable)"
         return warning(
-            "left behind", f"{detail}; {len(kept)} bundles are in {where}, because --bundle-dir was not writable", fix
+            "left behind",
+            f"{detail}; in {where}, because --bundle-dir was not writable: {len(kept)} bundle{'s' * (len(kept) != 1)}",
+            fix,
         )
     if dead:
         detail += f"; {len(dead)} of dead runs, which the next run removes: {', '.join(dead[:3])}"
