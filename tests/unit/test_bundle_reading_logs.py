@@ -625,6 +625,52 @@ def test_the_order_of_pods_is_a_guess(tmp_path: Path) -> None:
     assert any("whose lines" in text for text in verdict.missing)
 
 
+def of_node(first: int, prefix: str, own_rank: int, *, ends: bool = True) -> list[str]:
+    """What torchrun and its four ranks print, of which rank ``own_rank`` fails by itself. ``prefix`` may contain fields
+    for the rank and local rank."""
+    ranks = range(first, first + 4)
+    tracebacks = {rank: own() if rank == own_rank else lost() for rank in ranks}
+    said = [on(prefix.format(rank=r, local=r - first), STEPS, lines) for r, lines in tracebacks.items()]
+    failed = own_rank if own_rank in ranks else first
+    end = [TORCHRUN.format(failed - first, 100 + failed), *summary({failed: 1})] if ends else []
+    return [line.replace(f"(local_rank: {failed})", f"(local_rank: {failed - first})") for line in chain(*said, end)]
+
+
+@pytest.mark.parametrize(
+    ("outer", "prefix", "ends", "sure"),
+    [
+        ("{node}: ", "[rank{rank}]: ", True, True),
+        ("{node}: ", "[default{local}]:[rank{rank}]: ", True, True),
+        ("{node}: ", "[default{local}]:", True, True),
+        ("{node}: ", "[default{local}]:", False, False),
+        ("{node}: ", "", True, False),
+        ("", "r12i0n8:{rank}: ", True, True),
+        ("", "r12i0n8:{rank}: [rank{rank}]: ", False, True),
+        ("", "[trainer{local}|{rank}]: ", True, True),
+        ("n{node}: ", "<{rank}/8> ", False, True),
+    ],
+)  # fmt: skip
+def test_ranks_of_several_nodes(outer: str, prefix: str, ends: bool, sure: bool, tmp_path: Path) -> None:
+    """Under ``srun -l`` a torchrun on each, or with a prefix of its ``--log-line-prefix-template``."""
+    nodes = [on(outer.format(node=at), of_node(4 * at, prefix, 5, ends=ends)) for at in range(2)]
+    verdict = verdict_of("\n".join(in_turn(*nodes) if outer else chain(*nodes)), tmp_path)
+    assert named(verdict) == ("rank-exception", [5])
+    frame = verdict.culprits[0].frame
+    assert frame is not None and frame.line == 41
+    assert any("whose lines" in text for text in verdict.missing) != sure
+
+
+def test_a_task_of_slurm_that_is_a_launcher_is_no_rank(tmp_path: Path) -> None:
+    ended = ["srun: error: n3: task 1: Exited with exit code 1", "srun: error: n2: task 0: Terminated"]
+    lines = [*of_node(0, "[rank{rank}]: ", 5), *of_node(4, "[rank{rank}]: ", 5), *ended]
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(lines))
+    found = read_logs([path])
+    assert named(diagnose(found.evidence)) == ("rank-exception", [5])
+    assert {one.rank for one in found.evidence.ranks if one.exit is not None} == {0, 5}
+    assert "task 1: Exited" in found.remarks[0]
+
+
 CLOSED = "misc/socket.cc:50 NCCL WARN socketProgress: Connection closed by remote peer n1<55133>"
 LEFT = "slurmstepd: error: *** STEP 4.0 ON n3 CANCELLED AT 2026-05-05T10:00:00 DUE TO PREEMPTION ***"
 

@@ -2,7 +2,8 @@
 
 Launchers put prefixes before lines, one around another: ``[rank3]:``, ``[default3]:``, `` 3: `` of ``srun -l``,
 ``[1,3]<stderr>:`` of ``mpirun``, ``(Worker pid=…)`` of Ray, ``[pod/…]`` of ``kubectl``, ``host: `` of ``pdsh``,
-``worker-1  | `` of Docker Compose. They are taken off one at a time; the rank's own number counts most.
+``worker-1  | `` of Docker Compose. They are taken off one at a time; the rank's own number counts most. A prefix that
+none of these is, such as one of torchrun's ``--log-line-prefix-template``, is known by the tracebacks behind it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import codecs
 import gzip
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import dropwhile, islice
@@ -134,16 +135,17 @@ def _clean(line: bytes) -> str:
 
 # --- whose line it is -------------------------------------------------------------------------------------------------
 
-Speaker = int | str  # a rank, or what stands for one or several: a process, a container, a node
+Speaker = int | str  # a rank, or what stands for one or several: a process, a container, a task, a node
+TASK, LOCAL = "task ", " local rank "
 
 _TIME = re.compile(
     r"(?:  \| )?\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?"
     r"(?: (?:stderr|stdout) [FP]| \|)? ?"
     r"|\d\d:\d\d:\d\d[.,]\d+ |[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}(?=\[)"
 )
-# Pattern, and how much the number in it is worth as a rank: 3 the rank's own, 1 one that is as a rule, 0 none.
+_OWN = re.compile(r".{0,120}?\[rank(?P<rank>\d{1,6})\]: ?")  # torch's, behind whatever others have put before it
+# Pattern, and how much the number in it is worth as a rank: 1 one that is on a single node, 0 none.
 _PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
-    (re.compile(r"\[rank(?P<rank>\d{1,6})\]: ?"), 3),
     (re.compile(r"\[(?:\d+,)?(?:mpirank:)?(?P<rank>\d{1,6})(?:,algo-\d+)?\]<std(?:err|out|diag)>: ?"), 2),
     (re.compile(r"\[\d+,(?P<rank>\d{1,6})\]: ?"), 2),
     (re.compile(r"(?:[0-9a-f]{8} )?\[rank=(?P<rank>\d{1,6})\] \|\| ?"), 2),
@@ -155,10 +157,8 @@ _PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
 # The name of a node or a container, as pdsh, Docker Compose and GNU parallel print it: it has a number.
 _MARKS = (r":(?: |$)", r" *\|(?: |$)", r"\t")
 _HOST = re.compile(rf"(?P<name>(?=\d*[a-zA-Z.-])(?=[a-zA-Z._-]*\d)[\w.-]{{1,80}})(?P<mark>{'|'.join(_MARKS)})")
-# A traceback, torch's own prefix, or a message of its log, at the end of a line that a progress bar has begun.
-_BEHIND = re.compile(
-    r"(?<=\S)(?:\[rank\d{1,6}\]: ?)?(?=Traceback \(most recent call last\):$)|(?<=\S)(?=\[rank\d{1,6}\]:)"
-)
+# A traceback at the end of a line that a progress bar has begun, or behind an unknown prefix.
+_BEHIND = re.compile(r".*\S(?P<space> ?)(?=Traceback \(most recent call last\):$)")
 _TASK = re.compile(r" {0,6}(?P<rank>\d{1,6}):(?!\d\d:\d\d) ?")
 _IN_NAME = re.compile(r"rank[_-]?(?P<rank>\d{1,6})(?!\d)")
 _NUMBERED = re.compile(r"(?P<stem>.*[_-])t?(?P<rank>\d{1,6})\.(?:out|err|log|txt)(?:\.gz)?$")
@@ -177,20 +177,26 @@ class Said:
 
 @dataclass
 class Signer:
-    """Whose lines a file's are. ``tasks``: ``srun -l`` has put a number before each; ``hosts``: matches their nodes."""
+    """Whose lines a file's are. ``tasks``: ``srun -l`` has put a number before each; ``hosts``: matches their nodes.
+    ``template``: matches a prefix that its tracebacks have shown.
+    """
 
     of_file: Speaker | None
     tasks: bool
     hosts: re.Pattern[str] | None = None
+    template: re.Pattern[str] | None = None
 
-    def said(self, line: Line) -> Said:
-        text, found, worth, timed = line.text, self.of_file, 0, False
+    def said(self, line: Line, ahead: Iterable[Line | None] = ()) -> Said:
+        """``ahead``: lines that follow it."""
+        text, found, worth, timed = line.text, self.of_file, int(isinstance(self.of_file, int)), False
+        if "[rank" in text and (own := _OWN.match(text)) and int(own["rank"]) < MAX_RANKS:
+            found, worth, text = int(own["rank"]), 3, text[own.end() :]
         if self.hosts is not None and (host := self.hosts.match(text)):
             found, worth, text = (host["name"], -1, text[host.end() :]) if found is None else (found, 0, text)
         for _ in range(6):
             taken = False
             if self.tasks and (match := _TASK.match(text)):
-                found, worth = (int(match["rank"]), 1) if worth < 1 else (found, worth)
+                found = f"{TASK}{int(match['rank'])}" if worth < 1 else found
                 text, taken = text[match.end() :], True
             elif text[:1] in "[(0123456789RFMSTWabcdef" or text.startswith("  | "):
                 if match := _TIME.match(text):
@@ -199,20 +205,45 @@ class Signer:
                     if match := pattern.match(text):
                         number = match.groupdict().get("rank")
                         name: Speaker = int(number) if number is not None else match["name"]
+                        if value == 1 and isinstance(found, str):  # of several nodes
+                            name = f"{found}{LOCAL}{name}"
                         if (value > worth or found is None) and (isinstance(name, str) or name < MAX_RANKS):
                             found, worth = name, value
                         text, taken = text[match.end() :], True
                         break
-            if not taken and (behind := _BEHIND.search(text)) and behind.start():
-                text, taken = text[behind.start() :], True
+            if not taken and (behind := _BEHIND.match(text)):
+                self.template = self.template or _template(behind[0], ahead)
+            if not taken and self.template is not None and (match := self.template.match(text)):
+                number = match.groupdict().get("rank")
+                found, worth = (int(number) if number else match[0], 2) if worth < 2 else (found, worth)
+                text, taken = text[match.end() :], True
+            elif not taken and behind is not None and not behind["space"]:
+                text, taken = text[behind.end() :], True
             if not taken:
                 break
         return Said(line, text, found, timed)
 
 
-def ranks_of_names(names: Sequence[str]) -> dict[str, int]:
+def _template(prefix: str, ahead: Iterable[Line | None]) -> re.Pattern[str] | None:
+    """What matches ``prefix`` with other numbers, if frames of a traceback have it before them, too. The one number of
+    it that tells most of them apart is the rank.
+    """
+    parts, digits = [re.escape(one) for one in re.split(r"\d{1,6}", prefix)], r"(\d{1,6})"
+    quoted = re.compile(rf'{digits.join(parts)}(?:  File ".*", line \d+|Traceback \(most)')
+    lines = [match for line in ahead if line is not None and (match := quoted.search(line.text))]
+    if not any("  File" in match[0] for match in lines):
+        return None
+    columns = list(zip(*(match.groups() for match in lines), strict=True))
+    most = max((len({*one}) for one in columns), default=0)
+    best = [at for at, one in enumerate(columns) if len({*one}) == most]
+    if len({columns[at] for at in best}) == 1:
+        parts[best[-1] : best[-1] + 2] = [r"(?P<rank>\d{1,6})".join(parts[best[-1] : best[-1] + 2])]
+    return re.compile(r"\d{1,6}".join(parts))
+
+
+def speakers_of_names(names: Sequence[str]) -> dict[str, Speaker]:
     """Whose files these are, by their names. A number says so only where files have all of them from 0 or 1 on."""
-    found: dict[str, int] = {}
+    found: dict[str, Speaker] = {}
     numbered: dict[str, dict[int, str]] = {}
     for name in names:
         told = _IN_TREE.search(name) or _IN_NAME.search(name)
@@ -222,7 +253,7 @@ def ranks_of_names(names: Sequence[str]) -> dict[str, int]:
             numbered.setdefault(one["stem"], {})[int(one["rank"])] = name
     for several in numbered.values():
         if len(several) > 1 and max(several) < len(several) + min(several) and min(several) < 2:
-            found |= {name: rank for rank, name in several.items()}
+            found |= {name: f"{TASK}{rank}" for rank, name in several.items()}
     return found
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from safelaunch.bundle.reading.log_lines import MAX_RANKS, Line, Said, Speaker
+from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS, TASK, Line, Said, Speaker
 from safelaunch.model import Frame, RankException
 from safelaunch.verdict.exits import is_consequence
 from safelaunch.verdict.reading import frames as fr
@@ -287,7 +287,9 @@ class Printed:
         self.world = 0
         self.failed: set[Speaker | None] = set()  # in whose lines a launcher says that some process has
         self.absent: set[int] = set()
+        self.first: dict[Speaker | None, int] = {}  # of a node's ranks
         self._local: list[tuple[int, Ended]] = []  # by local rank
+        self._tasks: list[tuple[int, Ended]] = []  # of Slurm: ranks, where none of them is a launcher
         self.remarks: dict[str, None] = {}
         self.nccl_failed: Line | None = None
         self.nccl_told: list[tuple[Line, str]] = []  # warnings, and the last error, in whoever's lines
@@ -295,6 +297,14 @@ class Printed:
         self._stopping = False  # Slurm ends the other tasks of the step
         self._named: int | None = None  # the process that mpirun saw end first
         self._stack: Group | None = None  # whose stack the next lines may show
+
+    def rank_of(self, name: str) -> int | None:
+        """Whose lines those of a process or task are, where a line says so."""
+        node, _, local = name.partition(LOCAL)
+        if local:
+            return self.first[node] + int(local) if node in self.first else None
+        pid = re.search(r"pid=(\d+)", name)
+        return self.ranks.get(pid[1]) if pid else int(name[len(TASK) :]) if name.startswith(TASK) else None
 
     def hear(self, said: Said) -> None:
         one = self.heard.get(said.speaker)
@@ -381,6 +391,11 @@ class Printed:
         pids = {one.pid for one in self.ended.values()} - {0}
         for rank, ended in self._local:
             if ended.pid not in pids:
+                self.ended.setdefault(self.first.get(ended.by, 0) + rank, ended)
+        for rank, ended in self._tasks:
+            if self._local or self.first:
+                self._remark(ended.line.text, ended.line)
+            else:
                 self.ended.setdefault(rank, ended)
 
     def _note(self, one: Heard, said: Said) -> None:
@@ -468,6 +483,8 @@ class Printed:
             pid, host = int(code[2] or 0), block.get("host", "")
             at = one.block_at or one.first
             self.ended[int(rank[1])] = Ended(int(code[1]), at, pid, host, one.block_root, speaker)
+            if local := re.search(r"local_rank: (\d+)", block["rank"]):
+                self.first[speaker] = int(rank[1]) - int(local[1])
 
     def _note_tasks(self, found: re.Match[str], line: Line) -> None:
         code = int(found["code"]) if found["code"] else -_SIGNALS.get((found["how"] or "").strip(), 0)
@@ -475,16 +492,15 @@ class Printed:
             first, _, last = part.partition("-")
             for task in range(int(first or 0), min(int(last or first or 0), MAX_RANKS) + 1) if code else ():
                 stopped = code in (143, -15) or self._cancelled or (self._stopping and found["how"] == "Killed")
-                self.ended.setdefault(
-                    task, Ended(code, line, host=found["host"], root=not (stopped or self._stopping), stopped=stopped)
-                )
+                ended = Ended(code, line, host=found["host"], root=not (stopped or self._stopping), stopped=stopped)
+                self._tasks.append((task, ended))
 
     def _note_watchdog(self, one: Heard, said: Said) -> Group | None:
         """Older watchdogs name the group behind the call only, and rank and process not at all where torch puts no
         prefix before its lines: then the rank in the group is the best there is.
         """
         group, work, status = (pattern.search(said.text) for pattern in (_GROUP, _WORK, _STATUS))
-        whose = _WHOSE.search(said.text) if said.speaker is None else None
+        whose = _WHOSE.search(said.text) if not isinstance(said.speaker, int) else None
         if work is None and status is None:
             return None
         if whose is not None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import gzip
 import re
 import signal
+from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 from safelaunch.bundle.reading.guard import Found, Unreadable, cannot_be_read
 from safelaunch.bundle.reading.log_lines import (
+    LOCAL,
     MAX_RANKS,
+    TASK,
     Signer,
+    Speaker,
     has_tasks,
     hosts_of,
     lines_of,
-    ranks_of_names,
+    speakers_of_names,
 )
 from safelaunch.bundle.reading.log_reports import DEFAULT, OF_NCCL, OPS, UNNAMED, Ended, Heard, Printed
 from safelaunch.capture.last_words import parse_fatal
@@ -43,7 +47,7 @@ def read_logs(paths: Sequence[Path], root: Path | None = None) -> Found:
     """
     job, count = Printed(), 0
     names = [str(path.relative_to(root)) if root is not None else path.name for path in paths]
-    whose = ranks_of_names(names)
+    whose = speakers_of_names(names)
     for path, name in zip(paths, names, strict=True):
         try:
             count += _read(path, name, job, whose.get(name))
@@ -53,16 +57,18 @@ def read_logs(paths: Sequence[Path], root: Path | None = None) -> Found:
     return _found(job, names, count)
 
 
-def _read(path: Path, name: str, job: Printed, rank: int | None) -> int:
+def _read(path: Path, name: str, job: Printed, speaker: Speaker | None) -> int:
     lines = lines_of(path, name)
-    ahead = list(islice(lines, 200))
+    ahead = deque(islice(lines, 200))
     texts = [line.text for line in ahead if line is not None]
-    known = Signer(rank, has_tasks(texts), hosts_of(texts))
+    known = Signer(speaker, has_tasks(texts), hosts_of(texts))
     last = 0
-    for line in chain(ahead, lines):
+    while ahead:
+        line = ahead.popleft()
+        ahead.extend(islice(lines, 1))
         if line is not None:
             last = line.number
-            job.hear(known.said(line))
+            job.hear(known.said(line, ahead))
     return last
 
 
@@ -121,13 +127,16 @@ def _by_rank(job: Printed) -> tuple[dict[int, Heard], tuple[int, ...]]:
     named = {name: heard for name, heard in job.heard.items() if isinstance(name, str)}
     spare, guessed = iter(range(MAX_RANKS)), set[int]()
     launchers = {*job.failed, *(one.by for one in job.ended.values())}
+    nodes = {*launchers, *(name.partition(LOCAL)[0] for name in named if LOCAL in name)}
+    tasks = {name for name in named if name.startswith(TASK) and LOCAL not in name}
+    if any(named[name].raised for name in tasks - nodes):  # without a launcher: it is a rank, and so are all
+        nodes -= tasks
     for name, heard in sorted(named.items(), key=_in_order):
-        pid = re.search(r"pid=(\d+)", name)
-        rank = job.ranks.get(pid[1]) if pid else None
-        if name in launchers:  # it is a node, with ranks of its own
+        if name in nodes:  # with ranks of its own
             guessed |= _give(heard, name, found, job)
         else:
-            heard.node = name if pid is None else ""
+            rank = job.rank_of(name)
+            heard.node = "" if rank is not None or "pid=" in name else name.partition(LOCAL)[0]
             if rank is None:  # its place in their order
                 guessed.add(rank := next(one for one in spare if one not in found))
             found.setdefault(rank, heard)
