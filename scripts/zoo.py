@@ -6,14 +6,17 @@ python scripts/zoo.py --ranks 4 --json zoo.json
 python scripts/zoo.py --nodes 2                 # the ranks spread over nodes, in network namespaces (root)
 python scripts/zoo.py --first-word          # with nothing configured: how soon is the right rank on the screen?
 python scripts/zoo.py --default --culprit 1     # with nothing configured: which classes are proved, and what follows?
+python scripts/zoo.py --attach --culprit 1      # under plain torchrun: what does safelaunch dump say 20 s later?
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +32,9 @@ import netns
 import zoo
 import zoo_nodes
 from checks import SOON_S
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+ATTACH_S = 25.0  # after the ranks' start: some 20 s after their last step
 
 
 def main() -> int:
@@ -55,17 +61,21 @@ def main() -> int:
         return _first_words(cases, words.jobs, Path(words.json) if words.json else None)
     print(f"{'class':<18}{'culprit':<9}{'seconds':>7}  {'cause':<24}{'confidence':<11}verdict")
     begin = time.monotonic()
+    keep = Path(words.keep) if words.keep else None
     with ThreadPoolExecutor(words.jobs) as pool:
         rows = []
-        for row in pool.map(lambda case: _one(*case, Path(words.keep) if words.keep else None), cases):
+        for row in pool.map(lambda case: _one(*case, keep, attach=words.attach), cases):
             rows.append(row)
+            mark = "needs a recorder: " if words.attach and zoo.BY_NAME[str(row["class"])].recorder else ""
             print(
                 f"{row['class']:<18}{row['culprit']}/{row['ranks']:<7}{row['seconds']:>7.1f}  {row['cause']:<24}"
-                f"{row['confidence']:<11}{'; '.join(row['wrong']) or 'right'}",
+                f"{row['confidence']:<11}{mark}{'; '.join(row['wrong']) or 'right'}",
                 flush=True,
             )
     right = sum(not row["wrong"] for row in rows)
     print(f"{right} of {len(rows)} right, {time.monotonic() - begin:.0f} s")
+    sure = sum(bool(row["wrong"]) and row["confidence"] == "high" for row in rows)
+    print(f"{sure} wrong at high, the longest {max((row['seconds'] for row in rows), default=0)} s")
     if words.json:
         Path(words.json).write_text(json.dumps([*rows, *absent], indent=1) + "\n")
     return 0 if right == len(rows) else 1
@@ -81,6 +91,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     parser.add_argument("--first-word", action="store_true", help="measure the time to the first word instead")
     parser.add_argument("--default", action="store_true", help="print the answers with nothing configured instead")
+    parser.add_argument(
+        "--attach", action="store_true", help="attach to jobs of plain torchrun instead; seconds: of dump"
+    )
     parser.add_argument("--keep", metavar="DIR", help="keep bundles and output below DIR")
     words = parser.parse_args()
     if words.nodes > 1 and (reason := netns.cannot()):
@@ -165,7 +178,9 @@ def _answer(specimen: zoo.Specimen, culprit: int, world: int) -> dict[str, Any]:
     return row
 
 
-def _one(specimen: zoo.Specimen, culprit: int, world: int, nodes: int, keep: Path | None) -> dict[str, object]:
+def _one(
+    specimen: zoo.Specimen, culprit: int, world: int, nodes: int, keep: Path | None, *, attach: bool = False
+) -> dict[str, Any]:
     name = f"{specimen.name}-{culprit}of{world}"
     scratch = Path(tempfile.mkdtemp(prefix="zoo-"))
     if keep is not None:
@@ -173,10 +188,13 @@ def _one(specimen: zoo.Specimen, culprit: int, world: int, nodes: int, keep: Pat
         scratch = (keep / name).absolute()
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-    row: dict[str, object] = {"class": specimen.name, "culprit": culprit, "ranks": world, "nodes": nodes}
+    row: dict[str, Any] = {"class": specimen.name, "culprit": culprit, "ranks": world, "nodes": nodes}
     begin = time.monotonic()
     try:
-        wrong, verdict = _run(specimen, culprit, world, nodes, scratch)
+        if attach:
+            wrong, verdict, begin = _attach(specimen, culprit, world, scratch)
+        else:
+            wrong, verdict = _run(specimen, culprit, world, nodes, scratch)
     except AssertionError as error:  # the job did not end; the message contains its output
         wrong, verdict = [str(error).splitlines()[0]], {}
     row |= {"seconds": round(time.monotonic() - begin, 1), "cause": verdict.get("cause", "-")}
@@ -184,6 +202,23 @@ def _one(specimen: zoo.Specimen, culprit: int, world: int, nodes: int, keep: Pat
     if keep is None:
         shutil.rmtree(scratch, ignore_errors=True)
     return row
+
+
+def _attach(specimen: zoo.Specimen, culprit: int, world: int, scratch: Path) -> tuple[list[str], dict[str, Any], float]:
+    """Returns what is wrong, the verdict, and when the dump was asked for."""
+    with zoo.start(specimen, culprit, scratch, ranks=world, launcher=TORCHRUN) as job:
+        job.until(lambda: len(job.ranks()) == world, "the ranks", every_s=0.5)
+        time.sleep(ATTACH_S)
+        before, begin = job.ranks(), time.monotonic()
+        words = ["dump", f"--pid={job.process.pid}", f"--bundle-dir={job.bundle_dir}"]
+        own = {**os.environ, "XDG_RUNTIME_DIR": str(job.runtime)}
+        done = subprocess.run([sys.executable, "-m", "safelaunch", *words], env=own, capture_output=True, text=True)
+        took = time.monotonic() - begin
+        verdict = job.bundles()[0].verdict if done.returncode == 0 else {}
+        wrong = zoo.judge_place(specimen, culprit, verdict, world) if verdict else [done.stderr]
+        if job.process.poll() is not None or job.ranks() != before:
+            wrong.append("the job was disturbed")
+    return wrong, verdict, time.monotonic() - took
 
 
 def _run(

@@ -190,14 +190,18 @@ def start(
     ranks: int | None = None,
     configured: bool = True,
     more: Sequence[str] = (),
+    launcher: Sequence[str] = (),
 ) -> Job:
     """Starts ``specimen`` under safelaunch in the empty directory ``scratch``. ``configured`` False: by defaults.
 
-    ``more``: arguments of the program.
+    ``more``: arguments of the program. ``launcher``: another one than safelaunch.
     """
     prepare(specimen, scratch)
-    own = [*(options_of(specimen) if configured else ()), f"--nproc-per-node={ranks or specimen.ranks}"]
-    return Job([*own, *script_of(specimen, culprit, scratch), *more], scratch)
+    own = [
+        *(options_of(specimen) if configured and not launcher else ()),
+        f"--nproc-per-node={ranks or specimen.ranks}",
+    ]
+    return Job([*own, *script_of(specimen, culprit, scratch), *more], scratch, launcher=launcher)
 
 
 def prepare(specimen: Specimen, scratch: Path) -> None:
@@ -295,22 +299,30 @@ def _judge_verdict(specimen: Specimen, culprit: int, verdict: dict[str, Any], wo
     if (verdict["outcome"], verdict["cause"]) != ("hang", specimen.cause):
         wrong.append(f"cause {verdict['outcome']}: {verdict['cause']}")
     expected = specimen.culprits(culprit, world)
-    named = [one["rank"] for one in verdict["culprits"]]
-    if named != sorted(expected):
-        wrong.append(f"culprits {named}, not {sorted(expected)}")
     victims = set(range(world)) - expected if expected else set()
     if _ranks(verdict["victims"]) != victims:
         wrong.append(f"victims {verdict['victims']!r}")
     for one in verdict["culprits"]:
         if not one["process"].startswith(specimen.process):
             wrong.append(f"process {one['process']!r}")
-        frame = one["frame"] or {"file": "", "line": 0}
-        if specimen.line and (frame["file"], frame["line"] in specimen.lines()) != (str(specimen.script), True):
-            wrong.append(f"frame {frame['file']}:{frame['line']}")
         if not one["reason"] or not one["pid"] or not one["host"]:
             wrong.append(f"culprit without reason, pid or host: {one}")
     if not verdict["summary"] or not verdict["suggestions"]:
         wrong.append("no summary or no suggestion")
+    return [*wrong, *judge_place(specimen, culprit, verdict, world)]
+
+
+def judge_place(specimen: Specimen, culprit: int, verdict: dict[str, Any], world: int) -> list[str]:
+    """Returns what is wrong with the ranks and lines that it names."""
+    wrong = []
+    expected = specimen.culprits(culprit, world)
+    named = [one["rank"] for one in verdict["culprits"]]
+    if named != sorted(expected):
+        wrong.append(f"culprits {named}, not {sorted(expected)}")
+    for one in verdict["culprits"] if specimen.line else ():
+        frame = one["frame"] or {"file": "", "line": 0}
+        if (frame["file"], frame["line"] in specimen.lines()) != (str(specimen.script), True):
+            wrong.append(f"frame {frame['file']}:{frame['line']}")
     return wrong
 
 
