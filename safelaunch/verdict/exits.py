@@ -150,11 +150,14 @@ def one_line(text: str, limit: int = 160) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
+UNKNOWN_SIGNAL = -127  # of a process that ended without a word of its own
+
+
 def signal_name(returncode: int) -> str:
     try:
         return signal.Signals(-returncode).name
     except ValueError:
-        return f"signal {-returncode}"
+        return f"signal {-returncode}" if returncode != UNKNOWN_SIGNAL else "an unknown signal"
 
 
 def ended_by_others(rank: RankEvidence) -> bool:
@@ -281,7 +284,8 @@ def _essence(message: str) -> str:
 
 def _claim_of_status(rank: RankEvidence) -> Claim:
     assert rank.exit is not None
-    return Claim(f"exit status {rank.exit.returncode}, before the launcher stopped the others", "launch.json")
+    status = rank.exit.returncode if rank.exit.returncode != UNKNOWN_SIGNAL else "unknown"
+    return Claim(f"exit status {status}, before the launcher stopped the others", "launch.json")
 
 
 def _killed_condition(rank: RankEvidence) -> Condition:

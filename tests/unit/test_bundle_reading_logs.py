@@ -671,6 +671,102 @@ def test_a_task_of_slurm_that_is_a_launcher_is_no_rank(tmp_path: Path) -> None:
     assert "task 1: Exited" in found.remarks[0]
 
 
+# --- by what libraries say of processes and ranks ---------------------------------------------------------------------
+
+SYSTEM = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error"
+ECC = "NCCL WARN Cuda failure 'uncorrectable ECC error encountered'"
+
+
+def by_nccl(rank: int, *, world: int = 4, of: int = 4) -> list[str]:
+    """NCCL's lines of a process of 4 in its communicators: of all, and one of ``of`` ranks."""
+    head = f"gpu-1:{100 + rank}:{300 + rank} [{rank}] NCCL INFO ncclCommInitRankConfig comm 0x5639"
+    tail = f"cudaDev {rank} nvmlDev {rank} busId a8000 commId 0x7b6d - Init COMPLETE"
+    return [f"{head} rank {rank % of} nranks {of} {tail}", *([f"{head} rank {rank} nranks 4 {tail}"] * (world == 4))]
+
+
+@pytest.mark.parametrize("of", [4, 2])
+def test_nccl_says_whose_its_lines_are(of: int, tmp_path: Path) -> None:
+    began = [*chain(*(by_nccl(rank, of=of) for rank in range(4))), *STEPS]
+    warning = [f"gpu-1:102:102 [2] enqueue.cc:1446 {ECC}", "gpu-1:102:102 [2] NCCL INFO group.cc:418 -> 1"]
+    raised = [on(f"[rank{rank}]: ", lost(SYSTEM)) for rank in range(4)]
+    verdict = verdict_of("\n".join([*began, *warning, *chain(*raised)]), tmp_path)
+    assert named(verdict) == ("rank-exception", [2]) and "uncorrectable ECC" in verdict.summary
+    verdict = verdict_of("\n".join([*began, *warning, *chain(*(raised[rank] for rank in (0, 1, 3)))]), tmp_path)
+    assert named(verdict) == ("rank-exception", [2]) and not verdict.missing
+    verdict = verdict_of("\n".join([*STEPS, *warning, *chain(*raised)]), tmp_path)  # nothing says whose
+    assert verdict.culprits == ()
+
+
+def test_two_processes_of_one_place_in_a_group_are_not_told_apart(tmp_path: Path) -> None:
+    lines = [*chain(*(by_nccl(rank, world=0, of=2) for rank in range(4))), f"gpu-1:102:102 [2] enqueue.cc:1446 {ECC}"]
+    lines += chain(*(on(f"[rank{rank}]: ", lost(SYSTEM)) for rank in range(4)))
+    assert verdict_of("\n".join(lines), tmp_path).culprits == ()
+
+
+STALL = (
+    "[2021-02-02 21:19:07.345988: W /b/horovod/common/stall_inspector.cc:105] One or more tensors were submitted to be "
+)
+STALL += (
+    "reduced, gathered or broadcasted by subset of ranks and are waiting for remainder of ranks for more than 60 s. "
+)
+GRADS = "[grads/Allreduce_0, grads/Allreduce_1 ...]"
+OLD_STALL = ["Stalled ops:HorovodBroadcast_bias_0 [missing ranks: 1, 2]", "Allreduce_1 [missing ranks: 1, 2]"]
+SHUTDOWN = 'One or more rank (marked by "!") is stalled for longer than 120 seconds. Will shutdown.'
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause", "ranks"),
+    [
+        (["Missing ranks:", f"2: {GRADS}"], "missing-from-collective", [2]),
+        (["Stalled ranks:", f"1: {GRADS}", f"2: {GRADS}"], "missing-from-collective", [1, 2]),
+        (OLD_STALL, "missing-from-collective", [1, 2]),
+        (["Missing ranks:", "0: [a]", "1: [b]"], "group-order", [0, 1]),
+        (["Missing ranks:", f"2!: {GRADS}", SHUTDOWN, *lost(HOROVOD)], "missing-from-collective", [2]),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["[1,0]<stderr>:", ""])
+def test_horovod_says_who_has_not_submitted(
+    lines: list[str], cause: str, ranks: list[int], prefix: str, tmp_path: Path
+) -> None:
+    text = "\n".join([*STEPS, *on(prefix, [STALL, *lines])])
+    verdict = verdict_of(text, tmp_path)
+    assert named(verdict) == (cause, ranks) and verdict.confidence != "high"
+    error = on("[1,2]<stderr>:", own())
+    if 2 in ranks:
+        assert named(verdict_of("\n".join([text, *error]), tmp_path)) == ("rank-exception", [2])
+    if HOROVOD not in text:
+        path = tmp_path / "job.log"
+        path.write_text("\n".join([text, *STEPS, *STEPS, *STEPS]))  # it has come
+        assert not read_logs([path]).evidence.ranks
+
+
+CUT = "Worker unexpectedly exits with a connection error code 2. End of file. (1) The process is killed by SIGKILL."
+FAULT = [line for line in CRASH.splitlines()[1:] if line]
+
+
+@pytest.mark.parametrize(
+    ("before", "how", "cause", "said"),
+    [
+        ([], CUT, "rank-killed", "an unknown signal"),
+        ([], "Task was killed due to the node running low on memory.", "rank-killed", "SIGKILL"),
+        ([], "Worker exits unexpectedly. Worker exits with an exit code 7.", "rank-exited", "code 7"),
+        (FAULT, CUT, "rank-killed", "SIGSEGV at train.py:12"),
+    ],
+)
+def test_a_worker_that_ray_has_lost(before: list[str], how: str, cause: str, said: str, tmp_path: Path) -> None:
+    place = (
+        "(TorchTrainer pid=800) - (node_id=d742, ip=10.0.0.1, pid=90{0}) world_rank={0}, local_rank={0}, node_rank=0"
+    )
+    dead = f"Worker IP address: 10.0.0.1 Worker port: 45555 Worker PID: 902 Worker exit type: SYSTEM_ERROR {how}"
+    dead = dead.replace("SYSTEM_ERROR", "SYSTEM_ERROR Worker exit detail:")
+    lines = [place.format(rank) for rank in range(4)]
+    lines += chain(*(on(f"(RayTrainWorker pid=90{rank}) ", STEPS) for rank in range(4)))
+    lines += [*on("(RayTrainWorker pid=902) ", before), f"(raylet) A worker died or was killed. {dead}"]
+    lines += chain(*(on(f"(RayTrainWorker pid=90{rank}) ", lost()) for rank in (0, 1, 3)))
+    verdict = verdict_of("\n".join(lines), tmp_path)
+    assert (*named(verdict), verdict.victims) == (cause, [2], "0-1,3") and said in verdict.summary
+
+
 CLOSED = "misc/socket.cc:50 NCCL WARN socketProgress: Connection closed by remote peer n1<55133>"
 LEFT = "slurmstepd: error: *** STEP 4.0 ON n3 CANCELLED AT 2026-05-05T10:00:00 DUE TO PREEMPTION ***"
 

@@ -29,6 +29,7 @@ _TELLING = (
     b"Traceback (most", b'  File "', b"atchdog", b"NCCL WARN", b"exitcode", b"srun: error", b"slurmstepd", b"illed",
     b"terminate called", b"orld_rank", b"enqueued", b"atal", b"corrupt", b"what():", b"Xid", b"ut of memory",
     b"orker group", b"CANCELLED", b"return code", b"NCCL error", b" group.cc:", b"on signal", b"Process name: ",
+    b" nranks ", b"subset of ranks",
 )  # fmt: skip
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07")
 
@@ -136,7 +137,7 @@ def _clean(line: bytes) -> str:
 # --- whose line it is -------------------------------------------------------------------------------------------------
 
 Speaker = int | str  # a rank, or what stands for one or several: a process, a container, a task, a node
-TASK, LOCAL = "task ", " local rank "
+LOCAL = " local rank "  # stands between the name of a node and a number of its own
 
 _TIME = re.compile(
     r"(?:  \| )?\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?"
@@ -150,16 +151,16 @@ _PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"\[\d+,(?P<rank>\d{1,6})\]: ?"), 2),
     (re.compile(r"(?:[0-9a-f]{8} )?\[rank=(?P<rank>\d{1,6})\] \|\| ?"), 2),
     (re.compile(r"\[?(?:rank|Rank|RANK):? (?P<rank>\d{1,6})(?:\]:? |: )"), 2),
-    (re.compile(r"\[(?P<role>[A-Za-z_]{1,40})(?P<rank>\d{1,6})\]: ?"), 1),
+    (re.compile(r"\[(?P<role>[A-Za-z_]{1,40})(?P<rank>\d{1,5})\]: ?"), 1),
     (re.compile(r"\((?P<name>\w+(?: rank=\d+)?,? ?pid=\d+(?:, ip=[\w.:]+)?)\) ?"), 0),
     (re.compile(r"\[(?P<name>pod/[^\]\s]+)\] ?"), 0),
 )
-# The name of a node or a container, as pdsh, Docker Compose and GNU parallel print it: it has a number.
+# The name of a node or a container, as pdsh, Docker Compose and GNU parallel print it: it has a number. That of a task,
+# as ``srun -l`` prints it, is one.
 _MARKS = (r":(?: |$)", r" *\|(?: |$)", r"\t")
-_HOST = re.compile(rf"(?P<name>(?=\d*[a-zA-Z.-])(?=[a-zA-Z._-]*\d)[\w.-]{{1,80}})(?P<mark>{'|'.join(_MARKS)})")
+_HOST = re.compile(rf" {{0,6}}(?P<name>(?=[a-zA-Z._-]*\d)[\w.-]{{1,80}})(?P<mark>{'|'.join(_MARKS)})")
 # A traceback at the end of a line that a progress bar has begun, or behind an unknown prefix.
 _BEHIND = re.compile(r".*\S(?P<space> ?)(?=Traceback \(most recent call last\):$)")
-_TASK = re.compile(r" {0,6}(?P<rank>\d{1,6}):(?!\d\d:\d\d) ?")
 _IN_NAME = re.compile(r"rank[_-]?(?P<rank>\d{1,6})(?!\d)")
 _NUMBERED = re.compile(r"(?P<stem>.*[_-])t?(?P<rank>\d{1,6})\.(?:out|err|log|txt)(?:\.gz)?$")
 _IN_TREE = re.compile(r"attempt_(?P<attempt>\d+)/(?P<rank>\d{1,6})/std(?:err|out)\.log$")
@@ -177,13 +178,12 @@ class Said:
 
 @dataclass
 class Signer:
-    """Whose lines a file's are. ``tasks``: ``srun -l`` has put a number before each; ``hosts``: matches their nodes.
-    ``template``: matches a prefix that its tracebacks have shown.
+    """Whose lines a file's are. ``hosts``: matches their nodes, or tasks of Slurm; ``template``: a prefix that its
+    tracebacks have shown.
     """
 
     of_file: Speaker | None
-    tasks: bool
-    hosts: re.Pattern[str] | None = None
+    hosts: re.Pattern[str] | None
     template: re.Pattern[str] | None = None
 
     def said(self, line: Line, ahead: Iterable[Line | None] = ()) -> Said:
@@ -195,10 +195,7 @@ class Signer:
             found, worth, text = (host["name"], -1, text[host.end() :]) if found is None else (found, 0, text)
         for _ in range(6):
             taken = False
-            if self.tasks and (match := _TASK.match(text)):
-                found = f"{TASK}{int(match['rank'])}" if worth < 1 else found
-                text, taken = text[match.end() :], True
-            elif text[:1] in "[(0123456789RFMSTWabcdef" or text.startswith("  | "):
+            if text[:1] in "[(0123456789RFMSTWabcdef" or text.startswith("  | "):
                 if match := _TIME.match(text):
                     text, taken, timed = text[match.end() :], True, True
                 for pattern, value in _PREFIXES:
@@ -237,7 +234,7 @@ def _template(prefix: str, ahead: Iterable[Line | None]) -> re.Pattern[str] | No
     most = max((len({*one}) for one in columns), default=0)
     best = [at for at, one in enumerate(columns) if len({*one}) == most]
     if len({columns[at] for at in best}) == 1:
-        parts[best[-1] : best[-1] + 2] = [r"(?P<rank>\d{1,6})".join(parts[best[-1] : best[-1] + 2])]
+        parts[best[-1] : best[-1] + 2] = [r"(?P<rank>\d{1,5})".join(parts[best[-1] : best[-1] + 2])]
     return re.compile(r"\d{1,6}".join(parts))
 
 
@@ -253,19 +250,13 @@ def speakers_of_names(names: Sequence[str]) -> dict[str, Speaker]:
             numbered.setdefault(one["stem"], {})[int(one["rank"])] = name
     for several in numbered.values():
         if len(several) > 1 and max(several) < len(several) + min(several) and min(several) < 2:
-            found |= {name: f"{TASK}{rank}" for rank, name in several.items()}
+            found |= {name: str(rank) for rank, name in several.items()}
     return found
 
 
-def has_tasks(lines: Sequence[str]) -> bool:
-    """Nearly all of them begin with a small number and a colon."""
-    full = [line for line in lines if line.strip()]
-    return len(full) >= 3 and sum(_TASK.match(line) is not None for line in full) > 0.9 * len(full)
-
-
 def hosts_of(lines: Sequence[str]) -> re.Pattern[str] | None:
-    """What matches the names of nodes or containers that nearly all lines begin with, and those alike but for numbers.
-    The launcher's own first lines have none.
+    """What matches the names of nodes, tasks or containers that nearly all lines begin with, and those alike but for
+    numbers. The launcher's own first lines have none.
     """
     found = [_HOST.match(line) for line in lines if line.strip()]
     named = [one for one in dropwhile(lambda one: one is None, found) if one is not None]
@@ -274,4 +265,4 @@ def hosts_of(lines: Sequence[str]) -> re.Pattern[str] | None:
         return None
     shapes = {re.sub(r"\d+", r"\\d+", re.escape(one["name"])) for one in named}
     marks = {next(mark for mark in _MARKS if re.match(mark, one["mark"])) for one in named}
-    return re.compile(rf"(?P<name>{'|'.join(sorted(shapes))})(?:{'|'.join(sorted(marks))})")
+    return re.compile(rf" {{0,6}}(?P<name>{'|'.join(sorted(shapes))})(?:{'|'.join(sorted(marks))})")

@@ -10,11 +10,11 @@ import re
 import signal
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
 
-from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS, TASK, Line, Said, Speaker
+from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS, Line, Said, Speaker
 from safelaunch.model import Frame, RankException
-from safelaunch.verdict.exits import is_consequence
+from safelaunch.verdict.exits import UNKNOWN_SIGNAL, is_consequence
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading import tracebacks
 from safelaunch.verdict.reading.failures import last_abort
@@ -43,20 +43,14 @@ _LAUNCHERS = (
     "/ray/_private/worker.py",
 )  # fmt: skip
 _CAUGHT_AS_A_RULE = (
-    "StopIteration",
-    "Empty",
-    "Full",
-    "KeyError",
-    "AttributeError",
-    "ImportError",
-    "ModuleNotFoundError",
-)
+    "StopIteration", "Empty", "Full", "KeyError", "AttributeError", "ImportError", "ModuleNotFoundError",
+)  # fmt: skip
 _OF_RAY = re.compile(r"ray\.exceptions\.RayTaskError\(\w+\): ray::.*?\(pid=(?P<pid>\d+)")  # what a worker has raised
 _MOST_REMARK = 300
 _REMARKS = re.compile(
     r"slurmstepd: error: \*\*\* (?P<slurm>(?:JOB|STEP) .*)|(?P<xid>NVRM: Xid .*)"
     r"|(?P<bus>.*GPU has fallen off the bus.*)|error: (?P<oom>Detected \d+ oom[-_]kill event.*)"
-    r"|(?P<ray>A worker died or was killed while executing a task .*)"
+    r"|(?P<ray>Worker PID: \d+ Worker exit type: .*|A worker died or was killed while executing task .*)"
 )
 
 
@@ -171,14 +165,20 @@ _WORK = re.compile(
 _GROUP = re.compile(
     r"PG (?:ID )?(?P<id>\d+)(?: PG GUID (?P<name>[^\s(]+)(?:\((?P<called>[^)]*)\))?)? Rank (?P<place>\d+)"
 )
-OF_NCCL = re.compile(r"(?:^|\s)[\w.-]+:(?P<pid>\d+):\d+ \[")
+OF_NCCL = re.compile(r"(?:^|\s)(?P<process>[\w.-]+:(?P<pid>\d+)):\d+ \[")
+_IN_NCCL = re.compile(rf"{OF_NCCL.pattern}.* comm 0x\w+ rank (?P<rank>\d{{1,6}}) nranks (?P<world>\d{{1,6}}) ")
 # What NCCL returns to who calls it. A warning alone is none: it tries something else, or a peer ended before it.
 _NCCL_FAILED = re.compile(r"\bnccl\w+Error: |NCCL error: |NCCL error in: |NCCL INFO group\.cc:\d+ -> [1-6]\b")
 _AT_WORK = re.compile(r"work(?: sequence id)?: (?P<seq>\d+)")
 _WHOSE = re.compile(r"\[(?:[^\]]* )?Rank (?P<rank>\d{1,6})\]")
 _STATUS = re.compile(r"last enqueued (?:NCCL )?work: (?P<queued>-?\d+), last completed (?:NCCL )?work: (?P<done>-?\d+)")
+# Horovod names the tensors that a rank has not submitted; before 0.18, the ranks that have not submitted a tensor.
+_NOT_SUBMITTED = re.compile(
+    r"(?P<rank>\d{1,6})!?: \[(?P<tensors>[^\]]+)\]$"
+    r"|(?:.*\s|Stalled ops:|^)(?P<tensor>\S+) \[missing ranks: (?P<ranks>\d+(?:, \d+)*)\]$"
+)
 _STACK = re.compile(r"#\d+ (?P<function>\S+) from (?P<file>.+):(?P<line>\d+)$")
-OPS = {
+_OPS = {
     "ALLREDUCE": "all_reduce", "ALLGATHER": "all_gather", "_ALLGATHER_BASE": "_all_gather_base",
     "_REDUCE_SCATTER_BASE": "_reduce_scatter_base", "ALLTOALL": "all_to_all", "ALLTOALL_BASE": "all_to_all",
 }  # fmt: skip
@@ -224,6 +224,11 @@ class Heard:
     block_at: Line | None = None
     block_root: bool = False
 
+    def fail(self, line: Line, kind: str, what: str) -> None:
+        """With an error that a library prints and no traceback shows."""
+        opened = Traceback(line, [line.text], False, Said(line, line.text, None, timed=False))
+        self.raised, self.since = [*self.raised, (opened, RankException(kind, what, 0.0))], 0
+
     def uncaught(self, *, ended: bool) -> tuple[Traceback, RankException] | None:
         """``ended``: something else says that its process has failed."""
         most = _MOST_SINCE if ended else _FEW
@@ -240,10 +245,9 @@ _EXIT = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\
 _DEEPSPEED = re.compile(r"launch\.py:\d+:sigkill_handler\].*exits with return code = (?P<code>-?\d+)")
 # Lightning, Composer, mpirun, MPI
 _IN_WORDS = re.compile(
-    r"\[rank: (?P<a>\d+)\] Child process .{0,40}terminated with code (?P<a_code>-?\d+)"
-    r"|Rank (?P<b>\d+) crashed with exit code (?P<b_code>-?\d+)"
-    r"|process rank (?P<c>\d+) .{0,80}exited on signal (?P<c_signal>\d+)"
-    r"|MPI_ABORT was invoked on rank (?P<d>\d+)"
+    r"(?:\[rank: |Rank |process rank )(?P<rank>\d{1,5})(?:\] Child process .{0,40}terminated with code "
+    r"| crashed with exit code | .{0,80}exited on (?P<signal>signal) )(?P<code>-?\d+)"
+    r"|MPI_ABORT was invoked on rank (?P<aborts>\d{1,5})"
 )
 _NAMED = re.compile(r"\s*Process name: (?:\[\[\d+,\d+\],)?(?P<rank>\d{1,6})\]?$")  # mpirun, horovodrun
 _NAMED_CODE = re.compile(r"\s*Exit code: +(?P<code>\d{1,3})$")
@@ -259,7 +263,11 @@ _CANCELLED = re.compile(r"\*\*\* (?:JOB .* CANCELLED|STEP .* CANCELLED .* DUE TO
 _STOPPING = re.compile(r"srun: (?:Terminating |Force Terminated |Job step aborted)|\*\*\* (?:JOB|STEP) .* CANCELLED")
 _KERNEL_KILL = re.compile(r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)")
 _RESTART = re.compile(r"will restart worker group|Restarting worker group")
-_RAY_RANK = re.compile(r"pid=(?P<pid>\d+)\)[^)\n]{0,40}world_rank=(?P<rank>\d+)")
+_RAY_RANK = re.compile(r"pid=(?P<pid>\d+)\)[^)\n]{0,40}world_rank=(?P<rank>\d{1,5})\b")
+_RAY_DEAD = re.compile(
+    r"Worker PID: (?P<pid>\d+) Worker exit type: (?!INTENDED)"
+    r"(?:.*[Ee]xit code:? (?P<code>\d+)|.*(?P<memory>low on memory))?"
+)
 _WORLD = re.compile(r"world_size[=: ]+(?P<world>\d{1,6})\b", re.IGNORECASE)
 
 
@@ -291,6 +299,10 @@ class Printed:
         self._local: list[tuple[int, Ended]] = []  # by local rank
         self._tasks: list[tuple[int, Ended]] = []  # of Slurm: ranks, where none of them is a launcher
         self.remarks: dict[str, None] = {}
+        self.nccl_places: dict[str, tuple[int, int]] = {}  # of a process in its largest communicator: size, rank
+        self._stalled: dict[str, set[int]] = {}  # tensors of Horovod: who has not submitted it
+        self._stalled_at: Line | None = None
+        self._since_stalled = 0
         self.nccl_failed: Line | None = None
         self.nccl_told: list[tuple[Line, str]] = []  # warnings, and the last error, in whoever's lines
         self._cancelled = False  # from outside, before anything failed: what comes after it are effects
@@ -298,13 +310,22 @@ class Printed:
         self._named: int | None = None  # the process that mpirun saw end first
         self._stack: Group | None = None  # whose stack the next lines may show
 
+    def nodes(self) -> set[Speaker | None]:
+        """Who speaks for several ranks: in whose lines a launcher does, or some that have a local rank."""
+        found = {*self.failed, *(one.by for one in self.ended.values())}
+        found |= {str(name).partition(LOCAL)[0] for name in self.heard if LOCAL in str(name)}
+        tasks = {name for name in self.heard if isinstance(name, str) and name.isdigit()}
+        # If one of the tasks raises and is without a launcher, it is a rank, and so are all.
+        return found - tasks if any(self.heard[name].raised for name in tasks - found) else found
+
     def rank_of(self, name: str) -> int | None:
         """Whose lines those of a process or task are, where a line says so."""
         node, _, local = name.partition(LOCAL)
+        if pid := re.search(r"pid=(\d+)", name):
+            return self.ranks.get(pid[1])
         if local:
             return self.first[node] + int(local) if node in self.first else None
-        pid = re.search(r"pid=(\d+)", name)
-        return self.ranks.get(pid[1]) if pid else int(name[len(TASK) :]) if name.startswith(TASK) else None
+        return int(name) if name.isdecimal() and len(name) < 6 else None
 
     def hear(self, said: Said) -> None:
         one = self.heard.get(said.speaker)
@@ -322,6 +343,7 @@ class Printed:
         one.before = text
         own = one.opened is None and not (said.timed or _NOT_OWN.match(text))
         one.since += own
+        self._since_stalled += own
         if own and isinstance(said.speaker, str) and None in self.heard:
             self._go_on(self.heard[None])
         if text.startswith(_FATAL):
@@ -422,19 +444,14 @@ class Printed:
             self.failed.add(said.speaker)
             self._remark(f"DeepSpeed: a process of its node ended with code {found['code']}", said.line)
         if found := _IN_WORDS.search(said.line.text):
-            told = {name[0]: value for name, value in found.groupdict().items() if value and len(name) == 1}
-            kind, rank = next(iter(told.items()))
-            code = found.groupdict().get(f"{kind}_code")
-            number = -int(found["c_signal"]) if found["c_signal"] else int(code or 1)
-            if int(rank) < MAX_RANKS:
-                self.ended.setdefault(int(rank), Ended(number, said.line, root=True))
+            code = int(found["code"] or 1) * (-1 if found["signal"] else 1)
+            self.ended.setdefault(int(found["rank"] or found["aborts"]), Ended(code, said.line, root=True))
         if found := _NAMED.match(text):
             self._named = int(found["rank"])
         elif self._named is not None and (found := _NAMED_CODE.match(text)) and self._named < MAX_RANKS:
             self.ended.setdefault(self._named, Ended(int(found["code"]), said.line, root=True))
         if found := _OF_CUDA.search(text):
-            head = Traceback(said.line, [text], False, said)
-            one.raised, one.since = [*one.raised, (head, RankException("RuntimeError", found["what"], 0.0))], 0
+            one.fail(said.line, "RuntimeError", found["what"])
         if found := _TASK_ENDED.search(text):
             self._note_tasks(found, said.line)
         self._cancelled = self._cancelled or _CANCELLED.search(text) is not None
@@ -443,16 +460,54 @@ class Printed:
             self.kills[int(found["pid"])] = text.strip()
         if found := _RAY_RANK.search(text):
             self.ranks[found["pid"]] = int(found["rank"])
+        if (found := _RAY_DEAD.search(text)) and found["pid"] in self.ranks:
+            code = int(found["code"] or (-signal.SIGKILL if found["memory"] else UNKNOWN_SIGNAL))
+            self.ended.setdefault(self.ranks[found["pid"]], Ended(code, said.line, int(found["pid"]), root=True))
         if found := _REMARKS.search(text):
             self._remark(next(filter(None, found.groups())), said.line)
         if "orker group" in text and _RESTART.search(text):
             self._begin_anew()
+        if "by subset of ranks and are waiting for remainder of ranks" in text:
+            self._stalled, self._stalled_at = {}, said.line
+        if self._stalled_at is not None and (found := _NOT_SUBMITTED.match(text)):
+            self._note_stalled(found)
         if found := _WORLD.search(text):
             self.world = max(self.world, min(int(found["world"]), MAX_RANKS))
+
+    def _note_stalled(self, found: re.Match[str]) -> None:
+        self._since_stalled = 0
+        for tensor in (found["tensor"] or found["tensors"].removesuffix(" ...")).split(", "):
+            ranks = (int(rank) for rank in (found["rank"] or found["ranks"]).split(", "))
+            self._stalled.setdefault(tensor, set()).update(rank for rank in ranks if rank < MAX_RANKS)
+
+    def give_stalls(self, ranks: dict[int, Heard]) -> tuple[int, ...]:
+        """Of Horovod's tensors that lack the same ranks, one stands for all: a group whose others wait in a call.
+        Returns the ranks that Horovod has named.
+        """
+        if self._stalled_at is None or not self._stalled or self._since_stalled > _MOST_MESSAGE:
+            return ()
+        alike = {frozenset(lack): tensor for tensor, lack in reversed(self._stalled.items())}
+        self.world = max(self.world, *(rank + 1 for rank in (*ranks, *self.ended, *chain(*alike))))
+        self.world += len(max(alike, key=len)) == self.world  # somebody has submitted it
+        for rank in range(self.world):
+            one = ranks.setdefault(rank, Heard(self._stalled_at))
+            one.watchdog = one.watchdog or self._stalled_at
+            frames = next((raised.frames for _, raised in one.raised if is_consequence(raised)), None)
+            if frames is not None:  # a shutdown has ended its wait
+                one.raised, one.timed_out = [], True
+            for lack, tensor in alike.items():
+                name = tensor.rpartition("/")[2]
+                one.groups[tensor] = Group("", rank, int(rank not in lack), name, [*(frames or ())])
+        return tuple(range(self.world))
 
     def _note_nccl(self, one: Heard, said: Said) -> None:
         if _NCCL_FAILED.search(said.text):
             self.nccl_failed = self.nccl_failed or said.line
+        if " nranks " in said.text and (found := _IN_NCCL.search(said.text)):
+            size, rank = min(int(found["world"]), MAX_RANKS), int(found["rank"])
+            self.world = max(self.world, size)
+            if size > self.nccl_places.get(found["process"], (0, 0))[0] and rank < MAX_RANKS:
+                self.nccl_places[found["process"]] = size, rank
         _, warns, words = said.text.partition("NCCL WARN ")
         words = said.text if one.before.startswith("Last error:") else words
         if words and len(self.nccl_told) < _MOST_WARNINGS:
@@ -469,16 +524,15 @@ class Printed:
         for one in self.heard.values():
             one.raised, one.crashes, one.groups, one.watchdog, one.opened = [], [], {}, None, None
             one.timed_out = False
+        self._stalled.clear()
         self.ended.clear()
         self._local.clear()
 
     def _end_block(self, one: Heard, speaker: Speaker | None) -> None:
         """One failure of torchrun's summary is complete."""
         block, one.block = one.block, {}
-        rank, code = (
-            re.match(r"(\d+)", block.get("rank", "")),
-            re.match(r"(-?\d+)(?: +\(pid: (\d+)\))?", block.get("exitcode", "")),
-        )
+        rank = re.match(r"(\d+)", block.get("rank", ""))
+        code = re.match(r"(-?\d+)(?: +\(pid: (\d+)\))?", block.get("exitcode", ""))
         if rank and code and int(rank[1]) < MAX_RANKS:
             pid, host = int(code[2] or 0), block.get("host", "")
             at = one.block_at or one.first
@@ -516,7 +570,8 @@ class Printed:
         if group:
             mine.called, mine.place = group["called"] or "", int(group["place"])
         if work and not mine.op:
-            mine.seq, mine.op, mine.ms = int(work["seq"] or 0), work["op"] or "", int(work["ms"] or 0)
+            op = work["op"] or ""
+            mine.seq, mine.op, mine.ms = int(work["seq"] or 0), _OPS.get(op, op.lower()), int(work["ms"] or 0)
             mine.size = int(work["size"]) if work["size"] else None
         if status:
             mine.queued, mine.done = int(status["queued"]), int(status["done"])

@@ -5,24 +5,14 @@ from __future__ import annotations
 import gzip
 import re
 import signal
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
 from safelaunch.bundle.reading.guard import Found, Unreadable, cannot_be_read
-from safelaunch.bundle.reading.log_lines import (
-    LOCAL,
-    MAX_RANKS,
-    TASK,
-    Signer,
-    Speaker,
-    has_tasks,
-    hosts_of,
-    lines_of,
-    speakers_of_names,
-)
-from safelaunch.bundle.reading.log_reports import DEFAULT, OF_NCCL, OPS, UNNAMED, Ended, Heard, Printed
+from safelaunch.bundle.reading.log_lines import MAX_RANKS, Signer, Speaker, hosts_of, lines_of, speakers_of_names
+from safelaunch.bundle.reading.log_reports import DEFAULT, OF_NCCL, UNNAMED, Ended, Heard, Printed
 from safelaunch.capture.last_words import parse_fatal
 from safelaunch.model import (
     UNKNOWN_SIZES,
@@ -36,7 +26,7 @@ from safelaunch.model import (
     RankEvidence,
     RankExit,
 )
-from safelaunch.verdict.exits import is_consequence, one_line
+from safelaunch.verdict.exits import UNKNOWN_SIGNAL, is_consequence, one_line
 from safelaunch.verdict.reading.failures import fingerprints, first_failure
 
 
@@ -61,7 +51,7 @@ def _read(path: Path, name: str, job: Printed, speaker: Speaker | None) -> int:
     lines = lines_of(path, name)
     ahead = deque(islice(lines, 200))
     texts = [line.text for line in ahead if line is not None]
-    known = Signer(speaker, has_tasks(texts), hosts_of(texts))
+    known = Signer(speaker, hosts_of(texts))
     last = 0
     while ahead:
         line = ahead.popleft()
@@ -74,10 +64,12 @@ def _read(path: Path, name: str, job: Printed, speaker: Speaker | None) -> int:
 
 def _found(job: Printed, names: Sequence[str], count: int) -> Found:
     ranks, signed = _by_rank(job)
+    signed += job.give_stalls(ranks)
     for rank, heard in ranks.items():
         crash = heard.crashed(ended=False)
-        if crash is not None and heard.uncaught(ended=False) is None:
-            job.ended.setdefault(rank, Ended(-crash.signal, crash.line, root=True))
+        untold = rank not in job.ended or job.ended[rank].code == UNKNOWN_SIGNAL
+        if crash is not None and untold and heard.uncaught(ended=False) is None:
+            job.ended[rank] = Ended(-crash.signal, crash.line, root=True)
     seen = {*ranks, *job.ended, *job.absent}
     world = max([job.world, *(rank + 1 for rank in seen)], default=0)
     files: dict[str, str] = {}
@@ -125,18 +117,12 @@ def _by_rank(job: Printed) -> tuple[dict[int, Heard], tuple[int, ...]]:
     that nobody signs."""
     found: dict[int, Heard] = {one: heard for one, heard in job.heard.items() if isinstance(one, int)}
     named = {name: heard for name, heard in job.heard.items() if isinstance(name, str)}
-    spare, guessed = iter(range(MAX_RANKS)), set[int]()
-    launchers = {*job.failed, *(one.by for one in job.ended.values())}
-    nodes = {*launchers, *(name.partition(LOCAL)[0] for name in named if LOCAL in name)}
-    tasks = {name for name in named if name.startswith(TASK) and LOCAL not in name}
-    if any(named[name].raised for name in tasks - nodes):  # without a launcher: it is a rank, and so are all
-        nodes -= tasks
+    spare, guessed, nodes = iter(range(MAX_RANKS)), set[int](), job.nodes()
     for name, heard in sorted(named.items(), key=_in_order):
         if name in nodes:  # with ranks of its own
             guessed |= _give(heard, name, found, job)
-        else:
-            rank = job.rank_of(name)
-            heard.node = "" if rank is not None or "pid=" in name else name.partition(LOCAL)[0]
+        elif (rank := job.rank_of(name)) is not None or not job.ranks or heard.raised:
+            heard.node = "" if rank is not None or "pid=" in name else name
             if rank is None:  # its place in their order
                 guessed.add(rank := next(one for one in spare if one not in found))
             found.setdefault(rank, heard)
@@ -144,7 +130,7 @@ def _by_rank(job: Printed) -> tuple[dict[int, Heard], tuple[int, ...]]:
     unsigned = job.heard.get(None)
     if unsigned is not None:
         signed -= _give(unsigned, None, found, job)
-        _give_warnings(unsigned, found, job)
+    signed |= _give_warnings([heard for name, heard in job.heard.items() if name is None or name in nodes], found, job)
     return found, tuple(sorted(signed))
 
 
@@ -184,20 +170,29 @@ def _give(said: Heard, by: str | None, found: dict[int, Heard], job: Printed) ->
     return set(chosen) if len(errors) > 1 or len(failed) > 1 or (alone and by is not None) else set()
 
 
-def _give_warnings(unsigned: Heard, found: dict[int, Heard], job: Printed) -> None:
-    """NCCL signs what it warns of with the process: to the rank of that, or to who raises it in the same words."""
+def _give_warnings(unsigned: Sequence[Heard], found: dict[int, Heard], job: Printed) -> set[int]:
+    """NCCL signs what it warns of with the process: to the rank of that, or to who raises it in the same words.
+    Returns the ranks of which NCCL has said which process they are.
+    """
+    warnings = [(line, text, OF_NCCL.search(line.text)) for one in unsigned for line, text in one.warnings]
     pids = {one.pid: rank for rank, one in job.ended.items()}
+    several = Counter(rank for _, rank in job.nccl_places.values())
+    places = {process: rank for process, (_, rank) in job.nccl_places.items() if several[rank] == 1}
     raised = [rank for rank, one in found.items() if one.raised]
-    signers = {pid["pid"] for line, _ in unsigned.warnings if (pid := OF_NCCL.search(line.text))}
+    signers = {by["pid"] for _, _, by in warnings if by}
     if len(signers) == len(raised) == 1:
         pids.setdefault(int(signers.pop()), raised[0])
-    for line, text in unsigned.warnings:
-        pid = OF_NCCL.search(line.text)
-        rank = pids.get(int(pid["pid"])) if pid else None
+    for line, text, by in warnings:
+        rank = places.get(by["process"], pids.get(int(by["pid"]))) if by else None
         alike = (one for one in raised if text[:80] in found[one].raised[-1][1].message)
         rank = rank if rank is not None else next(alike, None)
-        if rank is not None:
-            found.setdefault(rank, Heard(line)).warnings.append((line, text))
+        means = first_failure([text])
+        if rank in found:
+            found[rank].warnings.append((line, text))
+        elif rank is not None and job.nccl_failed is not None and means is not None and means[1].own:
+            found[rank] = Heard(line, warnings=[(line, text)])
+            found[rank].fail(line, "NCCL error", text)
+    return found.keys() & places.values()
 
 
 def _name_groups(ranks: Mapping[int, Heard]) -> None:
@@ -281,7 +276,7 @@ def _rank(
 def _record(heard: Heard, groups: dict[str, tuple[int, ...]]) -> FlightRecord:
     entries = [
         Collective(
-            name, one.seq, f"nccl:{OPS.get(one.op, one.op.lower())}", completed=False, state="started",
+            name, one.seq, f"nccl:{one.op}", completed=False, state="started",
             description=one.called, record_id=at, timeout_ms=one.ms,
             input_sizes=((one.size,),) if one.size is not None else UNKNOWN_SIZES, frames=tuple(one.frames),
         )

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from safelaunch.bundle.reading.guard import Found, Unreadable, read_limited
-from safelaunch.bundle.reading.log_lines import TASK, speakers_of_names
+from safelaunch.bundle.reading.log_lines import speakers_of_names
 from safelaunch.model import Evidence, Frame, ProcessEvidence, RankEvidence, StackSample, Thread
 from safelaunch.system.decoding import from_json
 
@@ -94,7 +94,7 @@ def read_stacks(paths: Sequence[Path], root: Path | None = None, *, only_named: 
         named = whose.get(path.name) if len(processes) == 1 else None
         for one in processes:
             told = _LOCAL_RANK.search(one.command)
-            rank = int(str(named).removeprefix(TASK)) if named is not None else int(told["rank"]) if told else None
+            rank = int(named) if named is not None else int(told["rank"]) if told else None
             if rank is None or rank in ranks:
                 if only_named:
                     continue
