@@ -671,6 +671,17 @@ def test_a_task_of_slurm_that_is_a_launcher_is_no_rank(tmp_path: Path) -> None:
     assert "task 1: Exited" in found.remarks[0]
 
 
+@pytest.mark.parametrize("end", [HEAD, CRASH])
+def test_what_a_rank_prints_into_another_file_does_not_come_after_its_end(end: str, tmp_path: Path) -> None:
+    """As torchrun's ``--redirects`` has it."""
+    for rank in range(2):
+        folder = tmp_path / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        (folder / "stdout.log").write_text("\n".join(STEPS))
+        (folder / "stderr.log").write_text(end if rank else "\n".join(lost()))
+    assert [one.rank for one in diagnose(locate.read(tmp_path).evidence).culprits] == [1]
+
+
 # --- by what libraries say of processes and ranks ---------------------------------------------------------------------
 
 SYSTEM = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error"

@@ -341,7 +341,8 @@ class Printed:
             one.opened = self._opened(one, said)
             self._note_nccl(one, said)
         one.before = text
-        own = one.opened is None and not (said.timed or _NOT_OWN.match(text))
+        end = one.raised[-1][0].line if one.raised else one.crashes[-1].line if one.crashes else said.line
+        own = one.opened is None and end.file == said.line.file and not (said.timed or _NOT_OWN.match(text))
         one.since += own
         self._since_stalled += own
         if own and isinstance(said.speaker, str) and None in self.heard:
