@@ -97,8 +97,8 @@ def _made_by(view: View | None, pending: list[Collective]) -> list[Collective]:
 def through_a_thread(rank: RankEvidence, inside: Inside, alignment: Alignment) -> PeerWait | None:
     """The main thread waits for a thread that waits for other ranks: so the rank waits for them, too."""
     view = inside.end
-    waits = view.other is not None and (view.awaited.peers is not None or inside.has_called(view))
-    found = peer_wait(rank, view, alignment) if waits else None
+    waits = view.awaited.peers is not None or inside.has_called(view) or _backward_without_a_record(view)
+    found = peer_wait(rank, view, alignment) if waits and view.other is not None else None
     if found is None:
         return None
     on_the_way = tuple(claim for edge in inside.path for claim in edge.claims)

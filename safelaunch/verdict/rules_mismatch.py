@@ -217,9 +217,9 @@ def _by_stacks(facts: Facts, ranks: list[int]) -> Meeting:
 
 
 def _user_stack(facts: Facts, rank: int, recorded: tuple[Frame, ...] = ()) -> tuple[Frame | None, tuple[Frame, ...]]:
-    """The user's call and its callers: as recorded with the entry, else as the main thread shows them."""
+    """The user's call and its callers: as recorded with the entry, else as the main thread shows them if it waits."""
     one = facts.ranks[rank]
-    view = view_of(one.evidence)
+    view = view_of(one.evidence) if one.wait is None or one.wait.thread is None else None
     frames = recorded or (view.frames if view else ())
     site = fr.stack_of(one.evidence, frames).user_frame or (one.wait.frame if one.wait else None)
     return site, frames[frames.index(site) :] if site in frames else ()

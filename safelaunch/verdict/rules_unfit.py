@@ -37,11 +37,11 @@ def unfit_transfers(case: Case) -> Ruling:
 
     Of a send and its receive, either may be the wrong one: both are named. Of an all_to_all only the sums are known.
     """
-    if case.waits.circle:
-        return ""
     for one in sorted(case.waits.classes.values(), key=lambda one: one.ranks):
         wait, members = one.wait, one.ranks
-        if wait.group is None or wait.seq is None:
+        if wait.kind == "collective" and wait.seq is None and len({*_sources(case, wait).values()}) > 1:
+            return _of_sources(case, wait, _sources(case, wait))
+        if case.waits.circle or wait.group is None or wait.seq is None:
             continue
         if wait.kind == "p2p":
             pair = case.transfers.unequal(members[0], wait.group)
@@ -79,7 +79,7 @@ def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
 
 def _sources(facts: Facts, wait: PeerWait) -> dict[int, int]:
     """rank → the root that it names in the call, of those that wait in the same one; by the record, itself."""
-    there = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None and _is_in(one, wait)}
+    there = {rank: one for rank, one in facts.ranks.items() if one.wait is not None and _is_in(one, wait)}
     named = {rank: root for rank, one in there.items() if (root := _root_of(one)) is not None}
     return named or {rank: rank for rank in roots(facts.alignment, wait.group or "", wait.seq or 0)}
 
@@ -88,14 +88,19 @@ def _is_in(one: RankFacts, wait: PeerWait) -> bool:
     """It waits in the same call; lists of objects take two, first of their sizes, from one line and with one root."""
     mine = one.wait
     if mine is None or mine.key == wait.key:
-        return mine is not None
+        return mine is not None and (wait.seq is not None or mine.frame == wait.frame)
     same = (mine.group, mine.seq, mine.op, mine.frame) == (wait.group, (wait.seq or 0) + 1, wait.op, wait.frame)
     view = view_of(one.evidence) if same else None
     return view is not None and calls.passes_objects(view.stack)
 
 
-def _root_of(wait: PeerWait) -> int | None:
-    return wait.target if wait.target is not None else wait.source
+def _root_of(one: RankFacts) -> int | None:
+    """In the world; without a record nobody knows of which group it is: then in that."""
+    wait, view = one.wait, view_of(one.evidence)
+    if wait is not None and wait.seq is not None:
+        return wait.target if wait.target is not None else wait.source
+    call = view.thread.call if view is not None and view.thread is not None else None
+    return (call.group_src if call.group_src is not None else call.group_dst) if call is not None else None
 
 
 def _of_sources(facts: Facts, wait: PeerWait, sources: Mapping[int, int]) -> Finding:
@@ -104,16 +109,21 @@ def _of_sources(facts: Facts, wait: PeerWait, sources: Mapping[int, int]) -> Fin
     for rank, root in sources.items():
         by_root.setdefault((root,), []).append(rank)
     odd, majority = vote(by_root)
-    silent = len(facts.alignment.members(str(wait.group))[0]) - len(sources)
+    numbered = wait.seq is not None
+    silent = len(facts.alignment.members(str(wait.group))[0]) - len(sources) if numbered else 0
     surely = majority and 2 * (len(sources) - len(odd)) > len(sources) + silent
-    parts = [f"rank {root} on {ranks_word(ranks)}" for (root,), ranks in by_root.items()]
-    text = f"The root of {wait.words}, #{wait.seq} of group {wait.group!r}, is {' and '.join(parts)}."
+    whose = "rank" if numbered else "group rank"
+    parts = [f"{whose} {root} on {ranks_word(ranks)}" for (root,), ranks in by_root.items()]
+    number = f", #{wait.seq} of group {wait.group!r}," if numbered else ""
+    text = f"The root of {wait.words}{number} is {' and '.join(parts)}."
     return Finding(
         "collective-mismatch",
-        () if surely else (Doubt.NO_MAJORITY,),
+        (*(() if surely else (Doubt.NO_MAJORITY,)), *(() if numbered else (Doubt.LINES_ALONE,))),
         text,
-        tuple(waiting_culprit(facts.ranks[r], f"Rank {r} names rank {sources[r]} as the root.") for r in odd),
-        tuple(facts.ranks[r].line_claim(f"rank {r} names rank {root} as the root") for r, root in sources.items())[:8]
+        tuple(waiting_culprit(facts.ranks[r], f"Rank {r} names {whose} {sources[r]} as the root.") for r in odd),
+        tuple(facts.ranks[r].line_claim(f"rank {r} names {whose} {root} as the root") for r, root in sources.items())[
+            :8
+        ]
         + wait_claims(facts, sorted(sources)),
         advice=frozenset({ROOTS_DIFFER}),
     )
