@@ -97,7 +97,7 @@ def _made_by(view: View | None, pending: list[Collective]) -> list[Collective]:
 def through_a_thread(rank: RankEvidence, inside: Inside, alignment: Alignment) -> PeerWait | None:
     """The main thread waits for a thread that waits for other ranks: so the rank waits for them, too."""
     view = inside.end
-    waits = view.awaited.peers is not None or inside.has_called(view) or _backward_without_a_record(view)
+    waits = view.awaited.peers is not None or inside.has_called(view) or _rests_without_a_record(view)
     found = peer_wait(rank, view, alignment) if waits and view.other is not None else None
     if found is None:
         return None
@@ -125,10 +125,11 @@ def _quiet_wait(view: View, pending: list[Collective], alignment: Alignment) -> 
     if pending and view.poll is not None and view.poll.of == "work":
         return _from_entry(view.rank, pending[0], view)
     posted = not view.stack.called and _batch(view)
-    if not native and wait.kind == "lock" and (posted or _awaits_a_work(view, pending, alignment)):
+    recorded = view.rank.flight_record is not None and alignment.has_collectives  # but no sends and receives
+    if not native and wait.kind == "lock" and (posted or (recorded and not pending and _calls_wait(view))):
         return _with_batch(_from_stack(view, calls.TorchWait("p2p", "a send or receive")), view)
-    if not pending and wait.kind == "lock" and _backward_without_a_record(view):
-        return _of_backward(view)
+    if not pending and wait.kind == "lock" and _rests_without_a_record(view):
+        return _at_rest(view)
     if not pending or native == "lock" or wait.kind not in ("lock", "unknown"):
         return None
     if calls.in_torch(view.stack) or (view.user_frame is not None and not view.stack.called):
@@ -136,14 +137,11 @@ def _quiet_wait(view: View, pending: list[Collective], alignment: Alignment) -> 
     return None
 
 
-def _awaits_a_work(view: View, pending: list[Collective], alignment: Alignment) -> bool:
+def _calls_wait(view: View) -> bool:
     """Where its line, or one of torch.distributed's, calls ``wait()`` and rests in it without a Python frame, that is
-    c10d's, of a send or receive: collectives are recorded, and those of the standard library have frames."""
-    recorded = view.rank.flight_record is not None and alignment.has_collectives
-    if pending or not recorded or view.read_source is None:
-        return False
+    c10d's: those of the standard library have frames."""
     inner = line_before_c10d(view)
-    return inner is not None and calls_method(inner, "wait", view.read_source)
+    return inner is not None and view.read_source is not None and calls_method(inner, "wait", view.read_source)
 
 
 def line_before_c10d(view: View) -> Frame | None:
@@ -151,8 +149,8 @@ def line_before_c10d(view: View) -> Frame | None:
     return view.user_frame if not view.stack.called else calls.in_distributed(view.stack)
 
 
-def _backward_without_a_record(view: View) -> bool:
-    """A backward pass that rests, where neither C frames nor a Flight Recorder can say on what.
+def _rests_without_a_record(view: View) -> bool:
+    """In a backward pass or ``work.wait()``, where neither C frames nor a Flight Recorder can say on what.
 
     torch 2.6 and 2.9 let nobody outside see gloo's collectives, and reading C frames takes its time. What a backward
     pass rests on without a Python frame of a hook inside it is its gradients' reduction, as good as always.
@@ -160,14 +158,16 @@ def _backward_without_a_record(view: View) -> bool:
     record = view.rank.flight_record
     recorded = record is not None and bool(record.entries)
     natively = any(sample.native for sample in view.process.stacks)
-    return not recorded and not natively and calls.in_backward(view.stack)
+    return not recorded and not natively and (calls.in_backward(view.stack) or _calls_wait(view))
 
 
-def _of_backward(view: View) -> PeerWait:
-    where = view.place
-    claim = view.stack_claim(f"{view.words} rests in the backward pass at {where}, as when gradients are reduced")
-    op = "a collective"
-    return PeerWait("collective", op, None, None, (op,), view.user_frame, f"the backward pass at {where}", (claim,))
+def _at_rest(view: View) -> PeerWait:
+    what, why = "the backward pass", "as when gradients are reduced"
+    if not calls.in_backward(view.stack):
+        what, why = "work.wait()", "as for a call of torch.distributed"
+    where, op = f"{what} at {view.place}", "a collective"
+    claim = view.stack_claim(f"{view.words} rests in {where}, {why}")
+    return PeerWait("collective", op, None, None, (op,), view.user_frame, where, (claim,))
 
 
 def kernel_says_busy(view: View | None) -> bool:

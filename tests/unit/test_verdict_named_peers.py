@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from evidence import entry, in_c10d, in_user, job, past, rank, record, waiting
+from evidence import at, entry, in_backward, in_c10d, in_user, job, past, rank, record, waiting
 
 from safelaunch.model import CallArguments, Frame, GilTest, Posted, RankEvidence, Verdict
 from safelaunch.verdict.diagnose import diagnose
@@ -100,3 +100,44 @@ def test_a_ring_whose_batches_fit_or_that_is_turned_by_all_names_no_wrong_neighb
     assert named(diagnose(job(*map(ring, range(4)))))[0] == "p2p-cycle"
     turned = [ring(n, to=(n + 2) % 4) for n in range(4)]
     assert named(diagnose(job(*turned)))[0] == "p2p-cycle"
+
+
+# --- without a record: a job that safelaunch has not started ----------------------------------------------------------
+
+
+def casts(number: int, root: int, *, src: int | None = None, line: int = 38) -> RankEvidence:
+    call = CallArguments(src=root if src is None else src, group_src=root)
+    return rank(number, in_c10d("broadcast", line), call=call)
+
+
+def test_roots_that_differ_on_one_line() -> None:
+    verdict = diagnose(job(casts(0, 1), casts(1, 2), casts(2, 1)))
+    assert named(verdict) == ("collective-mismatch", [1], "low")
+    assert "is group rank 1 on ranks 0,2 and group rank 2 on rank 1" in verdict.summary
+    beside = diagnose(job(casts(0, 1), casts(1, 2), casts(2, 1), rank(3, in_backward(60))))
+    assert named(beside) == ("collective-mismatch", [1], "low")
+
+
+def test_the_same_root_of_each_group_is_no_mismatch() -> None:
+    halves = [casts(number, 0, src=number // 2 * 2) for number in range(4)]
+    assert diagnose(job(*halves)).cause == "no-rank-stands-out"
+    assert diagnose(job(casts(0, 1), casts(1, 2, line=40), casts(2, 1))).summary.count("root") == 0
+
+
+JOIN = (Frame("/usr/lib/python3.11/threading.py", 1119, "Thread.join"), *in_user(20, "train_in_a_thread"))
+
+
+def test_a_backward_pass_in_a_thread_of_its_own() -> None:
+    lines = {number: in_backward(60) if number != 1 else in_c10d("all_gather", 16) for number in range(4)}
+    ranks = [rank(number, JOIN, "futex", threads=[("trainer", one, "futex")]) for number, one in lines.items()]
+    verdict = diagnose(job(*ranks))
+    assert named(verdict) == ("collective-mismatch", [1], "low")
+    assert verdict.culprits[0].frame == at(16)
+
+
+def test_a_work_that_a_line_waits_for_is_no_lock() -> None:
+    text = "\n" * 31 + "def exchange(work):\n    work.wait()\n"
+    ranks = [rank(0, in_user(33, "exchange"), "futex"), *(rank(n, in_backward(60), "futex") for n in (1, 2, 3))]
+    verdict = diagnose(job(*ranks), read_source=lambda path: text)
+    assert named(verdict) == ("collective-mismatch", [0], "low")
+    assert "Rank 0 waits in work.wait() at train.py:33 (exchange)" in verdict.summary

@@ -127,10 +127,8 @@ _OF_A_FATAL = re.compile(r"\s|$|Current thread|Thread 0x|Extension modules:|Pyth
 _SIGNALS = {
     "Killed": signal.SIGKILL, "Terminated": signal.SIGTERM, "Segmentation fault": signal.SIGSEGV,
     "Aborted": signal.SIGABRT, "Bus error": signal.SIGBUS, "Out Of Memory": signal.SIGKILL,
-}  # fmt: skip
-_FATAL_SIGNALS = {
-    **_SIGNALS, "Illegal instruction": signal.SIGILL,
-    "Floating point exception": signal.SIGFPE, "Floating-point exception": signal.SIGFPE,
+    "Illegal instruction": signal.SIGILL, "Floating point exception": signal.SIGFPE,
+    "Floating-point exception": signal.SIGFPE,
 }  # fmt: skip
 
 
@@ -148,7 +146,7 @@ class Crash:
     @property
     def signal(self) -> int:
         """The interpreter ends itself with SIGABRT, whatever else it says."""
-        return _FATAL_SIGNALS.get(self.lines[0].removeprefix(_FATAL).strip(), signal.SIGABRT)
+        return _SIGNALS.get(self.lines[0].removeprefix(_FATAL).strip(), signal.SIGABRT)
 
     def take(self, text: str, *, own: bool) -> None:
         is_next = text.startswith(_CURRENT) and any(line.startswith(_CURRENT) for line in self.lines)
@@ -497,8 +495,8 @@ class Printed:
             if frames is not None:  # a shutdown has ended its wait
                 one.raised, one.timed_out = [], True
             for lack, tensor in alike.items():
-                name = tensor.rpartition("/")[2]
-                one.groups[tensor] = Group("", rank, int(rank not in lack), name, [*(frames or ())])
+                submitted, name = rank not in lack, tensor.rpartition("/")[2]
+                one.groups[tensor] = Group("", rank, int(submitted), name, [*(frames or ())])
         return tuple(range(self.world))
 
     def _note_nccl(self, one: Heard, said: Said) -> None:
@@ -535,9 +533,8 @@ class Printed:
         rank = re.match(r"(\d+)", block.get("rank", ""))
         code = re.match(r"(-?\d+)(?: +\(pid: (\d+)\))?", block.get("exitcode", ""))
         if rank and code and int(rank[1]) < MAX_RANKS:
-            pid, host = int(code[2] or 0), block.get("host", "")
-            at = one.block_at or one.first
-            self.ended[int(rank[1])] = Ended(int(code[1]), at, pid, host, one.block_root, speaker)
+            at, host = one.block_at or one.first, block.get("host", "")
+            self.ended[int(rank[1])] = Ended(int(code[1]), at, int(code[2] or 0), host, one.block_root, speaker)
             if local := re.search(r"local_rank: (\d+)", block["rank"]):
                 self.first[speaker] = int(rank[1]) - int(local[1])
 
