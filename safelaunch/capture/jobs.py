@@ -16,10 +16,12 @@ from functools import partial
 from pathlib import Path
 
 from safelaunch.beacon.unknown_role import TASKS
+from safelaunch.capture import sockets
 from safelaunch.capture.node import parse_environ
 from safelaunch.capture.result import gather, within
 from safelaunch.system import procstat
 from safelaunch.system.errors import CaptureError, UsageError
+from safelaunch.system.files import text_of
 
 READ_DEADLINE_S = 5.0
 MAPS_DEADLINE_S = 1.0
@@ -115,6 +117,22 @@ def _main_of(several: Sequence[Rank], table: Mapping[int, Process], runs_torch: 
     return next((one for one in topmost if runs_torch(one.process.pid)), topmost[0])
 
 
+def with_spawned(table: Mapping[int, Process], is_spawned: Callable[[int], bool]) -> dict[int, Process]:
+    """The table, where what ``mp.spawn`` has started has ranks, too: siblings, in the order of their start. Pure."""
+    found: dict[int, list[Process]] = {}
+    for one in sorted(table.values(), key=lambda one: (one.start_ticks, one.pid)):
+        if one.env is not None and _rank_of(one) is None and is_spawned(one.pid):
+            found.setdefault(one.ppid, []).append(one)
+    return {**table} | {
+        one.pid: replace(
+            one, env={**(one.env or {}), **dict(zip(_OF_A_RANK, map(str, (at, len(several), at)), strict=True))}
+        )
+        for several in found.values()
+        for at, one in enumerate(several)
+        if len(several) > 1
+    }
+
+
 def _rank_of(process: Process) -> Rank | None:
     for names in (_OF_A_RANK, *TASKS):
         number, size, local = ((process.env or {}).get(name, "") for name in names)
@@ -186,7 +204,7 @@ def processes() -> dict[int, Process]:
     """All processes of this host; without those that do not answer in time, whose memory is locked in the kernel."""
     pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
     read = gather([partial(_read, pid) for pid in pids], deadline_s=READ_DEADLINE_S)
-    return {one.pid: one for one in read if one is not None}
+    return with_spawned({one.pid: one for one in read if one is not None}, is_spawned)
 
 
 def _read(pid: int) -> Process | None:
@@ -205,6 +223,16 @@ def _read(pid: int) -> Process | None:
     with suppress(OSError):
         return replace(found, network=os.readlink(place / "ns/net"))  # noqa: PTH115 - text
     return found
+
+
+def is_spawned(pid: int) -> bool:
+    """By Python's ``multiprocessing``, and connected to others by TCP, as a loader's workers are not."""
+    try:
+        text = within(MAPS_DEADLINE_S, "cmdline", lambda: text_of(f"/proc/{pid}/cmdline"))
+    except CaptureError:
+        return False
+    ends = (one for _, one in sockets.descriptors(pid) if "spawn_main" in text and one.startswith("socket:["))
+    return any(sockets.describe(pid, int(one[8:-1])).startswith("tcp") for one in ends)
 
 
 def packages_of(pid: int) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Mapping
 
 import pytest
 
-from safelaunch.capture.jobs import FoundJob, Process, job_of, jobs_in
+from safelaunch.capture.jobs import FoundJob, Process, is_spawned, job_of, jobs_in, with_spawned
 from safelaunch.system.errors import UsageError
 
 TORCHRUN, SHELL = 100, 50
@@ -136,3 +140,33 @@ def test_what_started_several_jobs_names_none() -> None:
     with pytest.raises(UsageError, match="several jobs") as error:
         job_of(SHELL, both, found(both))
     assert "101, 201" in error.value.fix
+
+
+def test_what_mp_spawn_has_started_are_ranks_in_the_order_of_their_start() -> None:
+    several = table(
+        process(300, SHELL),
+        *(process(pid, 300) for pid in (303, 301, 302)),
+        process(304, 301),  # a loader's worker
+        process(400, SHELL),
+        process(401, 400),  # alone
+        process(402, 101, rank_env(0)),
+    )
+    seen = with_spawned(several, lambda pid: pid in (301, 302, 303, 401, 402))
+    (job, other) = found(seen)
+    assert (pids(job), job.world_size, job.agent) == ({0: 301, 1: 302, 2: 303}, 3, 300)
+    assert pids(other) == {0: 402} and job_of(304, seen, [job]) is job_of(300, seen, [job]) is job
+    assert seen[304] == several[304] and seen[401] == several[401]
+
+
+def test_a_connected_process_that_python_has_not_spawned_is_no_rank() -> None:
+    with socket.create_server(("127.0.0.1", 0)):
+        assert not is_spawned(os.getpid())
+        words = [sys.executable, "-c", CONNECTED, "spawn_main"]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+            assert is_spawned(child.pid)
+            child.communicate(b"\n")
+            child.wait()
+
+
+CONNECTED = "import socket; s = socket.create_server(('127.0.0.1', 0)); print('ready', flush=True); input()"
