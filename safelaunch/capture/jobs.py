@@ -227,12 +227,18 @@ def _read(pid: int) -> Process | None:
 
 def is_spawned(pid: int) -> bool:
     """By Python's ``multiprocessing``, and connected to others by TCP, as a loader's workers are not."""
+    spawned = any("spawn_main" in word for word in command_of(pid))
+    ends = (one for _, one in sockets.descriptors(pid) if spawned and one.startswith("socket:["))
+    return any(sockets.describe(pid, int(one[8:-1])).startswith("tcp") for one in ends)
+
+
+def command_of(pid: int) -> tuple[str, ...]:
+    """Empty where its memory is locked in the kernel."""
     try:
         text = within(MAPS_DEADLINE_S, "cmdline", lambda: text_of(f"/proc/{pid}/cmdline"))
     except CaptureError:
-        return False
-    ends = (one for _, one in sockets.descriptors(pid) if "spawn_main" in text and one.startswith("socket:["))
-    return any(sockets.describe(pid, int(one[8:-1])).startswith("tcp") for one in ends)
+        return ()
+    return tuple(text.split("\0")[:-1])
 
 
 def packages_of(pid: int) -> str:

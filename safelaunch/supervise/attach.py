@@ -15,10 +15,10 @@ from pathlib import Path
 
 from safelaunch import __version__
 from safelaunch.capture import collect
-from safelaunch.capture.jobs import SERVER, FoundJob, name_of_user, packages_of
+from safelaunch.capture.jobs import SERVER, FoundJob, command_of, name_of_user, packages_of
 from safelaunch.capture.last_words import ends_of_files
 from safelaunch.capture.look import ProcessLook, Target
-from safelaunch.capture.result import Result, within
+from safelaunch.capture.result import Result
 from safelaunch.job.paths import local_bundles, run_root
 from safelaunch.job.plan import name_of_command
 from safelaunch.model import Thread
@@ -30,15 +30,13 @@ from safelaunch.supervise.kinds import ATTACH
 from safelaunch.supervise.looks import Looks, look_at
 from safelaunch.supervise.watch.work import Background, Peak
 from safelaunch.system import procstat
-from safelaunch.system.errors import CaptureError, SafelaunchError
-from safelaunch.system.files import text_of
+from safelaunch.system.errors import SafelaunchError
 from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redactor import Redactor
 from safelaunch.verdict.reading.frames import python_frames
 from safelaunch.verdict.stalled import LEAST_S
 
 SPINS = 0.5  # of the time on a core: a thread that asks its device or its peers again and again never sleeps
-READ_S = 2.0
 NO_OUTPUT: Result[str] = Result(None, "standard output", 0.0, missing="it goes to no file that is this rank's alone")
 
 
@@ -167,8 +165,8 @@ def _is_denied(looks: Looks) -> bool:
 
 def _context(job: FoundJob, bundle_dir: Path) -> JobContext:
     first = job.ranks[min(job.ranks)].process
-    argv, cwd = _command(first.pid), _working_directory(first.pid)
-    command = _command(job.agent) if "TORCHELASTIC_RUN_ID" in job.env else argv
+    argv, cwd = command_of(first.pid) or ("job",), _working_directory(first.pid)
+    command = command_of(job.agent) or ("job",) if "TORCHELASTIC_RUN_ID" in job.env else argv
     name, host = name_of_command(argv), socket.gethostname()
     ordinary = [cwd, os.fspath(bundle_dir), *argv[:2], name, host, user_name(), name_of_user(first.user)]
     redactor = Redactor(secret_values(job.env, (*command, *argv), ordinary))
@@ -193,14 +191,6 @@ def _context(job: FoundJob, bundle_dir: Path) -> JobContext:
         launch=launch,
         redactor=redactor,
     )
-
-
-def _command(pid: int) -> tuple[str, ...]:
-    try:
-        text = within(READ_S, "cmdline", lambda: text_of(f"/proc/{pid}/cmdline"))
-    except CaptureError:  # its memory is locked in the kernel
-        return ("job",)
-    return tuple(text.split("\0")[:-1]) or ("job",)
 
 
 def _working_directory(pid: int) -> str:

@@ -310,8 +310,8 @@ class Printed:
 
     def nodes(self) -> set[Speaker | None]:
         """Who speaks for several ranks: in whose lines a launcher does, or some that have a local rank."""
-        found = {*self.failed, *(one.by for one in self.ended.values())}
-        found |= {str(name).partition(LOCAL)[0] for name in self.heard if LOCAL in str(name)}
+        local = (name.partition(LOCAL)[0] for name in self.heard if isinstance(name, str) and LOCAL in name)
+        found = {*self.failed, *(one.by for one in self.ended.values()), *local}
         tasks = {name for name in self.heard if isinstance(name, str) and name.isdigit()}
         # If one of the tasks raises and is without a launcher, it is a rank, and so are all.
         return found - tasks if any(self.heard[name].raised for name in tasks - found) else found
@@ -319,11 +319,10 @@ class Printed:
     def rank_of(self, name: str) -> int | None:
         """Whose lines those of a process or task are, where a line says so."""
         node, _, local = name.partition(LOCAL)
-        if pid := re.search(r"pid=(\d+)", name):
-            return self.ranks.get(pid[1])
         if local:
             return self.first[node] + int(local) if node in self.first else None
-        return int(name) if name.isdecimal() and len(name) < 6 else None
+        pid = re.search(r"pid=(\d+)", name)
+        return self.ranks.get(pid[1]) if pid else int(name) if name.isdecimal() and len(name) < 6 else None
 
     def hear(self, said: Said) -> None:
         one = self.heard.get(said.speaker)

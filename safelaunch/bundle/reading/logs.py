@@ -186,10 +186,9 @@ def _give_warnings(unsigned: Sequence[Heard], found: dict[int, Heard], job: Prin
         rank = places.get(by["process"], pids.get(int(by["pid"]))) if by else None
         alike = (one for one in raised if text[:80] in found[one].raised[-1][1].message)
         rank = rank if rank is not None else next(alike, None)
-        means = first_failure([text])
         if rank in found:
             found[rank].warnings.append((line, text))
-        elif rank is not None and job.nccl_failed is not None and means is not None and means[1].own:
+        elif rank is not None and job.nccl_failed and (means := first_failure([text])) and means[1].own:
             found[rank] = Heard(line, warnings=[(line, text)])
             found[rank].fail(line, "NCCL error", text)
     return found.keys() & places.values()
