@@ -75,6 +75,8 @@ def main() -> int:
     right = sum(not row["wrong"] for row in rows)
     print(f"{right} of {len(rows)} right, {time.monotonic() - begin:.0f} s")
     sure = sum(bool(row["wrong"]) and row["confidence"] == "high" for row in rows)
+    plain = [row for row in rows if not zoo.BY_NAME[str(row["class"])].recorder]
+    print(f"{sum(not row['wrong'] for row in plain)} of {len(plain)} right where no recorder is needed", end="; ")
     print(f"{sure} wrong at high, the longest {max((row['seconds'] for row in rows), default=0)} s")
     if words.json:
         Path(words.json).write_text(json.dumps([*rows, *absent], indent=1) + "\n")
