@@ -778,6 +778,14 @@ def test_a_worker_that_ray_has_lost(before: list[str], how: str, cause: str, sai
     assert (*named(verdict), verdict.victims) == (cause, [2], "0-1,3") and said in verdict.summary
 
 
+def test_what_nccl_calls_invalid_is_a_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    error = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:268\nncclInvalidUsage: invalid usage"
+    told = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 4000"
+    path = tmp_path / "job.log"
+    path.write_text("\n".join([*lost(error), "Last error:", told]))
+    assert main([str(path)]) == 0 and told[:40] in capfd.readouterr().out
+
+
 CLOSED = "misc/socket.cc:50 NCCL WARN socketProgress: Connection closed by remote peer n1<55133>"
 LEFT = "slurmstepd: error: *** STEP 4.0 ON n3 CANCELLED AT 2026-05-05T10:00:00 DUE TO PREEMPTION ***"
 

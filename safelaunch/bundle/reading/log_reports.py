@@ -28,8 +28,8 @@ _FRAME_IN_BOX = re.compile(r"[│|] (?P<file>\S.*?):(?P<line>\d{1,9}) in (?P<fun
 _OF_A_SUMMARY = re.compile(r" {1,3}traceback *: (?=Traceback \(most)")
 _OF_A_CHILD = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
 _GOES_ON = re.compile(  # the messages of NCCL and CUDA
-    r"nccl\w+Error|Last error:|[\w.]+: Connect to |[\w:]+Error: |CUDA kernel errors |For debugging consider "
-    r"|Device-side assert|Compile with `"
+    r"nccl(?:\w+Error|Invalid\w+)|Last error:|[\w.]+: Connect to |[\w:]+Error: |CUDA kernel errors "
+    r"|For debugging consider |Device-side assert|Compile with `"
 )
 _ERROR = re.compile(r"(?P<type>[A-Za-z_][\w.]*(?:\(\w+\))?)(?:: (?P<message>.*))?$", re.DOTALL)
 # What is no output of the script's own: of launchers, and of torch's log.
@@ -166,7 +166,9 @@ _GROUP = re.compile(
 OF_NCCL = re.compile(r"(?:^|\s)(?P<process>[\w.-]+:(?P<pid>\d+)):\d+ \[")
 _IN_NCCL = re.compile(rf"{OF_NCCL.pattern}.* comm 0x\w+ rank (?P<rank>\d{{1,6}}) nranks (?P<world>\d{{1,6}}) ")
 # What NCCL returns to who calls it. A warning alone is none: it tries something else, or a peer ended before it.
-_NCCL_FAILED = re.compile(r"\bnccl\w+Error: |NCCL error: |NCCL error in: |NCCL INFO group\.cc:\d+ -> [1-6]\b")
+_NCCL_FAILED = re.compile(
+    r"\bnccl(?:\w+Error|Invalid\w+): |NCCL error: |NCCL error in: |NCCL INFO group\.cc:\d+ -> [1-6]\b"
+)
 _AT_WORK = re.compile(r"work(?: sequence id)?: (?P<seq>\d+)")
 _WHOSE = re.compile(r"\[(?:[^\]]* )?Rank (?P<rank>\d{1,6})\]")
 _STATUS = re.compile(r"last enqueued (?:NCCL )?work: (?P<queued>-?\d+), last completed (?:NCCL )?work: (?P<done>-?\d+)")
