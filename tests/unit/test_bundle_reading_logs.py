@@ -22,6 +22,7 @@ from safelaunch.bundle.reading.log_lines import CHUNK_BYTES
 from safelaunch.bundle.reading.logs import read_logs
 from safelaunch.cli.diagnose import main
 from safelaunch.model import Verdict
+from safelaunch.system.errors import UsageError
 from safelaunch.verdict.diagnose import diagnose
 
 DATA = Path(__file__).parents[1] / "data" / "logs"
@@ -134,6 +135,16 @@ def test_packed_and_from_standard_input_and_several(tmp_path: Path, capfd: pytes
     assert "rank_1.log:1" in shown.out
     assert main([str(tmp_path), "--json"]) == 0  # the packed one is another job's, of which the same rank failed
     assert '"rank-' in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("at", [30, 2000])
+@pytest.mark.parametrize("name", ["job.log.gz", "bundle.tar.gz"])
+def test_a_damaged_packed_file(name: str, at: int, tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(b"".join(b"step %d loss 0.5\n" % n for n in range(9999))))
+    packed[at : at + 100] = b"\xff" * 100
+    (tmp_path / name).write_bytes(packed)
+    with pytest.raises(UsageError, match="cannot diagnose"):
+        main([str(tmp_path / name)])
 
 
 @pytest.mark.parametrize(

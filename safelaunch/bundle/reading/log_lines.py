@@ -12,6 +12,7 @@ import codecs
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ _TELLING = (
     b"orker group", b"CANCELLED", b"return code", b"NCCL error", b" group.cc:", b"on signal", b"Process name: ",
     b" nranks ", b"subset of ranks",
 )  # fmt: skip
+NOT_GZIP = (EOFError, zlib.error)  # what gzip raises of damaged files, besides OSError
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07")
 
 
@@ -60,7 +62,7 @@ def is_log(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(1 << 12)
     if head.startswith(GZIP):
-        with suppress(OSError, EOFError), gzip.open(path) as packed:
+        with suppress(OSError, *NOT_GZIP), gzip.open(path) as packed:
             head = packed.read(1 << 12)
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import re
 import signal
 from collections import Counter, deque
@@ -11,7 +10,15 @@ from itertools import islice
 from pathlib import Path
 
 from safelaunch.bundle.reading.guard import Found, Unreadable, cannot_be_read
-from safelaunch.bundle.reading.log_lines import MAX_RANKS, Signer, Speaker, hosts_of, lines_of, speakers_of_names
+from safelaunch.bundle.reading.log_lines import (
+    MAX_RANKS,
+    NOT_GZIP,
+    Signer,
+    Speaker,
+    hosts_of,
+    lines_of,
+    speakers_of_names,
+)
 from safelaunch.bundle.reading.log_reports import DEFAULT, OF_NCCL, UNNAMED, Ended, Heard, Printed
 from safelaunch.capture.last_words import parse_fatal
 from safelaunch.model import (
@@ -41,8 +48,10 @@ def read_logs(paths: Sequence[Path], root: Path | None = None) -> Found:
     for path, name in zip(paths, names, strict=True):
         try:
             count += _read(path, name, job, whose.get(name))
-        except (OSError, EOFError, gzip.BadGzipFile) as error:
-            raise cannot_be_read(error) if isinstance(error, OSError) else Unreadable("it is damaged") from error
+        except NOT_GZIP as error:
+            raise Unreadable("it is damaged") from error
+        except OSError as error:
+            raise cannot_be_read(error) from error
     job.end()
     return _found(job, names, count)
 
