@@ -15,15 +15,14 @@ from dataclasses import dataclass
 from safelaunch.system.files import text_of
 
 TICK_NS = 10**9 // os.sysconf("SC_CLK_TCK")
-# Signals whose handlers end the process, report its end, or answer a terminal. Any other one may do something for the
-# program, whoever sends it: a timer, a file, a stranger.
-_OF_ENDS = (
-    signal.SIGINT, signal.SIGQUIT, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE,
-    signal.SIGSEGV, signal.SIGPIPE, signal.SIGTERM, signal.SIGCHLD, signal.SIGTSTP, signal.SIGXCPU, signal.SIGXFSZ,
-    signal.SIGWINCH, signal.SIGSYS,
-)  # fmt: skip
+# Signals that Python, faulthandler or torch handle in each program, and that of a child's end. Any other one may do
+# something for the program, whoever sends it: a timer, a scheduler, a stranger.
+_USUAL = (
+    *(signal.SIGINT, signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV, signal.SIGPIPE),
+    *(signal.SIGXFSZ, signal.SIGCHLD),
+)
 _OF_THREADS = (32, 33)  # the C library's own
-_SIGNALS = (1 << 64) - 1 - sum(1 << (number - 1) for number in (*_OF_ENDS, *_OF_THREADS))
+_SIGNALS = (1 << 64) - 1 - sum(1 << (number - 1) for number in (*_USUAL, *_OF_THREADS))
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 

@@ -10,6 +10,7 @@ The job is dead where the main thread of every rank that has not ended can never
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,6 +21,7 @@ from safelaunch.model import (
     Frame,
     ProcessEvidence,
     ProofEdge,
+    RankEvidence,
     StackSample,
     Thread,
     rank_words,
@@ -41,11 +43,12 @@ _NEVER: frozenset[Node] = frozenset()
 # Native threads of torch and of the libraries below it run no Python code of their own accord: what they call back is
 # the end of a call of c10d. Any other one may set an event or put something into a queue. A name tells nothing: whoever
 # a thread begins inherits its own.
-_TORCH = ("libtorch", "libc10")
-_BELOW_TORCH = (
-    *(*_TORCH, "libgomp", "libiomp", "libomp", "libopenblas", "libscipy_openblas", "libblas", "libmkl"),
-    *("libnccl", "libcuda", "libcudart", "libcupti", "libucs", "libucp", "libuct", "libibverbs", "libmlx5"),
+_TORCH = re.compile(r"(libtorch(_cpu|_cuda|_hip|_xpu|_python)?|libc10(_\w+)?)\.so[.\d]*")
+_BELOW_TORCH = re.compile(
+    rf"{_TORCH.pattern}|(libgomp|libi?omp5?|lib(scipy_)?openblas\w*|libmkl_\w+|libnccl|libcuda(rt)?|libcupti"
+    r"|libuc[spt]|libibverbs|libmlx5)(-\w+)?\.so[.\d]*"
 )
+_OF_RPC = "TP_"  # TensorPipe's threads: those of torch's library run what other processes ask for, then
 GLOO_S, STORE_S = 1800.0, 300.0  # the time limits of gloo's calls and of a store's, unless the user has set others
 
 
@@ -241,7 +244,7 @@ class _Prover:
         peers = [wait.peer] if wait.peer is not None else sorted(self._case.world - {rank})
         if any(mine.may_meet(rank, other, peer) for peer in peers for other in self._transfers.get(peer, ())):
             return None  # it may be under way
-        givers = self._any_of(peers).union(*(self._with_user_code(peer) for peer in peers))
+        givers = self._any_of(peers).union(*map(self._not_of_torch, peers))
         return (Need(givers, wait.words, wait.claims[0] if wait.claims else None),)
 
     @cached_property
@@ -258,13 +261,13 @@ class _Prover:
             mine += [_Transfer(one.sends, one.peer, one.tag) for one in posted]
         return found
 
-    def _with_user_code(self, rank: int) -> frozenset[Node]:
+    def _not_of_torch(self, rank: int) -> frozenset[Node]:
+        """The threads that may run code of the user's or of a library: all but those that torch begins for itself."""
         if rank not in self._living:
             return _NEVER
         one = self._case.ranks[rank].evidence
         process = self._processes[one.host, one.pid]
-        seen = (thread for thread in process.python if fr.stack_of(one, fr.python_frames(thread)).user_frame)
-        return frozenset(self._actor(process, thread) for thread in seen)
+        return frozenset(self._actor(process, thread) for thread in process.python if not _is_of_torch(one, thread))
 
     def _has_come(self, rank: int) -> bool:
         """It is in ``init_process_group``, or past it."""
@@ -303,7 +306,7 @@ class _Prover:
             return None  # another rank may answer, through a native thread
         ident = view.thread.ident if view.thread is not None else 0
         pending = [entry for entry in self._pending(view) if entry.thread in (0, ident)]
-        of_torch = rests_in.startswith(_TORCH)
+        of_torch = _TORCH.fullmatch(rests_in) is not None
         if not pending:
             wait = self._case.ranks[view.rank.rank].wait if view.other is None else None
             if not of_torch or wait is None or wait.kind != "p2p" or not _names_a_transfer(view):
@@ -358,39 +361,30 @@ class _Prover:
         ]
         if not children or any(child not in self._processes for child in children):
             return None  # one that was not seen, or has ended and is about to be reaped
-        return (Need(self._threads_of(children), f"a child process ends ({view.place})", _stack_claim(view)),)
+        own = {self._actor(process, view.thread)} if view.thread is not None else set()
+        givers = self._threads_of([*children, (host, parent)]) - own  # another thread may end it
+        return (Need(givers, f"a child process ends ({view.place})", _stack_claim(view)),)
 
     def _of_descriptor(self, view: View, process: _Process) -> tuple[Need, ...] | None:
         wait, host = view.wait, view.rank.host
-        key = view.store_key
         own = {self._actor(process, view.thread)} if view.thread is not None else set()
-        if key is not None and wait.target.startswith("tcp"):
-            if not self._may_be_store(view):
-                return None
-            givers = self._any_of(self._case.world - {view.rank.rank}) | (self._with_code - own)
-            return (Need(givers, f"another rank sets the key {key.words}", _stack_claim(view)),)
         if wait.locked_by is not None:
             pids = [*self._sharing(host, wait.locked_by), *wait.lock_sharers]
         elif wait.ends is not None and wait.kind == "io" and not wait.times_out:
             pids = [end.pid for end in wait.ends]
         else:
             return None
-        owners = [(host, pid) for pid in pids]
-        if not owners or any(owner not in self._processes for owner in owners):
-            return None
-        if any(self._processes[owner].evidence.states[-1].handles_signals for owner in owners):
-            return None  # a handler may write, or unlock
-        heard = self._children_heard(self._processes[owner] for owner in owners)
-        givers = (self._threads_of(owners) | heard) - own
+        itself = (host, process.evidence.pid)
+        owners = {(host, pid) for pid in pids}
+        if not owners - {itself} or not owners <= self._processes.keys():
+            return (
+                None  # of a pipe to itself, who else has an end may be out of sight: in another container, or under way
+            )
+        others = [self._processes[owner] for owner in owners]
+        if any(_handles_signals(one.evidence) or _serves_a_store(one.evidence) for one in others):
+            return None  # a handler may write, or unlock; anybody may set a key
+        givers = (self._threads_of({*owners, itself}) | self._children_heard(others)) - own
         return (Need(givers, f"an answer to {wait.call} on {wait.target} at {view.place}", _stack_claim(view)),)
-
-    def _may_be_store(self, view: View) -> bool:
-        """Whether its connection leads to c10d's store: in a rank, or in the agent that started one. The clients of
-        other stores, outside the job, are asked in the same words."""
-        here = {pid: one for (host, pid), one in self._processes.items() if host == view.rank.host}
-        agents = {one.evidence.states[-1].ppid for one in here.values() if self._is_main(one) and one.evidence.states}
-        hosts = {pid for pid, one in here.items() if not one.has_others} | agents
-        return bool(view.wait.ends) and all(end.pid in hosts for end in view.wait.ends or ())
 
     def _threads_of(self, owners: Iterable[tuple[str, int]]) -> frozenset[Node]:
         """All threads of these processes, native ones, too: they may write, close, or end their process."""
@@ -404,12 +398,6 @@ class _Prover:
         if holder is None:
             return [pid]
         return [one.evidence.pid for one in self._processes.values() if one.rank == holder.rank]
-
-    @cached_property
-    def _with_code(self) -> frozenset[Node]:
-        """All threads of children, and those of ranks that run code of the user's."""
-        children = [owner for owner, one in self._processes.items() if not self._is_main(one)]
-        return self._threads_of(children).union(*map(self._with_user_code, self._living))
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -485,8 +473,8 @@ class _Prover:
         return frozenset().union(*(self._callers(rank) for rank in ranks))
 
     def _callers(self, rank: int) -> frozenset[Node]:
-        """The threads of ``rank`` that may make a call: its main one, those that ever did, and those of the user's that
-        are too new to have a habit; none once it ended.
+        """The threads of ``rank`` that may make a call: its main one, those that ever did, and those that are too new
+        to have a habit; none once it ended.
         """
         if rank not in self._living:
             return _NEVER
@@ -494,7 +482,7 @@ class _Prover:
         process = self._processes[one.host, one.pid]
         idents = self._idents.get(rank, frozenset())
         made = (thread for thread in process.python[1:] if not idents or thread.ident in idents or not thread.ident)
-        new = self._with_user_code(rank) - self._accustomed(process)
+        new = self._not_of_torch(rank) - self._accustomed(process)
         if self._may_call_natively(process):
             new |= {_Actor(rank, process.evidence.pid, OTHERS)}  # native code may call back into Python
         return frozenset(self._main(rank)) | {self._actor(process, thread) for thread in made} | new
@@ -504,7 +492,8 @@ class _Prover:
         of which no handler may wake it, either."""
         state = process.evidence.states[-1]
         own = [t for t in state.threads if t.syscall_name.startswith("futex") and not t.fd_target and t.ends_s is None]
-        idle = {thread.tid for thread in own} if not state.handles_signals else set()
+        woken = _handles_signals(process.evidence) or state.handles_child_ends
+        idle = {thread.tid for thread in own} if not woken else set()
         return bool(_unknown_beside(process.evidence) - (self._old_threads(process) & idle))
 
     def _accustomed(self, process: _Process) -> frozenset[Node]:
@@ -646,7 +635,22 @@ def _rests_in(view: View) -> str:
 
 def _may_be_interrupted(view: View) -> bool:
     """A signal's handler runs in the main thread, and may raise there. Calls of c10d don't return for it."""
-    return view.os_tid == view.process.pid and view.process.states[-1].handles_signals
+    return view.os_tid == view.process.pid and _handles_signals(view.process)
+
+
+def _handles_signals(process: ProcessEvidence) -> bool:
+    """torch itself has workers of a DataLoader handle SIGTERM."""
+    return process.role != "dataloader worker" and process.states[-1].handles_signals
+
+
+def _serves_a_store(process: ProcessEvidence) -> bool:
+    return any(thread.name.startswith("pt_tcpstore") for thread in process.states[-1].threads)
+
+
+def _is_of_torch(rank: RankEvidence, thread: Thread) -> bool:
+    frames = fr.python_frames(thread)
+    begun = next((frame.file for frame in reversed(frames) if fr.basename(frame.file) != "threading.py"), "")
+    return "/torch/" in fr.normal(begun) and fr.is_library(begun) and not fr.stack_of(rank, frames).user_frame
 
 
 def _in_lock(view: View) -> bool:
@@ -680,4 +684,5 @@ def _unknown_beside(process: ProcessEvidence) -> frozenset[int]:
     """The native threads that may run Python code of their own accord."""
     python = {thread.os_tid for thread in _python_threads(process)}
     native = [thread for thread in process.states[-1].threads if thread.tid not in python]
-    return frozenset(thread.tid for thread in native if not thread.rests_in.startswith(_BELOW_TORCH))
+    serves = any(thread.name.startswith(_OF_RPC) for thread in native)
+    return frozenset(thread.tid for thread in native if serves or not _BELOW_TORCH.fullmatch(thread.rests_in))

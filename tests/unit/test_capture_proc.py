@@ -44,7 +44,9 @@ def test_stat_rejects_other_text(text: str) -> None:
         ("SIGALRM", "print", (True, False)),
         ("SIGUSR1", "print", (True, False)),
         ("SIGALRM", "signal.SIG_IGN", (False, False)),
-        ("SIGTERM", "print", (False, False)),
+        ("SIGTERM", "print", (True, False)),
+        ("SIGINT", "print", (False, False)),
+        ("SIGRTMIN", "print", (True, False)),
         ("SIGCHLD", "print", (False, True)),
     ],
 )
