@@ -76,6 +76,23 @@ def test_who_holds_a_file_lock() -> None:
     ]
 
 
+BYTES = """\
+1: POSIX  ADVISORY  WRITE 4000 08:02:77 10 10
+2: POSIX  ADVISORY  WRITE 4001 08:02:77 100 100
+2: -> POSIX  ADVISORY  WRITE 4002 08:02:77 100 100
+2: -> POSIX  ADVISORY  WRITE 4003 08:02:77 100 100
+3: POSIX  ADVISORY  WRITE 0 08:02:78 0 EOF
+3: -> POSIX  ADVISORY  WRITE 4004 08:02:78 0 EOF
+"""
+
+
+@pytest.mark.parametrize(("pid", "inode", "holder"), [(4002, 77, 4001), (4003, 77, 4001), (4000, 77, 0), (4004, 78, 0)])
+def test_which_lock_on_a_file_is_in_the_way(pid: int, inode: int, holder: int) -> None:
+    """Several processes may have locks on bytes of one file. The last one's holder is of another container."""
+    found = waits._in_the_way(BYTES, pid, (0x08, 2, inode))
+    assert (found.pid if found is not None else 0) == holder
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

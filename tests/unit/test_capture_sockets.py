@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -154,6 +157,34 @@ TABLE = """\
    5: 0100007F:C352 0100007F:1F90 01 00000000:00000000 00:00000000 00000000     0        0 14 1 0 20 4 30 10 -1
    6: 0100007F:1F90 0100007F:C352 01 00000000:00000009 00:00000000 00000000     0        0 0 1 0 20 4 30 10 -1
 """
+
+
+def test_who_has_mapped_a_semaphore() -> None:
+    """A daemon that a rank has started has it as well, and is no process of the job's."""
+    lock = multiprocessing.get_context("fork").Lock()
+    paths = re.findall(r"/dev/shm/sem.*", Path("/proc/self/maps").read_text())
+    with subprocess.Popen(["sleep", "60"]) as stranger, lock:
+        pid = os.fork()
+        if pid == 0:
+            lock.acquire()
+        try:
+            thread = ThreadState(7, "python", "S", syscall_name="futex", fd_target=paths[-1])
+            state = ProcessState(7, 1, 5, 0.0, "python", (), "S", (thread,))
+            (told,) = with_ends([state], [os.getpid(), pid, stranger.pid])
+        finally:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+            stranger.kill()
+    assert {end.pid for end in told.threads[0].ends or ()} == {os.getpid(), pid}
+
+
+def test_of_several_listeners_of_one_port_the_one_at_the_address() -> None:
+    line = "   0: {}:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 {} 1 0 100 0 0 10 0\n"
+    at = {"0100007F": 20, "0200007F": 21}
+    table = TABLE.splitlines()[0] + "\n" + "".join(line.format(*one) for one in at.items())
+    assert sockets._listener(table, "0200007F:1F90") == 21
+    assert sockets._listener(table, "0300007F:1F90") is None
+    assert sockets._listener(table + line.format("00000000", 22), "0300007F:1F90") == 22
 
 
 @pytest.mark.parametrize(

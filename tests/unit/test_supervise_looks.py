@@ -14,11 +14,12 @@ from evidence import in_c10d, in_user, looked_at, process
 from msgspec import structs
 
 from safelaunch.capture import look, proc, stacks, waits
-from safelaunch.capture.look import Look, ProcessLook, Target, evidence_of, with_c_frames
+from safelaunch.capture.counters import Counters, ProcessCounters, Used
+from safelaunch.capture.look import Look, ProcessLook, RankLook, Target, evidence_of, with_c_frames
 from safelaunch.capture.result import Result
 from safelaunch.model import Frame, ProcessState, StackSample
 from safelaunch.supervise.answer import what_was_not_seen
-from safelaunch.supervise.looks import MOST_PATIENCE, Looks, Starvation, _is_unclear, look_at, with_the_late
+from safelaunch.supervise.looks import MOST_PATIENCE, Looks, Starvation, _is_unclear, _rested, look_at, with_the_late
 
 
 @pytest.mark.parametrize(
@@ -163,3 +164,18 @@ def test_a_later_look_knows_what_the_ranks_have_by_then() -> None:
     looks = look_at((now, Target(1, 1, os.getpid(), 0)), looks)
     assert [(target.rank, target.socket) for target in looks.targets] == [(0, now.socket), (1, None)]
     assert look_at((), looks).targets == looks.targets  # one that has ended since is still asked what it left
+
+
+@pytest.mark.parametrize(("before", "now", "rested_s"), [(5.0, 5.0, 30.0), (5.0, 5.1, 0.0), (None, 5.0, None)])
+def test_how_long_a_thread_has_rested(before: float | None, now: float, rested_s: float | None) -> None:
+    seen = process(1000, in_user(7))
+    state = structs.replace(seen.states[-1], start_ticks=3)
+    look_ = Look(0.0, 0.0, {0: RankLook(0, ProcessLook(1000, state, Result(None, "", 0.0)))})
+
+    def counted(at_s: float, cpu_ms: float | None) -> Counters:
+        threads = {state.threads[0].tid: Used(cpu_ms)} if cpu_ms is not None else {}
+        return Counters(at_s, 0, {(1000, 3): ProcessCounters(1000, threads=threads)})
+
+    main = _rested(look_, counted(100.0, before), counted(130.0, now)).ranks[0].main
+    assert main is not None and main.state is not None and main.state.threads[0].rested_s == rested_s
+    assert _rested(look_, None, counted(130.0, now)) == look_
