@@ -33,6 +33,7 @@ from safelaunch.verdict.graph import Need, Node, stuck
 from safelaunch.verdict.peers import PeerWait, line_before_c10d, peer_wait
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading.kernel import kind_of
 from safelaunch.verdict.reading.source import calls_any
 from safelaunch.verdict.waits import Case
 
@@ -498,9 +499,11 @@ class _Prover:
 
     def _accustomed(self, process: _Process) -> frozenset[Node]:
         """Threads that have let their rank make several calls without making one themselves, and that have had their
-        turn in the present quiet as well: what rests for long may do something new when it goes on."""
+        turn in the present quiet as well: what rests for long may do something new when it goes on, and who listens,
+        when it hears something."""
         old = self._old_threads(process)
-        had_its_turn = {t.tid for t in process.evidence.states[-1].threads if t.rested_s == 0}
+        threads = process.evidence.states[-1].threads
+        had_its_turn = {t.tid for t in threads if t.rested_s == 0 and kind_of(t) not in ("select", "poll", "io")}
         there = (thread for thread in process.python if thread.os_tid in old & had_its_turn)
         return frozenset(self._actor(process, thread) for thread in there)
 

@@ -437,6 +437,7 @@ NOT_PROVED = {
     "a thread that has rested for as long as anybody has looked": job(
         with_side_thread(0, 1, rested_s=50.0), in_group(1, "b", TWO)
     ),
+    "a thread that listens": job(with_side_thread(0, 1, "poll"), in_group(1, "b", TWO)),
     "a thread of which nobody knows whether it has rested": job(
         with_side_thread(0, 1, rested_s=None), in_group(1, "b", TWO)
     ),
