@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from safelaunch.system.files import text_of
 
 TICK_NS = 10**9 // os.sysconf("SC_CLK_TCK")
-# Signals that Python, faulthandler or torch handle in each program, and that of a child's end. Any other one may do
-# something for the program, whoever sends it: a timer, a scheduler, a stranger.
+# Signals that Python, the beacon or torch handle in each program, and that of a child's end. Any other one may do
+# something for the program, whoever sends it: a timer, a file, a stranger.
 _USUAL = (
     *(signal.SIGINT, signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV, signal.SIGPIPE),
-    *(signal.SIGXFSZ, signal.SIGCHLD),
+    *(signal.SIGTERM, signal.SIGXFSZ, signal.SIGCHLD),
 )
 _OF_THREADS = (32, 33)  # the C library's own
 _SIGNALS = (1 << 64) - 1 - sum(1 << (number - 1) for number in (*_USUAL, *_OF_THREADS))

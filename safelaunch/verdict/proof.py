@@ -235,7 +235,11 @@ class _Prover:
             return left_s is not None
         if view.wait.kind != "lock":
             return left_s < STORE_S - 1
-        return left_s + self._case.evidence.stall_s < GLOO_S - 60  # what it has waited is as long as the job is quiet
+        progress, at_s = view.rank.progress, view.process.states[-1].at_s
+        since_s = max(progress.last_step_ns, progress.claimed_ns) / 1e9 if progress is not None else at_s
+        return (
+            left_s + max(0.0, at_s - since_s) < GLOO_S - 60
+        )  # it has waited for as long as its rank is quiet, at most
 
     def _of_transfer(self, view: View, wait: PeerWait) -> tuple[Need, ...] | None:
         """One that is not recorded: any thread of the peer that runs the user's code may be the one to meet it."""
@@ -382,7 +386,7 @@ class _Prover:
                 None  # of a pipe to itself, who else has an end may be out of sight: in another container, or under way
             )
         others = [self._processes[owner] for owner in owners]
-        if any(_handles_signals(one.evidence) or _serves_a_store(one.evidence) for one in others):
+        if any(one.evidence.states[-1].handles_signals or _serves_a_store(one.evidence) for one in others):
             return None  # a handler may write, or unlock; anybody may set a key
         givers = (self._threads_of({*owners, itself}) | self._children_heard(others)) - own
         return (Need(givers, f"an answer to {wait.call} on {wait.target} at {view.place}", _stack_claim(view)),)
@@ -493,8 +497,7 @@ class _Prover:
         of which no handler may wake it, either."""
         state = process.evidence.states[-1]
         own = [t for t in state.threads if t.syscall_name.startswith("futex") and not t.fd_target and t.ends_s is None]
-        woken = _handles_signals(process.evidence) or state.handles_child_ends
-        idle = {thread.tid for thread in own} if not woken else set()
+        idle = {t.tid for t in own} if not (state.handles_signals or state.handles_child_ends) else set()
         return bool(_unknown_beside(process.evidence) - (self._old_threads(process) & idle))
 
     def _accustomed(self, process: _Process) -> frozenset[Node]:
@@ -638,12 +641,7 @@ def _rests_in(view: View) -> str:
 
 def _may_be_interrupted(view: View) -> bool:
     """A signal's handler runs in the main thread, and may raise there. Calls of c10d don't return for it."""
-    return view.os_tid == view.process.pid and _handles_signals(view.process)
-
-
-def _handles_signals(process: ProcessEvidence) -> bool:
-    """torch itself has workers of a DataLoader handle SIGTERM."""
-    return process.role != "dataloader worker" and process.states[-1].handles_signals
+    return view.os_tid == view.process.pid and view.process.states[-1].handles_signals
 
 
 def _serves_a_store(process: ProcessEvidence) -> bool:
