@@ -383,7 +383,7 @@ def holders(pid: int, fd: int) -> tuple[int, ...]:
     except OSError:
         return ()
     held = _in_the_way(text_of("/proc/locks"), pid, place)
-    if held is None:
+    if held is None or held.pid == pid:
         return ()
     taker = () if _has(held.pid, held) is False else (held.pid,)
     if not held.of_file:
