@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -78,6 +78,12 @@ class RankLook:
     @property
     def processes(self) -> tuple[ProcessLook, ...]:
         return (self.main, *self.children) if self.main is not None else ()
+
+    def with_each(self, known: Callable[[ProcessLook], ProcessLook]) -> RankLook:
+        """The same rank, with each of its processes as ``known`` gives it."""
+        if self.main is None:
+            return self
+        return replace(self, main=known(self.main), children=tuple(map(known, self.children)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +174,7 @@ def _with_ends(ranks: dict[int, RankLook], table: Iterable[int], deadline_s: flo
     def known(one: ProcessLook) -> ProcessLook:
         return replace(one, state=told.get(one.pid)) if one.state is not None else one
 
-    return {
-        number: replace(rank, main=known(rank.main), children=tuple(map(known, rank.children)))
-        if rank.main is not None
-        else rank
-        for number, rank in ranks.items()
-    }
+    return {number: rank.with_each(known) for number, rank in ranks.items()}
 
 
 def _locks_of_the_node(deadline_s: float) -> tuple[waits.Held, ...] | None:

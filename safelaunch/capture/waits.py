@@ -397,13 +397,13 @@ def _in_the_way(table: str, pid: int, place: tuple[int, int, int]) -> Held | Non
 
     Several processes may have locks on the same file, each on bytes of its own.
     """
-    lines = table.splitlines()
-    for at, line in enumerate(lines):
+    above = ""
+    for line in table.splitlines():
         number, arrow, rest = line.partition("->")
-        if not arrow or not any((one.pid, one.place) == (pid, place) for one in parse(f"{number} {rest}")):
-            continue
-        above = next((one for one in reversed(lines[:at]) if "->" not in one), "")
-        return next(parse(above), None)
+        if not arrow:
+            above = line
+        elif any((one.pid, one.place) == (pid, place) for one in parse(f"{number} {rest}")):
+            return next(parse(above), None)
     return None
 
 

@@ -147,12 +147,16 @@ class EarlyLooks:
         self._keep()
         if said:
             say(shown.line(found, before, part=part))
-        policy = self._watch.policy
-        if said and before is None and spell.stage != "steps" and policy.stall_given and not policy.startup_given:
-            limit = f"--startup-timeout ({policy.startup_s:.0f} s)"
-            say(f"no rank has made a step yet: until then {limit} counts, not --stall-timeout")
+            self._say_limit(spell, is_first=before is None)
         if said and found.movement == "still":
             self._context.suspects.start(variables_of_look(found, self._context.run_name))
+
+    def _say_limit(self, spell: Spell, *, is_first: bool) -> None:
+        """Which limit counts, where the user has given the other one alone."""
+        policy = self._watch.policy
+        if is_first and spell.stage != "steps" and policy.stall_given and not policy.startup_given:
+            limit = f"--startup-timeout ({policy.startup_s:.0f} s)"
+            say(f"no rank has made a step yet: until then {limit} counts, not --stall-timeout")
 
     @staticmethod
     def _is_worth_a_line(look: EarlyLook, before: EarlyLook | None, *, part: bool) -> bool:

@@ -141,11 +141,7 @@ def _rested(look: Look, before: Counters | None, now: Counters) -> Look:
         threads = [structs.replace(thread, rested_s=since(process, thread.tid)) for thread in process.state.threads]
         return replace(process, state=structs.replace(process.state, threads=tuple(threads)))
 
-    ranks = {
-        number: replace(rank, main=one(rank.main), children=tuple(map(one, rank.children))) if rank.main else rank
-        for number, rank in look.ranks.items()
-    }
-    return replace(look, ranks=ranks)
+    return replace(look, ranks={number: rank.with_each(one) for number, rank in look.ranks.items()})
 
 
 def _as_known_now(before: Sequence[Target], now: Sequence[Target]) -> tuple[Target, ...]:

@@ -170,6 +170,7 @@ OWN_LOCK = _sub_case("Release the lock before taking it again, or make it an `RL
 
 HELD = _sub_case("Don't block with a lock held: move the call in which its holder waits out of the `with` block.")
 
+_KERNEL_LOG = "the kernel log (`dmesg`; a bundle's `kernel_log.txt`)"
 _GROW = "Let segments grow, to reduce fragmentation:"
 
 FULL_PIPE = _sub_case(
@@ -294,7 +295,7 @@ DETAIL_CRASH = _sub_case(
     "Unset `TORCH_DISTRIBUTED_DEBUG=DETAIL` (`INFO` works): torch 2.13+ crashes under it where a DDP model is built."
 )
 KILLED_FROM_OUTSIDE = _sub_case(
-    "SIGKILL leaves no trace of its sender: check the kernel log (`dmesg`; a bundle's `kernel_log.txt`), and the log "
+    f"SIGKILL leaves no trace of its sender: check {_KERNEL_LOG}, and the log "
     "and memory limit of the scheduler or container (kills by systemd-oomd or earlyoom aren't counted). Fewer "
     "DataLoader workers need less memory."
 )
@@ -361,7 +362,7 @@ GPU_FRAGMENTED = frozenset({_GPU_FRAGMENTED, _GPU_FRAGMENTED_BEFORE})
 _BY_FAILURE: dict[Kind, str] = {
     "one-gpu": "Give each rank its own GPU first: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))`.",
     "nccl-memory": "Leave NCCL memory of the GPU: a smaller batch, fewer process groups, or a smaller `NCCL_BUFFSIZE`.",
-    "nccl-cuda": "Look for an Xid in the kernel log (`dmesg`; a bundle's `kernel_log.txt`), and compare the driver "
+    "nccl-cuda": f"Look for an Xid in {_KERNEL_LOG}, and compare the driver "
     "with torch's CUDA (`versions.json`). Try `NCCL_P2P_DISABLE=1` and `NCCL_NVLS_ENABLE=0` to rule out P2P and NVLS.",
     "nccl-shm": "Make room in `/dev/shm` (`df -h /dev/shm`; in a container `--shm-size=8g` or `--ipc=host`).",
     "nccl-limit": "Raise the limit of locked memory where the ranks start: `ulimit -l unlimited`.",
@@ -609,8 +610,8 @@ class UninterruptibleIo(Cause, name="uninterruptible-io"):
     """
 
     advice = _advice(
-        "The kernel waits for storage, a network file system or a driver: look at the kernel log (`dmesg`; a bundle's "
-        "`kernel_log.txt`) and the mount that the line reads from; killing the process will not help until it answers.",
+        f"The kernel waits for storage, a network file system or a driver: look at {_KERNEL_LOG} "
+        "and the mount that the line reads from; killing the process will not help until it answers.",
         "Put the data or the checkpoint on a local disk and run again.",
     )
     own = True
@@ -736,7 +737,7 @@ class GpuKernel(Cause, name="gpu-kernel"):
 
     advice = _advice(
         Advice("To find the kernel", preset="cuda-sync"),
-        "Look for Xid errors in the kernel log (`dmesg`; a bundle's `kernel_log.txt`).",
+        f"Look for Xid errors in {_KERNEL_LOG}.",
     )
     own = True
     of_node = "surely"

@@ -206,18 +206,15 @@ class _Prover:
             return self._on_device(view) or self._of_open_calls(view, process)
         wait = peer_wait(view.rank, view, self._case.alignment)
         claim = wait.claims[0] if wait is not None and wait.claims else None
-        if (seen.kind == "init" or seen.op == "new_group") and self._has_own_limit(view, is_usual=True):
+        is_usual = seen.kind == "init" or seen.op == "new_group" or (wait is not None and wait.kind == "p2p")
+        if self._has_own_limit(view, is_usual=is_usual):
             return None
         if seen.kind == "init":
             late = [rank for rank in sorted(self._case.world) if not self._has_come(rank)]
             return tuple(Need(self._callers(rank), f"rank {rank} joins", claim) for rank in late) or None
         if seen.op == "new_group":
             return self._of_new_group(view, claim)
-        if (
-            wait is None
-            or (wait.group is None and wait.kind != "p2p")
-            or self._has_own_limit(view, is_usual=wait.kind == "p2p")
-        ):
+        if wait is None or (wait.group is None and wait.kind != "p2p"):
             return None
         entries = self._entries(view, is_p2p=wait.kind == "p2p") if wait.group is not None else []
         if entries:
@@ -237,9 +234,8 @@ class _Prover:
             return left_s < STORE_S - 1
         progress, at_s = view.rank.progress, view.process.states[-1].at_s
         since_s = max(progress.last_step_ns, progress.claimed_ns) / 1e9 if progress is not None else at_s
-        return (
-            left_s + max(0.0, at_s - since_s) < GLOO_S - 60
-        )  # it has waited for as long as its rank is quiet, at most
+        waited_s = max(0.0, at_s - since_s)  # at most: for as long as its rank is quiet
+        return left_s + waited_s < GLOO_S - 60
 
     def _of_transfer(self, view: View, wait: PeerWait) -> tuple[Need, ...] | None:
         """One that is not recorded: any thread of the peer that runs the user's code may be the one to meet it."""
@@ -345,13 +341,17 @@ class _Prover:
             return None  # any thread may release a lock, not only the one that holds it
         givers = self._other_threads(process, view)
         if shared:
-            givers |= self._threads_of(sharers) - {self._actor(process, view.thread)} if view.thread else set()
+            givers |= self._threads_of(sharers) - self._own(process, view)
         elif lock is not None and lock.by_processes:
             others = (one for one in self._processes.values() if one.rank == process.rank and one is not process)
             givers |= {actor for other in others for actor, _ in self._views(other)}
         givers |= {_call(entry, view.rank.rank) for entry in self._pending(view)}  # what is called back at its end
         why = f"another thread ends the wait for {what} at {view.place}"
         return (Need(frozenset(givers), why, _stack_claim(view)),)
+
+    def _own(self, process: _Process, view: View) -> set[Node]:
+        """The waiting thread itself, of a process that runs Python."""
+        return {self._actor(process, view.thread)} if view.thread is not None else set()
 
     def _other_threads(self, process: _Process, view: View) -> set[Node]:
         return {self._actor(process, thread) for thread in process.python if thread is not view.thread}
@@ -366,13 +366,11 @@ class _Prover:
         ]
         if not children or any(child not in self._processes for child in children):
             return None  # one that was not seen, or has ended and is about to be reaped
-        own = {self._actor(process, view.thread)} if view.thread is not None else set()
-        givers = self._threads_of([*children, (host, parent)]) - own  # another thread may end it
+        givers = self._threads_of([*children, (host, parent)]) - self._own(process, view)  # another thread may end it
         return (Need(givers, f"a child process ends ({view.place})", _stack_claim(view)),)
 
     def _of_descriptor(self, view: View, process: _Process) -> tuple[Need, ...] | None:
         wait, host = view.wait, view.rank.host
-        own = {self._actor(process, view.thread)} if view.thread is not None else set()
         if wait.locked_by is not None:
             pids = [*self._sharing(host, wait.locked_by), *wait.lock_sharers]
         elif wait.ends is not None and wait.kind == "io" and not wait.times_out:
@@ -381,14 +379,13 @@ class _Prover:
             return None
         itself = (host, process.evidence.pid)
         owners = {(host, pid) for pid in pids}
+        # Of a pipe to itself, who else has an end may be out of sight: in another container, or under way.
         if not owners - {itself} or not owners <= self._processes.keys():
-            return (
-                None  # of a pipe to itself, who else has an end may be out of sight: in another container, or under way
-            )
+            return None
         others = [self._processes[owner] for owner in owners]
         if any(one.evidence.states[-1].handles_signals or _serves_a_store(one.evidence) for one in others):
             return None  # a handler may write, or unlock; anybody may set a key
-        givers = (self._threads_of({*owners, itself}) | self._children_heard(others)) - own
+        givers = (self._threads_of({*owners, itself}) | self._children_heard(others)) - self._own(process, view)
         return (Need(givers, f"an answer to {wait.call} on {wait.target} at {view.place}", _stack_claim(view)),)
 
     def _threads_of(self, owners: Iterable[tuple[str, int]]) -> frozenset[Node]:

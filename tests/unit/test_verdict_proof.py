@@ -174,7 +174,8 @@ def with_native_thread(one: ProcessEvidence, rests_in: str = "", **fields: Any) 
     """The process with one more thread, which runs no Python."""
     states = []
     for state in one.states:
-        thread = structs.replace(state.threads[0], tid=one.pid + 9, name="pt_worker", rests_in=rests_in, **fields)
+        told = {"name": "pt_worker", "rests_in": rests_in, **fields}
+        thread = structs.replace(state.threads[0], tid=one.pid + 9, **told)
         states.append(structs.replace(state, threads=(*state.threads, thread)))
     return structs.replace(one, states=tuple(states))
 
@@ -183,11 +184,11 @@ def at_file_lock(holder: int) -> RankEvidence:
     return changed(rank(1, in_user(40), "flock", flight=behind()), with_kernel, locked_by=holder)
 
 
-def at_store_key(number: int, *ends: int, **fields: Any) -> RankEvidence:
-    """``ends``: who has the other end of its connection; by default the agent, which has started it."""
-    one = rank(number, in_user(30), "pipe", flight=behind(), **fields)
+def at_store_key(*ends: int) -> RankEvidence:
+    """``ends``: who has the other end of its connection."""
+    one = rank(0, in_user(30), "pipe", flight=behind())
     target = {"fd_target": "tcp 10.0.0.1:29500", "inode": 1, "wchan": "wait_woken", "syscall_name": "recvfrom"}
-    return changed(one, with_kernel, ends=tuple(map(OtherEnd, ends or (1,))), **target)
+    return changed(one, with_kernel, ends=tuple(map(OtherEnd, ends)), **target)
 
 
 SAVER = [("saver", in_user(70), "sleep")]
@@ -550,13 +551,8 @@ def test_what_is_not_known_may_go_on(name: str) -> None:
 
 @pytest.mark.parametrize("ends", [(1,), (1010,)], ids=["the agent's", "a rank's"])
 def test_anybody_may_set_a_key_of_a_store(ends: tuple[int, ...]) -> None:
-    peer = changed(waiting(1), lambda one: with_native_thread(one, "libtorch_cpu.so"))
-    states = [
-        structs.replace(s, threads=(*s.threads[:-1], structs.replace(s.threads[-1], name="pt_tcpstore_uv")))
-        for s in peer.main.states
-    ]
-    peer = structs.replace(peer, main=structs.replace(peer.main, states=tuple(states)))
-    assert not proof(job(at_store_key(0, *ends), peer))
+    peer = changed(waiting(1), with_native_thread, "libtorch_cpu.so", name="pt_tcpstore_uv")
+    assert not proof(job(at_store_key(*ends), peer))
 
 
 # --- jobs that are executed -------------------------------------------------------------------------------------------
