@@ -11,7 +11,7 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,33 +132,48 @@ def _listener(table: str, remote: str) -> int | None:
 
 # linux/netlink.h, linux/sock_diag.h, linux/unix_diag.h
 _SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1
-_ANY_STATE, _SHOW_PEER, _NO_COOKIE, _PEER = 0xFFFFFFFF, 4, 0xFFFFFFFF, 2
+_ANY_STATE, _SHOW_PEER, _SHOW_QUEUE, _NO_COOKIE, _PEER, _QUEUE = 0xFFFFFFFF, 4, 16, 0xFFFFFFFF, 2, 4
+_SHUTDOWN, _BOTH_WAYS = 6, 3  # of a socket whose other end was closed
 _HEADER, _ASKED, _ANSWERED = struct.Struct("=IHHII"), struct.Struct("=BBHIIIII"), struct.Struct("=BBBBIII")
 
 
-def unix_peer(inode: int, *, deadline_s: float = 0.2) -> int | None:
+@dataclass(frozen=True)
+class UnixSocket:
+    """``peer``: the inode at its other end, 0 until it is accepted there; None where nobody is. ``unread``: bytes that
+    have arrived, or of a listener, connections."""
+
+    peer: int | None
+    unread: int
+
+
+def unix_peer(inode: int) -> int | None:
     """The inode of the socket to which a Unix socket is connected; None where there is none, or the kernel is silent.
 
     ``/proc`` does not tell, so the kernel is asked as ``ss`` does (sock_diag(7)), of this process's network namespace.
     """
-    asked = _ASKED.pack(socket.AF_UNIX, 0, 0, _ANY_STATE, inode & 0xFFFFFFFF, _SHOW_PEER, _NO_COOKIE, _NO_COOKIE)
-    request = _HEADER.pack(_HEADER.size + len(asked), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0) + asked
-    try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
-            kernel.settimeout(deadline_s)
-            kernel.send(request)
-            return _peer_in(kernel.recv(4096))
-    except (OSError, struct.error):
-        return None
+    found = _unix_sockets(inode)
+    return found[inode].peer or None if found is not None and inode in found else None
 
 
-def _peer_in(answer: bytes) -> int | None:
-    size, kind, *_ = _HEADER.unpack_from(answer)
-    if kind == _SOCK_DIAG_BY_FAMILY:
-        for begin, length in _attributes(answer, _HEADER.size + _ANSWERED.size, size, _PEER):
-            if length == 4:
-                return int.from_bytes(answer[begin : begin + 4], sys.byteorder)
-    return None
+def unix_sockets() -> dict[int, UnixSocket] | None:
+    """All Unix sockets of this process's network namespace, by their inodes; None where the kernel doesn't tell."""
+    return _unix_sockets(None)
+
+
+def _unix_sockets(inode: int | None) -> dict[int, UnixSocket] | None:
+    asked = _ASKED.pack(
+        socket.AF_UNIX, 0, 0, _ANY_STATE, (inode or 0) & 0xFFFFFFFF, _SHOW_PEER | _SHOW_QUEUE, _NO_COOKIE, _NO_COOKIE
+    )
+    found: dict[int, UnixSocket] = {}
+
+    def add(answer: bytes, begin: int, end: int) -> None:
+        *_, number, _, _ = _ANSWERED.unpack_from(answer, begin)
+        attributes = _attributes(answer, begin + _ANSWERED.size, end)
+        told = {kind: int.from_bytes(answer[at : at + min(size, 4)], sys.byteorder) for kind, at, size in attributes}
+        is_over = told.get(_PEER) == 0 and told.get(_SHUTDOWN) == _BOTH_WAYS
+        found[number] = UnixSocket(None if is_over else told.get(_PEER), told.get(_QUEUE, 0))
+
+    return found if _ask(asked, add, every=inode is None) else None
 
 
 # linux/inet_diag.h, linux/tcp.h: bytes_acked and bytes_received of tcp_info, which each socket has from Linux 4.6 on
@@ -166,34 +181,49 @@ _DUMP, _DONE, _CONNECTED, _WITH_INFO, _INFO = 0x300, 3, 0x1BE, 1 << 1, 2  # stat
 _INET_ASKED, _INET_ANSWERED_SIZE, _INODE_AT, _BYTES_AT = struct.Struct("=BBBxI48x"), 72, 68, 120
 
 
-def tcp_bytes(*, deadline_s: float = 0.5) -> dict[int, int] | None:
+def tcp_bytes() -> dict[int, int] | None:
     """The bytes sent and received so far by each TCP connection of this network namespace, by inode.
 
     None where the kernel doesn't answer, or has more of them than are read at once. Any user may ask. It doesn't count
     the bytes of Unix sockets.
     """
     found: dict[int, int] = {}
+
+    def add(answer: bytes, begin: int, end: int) -> None:
+        (inode,) = struct.unpack_from("=I", answer, begin + _INODE_AT)
+        for kind, at, length in _attributes(answer, begin + _INET_ANSWERED_SIZE, end):
+            if kind == _INFO and length >= _BYTES_AT + 16:
+                found[inode] = sum(struct.unpack_from("=QQ", answer, at + _BYTES_AT))
+
+    asked = (
+        _INET_ASKED.pack(family, socket.IPPROTO_TCP, _WITH_INFO, _CONNECTED)
+        for family in (socket.AF_INET, socket.AF_INET6)
+    )
+    return found if all(_ask(one, add, every=True) for one in asked) else None
+
+
+def _ask(asked: bytes, add: Callable[[bytes, int, int], None], *, every: bool, deadline_s: float = 0.5) -> bool:
+    """Asks sock_diag for one socket, or ``every`` one, and has each in the answer added: where in that it begins and
+    ends. False where the kernel is silent, refuses, or has more of them than are read at once."""
+    flags = _NLM_F_REQUEST | (_DUMP if every else 0)
+    request = _HEADER.pack(_HEADER.size + len(asked), _SOCK_DIAG_BY_FAMILY, flags, 0, 0) + asked
     try:
-        for family in (socket.AF_INET, socket.AF_INET6):
-            asked = _INET_ASKED.pack(family, socket.IPPROTO_TCP, _WITH_INFO, _CONNECTED)
-            request = (
-                _HEADER.pack(_HEADER.size + len(asked), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST | _DUMP, 0, 0) + asked
-            )
-            with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
-                kernel.settimeout(deadline_s)
-                kernel.send(request)
-                size = 0
-                while size < MAX_TABLE_BYTES and not _bytes_in(answer := kernel.recv(1 << 17), found):
-                    size += len(answer)
-            if size >= MAX_TABLE_BYTES:
-                return None
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
+            kernel.settimeout(deadline_s)
+            kernel.send(request)
+            size = 0
+            while size < MAX_TABLE_BYTES:
+                answer = kernel.recv(1 << 17)
+                size += len(answer)
+                if _parts(answer, add) or not every:
+                    return True
     except (OSError, struct.error):
-        return None
-    return found
+        pass  # a kernel without it
+    return False
 
 
-def _bytes_in(answer: bytes, found: dict[int, int]) -> bool:
-    """Adds what one part of the answer tells; whether it was the last. Raises ``OSError`` for a refusal."""
+def _parts(answer: bytes, add: Callable[[bytes, int, int], None]) -> bool:
+    """Whether it was the last one. Raises ``OSError`` for a refusal."""
     at = 0
     while at + _HEADER.size <= len(answer):
         size, kind, *_ = _HEADER.unpack_from(answer, at)
@@ -201,20 +231,16 @@ def _bytes_in(answer: bytes, found: dict[int, int]) -> bool:
             return True
         if kind != _SOCK_DIAG_BY_FAMILY or size < _HEADER.size:
             raise OSError("sock_diag refuses")
-        (inode,) = struct.unpack_from("=I", answer, at + _HEADER.size + _INODE_AT)
-        for begin, length in _attributes(answer, at + _HEADER.size + _INET_ANSWERED_SIZE, at + size, _INFO):
-            if length >= _BYTES_AT + 16:
-                found[inode] = sum(struct.unpack_from("=QQ", answer, begin + _BYTES_AT))
+        add(answer, at + _HEADER.size, at + size)
         at += (size + 3) & ~3
     return False
 
 
-def _attributes(answer: bytes, at: int, end: int, wanted: int) -> Iterator[tuple[int, int]]:
-    """Where each such attribute of an answer begins, and its length."""
+def _attributes(answer: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """The attributes in a part of an answer: their kinds, where they begin, and their lengths."""
     while at + 4 <= min(end, len(answer)):
-        length, attribute = struct.unpack_from("=HH", answer, at)
-        if attribute == wanted:
-            yield at + 4, length - 4
+        length, kind = struct.unpack_from("=HH", answer, at)
+        yield kind, at + 4, length - 4
         at += max(4, (length + 3) & ~3)
 
 
@@ -305,6 +331,9 @@ def _read(path: Path) -> str:
 CPU_S, DEADLINE_S = 0.5, 5.0  # a descriptor takes some microseconds, and on a busy machine the turn to read it
 
 _WRITES = frozenset({"write", "writev", "sendto", "sendmsg", "sendmmsg", "sendfile", "splice"})
+_IO_URING = "anon_inode:[io_uring]"  # what it has been asked for it does without a thread of the process
+_STANDARD = ("0", "1", "2")  # given to the process by others
+
 _READS = frozenset({"read", "readv", "recvfrom", "recvmsg", "recvmmsg", "poll", "ppoll"})
 
 Wanted = tuple[str, bool]  # what the descriptor points at, or a mapping; whether it has to be one for writing
@@ -320,6 +349,14 @@ class _Until:
         return time.thread_time() > self.cpu_s or time.monotonic() > self.wall_s
 
 
+@dataclass(frozen=True)
+class _Held:
+    """Who has what was wanted. ``closed``: as ``ends_closed`` in ``ThreadState``."""
+
+    by: Mapping[Wanted, tuple[OtherEnd, ...]]
+    closed: bool = False
+
+
 def with_ends(
     states: Sequence[ProcessState], pids: Iterable[int], *, deadline_s: float = DEADLINE_S
 ) -> tuple[ProcessState, ...]:
@@ -331,7 +368,11 @@ def with_ends(
     """
     until = _Until(time.thread_time() + CPU_S, time.monotonic() + deadline_s)
     wanted = {(state.pid, tid): one for state in states for tid, one in _wanted(state)}
-    found = _holders(frozenset(wanted.values()), pids, {state.pid for state in states}, until) if wanted else {}
+    if not wanted:
+        return tuple(states)
+    shared = {(_own_socket(one), False) for state in states for one in state.threads if (state.pid, one.tid) in wanted}
+    own = [state.pid for state in states]
+    found = _holders(frozenset(wanted.values()) | shared, own, pids, until)
     return tuple(_told(state, wanted, found) for state in states)
 
 
@@ -351,17 +392,23 @@ def _wanted(state: ProcessState) -> Iterator[tuple[int, Wanted]]:
             yield thread.tid, (thread.fd_target, True)  # a semaphore that processes share
 
 
-def _holders(
-    wanted: frozenset[Wanted], pids: Iterable[int], own: Collection[int], until: _Until
-) -> dict[Wanted, tuple[OtherEnd, ...]]:
+def _own_socket(thread: ThreadState) -> str:
+    return f"socket:[{thread.inode}]"
+
+
+def _holders(wanted: frozenset[Wanted], own: Collection[int], pids: Iterable[int], until: _Until) -> _Held:
     targets = {target for target, _ in wanted}
     mapped = [one for one in wanted if one[0].startswith("/")]
     found: dict[Wanted, dict[int, OtherEnd]] = {one: {} for one in wanted}
-    for pid in dict.fromkeys(pids):
+    channels: set[str] = set()  # of the job's processes: through these, a descriptor may have been given away
+    seen: set[str] = set()
+    for pid in dict.fromkeys((*own, *pids)):
         if pid not in own and until.is_over:
-            found = {one: holders for one, holders in found.items() if holders and one[0].startswith("socket:")}
-            break
+            return _Held({one: tuple(each.values()) for one, each in found.items() if each and _is_socket(one)})
         for path, target in descriptors(pid):
+            seen.add(target)
+            if pid in own and path.name not in _STANDARD:
+                channels.add(target)
             for writes in _directions(path, target) if target in targets else ():
                 if (target, writes) in found:
                     found[target, writes].setdefault(pid, OtherEnd(pid, _name(pid)))
@@ -369,7 +416,22 @@ def _holders(
         for one in mapped:
             if one[0] in mappings:
                 found[one].setdefault(pid, OtherEnd(pid, _name(pid)))
-    return {one: tuple(holders.values()) for one, holders in found.items()}
+    return _Held({one: tuple(each.values()) for one, each in found.items()}, _are_closed(channels, seen))
+
+
+def _is_socket(one: Wanted) -> bool:
+    return one[0].startswith("socket:")
+
+
+def _are_closed(channels: Collection[str], seen: Collection[str]) -> bool:
+    """Whether nobody out of sight has been given a descriptor by a process with these ones, ``seen`` being all that is
+    in sight: none is under way in a Unix socket, and none of these leads to such a socket that nobody in sight has.
+    """
+    sockets = unix_sockets()
+    if sockets is None or _IO_URING in channels or any(one.unread for one in sockets.values()):
+        return False
+    mine = (sockets.get(int(one[8:-1])) for one in channels if one.startswith("socket:["))
+    return all(f"socket:[{one.peer}]" in seen for one in mine if one is not None and one.peer is not None)
 
 
 def _directions(path: Path, target: str) -> tuple[bool, ...]:
@@ -388,12 +450,14 @@ def _name(pid: int) -> str:
     return found.name if found is not None else ""
 
 
-def _told(
-    state: ProcessState, wanted: dict[tuple[int, int], Wanted], found: dict[Wanted, tuple[OtherEnd, ...]]
-) -> ProcessState:
+def _told(state: ProcessState, wanted: Mapping[tuple[int, int], Wanted], found: _Held) -> ProcessState:
     def one(thread: ThreadState) -> ThreadState:
         asked = wanted.get((state.pid, thread.tid))
-        return structs.replace(thread, ends=found[asked]) if asked is not None and asked in found else thread
+        if asked is None or asked not in found.by:
+            return thread
+        sharers = {end.pid for end in found.by.get((_own_socket(thread), False), ())} - {state.pid}
+        told = structs.replace(thread, ends=found.by[asked], ends_closed=found.closed)
+        return structs.replace(told, lock_sharers=tuple(sorted(sharers))) if _is_socket(asked) else told
 
     if not any(pid == state.pid for pid, _ in wanted):
         return state

@@ -105,10 +105,12 @@ class ThreadState(Record, frozen=True):
     - ``slices``: how often it was given a core so far; None if the kernel does not report it
     - ``ends_s``: when the call times out at the latest (CLOCK_MONOTONIC); None without a readable timeout
     - ``locked_by``: the process that holds the file lock which the call waits for; ``fd_target`` tells people as well
-    - ``lock_sharers``: further processes that have that lock, as a child that inherits the open file does
+    - ``lock_sharers``: further processes that have that lock, as a child that inherits the open file does, or
+      the socket that the call is on
     - ``times_out``: the socket that the call is on has a time limit of its own (SO_RCVTIMEO), or that can't be read
     - ``inode``: of the pipe or socket behind ``fd``
     - ``ends``: who has the other end of it, the process itself included; None where that was not looked for
+    - ``ends_closed``: as far as descriptors tell, nobody out of sight can have been given such an end
     - ``child``: the process for whose end the call waits
     - ``rests_in``: whose wait it is: a ``lock`` of Python's, ``gil``, or that of a file (``libtorch_cpu.so``)
     - ``started_ns``: when it began (CLOCK_REALTIME), as exact as the kernel's ticks
@@ -134,6 +136,7 @@ class ThreadState(Record, frozen=True):
     times_out: bool = False
     inode: int | None = None
     ends: tuple[OtherEnd, ...] | None = None
+    ends_closed: bool = False
     child: int | None = None
     rests_in: str = ""
     started_ns: int | None = None

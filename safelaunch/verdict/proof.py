@@ -34,7 +34,7 @@ from safelaunch.verdict.peers import PeerWait, line_before_c10d, peer_wait
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.kernel import kind_of
-from safelaunch.verdict.reading.source import calls_any
+from safelaunch.verdict.reading.source import is_given_by
 from safelaunch.verdict.waits import Case
 
 MOST_EDGES = 24
@@ -50,6 +50,7 @@ _BELOW_TORCH = re.compile(
     r"|libuc[spt]|libibverbs|libmlx5)(-\w+)?\.so[.\d]*"
 )
 _OF_RPC = "TP_"  # TensorPipe's threads: those of torch's library run what other processes ask for, then
+_TRANSFERS = frozenset({"isend", "irecv", "batch_isend_irecv"})
 GLOO_S, STORE_S = 1800.0, 300.0  # the time limits of gloo's calls and of a store's, unless the user has set others
 
 
@@ -373,19 +374,17 @@ class _Prover:
         wait, host = view.wait, view.rank.host
         if wait.locked_by is not None:
             pids = [*self._sharing(host, wait.locked_by), *wait.lock_sharers]
-        elif wait.ends is not None and wait.kind == "io" and not wait.times_out:
-            pids = [end.pid for end in wait.ends]
+        elif wait.ends is not None and wait.ends_closed and wait.kind == "io" and not wait.times_out:
+            pids = [*(end.pid for end in wait.ends), *wait.lock_sharers]
         else:
             return None
-        itself = (host, process.evidence.pid)
-        owners = {(host, pid) for pid in pids}
-        # Of a pipe to itself, who else has an end may be out of sight: in another container, or under way.
-        if not owners - {itself} or not owners <= self._processes.keys():
+        owners = {(host, pid) for pid in (*pids, process.evidence.pid)}
+        if not pids or not owners <= self._processes.keys():
             return None
         others = [self._processes[owner] for owner in owners]
         if any(one.evidence.states[-1].handles_signals or _serves_a_store(one.evidence) for one in others):
             return None  # a handler may write, or unlock; anybody may set a key
-        givers = (self._threads_of({*owners, itself}) | self._children_heard(others)) - self._own(process, view)
+        givers = (self._threads_of(owners) | self._children_heard(others)) - self._own(process, view)
         return (Need(givers, f"an answer to {wait.call} on {wait.target} at {view.place}", _stack_claim(view)),)
 
     def _threads_of(self, owners: Iterable[tuple[str, int]]) -> frozenset[Node]:
@@ -669,9 +668,9 @@ def _is_own_line(view: View) -> bool:
 
 
 def _names_a_transfer(view: View) -> bool:
-    """Its line calls one of ``torch.distributed``'s; the methods of a group have other names."""
+    """It waits for what a function of ``torch.distributed`` gave; the methods of a group have other names."""
     inner = line_before_c10d(view)
-    return inner is not None and view.read_source is not None and calls_any(inner, {"isend", "irecv"}, view.read_source)
+    return inner is not None and view.read_source is not None and is_given_by(inner, _TRANSFERS, view.read_source)
 
 
 def _stack_claim(view: View) -> Claim:

@@ -107,6 +107,79 @@ def test_a_socket_without_an_other_end() -> None:
         assert sockets.unix_peer(os.fstat(server.fileno()).st_ino) is None
 
 
+# --- whether somebody out of sight may have one -----------------------------------------------------------------------
+# Whether anything is unread is asked of the whole machine, where others may be at work.
+
+
+def closed(reader: int, *pids: int) -> bool:
+    (told,) = with_ends([waiting(reader, "read")], pids, deadline_s=60.0)
+    assert told.main_thread is not None
+    return told.main_thread.ends_closed
+
+
+def nothing_else_unread(monkeypatch: pytest.MonkeyPatch, *mine: socket.socket) -> None:
+    real, own = sockets.unix_sockets, {os.fstat(one.fileno()).st_ino for one in mine}
+    if (there := real()) is None:
+        pytest.skip("this kernel does not tell about Unix sockets (sock_diag)")
+    others = {inode for inode, one in there.items() if one.unread} - own
+    told = lambda: {inode: one for inode, one in (real() or {}).items() if inode not in others}  # noqa: E731
+    monkeypatch.setattr(sockets, "unix_sockets", told)
+
+
+def test_a_pipe_of_which_all_have_been_seen(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = socket.socketpair()
+    with near, far, started(READS, pipe[0], near.fileno()) as reader:
+        nothing_else_unread(monkeypatch)
+        assert closed(reader, os.getpid())
+        far.close()
+        near.close()
+        assert closed(reader, os.getpid()), "nobody is at the other end"
+
+
+def test_a_process_that_may_have_given_its_descriptors_away(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a process in another container, say, or to a thread with a table of descriptors of its own."""
+    near, far = socket.socketpair()
+    with near, far, started(READS, pipe[0], near.fileno()) as reader:
+        near.close()
+        nothing_else_unread(monkeypatch)
+        assert closed(reader, os.getpid())
+        monkeypatch.setattr(
+            sockets, "descriptors", lambda pid, real=sockets.descriptors: real(pid) if pid == reader else ()
+        )
+        assert not closed(reader, os.getpid())
+
+
+def test_a_descriptor_that_is_under_way(pipe: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX) as broker, socket.socket(socket.AF_UNIX) as near:
+        broker.bind(str(tmp_path / "broker"))
+        broker.listen()
+        with started(READS, pipe[0]) as reader:
+            nothing_else_unread(monkeypatch)
+            assert closed(reader, os.getpid())
+            near.connect(str(tmp_path / "broker"))
+            socket.send_fds(near, [b"x"], [pipe[1]])
+            near.close()
+            assert not closed(reader, os.getpid()), "nobody has accepted the connection"
+            there, _ = broker.accept()
+            with there:
+                assert not closed(reader, os.getpid()), "nobody has read the message"
+                for fd in socket.recv_fds(there, 1, 1)[1]:
+                    os.close(fd)
+                assert closed(reader, os.getpid())
+
+
+def test_who_else_has_the_socket_itself() -> None:
+    """Whoever has it may shut it down."""
+    near, far = socket.socketpair()
+    with near, far, started(READS, near.fileno()) as reader, started(SLEEPS, near.fileno()) as other:
+        near.close()
+        waiting(other, "clock_nanosleep", "select")
+        (told,) = with_ends([waiting(reader, "read")], [reader, other, os.getpid()], deadline_s=60.0)
+    assert told.main_thread is not None and told.main_thread.lock_sharers == (other,)
+
+
 def test_after_the_deadline_nothing_is_told(pipe: tuple[int, int]) -> None:
     """The process that matters may be among those that were not looked at."""
     with started(READS, pipe[0]) as reader:

@@ -153,11 +153,11 @@ def in_transfer(number: int, op: str, peer: int | None, **fields: Any) -> RankEv
     return rank(number, in_c10d(op, 50), call=call, flight=fields.pop("flight", behind()), **fields)
 
 
-def at_pipe(*ends: int) -> RankEvidence:
+def at_pipe(*ends: int, ends_closed: bool = True, **fields: Any) -> RankEvidence:
     """Of those who have the other end, process 1500 is a child that waits as well."""
     children = [reader(1000, 1500)] if 1500 in ends else []
     one = rank(0, in_user(40), "pipe", flight=behind(), children=children)
-    return changed(one, with_kernel, inode=1, ends=tuple(map(OtherEnd, ends)))
+    return changed(one, with_kernel, inode=1, ends=tuple(map(OtherEnd, ends)), ends_closed=ends_closed, **fields)
 
 
 def with_child(child: ProcessEvidence) -> RankEvidence:
@@ -167,7 +167,7 @@ def with_child(child: ProcessEvidence) -> RankEvidence:
 
 def reader(*ends: int) -> ProcessEvidence:
     child = process(1500, in_user(60), "pipe", role="child")
-    return with_kernel(child, inode=1, ends=tuple(map(OtherEnd, ends)))
+    return with_kernel(child, inode=1, ends=tuple(map(OtherEnd, ends)), ends_closed=True)
 
 
 def with_native_thread(one: ProcessEvidence, rests_in: str = "", **fields: Any) -> ProcessEvidence:
@@ -188,7 +188,7 @@ def at_store_key(*ends: int) -> RankEvidence:
     """``ends``: who has the other end of its connection."""
     one = rank(0, in_user(30), "pipe", flight=behind())
     target = {"fd_target": "tcp 10.0.0.1:29500", "inode": 1, "wchan": "wait_woken", "syscall_name": "recvfrom"}
-    return changed(one, with_kernel, ends=tuple(map(OtherEnd, ends)), **target)
+    return changed(one, with_kernel, ends=tuple(map(OtherEnd, ends)), ends_closed=True, **target)
 
 
 SAVER = [("saver", in_user(70), "sleep")]
@@ -285,6 +285,7 @@ PROVED = {
     "a peer that has ended": job(waiting(0), gone(1)),
     "a semaphore that only the rank has mapped": shared_with(1000),
     "a pipe to a child that waits as well": job(at_pipe(1000, 1500), waiting(1)),
+    "a pipe to itself": job(at_pipe(1000), waiting(1)),
     "a signal ends no call of c10d": job(changed(waiting(0), with_signals), waiting(1, "all_gather")),
     "an event, and children that wait as well, whose ends would be handled": job(
         changed(in_library(EVENT, children=[of_parent(reader(1000, 1500))]), with_signals, "handles_child_ends"),
@@ -348,7 +349,16 @@ NOT_PROVED = {
         waiting(1),
     ),
     "a signal may end the wait for a lock": job(changed(in_lock(0), with_signals), waiting(1)),
-    "a pipe to itself, of which somebody out of sight may have an end": job(at_pipe(1000), waiting(1)),
+    "a pipe to itself, of which somebody out of sight may have an end": job(
+        at_pipe(1000, ends_closed=False), waiting(1)
+    ),
+    "a pipe to a child, of which somebody out of sight may have an end": job(
+        at_pipe(1000, 1500, ends_closed=False), waiting(1)
+    ),
+    "a socket that a stranger may shut down": job(at_pipe(1000, lock_sharers=(77,)), waiting(1)),
+    "a pipe to itself, and a thread beside": job(
+        changed(at_pipe(1000), with_native_thread, "libstranger.so"), waiting(1)
+    ),
     "a child, and a thread beside that may end it": job(
         changed(
             rank(

@@ -6,7 +6,7 @@ import pytest
 from evidence import C10D, MODULE, at
 
 from safelaunch.model import Frame
-from safelaunch.verdict.reading.source import LockTaken, Loop, lock_at, loop_left
+from safelaunch.verdict.reading.source import LockTaken, Loop, is_given_by, lock_at, loop_left
 
 LOOP = """
 def train():
@@ -97,3 +97,48 @@ def down(node):
 def test_the_lock_that_a_line_takes(line: int, found: LockTaken | None) -> None:
     assert lock_at(Frame("/x.py", line, "f"), lambda path: LOCKS) == found
     assert lock_at(Frame("/x.py", line, "f"), lambda path: None) is None
+
+
+GIVEN = """\
+def of_torch(ops, group):
+    dist.irecv(x).wait()
+    one = dist.isend(x, 1)
+    one.wait()
+    for work in reversed(dist.batch_isend_irecv(ops)):
+        work.wait()
+    works = []
+    works.append(dist.isend(x, 1))
+    works += [dist.irecv(x, peer) for peer in ops]
+    for each in works:
+        each.wait()
+    works[0].wait()
+    [w.wait() for w in works]
+def of_others(ops, group, given):
+    group.recv(x).wait()
+    one = dist.isend(x, 1) if ops else group.send(x)
+    one.wait()
+    two = dist.isend(x, 1)
+    two = group.send(x)
+    two.wait()
+    works = [dist.isend(x, 1)]
+    works.append(group.send(x))
+    works[0].wait()
+    given = dist.isend(x, 1)
+    given.wait()
+    items = [dist.isend(x, 1)]
+    items[0] = group.send(x)
+    items[0].wait()
+    none = []
+    none[0].wait()
+    first, rest = dist.isend(x, 1), group.send(x)
+    rest.wait()
+    wait(one)
+"""
+
+
+def test_what_only_calls_of_some_names_can_have_given() -> None:
+    names = ("isend", "irecv", "batch_isend_irecv")
+    waits = [number for number, line in enumerate(GIVEN.splitlines(), 1) if "wait(" in line]
+    found = [line for line in waits if is_given_by(Frame("/x.py", line, "f"), names, lambda path: GIVEN)]
+    assert found == [line for line in waits if line <= GIVEN.splitlines().index("def of_others(ops, group, given):")]
+    assert not is_given_by(Frame("/x.py", 2, "f"), names, lambda path: None)

@@ -46,7 +46,7 @@ class KernelWait:
     after the last sample the call ends by itself; None where it has no limit. ``locked_by``: the process that holds the
     file lock which the call waits for. ``ends``: who has the other end of the pipe or connection that it is on, None
     where that is not known. ``child``: the process for whose end it waits. ``again``: it sleeps, and did so before.
-    ``lock_sharers``, ``times_out``: as in ``ThreadState``.
+    ``lock_sharers``, ``times_out``, ``ends_closed``: as in ``ThreadState``.
     """
 
     kind: str
@@ -61,6 +61,7 @@ class KernelWait:
     again: bool = False
     lock_sharers: tuple[int, ...] = ()
     times_out: bool = False
+    ends_closed: bool = False
 
     @property
     def wanted_lock(self) -> str:
@@ -136,6 +137,7 @@ def kernel_wait(process: ProcessEvidence, tid: int | None = None) -> KernelWait:
             again=kind in ("sleep", "select") and _again(samples),
             lock_sharers=thread.lock_sharers,
             times_out=thread.times_out,
+            ends_closed=thread.ends_closed,
         )
     running = bool(states) and all(state == "R" for state in states)  # in the one sample that there is
     return KernelWait("running" if running else "unknown", cpu_share=share)

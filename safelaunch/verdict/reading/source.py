@@ -27,12 +27,6 @@ def _tree_in(path: str, read_source: ReadSource) -> ast.Module | None:
     return tree_of(text) if text else None
 
 
-def calls_any(frame: Frame, names: Collection[str], read_source: ReadSource) -> bool:
-    """The line calls a function or method of one of these names."""
-    called = (one.func for one in _calls_at(frame, read_source))
-    return any(getattr(one, "attr", getattr(one, "id", "")) in names for one in called)
-
-
 def calls_method(frame: Frame, name: str, read_source: ReadSource) -> bool:
     """The line calls a method of this name without arguments, and none other but for the object: ``f(x).wait()``."""
     here = _calls_at(frame, read_source)
@@ -40,6 +34,68 @@ def calls_method(frame: Frame, name: str, read_source: ReadSource) -> bool:
         return False
     of_object = set(ast.walk(here[0].func))
     return here[0].func.attr == name and not here[0].args and of_object.issuperset(here[1:])
+
+
+def is_given_by(frame: Frame, names: Collection[str], read_source: ReadSource) -> bool:
+    """Whether the line calls a method of something that only calls of these names can have given: ``f(x).wait()``, or
+    ``work.wait()`` where its function binds ``work`` to nothing but results of ``f``, or to items of a list of them.
+    """
+    tree = _tree_in(frame.file, read_source)
+    called = [one.func.value for one in _calls_at(frame, read_source) if isinstance(one.func, ast.Attribute)]
+    return tree is not None and called != [] and _is_of(called[0], names, scope_of(tree, frame.line), frozenset())
+
+
+_ITEMS, _ADDING = frozenset({"reversed", "list", "tuple", "iter"}), frozenset({"append", "extend", "insert"})
+
+
+def _is_of(node: ast.AST, names: Collection[str], scope: ast.AST, asked: frozenset[str]) -> bool:
+    if isinstance(node, ast.Call):
+        called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        of_items = called in _ITEMS and isinstance(node.func, ast.Name) and len(node.args) == 1
+        return called in names or (of_items and _is_of(node.args[0], names, scope, asked))
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return all(_is_of(one, names, scope, asked) for one in node.elts)
+    if isinstance(node, ast.ListComp):
+        return _is_of(node.elt, names, scope, asked)
+    if isinstance(node, ast.Subscript):
+        return _is_of(node.value, names, scope, asked)
+    if not isinstance(node, ast.Name):
+        return False
+    if node.id in asked:
+        return True  # so far
+    values = _values(node.id, scope)
+    return bool(values) and all(_is_of(one, names, scope, asked | {node.id}) for one in values)
+
+
+def _values(name: str, scope: ast.AST) -> list[ast.expr]:
+    """What the function binds a variable to, or adds to the list in it; empty where that isn't plain to see."""
+    bound, values = 0, list[ast.expr]()
+    for one in ast.walk(scope):
+        if isinstance(one, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For, ast.comprehension)):
+            targets = one.targets if isinstance(one, ast.Assign) else [one.target]
+            mine = sum(isinstance(target, ast.Name) and target.id == name for target in targets)
+            value = one.iter if isinstance(one, (ast.For, ast.comprehension)) else one.value
+            bound += mine
+            values += [value] if mine and value is not None else []
+        elif isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr in _ADDING:
+            values += one.args if isinstance(one.func.value, ast.Name) and one.func.value.id == name else []
+    stored = sum(_binds(one, name) for one in ast.walk(scope))
+    return values if stored == bound and any(not _is_empty(value) for value in values) else []
+
+
+def _binds(node: ast.AST, name: str) -> bool:
+    """The variable, or an item of what is in it; of a function, its parameter."""
+    if isinstance(node, ast.arg):
+        return node.arg == name
+    if isinstance(node, (ast.Global, ast.Nonlocal)):
+        return name in node.names
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+        return node.value.id == name and not isinstance(node.ctx, ast.Load)
+    return isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load)
+
+
+def _is_empty(value: ast.AST) -> bool:
+    return isinstance(value, (ast.List, ast.Tuple)) and not value.elts
 
 
 def _calls_at(frame: Frame, read_source: ReadSource) -> list[ast.Call]:
