@@ -171,7 +171,7 @@ def _seconds(data: bytes, per_second: float) -> float | None:
 # don't count; but calls by a register do, outside Python itself, for who is mistaken for a file holds no lock of
 # Python.
 
-MAX_THREADS = 64  # of a process
+MAX_THREADS = 1024  # of a process; one takes 0.1 ms
 STACK_BYTES = 4096
 MAX_TABLE_BYTES = 64 << 20
 

@@ -671,6 +671,21 @@ def test_ranks_of_several_nodes(outer: str, prefix: str, ends: bool, sure: bool,
     assert any("whose lines" in text for text in verdict.missing) != sure
 
 
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [("1", "torchrun got SIGHUP, as a terminal does that closes"), ("Signals.SIGTERM", "SIGTERM, as a scheduler")],
+)
+def test_a_job_that_somebody_has_ended(number: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.log"
+    path.write_text(
+        "W1126 12:00:00 torch/distributed/elastic/multiprocessing/api.py:900] Sending process 42 closing signal\n"
+        'Traceback (most recent call last):\n  File "/usr/bin/torchrun", line 8, in <module>\n    sys.exit(main())\n'
+        f"torch.distributed.elastic.multiprocessing.api.SignalException: Process 41 got signal: {number}\n"
+    )
+    found = read_logs([path])
+    assert (found.evidence.ranks, told in found.remarks[0]) == ((), True)
+
+
 def test_a_task_of_slurm_that_is_a_launcher_is_no_rank(tmp_path: Path) -> None:
     ended = ["srun: error: n3: task 1: Exited with exit code 1", "srun: error: n2: task 0: Terminated"]
     lines = [*of_node(0, "[rank{rank}]: ", 5), *of_node(4, "[rank{rank}]: ", 5), *ended]

@@ -14,7 +14,7 @@ from itertools import chain, takewhile
 
 from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS, Line, Said, Speaker
 from safelaunch.model import Frame, RankException
-from safelaunch.verdict.exits import UNKNOWN_SIGNAL, is_consequence
+from safelaunch.verdict.exits import UNKNOWN_SIGNAL, is_consequence, signal_name
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading import tracebacks
 from safelaunch.verdict.reading.failures import last_abort
@@ -260,6 +260,12 @@ _TASK_ENDED = re.compile(
     r"(?:Exited with exit code (?P<code>\d+)|(?P<how>[A-Z][\w ]+))"
 )
 _CANCELLED = re.compile(r"\*\*\* (?:JOB .* CANCELLED|STEP .* CANCELLED .* DUE TO )")
+_SIGNALLED = re.compile(r"Process \d+ got signal: (?:Signals\.)?(?P<signal>\w+)")
+_SENT_WHEN = {
+    "SIGHUP": "as a terminal does that closes: nohup, tmux or setsid keep a job running",
+    "SIGINT": "as Ctrl-C does",
+    "SIGTERM": "as a scheduler or kill does",
+}
 _STOPPING = re.compile(r"srun: (?:Terminating |Force Terminated |Job step aborted)|\*\*\* (?:JOB|STEP) .* CANCELLED")
 _KERNEL_KILL = re.compile(r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)")
 _RESTART = re.compile(r"will restart worker group|Restarting worker group")
@@ -384,8 +390,13 @@ class Printed:
             one.opened = Traceback(opened.line, [_HEAD], False, opened.said, pid=of_ray["pid"])
             return
         if kind != "ChildFailedError" and any(fr.normal(one.file).endswith(_LAUNCHERS) for one in raised.frames):
-            self._remark(f"the launcher itself ended: {raised.type}: {raised.message}", opened.line)
+            said = f"{raised.type}: {raised.message}" if raised.message else raised.type
+            self._remark(f"the launcher itself ended: {said}", opened.line)
             return
+        if kind == "SignalException" and (sent := _SIGNALLED.match(raised.message)):
+            number: str = sent["signal"]
+            name = signal_name(-int(number)) if number.isdigit() else number
+            self._remark(", ".join(filter(None, (f"torchrun got {name}", _SENT_WHEN.get(name)))), opened.line)
         if kind in _NOT_OF_A_RANK:
             return
         if fr.normal(raised.frames[0].file).endswith("/torch/multiprocessing/spawn.py"):  # of the ranks' parent
