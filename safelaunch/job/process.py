@@ -110,9 +110,11 @@ def descendants(roots: Iterable[int], *, exclude: Iterable[int] = ()) -> tuple[P
 def block_signals() -> frozenset[signal.Signals]:
     """Blocks the signals that the supervisor waits for; returns the previous mask, which the job must start with.
 
-    Call it in the main thread before any other thread exists: threads inherit the mask.
+    Call it in the main thread before any other thread exists: threads inherit the mask. SIGHUP stays ignored under
+    ``nohup``, and the job does not hear of it; torchrun would handle it and end the job.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD, signal.SIGALRM})
+    kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD, signal.SIGALRM} - kept)
     return frozenset(signal.Signals(number) for number in before)
 
 

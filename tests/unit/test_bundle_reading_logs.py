@@ -673,7 +673,7 @@ def test_ranks_of_several_nodes(outer: str, prefix: str, ends: bool, sure: bool,
 
 @pytest.mark.parametrize(
     ("number", "told"),
-    [("1", "torchrun got SIGHUP, as a terminal does that closes"), ("Signals.SIGTERM", "SIGTERM, as a scheduler")],
+    [("1", "torchrun got SIGHUP, which a terminal sends"), ("Signals.SIGTERM", "got SIGTERM, which a scheduler")],
 )
 def test_a_job_that_somebody_has_ended(number: str, told: str, tmp_path: Path) -> None:
     path = tmp_path / "job.log"

@@ -65,6 +65,21 @@ def until(condition: Callable[[], bool], patience_s: float = 90.0) -> None:
 # --- identity ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("ignored", "hears"), [("SIG_IGN", False), ("SIG_DFL", True)])
+def test_a_job_under_nohup_does_not_hear_of_its_terminal(ignored: str, hears: bool) -> None:
+    """torchrun handles SIGHUP even where ``nohup`` ignores it, and ends the job."""
+    code = f"""if True:
+        import os, signal
+        from safelaunch.job.process import block_signals
+        signal.signal(signal.SIGHUP, signal.{ignored})
+        block_signals()
+        os.kill(os.getpid(), signal.SIGHUP)
+        print(signal.SIGHUP in signal.sigpending())
+    """
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == f"{hears}\n"
+
+
 def test_ourselves() -> None:
     me = identify(os.getpid())
     assert me is not None

@@ -262,9 +262,9 @@ _TASK_ENDED = re.compile(
 _CANCELLED = re.compile(r"\*\*\* (?:JOB .* CANCELLED|STEP .* CANCELLED .* DUE TO )")
 _SIGNALLED = re.compile(r"Process \d+ got signal: (?:Signals\.)?(?P<signal>\w+)")
 _SENT_WHEN = {
-    "SIGHUP": "as a terminal does that closes: nohup, tmux or setsid keep a job running",
-    "SIGINT": "as Ctrl-C does",
-    "SIGTERM": "as a scheduler or kill does",
+    "SIGHUP": "which a terminal sends that closes, and which ends torchrun under nohup, too: tmux or setsid help",
+    "SIGINT": "which Ctrl-C sends",
+    "SIGTERM": "which a scheduler sends, or kill",
 }
 _STOPPING = re.compile(r"srun: (?:Terminating |Force Terminated |Job step aborted)|\*\*\* (?:JOB|STEP) .* CANCELLED")
 _KERNEL_KILL = re.compile(r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)")
@@ -394,8 +394,7 @@ class Printed:
             self._remark(f"the launcher itself ended: {said}", opened.line)
             return
         if kind == "SignalException" and (sent := _SIGNALLED.match(raised.message)):
-            number: str = sent["signal"]
-            name = signal_name(-int(number)) if number.isdigit() else number
+            name = sent["signal"] if not sent["signal"].isdigit() else signal_name(-int(sent["signal"]))
             self._remark(", ".join(filter(None, (f"torchrun got {name}", _SENT_WHEN.get(name)))), opened.line)
         if kind in _NOT_OF_A_RANK:
             return
