@@ -91,6 +91,8 @@ def _told() -> bytes:
         with contextlib.suppress(Exception):
             told["called"] = _descriptions()
         with contextlib.suppress(Exception):
+            told["of_python"] = _of_python()
+        with contextlib.suppress(Exception):
             told["batches"] = _batches()
         return json.dumps(told).encode()
     except Exception:  # another torch, or a class with tricks
@@ -120,6 +122,16 @@ def _descriptions() -> dict[str, str]:
     names = dict(world.pg_names) if world is not None else {}
     found = {str(name): getattr(group, "group_desc", "") for group, name in names.items()}
     return {name: text[:MOST_CHARACTERS] for name, text in found.items() if type(text) is str and text}
+
+
+def _of_python() -> bool:
+    """Whether the backend of some process group is written in Python: who ends its calls, and when, nobody knows."""
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    for group in list(world.pg_names) if world is not None else ():
+        parts = (group, *(group._get_backend(device) for device in group._device_types))
+        if any(not type(part).__module__.startswith("torch._C") for part in parts):
+            return True
+    return False
 
 
 def _handled_exceptions() -> list[dict[str, object]]:

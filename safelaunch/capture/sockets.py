@@ -62,7 +62,8 @@ _PIDFD_GETFD = 438  # of every architecture; Linux 5.6
 
 
 def times_out(pid: int, fd: int) -> bool:
-    """Whether the socket has a time limit of its own (SO_RCVTIMEO, SO_SNDTIMEO), or that can't be read.
+    """Whether the socket has a time limit of its own (SO_RCVTIMEO, SO_SNDTIMEO, TCP_USER_TIMEOUT), or that can't be
+    read.
 
     A copy of the descriptor is asked, which leaves the process alone.
     """
@@ -80,7 +81,10 @@ def times_out(pid: int, fd: int) -> bool:
             limits = (
                 mine.getsockopt(socket.SOL_SOCKET, option, 16) for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)
             )
-            return any(any(limit) for limit in limits)
+            of_tcp = mine.family != socket.AF_UNIX and mine.type == socket.SOCK_STREAM
+            return any(map(any, limits)) or bool(
+                of_tcp and mine.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            )
     except OSError:
         return True
 
@@ -124,10 +128,11 @@ def other_ends(pid: int, inodes: Collection[int]) -> dict[int, int]:
 def _listener(table: str, remote: str) -> int | None:
     """The inode of the socket that listens at this address, or else at all; None if none or several may be meant."""
     host, _, port = remote.partition(":")
-    found = {at: number for number, at in find_listening(table, int(port, 16))}
+    listening = list(find_listening(table, int(port, 16)))
     named = address(f"{host}:{port}").rpartition(":")[0].strip("[]")
-    everywhere = {found[one] for one in ("0.0.0.0", "::") if one in found}
-    return found.get(named, everywhere.pop() if len(everywhere) == 1 else None)
+    mine = [number for number, at in listening if at == named]
+    mine = mine or [number for number, at in listening if at in ("0.0.0.0", "::")]
+    return mine[0] if len(mine) == 1 else None
 
 
 # linux/netlink.h, linux/sock_diag.h, linux/unix_diag.h
@@ -330,11 +335,11 @@ def _read(path: Path) -> str:
 
 CPU_S, DEADLINE_S = 0.5, 5.0  # a descriptor takes some microseconds, and on a busy machine the turn to read it
 
-_WRITES = frozenset({"write", "writev", "sendto", "sendmsg", "sendmmsg", "sendfile", "splice"})
+_WRITES = frozenset({"write", "writev", "sendto", "sendmsg", "sendmmsg", "sendfile"})
 _IO_URING = "anon_inode:[io_uring]"  # what it has been asked for it does without a thread of the process
-_STANDARD = ("0", "1", "2")  # given to the process by others
+_KTHREADD = 2
 
-_READS = frozenset({"read", "readv", "recvfrom", "recvmsg", "recvmmsg", "poll", "ppoll"})
+_READS = frozenset({"read", "readv", "recvfrom", "recvmsg", "recvmmsg", "poll", "ppoll", "splice"})
 
 Wanted = tuple[str, bool]  # what the descriptor points at, or a mapping; whether it has to be one for writing
 
@@ -368,7 +373,7 @@ def with_ends(
     """
     until = _Until(time.thread_time() + CPU_S, time.monotonic() + deadline_s)
     wanted = {(state.pid, tid): one for state in states for tid, one in _wanted(state)}
-    if not wanted:
+    if not wanted and not any(one.locked_by is not None for state in states for one in state.threads):
         return tuple(states)
     shared = {(_own_socket(one), False) for state in states for one in state.threads if (state.pid, one.tid) in wanted}
     own = [state.pid for state in states]
@@ -400,38 +405,67 @@ def _holders(wanted: frozenset[Wanted], own: Collection[int], pids: Iterable[int
     targets = {target for target, _ in wanted}
     mapped = [one for one in wanted if one[0].startswith("/")]
     found: dict[Wanted, dict[int, OtherEnd]] = {one: {} for one in wanted}
-    channels: set[str] = set()  # of the job's processes: through these, a descriptor may have been given away
+    mine: set[str] = set()  # of the job's processes: through these, a descriptor may have been given away
     seen: set[str] = set()
+    given = {_target(Path(f"/proc/self/fd/{number}")) for number in range(3)}  # to safelaunch, and on to the job
+    hidden = False
+    job, groups = [one for one in map(procstat.read, own) if one is not None], {_group(pid) for pid in own}
     for pid in dict.fromkeys((*own, *pids)):
         if pid not in own and until.is_over:
             return _Held({one: tuple(each.values()) for one, each in found.items() if each and _is_socket(one)})
+        before = len(seen)
         for path, target in descriptors(pid):
-            seen.add(target)
-            if pid in own and path.name not in _STANDARD:
-                channels.add(target)
+            seen |= {target} - {""}
+            mine |= {target} - given if pid in own else set()
             for writes in _directions(path, target) if target in targets else ():
                 if (target, writes) in found:
                     found[target, writes].setdefault(pid, OtherEnd(pid, _name(pid)))
+        hidden = hidden or (len(seen) == before and pid not in own and _may_hide_its(pid, job, groups))
         mappings = text_of(f"/proc/{pid}/maps") if mapped else ""
         for one in mapped:
             if one[0] in mappings:
                 found[one].setdefault(pid, OtherEnd(pid, _name(pid)))
-    return _Held({one: tuple(each.values()) for one, each in found.items()}, _are_closed(channels, seen))
+    return _Held(
+        {one: tuple(each.values()) for one, each in found.items()}, not hidden and _are_closed(own, mine, seen)
+    )
 
 
 def _is_socket(one: Wanted) -> bool:
     return one[0].startswith("socket:")
 
 
-def _are_closed(channels: Collection[str], seen: Collection[str]) -> bool:
-    """Whether nobody out of sight has been given a descriptor by a process with these ones, ``seen`` being all that is
-    in sight: none is under way in a Unix socket, and none of these leads to such a socket that nobody in sight has.
+def _group(pid: int) -> str:
+    return text_of(f"/proc/{pid}/cgroup")
+
+
+def _may_hide_its(pid: int, job: Collection[procstat.Stat], groups: Collection[str]) -> bool:
+    """Whether a process may have inherited descriptors of the job's and does not show them: one of another user that
+    began later than the job, in one of its control ``groups``, as a daemon of a rank may that has left its session.
     """
-    sockets = unix_sockets()
-    if sockets is None or _IO_URING in channels or any(one.unread for one in sockets.values()):
+    state = procstat.read(pid)
+    if state is None or state.ppid in (0, _KTHREADD) or _group(pid) not in groups:
         return False
-    mine = (sockets.get(int(one[8:-1])) for one in channels if one.startswith("socket:["))
-    return all(f"socket:[{one.peer}]" in seen for one in mine if one is not None and one.peer is not None)
+    if state.start_ticks < min((one.start_ticks for one in job), default=0):
+        return False
+    try:
+        with os.scandir(f"/proc/{pid}/fd") as entries:
+            return any(True for _ in entries)  # of which not one could be read
+    except OSError as error:
+        return isinstance(error, PermissionError)
+
+
+def _are_closed(own: Collection[int], mine: Collection[str], seen: Collection[str]) -> bool:
+    """Whether nobody out of sight has been given a descriptor by a process of the job: none is under way in a Unix
+    socket, and none of ``mine``, which they have, leads to such a socket that is not among those ``seen``.
+    """
+    found, network = unix_sockets(), _target(Path("/proc/self/ns/net"))
+    if found is None or _IO_URING in mine or any(_target(Path(f"/proc/{pid}/ns/net")) != network for pid in own):
+        return False
+    unread = (one.peer for one in found.values() if one.unread)
+    if not all(f"socket:[{peer}]" in seen and f"socket:[{peer}]" not in mine for peer in unread):
+        return False
+    open_here = (found.get(int(one[8:-1])) for one in mine if one.startswith("socket:["))
+    return all(f"socket:[{one.peer}]" in seen for one in open_here if one is not None and one.peer is not None)
 
 
 def _directions(path: Path, target: str) -> tuple[bool, ...]:
@@ -453,12 +487,12 @@ def _name(pid: int) -> str:
 def _told(state: ProcessState, wanted: Mapping[tuple[int, int], Wanted], found: _Held) -> ProcessState:
     def one(thread: ThreadState) -> ThreadState:
         asked = wanted.get((state.pid, thread.tid))
+        if thread.locked_by is not None:
+            return structs.replace(thread, ends_closed=found.closed)
         if asked is None or asked not in found.by:
             return thread
         sharers = {end.pid for end in found.by.get((_own_socket(thread), False), ())} - {state.pid}
         told = structs.replace(thread, ends=found.by[asked], ends_closed=found.closed)
         return structs.replace(told, lock_sharers=tuple(sorted(sharers))) if _is_socket(asked) else told
 
-    if not any(pid == state.pid for pid, _ in wanted):
-        return state
     return structs.replace(state, threads=tuple(map(one, state.threads)))

@@ -110,7 +110,7 @@ class ThreadState(Record, frozen=True):
     - ``times_out``: the socket that the call is on has a time limit of its own (SO_RCVTIMEO), or that can't be read
     - ``inode``: of the pipe or socket behind ``fd``
     - ``ends``: who has the other end of it, the process itself included; None where that was not looked for
-    - ``ends_closed``: as far as descriptors tell, nobody out of sight can have been given such an end
+    - ``ends_closed``: as far as descriptors tell, nobody out of sight can have been given such an end, or the lock
     - ``child``: the process for whose end the call waits
     - ``rests_in``: whose wait it is: a ``lock`` of Python's, ``gil``, or that of a file (``libtorch_cpu.so``)
     - ``started_ns``: when it began (CLOCK_REALTIME), as exact as the kernel's ticks
@@ -454,7 +454,8 @@ class GilTest(Record, frozen=True):
     The Python handler tells of more: ``handling``; ``groups``, the ranks of each process group that the rank is in, by
     its name; ``groups_made``: how many the rank has made, with those that it is not in; ``posted``: the sends and
     receives of the batches that threads are at; ``batches``: the batch size of each DataLoader, by its variable;
-    ``called``: the description of each process group, by its name, in the order in which the groups were made.
+    ``called``: the description of each process group, by its name, in the order in which the groups were made;
+    ``of_python``: some group's backend is written in Python.
     """
 
     ping: bool | None = None
@@ -465,6 +466,7 @@ class GilTest(Record, frozen=True):
     posted: tuple[Posted, ...] = ()
     batches: dict[str, int] = msgspec.field(default_factory=dict)
     called: dict[str, str] = msgspec.field(default_factory=dict)
+    of_python: bool = False
 
 
 class RankEvidence(Record, frozen=True):

@@ -273,7 +273,10 @@ class Inside:
         pid, family = view.process.pid, {one.process.pid for one in self._family}
         others = [one for one in ends if one.pid != pid and one.pid in family]
         if ends and all(one.pid == pid for one in ends):
-            return OWN_END, f"process {pid} itself alone has the {end} end open"
+            sure = (
+                f"process {pid} itself alone has" if wait.ends_closed else f"of those in sight, only process {pid} has"
+            )
+            return OWN_END, f"{sure} the {end} end open"
         if not others or wait.writes:
             return None
         who = ", ".join(f"{one.pid} ({one.name})" if one.name else f"{one.pid}" for one in others[:3])

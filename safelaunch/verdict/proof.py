@@ -49,9 +49,12 @@ _BELOW_TORCH = re.compile(
     rf"{_TORCH.pattern}|(libgomp|libi?omp5?|lib(scipy_)?openblas\w*|libmkl_\w+|libnccl|libcuda(rt)?|libcupti"
     r"|libuc[spt]|libibverbs|libmlx5)(-\w+)?\.so[.\d]*"
 )
-_OF_RPC = "TP_"  # TensorPipe's threads: those of torch's library run what other processes ask for, then
+# TensorPipe's threads. With these, or with a worker server beside the beacon's, threads of torch's library run what
+# other processes ask for.
+_OF_RPC = "TP_"
 _TRANSFERS = frozenset({"isend", "irecv", "batch_isend_irecv"})
-GLOO_S, STORE_S = 1800.0, 300.0  # the time limits of gloo's calls and of a store's, unless the user has set others
+GLOO_S = 1800.0  # the time limit of gloo's calls, unless the user has set another
+_OF_STORES_S = (300.0, 600.0)  # those of a store's: its own, or that of NCCL's groups
 
 
 @dataclass(frozen=True)
@@ -201,8 +204,8 @@ class _Prover:
 
     def _of_c10d(self, view: View, process: _Process) -> tuple[Need, ...] | None:
         seen = view.awaited.peers
-        if not self._is_main(process):
-            return None  # its groups are its own, and no rank's
+        if not self._is_main(process) or view.rank.gil.of_python:
+            return None  # its groups are its own, and no rank's; or nobody knows what ends their calls
         if seen is None:
             return self._on_device(view) or self._of_open_calls(view, process)
         wait = peer_wait(view.rank, view, self._case.alignment)
@@ -225,18 +228,18 @@ class _Prover:
             return (Need(frozenset(possible), " or ".join(map(described, entries[-3:])), claim),)
         return self._of_transfer(view, wait) if wait.kind == "p2p" else None
 
-    def _has_own_limit(self, view: View, *, is_usual: bool) -> bool:
+    @staticmethod
+    def _has_own_limit(view: View, *, is_usual: bool) -> bool:
         """Whether the wait ends sooner than by torch's own limit, and the user may go on then. ``is_usual``: torch has
-        one there; in gloo's collectives it counts elsewhere."""
+        one there; in gloo's collectives it counts elsewhere. A limit of the call itself begins anew with each look."""
         left_s = view.wait.left_s
         if left_s is None or not is_usual:
             return left_s is not None
-        if view.wait.kind != "lock":
-            return left_s < STORE_S - 1
-        progress, at_s = view.rank.progress, view.process.states[-1].at_s
-        since_s = max(progress.last_step_ns, progress.claimed_ns) / 1e9 if progress is not None else at_s
-        waited_s = max(0.0, at_s - since_s)  # at most: for as long as its rank is quiet
-        return left_s + waited_s < GLOO_S - 60
+        thread = next((one for one in view.process.states[-1].threads if one.tid == view.os_tid), None)
+        rested_s = (thread.rested_s if thread is not None else None) or 0.0  # it has waited for as long at least
+        if left_s + rested_s >= GLOO_S - 120:
+            return False
+        return view.wait.kind == "lock" or not any(-15 <= left_s - one <= 1 for one in _OF_STORES_S)
 
     def _of_transfer(self, view: View, wait: PeerWait) -> tuple[Need, ...] | None:
         """One that is not recorded: any thread of the peer that runs the user's code may be the one to meet it."""
@@ -372,7 +375,7 @@ class _Prover:
 
     def _of_descriptor(self, view: View, process: _Process) -> tuple[Need, ...] | None:
         wait, host = view.wait, view.rank.host
-        if wait.locked_by is not None:
+        if wait.locked_by is not None and wait.ends_closed:
             pids = [*self._sharing(host, wait.locked_by), *wait.lock_sharers]
         elif wait.ends is not None and wait.ends_closed and wait.kind == "io" and not wait.times_out:
             pids = [*(end.pid for end in wait.ends), *wait.lock_sharers]
@@ -681,5 +684,6 @@ def _unknown_beside(process: ProcessEvidence) -> frozenset[int]:
     """The native threads that may run Python code of their own accord."""
     python = {thread.os_tid for thread in _python_threads(process)}
     native = [thread for thread in process.states[-1].threads if thread.tid not in python]
-    serves = any(thread.name.startswith(_OF_RPC) for thread in native)
+    listening = [one for one in native if one.syscall_name.startswith("accept") and _TORCH.fullmatch(one.rests_in)]
+    serves = any(thread.name.startswith(_OF_RPC) for thread in native) or len(listening) > 1
     return frozenset(thread.tid for thread in native if serves or not _BELOW_TORCH.fullmatch(thread.rests_in))

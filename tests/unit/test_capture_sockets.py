@@ -170,6 +170,36 @@ def test_a_descriptor_that_is_under_way(pipe: tuple[int, int], tmp_path: Path, m
                 assert closed(reader, os.getpid())
 
 
+def test_a_pipe_from_which_a_file_is_filled(pipe: tuple[int, int]) -> None:
+    code = "import ctypes, os, sys; o = os.open('/dev/null', os.O_WRONLY); " + (
+        "ctypes.CDLL(None).splice(int(sys.argv[1]), None, o, None, 1 << 16, 0)"
+    )
+    with started(code, pipe[0]) as reader, started(SLEEPS, pipe[1]) as writer:
+        waiting(writer, "clock_nanosleep", "select")
+        found = ends(waiting(reader, "splice"), reader, writer)
+    assert found is not None and [one.pid for one in found] == [writer]
+
+
+def test_a_daemon_of_another_user_may_have_an_end(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where it began after the job: it may have inherited it, then."""
+    nothing_else_unread(monkeypatch)
+    with started(SLEEPS) as old, started(READS, pipe[0]) as reader:
+        waiting(reader, "read")
+        time.sleep(0.05)  # processes are told apart by the kernel's ticks
+        with started(SLEEPS, pipe[1]) as daemon:
+            waiting(daemon, "clock_nanosleep", "select")
+            refused = {f"/proc/{pid}/fd": 0 for pid in (old, daemon)}
+
+            def scandir(path: str, real: Callable[[str], object] = os.scandir) -> object:
+                if path in refused:
+                    raise PermissionError(13, "Permission denied")
+                return real(path)
+
+            monkeypatch.setattr(os, "scandir", scandir)
+            assert closed(reader, old)
+            assert not closed(reader, daemon)
+
+
 def test_who_else_has_the_socket_itself() -> None:
     """Whoever has it may shut it down."""
     near, far = socket.socketpair()
@@ -258,6 +288,8 @@ def test_of_several_listeners_of_one_port_the_one_at_the_address() -> None:
     assert sockets._listener(table, "0200007F:1F90") == 21
     assert sockets._listener(table, "0300007F:1F90") is None
     assert sockets._listener(table + line.format("00000000", 22), "0300007F:1F90") == 22
+    shared = table + line.format("0200007F", 23)
+    assert sockets._listener(shared, "0200007F:1F90") is None, "SO_REUSEPORT: either may have the connection"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from safelaunch.model import (
     RankExit,
 )
 from safelaunch.verdict.graph import Need, Node, stuck
-from safelaunch.verdict.proof import HABIT, prove
+from safelaunch.verdict.proof import HABIT, _Prover, prove
 from safelaunch.verdict.waits import Case
 
 EXAMPLES = int(os.environ.get("SAFELAUNCH_EXAMPLES", "0"))
@@ -180,8 +181,10 @@ def with_native_thread(one: ProcessEvidence, rests_in: str = "", **fields: Any) 
     return structs.replace(one, states=tuple(states))
 
 
-def at_file_lock(holder: int) -> RankEvidence:
-    return changed(rank(1, in_user(40), "flock", flight=behind()), with_kernel, locked_by=holder)
+def at_file_lock(holder: int, *, ends_closed: bool = True) -> RankEvidence:
+    return changed(
+        rank(1, in_user(40), "flock", flight=behind()), with_kernel, locked_by=holder, ends_closed=ends_closed
+    )
 
 
 def at_store_key(*ends: int) -> RankEvidence:
@@ -381,6 +384,14 @@ NOT_PROVED = {
             threads=[("x", (Frame("/v/lib/python3.11/site-packages/lib/x.py", 9, "run"),), "sleep")],
         ),
     ),
+    "a second worker server, whose handlers are the user's": job(
+        changed(
+            changed(in_lock(0), with_native_thread, "libtorch_cpu.so", syscall_name="accept4"),
+            *(with_native_thread, "libtorch_cpu.so"),
+            syscall_name="accept4",
+        ),
+        waiting(1),
+    ),
     "a native thread in a library called much as torch's": job(
         changed(at_pipe(1000, 1500), with_native_thread, "libtorch_prefetch.so"), waiting(1)
     ),
@@ -495,6 +506,10 @@ NOT_PROVED = {
     "a connection with a time limit of its own": job(
         changed(at_pipe(1000, 1500), with_kernel, times_out=True), waiting(1)
     ),
+    "a lock on a file that may be under way to somebody": job(waiting(0), at_file_lock(1000, ends_closed=False)),
+    "a call that a group of a backend in Python may end": job(
+        waiting(0, gil=GilTest(of_python=True)), waiting(1, "all_gather")
+    ),
     "a lock on a file that an orphan has open": job(
         waiting(0), changed(at_file_lock(1000), with_kernel, lock_sharers=(4711,))
     ),
@@ -557,6 +572,35 @@ def test_these_are_dead(name: str) -> None:
 @pytest.mark.parametrize("name", NOT_PROVED)
 def test_what_is_not_known_may_go_on(name: str) -> None:
     assert not proof(NOT_PROVED[name])
+
+
+@pytest.mark.parametrize(
+    ("kind", "left_s", "rested_s", "own"),
+    [
+        ("lock", None, 10, False),
+        ("lock", 1738, 10, False),  # gloo's
+        ("lock", 3500, None, False),  # by then, unknown jobs are ended as well
+        ("lock", 600, 10, True),
+        ("lock", 1620, None, True),  # nobody knows for how long it has waited
+        ("lock", 100, 1750, False),
+        ("poll", 1799, 10, False),
+        ("poll", 595, 10, False),  # of NCCL's groups, or 600 seconds of the user's
+        ("poll", 299, 10, False),  # of stores
+        ("poll", 400, 10, True),
+        ("poll", 30, None, True),
+    ],
+)
+def test_a_time_limit_of_the_users_is_told_from_those_of_torch(
+    kind: str, left_s: float | None, rested_s: float | None, own: bool
+) -> None:
+    thread = SimpleNamespace(tid=7, rested_s=rested_s)
+    view: Any = SimpleNamespace(
+        wait=SimpleNamespace(kind=kind, left_s=left_s),
+        os_tid=7,
+        process=SimpleNamespace(states=[SimpleNamespace(threads=[thread])]),
+    )
+    assert _Prover._has_own_limit(view, is_usual=True) is own
+    assert _Prover._has_own_limit(view, is_usual=False) is (left_s is not None)
 
 
 @pytest.mark.parametrize("ends", [(1,), (1010,)], ids=["the agent's", "a rank's"])
