@@ -91,7 +91,7 @@ def _told() -> bytes:
         with contextlib.suppress(Exception):
             told["called"] = _descriptions()
         with contextlib.suppress(Exception):
-            told["of_python"] = _of_python()
+            told["foreign_backend"] = _foreign_backend()
         with contextlib.suppress(Exception):
             told["batches"] = _batches()
         return json.dumps(told).encode()
@@ -124,12 +124,13 @@ def _descriptions() -> dict[str, str]:
     return {name: text[:MOST_CHARACTERS] for name, text in found.items() if type(text) is str and text}
 
 
-def _of_python() -> bool:
-    """Whether the backend of some process group is written in Python: who ends its calls, and when, nobody knows."""
+def _foreign_backend() -> bool:
+    """Whether the backend of some process group is not of torch's own: who ends its calls, and when, nobody knows."""
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    own = sys.modules.get("torch._C._distributed_c10d")
     for group in list(world.pg_names) if world is not None else ():
         parts = (group, *(group._get_backend(device) for device in group._device_types))
-        if any(not type(part).__module__.startswith("torch._C") for part in parts):
+        if any(getattr(own, type(part).__name__, None) is not type(part) for part in parts):
             return True
     return False
 

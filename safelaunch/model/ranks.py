@@ -455,7 +455,7 @@ class GilTest(Record, frozen=True):
     its name; ``groups_made``: how many the rank has made, with those that it is not in; ``posted``: the sends and
     receives of the batches that threads are at; ``batches``: the batch size of each DataLoader, by its variable;
     ``called``: the description of each process group, by its name, in the order in which the groups were made;
-    ``of_python``: some group's backend is written in Python.
+    ``foreign_backend``: the backend of some group is not of torch's own.
     """
 
     ping: bool | None = None
@@ -466,7 +466,7 @@ class GilTest(Record, frozen=True):
     posted: tuple[Posted, ...] = ()
     batches: dict[str, int] = msgspec.field(default_factory=dict)
     called: dict[str, str] = msgspec.field(default_factory=dict)
-    of_python: bool = False
+    foreign_backend: bool = False
 
 
 class RankEvidence(Record, frozen=True):

@@ -204,7 +204,7 @@ class _Prover:
 
     def _of_c10d(self, view: View, process: _Process) -> tuple[Need, ...] | None:
         seen = view.awaited.peers
-        if not self._is_main(process) or view.rank.gil.of_python:
+        if not self._is_main(process) or view.rank.gil.foreign_backend:
             return None  # its groups are its own, and no rank's; or nobody knows what ends their calls
         if seen is None:
             return self._on_device(view) or self._of_open_calls(view, process)

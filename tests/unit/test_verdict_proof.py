@@ -508,7 +508,7 @@ NOT_PROVED = {
     ),
     "a lock on a file that may be under way to somebody": job(waiting(0), at_file_lock(1000, ends_closed=False)),
     "a call that a group of a backend in Python may end": job(
-        waiting(0, gil=GilTest(of_python=True)), waiting(1, "all_gather")
+        waiting(0, gil=GilTest(foreign_backend=True)), waiting(1, "all_gather")
     ),
     "a lock on a file that an orphan has open": job(
         waiting(0), changed(at_file_lock(1000), with_kernel, lock_sharers=(4711,))
