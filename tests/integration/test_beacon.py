@@ -395,7 +395,11 @@ def test_what_a_sleeping_rank_shows_to_the_outside(start: Start) -> None:
             (handled,) = gil.handling
             assert (handled.type, handled.message) == ("ValueError", "label 17 out of range")
             assert handled.frames[0].file.endswith("script.py")
-            assert gil.groups == {"0": (0, 1), told[rank]["group"]: (0, 1)} and gil.groups_made == 2 and not gil.foreign_backend
+            assert (
+                gil.groups == {"0": (0, 1), told[rank]["group"]: (0, 1)}
+                and gil.groups_made == 2
+                and not gil.foreign_backend
+            )
         records = ring.read(os.fspath(roster.companion(page, layout.RING_SUFFIX)))
         assert [(stream, data) for _, stream, data in records] == [
             (ring.STDOUT, f"rank {rank} is up\n".encode()),

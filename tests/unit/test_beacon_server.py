@@ -224,3 +224,17 @@ def test_each_backend_that_records_gets_a_handler(c10d: types.ModuleType, monkey
     for group in (*recorded, Group(cpu="gloo"), Group(cpu="fake")):
         c10d._maybe_attach_flight_recorder(group, None, [0])
     assert added == ["safelaunch_flight_record_nccl2", "safelaunch_flight_record_my_own"]
+
+
+def test_a_backend_that_is_not_of_torch(c10d: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in Python, say, whose threads end its calls."""
+    own = types.ModuleType("torch._C._distributed_c10d")
+    vars(own).update(Group=Group, SimpleNamespace=types.SimpleNamespace)
+    monkeypatch.setitem(sys.modules, own.__name__, own)
+
+    class OfPython(Group):
+        pass
+
+    for groups, foreign in (([Group(cpu="gloo")], False), ([Group(cpu="gloo"), OfPython(cpu="x")], True), ([], False)):
+        c10d._world = types.SimpleNamespace(pg_names=dict.fromkeys(groups, "0"))  # type: ignore[attr-defined]
+        assert server._foreign_backend() is foreign
