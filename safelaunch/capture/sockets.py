@@ -413,14 +413,16 @@ def _holders(wanted: frozenset[Wanted], own: Collection[int], pids: Iterable[int
     for pid in dict.fromkeys((*own, *pids)):
         if pid not in own and until.is_over:
             return _Held({one: tuple(each.values()) for one, each in found.items() if each and _is_socket(one)})
-        before = len(seen)
+        its: set[str] = set()
         for path, target in descriptors(pid):
-            seen |= {target} - {""}
-            mine |= {target} - given if pid in own else set()
+            its.add(target)
             for writes in _directions(path, target) if target in targets else ():
                 if (target, writes) in found:
                     found[target, writes].setdefault(pid, OtherEnd(pid, _name(pid)))
-        hidden = hidden or (len(seen) == before and pid not in own and _may_hide_its(pid, job, groups))
+        its.discard("")
+        seen |= its
+        mine |= its - given if pid in own else set()
+        hidden = hidden or (not its and pid not in own and _may_hide_its(pid, job, groups))
         mappings = text_of(f"/proc/{pid}/maps") if mapped else ""
         for one in mapped:
             if one[0] in mappings:

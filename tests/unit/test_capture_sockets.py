@@ -117,12 +117,17 @@ def closed(reader: int, *pids: int) -> bool:
     return told.main_thread.ends_closed
 
 
-def nothing_else_unread(monkeypatch: pytest.MonkeyPatch, *mine: socket.socket) -> None:
-    real, own = sockets.unix_sockets, {os.fstat(one.fileno()).st_ino for one in mine}
-    if (there := real()) is None:
+def nothing_else_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sockets that are not this process's, nothing counts."""
+    real = sockets.unix_sockets
+    if real() is None:
         pytest.skip("this kernel does not tell about Unix sockets (sock_diag)")
-    others = {inode for inode, one in there.items() if one.unread} - own
-    told = lambda: {inode: one for inode, one in (real() or {}).items() if inode not in others}  # noqa: E731
+
+    def told() -> dict[int, sockets.UnixSocket]:
+        mine = {target for _, target in sockets.descriptors(os.getpid())}
+        each = (real() or {}).items()
+        return {inode: one for inode, one in each if f"socket:[{inode}]" in mine or not one.unread}
+
     monkeypatch.setattr(sockets, "unix_sockets", told)
 
 
@@ -131,6 +136,9 @@ def test_a_pipe_of_which_all_have_been_seen(pipe: tuple[int, int], monkeypatch: 
     with near, far, started(READS, pipe[0], near.fileno()) as reader:
         nothing_else_unread(monkeypatch)
         assert closed(reader, os.getpid())
+        with started(SLEEPS, pipe[1]) as child:  # which has nothing that others don't have
+            waiting(child, "clock_nanosleep", "select")
+            assert closed(reader, os.getpid(), child)
         far.close()
         near.close()
         assert closed(reader, os.getpid()), "nobody is at the other end"
@@ -183,10 +191,11 @@ def test_a_pipe_from_which_a_file_is_filled(pipe: tuple[int, int]) -> None:
 def test_a_daemon_of_another_user_may_have_an_end(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where it began after the job: it may have inherited it, then."""
     nothing_else_unread(monkeypatch)
-    with started(SLEEPS) as old, started(READS, pipe[0]) as reader:
-        waiting(reader, "read")
-        time.sleep(0.05)  # processes are told apart by the kernel's ticks
-        with started(SLEEPS, pipe[1]) as daemon:
+    with started(SLEEPS) as old:
+        waiting(old, "clock_nanosleep", "select")
+        time.sleep(0.05)  # starts are told apart by the kernel's ticks
+        with started(READS, pipe[0]) as reader, started(SLEEPS, pipe[1]) as daemon:
+            waiting(reader, "read")
             waiting(daemon, "clock_nanosleep", "select")
             refused = {f"/proc/{pid}/fd": 0 for pid in (old, daemon)}
 
