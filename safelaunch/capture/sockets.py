@@ -408,7 +408,7 @@ def _holders(wanted: frozenset[Wanted], own: Collection[int], pids: Iterable[int
     mine: set[str] = set()  # of the job's processes: through these, a descriptor may have been given away
     seen: set[str] = set()
     given = {_target(Path(f"/proc/self/fd/{number}")) for number in range(3)}  # to safelaunch, and on to the job
-    hidden = False
+    hidden, rings = False, set[int]()
     job, groups = [one for one in map(procstat.read, own) if one is not None], {_group(pid) for pid in own}
     for pid in dict.fromkeys((*own, *pids)):
         if pid not in own and until.is_over:
@@ -421,15 +421,16 @@ def _holders(wanted: frozenset[Wanted], own: Collection[int], pids: Iterable[int
                     found[target, writes].setdefault(pid, OtherEnd(pid, _name(pid)))
         its.discard("")
         seen |= its
+        rings |= {pid} if _IO_URING in its else set()
         mine |= its - given if pid in own else set()
-        hidden = hidden or (not its and pid not in own and _may_hide_its(pid, job, groups))
+        hidden = hidden or (not its and _may_hide_its(pid, job, groups))
         mappings = text_of(f"/proc/{pid}/maps") if mapped else ""
         for one in mapped:
             if one[0] in mappings:
                 found[one].setdefault(pid, OtherEnd(pid, _name(pid)))
-    return _Held(
-        {one: tuple(each.values()) for one, each in found.items()}, not hidden and _are_closed(own, mine, seen)
-    )
+    served = any(pid in rings for each in found.values() for pid in each)
+    closed = not hidden and not served and _are_closed(own, mine, seen)
+    return _Held({one: tuple(each.values()) for one, each in found.items()}, closed)
 
 
 def _is_socket(one: Wanted) -> bool:
@@ -450,8 +451,9 @@ def _may_hide_its(pid: int, job: Collection[procstat.Stat], groups: Collection[s
     if state.start_ticks < min((one.start_ticks for one in job), default=0):
         return False
     try:
-        with os.scandir(f"/proc/{pid}/fd") as entries:
-            return any(True for _ in entries)  # of which not one could be read
+        if state.state in "ZX":  # where other threads live, their descriptors are there and not shown
+            return sum(1 for _ in Path(f"/proc/{pid}/task").iterdir()) > 1
+        return any(True for _ in Path(f"/proc/{pid}/fd").iterdir())  # of which not one could be read
     except OSError as error:
         return isinstance(error, PermissionError)
 
@@ -461,7 +463,7 @@ def _are_closed(own: Collection[int], mine: Collection[str], seen: Collection[st
     socket, and none of ``mine``, which they have, leads to such a socket that is not among those ``seen``.
     """
     found, network = unix_sockets(), _target(Path("/proc/self/ns/net"))
-    if found is None or _IO_URING in mine or any(_target(Path(f"/proc/{pid}/ns/net")) != network for pid in own):
+    if found is None or {_target(Path(f"/proc/{pid}/ns/net")) for pid in own} - {network, ""}:
         return False
     unread = (one.peer for one in found.values() if one.unread)
     if not all(f"socket:[{peer}]" in seen and f"socket:[{peer}]" not in mine for peer in unread):

@@ -19,6 +19,7 @@ import pytest
 from safelaunch.capture import proc, sockets
 from safelaunch.capture.sockets import with_ends
 from safelaunch.model import OtherEnd, ProcessState, ThreadState
+from safelaunch.system import procstat
 
 # --- who has the other end of a pipe or connection: with real processes, which wait there -----------------------------
 
@@ -117,6 +118,13 @@ def closed(reader: int, *pids: int) -> bool:
     return told.main_thread.ends_closed
 
 
+def until_ended(pid: int) -> None:
+    until = time.monotonic() + 60
+    while (state := procstat.read(pid)) is not None and state.state != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
 def nothing_else_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sockets that are not this process's, nothing counts."""
     real = sockets.unix_sockets
@@ -139,6 +147,11 @@ def test_a_pipe_of_which_all_have_been_seen(pipe: tuple[int, int], monkeypatch: 
         with started(SLEEPS, pipe[1]) as child:  # which has nothing that others don't have
             waiting(child, "clock_nanosleep", "select")
             assert closed(reader, os.getpid(), child)
+            os.kill(child, 9)
+            until_ended(child)
+            states = [waiting(reader, "read"), proc.read_process(child)]  # the job's own, not reaped
+            told, _ = with_ends(states, [os.getpid()])
+            assert told.main_thread is not None and told.main_thread.ends_closed
         far.close()
         near.close()
         assert closed(reader, os.getpid()), "nobody is at the other end"
