@@ -21,7 +21,12 @@ RANK = 1010  # the pid of rank 1
 
 
 def beside(
-    one: ProcessEvidence, *pids: int, thread: int = 0, child: int | None = None, call: str = ""
+    one: ProcessEvidence,
+    *pids: int,
+    thread: int = 0,
+    child: int | None = None,
+    call: str = "",
+    ends_closed: bool = False,
 ) -> ProcessEvidence:
     """``one``, where the pipe at which its thread waits has its other end in these processes. ``child``: whom its
     ``wait4()`` names."""
@@ -30,7 +35,8 @@ def beside(
         threads = list(state.threads)
         ends = tuple(OtherEnd(pid, f"name{pid}") for pid in pids) if pids else None
         name = call or threads[thread].syscall_name
-        threads[thread] = structs.replace(threads[thread], ends=ends, inode=1, child=child, syscall_name=name)
+        told = {"ends": ends, "ends_closed": ends_closed, "inode": 1, "child": child, "syscall_name": name}
+        threads[thread] = structs.replace(threads[thread], **told)
         states.append(structs.replace(state, threads=tuple(threads)))
     return structs.replace(one, states=tuple(states))
 
@@ -90,15 +96,19 @@ def test_a_child_that_waits_for_what_its_joining_parent_is_to_send(world: int) -
 # --- a pipe that never ends -------------------------------------------------------------------------------------------
 
 
-def reads(*pids: int) -> ProcessEvidence:
-    return beside(process(RANK, in_user(7), "pipe"), *pids)
+def reads(*pids: int, ends_closed: bool = False) -> ProcessEvidence:
+    return beside(process(RANK, in_user(7), "pipe"), *pids, ends_closed=ends_closed)
 
 
-def test_a_pipe_that_only_the_reader_has_open() -> None:
-    verdict = parent(reads(RANK), process(70, (), "zombie", role="child"))
+@pytest.mark.parametrize(
+    ("ends_closed", "who"),
+    [(True, "process 1010 itself alone has"), (False, "of those in sight, only process 1010 has")],
+)
+def test_a_pipe_that_only_the_reader_has_open(ends_closed: bool, who: str) -> None:
+    verdict = parent(reads(RANK, ends_closed=ends_closed), process(70, (), "zombie", role="child"))
     assert named(verdict) == ("blocking-io", 1, 7, "main")
     assert "its child process 70 has ended and not been reaped" in verdict.summary
-    assert "process 1010 itself alone has the write end open" in verdict.summary
+    assert f"{who} the write end open" in verdict.summary
     assert "Close the other end of the pipe here" in verdict.suggestions[0]
 
 
