@@ -99,10 +99,14 @@ def _told() -> bytes:
         return b"{}"
 
 
+def _world() -> Any:
+    """What c10d keeps of its process groups; None before it is there."""
+    return getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+
+
 def _groups() -> tuple[dict[str, list[int]], int | None]:
     """Name → global ranks of each process group, in the order of their ranks in it; how many this rank has made."""
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    world = getattr(c10d, "_world", None)
+    world = _world()
     if world is None:
         return {}, None
     names, found, left = world.pg_names, {}, MOST_MEMBERS
@@ -118,7 +122,7 @@ def _groups() -> tuple[dict[str, list[int]], int | None]:
 
 def _descriptions() -> dict[str, str]:
     """Name → description of each process group that has one: ``mesh_tp`` is a DeviceMesh's dimension ``tp``."""
-    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    world = _world()
     names = dict(world.pg_names) if world is not None else {}
     found = {str(name): getattr(group, "group_desc", "") for group, name in names.items()}
     return {name: text[:MOST_CHARACTERS] for name, text in found.items() if type(text) is str and text}
@@ -126,7 +130,7 @@ def _descriptions() -> dict[str, str]:
 
 def _foreign_backend() -> bool:
     """Whether the backend of some process group is not of torch's own: who ends its calls, and when, nobody knows."""
-    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    world = _world()
     own = sys.modules.get("torch._C._distributed_c10d")
     for group in list(world.pg_names) if world is not None else ():
         parts = (group, *(group._get_backend(device) for device in group._device_types))

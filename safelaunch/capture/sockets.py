@@ -409,7 +409,8 @@ def _holders(wanted: frozenset[Wanted], own: Collection[int], pids: Iterable[int
     seen: set[str] = set()
     given = {_target(Path(f"/proc/self/fd/{number}")) for number in range(3)}  # to safelaunch, and on to the job
     hidden, rings = False, set[int]()
-    job, groups = [one for one in map(procstat.read, own) if one is not None], {_group(pid) for pid in own}
+    began = min((one.start_ticks for one in map(procstat.read, own) if one is not None), default=0)
+    groups = {_group(pid) for pid in own}
     for pid in dict.fromkeys((*own, *pids)):
         if pid not in own and until.is_over:
             return _Held({one: tuple(each.values()) for one, each in found.items() if each and _is_socket(one)})
@@ -423,7 +424,7 @@ def _holders(wanted: frozenset[Wanted], own: Collection[int], pids: Iterable[int
         seen |= its
         rings |= {pid} if _IO_URING in its else set()
         mine |= its - given if pid in own else set()
-        hidden = hidden or (not its and _may_hide_its(pid, job, groups))
+        hidden = hidden or (not its and _may_hide_its(pid, began, groups))
         mappings = text_of(f"/proc/{pid}/maps") if mapped else ""
         for one in mapped:
             if one[0] in mappings:
@@ -441,14 +442,15 @@ def _group(pid: int) -> str:
     return text_of(f"/proc/{pid}/cgroup")
 
 
-def _may_hide_its(pid: int, job: Collection[procstat.Stat], groups: Collection[str]) -> bool:
-    """Whether a process may have inherited descriptors of the job's and does not show them: one of another user that
-    began later than the job, in one of its control ``groups``, as a daemon of a rank may that has left its session.
+def _may_hide_its(pid: int, began: int, groups: Collection[str]) -> bool:
+    """Whether a process may have inherited descriptors of the job's and does not show them: one of another user, in one
+    of the job's control ``groups`` and no older than it (``began``, in ticks), as a daemon may be that has left its
+    session.
     """
     state = procstat.read(pid)
     if state is None or state.ppid in (0, _KTHREADD) or _group(pid) not in groups:
         return False
-    if state.start_ticks < min((one.start_ticks for one in job), default=0):
+    if state.start_ticks < began:
         return False
     try:
         if state.state in "ZX":  # where other threads live, their descriptors are there and not shown
