@@ -78,6 +78,7 @@ class StallCase:
         self._writing: Incident[Report | None] | None = None
         self._written_of = 0.0  # the mark of the stall that is being written about
         self._suspect_bundle: _Suspect | None = None
+        self._refuted_s: float | None = None  # the mark of the stall whose proof its bundle did not bear out
         self._waited_s = 0.0  # the longest quiet time with a bundle that ended by itself
         self._agreed = False
         self._goes_on = False  # all nodes have judged that the job continues, and a bundle of it is there
@@ -264,6 +265,8 @@ class StallCase:
         judged = answer.judge(looks, evidence, watch.background, covers=whole, mark_s=mark_s)
         if looks.resends and judged.found in ("dead", "unknown"):
             judged = replace(judged, found="unseen", unseen="a message between two ranks has not arrived")
+        if judged.found == "dead" and mark_s == self._refuted_s:
+            judged = replace(judged, found="unseen", unseen="the evidence in full did not prove what a look had")
         watch.read_quiet_again()
         if watch.stepped_since(suspicion.stall):
             return replace(judged, found="moving")
@@ -327,14 +330,21 @@ class StallCase:
         collect = self._collecting(suspicion, looks, judged, kind, now)
         queries = kind is HANG and self._council.queries_nccl
         spare = self._council.must_keep_ranks_alive
+        without_proof = replace(judged, found="unknown")
+        by_proof = judged.found == "dead" and not self._is_at_limit(suspicion.stall, without_proof)
 
         def write(writing: Incident[Report | None]) -> Report | None:
             found = collect(writing)
-            if kind is HANG and judged.found != "dead" and self._watch.stepped_since(suspicion.stall):
+            if kind is HANG and self._watch.stepped_since(suspicion.stall):
                 incident.discard(found)
                 say(ADVANCED)
                 return None
             found = incident.with_nccl(found, spare=spare) if queries else found
+            if by_proof and not answer.proves(found.evidence):
+                self._refuted_s = suspicion.stall.mark_s
+                say("the evidence in full does not prove that the job hangs: it continues")
+                found = replace(found, evidence=structs.replace(found.evidence, answer="unseen"))
+                return incident.finish(found, Agreement(outcome=SUSPECT.outcome))
             return incident.finish(found, Agreement(outcome=kind.outcome))
 
         self._writing = Incident("bundle", write)

@@ -12,27 +12,30 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from safelaunch.beacon import layout, page
+from safelaunch.bundle.staging import Staging
 from safelaunch.capture.look import Look
 from safelaunch.capture.pages import Roster
 from safelaunch.job.argv import CommandLine
 from safelaunch.job.paths import RunPaths
 from safelaunch.job.plan import Plan
 from safelaunch.job.process import identify
+from safelaunch.model import Evidence
 from safelaunch.settings.options import Settings
 from safelaunch.supervise.answer import Judged
 from safelaunch.supervise.cluster.messages import Page
 from safelaunch.supervise.cluster.seen import Seen
 from safelaunch.supervise.council import Council
-from safelaunch.supervise.incident import JobContext, Timeline
+from safelaunch.supervise.incident import Agreement, Collected, JobContext, Report, Timeline
 from safelaunch.supervise.kinds import HANG
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.stall import StallCase, _Suspicion
 from safelaunch.supervise.watch.job import Glance, Watch
 from safelaunch.supervise.watch.rhythm import Threshold
-from safelaunch.supervise.watch.stall import Event, Limits, Policy, Stall
+from safelaunch.supervise.watch.stall import Event, Found, Limits, Policy, Stall
 
 SUSPECT = Stall(ranks=(0,), mark_s=0.0, stalled_s=5.0, threshold_s=3.0, step=5, before_first_step=False)
 SUSPECTED = Glance((), Event("suspect", SUSPECT), ())
@@ -165,28 +168,66 @@ def test_ranks_that_were_started_anew_are_under_no_suspicion(job: Job) -> None:
     job.until(lambda: job.vote[0] == 1)
 
 
-@pytest.mark.parametrize("steps", [True, False])
-def test_a_rank_that_advances_while_its_evidence_is_collected_is_not_ended(
-    steps: bool, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Without a proof, the user's limit ends the job only while nothing moves."""
+@pytest.fixture
+def writing(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What becomes of the bundles that the job's supervisor collects: their outcomes."""
     found: list[str] = []
 
-    def collect(_: object) -> object:
+    def finish(_: Collected, agreement: Agreement) -> Report | None:
+        found.append(agreement.outcome or "")
+        return None
+
+    monkeypatch.setattr("safelaunch.supervise.incident.with_nccl", lambda found, **_: found)
+    monkeypatch.setattr("safelaunch.supervise.incident.discard", lambda _: found.append("discarded"))
+    monkeypatch.setattr("safelaunch.supervise.incident.finish", finish)
+    job.council.channel.seen = Seen(why="one node")
+    return found
+
+
+def collected(job: Job) -> Collected:
+    evidence = Evidence("hang", 2, ())
+    return Collected(evidence, cast("Staging", None), Timeline(), cast("JobContext", None))
+
+
+@pytest.mark.parametrize("found", ["unknown", "dead"])
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_rank_that_advances_while_its_evidence_is_collected_is_not_ended(
+    steps: bool,
+    found: Found,
+    job: Job,
+    writing: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Not at the user's limit, and not by a proof, which it refutes."""
+
+    def collect(_: object) -> Collected:
         if steps:
             job.words[layout.LAST_STEP_NS] = time.monotonic_ns()
             job.watch.tick(time.monotonic())
-        return "evidence"
+        return collected(job)
 
     monkeypatch.setattr(job.case, "_collecting", lambda *_: collect)
-    monkeypatch.setattr("safelaunch.supervise.incident.with_nccl", lambda found, **_: found)
-    monkeypatch.setattr("safelaunch.supervise.incident.discard", lambda _: found.append("discarded"))
-    monkeypatch.setattr("safelaunch.supervise.incident.finish", lambda *_: found.append("written"))
-    job.council.channel.seen = Seen(why="one node")
-    job.case._write(_Suspicion(SUSPECT, Threshold(3.0, ""), Timeline(), 0.0), Looks(()), Judged("unknown"), HANG, 5.0)
+    job.case._write(_Suspicion(SUSPECT, Threshold(3.0, ""), Timeline(), 0.0), Looks(()), Judged(found), HANG, 5.0)
     job.until(lambda: not job.case.writing)
-    assert found == ["discarded" if steps else "written"]
+    assert writing == ["discarded" if steps else "hang"]
     assert ("a rank advanced" in capfd.readouterr().err) is steps
+
+
+@pytest.mark.parametrize("proves", [True, False])
+def test_a_proof_that_the_whole_evidence_does_not_bear_out_ends_no_job(
+    proves: bool, job: Job, writing: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The bundle has more than the looks: C frames may show who else could end the wait."""
+    job.watch.policy = replace(job.watch.policy, stall_given=False)  # else the user's word ends it
+    monkeypatch.setattr("safelaunch.supervise.answer.proves", lambda _: proves)
+    monkeypatch.setattr(job.case, "_collecting", lambda *_: lambda _: collected(job))
+    stall = replace(SUSPECT, mark_s=time.monotonic() - 5.0)
+    suspicion = _Suspicion(stall, Threshold(3.0, ""), Timeline(), 0.0)
+    job.case._write(suspicion, Looks(()), Judged("dead"), HANG, time.monotonic())
+    job.until(lambda: not job.case.writing)
+    assert writing == ["hang" if proves else "suspect"]
+    assert ("it continues" in capfd.readouterr().err) is not proves
 
 
 def saying(watch: Any) -> StallCase:
