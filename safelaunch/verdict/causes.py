@@ -808,6 +808,10 @@ class RankException(Cause, name="rank-exception"):
         GPU_UNSHARDED,
         _GPU_MEMORY_LINES,
         Advice(
+            "Select the GPU by `LOCAL_RANK`, not by `RANK`, and start no more ranks on a node than it has GPUs.",
+            when=lambda case: case.raised_like(re.compile("invalid device ordinal")),
+        ),
+        Advice(
             "CUDA reports an error later than it happens. To have it raised at its own line",
             when=lambda case: case.raised_like(_GPU_ASSERT),
             preset="cuda-sync",

@@ -10,7 +10,7 @@ from safelaunch.model import Claim, Frame
 from safelaunch.verdict.causes import LEFT_OUT, SIZES_DIFFER, Advice
 from safelaunch.verdict.collectives import Mismatch, describe, fits, mismatch_at, number_of, op_name, signature, vote
 from safelaunch.verdict.conditions import record_claim
-from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.findings import (
     Finding,
     Ruling,
@@ -79,31 +79,37 @@ def compared_by_torch(case: Case) -> Ruling:
     if earlier is not None:
         return shifted(case, earlier, wait_words(case, case.ranks))
     odd, majority = vote(by_call)
-    sites = {rank: _user_stack(case, rank)[0] for rank in made}
-    words = {rank: f"{call.words}{fr.at(sites[rank])}" for rank, call in made.items()}
+    seen = [rank for rank in made if rank in case.ranks]
+    blamed = [rank for rank in odd if rank in case.ranks] if majority or len(seen) == len(made) else []
+    sites = {rank: _user_stack(case, rank)[0] for rank in seen}
+    words = {rank: f"{call.words}{fr.at(sites.get(rank))}" for rank, call in made.items()}
     odd_first = sorted(words, key=lambda rank: (rank not in odd, rank))
     places = by_place({rank: words[rank] for rank in odd_first})
     text = " while ".join(f"{ranks_do(ranks, 'called', 'called')} {what}" for what, ranks in places)
-    claims = (Claim(f"rank {r}: torch's own check found a mismatch", f"ranks/{r}/exception.json") for r in made)
+    claims = (Claim(f"rank {r}: torch's own check found a mismatch", f"ranks/{r}/exception.json") for r in seen)
     return Finding(
         "collective-mismatch",
-        () if majority else (Doubt.NO_MAJORITY,),
+        those({Doubt.NO_MAJORITY: not majority, Doubt.UNSEEN_RANKS: len(seen) < len(made)}),
         f"{capital(text)}: torch compared these calls, and they do not match.",
-        tuple(waiting_culprit(case.ranks[r], f"Rank {r} called {words[r]}, its peers did not.", sites[r]) for r in odd),
-        tuple(claims)[:4] + wait_claims(case, [rank for rank in made if case.ranks[rank].wait is not None]),
+        tuple(
+            waiting_culprit(case.ranks[r], f"Rank {r} called {words[r]}, its peers did not.", sites[r]) for r in blamed
+        ),
+        tuple(claims)[:4] + wait_claims(case, [rank for rank in seen if case.ranks[rank].wait is not None]),
         advice=frozenset({SIZES_DIFFER}) if len({call.op for call in by_call}) == 1 else frozenset(),
-        calls={rank: user_stack_of(case.ranks[rank].evidence) for rank in made},
+        calls={rank: user_stack_of(case.ranks[rank].evidence) for rank in seen},
     )
 
 
 def _compared(case: Case) -> dict[int, Fingerprint]:
-    """Rank → its call as torch compared it. Errors count ranks within their group; each begins with its own."""
+    """Rank → its call as torch compared it. Errors count ranks within their group; each begins with its own, and names
+    another, whose own may not have been seen.
+    """
     raised = {rank: one.evidence.exception for rank, one in case.ranks.items()}
     told = {rank: fingerprints(error.message) for rank, error in raised.items() if error is not None}
     own = {next(iter(calls)): rank for rank, calls in told.items() if calls}
     alike = all(number == rank for number, rank in own.items())
     found = {own.get(n, n if alike else -1): call for calls in told.values() for n, call in calls.items()}
-    return {rank: call for rank, call in found.items() if rank in case.ranks}
+    return {rank: call for rank, call in found.items() if rank >= 0}
 
 
 def mismatch(case: Case) -> Ruling:

@@ -137,6 +137,38 @@ def test_packed_and_from_standard_input_and_several(tmp_path: Path, capfd: pytes
     assert '"rank-' in capfd.readouterr().out
 
 
+_CUDA = (
+    "torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
+    "Search for `cudaErrorIllegalAddress' in https://docs.nvidia.com/cuda/ for more information.\n"
+    "CUDA kernel errors might be asynchronously reported at some other API call.\n"
+    "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\n"
+    "Exception raised from c10_cuda_check at /pytorch/c10/cuda/CUDAException.cpp:43 (most recent call first):\n"
+    + "".join(f"frame #{at}: c10::Error::Error(std::string) + 0x98 (0x7f6e in libc10.so)\n" for at in range(9))
+)
+_OF_SEVERAL_LINES = (
+    "ValueError: the batch has NaN\ninputs: min nan max nan\ntargets: min 0 max 9\nfile: shard-0012.tar\n"
+)
+_STEPS = "".join(f"step {at} loss {at / 7}\n" for at in range(3))
+
+
+@pytest.mark.parametrize(
+    ("before", "message", "after", "culprits"),
+    [
+        ("", _CUDA, "", [0]),
+        (_STEPS, _OF_SEVERAL_LINES, "", [0]),
+        (_STEPS, _OF_SEVERAL_LINES, "step 3 loss 0.5\n", []),  # it has caught it, and goes on as before
+        (_STEPS, "ValueError: bad\n", "".join(f"{'n' * at} is new\n" for at in range(30)), []),
+    ],
+)
+def test_a_message_of_several_lines_is_no_sign_that_the_script_goes_on(
+    before: str, message: str, after: str, culprits: list[int], tmp_path: Path
+) -> None:
+    path = tmp_path / "job.log"
+    path.write_text(before + HEAD.replace("ValueError: bad\n", message) + after)
+    assert [one.rank for one in diagnose(locate.read(path).evidence).culprits] == culprits
+
+
 @pytest.mark.parametrize("at", [30, 2000])
 @pytest.mark.parametrize("name", ["job.log.gz", "bundle.tar.gz"])
 def test_a_damaged_packed_file(name: str, at: int, tmp_path: Path) -> None:

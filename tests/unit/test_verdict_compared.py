@@ -83,3 +83,14 @@ def test_a_crash_of_detail_itself_says_so(inner: Frame, value: str, is_told: boo
     assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("rank-killed", [0, 1, 2, 3])
     assert ("under which torch 2.13.0 crashes" in verdict.summary) is is_told
     assert any(text.startswith("Unset `TORCH_DISTRIBUTED_DEBUG=DETAIL`") for text in verdict.suggestions) is is_told
+
+
+def test_a_peer_that_only_the_errors_of_others_name_is_told_and_not_blamed() -> None:
+    """The log of one rank, or of some: who was not seen may still be the odd one, or the others are."""
+    made = {0: fingerprint("ALLREDUCE"), 1: fingerprint("BROADCAST"), 2: fingerprint("ALLREDUCE")}
+    every = ranks_that(made, {})
+    for seen, words in (([0], "Rank 0 called ALLREDUCE [4] at"), ([0, 2], "Rank 1 called BROADCAST [4] while ranks")):
+        verdict = diagnose(job(*(every[rank] for rank in seen), outcome="crash", world=3))
+        assert (verdict.cause, verdict.culprits) == ("collective-mismatch", ()), seen
+        assert verdict.summary.startswith(words) and "rank 1" in verdict.summary.lower()
+        assert "compared these calls" in verdict.summary and "lost the connection" not in verdict.summary

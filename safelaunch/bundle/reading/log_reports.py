@@ -29,13 +29,13 @@ _OF_A_SUMMARY = re.compile(r" {1,3}traceback *: (?=Traceback \(most)")
 _OF_A_CHILD = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
 _GOES_ON = re.compile(  # the messages of NCCL and CUDA
     r"nccl(?:\w+Error|Invalid\w+)|Last error:|[\w.]+: Connect to |[\w:]+Error: |CUDA kernel errors "
-    r"|For debugging consider |Device-side assert|Compile with `"
+    r"|For debugging consider |Device-side assert|Compile with `|GPU device may be out of range|Search for `cuda"
 )
 _ERROR = re.compile(r"(?P<type>[A-Za-z_][\w.]*(?:\(\w+\))?)(?:: (?P<message>.*))?$", re.DOTALL)
 # What is no output of the script's own: of launchers, and of torch's log.
 _NOT_OWN = re.compile(
     r"\s|\[?[IWEF]\d{3,4} |===|---|\[|Root Cause|Failures:|srun: |slurmstepd: |Exception (?:ignored|in thread)"
-    r"|Killing subprocess |$"
+    r"|Killing subprocess |Exception raised from |frame #\d+: |$"
 )
 _NOT_OF_A_RANK = ("ChildFailedError", "SignalException", "KeyboardInterrupt")
 _LAUNCHERS = (
@@ -119,6 +119,11 @@ class Traceback:
             [error["message"] or "", *takewhile(lambda line: not line.startswith(tracebacks.CHAIN), rest)]
         ).strip()
         return RankException(error["type"], message, at_s, found.frames, "\n".join(self.lines[:end]))
+
+
+def _shape(text: str) -> str:
+    """A line without what changes each time that it is printed."""
+    return " ".join(re.findall(r"[^\W\d_]+", text))
 
 
 _FATAL = "Fatal Python error: "
@@ -219,6 +224,8 @@ class Heard:
     before: str = ""
     node: str = ""  # or container
     since: int = 0  # lines since the newest traceback: whoever goes on printing has caught the exception
+    usual: int = 0  # of these, such as it has printed before: the others may be the rest of the message
+    shapes: frozenset[str] = frozenset()  # of its newest lines before, if it has printed some of them again and again
     crashes: list[Crash] = field(default_factory=list)
     block: dict[str, str] = field(default_factory=dict)  # of a launcher's summary
     block_at: Line | None = None
@@ -227,11 +234,21 @@ class Heard:
     def fail(self, line: Line, kind: str, what: str) -> None:
         """With an error that a library prints and no traceback shows."""
         opened = Traceback(line, [line.text], False, Said(line, line.text, None, timed=False))
-        self.raised, self.since = [*self.raised, (opened, RankException(kind, what, 0.0))], 0
+        self.note(opened, RankException(kind, what, 0.0))
+
+    def note(self, opened: Traceback, raised: RankException) -> None:
+        self.raised, self.since, self.usual = [*self.raised[-_MOST_TRACEBACKS:], (opened, raised)], 0, 0
+        shapes = frozenset(map(_shape, self.tail))
+        self.shapes = shapes if len(shapes) < len(self.tail) else frozenset()
+
+    def goes_on(self, text: str) -> None:
+        """It has printed one more line."""
+        self.since += 1
+        self.usual += self.usual <= _FEW and _shape(text) in self.shapes
 
     def uncaught(self, *, ended: bool) -> tuple[Traceback, RankException] | None:
         """``ended``: something else says that its process has failed."""
-        most = _MOST_SINCE if ended else _FEW
+        most = _MOST_SINCE if ended else _MOST_MESSAGE if self.shapes and not self.usual else _FEW
         return self.raised[-1] if self.raised and self.since <= most else None
 
     def crashed(self, *, ended: bool) -> Crash | None:
@@ -348,7 +365,8 @@ class Printed:
         one.before = text
         end = one.raised[-1][0].line if one.raised else one.crashes[-1].line if one.crashes else said.line
         own = one.opened is None and end.file == said.line.file and not (said.timed or _NOT_OWN.match(text))
-        one.since += own
+        if own:
+            one.goes_on(text)
         self._since_stalled += own
         if own and isinstance(said.speaker, str) and None in self.heard:
             self._go_on(self.heard[None])
@@ -363,7 +381,7 @@ class Printed:
         """Nodes print their own, so the job has survived what nobody has signed."""
         if unsigned.opened is not None and unsigned.opened.state in ("message", "after"):
             self._close(unsigned)
-        unsigned.since += 1
+        unsigned.since, unsigned.usual = unsigned.since + 1, unsigned.usual + 1
 
     def _opened(self, one: Heard, said: Said) -> Traceback | None:
         text = said.text
@@ -414,7 +432,7 @@ class Printed:
         if opened.rank is not None and opened.rank < MAX_RANKS:
             one = self.heard.setdefault(opened.rank, Heard(opened.line))
         if not one.timed_out:
-            one.raised, one.since = [*one.raised[-_MOST_TRACEBACKS:], (opened, raised)], 0
+            one.note(opened, raised)
 
     def end(self) -> None:
         for speaker, one in list(self.heard.items()):
