@@ -89,14 +89,14 @@ def parser() -> Parser:
     found = Parser(
         "diagnose",
         description="Reads a bundle (or its .tar.gz), a folder of bundles of several nodes, a run directory, a plain "
-        "folder of Flight Recorder dumps of any job, or the logs of any job (files, folders, .gz, or - for standard "
-        "input), and names the rank and line that hung or ended it. Needs no GPU. "
-        "PATH may be untrusted: safelaunch runs nothing in it, follows no link out of it, writes nothing into it, and "
-        "limits the memory and time of the process that reads it.",
+        "folder of Flight Recorder dumps of any job, or any job's logs or stacks, as printed by py-spy or faulthandler "
+        "(files, folders, .gz, or - for standard input), and names the rank and line that hung or ended it. Needs no "
+        "GPU. PATH may be untrusted: safelaunch runs nothing in it, follows no link out of it, writes nothing into it, "
+        "and limits the memory and time of the process that reads it.",
         epilog="Exit code: 0 with a verdict, 1 if the evidence is not sufficient, 2 if PATH holds none.",
     )
     add = found.add_argument
-    place = "a directory, a bundle's .tar.gz, or logs of one job [safelaunch-bundles/latest]"
+    place = "a directory, a bundle's .tar.gz, or logs or stacks of one job [safelaunch-bundles/latest]"
     add("path", nargs="*", metavar="PATH", help=place)
     add("--json", action="store_true", help="print the document of verdict.json on stdout; with --calls, the calls")
     add("--html", metavar="FILE", help="write the report as one HTML file")
