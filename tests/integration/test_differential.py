@@ -272,7 +272,8 @@ def compare(theirs: Run, ours: Run, *, frames: bool = True) -> None:
     assert sorted(ours.stdout.splitlines(keepends=True)) == sorted(theirs.stdout.splitlines(keepends=True))
     ours_said, theirs_said = ours.complaints(), theirs.complaints()
     if not frames:
-        ours_said, theirs_said = [[x for x in lines if not x.startswith(" ")] for lines in (ours_said, theirs_said)]
+        # Of a frame in a line that is broken, Python shows an empty one, too.
+        ours_said, theirs_said = ([x for x in said if x and x[0] != " "] for said in (ours_said, theirs_said))
     assert ours_said == theirs_said
     assert "Server listening" not in ours.stderr.decode("latin-1") + ours.stdout.decode("latin-1")
     assert differences(theirs.seen(), ours.seen()) == []
