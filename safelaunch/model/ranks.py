@@ -239,6 +239,11 @@ class Collective(Record, frozen=True):
     frames: tuple[Frame, ...] = ()
     thread: int = 0
 
+    @property
+    def by_gloo(self) -> bool:
+        """Of the backend that uses no device: who has called it waits for it in the call, or in its ``Work``."""
+        return self.op.startswith("gloo:")
+
 
 class GroupStatus(Record, frozen=True):
     """Last sequence numbers of one process group on one rank. -1: the backend does not report it."""

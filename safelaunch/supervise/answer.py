@@ -175,7 +175,7 @@ def _limit_of(case: Case) -> _GroupLimit:
         for entry in calls_of:
             if entry is not None and entry.group == wait.group and entry.timeout_ms and entry.created_ns:
                 unix_s = entry.created_ns / 1e9 + entry.timeout_ms / 1000
-                found.append((unix_s, label_of(entry), entry.op.startswith("gloo:")))
+                found.append((unix_s, label_of(entry), entry.by_gloo))
     waits = any(one.wait is not None for one in case.ranks.values())
     if not found:
         return _GroupLimit(waits)

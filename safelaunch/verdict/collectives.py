@@ -251,7 +251,7 @@ class Alignment:
 
     def is_behind(self, rank: int, entry: Collective) -> bool:
         """The device of ``rank`` is still in an earlier call of the group: it takes in order what the CPU queued."""
-        if entry.op.startswith("gloo:"):
+        if entry.by_gloo:
             return False
         return any(one.group == entry.group and one.seq < entry.seq and not one.is_p2p for one in self.pending(rank))
 

@@ -267,7 +267,7 @@ def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
     if not where:
         return None
     rank = view.rank.rank
-    pending = [entry for entry in alignment.pending(rank) if not entry.op.startswith("gloo:")]
+    pending = [entry for entry in alignment.pending(rank) if not entry.by_gloo]
     with_peers = [entry for entry in pending if _has_peers(rank, entry, alignment)]
     if any(entry.started is not False and not alignment.is_over_elsewhere(rank, entry) for entry in with_peers):
         return None  # it waits for peers, or may do so
@@ -287,7 +287,7 @@ def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
 def lost_condition(view: View, alignment: Alignment) -> Condition | None:
     """``gpu-lost`` where the driver reports an error of the GPU that the rank waits for, or computes on with peers."""
     rank = view.rank
-    on_device = [entry for entry in alignment.pending(rank.rank) if not entry.op.startswith("gloo:")]
+    on_device = [entry for entry in alignment.pending(rank.rank) if not entry.by_gloo]
     if not rank.gpu_errors or not (view.device or on_device):
         return None
     claims = tuple(kernel_claim(rank, line) for line in rank.gpu_errors)
@@ -302,7 +302,7 @@ def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | No
     Either the device has begun nothing of what is queued, while peers' devices have; or all peers have completed what
     it is in.
     """
-    pending = [entry for entry in alignment.pending(rank.rank) if not entry.op.startswith("gloo:")]
+    pending = [entry for entry in alignment.pending(rank.rank) if not entry.by_gloo]
     if not pending:
         return None
     first = next((entry for entry in pending if entry.started), pending[0])

@@ -293,7 +293,7 @@ class _Prover:
         """A synchronize ends after all that the device is in. What it has not begun may stand behind a kernel."""
         if not view.device:
             return None
-        pending = [entry for entry in self._pending(view) if not entry.op.startswith("gloo:")]
+        pending = [entry for entry in self._pending(view) if not entry.by_gloo]
         begun = [entry for entry in pending if entry.started is not False]
         return tuple(self._need_of(entry, view) for entry in begun) or None
 
@@ -427,7 +427,7 @@ class _Prover:
         return here or mine
 
     def _uses_device(self, view: View) -> bool:
-        return bool(view.device) or any(not entry.op.startswith("gloo:") for entry in self._pending(view))
+        return bool(view.device) or any(not entry.by_gloo for entry in self._pending(view))
 
     def _need_of(self, entry: Collective, view: View) -> Need:
         return Need(frozenset({_call(entry, view.rank.rank)}), described(entry), _stack_claim(view))
@@ -437,7 +437,7 @@ class _Prover:
             seen: dict[str, Node] = {}  # of NCCL, which works in order: group → the call before
             for entry in entries:
                 node = _call(entry, rank)
-                behind = seen.get(entry.group) if not entry.op.startswith("gloo:") else None
+                behind = seen.get(entry.group) if not entry.by_gloo else None
                 if node not in needs:
                     needs[node] = self._of_call(entry, rank)
                 if behind is not None and behind != node and entry.started is not True:
@@ -450,7 +450,7 @@ class _Prover:
     def _of_call(self, entry: Collective, rank: int) -> tuple[Need, ...]:
         """What the members have yet to do; empty where they are all there, or are not known."""
         claim = Claim(f"pending: {described(entry)}", f"ranks/{rank}/flight_recorder.json")
-        if entry.op.startswith("gloo:") and 0 < entry.timeout_ms < GLOO_S * 1000:
+        if entry.by_gloo and 0 < entry.timeout_ms < GLOO_S * 1000:
             return ()  # it raises an error then, and the user may go on
         if entry.is_p2p:
             peers = self._case.transfers.peers_missing(rank, entry.group)

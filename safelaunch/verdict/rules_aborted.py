@@ -79,7 +79,7 @@ def _aborted_by_gloo(facts: Facts, one: RankFacts) -> bool:
         return False
     messages = [other.exception.message for other in facts.evidence.ranks if other.exception is not None]
     recorded = (facts.alignment.pending(rank) for rank in facts.ranks)
-    return any("gloo" in text for text in messages) or any(e.op.startswith("gloo:") for mine in recorded for e in mine)
+    return any("gloo" in text for text in messages) or any(e.by_gloo for mine in recorded for e in mine)
 
 
 def _with_aborted(facts: Facts, found: Mismatch, aborted: Sequence[int]) -> Mismatch:
