@@ -1,7 +1,7 @@
-"""The jobs on this host whose ranks nobody announces, found by the environments that their processes were started with.
+"""The jobs on this host whose ranks nobody announces, found by the environments of their processes.
 
-Whoever starts ranks (torchrun, accelerate, deepspeed, srun, mpirun, a shell script) gives each the variables of a rank,
-and what a rank starts inherits them.
+Whoever starts ranks (torchrun, accelerate, deepspeed, srun, mpirun, Ray, a shell script) gives each the variables of a
+rank, and what a rank starts inherits them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from safelaunch.beacon.unknown_role import TASKS
 from safelaunch.capture import sockets
+from safelaunch.capture.memory import Memory
 from safelaunch.capture.node import parse_environ
 from safelaunch.capture.result import gather, within
 from safelaunch.system import procstat
@@ -34,7 +35,8 @@ _LOOPBACK = re.compile(r"localhost|127\.|::1$")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """``env``: the variables that it was started with; None where they may not be read.
+    """``env``: the variables that it was started with, or has now, if only these make it a rank; None where they may
+    not be read.
 
     ``network``: its network namespace, for which the address ``localhost`` holds.
     """
@@ -183,9 +185,9 @@ def job_of(pid: int, table: Mapping[int, Process], jobs: Sequence[FoundJob]) -> 
         )
     tasks = ", ".join(names[0] for names in TASKS)
     raise UsageError(
-        f"dump: process {pid} is of no job: neither it nor what is above and below it was started with RANK and "
-        f"WORLD_SIZE (or {tasks}).",
-        "Name a rank, or the launcher. Ranks whose variables are set only after their start can't be found.",
+        f"dump: process {pid} is of no job: neither it nor what is above and below it has RANK and WORLD_SIZE (or "
+        f"{tasks}) among its environment variables.",
+        "Name a rank, or the launcher.",
     )
 
 
@@ -220,6 +222,8 @@ def _read(pid: int) -> Process | None:
     except OSError:  # it has ended meanwhile
         return None
     found = Process(pid, stat.ppid, stat.start_ticks, user, env)
+    if _rank_of(found) is None and packages_of(pid):  # Ray's workers, say, are told later
+        found = replace(found, env={**env, **Memory(pid).environment()})
     with suppress(OSError):
         return replace(found, network=os.readlink(place / "ns/net"))  # noqa: PTH115 - text
     return found

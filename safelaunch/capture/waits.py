@@ -11,10 +11,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
+from safelaunch.capture.memory import Mapping, Memory, Symbol
 from safelaunch.model import FileLock
 from safelaunch.system import procstat
 from safelaunch.system.files import text_of
@@ -101,7 +101,7 @@ def child_of(name: str, arguments: Sequence[int]) -> int | None:
 
 UNREADABLE_S = 0.0  # it has an unknown limit: it may end at any time
 
-Memory = Callable[[int, int], bytes]  # (address, size) → bytes of the process, fewer if they can't be read
+Read = Callable[[int, int], bytes]  # (address, size) → bytes of the process, fewer if they can't be read
 
 _P_PID = 1
 _MONOTONIC, _REALTIME = 1, 0
@@ -116,7 +116,7 @@ _RELATIVE = {"ppoll": 2, "pselect6": 4, "select": 4, "epoll_pwait2": 3, "rt_sigt
 _PER_SECOND = {"select": 1e6}  # a timeval; the others are timespecs
 
 
-def ends_s(name: str, arguments: Sequence[int], memory: Memory, *, now: float | None = None) -> float | None:
+def ends_s(name: str, arguments: Sequence[int], memory: Read, *, now: float | None = None) -> float | None:
     """The latest time at which the call ends by itself (CLOCK_MONOTONIC, seconds); None if it has no limit.
 
     A thread that sleeps for a day is stuck; one that sleeps for a second may be polling. A relative limit is counted
@@ -140,14 +140,14 @@ def ends_s(name: str, arguments: Sequence[int], memory: Memory, *, now: float | 
     return None
 
 
-def _relative(address: int, memory: Memory, now: float, per_second: float = 1e9) -> float | None:
+def _relative(address: int, memory: Read, now: float, per_second: float = 1e9) -> float | None:
     if not address:
         return None
     seconds = _seconds(memory(address, 16), per_second)
     return UNREADABLE_S if seconds is None else now + seconds
 
 
-def _absolute(address: int, memory: Memory, now: float, clock: int | None) -> float | None:
+def _absolute(address: int, memory: Read, now: float, clock: int | None) -> float | None:
     """The time on CLOCK_MONOTONIC, in seconds. ``clock`` None: it is relative to now."""
     if clock is None or not address:
         return _relative(address, memory, now)
@@ -173,7 +173,6 @@ def _seconds(data: bytes, per_second: float) -> float | None:
 
 MAX_THREADS = 1024  # of a process; one takes 0.1 ms
 STACK_BYTES = 4096
-MAX_TABLE_BYTES = 64 << 20
 
 _PASSED = re.compile(r"(libc|libpthread|ld|ld-\w.*|libstdc\+\+|libc\+\+)[.-].*|ld-musl.*|\[vdso\]")  # wait for callers
 _PYTHON = re.compile(r"(lib)?python\d.*")
@@ -188,33 +187,15 @@ _STUB = re.compile(rb"(?:\xf3\x0f\x1e\xfa)?\xf2?\xff\x25(?P<at>.{4})", re.DOTALL
 _BY_REGISTER = re.compile(rb"\xff(?:[\xd0-\xd7\x10-\x17]|[\x50-\x57].|[\x90-\x97].{4})\Z", re.DOTALL)
 
 
-class _Mapping(NamedTuple):
-    start: int
-    end: int
-    offset: int
-    path: str
-    executable: bool = True
-
-    @property
-    def name(self) -> str:
-        return self.path.rpartition("/")[2]
-
-    @property
-    def passed(self) -> bool:
-        return _PASSED.fullmatch(self.name) is not None
-
-
-class _Function(NamedTuple):
-    begin: int
-    end: int
-    name: str
+def _passed(mapping: Mapping) -> bool:
+    return _PASSED.fullmatch(mapping.name) is not None
 
 
 class Resting:
     """The threads of one process."""
 
     def __init__(self, pid: int) -> None:
-        self._pid = pid
+        self._memory = Memory(pid)
         self._left = MAX_THREADS
 
     def rests_in(self, syscall: str) -> str:
@@ -232,11 +213,12 @@ class Resting:
 
     def _rests_in(self, stack: int, instruction: int) -> str:
         at = self._mapping(instruction)
-        if at is None or not at.passed:
+        if at is None or not _passed(at):
             return at.name if at is not None else ""
-        for (address,) in struct.iter_unpack("=Q", self._memory(stack, STACK_BYTES)):
+        words = self._memory.read(stack, STACK_BYTES)
+        for (address,) in struct.iter_unpack("=Q", words[: len(words) & ~7]):
             caller = self._mapping(address)
-            if caller is None or caller.passed or not (wait := self._called(address)):
+            if caller is None or _passed(caller) or not (wait := self._called(address)):
                 continue
             if not _PYTHON.fullmatch(caller.name):
                 return caller.name
@@ -250,7 +232,7 @@ class Resting:
         """The wait that the instruction before this address calls; ``?``: one by a register; empty: there is none."""
         if platform.machine() != "x86_64":
             return "some call"
-        code = self._memory(address - 7, 7)
+        code = self._memory.read(address - 7, 7)
         if len(code) < 7:
             return ""
         (distance,) = struct.unpack("=i", code[3:])
@@ -261,28 +243,23 @@ class Resting:
         return "?" if _BY_REGISTER.search(code) else ""
 
     def _behind_stub(self, address: int) -> str:
-        stub = _STUB.match(self._memory(address, 11))
+        stub = _STUB.match(self._memory.read(address, 11))
         return self._behind(address + stub.end() + struct.unpack("=i", stub["at"])[0]) if stub else ""
 
     def _behind(self, slot: int) -> str:
-        return self._name(int.from_bytes(self._memory(slot, 8), "little"))
+        return self._name(int.from_bytes(self._memory.read(slot, 8), "little"))
 
     def _name(self, address: int) -> str:
         """Of a function that waits, by its begin."""
         at = self._mapping(address)
-        found = self._functions(at) if at is not None and at.passed else ()
+        found = self._functions(at) if at is not None and _passed(at) else ()
         return next((one.name for one in found if one.begin == address), "")
 
-    def _functions(self, mapping: _Mapping) -> tuple[_Function, ...]:
-        path = f"/proc/{self._pid}/root{mapping.path}"
-        with suppress(OSError, OverflowError, IndexError, struct.error):  # the file may be damaged
-            status = Path(path).stat()
-            delta, found = _functions_of(path, (status.st_dev, status.st_ino, status.st_mtime_ns))
-            base = mapping.start - mapping.offset - delta
-            return tuple(_Function(base + one.begin, base + one.end, one.name) for one in found)
-        return ()
+    def _functions(self, mapping: Mapping) -> tuple[Symbol, ...]:
+        """The exported functions that may be waits."""
+        return self._memory.symbols(mapping, _WANTED)
 
-    def _mapping(self, address: int) -> _Mapping | None:
+    def _mapping(self, address: int) -> Mapping | None:
         starts, mappings = self._executable
         at = bisect_right(starts, address) - 1
         return mappings[at] if at >= 0 and address < mappings[at].end else None
@@ -295,63 +272,13 @@ class Resting:
         if arguments[1] & _FUTEX_PRIVATE:
             return ""
         with suppress(OSError):
-            return next((one.path for one in self._mappings if one.start <= arguments[0] < one.end), "")
+            return next((one.path for one in self._memory.mappings if one.start <= arguments[0] < one.end), "")
         return "?"
 
     @cached_property
-    def _executable(self) -> tuple[list[int], list[_Mapping]]:
-        found = [one for one in self._mappings if one.executable]
+    def _executable(self) -> tuple[list[int], list[Mapping]]:
+        found = [one for one in self._memory.mappings if one.executable]
         return [one.start for one in found], found
-
-    @cached_property
-    def _mappings(self) -> list[_Mapping]:
-        """Those of files, in the order of their addresses."""
-        found = []
-        for line in Path(f"/proc/{self._pid}/maps").read_text("utf-8", "replace").splitlines():
-            fields = line.split(maxsplit=5)
-            if len(fields) == 6:
-                start, _, end = fields[0].partition("-")
-                found.append(_Mapping(int(start, 16), int(end, 16), int(fields[2], 16), fields[5], "x" in fields[1]))
-        return found
-
-    def _memory(self, address: int, size: int) -> bytes:
-        try:
-            with open(f"/proc/{self._pid}/mem", "rb", buffering=0) as memory:
-                data = os.pread(memory.fileno(), size, address)
-        except (OSError, OverflowError):
-            return b""
-        return data[: len(data) & ~7] if size == STACK_BYTES else data
-
-
-@lru_cache(maxsize=32)
-def _functions_of(path: str, identity: tuple[int, int, int]) -> tuple[int, tuple[_Function, ...]]:
-    """The exported functions of an ELF file that may be waits, and what to add to their place in the file."""
-    with open(path, "rb") as file:
-
-        def part(offset: int, size: int) -> bytes:
-            return os.pread(file.fileno(), min(size, MAX_TABLE_BYTES), offset)
-
-        head = part(0, 64)
-        if head[:6] != b"\x7fELF\x02\x01":
-            return 0, ()
-        programs, sections = struct.unpack_from("<QQ", head, 32)
-        program_count, _, section_count = struct.unpack_from("<HHH", head, 56)
-        loaded = struct.iter_unpack("<IIQQQQQQ", part(programs, 56 * program_count))
-        delta = next((one[3] - one[2] for one in loaded if one[0] == 1 and one[1] & 1), 0)
-        table = list(struct.iter_unpack("<IIQQQQIIQQ", part(sections, 64 * section_count)))
-        found = []
-        for section in (one for one in table if one[1] == 11):  # the dynamic symbols, which no strip removes
-            names = part(*table[section[6]][4:6])
-            found += list(_wanted(part(*section[4:6]), names))
-    return delta, tuple(found)
-
-
-def _wanted(symbols: bytes, names: bytes) -> Iterator[_Function]:
-    for name, info, _, _, value, size in struct.iter_unpack("<IBBHQQ", symbols[: len(symbols) // 24 * 24]):
-        if info & 15 == 2 and value:
-            known = _WANTED.match(names, name)
-            if known is not None and names[known.end() : known.end() + 1] == b"\0":
-                yield _Function(value, value + size, known[0].decode())
 
 
 # --- locks on files ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import zoo
 from jobs import PROGRAMS, Bundle, Job
+from nodes import free_port
 
 from safelaunch.bundle.reading import locate
 from safelaunch.capture import jobs
@@ -124,6 +126,45 @@ def dumped_by_its_run(job: Job) -> Bundle:
     done = asked(job, f"--pid={job.ranks()[0]}")
     assert done.returncode == 0, done.stderr
     return Bundle(Path(done.stdout.removesuffix("\n")))
+
+
+def test_ranks_that_learn_who_they_are_after_their_start(tmp_path: Path) -> None:
+    """As Ray's workers do: what their processes were started with says nothing."""
+    stop = tmp_path / "stop"
+    told = (
+        "import os, runpy, sys\n"
+        f"os.environ.update(RANK=sys.argv[1], WORLD_SIZE='2', LOCAL_RANK=sys.argv[1], MASTER_ADDR='localhost',"
+        f" MASTER_PORT='{free_port()}')\n"
+        f"sys.argv = ['live.py', '--until={stop}']\n"
+        f"runpy.run_path({os.fspath(PROGRAMS / 'live.py')!r}, run_name='__main__')\n"
+    )
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    workers = [subprocess.Popen([sys.executable, "-c", told, str(rank)], env=clean) for rank in range(2)]
+    pids = {rank: worker.pid for rank, worker in enumerate(workers)}
+
+    def found() -> bool:
+        known = jobs.jobs_in(jobs.processes(), jobs.packages_of)
+        return any({rank: one.process.pid for rank, one in job.ranks.items()} == pids for job in known)
+
+    try:
+        deadline = time.monotonic() + 120
+        while not found():
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        done = subprocess.run(
+            [sys.executable, "-m", "safelaunch", "dump", f"--pid={pids[1]}", f"--bundle-dir={tmp_path}"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0 and "ranks 0-1 of 2" in done.stderr, done.stderr
+        stop.touch()
+        assert [worker.wait(60) for worker in workers] == [0, 0]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
 
 
 def test_a_process_of_no_job_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from safelaunch.capture import flight_recorder, gpu, look, node, proc, stacks, waits
+from safelaunch.capture import flight_recorder, gpu, look, memory, node, proc, stacks, waits
 from safelaunch.capture.flight_recorder import flight_record_of
 from safelaunch.capture.look import Target
 from safelaunch.job.process import ProcessId, identify
@@ -362,7 +362,7 @@ def test_who_waits_for_a_collective_rests_in_torch(start: Start, tmp_path: Path)
 def test_a_file_that_is_no_program_has_no_functions(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "file"
     file.write_bytes(content)
-    found = waits.Resting(os.getpid())._functions(waits._Mapping(0, 1, 0, os.fspath(file)))
+    found = waits.Resting(os.getpid())._functions(memory.Mapping(0, 1, 0, os.fspath(file)))
     assert found == ()
 
 

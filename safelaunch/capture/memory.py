@@ -1,0 +1,130 @@
+"""The memory of another process, read without stopping it: what is mapped into it, its symbols, its environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+MAX_TABLE_BYTES = 64 << 20
+MAX_VARIABLES, MAX_VARIABLE_BYTES = 8192, 32 << 10
+FUNCTION, OBJECT = 2, 1
+
+
+class Mapping(NamedTuple):
+    start: int
+    end: int
+    offset: int
+    path: str
+    executable: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+
+class Symbol(NamedTuple):
+    """``begin``, ``end``: addresses in the process."""
+
+    begin: int
+    end: int
+    name: str
+
+
+class Memory:
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def read(self, address: int, size: int) -> bytes:
+        """As much as is there; empty if it may not be read."""
+        try:
+            with open(f"/proc/{self._pid}/mem", "rb", buffering=0) as memory:
+                return os.pread(memory.fileno(), size, address)
+        except (OSError, OverflowError):
+            return b""
+
+    @cached_property
+    def mappings(self) -> list[Mapping]:
+        """Those of files, in the order of their addresses. Raises OSError."""
+        found = []
+        for line in Path(f"/proc/{self._pid}/maps").read_text("utf-8", "replace").splitlines():
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6:
+                start, _, end = fields[0].partition("-")
+                found.append(Mapping(int(start, 16), int(end, 16), int(fields[2], 16), fields[5], "x" in fields[1]))
+        return found
+
+    def symbols(self, mapping: Mapping, wanted: re.Pattern[bytes], kind: int = FUNCTION) -> tuple[Symbol, ...]:
+        """Those that the file behind a mapping of its code exports, of ``wanted`` names."""
+        path = f"/proc/{self._pid}/root{mapping.path}"
+        with suppress(OSError, OverflowError, IndexError, struct.error):  # the file may be damaged
+            status = Path(path).stat()
+            delta, found = _exported(path, (status.st_dev, status.st_ino, status.st_mtime_ns), wanted, kind)
+            base = mapping.start - mapping.offset - delta
+            return tuple(Symbol(base + one.begin, base + one.end, one.name) for one in found)
+        return ()
+
+    def environment(self) -> dict[str, str]:
+        """The variables that the process has now: Python, like C, changes them in memory alone. Empty if unreadable.
+
+        The list is the C library's; an executable that refers to it by name has it in its place.
+        """
+        with suppress(OSError):
+            code = [one for one in self.mappings if one.executable]
+            images = (*code[:1], *(one for one in code if one.name.startswith(("libc.", "libc-", "ld-musl"))))
+            for image in images:
+                for symbol in self.symbols(image, _ENVIRONMENT, OBJECT):
+                    return self._variables(symbol.begin)
+        return {}
+
+    def _variables(self, address: int) -> dict[str, str]:
+        first = int.from_bytes(self.read(address, 8), "little")
+        listed = self.read(first, 8 * MAX_VARIABLES) if first else b""
+        found: dict[str, str] = {}
+        for (at,) in struct.iter_unpack("=Q", listed[: len(listed) & ~7]):
+            if not at:
+                break
+            name, _, value = self.read(at, MAX_VARIABLE_BYTES).partition(b"\0")[0].partition(b"=")
+            found.setdefault(os.fsdecode(name), os.fsdecode(value))
+        return found
+
+
+_ENVIRONMENT = re.compile(rb"environ")
+
+
+@lru_cache(maxsize=32)
+def _exported(
+    path: str, identity: tuple[int, int, int], wanted: re.Pattern[bytes], kind: int
+) -> tuple[int, tuple[Symbol, ...]]:
+    """The symbols of an ELF file, and what to add to the place of code in the file."""
+    with open(path, "rb") as file:
+
+        def part(offset: int, size: int) -> bytes:
+            return os.pread(file.fileno(), min(size, MAX_TABLE_BYTES), offset)
+
+        head = part(0, 64)
+        if head[:6] != b"\x7fELF\x02\x01":
+            return 0, ()
+        programs, sections = struct.unpack_from("<QQ", head, 32)
+        program_count, _, section_count = struct.unpack_from("<HHH", head, 56)
+        loaded = struct.iter_unpack("<IIQQQQQQ", part(programs, 56 * program_count))
+        delta = next((one[3] - one[2] for one in loaded if one[0] == 1 and one[1] & 1), 0)
+        table = list(struct.iter_unpack("<IIQQQQIIQQ", part(sections, 64 * section_count)))
+        found = []
+        for section in (one for one in table if one[1] == 11):  # the dynamic symbols, which no strip removes
+            names = part(*table[section[6]][4:6])
+            found += list(_named(part(*section[4:6]), names, wanted, kind))
+    return delta, tuple(found)
+
+
+def _named(symbols: bytes, names: bytes, wanted: re.Pattern[bytes], kind: int) -> Iterator[Symbol]:
+    for name, info, _, _, value, size in struct.iter_unpack("<IBBHQQ", symbols[: len(symbols) // 24 * 24]):
+        if info & 15 == kind and value:
+            known = wanted.match(names, name)
+            if known is not None and names[known.end() : known.end() + 1] == b"\0":
+                yield Symbol(value, value + size, known[0].decode())
