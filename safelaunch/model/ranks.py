@@ -61,19 +61,23 @@ class Thread(Record, frozen=True):
 
 
 class StackSample(Record, frozen=True):
-    """All threads of one process at one moment. ``how`` names the reader, e.g. ``py-spy --nonblocking``."""
+    """All threads of one process at one moment. ``how`` names the reader, e.g. ``py-spy --nonblocking``.
+
+    ``leads``: the kernel id of the thread that runs the script; 0: it is the process's first one.
+    """
 
     pid: int
     at_s: float
     how: str
     threads: tuple[Thread, ...]
     native: bool = False
+    leads: int = 0
 
     @property
     def main_thread(self) -> Thread | None:
-        """The thread whose kernel id is the pid, else the one called MainThread, else None."""
+        """The thread that runs the script: by its kernel id, else the one called MainThread, else None."""
         for thread in self.threads:
-            if thread.os_tid == self.pid:
+            if thread.os_tid == (self.leads or self.pid):
                 return thread
         return next((t for t in self.threads if t.name == "MainThread"), None)
 
@@ -178,10 +182,11 @@ class ProcessState(Record, frozen=True):
     handles_signals: bool = False
     handles_child_ends: bool = False
     note: str = ""  # why a field above is missing
+    leads: int = 0  # as in ``StackSample``
 
     @property
     def main_thread(self) -> ThreadState | None:
-        return next((t for t in self.threads if t.tid == self.pid), None)
+        return next((t for t in self.threads if t.tid == (self.leads or self.pid)), None)
 
 
 class ProcessEvidence(Record, frozen=True):

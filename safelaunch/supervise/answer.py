@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import or_
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -93,6 +94,18 @@ def _awaited(rank: RankLook) -> tuple[set[int], set[int]]:
         return {main.pid}, set()
     children = {child.pid for child in rank.children} if waits.processes else set()
     return set(), children | ({main.pid} if waits.threads else set())
+
+
+def wait_for_each_other(ranks: Sequence[RankLook]) -> bool:
+    """Every main thread waits for its peers or its device, or sleeps while another waits for it: what threads and
+    processes of their own do changes nothing.
+    """
+    from safelaunch.verdict.reading.kernel import kind_of
+
+    waiting = [bool(_awaited(rank)[0]) for rank in ranks]
+    states = [rank.main.state.main_thread if rank.main and rank.main.state else None for rank in ranks]
+    asleep = [state is not None and kind_of(state) == "sleep" for state in states]
+    return any(waiting) and all(map(or_, waiting, asleep))
 
 
 def all_are_stopped(look: Look) -> bool:

@@ -10,20 +10,23 @@ import os
 import socket
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+
+from msgspec import structs
 
 from safelaunch import __version__
 from safelaunch.capture import collect
 from safelaunch.capture.jobs import SERVER, FoundJob, command_of, name_of_user, packages_of
 from safelaunch.capture.last_words import ends_of_files
-from safelaunch.capture.look import ProcessLook, Target
+from safelaunch.capture.look import ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.job.paths import local_bundles, run_root
 from safelaunch.job.plan import name_of_command
 from safelaunch.model import Thread
 from safelaunch.supervise import incident
-from safelaunch.supervise.answer import work_in
+from safelaunch.supervise.answer import wait_for_each_other, work_in
 from safelaunch.supervise.incident import JobContext, JobSnapshot, Report, Timeline
 from safelaunch.supervise.job_context import user_name
 from safelaunch.supervise.kinds import ATTACH
@@ -33,9 +36,10 @@ from safelaunch.system import procstat
 from safelaunch.system.errors import SafelaunchError
 from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redactor import Redactor
-from safelaunch.verdict.reading.frames import python_frames
+from safelaunch.verdict.reading.frames import is_user, python_frames
 from safelaunch.verdict.stalled import LEAST_S
 
+_OF_TORCH = "/torch/"
 SPINS = 0.5  # of the time on a core: a thread that asks its device or its peers again and again never sleeps
 NO_OUTPUT: Result[str] = Result(None, "standard output", 0.0, missing="it goes to no file that is this rank's alone")
 
@@ -43,14 +47,15 @@ NO_OUTPUT: Result[str] = Result(None, "standard output", 0.0, missing="it goes t
 def attach(job: FoundJob, bundle_dir: Path) -> Report:
     """Writes the bundle of ``job``, which continues. Raises SafelaunchError if its ranks may not be looked at."""
     context, timeline = _context(job, bundle_dir), Timeline().plus("first look")
-    looks = _look(_targets(job))
+    packages = next(filter(None, (packages_of(one.process.pid) for one in job.ranks.values())), "")
+    roots = (packages,) if packages else ()
+    looks = _look(_targets(job), roots)
     moving, stood_s = movement(looks)
     outputs = ends_of_files({rank: one.process.pid for rank, one in job.ranks.items()})
-    packages = next(filter(None, (packages_of(one.process.pid) for one in job.ranks.values())), "")
     known = {
         rank: collect.Known(
             pid=one.process.pid,
-            code_roots=(packages,) if packages else (),
+            code_roots=roots,
             output=_joined(outputs.get((rank,), ())),
         )
         for rank, one in job.ranks.items()
@@ -98,33 +103,72 @@ def _targets(job: FoundJob) -> list[Target]:
 # --- what moves -------------------------------------------------------------------------------------------------------
 
 
-def _look(targets: list[Target]) -> Looks:
+def _look(targets: list[Target], roots: tuple[str, ...]) -> Looks:
     """Two looks; a third one later if something works while a rank stands: it may wait for who is slow."""
     looks = look_at(targets, None, collectives=True, deadline_s=ATTACH.look_s)
     time.sleep(ATTACH.between_s)
-    looks = look_at(targets, looks, collectives=True, deadline_s=ATTACH.look_s)
+    looks = with_leads(look_at(targets, looks, collectives=True, deadline_s=ATTACH.look_s), roots)
     moving, stood_s = movement(looks)
     if moving and stood_s:
         time.sleep(max(0.0, LEAST_S + 0.5 - stood_s))
-        looks = look_at(targets, looks, collectives=True, deadline_s=ATTACH.look_s)
+        looks = with_leads(look_at(targets, looks, collectives=True, deadline_s=ATTACH.look_s), roots)
     return looks
+
+
+def with_leads(looks: Looks, roots: tuple[str, ...]) -> Looks:
+    """The looks, knowing of ranks whose script runs in another thread than the first (Ray's workers) in which.
+
+    ``roots``: see ``frames.Stack``.
+    """
+    leads = {rank: tid for rank, one in looks.taken[-1].ranks.items() if (tid := _leads(one.main, roots))}
+
+    def known(rank: RankLook) -> RankLook:
+        if rank.main is None or rank.rank not in leads:
+            return rank
+        tid, main = leads[rank.rank], rank.main
+        state = structs.replace(main.state, leads=tid) if main.state is not None else None
+        sample = structs.replace(main.stack.value, leads=tid) if main.stack.value is not None else None
+        return replace(rank, main=replace(main, state=state, stack=replace(main.stack, value=sample)))
+
+    taken = (replace(look, ranks={rank: known(one) for rank, one in look.ranks.items()}) for look in looks.taken)
+    return replace(looks, taken=tuple(taken))
+
+
+def _leads(look: ProcessLook | None, roots: tuple[str, ...]) -> int:
+    """The thread with the user's code, if there is one such, and neither that nor torch's is in the first; else 0."""
+    sample = look.stack.value if look is not None else None
+    first = sample.main_thread if sample is not None else None
+    if (
+        sample is None
+        or first is None
+        or any(_OF_TORCH in frame.file or is_user(frame, roots) for frame in first.frames)
+    ):
+        return 0
+    found = [one.os_tid for one in sample.threads if any(is_user(frame, roots) for frame in python_frames(one))]
+    return (found[0] or 0) if len(found) == 1 else 0
 
 
 def movement(looks: Looks) -> tuple[bool, float]:
     """Whether anything in the job moves, and for how many seconds some rank was seen to stand; 0.0: none was.
 
     A rank stands if its main thread was at one place at every look, and got no core meanwhile or kept one busy all the
-    time. How it waits for peers or its GPU does not count as work: it may spin. Where a rank was not seen, that it
-    moves is not known.
+    time. How it waits for peers or its GPU does not count as work: it may spin. Nor does what other threads do, where
+    every main one waits for its peers, or sleeps while they wait. Where a rank was not seen, that it moves is not
+    known.
     """
     mains = [[look.ranks[one.rank].main for look in looks.taken if one.rank in look.ranks] for one in looks.targets]
     pairs = [[_stood(before, after) for before, after in pairwise(several)] for several in mains]
     stand = any(several and all(several) for several in pairs)
     left = any(_left(before, after) for several in mains for before, after in pairwise(several))
+    all_stand = all(several and all(several) for several in pairs)
     all_seen = all(several and None not in several for several in pairs)
     spins = Peak(per_s=float("inf"))
-    waits = Background({("cpu", one.pid, one.start_ticks, one.pid): spins for one in looks.targets})
-    works = looks.collectives_moved or bool(work_in(looks, waits))
+    last = {one.rank: looks.taken[-1].ranks.get(one.rank) for one in looks.targets}
+    states = {rank: one.main.state for rank, one in last.items() if one and one.main and one.main.state}
+    threads = {rank: state.leads or state.pid for rank, state in states.items()}
+    waits = Background({("cpu", one.pid, one.start_ticks, threads.get(one.rank, 0)): spins for one in looks.targets})
+    alone = all_stand and wait_for_each_other([one for one in last.values() if one])
+    works = looks.collectives_moved or (not alone and bool(work_in(looks, waits)))
     stood_s = looks.taken[-1].begin_s - looks.taken[0].end_s if stand else 0.0
     return left or works or (all_seen and not stand), stood_s
 

@@ -172,7 +172,8 @@ class View:
     @property
     def os_tid(self) -> int | None:
         """The kernel's number of the thread, as native samples have it."""
-        return self.process.pid if self.other is None else self.other.os_tid
+        leads = self.sample.leads if self.sample is not None else 0
+        return (leads or self.process.pid) if self.other is None else self.other.os_tid
 
     @property
     def serves_futures(self) -> bool:
@@ -185,6 +186,8 @@ class View:
 
     @property
     def words(self) -> str:
+        if self.other is None and self.sample is not None and self.sample.leads and self.thread is not None:
+            return f"its thread {self.thread.name or self.thread.os_tid!r}"
         return "its main thread" if self.other is None else f"its thread {self.name}"
 
     def beside(self) -> list[View]:

@@ -279,7 +279,7 @@ def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
         why = _done_elsewhere(first)
     else:
         why = f"{op_name(first)} #{first.seq} is queued behind it and has not started"
-    claims = (view.stack_claim(f"its main thread is in {where}"), *((record_claim(rank, why),) if first else ()))
+    claims = (view.stack_claim(f"{view.words} is in {where}"), *((record_claim(rank, why),) if first else ()))
     text = f"waits for its GPU in {where}{fr.at(frame)}; {why}"
     return Condition("gpu-kernel", text, frame, view.process.pid, claims=claims)
 

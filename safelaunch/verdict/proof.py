@@ -121,6 +121,9 @@ def prove(case: Case) -> tuple[ProofEdge, ...]:
     living = [rank for rank in case.ranks if rank not in ended]
     if not living or any(exit_.returncode for exit_ in ended.values()):
         return ()  # a rank that failed ends the others, or has them started again
+    mains = [one.evidence.main for one in case.ranks.values() if one.evidence.main is not None]
+    if any(state.leads for main in mains for state in main.states):
+        return ()  # its first thread is a framework's, which may end any wait
     return _Prover(case, living).proof()
 
 

@@ -363,7 +363,7 @@ def _left(view: View) -> Condition | None:
     rank, folder = view.rank, view.folder
     if rank.exception is not None:
         return None
-    why, claim = "", view.stack_claim("its main thread is past the end of the script")
+    why, claim = "", view.stack_claim(f"{view.words} is past the end of the script")
     raw = view.thread.frames if view.thread else ()
     if rank.exit is None and rank.progress is not None and rank.progress.state == "exited":
         why = "its script has ended"
@@ -376,7 +376,7 @@ def _left(view: View) -> Condition | None:
     wait = view.awaited.peers
     if not why and wait is not None and wait.kind == "teardown":
         why = "it is in destroy_process_group"
-        claim = view.stack_claim("its main thread is in destroy_process_group")
+        claim = view.stack_claim(f"{view.words} is in destroy_process_group")
     if not why:
         return None
     frame = view.user_frame

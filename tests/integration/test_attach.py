@@ -53,15 +53,17 @@ def dumped(job: Job, pid: int) -> Bundle:
     return bundle
 
 
+def stack_of(pid: int) -> str:
+    """As seen from outside."""
+    read = [find_py_spy(), "dump", "--nonblocking", "--pid", str(pid)]
+    return subprocess.run(read, capture_output=True, text=True, check=False).stdout
+
+
 def stands_in(job: Job, *functions: str) -> Callable[[], bool]:
     """Whether each function is in the stack of some rank, as seen from outside."""
 
     def found() -> bool:
-        read = [find_py_spy(), "dump", "--nonblocking", "--pid"]
-        stacks = [
-            subprocess.run([*read, str(pid)], capture_output=True, text=True, check=False).stdout
-            for pid in job.ranks().values()
-        ]
+        stacks = list(map(stack_of, job.ranks().values()))
         return all(any(function in stack for stack in stacks) for function in functions)
 
     return found
@@ -128,23 +130,41 @@ def dumped_by_its_run(job: Job) -> Bundle:
     return Bundle(Path(done.stdout.removesuffix("\n")))
 
 
-def test_ranks_that_learn_who_they_are_after_their_start(tmp_path: Path) -> None:
-    """As Ray's workers do: what their processes were started with says nothing."""
-    stop = tmp_path / "stop"
-    told = (
-        "import os, runpy, sys\n"
-        f"os.environ.update(RANK=sys.argv[1], WORLD_SIZE='2', LOCAL_RANK=sys.argv[1], MASTER_ADDR='localhost',"
-        f" MASTER_PORT='{free_port()}')\n"
-        f"sys.argv = ['live.py', '--until={stop}']\n"
-        f"runpy.run_path({os.fspath(PROGRAMS / 'live.py')!r}, run_name='__main__')\n"
-    )
+_TOLD_LATER = """
+import asyncio, os, runpy, sys, threading
+os.environ.update(RANK=sys.argv[1], LOCAL_RANK=sys.argv[1], WORLD_SIZE="2")
+os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="{port}")
+sys.argv = ["live.py", {words}]
+run = lambda: runpy.run_path({program!r}, run_name="__main__")
+async def chat():
+    while worker.is_alive():
+        await asyncio.sleep(0.002)
+if {threaded}:
+    worker = threading.Thread(target=run, name="trainer")
+    worker.start()
+    asyncio.run(chat())
+else:
+    run()
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_ranks_that_learn_who_they_are_after_their_start(hangs: bool, tmp_path: Path) -> None:
+    """As Ray's workers do: what their processes were started with says nothing. Its first thread serves messages, and
+    another one runs the script.
+    """
+    words, where = f"'--until={tmp_path / 'stop'}'", "rest_for_a_while" if hangs else "all_reduce"
+    words += ", '--how=sleep'" if hangs else ""
+    program = os.fspath(PROGRAMS / "live.py")
+    told = _TOLD_LATER.format(port=free_port(), words=words, program=program, threaded=hangs)
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     workers = [subprocess.Popen([sys.executable, "-c", told, str(rank)], env=clean) for rank in range(2)]
     pids = {rank: worker.pid for rank, worker in enumerate(workers)}
 
     def found() -> bool:
         known = jobs.jobs_in(jobs.processes(), jobs.packages_of)
-        return any({rank: one.process.pid for rank, one in job.ranks.items()} == pids for job in known)
+        here = any({rank: one.process.pid for rank, one in job.ranks.items()} == pids for job in known)
+        return here and where in stack_of(pids[1])
 
     try:
         deadline = time.monotonic() + 120
@@ -159,8 +179,16 @@ def test_ranks_that_learn_who_they_are_after_their_start(tmp_path: Path) -> None
             check=False,
         )
         assert done.returncode == 0 and "ranks 0-1 of 2" in done.stderr, done.stderr
-        stop.touch()
-        assert [worker.wait(60) for worker in workers] == [0, 0]
+        verdict = Bundle(Path(done.stdout.removesuffix("\n"))).verdict
+        culprits = [(one["rank"], one["frame"]["function"]) for one in verdict["culprits"]]
+        assert (verdict["cause"], culprits) == (
+            ("stuck-in-user-code", [(1, "rest_for_a_while")]) if hangs else ("slow-not-stuck", [])
+        )
+        assert verdict["confidence"] != "high" if hangs else "thread" not in done.stderr
+        assert ("its thread 'trainer" in done.stderr) is hangs
+        if not hangs:
+            (tmp_path / "stop").touch()
+            assert [worker.wait(60) for worker in workers] == [0, 0]
     finally:
         for worker in workers:
             worker.kill()

@@ -94,7 +94,7 @@ def thread_samples(process: ProcessEvidence, tid: int | None = None) -> list[tup
     """(time, state) of one thread, the main thread by default, oldest first."""
     found = []
     for state in process.states:
-        wanted = state.pid if tid is None else tid
+        wanted = (state.leads or state.pid) if tid is None else tid
         found += [(state.at_s, thread) for thread in state.threads if thread.tid == wanted]
     return found
 
