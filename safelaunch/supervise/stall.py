@@ -78,7 +78,7 @@ class StallCase:
         self._writing: Incident[Report | None] | None = None
         self._written_of = 0.0  # the mark of the stall that is being written about
         self._suspect_bundle: _Suspect | None = None
-        self._refuted_s: float | None = None  # the mark of the stall whose proof its bundle did not bear out
+        self._refuted: tuple[float, float] | None = None  # of the stall with this mark, no proof counts until then
         self._waited_s = 0.0  # the longest quiet time with a bundle that ended by itself
         self._agreed = False
         self._goes_on = False  # all nodes have judged that the job continues, and a bundle of it is there
@@ -265,13 +265,17 @@ class StallCase:
         judged = answer.judge(looks, evidence, watch.background, covers=whole, mark_s=mark_s)
         if looks.resends and judged.found in ("dead", "unknown"):
             judged = replace(judged, found="unseen", unseen="a message between two ranks has not arrived")
-        if judged.found == "dead" and mark_s == self._refuted_s:
+        if judged.found == "dead" and self._is_refuted(mark_s):
             judged = replace(judged, found="unseen", unseen="the evidence in full did not prove what a look had")
         watch.read_quiet_again()
         if watch.stepped_since(suspicion.stall):
             return replace(judged, found="moving")
         stepped = any(at > suspicion.steps.get(rank, 0) for rank, at in watch.steps().items())
         return replace(judged, found="alive") if stepped else judged
+
+    def _is_refuted(self, mark_s: float) -> bool:
+        """Whether a bundle of this stall did not bear out its proof, and that is not long ago."""
+        return self._refuted is not None and mark_s == self._refuted[0] and time.monotonic() < self._refuted[1]
 
     def _is_at_limit(self, stall: Stall, judged: Judged) -> bool:
         watch = self._watch
@@ -332,6 +336,8 @@ class StallCase:
         spare = self._council.must_keep_ranks_alive
         without_proof = replace(judged, found="unknown")
         by_proof = judged.found == "dead" and not self._is_at_limit(suspicion.stall, without_proof)
+        mark_s = suspicion.stall.mark_s
+        bundled = self._suspect_bundle is not None and self._suspect_bundle.mark_s == mark_s
 
         def write(writing: Incident[Report | None]) -> Report | None:
             found = collect(writing)
@@ -341,8 +347,12 @@ class StallCase:
                 return None
             found = incident.with_nccl(found, spare=spare) if queries else found
             if by_proof and not answer.proves(found.evidence):
-                self._refuted_s = suspicion.stall.mark_s
+                self._refuted = mark_s, mark_s + AGAIN * (now - mark_s)
                 say("the evidence in full does not prove that the job hangs: it continues")
+                if bundled:
+                    self._goes_on = True
+                    incident.discard(found)
+                    return None
                 found = replace(found, evidence=structs.replace(found.evidence, answer="unseen"))
                 return incident.finish(found, Agreement(outcome=SUSPECT.outcome))
             return incident.finish(found, Agreement(outcome=kind.outcome))

@@ -228,6 +228,11 @@ def test_a_proof_that_the_whole_evidence_does_not_bear_out_ends_no_job(
     job.until(lambda: not job.case.writing)
     assert writing == ["hang" if proves else "suspect"]
     assert ("it continues" in capfd.readouterr().err) is not proves
+    assert job.case._is_refuted(stall.mark_s) is not proves
+    job.case._suspect_bundle = cast("Any", SimpleNamespace(mark_s=stall.mark_s))
+    job.case._write(suspicion, Looks(()), Judged("dead"), HANG, time.monotonic())
+    job.until(lambda: not job.case.writing)
+    assert writing[1:] == ["hang" if proves else "discarded"], "one bundle of it is enough"
 
 
 def saying(watch: Any) -> StallCase:
