@@ -412,10 +412,10 @@ def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
         claim = record_claim(rank.rank, f"its newest entries belong to no launch: {text}")
         return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
     if record is None or not (record.entries or (record.groups and alignment.has_collectives)):
-        text = "did not enter it; neither a stack nor a Flight Recorder entry says why"
+        text = "did not take part; neither a stack nor a Flight Recorder entry says why"
         return Condition("missing-from-collective", text, None, rank.pid, doubts=(Doubt.STATE_UNKNOWN,))
     if not record.entries:
-        text = "did not enter it: by its record, no call of it is pending; no stack says where it is"
+        text = "did not take part: by its record, no call of it is pending; no stack says where it is"
         claim = record_claim(rank.rank, "its record holds no pending call")
         return Condition("missing-from-collective", text, None, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
     last = record.entries[-1]

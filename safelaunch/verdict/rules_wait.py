@@ -40,7 +40,7 @@ from safelaunch.verdict.waits import Case, Holder, Waiters, Waits, ranks_in
 
 _UNEXPLAINED = Condition(
     "missing-from-collective",
-    "did not enter it, and was ended before anything was seen of it",
+    "did not take part, and was ended before anything was seen of it",
     None,
     doubts=(Doubt.STATE_UNKNOWN,),
 )

@@ -169,6 +169,45 @@ def test_a_message_of_several_lines_is_no_sign_that_the_script_goes_on(
     assert [one.rank for one in diagnose(locate.read(path).evidence).culprits] == culprits
 
 
+_FRAMES = '  File "/home/me/train.py", line 41, in main\n    loss.backward()\n'
+_LAUNCHED = (
+    'Traceback (most recent call last):\n  File "/opt/venv/bin/accelerate", line 8, in <module>\n'
+    "subprocess.CalledProcessError: Command '['/usr/bin/python', 'train.py']' returned non-zero exit status 1.\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "culprits", "line"),
+    [
+        ("    return self._call(*args)\n" + _FRAMES + "torch.OutOfMemoryError: CUDA out of memory.\n", [0], 41),
+        ("RuntimeError: Expected to have finished reduction.\nIf you have done that, then report it\n", [0], None),
+        ("Traceback (most recent call last):\n" + _FRAMES + "ValueError: bad\n" + _LAUNCHED, [0], 41),
+        (_LAUNCHED, [], None),
+        (_FRAMES + "that was a stack, and no error: nothing was raised\n", [], None),
+        ("".join(f"ConnectionError: try {at} of 9\n" for at in range(9)), [], None),
+        ("(Worker pid=7) env:// [rank=1, world_size=2]\n"
+         "ray.exceptions.RayTaskError(ValueError): ray::f() (pid=7, ip=10.0.0.5)\n" + _FRAMES + "ValueError: bad\n",
+         [1], 41),
+        ("ConnectionError: no answer\nretry 1 of 3\nstep 3 loss 0.5\n", [], None),
+    ],
+    ids=["no head", "one line", "launcher's", "launcher's alone", "a stack", "retried", "passed on by Ray",
+         "goes on"],
+)  # fmt: skip
+def test_what_people_cut_out_of_a_log(text: str, culprits: list[int], line: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "job.log"
+    path.write_text(text)
+    named = diagnose(locate.read(path).evidence).culprits
+    assert [one.rank for one in named] == culprits
+    assert all((one.frame.line if one.frame else None) == line for one in named)
+
+
+def test_an_assertion_of_a_kernel_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "job.log"
+    text = "../aten/Indexing.cu:1284: select: block: [1,0,0], thread: [{},0,0] Assertion `at < size` failed.\n"
+    path.write_text("".join(text.format(at) for at in range(64)))
+    assert locate.read(path).remarks == ("Assertion `at < size` failed [job.log:1]",)
+
+
 @pytest.mark.parametrize("at", [30, 2000])
 @pytest.mark.parametrize("name", ["job.log.gz", "bundle.tar.gz"])
 def test_a_damaged_packed_file(name: str, at: int, tmp_path: Path) -> None:

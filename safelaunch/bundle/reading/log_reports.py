@@ -32,6 +32,10 @@ _GOES_ON = re.compile(  # the messages of NCCL and CUDA
     r"|For debugging consider |Device-side assert|Compile with `|GPU device may be out of range|Search for `cuda"
 )
 _ERROR = re.compile(r"(?P<type>[A-Za-z_][\w.]*(?:\(\w+\))?)(?:: (?P<message>.*))?$", re.DOTALL)
+_BARE = re.compile(r"(?!nccl)(?P<type>[A-Za-z_][\w.]*(?:Error|Exception)): +(?P<message>\S.*)", re.DOTALL)
+_FRAME = re.compile(r' +File "[^"]+", line \d+, in \S')
+# A launcher's, about a process that it has started.
+_OF_A_PROGRAM = re.compile(r"Command '.{0,200}?(?:python|torchrun|accelerate|deepspeed)", re.IGNORECASE | re.DOTALL)
 # What is no output of the script's own: of launchers, and of torch's log.
 _NOT_OWN = re.compile(
     r"\s|\[?[IWEF]\d{3,4} |===|---|\[|Root Cause|Failures:|srun: |slurmstepd: |Exception (?:ignored|in thread)"
@@ -51,6 +55,7 @@ _REMARKS = re.compile(
     r"slurmstepd: error: \*\*\* (?P<slurm>(?:JOB|STEP) .*)|(?P<xid>NVRM: Xid .*)"
     r"|(?P<bus>.*GPU has fallen off the bus.*)|error: (?P<oom>Detected \d+ oom[-_]kill event.*)"
     r"|(?P<ray>Worker PID: \d+ Worker exit type: .*|A worker died or was killed while executing task .*)"
+    r"|\.cuh?:\d+: .*(?P<kernel>Assertion [`'].* failed)"
 )
 
 
@@ -68,6 +73,7 @@ class Traceback:
     state: str = "frames"  # message | original | after | chain
     at: int = 0  # where the traceback that counts begins: the last of a chain
     rest: int = 0
+    cut: bool = False  # its head, or all but its last line, is not in the log
 
     def take(self, text: str, *, timed: bool) -> bool:
         """Whether the line belongs to it. A time before it that the first line had not: it is another message."""
@@ -84,7 +90,11 @@ class Traceback:
                 self.state = "original"
             elif not text.strip():
                 self.state = "after"
-            elif self.rest >= _MOST_MESSAGE or not (_GOES_ON.match(text) or self.lines[-1].startswith("Last error:")):
+            elif (
+                self.rest >= _MOST_MESSAGE
+                or (self.cut and _BARE.match(text))
+                or not (_GOES_ON.match(text) or self.lines[-1].startswith("Last error:"))
+            ):
                 return False
             self.rest += 1
         elif text.startswith(tracebacks.CHAIN):
@@ -112,7 +122,9 @@ class Traceback:
             frames = [f'  File "{one["file"]}", line {one["line"]}, in {one["function"]}' for one in boxed if one]
             lines = [*frames, *(line for line in lines if line and not line.startswith(("│", "|", "╭", "╰", " ")))]
         found = tracebacks.parse(lines)
-        if found is None or not (error := _ERROR.match(found.message)):
+        if found is None and self.cut and lines:
+            found = tracebacks.Traceback((), lines[0])
+        if found is None or not (error := (_BARE if self.cut else _ERROR).match(found.message)):
             return None
         rest = self.lines[self.lines.index(found.message, begin) + 1 : end]
         message = "\n".join(
@@ -225,6 +237,8 @@ class Heard:
     node: str = ""  # or container
     since: int = 0  # lines since the newest traceback: whoever goes on printing has caught the exception
     usual: int = 0  # of these, such as it has printed before: the others may be the rest of the message
+    numbers: int = 0  # of these, with a number, as reports of progress have it
+    raising: str = ""  # the shape of the error's own line, which whoever tries again prints again
     shapes: frozenset[str] = frozenset()  # of its newest lines before, if it has printed some of them again and again
     crashes: list[Crash] = field(default_factory=list)
     block: dict[str, str] = field(default_factory=dict)  # of a launcher's summary
@@ -237,19 +251,27 @@ class Heard:
         self.note(opened, RankException(kind, what, 0.0))
 
     def note(self, opened: Traceback, raised: RankException) -> None:
-        self.raised, self.since, self.usual = [*self.raised[-_MOST_TRACEBACKS:], (opened, raised)], 0, 0
+        self.raised = [*self.raised[-_MOST_TRACEBACKS:], (opened, raised)]
+        self.since = self.usual = self.numbers = 0
         shapes = frozenset(map(_shape, self.tail))
         self.shapes = shapes if len(shapes) < len(self.tail) else frozenset()
+        self.raising = _shape(opened.lines[-1])
 
     def goes_on(self, text: str) -> None:
         """It has printed one more line."""
         self.since += 1
-        self.usual += self.usual <= _FEW and _shape(text) in self.shapes
+        if self.since <= _MOST_MESSAGE:
+            self.usual += _shape(text) in (self.raising, *self.shapes)
+            self.numbers += any(map(str.isdecimal, text))
 
     def uncaught(self, *, ended: bool) -> tuple[Traceback, RankException] | None:
         """``ended``: something else says that its process has failed."""
-        most = _MOST_SINCE if ended else _MOST_MESSAGE if self.shapes and not self.usual else _FEW
-        return self.raised[-1] if self.raised and self.since <= most else None
+        if not self.raised:
+            return None
+        caught = self.raised[-1][1].type.rpartition(".")[2] in _CAUGHT_AS_A_RULE
+        message = not self.usual and (bool(self.shapes) or self.numbers <= _FEW) and not caught
+        most = _MOST_SINCE if ended else _MOST_MESSAGE if message else _FEW
+        return self.raised[-1] if self.since <= most else None
 
     def crashed(self, *, ended: bool) -> Crash | None:
         """What faulthandler printed at its end. What it prints of a child is no end: the parent goes on."""
@@ -287,6 +309,7 @@ _STOPPING = re.compile(r"srun: (?:Terminating |Force Terminated |Job step aborte
 _KERNEL_KILL = re.compile(r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)")
 _RESTART = re.compile(r"will restart worker group|Restarting worker group")
 _RAY_RANK = re.compile(r"pid=(?P<pid>\d+)\)[^)\n]{0,40}world_rank=(?P<rank>\d{1,5})\b")
+_RAY_OWN_RANK = re.compile(r"env:// \[rank=(?P<rank>\d{1,5}), world_size=")  # of the worker that says so
 _RAY_DEAD = re.compile(
     r"Worker PID: (?P<pid>\d+) Worker exit type: (?!INTENDED)"
     r"(?:.*[Ee]xit code:? (?P<code>\d+)|.*(?P<memory>low on memory))?"
@@ -321,7 +344,7 @@ class Printed:
         self.first: dict[Speaker | None, int] = {}  # of a node's ranks
         self._local: list[tuple[int, Ended]] = []  # by local rank
         self._tasks: list[tuple[int, Ended]] = []  # of Slurm: ranks, where none of them is a launcher
-        self.remarks: dict[str, None] = {}
+        self.remarks: dict[str, str] = {}  # and where each stands first
         self.nccl_places: dict[str, tuple[int, int]] = {}  # of a process in its largest communicator: size, rank
         self._stalled: dict[str, set[int]] = {}  # tensors of Horovod: who has not submitted it
         self._stalled_at: Line | None = None
@@ -393,6 +416,12 @@ class Printed:
                 said.line, [text[of_summary.end() :]], False, said, int(rank[0]) if rank else None, indent="  "
             )
         if not (text.lstrip(" |+").startswith(_HEAD) or _BOXED.match(text)):
+            if of_ray := _OF_RAY.match(text):
+                return Traceback(said.line, [_HEAD], False, said, pid=of_ray["pid"])
+            if _FRAME.match(text):
+                return Traceback(said.line, [_HEAD, text], False, said, cut=True)
+            if not one.raised and _BARE.match(text):
+                return Traceback(said.line, [_HEAD, text], False, said, state="message", cut=True)
             return None
         thread = one.before.startswith(("Exception in thread", "Exception ignored"))
         of_child = _OF_A_CHILD.match(one.before)
@@ -414,9 +443,14 @@ class Printed:
         if kind == "SignalException" and (sent := _SIGNALLED.match(raised.message)):
             name = sent["signal"] if not sent["signal"].isdigit() else signal_name(-int(sent["signal"]))
             self._remark(", ".join(filter(None, (f"torchrun got {name}", _SENT_WHEN.get(name)))), opened.line)
+        if kind == "CalledProcessError" and _OF_A_PROGRAM.match(raised.message):
+            self._remark(f"what was launched has failed: {raised.message}", opened.line)
+            return
         if kind in _NOT_OF_A_RANK:
             return
-        if fr.normal(raised.frames[0].file).endswith("/torch/multiprocessing/spawn.py"):  # of the ranks' parent
+        if raised.frames and fr.normal(raised.frames[0].file).endswith(
+            "/torch/multiprocessing/spawn.py"
+        ):  # of the ranks' parent
             if ended := _SPAWNED.search(raised.message):
                 number = getattr(signal, ended["signal"] or "", 0)
                 self.ended.setdefault(int(ended["rank"]), Ended(int(ended["code"] or -number), opened.line, root=True))
@@ -488,6 +522,8 @@ class Printed:
             self.kills[int(found["pid"])] = text.strip()
         if found := _RAY_RANK.search(text):
             self.ranks[found["pid"]] = int(found["rank"])
+        if (own := _RAY_OWN_RANK.search(text)) and (pid := re.search(r"pid=(\d+)", str(said.speaker))):
+            self.ranks[pid[1]] = int(own["rank"])
         if (found := _RAY_DEAD.search(text)) and found["pid"] in self.ranks:
             code = int(found["code"] or (-signal.SIGKILL if found["memory"] else UNKNOWN_SIGNAL))
             self.ended.setdefault(self.ranks[found["pid"]], Ended(code, said.line, int(found["pid"]), root=True))
@@ -545,7 +581,7 @@ class Printed:
 
     def _remark(self, text: str, line: Line) -> None:
         if len(self.remarks) < _MOST_WARNINGS:
-            self.remarks[f"{' '.join(text.split())[:_MOST_REMARK]} [{line.where}]"] = None
+            self.remarks.setdefault(" ".join(text.split())[:_MOST_REMARK], line.where)
 
     def _begin_anew(self) -> None:
         """torchrun starts the ranks again: what ended them before did not end the job."""

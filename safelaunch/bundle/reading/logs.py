@@ -90,7 +90,7 @@ def _found(job: Printed, names: Sequence[str], count: int) -> Found:
         for one in evidence
     )
     what = f"{'a log' if len(names) == 1 else f'{len(names)} logs'} of {count} lines"
-    remarks, warned = tuple(job.remarks), _nccl_words(job)
+    remarks, warned = tuple(f"{text} [{where}]" for text, where in job.remarks.items()), _nccl_words(job)
     if job.nccl_failed is not None and not any(one.exception for one in evidence):
         remarks = (*remarks, f"NCCL failed{f': {warned}' if warned else f' [{job.nccl_failed.where}]'}")
     elif warned and not failed:
@@ -131,7 +131,7 @@ def _by_rank(job: Printed) -> tuple[dict[int, Heard], tuple[int, ...]]:
         if name in nodes:  # with ranks of its own
             guessed |= _give(heard, name, found, job)
         elif (rank := job.rank_of(name)) is not None or not job.ranks or heard.raised:
-            heard.node = "" if rank is not None or "pid=" in name else name
+            heard.node = name if rank is None and "pid=" not in name and len(name.split()) == 1 else ""
             if rank is None:  # its place in their order
                 guessed.add(rank := next(one for one in spare if one not in found))
             found.setdefault(rank, heard)

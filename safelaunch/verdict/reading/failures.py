@@ -151,7 +151,7 @@ _KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
         "socket",
         False,
         r"connection (?:was )?(?:closed|reset) by (?:remote )?peer|failed to recv, got 0 bytes|broken pipe"
-        r"|remote process exited or there was a network error",
+        r"|remote process exited or there was a network error|socket recv failed while polling",
         "a peer ended, or the network cut the connection to it",
     ),
     (
