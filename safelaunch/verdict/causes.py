@@ -756,6 +756,13 @@ class GpuLost(Cause, name="gpu-lost"):
     of_node = "surely"
 
 
+_OF_A_LOG = Advice(
+    "Look at what that rank printed last: code 1 is mostly that of an exception whose traceback is not in this log, "
+    "and code 2 that of wrong options.",
+    when=lambda case: case.facts.evidence.printed is not None and bool(case.named),
+)
+
+
 class RankExited(Cause, name="rank-exited"):
     """A rank ended early through `sys.exit()` or `os._exit()`, and its peers fail or wait because of it."""
 
@@ -764,8 +771,9 @@ class RankExited(Cause, name="rank-exited"):
         Advice(
             "Find the `sys.exit()` or `os._exit()` that ended it; to stop early, let all ranks agree first.",
             when=lambda case: bool(case.named),
-            unless=(LAUNCHER,),
+            unless=(LAUNCHER, _OF_A_LOG),
         ),
+        _OF_A_LOG,
         _ALL_NODES,
         _ALL_LOGS,
     )

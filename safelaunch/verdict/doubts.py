@@ -38,7 +38,11 @@ class Doubt(Enum):
     STATUS_UNKNOWN = "state", 1, "The rank has exited, and its exit status is unknown."
     ABORTED_IN_COLLECTIVE = "state", 1, "Its communication library aborted the rank; what a peer sent may be why."
     ONE_LOOK = "state", 1, "A process computes, and one look cannot distinguish slow from endless."
-    BY_EXCLUSION = "state", 1, "Nothing shows directly what blocks the ranks: it is what remains."
+    BY_EXCLUSION = (
+        "state",
+        1,
+        "Nothing shows directly what blocks the ranks: this is what is left after other causes were ruled out.",
+    )
 
     BRIEFLY_SILENT = "state", 1, "The node had been silent for only a few seconds."
 
@@ -59,7 +63,7 @@ class Doubt(Enum):
     SEVERAL_PLACES_FIT = "calls", 1, "The records are consistent with calls skipped there, but do not show it."
 
     UNSEEN_RANKS = "others", 1, "Ranks were not seen, and one of them may be at fault."
-    UNSEEN_PEERS = "others", 2, "The peers that the others wait for were not seen."
+    UNSEEN_PEERS = "others", 2, "The peers that are waited for were not seen."
     SEVERAL_CAUSES = "others", 1, "Ranks block their peers in different ways."
     SEVERAL_PLACES = "others", 1, "The ranks are in different places."
     NO_MAJORITY = "others", 1, "No side has a majority: either may be at fault."
@@ -89,7 +93,7 @@ class Doubt(Enum):
     NOT_PROVED = "proof", 1, "There is no proof that the job cannot continue: what it waits for may still arrive."
     MORE_NAMED = "share", 1, "More ranks are named than cleared: the cleared ones may be at fault instead."
     DAMAGED_RECORD = "evidence", 1, "A Flight Recorder dump is malformed."
-    PRINTED_ALONE = "evidence", 1, "Only one kind of line in the log shows it."
+    PRINTED_ALONE = "evidence", 1, "Only the log says so, and only one kind of line in it."
 
 
 def those(found: Mapping[Doubt, bool]) -> tuple[Doubt, ...]:

@@ -245,7 +245,7 @@ def gone_condition(rank: RankEvidence, view: View | None) -> Condition | None:
 def exception_condition(rank: RankEvidence, exception: RankException) -> Condition:
     """One that came from a worker process has been raised again in the rank; the worker's line is the one at fault."""
     claim = Claim(f"first exception: {exception.type}", f"ranks/{rank.rank}/exception.json")
-    text = f"raised {exception.type}: {one_line(_essence(exception.message))}"
+    text = f"raised {exception.type}: {one_line(_essence(exception.message)).rstrip(' .:')}"
     frame = fr.stack_of(rank, exception.frames).user_frame
     where, process = fr.at(frame), "main"
     told, logged = failure_of(exception), nccl_failure(rank)
@@ -285,7 +285,7 @@ def _essence(message: str) -> str:
 def _claim_of_status(rank: RankEvidence) -> Claim:
     assert rank.exit is not None
     status = rank.exit.returncode if rank.exit.returncode != UNKNOWN_SIGNAL else "unknown"
-    return Claim(f"exit status {status}, before the launcher stopped the others", "launch.json")
+    return Claim(f"exit status {status}, and its launcher had not stopped it", "launch.json")
 
 
 def _killed_condition(rank: RankEvidence) -> Condition:

@@ -355,7 +355,8 @@ def nobody_stands_out(facts: Facts) -> Finding:
         text = _seen_apart(facts, sorted(apart), [r for r in waits if r not in apart])
     elif lost and not own:
         text = f"{capital(ranks_word(lost))} lost the connection to a peer: {waits_words(facts, waits)}."
-        text += " None of them failed on its own: what ended the connection was not seen."
+        alone = "None of them failed" if len(lost) > 1 else "It did not fail"
+        text += f" {alone} on its own: what ended the connection was not seen."
         text += _began_with(facts, lost)
     elif alike and own and facts.unseen:
         who = "them" if len(own) > 1 else "it"
@@ -404,7 +405,9 @@ def _began_with(facts: Facts, lost: list[int]) -> str:
     """The rank that reported it first, by its own clock, and what its error means, if more than that time was up."""
     first = min(lost, key=lambda rank: failed_at(facts.ranks[rank].evidence), default=None)
     told = failure_of_rank(facts.ranks[first].evidence) if first is not None else None
-    return f" It began on rank {first}: {told.means}." if told is not None and told.kind != "peer-late" else ""
+    if told is None or told.kind == "peer-late":
+        return ""
+    return f" Rank {first} reported it first: {told.means}." if len(lost) > 1 else f" Its error means: {told.means}."
 
 
 def _seen_apart(facts: Facts, first: list[int], rest: list[int]) -> str:

@@ -114,9 +114,9 @@ def unseen_peers(case: Case) -> Ruling:
     """
     if case.waits.blocking <= case.ranks.keys():
         return ""
-    text = (
-        f"{capital(waits_words(case, sorted(case.waits.waiting)))}; {unseen_words(case)} and may be what they wait for."
-    )
+    waiting = sorted(case.waits.waiting)
+    they = "they wait" if len(waiting) > 1 else "it waits"
+    text = f"{capital(waits_words(case, waiting))}; {unseen_words(case)} and may be what {they} for."
     own = {rank: condition for rank, condition in conditions(case).items() if case.may_wait_elsewhere(rank)}
     if own:
         text += f" {summary_of(own, case, [])[:-1]}, perhaps waiting for one of them."

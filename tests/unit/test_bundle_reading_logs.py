@@ -189,9 +189,14 @@ _LAUNCHED = (
          "ray.exceptions.RayTaskError(ValueError): ray::f() (pid=7, ip=10.0.0.5)\n" + _FRAMES + "ValueError: bad\n",
          [1], 41),
         ("ConnectionError: no answer\nretry 1 of 3\nstep 3 loss 0.5\n", [], None),
+        ("Traceback (most recent call last):\n\n" + _FRAMES + "ValueError: bad\n", [0], 41),
+        ("-- Process 3 terminated with the following error:\nTraceback (most recent call last):\n", [3], None),
+        (_FRAMES + "AssertionError: not mine\nException ignored in: <function f at 0x7f>\n"
+         "Traceback (most recent call last):\n" + _FRAMES + "AssertionError: not mine\n", [], None),
+        ("".join(f"stderr: {text}\n" for text in (*_FRAMES.splitlines(), "ValueError: bad")), [0], 41),
     ],
     ids=["no head", "one line", "launcher's", "launcher's alone", "a stack", "retried", "passed on by Ray",
-         "goes on"],
+         "goes on", "empty line", "of spawn", "ignored", "captured"],
 )  # fmt: skip
 def test_what_people_cut_out_of_a_log(text: str, culprits: list[int], line: int | None, tmp_path: Path) -> None:
     path = tmp_path / "job.log"
@@ -359,7 +364,7 @@ def test_deepspeed_does_not_say_which_process_ended(tmp_path: Path) -> None:
     path = tmp_path / "job.log"
     path.write_text(ended)
     found = read_logs([path])
-    assert (found.evidence.ranks, "ended with code -9" in found.remarks[0]) == ((), True)
+    assert (found.evidence.ranks, "was killed by SIGKILL" in found.remarks[0]) == ((), True)
     error = 'Traceback (most recent call last):\n  File "/home/me/ds.py", line 12, in <module>\nValueError: nan\n'
     verdict = verdict_of(error + ended, tmp_path)
     assert (verdict.cause, verdict.confidence) == ("rank-exception", "medium")

@@ -83,6 +83,8 @@ class Traceback:
             return False
         text = text.removeprefix(self.indent)
         indented = text.startswith((" ", "\t", "│", "|", "╭", "╰"))
+        if self.state == "frames" and not text.strip() and len(self.lines) == 1:
+            return True
         if self.state in ("frames", "original"):
             self.state = self.state if indented else "message"
         elif self.state == "message":
@@ -353,6 +355,7 @@ class Printed:
         self.nccl_told: list[tuple[Line, str]] = []  # warnings, and the last error, in whoever's lines
         self._cancelled = False  # from outside, before anything failed: what comes after it are effects
         self._stopping = False  # Slurm ends the other tasks of the step
+        self._of_spawn: dict[int, Line] = {}  # processes whose tracebacks follow
         self._named: int | None = None  # the process that mpirun saw end first
         self._stack: Group | None = None  # whose stack the next lines may show
 
@@ -430,7 +433,11 @@ class Printed:
     def _close(self, one: Heard) -> None:
         opened, one.opened = one.opened, None
         raised = opened.exception(opened.line.number * 1e-3) if opened is not None else None
-        if opened is None or raised is None or opened.thread:
+        if opened is None or raised is None:
+            return
+        if opened.thread:
+            again = one.raised and (one.raised[-1][1].type, one.raised[-1][1].message) == (raised.type, raised.message)
+            one.raised = one.raised[:-1] if again else one.raised
             return
         kind = raised.type.rpartition(".")[2]
         if of_ray := _OF_RAY.match(f"{raised.type}: {raised.message}"):
@@ -472,6 +479,9 @@ class Printed:
         for speaker, one in list(self.heard.items()):
             self._close(one)
             self._end_block(one, speaker)
+        for rank, line in self._of_spawn.items():
+            if rank not in self.heard or not self.heard[rank].raised:  # its end is not in the log
+                self.ended.setdefault(rank, Ended(1, line, root=True))
         pids = {one.pid for one in self.ended.values()} - {0}
         for rank, ended in self._local:
             if ended.pid not in pids:
@@ -504,7 +514,11 @@ class Printed:
             self._local.append((int(found["rank"]), ended))
         if found := _DEEPSPEED.search(text):
             self.failed.add(said.speaker)
-            self._remark(f"DeepSpeed: a process of its node ended with code {found['code']}", said.line)
+            code = int(found["code"])
+            how = f"was killed by {signal_name(code)}" if code < 0 else f"ended with code {code}"
+            self._remark(f"DeepSpeed: a process of this node {how}", said.line)
+        if (found := _OF_A_CHILD.match(text)) and int(found["rank"]) < MAX_RANKS:
+            self._of_spawn.setdefault(int(found["rank"]), said.line)
         if found := _IN_WORDS.search(said.line.text):
             code = int(found["code"] or 1) * (-1 if found["signal"] else 1)
             self.ended.setdefault(int(found["rank"] or found["aborts"]), Ended(code, said.line, root=True))
