@@ -148,7 +148,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("hangs", [pytest.param(False, marks=pytest.mark.rare), True])
 def test_ranks_that_learn_who_they_are_after_their_start(hangs: bool, tmp_path: Path) -> None:
     """As Ray's workers do: what their processes were started with says nothing. Its first thread serves messages, and
     another one runs the script.
