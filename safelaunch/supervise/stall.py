@@ -328,7 +328,11 @@ class StallCase:
         due_s = suspect_after_s(self._watch.policy, stall, judged.answer, judged.limits)
         if due_s is None or now - stall.mark_s < max(due_s, AGAIN * self._waited_s):
             return False
-        return self._suspect_bundle is None or self._suspect_bundle.mark_s != stall.mark_s
+        return not self._has_bundle(stall)
+
+    def _has_bundle(self, stall: Stall) -> bool:
+        """Whether a bundle of this stall, in which the job goes on, is there."""
+        return self._suspect_bundle is not None and self._suspect_bundle.mark_s == stall.mark_s
 
     def _write(self, suspicion: _Suspicion, looks: Looks, judged: Judged, kind: Kind, now: float) -> None:
         collect = self._collecting(suspicion, looks, judged, kind, now)
@@ -337,7 +341,7 @@ class StallCase:
         without_proof = replace(judged, found="unknown")
         by_proof = judged.found == "dead" and not self._is_at_limit(suspicion.stall, without_proof)
         mark_s = suspicion.stall.mark_s
-        bundled = self._suspect_bundle is not None and self._suspect_bundle.mark_s == mark_s
+        bundled = self._has_bundle(suspicion.stall)
 
         def write(writing: Incident[Report | None]) -> Report | None:
             found = collect(writing)

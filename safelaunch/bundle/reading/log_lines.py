@@ -190,8 +190,8 @@ class Signer:
 
     def said(self, line: Line, ahead: Iterable[Line | None] = ()) -> Said:
         """``ahead``: lines that follow it."""
-        text, found, worth, timed = line.text, self.of_file, int(isinstance(self.of_file, int)), False
-        text = text[8:] if text.startswith(("stderr: ", "stdout: ")) else text
+        text = line.text.removeprefix("stderr: ").removeprefix("stdout: ")
+        found, worth, timed = self.of_file, int(isinstance(self.of_file, int)), False
         if "[rank" in text and (own := _OWN.match(text)) and int(own["rank"]) < MAX_RANKS:
             found, worth, text = int(own["rank"]), 3, text[own.end() :]
         if self.hosts is not None and (host := self.hosts.match(text)):
