@@ -356,6 +356,19 @@ def skipped(
     return Finding("collective-mismatch", doubts, summary, culprits, claims, advice=frozenset({LEFT_OUT}))
 
 
+def _minority(case: Case) -> list[int]:
+    """The ranks in the circle that are not where most members are, of groups that all have the same members.
+
+    As with calls of one group that do not match: the fewer are at fault. Groups of different members have no majority,
+    since each of them has an order of its own with each other.
+    """
+    members = {frozenset(case.alignment.members(group)[0]) for group in case.waits.groups_of_circle}
+    most = max((one.ranks for one in case.waits.circle), key=len)
+    if len(members) != 1 or 2 * len(most) <= len(next(iter(members))):
+        return []
+    return [rank for rank in case.waits.in_circle if rank not in most]
+
+
 def group_order(case: Case) -> Ruling:
     """Ranks entered several groups in different orders: nothing shows that one of them left a call out."""
     ranks, groups = case.waits.in_circle, case.waits.groups_of_circle
@@ -367,10 +380,12 @@ def group_order(case: Case) -> Ruling:
         words.append(f"{ranks_do(one.ranks, 'waits', 'wait')} in group {one.wait.group!r}{of} ({one.wait.words})")
     more = f", and so in {len(words) - 3} more" if len(words) > 3 else ""
     text = " while ".join(words[:3]) + more
+    fewer = _minority(case) if known_of_all else []
     if known_of_all:  # who is in one of the groups only had no order to choose
         of_several = [r for r in ranks if sum(r in case.alignment.members(g)[0] for g in groups) > 1]
-        ranks = of_several or ranks
+        ranks = fewer or of_several or ranks
     doubts = {
+        Doubt.ROLE_ALONE: bool(fewer),
         Doubt.MEMBERS_UNKNOWN: not known_of_all,
         Doubt.RINGS_NOT_WHOLE: case.histories.may_have_parted_before(groups),
         Doubt.NOT_CALLED_ALIKE: not case.histories.called_alike(groups),
@@ -382,6 +397,6 @@ def group_order(case: Case) -> Ruling:
         those(doubts),
         f"{capital(text)}: they entered the groups in different orders.",
         waiting_culprits(case, ranks),
-        wait_claims(case, ranks, limit=10),
+        wait_claims(case, case.waits.in_circle if fewer else ranks, limit=10),
         advice=frozenset({ALONE_IN_GROUPS}) if all(len(one.ranks) == 1 for one in case.waits.circle) else frozenset(),
     )

@@ -69,3 +69,16 @@ def test_what_to_do_about_ranks_that_wait_in_two_groups(source: str, first: str)
 def test_where_a_rank_does_not_tell() -> None:
     verdict = diagnose(job(making(0, 3), making(1, None), making(2, 2)))
     assert "not all ranks have made the same groups" not in verdict.summary
+
+
+@pytest.mark.parametrize(("odd", "named"), [([2], [2]), ([0, 3], [0, 3]), ([1, 3, 4, 5], [0, 2]), ([0, 1, 2], range(6))])
+def test_the_fewer_have_entered_groups_of_the_same_members_in_another_order(odd: list[int], named: list[int]) -> None:
+    world = 6
+    two = {"0": tuple(range(world)), "1": tuple(range(world))}
+    first, second = (in_c10d("all_reduce", line) for line in (41, 50))
+    ranks = [
+        rank(n, second if n in odd else first, flight=record(*calls("1@50*" if n in odd else "0@41*"), groups=two))
+        for n in range(world)
+    ]
+    verdict = diagnose(job(*ranks))
+    assert (verdict.cause, [culprit.rank for culprit in verdict.culprits]) == ("group-order", list(named))
