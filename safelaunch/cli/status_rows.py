@@ -25,8 +25,6 @@ _WATCH = {
     "undecided": "undecided: no step, but something is computing, writing or serving",
     "hung": "hung",
 }
-# The beacon's names for the stages of a rank, in words for the user.
-_STATES = {"started": "starting", "torch": "running", "exception": "failed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ def _row(rank: RankStatus, furthest: int | None, threshold_s: float) -> Row:
     cells = (
         str(rank.rank),
         str(rank.pid),
-        _STATES.get(rank.state) or clean(rank.state),
+        clean(rank.state),
         "-" if rank.step is None else str(rank.step),
         "-" if rank.steps_per_s is None else rate(rank.steps_per_s),
         "-" if rank.age_s is None else since(rank.age_s),

@@ -346,12 +346,19 @@ class Live:
         ]
 
 
+# The stages that a page names, in words for the user.
+_STATES = {"started": "starting", "torch": "running", "exception": "failed"}
+
+
 def state_of(progress: Progress) -> str:
-    """What the rank is doing, by its page. A rank without torch counts as running once it steps or names a phase."""
+    """What the rank is doing, by its page: ``starting``, ``running``, ``paused``, ``failed`` or ``exited``.
+
+    A rank without torch counts as running once it steps or names a phase.
+    """
     if progress.paused:
         return "paused"
     runs = progress.state == "started" and (progress.step is not None or progress.phase)
-    return "running" if runs else progress.state
+    return "running" if runs else _STATES.get(progress.state, progress.state)
 
 
 def rss_bytes(pid: int) -> int:

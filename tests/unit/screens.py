@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 def rank(number: int, step: int = 10_470, **known: object) -> RankStatus:
-    plain = RankStatus(number, 4000 + number, "torch", step, 37.7, 0.03, rss_bytes=3 * GIB + number * (GIB >> 8))
+    plain = RankStatus(number, 4000 + number, "running", step, 37.7, 0.03, rss_bytes=3 * GIB + number * (GIB >> 8))
     return msgspec.structs.replace(plain, **known)
 
 
@@ -71,7 +71,7 @@ def nodes(count: int) -> tuple[Run, ...]:
 
 
 def starting() -> tuple[Run, ...]:
-    waiting = [RankStatus(number, 4000 + number, "started", age_s=4.0, rss_bytes=GIB) for number in range(2)]
+    waiting = [RankStatus(number, 4000 + number, "starting", age_s=4.0, rss_bytes=GIB) for number in range(2)]
     return run(2402, waiting, usual_step_s=0.0, history=[]), run(2403, [], history=[], name="eval")
 
 
