@@ -71,7 +71,9 @@ def test_where_a_rank_does_not_tell() -> None:
     assert "not all ranks have made the same groups" not in verdict.summary
 
 
-@pytest.mark.parametrize(("odd", "named"), [([2], [2]), ([0, 3], [0, 3]), ([1, 3, 4, 5], [0, 2]), ([0, 1, 2], range(6))])
+@pytest.mark.parametrize(
+    ("odd", "named"), [([2], [2]), ([0, 3], [0, 3]), ([1, 3, 4, 5], [0, 2]), ([0, 1, 2], range(6))]
+)
 def test_the_fewer_have_entered_groups_of_the_same_members_in_another_order(odd: list[int], named: list[int]) -> None:
     world = 6
     two = {"0": tuple(range(world)), "1": tuple(range(world))}
