@@ -376,11 +376,13 @@ class RankExit(Record, frozen=True):
 
     ``returncode`` follows ``subprocess``: a negative value is a signal number. ``before_close``: the process ended
     before the agent began to stop the others, so the agent did not cause it. ``time_unix_s``: when the agent noticed.
+    ``file``: that says so.
     """
 
     returncode: int
     time_unix_s: float
     before_close: bool = True
+    file: str = "launch.json"
 
 
 class Allocations(Record, frozen=True):

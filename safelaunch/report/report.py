@@ -239,7 +239,8 @@ def merged_claims(claims: Sequence[Claim], told: str = "") -> list[tuple[str, tu
         of = _OF_RANK.match(text)
         rest, ranks = (text[of.end() :], (int(of[1]),)) if of else (text, ())
         if text.rstrip(".") not in told:
-            found.setdefault(rest, {})[clean(claim.file)] = ranks
+            files, file = found.setdefault(rest, {}), clean(claim.file)
+            files[file] = (*files.get(file, ()), *ranks)
     return [(_of_ranks(rest, files), tuple(files)) for rest, files in found.items()]
 
 

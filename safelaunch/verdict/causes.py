@@ -251,6 +251,10 @@ ALONE_IN_GROUPS = _sub_case(
 EXIT_CALLED = _sub_case(
     "Agree before one exits: decide on one rank, `broadcast` the decision, and exit on all ranks or on none."
 )
+OPTIONS_REFUSED = _sub_case(
+    "The script did not accept its options: code 2 is how argparse and click end. What it printed says which one."
+    " `torch.distributed.launch` adds `--local-rank`, torchrun nothing: read `LOCAL_RANK` from the environment.",
+)
 _DRAWN_BATCHES = _sub_case(
     "A rank that skips a batch by what it computed ends its loop sooner: skip it on all ranks, or on none."
 )
@@ -760,6 +764,7 @@ _OF_A_LOG = Advice(
     "Look at what that rank printed last: code 1 is mostly that of an exception whose traceback is not in this log, "
     "and code 2 that of wrong options.",
     when=lambda case: case.facts.evidence.printed is not None and bool(case.named),
+    unless=(OPTIONS_REFUSED,),
 )
 
 
@@ -768,10 +773,11 @@ class RankExited(Cause, name="rank-exited"):
 
     advice = _advice(
         LAUNCHER,
+        OPTIONS_REFUSED,
         Advice(
             "Find the `sys.exit()` or `os._exit()` that ended it; to stop early, let all ranks agree first.",
             when=lambda case: bool(case.named),
-            unless=(LAUNCHER, _OF_A_LOG),
+            unless=(LAUNCHER, OPTIONS_REFUSED, _OF_A_LOG),
         ),
         _OF_A_LOG,
         _ALL_NODES,

@@ -15,6 +15,7 @@ from safelaunch.verdict.causes import (
     FAILURES,
     FATAL_SIGNAL,
     KILLED_FROM_OUTSIDE,
+    OPTIONS_REFUSED,
     OUT_OF_MEMORY,
     Advice,
 )
@@ -26,9 +27,9 @@ from safelaunch.verdict.reading.device_memory import shortage
 
 GONE_CAUSES = (*FAILURES, "uneven-batches")
 
-_OF_ITS_OWN = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # no launcher sends these
+OF_ITS_OWN = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # no launcher sends these
 # Those that faulthandler catches.
-_FATAL_SIGNALS = (*_OF_ITS_OWN, signal.SIGABRT)
+_FATAL_SIGNALS = (*OF_ITS_OWN, signal.SIGABRT)
 
 # What a rank reports when a peer has gone or does not come: transport and store errors, group timeouts.
 _CONSEQUENCE = re.compile(
@@ -150,6 +151,7 @@ def one_line(text: str, limit: int = 160) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
+BAD_OPTIONS = 2  # how argparse and click end
 UNKNOWN_SIGNAL = -127  # of a process that ended without a word of its own
 
 
@@ -162,7 +164,7 @@ def signal_name(returncode: int) -> str:
 
 def ended_by_others(rank: RankEvidence) -> bool:
     """Ended by the launcher after another rank had failed, or aborted because a collective's time ran out: no cause."""
-    if rank.exit is None or -rank.exit.returncode in _OF_ITS_OWN:
+    if rank.exit is None or -rank.exit.returncode in OF_ITS_OWN:
         return False
     return not rank.exit.before_close or _aborted_for_a_peer(rank)
 
@@ -285,7 +287,7 @@ def _essence(message: str) -> str:
 def _claim_of_status(rank: RankEvidence) -> Claim:
     assert rank.exit is not None
     status = rank.exit.returncode if rank.exit.returncode != UNKNOWN_SIGNAL else "unknown"
-    return Claim(f"exit status {status}, and its launcher had not stopped it", "launch.json")
+    return Claim(f"exit status {status}, and its launcher had not stopped it", rank.exit.file)
 
 
 def _killed_condition(rank: RankEvidence) -> Condition:
@@ -379,11 +381,21 @@ def _exit_condition(rank: RankEvidence) -> Condition:
         claims.append(Claim(f"it called {call.function}()", f"ranks/{rank.rank}/exit_call.json"))
     if code > 0:
         text = f"exited with code {code}{where}"
-        return Condition("rank-exited", text, frame, rank.pid, claims=tuple(claims))
+        said = failures.options_refused(rank.log_tail) if code == BAD_OPTIONS else ""
+        if said:
+            text += f"; it printed: {one_line(said)}"
+            claims.append(Claim("the end of its output", f"ranks/{rank.rank}/log_tail.txt"))
+        refused = said or (call is not None and any(_is_of_parser(one) for one in call.frames))
+        advice = frozenset({OPTIONS_REFUSED}) if refused else frozenset[Advice]()
+        return Condition("rank-exited", text, frame, rank.pid, claims=tuple(claims), advice=advice)
     text = f"has left the training loop: it exited cleanly (code 0{where})"
     early = frame is not None and frame.function != "<module>"  # `sys.exit(main())` is how scripts end
-    advice = frozenset({EXIT_CALLED}) if early else frozenset[Advice]()
+    advice = frozenset({EXIT_CALLED}) if early else frozenset()
     return Condition("uneven-batches", text, frame, rank.pid, claims=tuple(claims), advice=advice)
+
+
+def _is_of_parser(frame: Frame) -> bool:
+    return fr.normal(frame.file).endswith(("/argparse.py", "/click/core.py", "/optparse.py"))
 
 
 def _abort_words(rank: RankEvidence) -> str:

@@ -298,14 +298,18 @@ def in_old_words(rank: int, seq: int, op: str = "ALLREDUCE") -> list[str]:
     return [f"[rank{rank}]:[E ProcessGroupNCCL.cpp:475] {text} before timing out."]
 
 
-def summary(codes: dict[int, int]) -> list[str]:
-    """torchrun's, where the first one counts as the root cause."""
+def summary(codes: dict[int, int], later_s: dict[int, int] | None = None) -> list[str]:
+    """torchrun's, where the first one counts as the root cause; ``later_s``: who was seen later than that."""
     blocks = [
-        [f"  rank      : {rank} (local_rank: {rank})", f"  exitcode  : {code} (pid: {100 + rank})"]
+        [
+            f"  time      : 2026-11-25_10:00:{5 + (later_s or {}).get(rank, 0):02}",
+            "  host      : node0",
+            f"  rank      : {rank} (local_rank: {rank})",
+            f"  exitcode  : {code} (pid: {100 + rank})",
+        ]
         for rank, code in codes.items()
     ]
-    head = ["  time      : 2026-11-25_10:00:05", "  host      : node0"]
-    root, *rest = ([f"[{at}]:", *head, *block] for at, block in enumerate(blocks))
+    root, *rest = ([f"[{at}]:", *block] for at, block in enumerate(blocks))
     return ["=" * 60, "Failures:", *chain(*rest), "Root Cause (first observed failure):", *root, "=" * 60]
 
 
@@ -416,6 +420,40 @@ def test_one_process_is_not_two_ranks(tmp_path: Path) -> None:
     """torchrun names the local rank first, and the rank in its summary."""
     first = "E1126 api.py:874] failed (exitcode: 1) local_rank: 2 (pid: 106) of binary: /usr/bin/python3\n"
     assert named(verdict_of(first + "\n".join(summary({6: 1})), tmp_path)) == ("rank-exited", [6])
+
+
+@pytest.mark.parametrize(
+    ("summaries", "named_ranks"),
+    [
+        ([summary({0: -7, 1: -7})], [0, 1]),  # in the same second: of its own signal neither died of the other's end
+        ([summary({0: 1, 1: 1}, {1: 2})], [0]),
+        ([summary({0: 1, 1: 1, 2: -11})], [2]),  # who exits may have lost its peer
+        ([summary({0: 1}, {0: 51}), summary({4: 1})], [4]),
+    ],
+)
+def test_who_ended_first_by_the_seconds_of_summaries(
+    summaries: list[list[str]], named_ranks: list[int], tmp_path: Path
+) -> None:
+    verdict = verdict_of("\n".join(chain(*summaries)) + "\n", tmp_path)
+    assert [culprit.rank for culprit in verdict.culprits] == named_ranks
+    cited = " ".join(claim.file for claim in verdict.evidence)
+    lines = (tmp_path / "job.log").read_text().splitlines()
+    assert all(f"job.log:{1 + at_of(lines, rank)}" in cited for rank in named_ranks)
+
+
+def at_of(lines: list[str], rank: int) -> int:
+    """Where the summary has a rank's exit code."""
+    return next(at for at, line in enumerate(lines) if line.endswith(f"(pid: {100 + rank})"))
+
+
+@pytest.mark.parametrize(
+    "said", ["train.py: error: unrecognized arguments: --local-rank=1", "Error: No such option: --lr"]
+)
+def test_options_that_the_script_refused(said: str, tmp_path: Path) -> None:
+    end = "E1126 api.py:874] failed (exitcode: 2) local_rank: 0 (pid: 106) of binary: /usr/bin/python3"
+    verdict = verdict_of(f"usage: train.py [-h]\n{said}\n{end}\n", tmp_path)
+    assert named(verdict) == ("rank-exited", [0]) and said in verdict.summary
+    assert verdict.suggestions[0].startswith("The script did not accept its options")
 
 
 def test_a_guess_is_never_sure(tmp_path: Path) -> None:

@@ -108,6 +108,11 @@ def test_claims_are_left_out_rather_than_cut(width: int) -> None:
     assert sum(f"{text} [{', '.join(files)}]" in " ".join(told.split()) for text, files in claims) >= 1
 
 
+def test_what_one_file_says_of_several_ranks() -> None:
+    claims = [Claim(f"rank {n}: exit status 1", "launch.json") for n in range(3)]
+    assert report.merged_claims(claims) == [("each of ranks 0-2: exit status 1", ("launch.json",))]
+
+
 def test_a_single_claim_is_shortened_where_it_does_not_fit() -> None:
     verdict = replace(diagnose(sleeping()), evidence=(Claim("x " * 1000, "ranks/1/stack.txt"),))
     lines = report.screen(verdict, bundle_path=BUNDLE, width=80).splitlines()

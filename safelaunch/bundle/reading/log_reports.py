@@ -17,7 +17,7 @@ from safelaunch.model import Frame, RankException
 from safelaunch.verdict.exits import UNKNOWN_SIGNAL, is_consequence, signal_name
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading import tracebacks
-from safelaunch.verdict.reading.failures import last_abort
+from safelaunch.verdict.reading.failures import last_abort, options_refused
 
 _MOST_TAIL, _MOST_WARNINGS, _MOST_TRACEBACKS, _MOST_SPEAKERS = 60, 40, 20, 1 << 16
 _MOST_MESSAGE, _MOST_SINCE, _FEW, _MOST_LINES = 12, 40, 1, 2000
@@ -322,7 +322,8 @@ _WORLD = re.compile(r"world_size[=: ]+(?P<world>\d{1,6})\b", re.IGNORECASE)
 @dataclass
 class Ended:
     """How a rank ended, by its launcher. ``root``: it was the first that the launcher saw fail. ``by``: whose lines say
-    so: of several nodes each has its launcher. ``stopped``: by the launcher.
+    so: of several nodes each has its launcher. ``stopped``: by the launcher. ``time``: of torchrun's summary, as it
+    printed it; "" where there is none.
     """
 
     code: int
@@ -332,6 +333,7 @@ class Ended:
     root: bool = False
     by: Speaker | None = None
     stopped: bool = False
+    time: str = ""
 
 
 class Printed:
@@ -495,7 +497,7 @@ class Printed:
     def _note(self, one: Heard, said: Said) -> None:
         text = said.text
         one.tail.append(text)
-        if last_abort(text) is not None or "watchdog got stuck" in text:
+        if last_abort(text) is not None or "watchdog got stuck" in text or options_refused(text):
             one.telling = said.line
         one.timed_out |= said.speaker is not None and "Watchdog caught collective operation timeout" in text
         if "atchdog" in text or "enqueued" in text:
@@ -613,7 +615,10 @@ class Printed:
         code = re.match(r"(-?\d+)(?: +\(pid: (\d+)\))?", block.get("exitcode", ""))
         if rank and code and int(rank[1]) < MAX_RANKS:
             at, host = one.block_at or one.first, block.get("host", "")
-            self.ended[int(rank[1])] = Ended(int(code[1]), at, int(code[2] or 0), host, one.block_root, speaker)
+            ended = Ended(
+                int(code[1]), at, int(code[2] or 0), host, one.block_root, speaker, time=block.get("time", "")
+            )
+            self.ended[int(rank[1])] = ended
             if local := re.search(r"local_rank: (\d+)", block["rank"]):
                 self.first[speaker] = int(rank[1]) - int(local[1])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from safelaunch.model import (
     RankEvidence,
     RankExit,
 )
-from safelaunch.verdict.exits import UNKNOWN_SIGNAL, is_consequence, one_line
+from safelaunch.verdict.exits import BAD_OPTIONS, OF_ITS_OWN, UNKNOWN_SIGNAL, is_consequence, one_line
 from safelaunch.verdict.reading.failures import fingerprints, first_failure
 
 
@@ -232,6 +232,21 @@ def _groups(ranks: Mapping[int, Heard]) -> dict[str, tuple[int, ...]]:
     }
 
 
+def _after_the_first_s(ended: Ended, all_: Iterable[Ended]) -> float:
+    """0 for the ranks that may have failed first, 1 or 2 for those that failed later; of one host's summaries.
+
+    torchrun looks at its ranks once in a while and gives all that it then finds ended the same second; of those, its
+    "first observed failure" is the one with the lowest number. Whoever died of a signal of its own died of no peer's
+    exit, but not the reverse: half a second later.
+    """
+    roots = [one for one in all_ if one.root and one.host == ended.host]
+    first = min((one.time for one in roots), default="")
+    if not ended.time or not first:
+        return 0.0 if ended.root else 1.0
+    by_itself = -ended.code in OF_ITS_OWN or ended.code == -signal.SIGKILL
+    return 2.0 if ended.time > first else 0.0 if by_itself else 0.5
+
+
 def _rank(
     rank: int, heard: Heard | None, job: Printed, groups: dict[str, tuple[int, ...]], files: dict[str, str]
 ) -> RankEvidence:
@@ -239,7 +254,7 @@ def _rank(
     exception = record = log = fatal = None
     tail = heard.tail if heard is not None else ()
     unsigned = job.heard.get(ended.by if ended is not None else None)
-    if ended is not None and ended.code < 0 and unsigned is not None:
+    if ended is not None and unsigned is not None and (ended.code < 0 or (ended.code == BAD_OPTIONS and heard is None)):
         tail = (*tail, *unsigned.tail)  # C++ and the kernel sign nothing
         files[f"{folder}/log_tail.txt"] = (unsigned.telling or unsigned.last or unsigned.first).where
     if heard is not None:
@@ -261,10 +276,10 @@ def _rank(
             log = NcclLog(heard.warnings[0][0].where, tuple(text for _, text in heard.warnings))
     exit_ = None
     if ended is not None:
-        files.setdefault("launch.json", ended.line.where)
         stopped = ended.stopped or ended.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
         stopped |= heard is not None and heard.timed_out
-        exit_ = RankExit(ended.code, 0.0 if ended.root else 1.0, before_close=not stopped)
+        after_s = _after_the_first_s(ended, job.ended.values())
+        exit_ = RankExit(ended.code, after_s, before_close=not stopped, file=ended.line.where)
     kill = job.kills.get(ended.pid, "") if ended is not None else ""
     return RankEvidence(
         rank,

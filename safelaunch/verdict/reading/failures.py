@@ -285,6 +285,16 @@ def last_abort(log: str) -> Abort | None:
     return None
 
 
+# argparse's line, and click's.
+_OPTIONS = re.compile(r"(?:\S+: error|Error): \S")
+
+
+def options_refused(log: str) -> str:
+    """The last line at the end of a process's output that says what was wrong with its command; "" without one."""
+    lines = [line.strip() for line in log.splitlines()[-_MOST_LINES:]]
+    return next((line for line in reversed(lines) if _OPTIONS.match(line)), "")
+
+
 def _with_type(lines: list[str], at: int) -> Iterator[str]:
     """The line, behind the one that names the type of the C++ exception that it is about."""
     if at and lines[at].startswith("what(): ") and lines[at - 1].startswith("terminate called"):
