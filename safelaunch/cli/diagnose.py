@@ -324,7 +324,8 @@ def _is_folder(name: str) -> bool:
 
 
 def _notes(found: Found) -> list[str]:
-    read = f"{clean(found.what)}: {len(found.evidence.ranks)} of {found.evidence.world_size} ranks"
+    least = "at least " if found.world_guessed else ""
+    read = f"{clean(found.what)}: {len(found.evidence.ranks)} of {least}{found.evidence.world_size} ranks"
     problems = [f"not read: {clean(problem)}" for problem in found.problems[:_SHOWN_PROBLEMS]]
     return [read, *map(clean, found.remarks), *problems, *_more(len(found.problems) - _SHOWN_PROBLEMS)]
 

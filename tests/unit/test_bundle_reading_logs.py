@@ -246,6 +246,22 @@ def test_nobody_is_blamed(text: str, tmp_path: Path, capfd: pytest.CaptureFixtur
     assert code == (0 if "TIME LIMIT" in text else 1)
 
 
+def test_a_launcher_that_kills_its_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.log"
+    lines = [f"[2026-11-25 10:00:00,000] [INFO] [launch.py:428:sigkill_handler] Killing subprocess {n}" for n in (7, 8)]
+    path.write_text("\n".join(lines))
+    assert main([str(path)]) == 0
+    assert capfd.readouterr().err.count("Killing subprocess [job.log:1]") == 1
+
+
+@pytest.mark.parametrize(("known", "said"), [("", "2 of at least 8 ranks"), ("world_size=8\n", "2 of 8 ranks")])
+def test_how_many_ranks_there_were(known: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.log"
+    path.write_text(known + "\n".join(summary({7: 1, 6: 1})))
+    assert main([str(path)]) == 0
+    assert said in capfd.readouterr().err
+
+
 def test_what_ended_before_a_restart_did_not_end_the_job(tmp_path: Path) -> None:
     first, second = ((DATA / f"{name}.log").read_text() for name in ("raise", "kill"))
     again = "I1126 torch/distributed/elastic/agent/server/api.py:900] [default] Worker group FAILED. "

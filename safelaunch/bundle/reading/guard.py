@@ -46,6 +46,7 @@ class Found:
     ``bundles``: the directories of the bundles that it was read from. ``taken``: of a bundle, from the last progress to
     when it was written, in Unix seconds; zeros where that is not known. ``source``: what the verdict read of the user's
     files, by their paths; None where that is not kept. ``remarks``: what is no fault of a rank, in words.
+    ``world_guessed``: nothing says how many ranks there were; ``world_size`` is the least that it can be.
     """
 
     what: str
@@ -56,6 +57,7 @@ class Found:
     taken: tuple[float, float] = (0.0, 0.0)
     source: Mapping[str, str] | None = None
     remarks: tuple[str, ...] = ()
+    world_guessed: bool = False
 
     def read_source(self, path: str) -> str | None:
         """The text of a source file for the verdict: as it was then, otherwise what has that path here and now."""

@@ -55,7 +55,7 @@ _REMARKS = re.compile(
     r"slurmstepd: error: \*\*\* (?P<slurm>(?:JOB|STEP) .*)|(?P<xid>NVRM: Xid .*)"
     r"|(?P<bus>.*GPU has fallen off the bus.*)|error: (?P<oom>Detected \d+ oom[-_]kill event.*)"
     r"|(?P<ray>Worker PID: \d+ Worker exit type: .*|A worker died or was killed while executing task .*)"
-    r"|\.cuh?:\d+: .*(?P<kernel>Assertion [`'].* failed)"
+    r"|\.cuh?:\d+: .*(?P<kernel>Assertion [`'].* failed)|(?P<stopped>Killing subprocess)(?= \d)"
 )
 
 
@@ -516,6 +516,7 @@ class Printed:
             self._local.append((int(found["rank"]), ended))
         if found := _DEEPSPEED.search(text):
             self.failed.add(said.speaker)
+            self.remarks.pop("Killing subprocess", None)  # this says why
             code = int(found["code"])
             how = f"was killed by {signal_name(code)}" if code < 0 else f"ended with code {code}"
             self._remark(f"DeepSpeed: a process of this node {how}", said.line)

@@ -102,7 +102,7 @@ def _found(job: Printed, names: Sequence[str], count: int) -> Found:
         "hang" if any(one.flight_record for one in evidence) and not any(map(_failed, evidence)) else "crash"
     )
     told = Evidence(outcome, world, tuple(evidence), missing_ranks=missing, printed=signed)
-    return Found(what, told, files=files, remarks=remarks)
+    return Found(what, told, files=files, remarks=remarks, world_guessed=world > job.world)
 
 
 def _nccl_words(job: Printed) -> str:
