@@ -10,29 +10,29 @@ import re
 import signal
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import chain, takewhile
+from itertools import chain
 
 from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS, Line, Said, Speaker
+from safelaunch.bundle.reading.log_tracebacks import (
+    BARE,
+    BOXED,
+    FATAL,
+    HEAD,
+    MOST_MESSAGE,
+    SIGNALS,
+    After,
+    Crash,
+    Traceback,
+)
 from safelaunch.model import Frame, RankException
 from safelaunch.verdict.exits import UNKNOWN_SIGNAL, is_consequence, signal_name
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading import tracebacks
 from safelaunch.verdict.reading.failures import last_abort, options_refused
 
 _MOST_TAIL, _MOST_WARNINGS, _MOST_TRACEBACKS, _MOST_SPEAKERS = 60, 40, 20, 1 << 16
-_MOST_MESSAGE, _MOST_SINCE, _FEW, _MOST_LINES = 12, 40, 1, 2000
 
-_HEAD = "Traceback (most recent call last):"
-_BOXED = re.compile(r"[╭┌+][─-]+ *Traceback \(most recent call last\)")  # as rich draws it
-_FRAME_IN_BOX = re.compile(r"[│|] (?P<file>\S.*?):(?P<line>\d{1,9}) in (?P<function>\S+) *[│|]?$")
 _OF_A_SUMMARY = re.compile(r" {1,3}traceback *: (?=Traceback \(most)")
 _OF_A_CHILD = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
-_GOES_ON = re.compile(  # the messages of NCCL and CUDA
-    r"nccl(?:\w+Error|Invalid\w+)|Last error:|[\w.]+: Connect to |[\w:]+Error: |CUDA kernel errors "
-    r"|For debugging consider |Device-side assert|Compile with `|GPU device may be out of range|Search for `cuda"
-)
-_ERROR = re.compile(r"(?P<type>[A-Za-z_][\w.]*(?:\(\w+\))?)(?:: (?P<message>.*))?$", re.DOTALL)
-_BARE = re.compile(r"(?!nccl)(?P<type>[A-Za-z_][\w.]*(?:Error|Exception)): +(?P<message>\S.*)", re.DOTALL)
 _FRAME = re.compile(r' +File "[^"]+", line \d+, in \S')
 # A launcher's, about a process that it has started.
 _OF_A_PROGRAM = re.compile(r"Command '.{0,200}?(?:python|torchrun|accelerate|deepspeed)", re.IGNORECASE | re.DOTALL)
@@ -46,9 +46,6 @@ _LAUNCHERS = (
     "/torch/distributed/run.py", "/torch/distributed/launcher/api.py", "/horovod/runner/launch.py",
     "/ray/_private/worker.py",
 )  # fmt: skip
-_CAUGHT_AS_A_RULE = (
-    "StopIteration", "Empty", "Full", "KeyError", "AttributeError", "ImportError", "ModuleNotFoundError",
-)  # fmt: skip
 _OF_RAY = re.compile(r"ray\.exceptions\.RayTaskError\(\w+\): ray::.*?\(pid=(?P<pid>\d+)")  # what a worker has raised
 _MOST_REMARK = 300
 _REMARKS = re.compile(
@@ -57,122 +54,6 @@ _REMARKS = re.compile(
     r"|(?P<ray>Worker PID: \d+ Worker exit type: .*|A worker died or was killed while executing task .*)"
     r"|\.cuh?:\d+: .*(?P<kernel>Assertion [`'].* failed)|(?P<stopped>Killing subprocess)(?= \d)"
 )
-
-
-@dataclass
-class Traceback:
-    """A traceback that is being read."""
-
-    line: Line
-    lines: list[str]
-    thread: bool
-    said: Said
-    rank: int | None = None  # whose it is, as a line before it says
-    pid: str = ""  # of whom Ray passes it on
-    indent: str = ""
-    state: str = "frames"  # message | original | after | chain
-    at: int = 0  # where the traceback that counts begins: the last of a chain
-    rest: int = 0
-    cut: bool = False  # its head, or all but its last line, is not in the log
-
-    def take(self, text: str, *, timed: bool) -> bool:
-        """Whether the line belongs to it. A time before it that the first line had not: it is another message."""
-        if timed and not self.said.timed and self.state != "frames":
-            return False
-        if len(self.lines) >= _MOST_LINES:
-            return False
-        text = text.removeprefix(self.indent)
-        indented = text.startswith((" ", "\t", "│", "|", "╭", "╰"))
-        if self.state == "frames" and not text.strip() and len(self.lines) == 1:
-            return True
-        if self.state in ("frames", "original"):
-            self.state = self.state if indented else "message"
-        elif self.state == "message":
-            if text.startswith("Original Traceback"):
-                self.state = "original"
-            elif not text.strip():
-                self.state = "after"
-            elif (
-                self.rest >= _MOST_MESSAGE
-                or (self.cut and _BARE.match(text))
-                or not (_GOES_ON.match(text) or self.lines[-1].startswith("Last error:"))
-            ):
-                return False
-            self.rest += 1
-        elif text.startswith(tracebacks.CHAIN):
-            self.state = "chain"
-        elif text.startswith(_HEAD) and self.state == "chain":
-            self.state, self.at, self.rest = "frames", len(self.lines), 0
-        elif text.strip():
-            return False
-        self.lines.append(text)
-        return True
-
-    def exception(self, at_s: float) -> RankException | None:
-        """The last of a chain; where that is what a peer's end does to a cleanup, the first, from which it came."""
-        heads = [at for at, line in enumerate(self.lines) if at <= self.at and line.startswith(_HEAD)]
-        last = self._exception(self.at, len(self.lines), at_s)
-        first = self._exception(heads[0], heads[1], at_s) if len(heads) > 1 else None
-        if last is None or first is None or first.type.rpartition(".")[2] in _CAUGHT_AS_A_RULE:
-            return last
-        return first if is_consequence(last) and not is_consequence(first) else last
-
-    def _exception(self, begin: int, end: int, at_s: float) -> RankException | None:
-        lines = self.lines[begin + 1 : end]
-        if _BOXED.match(self.lines[begin]):
-            boxed = (_FRAME_IN_BOX.match(line) for line in lines)
-            frames = [f'  File "{one["file"]}", line {one["line"]}, in {one["function"]}' for one in boxed if one]
-            lines = [*frames, *(line for line in lines if line and not line.startswith(("│", "|", "╭", "╰", " ")))]
-        found = tracebacks.parse(lines)
-        if found is None and self.cut and lines:
-            found = tracebacks.Traceback((), lines[0])
-        if found is None or not (error := (_BARE if self.cut else _ERROR).match(found.message)):
-            return None
-        rest = self.lines[self.lines.index(found.message, begin) + 1 : end]
-        message = "\n".join(
-            [error["message"] or "", *takewhile(lambda line: not line.startswith(tracebacks.CHAIN), rest)]
-        ).strip()
-        return RankException(error["type"], message, at_s, found.frames, "\n".join(self.lines[:end]))
-
-
-def _shape(text: str) -> str:
-    """A line without what changes each time that it is printed."""
-    return " ".join(re.findall(r"[^\W\d_]+", text))
-
-
-_FATAL = "Fatal Python error: "
-_CURRENT = "Current thread"
-_OF_A_FATAL = re.compile(r"\s|$|Current thread|Thread 0x|Extension modules:|Python runtime state:|<")
-_SIGNALS = {
-    "Killed": signal.SIGKILL, "Terminated": signal.SIGTERM, "Segmentation fault": signal.SIGSEGV,
-    "Aborted": signal.SIGABRT, "Bus error": signal.SIGBUS, "Out Of Memory": signal.SIGKILL,
-    "Illegal instruction": signal.SIGILL, "Floating point exception": signal.SIGFPE,
-    "Floating-point exception": signal.SIGFPE,
-}  # fmt: skip
-
-
-@dataclass
-class Crash:
-    """What faulthandler, or the interpreter itself, printed at a fatal signal: one thread of it is the current one.
-
-    ``since``: lines that came after it.
-    """
-
-    line: Line
-    lines: list[str]
-    since: int = 0
-
-    @property
-    def signal(self) -> int:
-        """The interpreter ends itself with SIGABRT, whatever else it says."""
-        return _SIGNALS.get(self.lines[0].removeprefix(_FATAL).strip(), signal.SIGABRT)
-
-    def take(self, text: str, *, own: bool) -> None:
-        is_next = text.startswith(_CURRENT) and any(line.startswith(_CURRENT) for line in self.lines)
-        if not (self.since or is_next) and _OF_A_FATAL.match(text) and len(self.lines) < _MOST_LINES:
-            self.lines.append(text)
-        else:
-            self.since += own
 
 
 _WORK = re.compile(
@@ -237,11 +118,7 @@ class Heard:
     opened: Traceback | None = None
     before: str = ""
     node: str = ""  # or container
-    since: int = 0  # lines since the newest traceback: whoever goes on printing has caught the exception
-    usual: int = 0  # of these, such as it has printed before: the others may be the rest of the message
-    numbers: int = 0  # of these, with a number, as reports of progress have it
-    raising: str = ""  # the shape of the error's own line, which whoever tries again prints again
-    shapes: frozenset[str] = frozenset()  # of its newest lines before, if it has printed some of them again and again
+    after: After = field(default_factory=After)  # the newest of ``raised``
     crashes: list[Crash] = field(default_factory=list)
     block: dict[str, str] = field(default_factory=dict)  # of a launcher's summary
     block_at: Line | None = None
@@ -254,31 +131,15 @@ class Heard:
 
     def note(self, opened: Traceback, raised: RankException) -> None:
         self.raised = [*self.raised[-_MOST_TRACEBACKS:], (opened, raised)]
-        self.since = self.usual = self.numbers = 0
-        shapes = frozenset(map(_shape, self.tail))
-        self.shapes = shapes if len(shapes) < len(self.tail) else frozenset()
-        self.raising = _shape(opened.lines[-1])
-
-    def goes_on(self, text: str) -> None:
-        """It has printed one more line."""
-        self.since += 1
-        if self.since <= _MOST_MESSAGE:
-            self.usual += _shape(text) in (self.raising, *self.shapes)
-            self.numbers += any(map(str.isdecimal, text))
+        self.after = After.of(opened.lines[-1], self.tail)
 
     def uncaught(self, *, ended: bool) -> tuple[Traceback, RankException] | None:
         """``ended``: something else says that its process has failed."""
-        if not self.raised:
-            return None
-        caught = self.raised[-1][1].type.rpartition(".")[2] in _CAUGHT_AS_A_RULE
-        message = not self.usual and (bool(self.shapes) or self.numbers <= _FEW) and not caught
-        most = _MOST_SINCE if ended else _MOST_MESSAGE if message else _FEW
-        return self.raised[-1] if self.since <= most else None
+        return self.raised[-1] if self.raised and self.after.is_end(self.raised[-1][1], ended=ended) else None
 
     def crashed(self, *, ended: bool) -> Crash | None:
-        """What faulthandler printed at its end. What it prints of a child is no end: the parent goes on."""
-        most = _MOST_SINCE if ended else _FEW
-        return self.crashes[-1] if self.crashes and self.crashes[-1].since <= most else None
+        """What faulthandler printed at its end."""
+        return self.crashes[-1] if self.crashes and self.crashes[-1].is_end(ended=ended) else None
 
 
 _EXIT = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+) \(pid: (?P<pid>\d+)\)")
@@ -394,12 +255,12 @@ class Printed:
         end = one.raised[-1][0].line if one.raised else one.crashes[-1].line if one.crashes else said.line
         own = one.opened is None and end.file == said.line.file and not (said.timed or _NOT_OWN.match(text))
         if own:
-            one.goes_on(text)
+            one.after.goes_on(text)
         self._since_stalled += own
         if own and isinstance(said.speaker, str) and None in self.heard:
             self._go_on(self.heard[None])
-        if text.startswith(_FATAL):
-            one.crashes = [*one.crashes[-_FEW:], Crash(said.line, [text])]
+        if text.startswith(FATAL):
+            one.crashes = [*one.crashes[-1:], Crash(said.line, [text])]
         elif one.crashes:
             one.crashes[-1].take(text, own=own)
         if one.opened is None or one.opened.state == "after":
@@ -409,7 +270,7 @@ class Printed:
         """Nodes print their own, so the job has survived what nobody has signed."""
         if unsigned.opened is not None and unsigned.opened.state in ("message", "after"):
             self._close(unsigned)
-        unsigned.since, unsigned.usual = unsigned.since + 1, unsigned.usual + 1
+        unsigned.after.goes_on_as_usual()
 
     def _opened(self, one: Heard, said: Said) -> Traceback | None:
         text = said.text
@@ -420,13 +281,13 @@ class Printed:
             return Traceback(
                 said.line, [text[of_summary.end() :]], False, said, int(rank[0]) if rank else None, indent="  "
             )
-        if not (text.lstrip(" |+").startswith(_HEAD) or _BOXED.match(text)):
+        if not (text.lstrip(" |+").startswith(HEAD) or BOXED.match(text)):
             if of_ray := _OF_RAY.match(text):
-                return Traceback(said.line, [_HEAD], False, said, pid=of_ray["pid"])
+                return Traceback(said.line, [HEAD], False, said, pid=of_ray["pid"])
             if _FRAME.match(text):
-                return Traceback(said.line, [_HEAD, text], False, said, cut=True)
-            if not one.raised and _BARE.match(text):
-                return Traceback(said.line, [_HEAD, text], False, said, state="message", cut=True)
+                return Traceback(said.line, [HEAD, text], False, said, cut=True)
+            if not one.raised and BARE.match(text):
+                return Traceback(said.line, [HEAD, text], False, said, state="message", cut=True)
             return None
         thread = one.before.startswith(("Exception in thread", "Exception ignored"))
         of_child = _OF_A_CHILD.match(one.before)
@@ -443,7 +304,7 @@ class Printed:
             return
         kind = raised.type.rpartition(".")[2]
         if of_ray := _OF_RAY.match(f"{raised.type}: {raised.message}"):
-            one.opened = Traceback(opened.line, [_HEAD], False, opened.said, pid=of_ray["pid"])
+            one.opened = Traceback(opened.line, [HEAD], False, opened.said, pid=of_ray["pid"])
             return
         if kind != "ChildFailedError" and any(fr.normal(one.file).endswith(_LAUNCHERS) for one in raised.frames):
             said = f"{raised.type}: {raised.message}" if raised.message else raised.type
@@ -565,7 +426,7 @@ class Printed:
         """Of Horovod's tensors that lack the same ranks, one stands for all: a group whose others wait in a call.
         Returns the ranks that Horovod has named.
         """
-        if self._stalled_at is None or not self._stalled or self._since_stalled > _MOST_MESSAGE:
+        if self._stalled_at is None or not self._stalled or self._since_stalled > MOST_MESSAGE:
             return ()
         alike = {frozenset(lack): tensor for tensor, lack in reversed(self._stalled.items())}
         self.world = max(self.world, *(rank + 1 for rank in (*ranks, *self.ended, *chain(*alike))))
@@ -624,7 +485,7 @@ class Printed:
                 self.first[speaker] = int(rank[1]) - int(local[1])
 
     def _note_tasks(self, found: re.Match[str], line: Line) -> None:
-        code = int(found["code"]) if found["code"] else -_SIGNALS.get((found["how"] or "").strip(), 0)
+        code = int(found["code"]) if found["code"] else -SIGNALS.get((found["how"] or "").strip(), 0)
         for part in found["tasks"].split(","):
             first, _, last = part.partition("-")
             for task in range(int(first or 0), min(int(last or first or 0), MAX_RANKS) + 1) if code else ():

@@ -175,7 +175,7 @@ def _give(said: Heard, by: str | None, found: dict[int, Heard], job: Printed) ->
     for rank, (opened, raised) in {**own, **chosen}.items():
         one = found.setdefault(rank, Heard(opened.line, node=by or ""))
         one.raised.append((opened, raised))
-        one.since = 0
+        one.after.lines = 0
     return set(chosen) if len(errors) > 1 or len(failed) > 1 or (alone and by is not None) else set()
 
 

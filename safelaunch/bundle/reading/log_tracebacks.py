@@ -1,0 +1,188 @@
+"""Tracebacks and fatal signals in what a job prints, and whether its script went on after them."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import takewhile
+
+from safelaunch.bundle.reading.log_lines import Line, Said
+from safelaunch.model import RankException
+from safelaunch.verdict.exits import is_consequence
+from safelaunch.verdict.reading import tracebacks
+
+MOST_MESSAGE, _MOST_SINCE, _FEW, _MOST_LINES = 12, 40, 1, 2000
+
+HEAD = "Traceback (most recent call last):"
+BOXED = re.compile(r"[╭┌+][─-]+ *Traceback \(most recent call last\)")  # as rich draws it
+_FRAME_IN_BOX = re.compile(r"[│|] (?P<file>\S.*?):(?P<line>\d{1,9}) in (?P<function>\S+) *[│|]?$")
+_GOES_ON = re.compile(  # the messages of NCCL and CUDA
+    r"nccl(?:\w+Error|Invalid\w+)|Last error:|[\w.]+: Connect to |[\w:]+Error: |CUDA kernel errors "
+    r"|For debugging consider |Device-side assert|Compile with `|GPU device may be out of range|Search for `cuda"
+)
+_ERROR = re.compile(r"(?P<type>[A-Za-z_][\w.]*(?:\(\w+\))?)(?:: (?P<message>.*))?$", re.DOTALL)
+BARE = re.compile(r"(?!nccl)(?P<type>[A-Za-z_][\w.]*(?:Error|Exception)): +(?P<message>\S.*)", re.DOTALL)
+_CAUGHT_AS_A_RULE = (
+    "StopIteration", "Empty", "Full", "KeyError", "AttributeError", "ImportError", "ModuleNotFoundError",
+)  # fmt: skip
+
+
+@dataclass
+class Traceback:
+    """A traceback that is being read."""
+
+    line: Line
+    lines: list[str]
+    thread: bool
+    said: Said
+    rank: int | None = None  # whose it is, as a line before it says
+    pid: str = ""  # of whom Ray passes it on
+    indent: str = ""
+    state: str = "frames"  # message | original | after | chain
+    at: int = 0  # where the traceback that counts begins: the last of a chain
+    rest: int = 0
+    cut: bool = False  # its head, or all but its last line, is not in the log
+
+    def take(self, text: str, *, timed: bool) -> bool:
+        """Whether the line belongs to it. A time before it that the first line had not: it is another message."""
+        if timed and not self.said.timed and self.state != "frames":
+            return False
+        if len(self.lines) >= _MOST_LINES:
+            return False
+        text = text.removeprefix(self.indent)
+        indented = text.startswith((" ", "\t", "│", "|", "╭", "╰"))
+        if self.state == "frames" and not text.strip() and len(self.lines) == 1:
+            return True
+        if self.state in ("frames", "original"):
+            self.state = self.state if indented else "message"
+        elif self.state == "message":
+            if text.startswith("Original Traceback"):
+                self.state = "original"
+            elif not text.strip():
+                self.state = "after"
+            elif (
+                self.rest >= MOST_MESSAGE
+                or (self.cut and BARE.match(text))
+                or not (_GOES_ON.match(text) or self.lines[-1].startswith("Last error:"))
+            ):
+                return False
+            self.rest += 1
+        elif text.startswith(tracebacks.CHAIN):
+            self.state = "chain"
+        elif text.startswith(HEAD) and self.state == "chain":
+            self.state, self.at, self.rest = "frames", len(self.lines), 0
+        elif text.strip():
+            return False
+        self.lines.append(text)
+        return True
+
+    def exception(self, at_s: float) -> RankException | None:
+        """The last of a chain; where that is what a peer's end does to a cleanup, the first, from which it came."""
+        heads = [at for at, line in enumerate(self.lines) if at <= self.at and line.startswith(HEAD)]
+        last = self._exception(self.at, len(self.lines), at_s)
+        first = self._exception(heads[0], heads[1], at_s) if len(heads) > 1 else None
+        if last is None or first is None or first.type.rpartition(".")[2] in _CAUGHT_AS_A_RULE:
+            return last
+        return first if is_consequence(last) and not is_consequence(first) else last
+
+    def _exception(self, begin: int, end: int, at_s: float) -> RankException | None:
+        lines = self.lines[begin + 1 : end]
+        if BOXED.match(self.lines[begin]):
+            boxed = (_FRAME_IN_BOX.match(line) for line in lines)
+            frames = [f'  File "{one["file"]}", line {one["line"]}, in {one["function"]}' for one in boxed if one]
+            lines = [*frames, *(line for line in lines if line and not line.startswith(("│", "|", "╭", "╰", " ")))]
+        found = tracebacks.parse(lines)
+        if found is None and self.cut and lines:
+            found = tracebacks.Traceback((), lines[0])
+        if found is None or not (error := (BARE if self.cut else _ERROR).match(found.message)):
+            return None
+        rest = self.lines[self.lines.index(found.message, begin) + 1 : end]
+        message = "\n".join(
+            [error["message"] or "", *takewhile(lambda line: not line.startswith(tracebacks.CHAIN), rest)]
+        ).strip()
+        return RankException(error["type"], message, at_s, found.frames, "\n".join(self.lines[:end]))
+
+
+@dataclass
+class After:
+    """What a speaker has printed after an exception: whoever goes on as before has caught it.
+
+    ``usual``: lines such as it has printed before; the others may be the rest of the message. ``numbers``: lines with a
+    number, as reports of progress have it. ``raising``: the shape of the error's own line, which whoever tries again
+    prints again. ``shapes``: of its newest lines before, if it has printed some of them again and again.
+    """
+
+    lines: int = 0
+    usual: int = 0
+    numbers: int = 0
+    raising: str = ""
+    shapes: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(last: str, before: Collection[str]) -> After:
+        """``last``: the line of the error; ``before``: the newest before the traceback."""
+        shapes = frozenset(map(_shape, before))
+        return After(raising=_shape(last), shapes=shapes if len(shapes) < len(before) else frozenset())
+
+    def goes_on(self, text: str) -> None:
+        """One more line."""
+        self.lines += 1
+        if self.lines <= MOST_MESSAGE:
+            self.usual += _shape(text) in (self.raising, *self.shapes)
+            self.numbers += any(map(str.isdecimal, text))
+
+    def goes_on_as_usual(self) -> None:
+        self.lines += 1
+        self.usual += 1
+
+    def is_end(self, raised: RankException, *, ended: bool) -> bool:
+        """Whether nobody caught ``raised``, before this. ``ended``: something else says that the process has failed."""
+        caught = raised.type.rpartition(".")[2] in _CAUGHT_AS_A_RULE
+        message = not self.usual and (bool(self.shapes) or self.numbers <= _FEW) and not caught
+        return self.lines <= (_MOST_SINCE if ended else MOST_MESSAGE if message else _FEW)
+
+
+def _shape(text: str) -> str:
+    """A line without what changes each time that it is printed."""
+    return " ".join(re.findall(r"[^\W\d_]+", text))
+
+
+FATAL = "Fatal Python error: "
+_CURRENT = "Current thread"
+_OF_A_FATAL = re.compile(r"\s|$|Current thread|Thread 0x|Extension modules:|Python runtime state:|<")
+SIGNALS = {
+    "Killed": signal.SIGKILL, "Terminated": signal.SIGTERM, "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT, "Bus error": signal.SIGBUS, "Out Of Memory": signal.SIGKILL,
+    "Illegal instruction": signal.SIGILL, "Floating point exception": signal.SIGFPE,
+    "Floating-point exception": signal.SIGFPE,
+}  # fmt: skip
+
+
+@dataclass
+class Crash:
+    """What faulthandler, or the interpreter itself, printed at a fatal signal: one thread of it is the current one.
+
+    ``since``: lines that came after it.
+    """
+
+    line: Line
+    lines: list[str]
+    since: int = 0
+
+    @property
+    def signal(self) -> int:
+        """The interpreter ends itself with SIGABRT, whatever else it says."""
+        return SIGNALS.get(self.lines[0].removeprefix(FATAL).strip(), signal.SIGABRT)
+
+    def take(self, text: str, *, own: bool) -> None:
+        is_next = text.startswith(_CURRENT) and any(line.startswith(_CURRENT) for line in self.lines)
+        if not (self.since or is_next) and _OF_A_FATAL.match(text) and len(self.lines) < _MOST_LINES:
+            self.lines.append(text)
+        else:
+            self.since += own
+
+    def is_end(self, *, ended: bool) -> bool:
+        """What is printed of a child is no end: its parent goes on."""
+        return self.since <= (_MOST_SINCE if ended else _FEW)
