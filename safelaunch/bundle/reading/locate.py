@@ -149,7 +149,9 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
     if dumps is None:
         return _of_texts(texts, folder)
     printed = logs.read_logs(texts, folder)
-    found = _joined(printed, dumps, _with_record) if printed.evidence.ranks else dumps
+    found = dumps
+    if printed.evidence.ranks:
+        found = replace(_joined(printed, dumps, _with_record), world_guessed=False)
     seen = stacks.read_stacks(texts, folder, only_named=True)
     return found if seen is None else _with_stacks(found, seen)
 
