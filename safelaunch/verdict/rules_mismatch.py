@@ -234,11 +234,13 @@ def _user_stack(facts: Facts, rank: int, recorded: tuple[Frame, ...] = ()) -> tu
 def _finding(facts: Facts, meeting: Meeting) -> Finding:
     """``uneven-batches`` where the source shows that a rank is past its peers' loop, else ``collective-mismatch``."""
     words = meeting.words
-    left = _left_loop(facts, meeting)
+    left, guarded = _left_loop(facts, meeting), _by_a_guard(facts, meeting)
+    if left is not None and guarded is not None and guarded.odd == left.behind:
+        left = None  # who is past the loop would not have come to that call in any round
     if left is not None:
         meeting = left.judged(meeting)
-    if not meeting.majority:
-        meeting = _by_a_guard(facts, meeting)
+    if guarded is not None and not meeting.majority:
+        meeting = guarded
     odd_first = sorted(words, key=lambda rank: (rank not in meeting.odd, rank))
     text = capital(apart({rank: words[rank] for rank in odd_first}))
     text += f"; {left.says}" if left is not None else ""
@@ -255,14 +257,14 @@ def _finding(facts: Facts, meeting: Meeting) -> Finding:
     )
 
 
-def _by_a_guard(facts: Facts, meeting: Meeting) -> Meeting:
-    """Where no majority tells: the one side whose call stands behind a condition on the rank that keeps all the others
-    from there. No round of any loop brings these to it.
+def _by_a_guard(facts: Facts, meeting: Meeting) -> Meeting | None:
+    """The one side whose call stands behind a condition on the rank that keeps all the others from there, if there is
+    one. No round of any loop brings these to it.
     """
     found = [one for one in branches(facts, _user_frames(facts, meeting), frozenset(meeting.odd)) if one.kept]
     sides = {one.ranks: one.kept for one in found if {*one.ranks, *one.kept} == meeting.calls.keys()}
     if len(sides) != 1 or len({one.ranks for one in found}) != 1:
-        return meeting
+        return None
     return replace(meeting, odd=next(iter(sides)), majority=True, doubts=(*meeting.doubts, Doubt.EITHER_SIDE))
 
 

@@ -29,6 +29,16 @@ def test_one_against_one_the_call_that_a_condition_keeps_the_other_from_is_at_fa
     assert any(claim.file == "ranks/1/stack.txt" and "never reach" in claim.claim for claim in verdict.evidence)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_call_behind_a_condition_in_the_last_round_is_no_sign_of_fewer_batches(world: int) -> None:
+    """The peers' loop has ended as it ought to; in no round would they have come to that call."""
+    loop = "for step in range(9):\n    if rank == 1 and step == 8:\n        gather()\n"
+    verdict = verdict_of(loop + "more()\n" * 9, 1, odd=42, world=world)
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [1])
+    verdict = verdict_of(loop.replace("rank == 1 and ", "") + "more()\n" * 9, 1, odd=42, world=world)
+    assert verdict.cause == "uneven-batches"
+
+
 def test_one_against_one_behind_either_side_of_a_condition() -> None:
     source = "if rank == 1:\n    gather()\nelse:\n" + "    step()\n" * 8
     verdict = verdict_of(source, 1)
