@@ -285,7 +285,7 @@ def proof_words(verdict: Verdict) -> str:
     waits = [f"{_does(edge.who, 'need')} {edge.why}" for edge in verdict.proof if edge.who.startswith("rank")]
     never = next((edge for edge in verdict.proof if not edge.waits_for), None)
     if never is not None and never.who.startswith("rank"):
-        return f"proved: {_does(never.who, 'wait')} for what nobody can give: {never.why}"
+        return f"proved: {_does(never.who, 'need')} {never.why}, and nothing is left that could"
     if never is not None:
         return f"proved: this wait can never end: {never.why}"
     more = f", and {len(waits) - 3} more waits" if len(waits) > 3 else ""

@@ -91,7 +91,8 @@ class Doubt(Enum):
     ABORTED_CALL_LOST = "rival", 1, "The aborted rank's calls are lost."
 
     NOT_PROVED = "proof", 1, "There is no proof that the job cannot continue: what it waits for may still arrive."
-    MORE_NAMED = "share", 1, "More ranks are named than cleared: the cleared ones may be at fault instead."
+    MORE_NAMED = "share", 1, "More ranks are named than cleared: hardly all of them are at fault."
+    TWO_TO_ONE = "share", 1, "Two ranks against one: the two may have gone wrong in the same way."
     DAMAGED_RECORD = "evidence", 1, "A Flight Recorder dump is malformed."
     PRINTED_ALONE = "evidence", 1, "Only the log says so, and only one kind of line in it."
 

@@ -218,7 +218,7 @@ class _Prover:
             return None
         if seen.kind == "init":
             late = [rank for rank in sorted(self._case.world) if not self._has_come(rank)]
-            return tuple(Need(self._callers(rank), f"rank {rank} joins", claim) for rank in late) or None
+            return tuple(Need(self._callers(rank), f"rank {rank} to join", claim) for rank in late) or None
         if seen.op == "new_group":
             return self._of_new_group(view, claim)
         if wait is None or (wait.group is None and wait.kind != "p2p"):
@@ -289,7 +289,7 @@ class _Prover:
         if made is None or None in others.values() or len(others) < len(self._case.world):
             return None
         late = [rank for rank, count in others.items() if (count or 0) < made]
-        needs = tuple(Need(self._callers(rank), f"rank {rank} makes that group as well", claim) for rank in late)
+        needs = tuple(Need(self._callers(rank), f"rank {rank} to make that group as well", claim) for rank in late)
         return needs or None
 
     def _on_device(self, view: View) -> tuple[Need, ...] | None:
@@ -353,7 +353,7 @@ class _Prover:
             others = (one for one in self._processes.values() if one.rank == process.rank and one is not process)
             givers |= {actor for other in others for actor, _ in self._views(other)}
         givers |= {_call(entry, view.rank.rank) for entry in self._pending(view)}  # what is called back at its end
-        why = f"another thread ends the wait for {what} at {view.place}"
+        why = f"another thread to end the wait for {what} at {view.place}"
         return (Need(frozenset(givers), why, _stack_claim(view)),)
 
     def _own(self, process: _Process, view: View) -> set[Node]:
@@ -374,7 +374,7 @@ class _Prover:
         if not children or any(child not in self._processes for child in children):
             return None  # one that was not seen, or has ended and is about to be reaped
         givers = self._threads_of([*children, (host, parent)]) - self._own(process, view)  # another thread may end it
-        return (Need(givers, f"a child process ends ({view.place})", _stack_claim(view)),)
+        return (Need(givers, f"a child process to end ({view.place})", _stack_claim(view)),)
 
     def _of_descriptor(self, view: View, process: _Process) -> tuple[Need, ...] | None:
         wait, host = view.wait, view.rank.host
@@ -444,11 +444,12 @@ class _Prover:
                 if node not in needs:
                     needs[node] = self._of_call(entry, rank)
                 if behind is not None and behind != node and entry.started is not True:
-                    needs[node] = (*needs[node], Need(frozenset({behind}), f"the calls before {described(entry)} end"))
+                    why = f"the calls before {described(entry)} to end"
+                    needs[node] = (*needs[node], Need(frozenset({behind}), why))
                 seen[entry.group] = node
         for call, roots in self._roots.items():
             if len(roots) > 1 and not call.is_p2p and call in needs:
-                needs[call] = (*needs[call], Need(_NEVER, f"all ranks name the same root in {self._name(call)}"))
+                needs[call] = (*needs[call], Need(_NEVER, f"ranks name different roots in {self._name(call)}"))
 
     def _of_call(self, entry: Collective, rank: int) -> tuple[Need, ...]:
         """What the members have yet to do; empty where they are all there, or are not known."""
@@ -468,12 +469,12 @@ class _Prover:
                 return ()  # it may have entered the call
             other = self._case.alignment.entry(member, entry.group, entry.seq)
             if other is not None and not _can_meet(entry, other):
-                why = f"rank {member} called {described(other)} instead of {described(entry)}"
+                why = f"{described(entry)} on rank {rank} and {described(other)} on rank {member} do not match"
                 needs.append(Need(_NEVER, why, claim))
             elif other is not None and other.started is False:
                 continue  # its device comes to it later
             elif other is None and self._case.alignment.last(member, entry.group) < entry.seq:
-                needs.append(Need(self._callers(member), f"rank {member} enters {described(entry)}", claim))
+                needs.append(Need(self._callers(member), f"rank {member} to enter {described(entry)}", claim))
         return tuple(needs)
 
     def _any_of(self, ranks: Iterable[int]) -> frozenset[Node]:

@@ -241,6 +241,8 @@ def _finding(facts: Facts, meeting: Meeting) -> Finding:
         meeting = left.judged(meeting)
     if guarded is not None and not meeting.majority:
         meeting = guarded
+    if left is None and guarded is None and len(meeting.odd) == 1 and len(meeting.calls) == 3:
+        meeting = replace(meeting, doubts=(*meeting.doubts, Doubt.TWO_TO_ONE))
     odd_first = sorted(words, key=lambda rank: (rank not in meeting.odd, rank))
     text = capital(apart({rank: words[rank] for rank in odd_first}))
     text += f"; {left.says}" if left is not None else ""
