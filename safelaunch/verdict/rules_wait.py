@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from safelaunch.model import Claim, Collective
 from safelaunch.verdict.causes import LOCK, OWN_LOOP, PEERS_DIFFER, TAGS_DIFFER, Advice
-from safelaunch.verdict.collectives import mismatch_at, op_name
+from safelaunch.verdict.collectives import described, mismatch_at, op_name
 from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
 from safelaunch.verdict.doubts import Doubt, levels_of, those
 from safelaunch.verdict.findings import (
@@ -36,7 +36,7 @@ from safelaunch.verdict.rank_state import view_of
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.rules_history import skipped
-from safelaunch.verdict.waits import Case, Holder, Waiters, Waits, ranks_in
+from safelaunch.verdict.waits import Case, Holder, Waiters, ranks_in
 
 _UNEXPLAINED = Condition(
     "missing-from-collective",
@@ -71,7 +71,7 @@ def blocked_by(case: Case) -> Ruling:
     }
     sure = (*most_doubtful(c for c in named.values() if c.cause == cause), *those(doubts))
     text = f"ranks also recorded {also}; the runner-up, as a rank that has not arrived explains the wait"
-    claims, ruled = _not_entered(case.waits, roots), [text] if also else []
+    claims, ruled = _not_entered(case, roots), [text] if also else []
     return blame(case, cause, sure, named, sorted(case.waits.waiting), claims=claims, ruled_out=ruled)
 
 
@@ -85,15 +85,19 @@ def _needed(case: Case) -> frozenset[int]:
     )
 
 
-def _not_entered(waits: Waits, roots: list[int], limit: int = 4) -> tuple[Claim, ...]:
+def _not_entered(case: Case, roots: list[int], limit: int = 4) -> tuple[Claim, ...]:
     """What the ranks have not come to: one claim for each call in which others wait for them, the most first."""
     claims = []
     for rank in roots[:limit]:
-        held = [one for one in waits.classes.values() if rank in one.blockers and one.wait.seq is not None]
+        held = [one for one in case.waits.classes.values() if rank in one.blockers and one.wait.seq is not None]
         for one in sorted(held, key=lambda one: (-len(one.ranks), one.ranks))[:limit]:
             wait, who = one.wait, one.ranks
             text = f"{wait.op} #{wait.seq} of group {wait.group!r}, in which {ranks_do(who, 'waits', 'wait')}"
-            claims.append(record_claim(who[0], f"rank {rank} has not come to {text}"))
+            made = case.alignment.entry(rank, str(wait.group), wait.seq) if wait.seq is not None else None
+            instead = f"made {described(made)} and so" if made is not None else ""
+            claims.append(
+                record_claim(who[0], " ".join(filter(None, (f"rank {rank}", instead, f"has not come to {text}"))))
+            )
     return tuple(claims)
 
 
