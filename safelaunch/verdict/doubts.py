@@ -57,7 +57,7 @@ class Doubt(Enum):
     NOT_CALLED_ALIKE = "calls", 1, "The ranks did not make the same calls in these groups before."
     NOT_IN_TURNS = "calls", 1, "The ranks may wait in calls of different rounds, not in a different order."
     HABIT_BROKEN = "calls", 1, "A rank skipped a call that it had always made just before."
-    HABIT_ALONE = "calls", 1, "Only the rank's earlier calls suggest the skipped one; it may still make it."
+    HABIT_ALONE = "calls", 1, "Only the rank's earlier calls say so; it may still make the other one."
     ROLE_ALONE = "calls", 1, "The rank diverged from others of its role, and roles are inferred."
     PEERS_NOT_RECORDED = "calls", 1, "The backend records no peer of a send or receive."
     SEVERAL_PLACES_FIT = "calls", 1, "The records are consistent with calls skipped there, but do not show it."
@@ -92,6 +92,7 @@ class Doubt(Enum):
 
     NOT_PROVED = "proof", 1, "There is no proof that the job cannot continue: what it waits for may still arrive."
     MORE_NAMED = "share", 1, "More ranks are named than cleared: hardly all of them are at fault."
+    WHOSE_ORDER = "share", 1, "Nothing shows whose order is the wrong one."
     TWO_TO_ONE = "share", 1, "Two ranks against one: the two may have gone wrong in the same way."
     DAMAGED_RECORD = "evidence", 1, "A Flight Recorder dump is malformed."
     PRINTED_ALONE = "evidence", 1, "Only the log says so, and only one kind of line in it."

@@ -61,8 +61,10 @@ def _advice(facts: Facts, finding: Finding, found: Sequence[Branch]) -> frozense
     wait in several groups, each side may call the other group next.
     """
     named = frozenset(one.rank for one in finding.culprits)
-    if finding.cause == "group-order" and named <= {rank for one in found for rank in one.kept}:
-        return frozenset()
+    if finding.cause == "group-order":
+        found = [one for one in found if one.kept]
+        if named <= {rank for one in found for rank in one.kept}:
+            return frozenset()
     advice = frozenset[Advice]().union(*(_advice_on(facts, one, named) for one in found))
     return frozenset({GUARDED}) if GUARDED in advice else advice
 

@@ -380,12 +380,21 @@ def group_order(case: Case) -> Ruling:
         words.append(f"{ranks_do(one.ranks, 'waits', 'wait')} in group {one.wait.group!r}{of} ({one.wait.words})")
     more = f", and so in {len(words) - 3} more" if len(words) > 3 else ""
     text = " while ".join(words[:3]) + more
-    fewer = _minority(case) if known_of_all else []
+    changed = [
+        rank
+        for rank, call in _calls_waited_in(case).items()
+        if case.histories.changed_order(rank, call, case.waits.groups_of_circle)
+    ]
+    fewer = changed or (_minority(case) if known_of_all else [])
     if known_of_all:  # who is in one of the groups only had no order to choose
         of_several = [r for r in ranks if sum(r in case.alignment.members(g)[0] for g in groups) > 1]
-        ranks = fewer or of_several or ranks
+        ranks = of_several or ranks
+    ranks = fewer or ranks
+    who, order = (ranks_word(changed), "another order than before") if changed else ("they", "different orders")
     doubts = {
-        Doubt.ROLE_ALONE: bool(fewer),
+        Doubt.HABIT_ALONE: bool(changed),
+        Doubt.ROLE_ALONE: bool(fewer) and not changed,
+        Doubt.WHOSE_ORDER: not fewer,
         Doubt.MEMBERS_UNKNOWN: not known_of_all,
         Doubt.RINGS_NOT_WHOLE: case.histories.may_have_parted_before(groups),
         Doubt.NOT_CALLED_ALIKE: not case.histories.called_alike(groups),
@@ -395,7 +404,7 @@ def group_order(case: Case) -> Ruling:
     return Finding(
         "group-order",
         those(doubts),
-        f"{capital(text)}: they entered the groups in different orders.",
+        f"{capital(text)}: {who} entered the groups in {order}.",
         waiting_culprits(case, ranks),
         wait_claims(case, case.waits.in_circle if fewer else ranks, limit=10),
         advice=frozenset({ALONE_IN_GROUPS}) if all(len(one.ranks) == 1 for one in case.waits.circle) else frozenset(),

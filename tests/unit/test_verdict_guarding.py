@@ -39,6 +39,20 @@ def test_a_call_behind_a_condition_in_the_last_round_is_no_sign_of_fewer_batches
     assert verdict.cause == "uneven-batches"
 
 
+def test_who_takes_the_other_branch_to_the_same_function_is_not_kept_from_it() -> None:
+    """``if rank == 1: sync(); add()``, ``else: add(); sync()``: all come to ``sync``, which is at line 41."""
+    source = (
+        "def sync():\n    gather()\n\nif rank == 1:\n    sync()\n    add()\nelse:\n    add()\n    sync()\n\nadd()\n"
+    )
+    frames = (Frame(C10D, 3252, "all_gather"), at(41, "sync"), at(44, "<module>"))
+    text = "\n" * 39 + source
+    evidence = job(rank(1, frames), waiting(0, flight=None))
+    verdict = diagnose(evidence, lambda path: text if path == SCRIPT else None)
+    assert "never reach" not in verdict.summary
+    text = text.replace("    sync()\n\nadd()", "\nadd()")
+    assert "Rank 0 never reaches train.py:41" in diagnose(evidence, lambda path: text).summary
+
+
 def test_one_against_one_behind_either_side_of_a_condition() -> None:
     source = "if rank == 1:\n    gather()\nelse:\n" + "    step()\n" * 8
     verdict = verdict_of(source, 1)

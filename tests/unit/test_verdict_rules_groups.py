@@ -71,6 +71,18 @@ def test_where_a_rank_does_not_tell() -> None:
     assert "not all ranks have made the same groups" not in verdict.summary
 
 
+@pytest.mark.parametrize(("last", "named"), [("1@41*", [0]), ("1@42*", [0, 1])])
+def test_who_takes_the_groups_in_another_order_than_ever_is_named_alone(last: str, named: list[int]) -> None:
+    """From the line where it always did (``for group in order``); from another line, the round may be another, too."""
+    two = {"0": (0, 1), "1": (0, 1)}
+    odd = rank(0, in_c10d("all_reduce", int(last[2:4])), flight=record(*calls(f"{'0@41 1@41 ' * 5}{last}"), groups=two))
+    usual = rank(1, in_c10d("all_reduce", 41), flight=record(*calls("0@41 1@41 " * 5 + "0@41*"), groups=two))
+    verdict = diagnose(job(odd, usual))
+    assert (verdict.cause, [culprit.rank for culprit in verdict.culprits]) == ("group-order", named)
+    assert verdict.confidence != "high"
+    assert ("rank 0 entered the groups in another order than before" in verdict.summary) is (named == [0])
+
+
 @pytest.mark.parametrize(
     ("odd", "named"), [([2], [2]), ([0, 3], [0, 3]), ([1, 3, 4, 5], [0, 2]), ([0, 1, 2], range(6))]
 )

@@ -11,7 +11,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -49,7 +49,9 @@ class Whereabouts:
 
 @dataclass(frozen=True)
 class Guard:
-    """A line is reached only where the condition ``text`` at ``line`` is ``taken``."""
+    """A line is reached only where the condition ``text`` at ``line`` is ``taken``. ``beside``: what those call who go
+    the other way.
+    """
 
     file: str
     line: int
@@ -57,6 +59,7 @@ class Guard:
     taken: bool
     test: ast.expr | None = field(default=None, compare=False, repr=False)
     names: Mapping[str, ast.expr] = field(default_factory=dict, compare=False, repr=False)
+    beside: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     @property
     def words(self) -> str:
@@ -78,8 +81,16 @@ class _UnknownError(Exception):
 
 
 def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, ...]:
-    """The guards of all lines of ``stack`` (the user's frames, innermost first), the innermost guard first."""
-    return tuple(guard for frame in stack for guard in _guards_of_line(frame, read_source))
+    """The guards of all lines of ``stack`` (the user's frames, innermost first), the innermost guard first.
+
+    Where both branches of an ``if`` call the function that the stack goes into, nobody is kept from it.
+    """
+    found = []
+    for frame, into in zip(stack, (None, *stack), strict=False):
+        called = into.function.rpartition(".")[2] if into is not None else ""
+        for guard in _guards_of_line(frame, read_source):
+            found.append(replace(guard, test=None) if called in guard.beside else guard)
+    return tuple(found)
 
 
 def _guards_of_line(frame: Frame, read_source: ReadSource) -> list[Guard]:
@@ -116,10 +127,21 @@ def _way(text: str, file: str, line: int) -> tuple[Step, ...]:
     scope = scope_of(tree, line)
     names = _assigned(tree) | _assigned(scope)
     found = [
-        Step(Guard(file, at, shown, taken, test, names), test is None or asks_for_the_rank(test, names))
+        Step(
+            Guard(file, at, shown, taken, test, names, _beside(scope, test, taken)),
+            test is None or asks_for_the_rank(test, names),
+        )
         for at, shown, taken, test in _on_the_way(scope, line)
     ]
     return tuple(sorted([*found, *_loops(scope, file, line, names)], key=lambda step: step.guard.line))
+
+
+def _beside(scope: ast.AST, test: ast.expr | None, taken: bool) -> frozenset[str]:
+    """The names of what the other branch of this ``if`` calls."""
+    ifs = (node for node in ast.walk(scope) if isinstance(node, ast.If) and node.test is test)
+    other = next((node.orelse if taken else node.body for node in ifs), [])
+    calls = (node.func for one in other for node in ast.walk(one) if isinstance(node, ast.Call))
+    return frozenset(func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in calls)
 
 
 def _loops(scope: ast.AST, file: str, line: int, names: Mapping[str, ast.expr]) -> Iterator[Step]:
