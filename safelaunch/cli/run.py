@@ -10,7 +10,7 @@ from shutil import which
 
 from safelaunch.cli import COMMANDS
 from safelaunch.job import mistakes, torchrun
-from safelaunch.job.argv import CommandLine, options_given, split
+from safelaunch.job.argv import CommandLine, options_given, restarts, split
 from safelaunch.job.mistakes import nodes_never_meet
 from safelaunch.job.paths import run_root, working_directory
 from safelaunch.job.plan import Plan, Surroundings, build
@@ -77,7 +77,7 @@ def _settings(
     notes = [*filter(None, (why, torch.note)), *notes, *without_effect(settings)]
     for option in misplaced(command.script):
         notes.append(f"{option} comes after {command.script[0]}, so the script gets it; put safelaunch's options first")
-    if settings.on_stall == "restart" and not _restarts(command, environ):
+    if settings.on_stall == "restart" and not restarts(command, environ):
         notes.append(NO_RESTARTS)
         settings = replace(settings, on_stall="kill")
     for note in notes:
@@ -120,12 +120,6 @@ def _why_no_script(command: CommandLine, options: Collection[str], environ: Mapp
     if why and which(word, path=environ.get("PATH")) is not None:
         return f"{word} is a program, not a Python script; to watch what it starts: safelaunch exec -- {word} ..."
     return why
-
-
-def _restarts(command: CommandLine, environ: Mapping[str, str]) -> bool:
-    given = command.value_of("--max-restarts", shortest="--max")
-    text = given if given is not None else environ.get("PET_MAX_RESTARTS", "0")
-    return text.strip() not in ("", "0")
 
 
 def misplaced(script: Sequence[str]) -> list[str]:

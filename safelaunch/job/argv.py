@@ -99,6 +99,21 @@ def split(words: Sequence[str], own: Mapping[str, bool | None], takes_value: Map
     return CommandLine(tuple(mine), tuple(theirs), ())
 
 
+def of_torchrun(command: CommandLine, environ: Mapping[str, str], name: str, shortest: str, default: str) -> str:
+    """The value of torchrun's option ``name``: as given, else of its variable (``PET_NNODES``)."""
+    given = command.value_of(name, shortest=shortest)
+    return (given if given is not None else environ.get(f"PET_{name[2:].upper().replace('-', '_')}", default)).strip()
+
+
+def is_one_node(command: CommandLine, environ: Mapping[str, str]) -> bool:
+    return of_torchrun(command, environ, "--nnodes", "--nn", "1") in ("1", "1:1")
+
+
+def restarts(command: CommandLine, environ: Mapping[str, str]) -> bool:
+    """Whether torchrun starts the ranks again when one has failed."""
+    return of_torchrun(command, environ, "--max-restarts", "--max", "0") not in ("", "0")
+
+
 def options_given(words: Sequence[str], takes_value: Mapping[str, bool]) -> list[tuple[str, list[str]]]:
     """Each option among torchrun's ``words``, with the option strings that it may mean; none: torchrun rejects it."""
     found = []

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
-from safelaunch.job.argv import CommandLine
+from safelaunch.job.argv import CommandLine, is_one_node, of_torchrun
 from safelaunch.settings.yamlfile import nearest
 
 RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
@@ -23,7 +23,7 @@ def nodes_never_meet(command: CommandLine, options: Collection[str], environ: Ma
 
     Source: ``run`` of ``torch/distributed/run.py``: with ``--standalone``, each node makes a rendezvous of its own.
     """
-    nodes = _value(command, environ, "--nnodes", "--nn", "1")
+    nodes = of_torchrun(command, environ, "--nnodes", "--nn", "1")
     least = nodes.partition(":")[0]
     if not (is_given(options, environ, "standalone") and least.isascii() and least.isdigit() and int(least) > 1):
         return ""
@@ -38,13 +38,13 @@ def port_to_serve(command: CommandLine, options: Collection[str], environ: Mappi
 
     Source: ``get_rdzv_endpoint`` of ``torch/distributed/run.py``, and torch's static and c10d rendezvous.
     """
-    endpoint = _value(command, environ, "--rdzv-endpoint", "--rdzv-e", "")
-    is_static = _value(command, environ, "--rdzv-backend", "--rdzv-b", "static") == "static"
-    is_one_node = _value(command, environ, "--nnodes", "--nn", "1") in ("1", "1:1")
-    serves = _value(command, environ, "--node-rank", "--node-r", "0") == "0" if is_static else is_one_node
+    endpoint = of_torchrun(command, environ, "--rdzv-endpoint", "--rdzv-e", "")
+    is_static = of_torchrun(command, environ, "--rdzv-backend", "--rdzv-b", "static") == "static"
+    is_first = of_torchrun(command, environ, "--node-rank", "--node-r", "0") == "0"
+    serves = is_first if is_static else is_one_node(command, environ)
     host, _, port = endpoint.rpartition(":")
     if is_static and not endpoint:
-        port = _value(command, environ, "--master-port", "--master-p", "")
+        port = of_torchrun(command, environ, "--master-port", "--master-p", "")
     elif not is_static and host not in ("localhost", "127.0.0.1", "::1", "[::1]"):
         return None
     if not serves or is_given(options, environ, "standalone") or not (port.isascii() and port.isdigit()):
@@ -54,7 +54,7 @@ def port_to_serve(command: CommandLine, options: Collection[str], environ: Mappi
 
 def has_no_number_of_processes(command: CommandLine, environ: Mapping[str, str]) -> bool:
     """Whether torchrun starts one process only because nobody has said how many."""
-    return command.program is None and not _value(command, environ, "--nproc-per-node", "--np", "")
+    return command.program is None and not of_torchrun(command, environ, "--nproc-per-node", "--np", "")
 
 
 def python_script(words: Sequence[str]) -> str:
@@ -116,11 +116,6 @@ def lacks_nccl(script: str, source: ast.AST, version: str) -> str:
         f"{script} initializes NCCL, which torch {version} doesn't have, as it is built without CUDA: install the "
         'build for your GPUs, or use the backend "gloo"'
     )
-
-
-def _value(command: CommandLine, environ: Mapping[str, str], name: str, shortest: str, default: str) -> str:
-    given = command.value_of(name, shortest=shortest)
-    return (given if given is not None else environ.get(f"PET_{name[2:].upper().replace('-', '_')}", default)).strip()
 
 
 def _is_initialisation(node: ast.AST) -> TypeGuard[ast.Call]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safelaunch.beacon import layout
-from safelaunch.job.argv import CommandLine
+from safelaunch.job.argv import CommandLine, is_one_node, restarts
 from safelaunch.job.torchrun import Torch, launcher
 from safelaunch.settings.options import EnvSetting, Settings
 
@@ -72,7 +72,9 @@ class Surroundings:
 def build(command: CommandLine, settings: Settings, torch: Torch, around: Surroundings) -> Plan:
     """The plan for one torchrun job."""
     argv = (torch.python, os.fspath(launcher(torch.python)), *command.arguments)
-    return replace(_plan(argv, default_name(command), settings, torch, around), script=command.script, command=command)
+    begins_anew = restarts(command, around.environ) and is_one_node(command, around.environ)
+    plan = _plan(argv, default_name(command), settings, torch, around, begins_anew=begins_anew)
+    return replace(plan, script=command.script, command=command)
 
 
 def build_exec(
@@ -102,9 +104,14 @@ def _plan(
     torch: Torch | None,
     around: Surroundings,
     own: Mapping[str, str] | None = None,
+    *,
+    begins_anew: bool = False,
 ) -> Plan:
-    """``name``: of the run, where the user gives none. ``own``: variables besides those of every watched job."""
-    applied, env = _environment(settings, around, own or {})
+    """``name``: of the run, where the user gives none. ``own``: variables besides those of every watched job.
+
+    ``begins_anew``: torchrun restarts ranks, all of them on this node.
+    """
+    applied, env = _environment(settings, around, own or {}, begins_anew)
     return Plan(
         argv=argv,
         env=env,
@@ -121,17 +128,18 @@ def _plan(
 
 
 def _environment(
-    settings: Settings, around: Surroundings, own: Mapping[str, str]
+    settings: Settings, around: Surroundings, own: Mapping[str, str], begins_anew: bool
 ) -> tuple[tuple[Applied, ...], dict[str, str]]:
     """The variables to set, with their origins, and the complete environment."""
     applied = _apply(settings.env, around.environ, around.run_dir)
     if around.visible_gpus is not None:
         gpus = Applied("CUDA_VISIBLE_DEVICES", around.visible_gpus, _origin(settings, "gpus"), "the job's own GPUs")
         applied += (gpus,)
-    if settings.on_stall == "restart":
+    if settings.on_stall == "restart" or begins_anew:
         name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+        origin = _origin(settings, "on-stall") if settings.on_stall == "restart" else "--max-restarts"
         why = "each attempt gets its own store: in a shared one, gloo finds the ports of the last attempt"
-        applied += (Applied(name, "1", _origin(settings, "on-stall"), why, name in around.environ),)
+        applied += (Applied(name, "1", origin, why, name in around.environ),)
     env = {
         name: value for name, value in around.environ.items() if name not in ("SAFELAUNCH_HELD", LEASES, GROUP_TIMEOUT)
     }

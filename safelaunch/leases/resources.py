@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from safelaunch.job.argv import CommandLine
+from safelaunch.job.argv import CommandLine, is_one_node
 from safelaunch.job.mistakes import has_no_number_of_processes
 from safelaunch.leases.inventory import has_driver
 from safelaunch.system.console import say
@@ -276,7 +276,7 @@ def _with_port(found: Resources, settings: Settings, environ: Mapping[str, str],
     command = found.command
     asked = command.value_of(MASTER_PORT, shortest="--master-p")
     if asked == "auto":
-        if not _is_one_node(command, environ):
+        if not is_one_node(command, environ):
             raise UsageError(
                 "--master-port auto does not work with several nodes: every node would choose a different port.",
                 "Give every node the same number, such as --master-port 29500.",
@@ -328,16 +328,11 @@ def _take_any_port(found: Resources, settings: Settings, environ: Mapping[str, s
         return free
 
 
-def _is_one_node(command: CommandLine, environ: Mapping[str, str]) -> bool:
-    nodes = command.value_of("--nnodes", shortest="--nn")
-    return (nodes if nodes is not None else environ.get("PET_NNODES", "1")) in ("1", "1:1")
-
-
 def _takes_the_common_port(command: CommandLine, environ: Mapping[str, str], torch: Torch) -> bool:
     """Whether torchrun would bind 29500 because no option names a port; newer versions bind port 0."""
     from safelaunch.job.torchrun import binds_any_port
 
-    if not command.script or not _is_one_node(command, environ) or binds_any_port(torch.package):
+    if not command.script or not is_one_node(command, environ) or binds_any_port(torch.package):
         return False
     told = ("--standalone", "--rdzv", "--st", "--rd", "--master", "--ma", "--node-rank", "--node_rank")
     if any(word.startswith(told) for word in command.torchrun) or command.has_flag("-h", "--help"):

@@ -144,3 +144,13 @@ def test_restart_needs_max_restarts(
     shown = capfd.readouterr()
     assert ("--max-restarts is 0" in shown.err) is not possible
     assert f"on stall         {'restart' if possible else 'kill'} " in shown.out
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in shown.out) is possible
+
+
+@pytest.mark.parametrize(("words", "own"), [("", True), ("--nnodes=1:1", True), ("--nnodes=2", False)])
+def test_where_ranks_of_one_node_restart_each_attempt_has_its_own_store(
+    words: str, own: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a shared one, gloo finds the ports of the attempt before. Other nodes may run plain torchrun."""
+    assert main(["--dry-run", "--max-restarts=1", *words.split(), "train.py"]) == 0
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capfd.readouterr().out) is own
