@@ -261,19 +261,24 @@ def _spread(claims: Sequence[tuple[str, tuple[str, ...]]], count: int) -> list[t
 
 
 def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
-    """What is below the evidence, in ``space`` lines: of a second piece of advice all or nothing."""
-    lines = []
+    """What is below the evidence, in ``space`` lines, of which two are for what to do; of a second piece of advice all
+    or nothing.
+    """
+    parts = []
     if proved := proof_words(verdict):
-        lines += _cut(_wrap(clean(proved), room, "  "), 3, room)
+        parts.append(_cut(_wrap(clean(proved), room, "  "), 3, room))
     if verdict.doubts and verdict.confidence != "high":
         of = " of the cause" if proved else ""  # that it hangs is certain
-        lines += _cut(_wrap(f"unsure{of}: {clean(verdict.doubts[0])}", room, "  "), 2, room)
+        parts.append(_cut(_wrap(f"unsure{of}: {clean(verdict.doubts[0])}", room, "  "), 2, room))
     if verdict.victims:
         what = "blocked by it" if verdict.culprits else "waiting"
-        lines.append(_shorten(f"  {what}: {rank_words(verdict.victims)}", room))
+        parts.append([_shorten(f"  {what}: {rank_words(verdict.victims)}", room)])
     if verdict.missing:
-        lines.append(_shorten(f"  missing: {clean('; '.join(verdict.missing))}", room))
+        parts.append([_shorten(f"  missing: {clean('; '.join(verdict.missing))}", room)])
     first, *second = [_wrap(f"next: {clean(text)}", room, "  ") for text in beside_next(verdict)[:2]] or [[]]
+    lines: list[str] = []
+    for part in parts:
+        lines += _cut(part, min(len(part), space - min(len(first), 2) - len(lines)), room)
     lines += _cut(first, min(_ADVICE_LINES, max(space - len(lines), 1)), room)
     for advice in second:
         lines += advice if len(lines) + len(advice) + _EVIDENCE_LINES <= space else []
@@ -288,7 +293,7 @@ def proof_words(verdict: Verdict) -> str:
         return f"proved: {_does(never.who, 'need')} {never.why}, and nothing is left that could"
     if never is not None:
         return f"proved: this wait can never end: {never.why}"
-    more = f", and {len(waits) - 3} more waits" if len(waits) > 3 else ""
+    more = f", and {len(waits) - 3} more {'wait' if len(waits) == 4 else 'waits'}" if len(waits) > 3 else ""
     return (
         f"proved: only the waiting ranks themselves could end these waits: {'; '.join(waits[:3])}{more}"
         if waits

@@ -22,6 +22,7 @@ from safelaunch.verdict.findings import (
     ranks_word,
     wait_claims,
     waiting_culprit,
+    waits_words,
 )
 from safelaunch.verdict.history import UNKNOWN, Identity, identity_of
 from safelaunch.verdict.peers import PeerWait
@@ -142,11 +143,14 @@ def _exchange(facts: Facts, wait: PeerWait, members: tuple[int, ...], sums: tupl
 
 
 def groups_made_apart(case: Case) -> Ruling:
-    """Ranks wait in ``new_group``, and some have made more groups than others: not all ranks took part before.
+    """Ranks wait in ``new_group``, or in a group of which a peer has another one by that name, and some have made more
+    groups than others: not all ranks took part before.
 
     torch names groups by a count of its own on each rank, so ranks that are not in step wait for different ones.
     """
-    inside = [rank for rank, one in case.ranks.items() if one.wait is not None and one.wait.op == "new_group"]
+    apart = [rank for rank in case.ranks if _is_in_another_group(case, rank)]
+    within = [rank for rank, one in case.ranks.items() if one.wait is not None and one.wait.op == "new_group"]
+    inside = sorted({*within, *apart})
     made = {rank: one.evidence.gil.groups_made for rank, one in case.ranks.items()}
     if not inside or None in made.values():
         return ""
@@ -160,7 +164,9 @@ def groups_made_apart(case: Case) -> Ruling:
     odd, majority = vote(counts)
     odd = odd if majority else tuple(counts[min(counts)])  # they have left out a call that every rank has to make
     parts = [f"{ranks_do(ranks, 'has', 'have')} made {count}" for count, ranks in sorted(counts.items(), reverse=True)]
-    text = f"{capital(ranks_do(inside, 'waits', 'wait'))} in new_group, and not all ranks have made the same groups: "
+    waits = [f"{ranks_do(within, 'waits', 'wait')} in new_group"] if within else []
+    waits += [f"{waits_words(case, apart)}, in a group that peers have without it"] if apart else []
+    text = f"{capital(' and '.join(waits))}, and not all ranks have made the same groups: "
     text += f"{', '.join(parts)}. Every rank has to call new_group(), also for a group of others."
     reason = "has made another number of groups than its peers"
     return Finding(
@@ -174,6 +180,16 @@ def groups_made_apart(case: Case) -> Ruling:
         + wait_claims(case, sorted(case.waits.waiting)),
         advice=frozenset({GROUPS_MADE}),
     )
+
+
+def _is_in_another_group(case: Case, rank: int) -> bool:
+    """It waits in a group that a member of its own lists by the same name, and without it."""
+    wait = case.ranks[rank].wait
+    if wait is None or not wait.group or wait.kind != "collective":
+        return False
+    mine = case.alignment.listed(rank).get(wait.group)
+    others = (case.alignment.listed(other).get(wait.group) for other in case.ranks if other != rank)
+    return any(theirs and theirs != mine and rank not in theirs for theirs in others)
 
 
 # --- threads of one rank that call in one group -----------------------------------------------------------------------

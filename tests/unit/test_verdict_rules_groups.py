@@ -96,3 +96,18 @@ def test_the_fewer_have_entered_groups_of_the_same_members_in_another_order(odd:
     ]
     verdict = diagnose(job(*ranks))
     assert (verdict.cause, [culprit.rank for culprit in verdict.culprits]) == ("group-order", list(named))
+
+
+def test_who_waits_in_a_group_that_its_peers_have_without_it() -> None:
+    """Ranks 0 and 1 made one more group by themselves, so by number rank 2's newest group is that one of theirs."""
+    own = {"0": (0, 1, 2), "1": (0, 1)}
+    ahead = [
+        rank(n, NEW_GROUP, flight=record(*calls("0@30x3 1@40"), groups=own), gil=GilTest(True, True, groups_made=3))
+        for n in (0, 1)
+    ]
+    flight = record(*calls("0@30x3 1@50*"), groups={"0": (0, 1, 2)})
+    behind = rank(2, in_c10d("all_reduce", 50), flight=flight, gil=GilTest(True, True, groups_made=2))
+    verdict = diagnose(job(*ahead, behind))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [2])
+    assert "not all ranks have made the same groups" in verdict.summary
+    assert "in a group that peers have without it" in verdict.summary
