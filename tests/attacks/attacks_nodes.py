@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import soak
 from attack import Attack
 from jobs import Job
 from nodes import APART, TwoNodes
@@ -37,9 +36,8 @@ SHAPES = tuple(
 
 
 def attacks(count: int, dice: random.Random) -> Iterator[Attack]:
-    """Returns every shape, every healthy program of the soak on two nodes, and throttled ranks: at most ``count``."""
+    """Returns every shape, and starved and throttled ranks: at most ``count``."""
     found = [Attack(name, partial(_shape, ranks, own, words)) for name, ranks, own, words in SHAPES]
-    found += [Attack(f"two nodes, {case.name}", partial(_rhythm, case)) for case in soak.HEALTHY if case.ranks > 1]
     found += [Attack(f"starved by nice, {own[0]}", partial(_starved_by_nice, own)) for own in (EXPLICIT, AUTO)]
     found += [
         Attack(f"throttled to {part:.0%} of a core", partial(_throttled, part), _cannot_throttle)
@@ -55,16 +53,6 @@ def _shape(ranks: tuple[int, int], own: tuple[str, ...], words: tuple[str, ...],
     mine = [word.replace("last", str(sum(ranks) - 1)) for word in words]
     with TwoNodes(scratch, own, [APART, "--how=evaluates", "--seconds=25", *steps, *mine], ranks=ranks) as nodes:
         return _wrong(nodes.jobs, sum(ranks))
-
-
-def _rhythm(case: soak.Healthy, scratch: Path) -> str:
-    mine = [f"--how={case.how}", f"--steps={case.steps}", f"--length={case.length}", *case.more]
-    ranks = (case.ranks // 2, case.ranks - case.ranks // 2)
-    with TwoNodes(scratch, case.own, [soak.SCRIPT, *mine], ranks=ranks) as nodes:
-        if case.meanwhile is not None:
-            case.meanwhile(nodes.jobs[0])
-        trainers = next((int(word.partition("=")[2]) for word in case.more if word.startswith("--trainers")), 0)
-        return _wrong(nodes.jobs, trainers or case.ranks)
 
 
 def _starved_by_nice(own: tuple[str, ...], scratch: Path) -> str:
