@@ -48,9 +48,9 @@ def main() -> int:
     absent: list[dict[str, object]] = []
     for name in names:
         specimen = zoo.BY_NAME[name]
-        if specimen.unavailable():
-            print(f"{name:<18} not run: {specimen.unavailable()}")
-            absent.append({"class": name, "not run": specimen.unavailable()})
+        if why := specimen.unavailable(words.nodes):
+            print(f"{name:<18} not run: {why}")
+            absent.append({"class": name, "not run": why})
             continue
         world = words.ranks or specimen.ranks
         culprits = range(world) if words.culprit is None else [words.culprit]

@@ -63,6 +63,7 @@ class Specimen:
 
     ``more``: further options of the program. ``needs``: a required program. ``python``: the oldest version that detects
     the hang. ``recorder``: only gloo's Flight Recorder tells it from other hangs. ``rare``: another shape of a class.
+    ``one_host``: its ranks also meet on the host's loopback.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Specimen:
     more: tuple[str, ...] = ()
     recorder: bool = False
     rare: bool = False
+    one_host: bool = False
 
     @property
     def script(self) -> Path:
@@ -89,8 +91,10 @@ class Specimen:
         marked = (line.partition("# HANGS: ")[2].split(", ") for line in self.script.read_text().splitlines())
         return {number for number, names in enumerate(marked, 1) if self.how in names}
 
-    def unavailable(self) -> str:
+    def unavailable(self, nodes: int = 1) -> str:
         """Returns why it cannot run here, or an empty string."""
+        if self.one_host and nodes > 1:
+            return "is for one host"
         if self.needs and not shutil.which(self.needs):
             return f"needs {self.needs}"
         if sys.version_info < self.python:
@@ -136,8 +140,8 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("thread-join", "locks", "join", "blocking-io"),
     Specimen("future", "locks", "future", "blocking-io"),
     Specimen("queue", "locks", "queue", "lock-deadlock"),
-    Specimen("server-lock", "serving", "lock", "lock-deadlock", 3),
-    Specimen("server-loop", "serving", "loop", "lock-deadlock", 3),
+    Specimen("server-lock", "serving", "lock", "lock-deadlock", 3, one_host=True),
+    Specimen("server-loop", "serving", "loop", "lock-deadlock", 3, one_host=True),
     Specimen("sqlite-lock", "held", "sqlite", "lock-deadlock", 3, culprits=everybody),
     Specimen("library-lock", "held", "filelock", "lock-deadlock", 3, culprits=everybody),
     Specimen("thread-behind", "held", "thread", "stuck-in-user-code", 3, recorder=True),
@@ -154,8 +158,8 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("no-sentinel", "kindred", "no-sentinel", "stuck-in-user-code"),
     Specimen("dead-sender", "kindred", "dead-sender", "blocking-io", rare=True),
     Specimen("task-done", "kindred", "task-done", "lock-deadlock"),
-    Specimen("unsent", "aside", "unsent", "blocking-io", 3),
-    Specimen("unsent-asleep", "aside", "unsent-asleep", "stuck-in-user-code", 4),
+    Specimen("unsent", "aside", "unsent", "blocking-io", 3, one_host=True),
+    Specimen("unsent-asleep", "aside", "unsent-asleep", "stuck-in-user-code", 4, one_host=True),
     Specimen("flag", "aside", "flag", "stuck-in-user-code", 4, line=False),
     Specimen("polled-work", "aside", "polled-work", "stuck-in-user-code", 4, recorder=True),
     Specimen("store-key", "aside", "store-key", "blocking-io", 3),
