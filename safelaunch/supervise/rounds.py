@@ -207,7 +207,8 @@ class Rounds:
         """
         if self._past is None:
             return Agreement()
-        local = aged(without_secrets(local, self._context.redactor), time.time())
+        now = time.time()
+        local = aged(without_secrets(local, self._context.redactor), now)
 
         def own() -> Evidence:
             return replace(local, nodes=without_secrets(self._nodes(), self._context.redactor))
@@ -231,7 +232,8 @@ class Rounds:
             return Agreement(status=status)  # nothing, or they have not heard of what failed here
         if self._channel.seen.is_local:
             time.sleep(HOSTS_S)
-        return agreed
+        here = tuple(aged(one, -now) for one in agreed.others.evidence)  # by this node's clock, like the bundle's own
+        return dataclasses.replace(agreed, others=dataclasses.replace(agreed.others, evidence=here))
 
     def _may_judge(self, seen: Seen, page: Page, past_s: float) -> bool:
         """Of those with a failure of their own the first in the order of the nodes, later the leader, last anybody."""
