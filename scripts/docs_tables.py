@@ -42,7 +42,8 @@ _ABOUT: dict[About, str] = {
     "share": "how many are named",
     "evidence": "the evidence",
 }
-_MARK = re.compile(r"<!-- (table|options|fields|presets|commands|causes)(?:: (.+?))? -->")
+# What stands behind a mark in italics is for who reads the page without the site.
+_MARK = re.compile(r"<!-- (table|options|fields|presets|commands|causes)(?:: (.+?))? -->(?: \*.*\*$)?", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -124,7 +124,8 @@ NO_SUCH_DEVICE = "invalid device ordinal"
 def world(size: int, mesh: Sequence[tuple[str, int]] = ()) -> str:
     """``8 ranks = dp 2 x tp 4``. ``mesh``: dimensions and sizes."""
     shape = " x ".join(f"{name} {length}" for name, length in mesh)
-    return f"{size} ranks{f' = {shape}' if shape else ''}" if size else ""
+    count = "1 rank" if size == 1 else f"{size} ranks"
+    return f"{count}{f' = {shape}' if shape else ''}" if size else ""
 
 
 def devices(evidence: Evidence) -> str:

@@ -420,6 +420,7 @@ class _Roots:
             shows = op_name(one.entry) in ("gather", "scatter")  # its sizes would say if it were the rank itself
             able = [root for root in votes if root != rank or not shows] or votes
             best = max(able, key=lambda root: (root in there and there[root].completed, votes[root], -root))
+            self._deduced = self._deduced or rank not in roots
             root = roots.get(rank, best)
             return ranks.index(root) if root in ranks else 0
         if set(there) >= set(ranks) and all(entry.completed for entry in there.values()):

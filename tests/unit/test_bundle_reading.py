@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from safelaunch.beacon import layout, page
 from safelaunch.bundle.reading import locate
 from safelaunch.bundle.reading.guard import Unreadable
+from safelaunch.capture.flight_recorder import NCCL_ONLY
 from safelaunch.cli import main
 from safelaunch.job.paths import RunPaths, create_run
 from safelaunch.model import (
@@ -217,6 +218,18 @@ def test_a_damaged_manifest_costs_little(how: str, tmp_path: Path) -> None:
     found = locate.read(root)
     assert [c.rank for c in diagnose(found.evidence).culprits] == [1]
     assert any("manifest.json" in problem for problem in found.problems)
+
+
+def test_a_recorder_that_does_not_record_the_jobs_backend_is_no_record(tmp_path: Path) -> None:
+    """As the live verdict has it: before torch 2.13, gloo's collectives are in no recorder."""
+    root = write_bundle(tmp_path / "b", hang())
+    manifest = json.loads((root / "manifest.json").read_text())
+    manifest["artifacts"] = [
+        {"path": "ranks/2/flight_recorder.pickle", "how": "worker server", "duration_s": 0.0, "note": NCCL_ONLY}
+    ]
+    _json(root / "manifest.json", manifest)
+    records = {one.rank: one.flight_record for one in locate.read(root).evidence.ranks}
+    assert [rank for rank, record in records.items() if record is None] == [2]
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from safelaunch.bundle.reading.dumps import parse_some
 from safelaunch.bundle.reading.guard import LINK, Found, Unreadable, parse_all, read_limited, within
 from safelaunch.capture.flight_dump import MAX_RANKS
+from safelaunch.capture.flight_recorder import NCCL_ONLY
 from safelaunch.capture.user_source import SOURCE_FILE
 from safelaunch.model import (
     OWN_RECORDS,
@@ -111,12 +112,15 @@ class _Bundle:
             return []
         return [path.name for path in paths if not path.is_symlink() and is_dir(path)]
 
-    def flight_records(self, numbers: Sequence[int]) -> dict[int, FlightRecord]:
-        """The record of each rank: from the pickle, which has frames, else from the JSON."""
+    def flight_records(self, numbers: Sequence[int], manifest: Manifest) -> dict[int, FlightRecord]:
+        """The record of each rank: from the pickle, which has frames, else from the JSON; none from a recorder that
+        doesn't record this job's backend.
+        """
+        blind = {artifact.path for artifact in manifest.artifacts if artifact.note == NCCL_ONLY}
         found: dict[int, FlightRecord] = {}
         for ending in (".pickle", ".json"):
             paths = {n: self.root / f"ranks/{n}/flight_recorder{ending}" for n in numbers if n not in found}
-            paths = {number: path for number, path in paths.items() if exists(path)}
+            paths = {n: path for n, path in paths.items() if exists(path) and f"ranks/{n}/{path.name}" not in blind}
             for number, record in zip(paths, parse_all(list(paths.values()), parse_some), strict=True):
                 if isinstance(record, str):
                     self.problems.append(f"ranks/{number}/flight_recorder{ending}: {record}")
@@ -146,7 +150,7 @@ def read_bundle(root: Path) -> Found:
     manifest = bundle.json("manifest.json", Manifest) or Manifest()
     told = bundle.json("verdict.json", _Told) or _Told()
     numbers = bundle.numbers()
-    records = bundle.flight_records(numbers)
+    records = bundle.flight_records(numbers, manifest)
     ranks = tuple(_rank(bundle, number, manifest.host, records) for number in numbers)
     job = manifest.job
     worlds = {"manifest.json": job.world_size}
