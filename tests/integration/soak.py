@@ -120,7 +120,7 @@ HEALTHY: tuple[Healthy, ...] = (
     Healthy("one hiccup", "one-hiccup"),
     Healthy("a slow disk", "slow-disk"),
     Healthy("a download that looks frozen", "downloading", own=DEFAULT_FLOOR, rests=True),
-    Healthy("long start", "long-start"),
+    Healthy("long start", "long-start", rests=True),
     Healthy("long first step", "long-first-step"),
     Healthy("long tail", "long-tail"),
     Healthy("steps of its own", "own-steps"),
