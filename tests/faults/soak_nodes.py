@@ -45,6 +45,8 @@ def run(
         jobs = [stack.enter_context(_start(case, scratch, network, n, ranks, trouble)) for n in range(nodes)]
         if isinstance(case, soak.Healthy) and case.meanwhile is not None:
             case.meanwhile(jobs)
+        if isinstance(case, soak.Frozen):
+            soak.end_what_is_not_proved(case, jobs)
         results = [job.wait(PATIENCE_S) for job in jobs]
     if isinstance(case, soak.Healthy):
         return soak.wrong_with_healthy(case, results, ranks * nodes), results

@@ -253,11 +253,23 @@ def run_frozen(case: Frozen, scratch: Path) -> tuple[list[str], Result]:
     """Runs a frozen job. Returns what went wrong; empty if safelaunch named the freeze, and ended what was proved."""
     mine = [*script_of(case), f"--scratch={scratch}"]
     with Job([f"--stall-floor={FLOOR_S}", f"--nproc-per-node={case.ranks}", SCRIPT, *mine], scratch) as job:
-        job.until(lambda: job.bundles() or (case.busy and WORKS in job.stderr), "an answer", 300.0)
-        if not job.bundles() or job.bundles()[0].verdict["outcome"] == "suspect":
-            job.process.terminate()  # nothing proves it, so it would be ended half an hour later, if at all
+        end_what_is_not_proved(case, [job])
         result = job.wait()
     return wrong_with_frozen(case, result), result
+
+
+def end_what_is_not_proved(case: Frozen, jobs: Sequence[Job]) -> None:
+    """Waits for the answer on each node. A job that nothing proves to hang would be ended half an hour later, if at
+    all.
+    """
+
+    def answered() -> bool:
+        return all(job.bundles() for job in jobs) or (case.busy and any(WORKS in job.stderr for job in jobs))
+
+    jobs[0].until(answered, "an answer", 300.0)
+    if not all(job.bundles() and job.bundles()[0].verdict["outcome"] != "suspect" for job in jobs):
+        for job in jobs:
+            job.process.terminate()
 
 
 def script_of(case: Healthy | Frozen) -> list[str]:
