@@ -143,8 +143,7 @@ def _exchange(facts: Facts, wait: PeerWait, members: tuple[int, ...], sums: tupl
 
 
 def groups_made_apart(case: Case) -> Ruling:
-    """Ranks wait in ``new_group``, or in a group of which a peer has another one by that name, and some have made more
-    groups than others: not all ranks took part before.
+    """Ranks wait in ``new_group``, or in a group that peers have without them: not all made the same groups before.
 
     torch names groups by a count of its own on each rank, so ranks that are not in step wait for different ones.
     """

@@ -35,6 +35,8 @@ def test_a_call_behind_a_condition_in_the_last_round_is_no_sign_of_fewer_batches
     loop = "for step in range(9):\n    if rank == 1 and step == 8:\n        gather()\n"
     verdict = verdict_of(loop + "more()\n" * 9, 1, odd=42, world=world)
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [1])
+    both = loop.replace("gather()\n", "gather()\n    else:\n        gather(1)\n")  # a pipeline's stages, say
+    assert verdict_of(both + "more()\n" * 9, 1, odd=42, world=world).cause == "uneven-batches"
     verdict = verdict_of(loop.replace("rank == 1 and ", "") + "more()\n" * 9, 1, odd=42, world=world)
     assert verdict.cause == "uneven-batches"
 

@@ -87,9 +87,9 @@ def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, .
     """
     found = []
     for frame, into in zip(stack, (None, *stack), strict=False):
-        called = into.function.rpartition(".")[2] if into is not None else ""
         for guard in _guards_of_line(frame, read_source):
-            found.append(replace(guard, test=None) if called in guard.beside else guard)
+            called = _called_at(frame, read_source) if into is None else into.function.rpartition(".")[2]
+            found.append(replace(guard, test=None) if called and called in guard.beside else guard)
     return tuple(found)
 
 
@@ -141,7 +141,22 @@ def _beside(scope: ast.AST, test: ast.expr | None, taken: bool) -> frozenset[str
     ifs = (node for node in ast.walk(scope) if isinstance(node, ast.If) and node.test is test)
     other = next((node.orelse if taken else node.body for node in ifs), [])
     calls = (node.func for one in other for node in ast.walk(one) if isinstance(node, ast.Call))
-    return frozenset(func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in calls)
+    return frozenset(map(_name_of, calls))
+
+
+def _called_at(frame: Frame, read_source: ReadSource) -> str:
+    """The name of what the statement at the line of ``frame`` calls; "" where it is no plain call."""
+    tree = tree_of(read_source(frame.file) or "")
+    for node in ast.walk(tree) if tree is not None else ():
+        if not isinstance(node, (ast.Expr, ast.Assign, ast.Return)) or not isinstance(node.value, ast.Call):
+            continue
+        if node.lineno <= frame.line <= (node.end_lineno or 0):
+            return _name_of(node.value.func)
+    return ""
+
+
+def _name_of(func: ast.expr) -> str:
+    return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
 
 
 def _loops(scope: ast.AST, file: str, line: int, names: Mapping[str, ast.expr]) -> Iterator[Step]:
