@@ -94,10 +94,8 @@ def _not_entered(case: Case, roots: list[int], limit: int = 4) -> tuple[Claim, .
             wait, who = one.wait, one.ranks
             text = f"{wait.op} #{wait.seq} of group {wait.group!r}, in which {ranks_do(who, 'waits', 'wait')}"
             made = case.alignment.entry(rank, str(wait.group), wait.seq) if wait.seq is not None else None
-            instead = f"made {described(made)} and so" if made is not None else ""
-            claims.append(
-                record_claim(who[0], " ".join(filter(None, (f"rank {rank}", instead, f"has not come to {text}"))))
-            )
+            instead = f"made {described(made)} and so " if made is not None else ""
+            claims.append(record_claim(who[0], f"rank {rank} {instead}has not come to {text}"))
     return tuple(claims)
 
 

@@ -87,9 +87,11 @@ def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, .
     """
     found = []
     for frame, into in zip(stack, (None, *stack), strict=False):
-        for guard in _guards_of_line(frame, read_source):
+        guards = _guards_of_line(frame, read_source)
+        if any(guard.beside for guard in guards):
             called = _called_at(frame, read_source) if into is None else into.function.rpartition(".")[2]
-            found.append(replace(guard, test=None) if called and called in guard.beside else guard)
+            guards = [replace(one, test=None) if called and called in one.beside else one for one in guards]
+        found += guards
     return tuple(found)
 
 
