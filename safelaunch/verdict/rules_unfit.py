@@ -147,11 +147,13 @@ def groups_made_apart(case: Case) -> Ruling:
 
     torch names groups by a count of its own on each rank, so ranks that are not in step wait for different ones.
     """
-    apart = [rank for rank in case.ranks if _is_in_another_group(case, rank)]
+    made = {rank: one.evidence.gil.groups_made for rank, one in case.ranks.items()}
+    if None in made.values() or len(set(made.values())) < 2:
+        return ""
+    apart = _in_another_group(case)
     within = [rank for rank, one in case.ranks.items() if one.wait is not None and one.wait.op == "new_group"]
     inside = sorted({*within, *apart})
-    made = {rank: one.evidence.gil.groups_made for rank, one in case.ranks.items()}
-    if not inside or None in made.values():
+    if not inside:
         return ""
     least = min(made[rank] or 0 for rank in inside)  # the one under way counts
     counts: dict[int, list[int]] = {}
@@ -181,14 +183,20 @@ def groups_made_apart(case: Case) -> Ruling:
     )
 
 
-def _is_in_another_group(case: Case, rank: int) -> bool:
-    """It waits in a group that a member of its own lists by the same name, and without it."""
-    wait = case.ranks[rank].wait
-    if wait is None or not wait.group or wait.kind != "collective":
-        return False
-    mine = case.alignment.listed(rank).get(wait.group)
-    others = (case.alignment.listed(other).get(wait.group) for other in case.ranks if other != rank)
-    return any(theirs and theirs != mine and rank not in theirs for theirs in others)
+def _in_another_group(case: Case) -> list[int]:
+    """The ranks that wait in a group which another rank lists by the same name, and without them."""
+    waits = {rank: one.wait for rank, one in case.ranks.items() if one.wait is not None}
+    waiting = {rank: wait.group for rank, wait in waits.items() if wait.group and wait.kind == "collective"}
+    lists: dict[str, set[tuple[int, ...]]] = {group: set() for group in waiting.values()}
+    for rank in case.ranks:
+        listed = case.alignment.listed(rank)
+        for group in lists.keys() & listed.keys():
+            lists[group].add(listed[group])
+    return [
+        rank
+        for rank, group in waiting.items()
+        if any(one and rank not in one for one in lists[group] - {case.alignment.listed(rank).get(group)})
+    ]
 
 
 # --- threads of one rank that call in one group -----------------------------------------------------------------------

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import cProfile
 import sys
 from dataclasses import replace
 
 import pytest
-from evidence import at, entry, job, past, rank, record, waiting
+from evidence import at, entry, in_c10d, in_user, job, past, rank, record, waiting
 
-from safelaunch.model import Evidence, FlightRecord, Launched
+from safelaunch.model import Evidence, FlightRecord, GilTest, Launched
 from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.diagnose import _conclude, diagnose
 from safelaunch.verdict.doubts import Doubt, confidence_of
@@ -119,3 +120,23 @@ def test_rank_0_makes_one_collective_more(world: int, frames: bool) -> None:
         assert "which its peers did not (collective #3 of group '0')" in verdict.summary
     if frames:
         assert verdict.culprits[0].frame == at(27)
+
+
+@pytest.mark.parametrize("made", [3, 2])
+def test_the_work_grows_with_the_ranks_and_not_with_their_pairs(made: int) -> None:
+    """In calls of functions, which unlike seconds are the same each time. The last rank has made ``made`` groups."""
+
+    def work(world: int) -> int:
+        groups = {"0": tuple(range(world))}
+        ranks = [
+            rank(n, in_c10d("all_reduce", 50), flight=record(*past(3), entry("all_reduce", 4), groups=groups),
+                 gil=GilTest(True, True, groups=groups, groups_made=3))
+            for n in range(world - 1)
+        ]  # fmt: skip
+        ranks.append(rank(world - 1, in_user(7), "sleep", flight=record(*past(3), groups=groups),
+                          gil=GilTest(True, True, groups=groups, groups_made=made)))  # fmt: skip
+        profile = cProfile.Profile()
+        profile.runcall(diagnose, job(*ranks))
+        return sum(one.callcount for one in profile.getstats())
+
+    assert work(400) < 5 * work(100)
