@@ -289,10 +289,10 @@ def proof_words(verdict: Verdict) -> str:
     """Why the job cannot go on, in a line: what the ranks wait for, which nobody outside of these waits can give."""
     waits = [f"{_does(edge.who, 'need')} {edge.why}" for edge in verdict.proof if edge.who.startswith("rank")]
     never = next((edge for edge in verdict.proof if not edge.waits_for), None)
-    if never is not None and never.who.startswith("rank"):
-        return f"proved: {_does(never.who, 'need')} {never.why}, and nothing is left that could"
-    if never is not None:
+    if never is not None and " of group " in never.who:  # a call, which is at odds with itself
         return f"proved: this wait can never end: {never.why}"
+    if never is not None:
+        return f"proved: {_does(never.who, 'need')} {never.why}, and nothing is left that could"
     more = f", and {len(waits) - 3} more {'wait' if len(waits) == 4 else 'waits'}" if len(waits) > 3 else ""
     return (
         f"proved: only the waiting ranks themselves could end these waits: {'; '.join(waits[:3])}{more}"
@@ -303,7 +303,7 @@ def proof_words(verdict: Verdict) -> str:
 
 def _does(who: str, verb: str) -> str:
     """``rank 1 waits``, ``ranks 0-1 wait``."""
-    return f"{who} {verb}s" if who.startswith("rank ") else f"{who} {verb}"
+    return f"{who} {verb}" if who.startswith("ranks ") or ", " in who else f"{who} {verb}s"
 
 
 def beside_next(verdict: Verdict) -> list[str]:

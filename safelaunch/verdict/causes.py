@@ -258,8 +258,9 @@ OPTIONS_REFUSED = _sub_case(
 _DRAWN_BATCHES = _sub_case(
     "A rank that skips a batch by what it computed ends its loop sooner: skip it on all ranks, or on none."
 )
-_WORKER_LOCK = _sub_case(
-    "If a worker waits: start threads after the workers, or use `multiprocessing_context='spawn'`."
+FORKED_LOCK = _sub_case(
+    "A forked process has the locks that threads held at that moment, and nobody to release them: fork before "
+    "threads start, or use the start method `spawn` (of a DataLoader: `multiprocessing_context='spawn'`)."
 )
 DEAD_CHILD = _sub_case(
     "Find out why that child process exited (its output, `kernel_log.txt`), and make the wait notice: `is_alive()`."
@@ -284,7 +285,11 @@ TASK_DONE = _sub_case(
 )
 OWN_LOOP = _sub_case("`await` the coroutine on the thread of its loop; move blocking code to `asyncio.to_thread()`.")
 _LOCK_ORDER = _sub_case(
-    "Acquire locks in one order everywhere; never call a collective or join a thread with a lock held."
+    "Acquire locks in one order everywhere; never call a collective or join a thread with a lock held.",
+    unless=(FORKED_LOCK,),
+)
+SIGNAL = _sub_case(
+    "Look for the thread that should fill this queue, or set this event, and why it ended: it must do so on every path."
 )
 POLLS = _sub_case("Limit the polling loop, or have the rank that creates what it polls for broadcast that.")
 ATTEMPTS = _sub_case("Bound the number of attempts, and raise the last exception when they are used up.")
@@ -357,7 +362,7 @@ _GPU_MEMORY_LINES = Advice(
 # Processes of one rank that wait for each other, whatever its main thread waits in.
 _CIRCLES = (FULL_PIPE, WAITS_IN_TURN)
 
-LOCK = frozenset({_WORKER_LOCK, _LOCK_ORDER})
+LOCK = frozenset({_LOCK_ORDER})
 ABORTED = frozenset({_ABORTED, _CHECK_EVERY_CALL})
 DRAWN = frozenset({_DRAWN, _DRAWN_BATCHES})
 GPU_FRAGMENTED = frozenset({_GPU_FRAGMENTED, _GPU_FRAGMENTED_BEFORE})
@@ -565,7 +570,7 @@ class DataLoading(Cause, name="data-loading"):
         OWN_LOCK,
         "Load the sample the worker is stuck on without a DataLoader; give reads and downloads a timeout, and the "
         "DataLoader `timeout=60` so that it raises instead of waiting.",
-        _WORKER_LOCK,
+        FORKED_LOCK,
         "To rule the workers out, run with `num_workers=0`.",
     )
     own = True
@@ -644,6 +649,8 @@ class LockDeadlock(Cause, name="lock-deadlock"):
         TASK_DONE,
         OWN_LOOP,
         OWN_LOCK,
+        FORKED_LOCK,
+        SIGNAL,
         _LOCK_ORDER,
         "Add a timeout to `lock.acquire()`, `queue.get()`, `event.wait()` and `future.result()`, so that it raises "
         "where it waits.",

@@ -19,6 +19,7 @@ from safelaunch.verdict.causes import (
     OWN_LOOP,
     POLLS,
     POOL,
+    SIGNAL,
     STORE_KEY,
     Advice,
 )
@@ -289,7 +290,7 @@ def _lock(view: View) -> Condition | None:
         lock = replace(lock, own=True)
     if lock.of_pool:  # its workers are to end that, and no lock is held
         return Condition("stuck-in-user-code", text, lock=lock, advice=frozenset({POOL}))
-    advice = frozenset[Advice]()
+    advice = frozenset({SIGNAL}) if lock.on == "signal" and not lock.shared else frozenset[Advice]()
     if lock.on == "lock":
         advice = frozenset({OWN_LOCK}) if lock.own else LOCK
     if lock.what == "Future.result" and calls.RUNS_LOOP.on(view.stack.frames):

@@ -196,16 +196,23 @@ def _entry_for(
 def _from_entry(rank: RankEvidence, entry: Collective, view: View | None = None) -> PeerWait:
     mine = view.user_frame if view is not None else None
     called = fr.stack_of(rank, entry.frames).user_frame
-    site, number = mine or called, number_of(entry)
-    words = f"{op_name(entry)} at {fr.place(site)}" if site else f"{op_name(entry)} #{number}"
+    site, number, op = mine or called, number_of(entry), _called_op(rank, entry)
+    words = f"{op} at {fr.place(site)}" if site else f"{op} #{number}"
     elsewhere = mine is not None and called is not None and (mine.file, mine.line) != (called.file, called.line)
     if elsewhere and view is not None and not calls.under_c10d(view.stack):  # in ``work.wait()``, or a synchronize
-        words = f"{op_name(entry)} of {fr.place(called)} at {fr.place(mine)}"
+        words = f"{op} of {fr.place(called)} at {fr.place(mine)}"
     text = f"pending: {described(entry)}"
     claim = record_claim(rank.rank, text)
     stack = (view.stack_claim(f"{view.words} waits at {fr.place(mine)}"),) if view is not None and mine else ()
     kind = "p2p" if entry.is_p2p else "collective"
-    return PeerWait(kind, op_name(entry), entry.group, number, signature(entry), site, words, (claim, *stack))
+    return PeerWait(kind, op, entry.group, number, signature(entry), site, words, (claim, *stack))
+
+
+def _called_op(rank: RankEvidence, entry: Collective) -> str:
+    """What the program called: gloo records a ``reduce_scatter`` as the all_reduce by which it carries it out."""
+    op = op_name(entry)
+    seen = calls.torch_wait(fr.stack_of(rank, entry.frames)) if entry.by_gloo and op == "all_reduce" else None
+    return seen.op if seen is not None and seen.op.startswith("reduce_scatter") else op
 
 
 def _from_stack(view: View, seen: calls.TorchWait) -> PeerWait:

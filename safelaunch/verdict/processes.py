@@ -17,6 +17,7 @@ from safelaunch.model import Claim, ProcessEvidence, Thread
 from safelaunch.verdict.causes import (
     CAUSES,
     DEAD_CHILD,
+    FORKED_LOCK,
     FULL_PIPE,
     HELD,
     INHERITED_END,
@@ -335,8 +336,9 @@ class Inside:
         if held is not None:
             who, found = f"{who} has held it since line {held.line} and", replace(found, advice=found.advice | {HELD})
         reason = f"{own.reason}; {who} {found.reason}" if own.frame is not None else found.reason
-        reason += "" if is_thread or edge.kind != "work" else _note_on(found.lock)
         told = replace(found, reason=reason, process=process, claims=own.claims + found.claims)
+        if not is_thread and edge.kind in ("work", "child"):
+            told = _noted(told)
         if edge.kind == "child" and other.wait.writes and other.wait.ends is None:  # the waiter's, as a rule
             told = replace(told, advice=told.advice | {FULL_PIPE})
         if own.frame is not None and (found.frame is None or fr.is_pseudo(found.frame.file)):
@@ -389,24 +391,25 @@ class Inside:
 
     def _of_a_worker(self, view: View, worker: View, further: Sequence[View], found: Condition) -> Condition:
         """``data-loading``, with the worker that is stuck as the process at fault."""
-        told = [(other, self._told(other)) for other in further]
+        others = [(other, self._told(other)) for other in further]
         reason = f"waits for its DataLoader; worker {worker.process.pid} {found.reason}"
         claims = [*found.claims, _waits_for_loader(view)]
-        claims += [v.stack_claim(f"DataLoader worker {v.process.pid} {c.reason}") for v, c in told[:3]]
+        claims += [v.stack_claim(f"DataLoader worker {v.process.pid} {c.reason}") for v, c in others[:3]]
         idle = len(_workers(self._children)) - len(further) - 1
         if idle:
             claims.append(view.stack_claim(f"{idle} other worker{'s' * (idle > 1)} wait for the next index"))
-        return replace(
+        told = replace(
             found,
             cause="data-loading",
-            reason=reason + _note_on(found.lock),
+            reason=reason,
             frame=found.frame or view.user_frame,
             process=f"dataloader worker (pid {worker.process.pid})",
             pid=worker.process.pid,
             doubts=(Doubt.MAY_BE_SLOW,) if found.cause == "busy-loop" else (),
             claims=tuple(claims),
-            for_good=found.for_good and all(c.for_good for _, c in told),
+            for_good=found.for_good and all(c.for_good for _, c in others),
         )
+        return _noted(told)
 
 
 def _of_several(own: Condition, others: Sequence[tuple[View, Condition]]) -> Condition:
@@ -451,11 +454,14 @@ def _no_worker_to_blame(view: View, workers: int) -> Condition:
     return Condition("data-loading", text, view.user_frame, view.process.pid, doubts=doubts, claims=claims)
 
 
-def _note_on(lock: calls.LockWait | None) -> str:
-    """Why a worker may wait for it for ever."""
-    if lock is None or lock.own or (lock.on != "lock" and lock.by_processes):
-        return ""
-    return _SHARED_NOTE if lock.by_processes else _FORK_NOTE
+def _noted(found: Condition) -> Condition:
+    """With why another process may wait for its lock for ever."""
+    lock = found.lock
+    if lock is None or lock.own or lock.on != "lock":
+        return found
+    if lock.by_processes:
+        return replace(found, reason=found.reason + _SHARED_NOTE)
+    return replace(found, reason=found.reason + _FORK_NOTE, advice=found.advice | {FORKED_LOCK})
 
 
 def _waits_for_loader(view: View) -> Claim:

@@ -559,8 +559,8 @@ class _Prover:
             whose = f" of rank {node.rank}" if node.rank >= 0 else ""
             return f"{node.signature[0]} #{node.number} of group {node.group!r}{whose}"
         assert isinstance(node, _Actor)
-        what = f"thread {node.tid}" if node.tid > 0 else "the program" if node.tid == 0 else "a native thread"
-        return f"{what} of process {node.pid} of rank {node.rank}"
+        what = f"thread {node.tid} of " if node.tid > 0 else "" if node.tid == 0 else "a native thread of "
+        return f"{what if node.tid != node.pid else ''}process {node.pid} of rank {node.rank}"
 
 
 def _call(entry: Collective, rank: int) -> _Call:

@@ -212,8 +212,10 @@ class Job:
         return time.monotonic() - self.begin_s
 
     def bundles(self) -> tuple[Bundle, ...]:
+        """Those that are published: an empty directory keeps a name until the bundle is moved to it."""
         found = self.bundle_dir.glob("[!.]*-*Z-*") if self.bundle_dir.is_dir() else ()
-        return tuple(Bundle(path) for path in sorted(found) if path.is_dir() and not path.is_symlink())
+        there = (path for path in sorted(found) if path.is_dir() and not path.is_symlink())
+        return tuple(Bundle(path) for path in there if any(path.iterdir()))
 
     def left_behind(self, grace_s: float = GRACE_S) -> list[str]:
         """Returns processes and run directories of this job that remain after a grace period."""

@@ -64,6 +64,20 @@ def test_a_verdict_that_is_not_sure_says_of_what() -> None:
     assert "unsure of the cause: No record tells." in shown[1] and "proved: " in shown[1]
 
 
+@pytest.mark.parametrize(
+    ("who", "why", "words"),
+    [
+        ("rank 1", "a thread to put something", "rank 1 needs a thread to put something, and nothing is left that"),
+        ("process 70 of rank 0", "a thread to end it", "process 70 of rank 0 needs a thread to end it, and nothing is"),
+        ("rank 1, process 70 of rank 0", "an answer", "rank 1, process 70 of rank 0 need an answer, and nothing is"),
+        ("broadcast #6 of group '0'", "ranks name different roots", "this wait can never end: ranks name different"),
+    ],
+)
+def test_what_can_never_be_had_is_said_in_a_sentence(who: str, why: str, words: str) -> None:
+    proved = replace(diagnose(sleeping()), proof=(ProofEdge(who, (), why, ""),))
+    assert words in " ".join(report.screen(proved, bundle_path=BUNDLE).split())
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 @pytest.mark.parametrize("culprits", [1, 2, 9])
 def test_screen_is_one_screen(width: int, culprits: int) -> None:

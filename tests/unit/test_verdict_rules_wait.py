@@ -10,8 +10,13 @@ from evidence import (
     SITE,
     at,
     behind,
+    entry,
+    in_c10d,
+    in_user,
     job,
+    past,
     rank,
+    record,
     waiting,
 )
 from msgspec import structs
@@ -100,3 +105,13 @@ def test_a_remote_call_that_nobody_is_seen_to_handle() -> None:
     verdict = diagnose(job(waiting(0), waiting(1), asks(2), waiting(3)))
     assert decided(verdict)[1] == [(2, 24)]
     assert "for another rank to answer a remote call" in verdict.summary
+
+
+def test_a_call_has_the_name_that_the_program_gave_it() -> None:
+    """gloo carries a reduce_scatter out as an all_reduce, and records it so."""
+    frames = in_c10d("reduce_scatter_tensor", 50)
+    pending = structs.replace(entry("all_reduce", 4), frames=frames)
+    waits = rank(0, frames, flight=record(*past(3), pending))
+    verdict = diagnose(job(waits, rank(1, in_user(7), "sleep", flight=record(*past(3)))))
+    assert [one.rank for one in verdict.culprits] == [1]
+    assert "rank 0 waits in reduce_scatter_tensor at train.py:50" in verdict.summary
