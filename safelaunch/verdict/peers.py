@@ -205,7 +205,7 @@ def _from_entry(rank: RankEvidence, entry: Collective, view: View | None = None)
     claim = record_claim(rank.rank, text)
     stack = (view.stack_claim(f"{view.words} waits at {fr.place(mine)}"),) if view is not None and mine else ()
     kind = "p2p" if entry.is_p2p else "collective"
-    return PeerWait(kind, op, entry.group, number, signature(entry), site, words, (claim, *stack))
+    return PeerWait(kind, op_name(entry), entry.group, number, signature(entry), site, words, (claim, *stack))
 
 
 def _called_op(rank: RankEvidence, entry: Collective) -> str:
