@@ -21,6 +21,7 @@ from msgspec import structs
 
 from safelaunch.capture import sockets, waits
 from safelaunch.capture.cgroups import is_frozen, throttled_ms
+from safelaunch.capture.memory import Memory
 from safelaunch.capture.result import within
 from safelaunch.capture.waits import Resting
 from safelaunch.model import FileLock, ProcessState, StackSample, ThreadState
@@ -28,7 +29,6 @@ from safelaunch.system import procstat
 from safelaunch.system.errors import CaptureError
 from safelaunch.verdict.reading.kernel import kind_of
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _MAX_PATH = 4096
 MAX_THREADS = 4096
 
@@ -260,7 +260,7 @@ def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting) -> Thre
     name = waits.name_of(number) if number is not None else ""
     is_futex = name == "futex"
     target = _Target(words=resting.shared_futex(arguments)) if is_futex else _target(pid, name, arguments)
-    ends_s = waits.ends_s(name, arguments, lambda address, size: _memory(pid, address, size))
+    ends_s = waits.ends_s(name, arguments, Memory(pid).read)
     io, scheduled = parse_io(optional("io")), parse_schedstat(optional("schedstat"))
     return ThreadState(
         tid=tid,
@@ -303,10 +303,10 @@ def _target(pid: int, name: str, arguments: tuple[int, ...]) -> _Target:
     if name in waits.FD_FIRST:
         fd = arguments[0] & 0xFFFFFFFF
     elif name in ("poll", "ppoll") and arguments[1] == 1:  # one descriptor: a read or connect with a timeout
-        pollfd = _memory(pid, arguments[0], 4)
+        pollfd = Memory(pid).read(arguments[0], 4)
         fd = struct.unpack("=i", pollfd)[0] if len(pollfd) == 4 else None
     elif name in waits.PATH_ARGUMENT:
-        raw, ended, _ = _memory(pid, arguments[waits.PATH_ARGUMENT[name]], _MAX_PATH).partition(b"\0")
+        raw, ended, _ = Memory(pid).read(arguments[waits.PATH_ARGUMENT[name]], _MAX_PATH).partition(b"\0")
         return _Target(words=raw.decode("utf-8", "replace") if ended else "")
     if fd is None or not 0 <= fd < 1 << 24:
         return _Target()
@@ -324,24 +324,6 @@ def _target(pid: int, name: str, arguments: tuple[int, ...]) -> _Target:
         target = sockets.describe(pid, int(found[2]))
         times_out = sockets.times_out(pid, fd)
     return _Target(fd, target, holder, inode, tuple(sharers), times_out)
-
-
-def _memory(pid: int, address: int, size: int) -> bytes:
-    """Up to ``size`` bytes of the process's memory; fewer near the end of a mapping."""
-    try:
-        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-            first = min(size, _PAGE - address % _PAGE)
-            data = os.pread(memory.fileno(), first, address)
-            return data if len(data) == size or b"\0" in data else data + _rest(memory.fileno(), address, data, size)
-    except (OSError, OverflowError):
-        return b""
-
-
-def _rest(descriptor: int, address: int, data: bytes, size: int) -> bytes:
-    try:
-        return os.pread(descriptor, size - len(data), address + len(data))
-    except OSError:
-        return b""
 
 
 def _text(path: Path) -> str:
@@ -380,6 +362,6 @@ _TID_AT = {"x86_64": 720, "aarch64": 208}  # in glibc's struct pthread, which pt
 def tid_of(pid: int, ident: int, tids: Collection[int]) -> int | None:
     """The kernel's number of a thread of which Python knows ``pthread_self()``; one of ``tids``."""
     at = _TID_AT.get(platform.machine())
-    data = _memory(pid, ident + at, 4) if at and ident else b""
+    data = Memory(pid).read(ident + at, 4) if at and ident else b""
     tid = int.from_bytes(data, sys.byteorder)
     return tid if len(data) == 4 and tid in tids else None
