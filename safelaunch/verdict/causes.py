@@ -157,7 +157,7 @@ def is_late_join(error: str) -> bool:
 
 
 STORE_KEY = _sub_case(
-    "Find which rank should set this key, under which condition: every path must. `store.wait([key], timeout)` ends."
+    "Find which rank should set this key, under which condition: every path must. With a timeout, `wait()` raises."
 )
 
 STORE_NOT_REACHED = _sub_case(
@@ -224,6 +224,14 @@ LEFT_OUT = _sub_case(
     "Look around the skipped call for a `continue`, an early return, a caught exception or a branch that only some "
     "ranks take: a rank that skips the work must still call its collectives."
 )
+HANDLES = _sub_case(
+    "Fix that exception first. A collective in an `except` or `finally` is made by the ranks that failed, while the "
+    "others are in those of the loop: let it end the rank, or agree on it before."
+)
+ASIDE = _sub_case(
+    "Call no collective there: ranks come to it at different moments, or alone. Set a flag, and let all ranks agree on "
+    "it between two steps (`all_reduce` with MAX)."
+)
 UNUSED_PARAMETERS = _sub_case(
     "If its forward pass did not use some parameters, DDP skipped the reduction of their gradients: use all of them "
     "on every rank, or pass `find_unused_parameters=True`.",
@@ -236,7 +244,8 @@ GROUPS_MADE = _sub_case(
     "Call `new_group()` on every rank, in the same order, including for groups that a rank is not in."
 )
 SIZES_DIFFER = _sub_case(
-    "Pass the same size and type on every rank: pad, or exchange the sizes first.",
+    "Pass the same size and type on every rank: pad, or exchange the sizes first. A set, and a dict that was filled in "
+    "another order, are gone through in one order by `sorted()`.",
     unless=_MODELS,
 )
 UNUSUAL_GROUP = _sub_case("Check how this line selects its group on the rank that used a different one than before.")
@@ -254,6 +263,9 @@ EXIT_CALLED = _sub_case(
 OPTIONS_REFUSED = _sub_case(
     "The script did not accept its options: code 2 is how argparse and click end. What it printed says which one."
     " `torch.distributed.launch` adds `--local-rank`, torchrun nothing: read `LOCAL_RANK` from the environment.",
+)
+BROKEN_OFF = _sub_case(
+    "If that `break` is why: decide on one rank and broadcast it, or `all_reduce` the condition: all stop alike."
 )
 _DRAWN_BATCHES = _sub_case(
     "A rank that skips a batch by what it computed ends its loop sooner: skip it on all ranks, or on none."
@@ -421,6 +433,8 @@ class CollectiveMismatch(Cause, name="collective-mismatch"):
         FSDP_FORWARD,
         SYNC_BATCHNORM,
         STATE_DICT,
+        HANDLES,
+        ASIDE,
         GUARDED,
         LEFT_OUT,
         UNUSED_PARAMETERS,
@@ -480,6 +494,8 @@ class UnevenBatches(Cause, name="uneven-batches"):
     advice = _advice(
         EXIT_CALLED,
         _DRAWN_BATCHES,
+        BROKEN_OFF,
+        LEFT_OUT,
         "Give every rank the same number of batches: `DistributedSampler` with `drop_last=True`, or agree on a "
         "number of steps with an `all_reduce` (MIN) before the loop.",
         Advice(
@@ -487,7 +503,7 @@ class UnevenBatches(Cause, name="uneven-batches"):
             " collectives; other collectives in the loop still wait for them.",
             when=lambda case: any(one in ("gradients", "ddp-forward") for one in case.purposes.values()),
         ),
-        Advice("Take early-stopping decisions on one rank and broadcast them.", unless=(EXIT_CALLED,)),
+        Advice("Take early-stopping decisions on one rank and broadcast them.", unless=(EXIT_CALLED, BROKEN_OFF)),
     )
     own = True
 
@@ -568,9 +584,12 @@ class DataLoading(Cause, name="data-loading"):
 
     advice = _advice(
         OWN_LOCK,
-        "Load the sample the worker is stuck on without a DataLoader; give reads and downloads a timeout, and the "
-        "DataLoader `timeout=60` so that it raises instead of waiting.",
         FORKED_LOCK,
+        Advice(
+            "Load the sample the worker is stuck on without a DataLoader; give reads and downloads a timeout, and the "
+            "DataLoader `timeout=60` so that it raises instead of waiting.",
+            unless=(FORKED_LOCK,),
+        ),
         "To rule the workers out, run with `num_workers=0`.",
     )
     own = True

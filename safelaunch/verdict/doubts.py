@@ -51,6 +51,7 @@ class Doubt(Enum):
     SUMS_ALONE = "calls", 1, "For all_to_all, only the sums over all ranks can be compared."
     NO_AGREEMENT_SINCE = "calls", 1, "The histories have not matched again since they diverged."
     NO_FRAMES = "calls", 1, "The records do not show which lines made the calls."
+    MAY_SKIP_CALLS = "calls", 1, "The rank may have had as many batches, and skipped the calls of one."
     ROUND_UNKNOWN = "calls", 1, "Both lines are in one outer loop, so the rank may just be an iteration behind."
     MEMBERS_UNKNOWN = "calls", 1, "The members of a group that ranks wait in are not known."
     RINGS_NOT_WHOLE = "calls", 1, "The ranks may have diverged before the oldest call in their ring buffers."

@@ -13,6 +13,7 @@ from math import comb
 
 from safelaunch.model import Claim, Culprit, Frame
 from safelaunch.verdict.causes import DRAWN, GROUPS_MADE, GUARDED, LEFT_OUT, Advice
+from safelaunch.verdict.collectives import signature
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Branch, Finding, capital, ranks_do
 from safelaunch.verdict.rank_state import Facts, user_stack_of
@@ -74,10 +75,25 @@ def _advice_on(facts: Facts, one: Branch, named: frozenset[int]) -> frozenset[Ad
     fewer ones did what they should not.
     """
     came, kept = named & set(one.ranks), named - set(one.ranks)
+    if not one.kept and _may_have_admitted(facts, one):
+        return frozenset()
     if came and kept:
         admitted = [one.guard.admits(whereabouts(facts, rank)) for rank in facts.world]
         return frozenset({LEFT_OUT if 2 * admitted.count(True) > len(admitted) else GUARDED})
     return frozenset({GUARDED if came else LEFT_OUT})
+
+
+def _may_have_admitted(facts: Facts, one: Branch) -> bool:
+    """Whether peers have made such a call before: the condition asks for more than the rank, and may let them pass."""
+    wait = facts.ranks[one.ranks[0]].wait
+    if wait is None or wait.group is None or wait.seq is None:
+        return False
+    for rank in [rank for rank in facts.ranks if rank not in one.ranks][:_MOST]:
+        window = facts.alignment.window(rank, wait.group)
+        entries = (window.at(number) for number in window.numbers if number < wait.seq) if window is not None else ()
+        if any(entry is not None and signature(entry) == wait.signature for entry in entries):
+            return True
+    return False
 
 
 CHANCE = 0.01  # that ranks which draw for themselves make a pattern

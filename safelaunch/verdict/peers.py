@@ -233,7 +233,8 @@ def _with_arguments(wait: PeerWait, view: View, alignment: Alignment) -> PeerWai
     if found.peer is None:
         return found
     words = f"{wait.op} {'to' if target is not None else 'from'} rank {found.peer}"
-    claim = view.stack_claim(f"{view.words} is in {words}{f', tag {call.tag}' if call.tag else ''}")
+    words += f" (tag {call.tag})" if call.tag else ""
+    claim = view.stack_claim(f"{view.words} is in {words}")
     return replace(found, words=wait.words.replace(wait.op, words, 1), claims=(*wait.claims, claim))
 
 

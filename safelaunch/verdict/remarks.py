@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import takewhile
 
 import msgspec
 
 from safelaunch.model import Claim, Culprit, Evidence, Frame, HandledException, RankEvidence, Verdict
-from safelaunch.verdict.causes import DETAIL_CRASH
+from safelaunch.verdict.causes import ASIDE, DETAIL_CRASH, HANDLES
 from safelaunch.verdict.exits import kernel_claim, one_line
 from safelaunch.verdict.findings import Annotation, Finding, capital, ranks_do
-from safelaunch.verdict.rank_state import Facts, view_of
+from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
 from safelaunch.verdict.reading import calls, tracebacks
 from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading.frames import short
+from safelaunch.verdict.reading.source import runs_aside
 from safelaunch.verdict.rules_results import CAUSES as WRONG_RESULTS
 from safelaunch.verdict.rules_results import FILE as INCONSISTENT
 
@@ -72,7 +75,8 @@ def _stack_of(facts: Facts, rank: int) -> fr.Stack | None:
 def own_words(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     """What its culprits say themselves of the reason, where they have not failed by it."""
     told = [words for one in finding.culprits if (words := _words_of(facts, one.rank)) is not None]
-    yield from (Annotation(text if number < _MOST_TOLD else "", (claim,)) for number, (text, claim) in enumerate(told))
+    for number, one in enumerate(told):
+        yield replace(one, sentence=one.sentence if number < _MOST_TOLD else "")
 
 
 def says_why(facts: Facts, rank: int) -> bool:
@@ -80,14 +84,31 @@ def says_why(facts: Facts, rank: int) -> bool:
     return _words_of(facts, rank) is not None
 
 
-def _words_of(facts: Facts, number: int) -> tuple[str, Claim] | None:
+def is_aside(facts: Facts, rank: int) -> bool:
+    """Whether the rank is where it is beside the course of its program: as it handles an exception or a signal."""
+    one = facts.ranks[rank].evidence
+    found = _handles(one) or _is_interrupted(facts, one)
+    return found is not None and bool(found.advice)
+
+
+def _words_of(facts: Facts, number: int) -> Annotation | None:
     rank = facts.ranks[number].evidence
     if rank.exception is not None or rank.exit is not None:
         return None
-    return _handles(rank) or _lost_a_thread(facts, rank)
+    return _handles(rank) or _is_interrupted(facts, rank) or _lost_a_thread(facts, rank)
 
 
-def _handles(rank: RankEvidence) -> tuple[str, Claim] | None:
+def _is_interrupted(facts: Facts, rank: RankEvidence) -> Annotation | None:
+    """By what Python calls of its own accord: each rank at another moment, or one alone."""
+    for frame in user_stack_of(rank):
+        if what := runs_aside(frame, facts.read_source):
+            words = f"in {what}, {short(frame.function)}"
+            claim = Claim(f"rank {rank.rank} is {words}", f"ranks/{rank.rank}/stack.txt")
+            return Annotation(f"Rank {rank.rank} does so {words}.", (claim,), advice=frozenset({ASIDE}))
+    return None
+
+
+def _handles(rank: RankEvidence) -> Annotation | None:
     """Its main thread is in a ``finally``, or an ``except``: what it waits for there, it would not else."""
     view = view_of(rank)
     ident = view.thread.ident if view is not None and view.thread is not None else 0
@@ -95,7 +116,9 @@ def _handles(rank: RankEvidence) -> tuple[str, Claim] | None:
         if ident and one.thread == ident:
             words = _words(rank, one)
             text = f"Rank {rank.rank} does so while it handles {words}."
-            return text, Claim(f"rank {rank.rank}: handles {words}", f"ranks/{rank.rank}/rank.json")
+            claim = Claim(f"rank {rank.rank}: handles {words}", f"ranks/{rank.rank}/rank.json")
+            is_end = one.type.startswith("Stop") and one.type.endswith("Iteration")  # of a loop, as by design
+            return Annotation(text, (claim,), advice=frozenset() if is_end else frozenset({HANDLES}))
     return None
 
 
@@ -104,7 +127,7 @@ def _words(rank: RankEvidence, one: HandledException) -> str:
     return f"{one.type}{message}, raised{fr.at(fr.stack_of(rank, one.frames).user_frame)}"
 
 
-def _lost_a_thread(facts: Facts, rank: RankEvidence) -> tuple[str, Claim] | None:
+def _lost_a_thread(facts: Facts, rank: RankEvidence) -> Annotation | None:
     """It waits for its own threads, and its output ends with the exception of one."""
     condition = facts.ranks[rank.rank].condition
     if condition is None or condition.lock is None:
@@ -114,7 +137,7 @@ def _lost_a_thread(facts: Facts, rank: RankEvidence) -> tuple[str, Claim] | None
         return None
     where = fr.at(fr.stack_of(rank, found.frames).user_frame)
     words = f"thread {found.thread!r} has ended by {one_line(found.message)}{where}"
-    return f"Its {words}.", Claim(f"rank {rank.rank}: its {words}", f"ranks/{rank.rank}/log_tail.txt")
+    return Annotation(f"Its {words}.", (Claim(f"rank {rank.rank}: its {words}", f"ranks/{rank.rank}/log_tail.txt"),))
 
 
 # --- what was seen before ---------------------------------------------------------------------------------------------

@@ -24,10 +24,10 @@ from safelaunch.verdict.findings import (
     waits_words,
 )
 from safelaunch.verdict.peers import PeerWait
-from safelaunch.verdict.rank_state import Facts, RankFacts, view_of
+from safelaunch.verdict.rank_state import Facts, RankFacts, user_stack_of, view_of
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.rules_mismatch import of_record
+from safelaunch.verdict.rules_mismatch import Call, Meeting, by_a_break, by_the_source, of_record
 from safelaunch.verdict.wrong_group import unusual
 
 
@@ -123,37 +123,49 @@ def wrong_size_received(facts: Facts) -> Ruling:
     astray = {rank: words for rank in others if (words := unusual(facts, rank))}
     if len(astray) == 1:
         return _in_another_group(facts, *astray.popitem(), list(sites), text)
-    odd = _on_another_way(facts, [*sites, *others]) if places == set(sites.values()) else ()
-    if odd:
-        text += f" {capital(ranks_word(odd))} came there through other frames than most."
+    ways = _ways(facts, [*sites, *others]) if places == set(sites.values()) else {}
+    told, left = by_the_source(facts, _meeting(facts, [*sites, *others])) if not ways else (None, None)
+    odd, majority = vote(ways) if ways else (told.odd, told.majority) if told is not None else ((), False)
+    if odd and majority:
+        text += f" {capital(left.says)}." if left is not None else ""
+        text += f" {capital(ranks_word(odd))} came there through other frames than most." if ways else ""
         sites, named = {r: site for r, site in sites.items() if r in odd}, [r for r in odd if r in others]
     reason = "was aborted, as a peer sent more than its call has room for"
     culprits = [waiting_culprit(facts.ranks[r], f"Rank {r} {reason}{fr.at(site)}.", site) for r, site in sites.items()]
     return Finding(
-        "collective-mismatch",
+        left.cause if left is not None and majority else "collective-mismatch",
         (Doubt.EITHER_SIDE,) if named else (Doubt.ABORTED_CALL_LOST,),
         capital(text),
         (*culprits, *waiting_culprits(facts, named)),
         tuple(Claim(f"rank {r}: aborted in a collective", _shown_in(facts, r)) for r in sites)
         + wait_claims(facts, sorted(others)),
-        advice=frozenset({SIZES_DIFFER}) if places.issuperset(sites.values()) else frozenset(),
+        advice=frozenset({SIZES_DIFFER}) if len(ways) == 1 else by_a_break(left),
     )
+
+
+def _meeting(facts: Facts, ranks: Iterable[int]) -> Meeting:
+    """Of calls of which nothing but the stacks is known."""
+    stacks = {rank: user_stack_of(facts.ranks[rank].evidence) for rank in ranks}
+    made = {
+        rank: Call(f"a call{fr.at(stack[0])}", stack[0], stack) if stack else Call("another place", None, ())
+        for rank, stack in stacks.items()
+    }
+    return Meeting(tuple(sorted(made)), False, made)
 
 
 def _shown_in(facts: Facts, rank: int) -> str:
     return f"ranks/{rank}/{'fault' if facts.evidence.printed is None else 'log_tail'}.txt"
 
 
-def _on_another_way(facts: Facts, ranks: Iterable[int]) -> tuple[int, ...]:
-    """Those that came to the call through other frames, a library's too, than a majority; empty where there is none."""
+def _ways(facts: Facts, ranks: Iterable[int]) -> dict[tuple[Frame, ...], list[int]]:
+    """The frames, a library's too, through which these came to the call."""
     ways: dict[tuple[Frame, ...], list[int]] = {}
     for rank in sorted(ranks):
         one = facts.ranks[rank].evidence
         aborted, view = aborted_in(one), view_of(one)
         frames = one.exception.frames if one.exception is not None else view.frames if view is not None else ()
         ways.setdefault(tuple(aborted.frames if aborted is not None else frames), []).append(rank)
-    odd, majority = vote(ways)
-    return odd if majority else ()
+    return ways
 
 
 def _may_meet(facts: Facts, wait: PeerWait, aborted: Iterable[RankFacts]) -> bool:

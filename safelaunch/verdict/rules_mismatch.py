@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from safelaunch.model import Claim, Frame
-from safelaunch.verdict.causes import LEFT_OUT, SIZES_DIFFER, Advice
+from safelaunch.verdict.causes import BROKEN_OFF, LEFT_OUT, SIZES_DIFFER, Advice
 from safelaunch.verdict.collectives import Mismatch, describe, fits, mismatch_at, number_of, op_name, signature, vote
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.doubts import Doubt, those
@@ -28,7 +28,9 @@ from safelaunch.verdict.history import UNKNOWN
 from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.failures import Fingerprint, fingerprints
+from safelaunch.verdict.reading.said import ways_around
 from safelaunch.verdict.reading.source import Loop, loop_left
+from safelaunch.verdict.remarks import is_aside
 from safelaunch.verdict.rules_history import of_role, shifted
 from safelaunch.verdict.waits import Case, same_op
 
@@ -231,21 +233,33 @@ def _user_stack(facts: Facts, rank: int, recorded: tuple[Frame, ...] = ()) -> tu
     return site, frames[frames.index(site) :] if site in frames else ()
 
 
-def _finding(facts: Facts, meeting: Meeting) -> Finding:
-    """``uneven-batches`` where the source shows that a rank is past its peers' loop, else ``collective-mismatch``."""
-    words = meeting.words
-    left, guarded = _left_loop(facts, meeting), _by_a_guard(facts, meeting)
+def by_the_source(facts: Facts, meeting: Meeting) -> tuple[Meeting, LeftLoop | None]:
+    """Who is at odds, by where the calls stand in the source: beside the course of the program, past the loop that
+    others are in, or behind a condition on the rank.
+    """
+    aside = _aside(facts, meeting)
+    left = _left_loop(facts, meeting) if not aside else None
+    guarded = _by_a_guard(facts, meeting) if not aside else None
     if left is not None and guarded is not None and guarded.odd == left.behind:
         left = None  # who is past the loop would not have come to that call in any round
     if left is not None:
         meeting = left.judged(meeting)
     if guarded is not None and not meeting.majority:
         meeting = guarded
-    if left is None and guarded is None and len(meeting.odd) == 1 and len(meeting.calls) == 3:
+    if aside:
+        meeting = replace(meeting, odd=aside, majority=True)
+    elif left is None and guarded is None and len(meeting.odd) == 1 and len(meeting.calls) == 3:
         meeting = replace(meeting, doubts=(*meeting.doubts, Doubt.TWO_TO_ONE))
+    return meeting, left
+
+
+def _finding(facts: Facts, meeting: Meeting) -> Finding:
+    """``uneven-batches`` where the source shows that a rank is past its peers' loop, else ``collective-mismatch``."""
+    words = meeting.words
+    meeting, left = by_the_source(facts, meeting)
     odd_first = sorted(words, key=lambda rank: (rank not in meeting.odd, rank))
     text = capital(apart({rank: words[rank] for rank in odd_first}))
-    text += f"; {left.says}" if left is not None else ""
+    text += f"; {left.says}" if left is not None else _by_steps(facts, meeting)
     tail = "" if meeting.majority else " With no majority, either side may be the one at fault."
     return Finding(
         left.cause if left is not None and (left.sure or meeting.odd == left.ahead) else "collective-mismatch",
@@ -257,6 +271,21 @@ def _finding(facts: Facts, meeting: Meeting) -> Finding:
         advice=_advice(meeting, left),
         calls=_user_frames(facts, meeting),
     )
+
+
+def _aside(facts: Facts, meeting: Meeting) -> tuple[int, ...]:
+    """The ranks of one side that call beside the course of the program, unlike all others; unless they are most."""
+    aside = [rank for rank in meeting.words if is_aside(facts, rank)]
+    sides = [ranks for _, ranks in by_place(meeting.words)]
+    return tuple(sorted(aside)) if aside in sides and 2 * len(aside) <= len(meeting.words) else ()
+
+
+def _by_steps(facts: Facts, meeting: Meeting) -> str:
+    """That those at odds have made steps with fewer calls. One step more or less may be the same round."""
+    others = [rank for rank in meeting.calls if rank not in meeting.odd]
+    more = _more_steps(facts, meeting.odd, others) if meeting.number[0] and meeting.majority else 0
+    who = ranks_do(meeting.odd, "has", "have")
+    return f"; {who} made {more} more steps with as many calls: some steps there make fewer" if more > 1 else ""
 
 
 def _by_a_guard(facts: Facts, meeting: Meeting) -> Meeting | None:
@@ -277,7 +306,13 @@ def _user_frames(facts: Facts, meeting: Meeting) -> dict[int, tuple[Frame, ...]]
 def _advice(meeting: Meeting, left: LeftLoop | None) -> frozenset[Advice]:
     if left is not None and (left.cut_short or (left.of_a_step and meeting.odd == left.ahead)):
         return frozenset({LEFT_OUT})
-    return frozenset({SIZES_DIFFER}) if meeting.sizes_differ else frozenset()
+    at_one_line = len({(call.site.file, call.site.line) for call in meeting.calls.values() if call.site}) < 2
+    skips = by_a_break(left) | ({LEFT_OUT} if left is not None and left.skips else set())
+    return skips | {SIZES_DIFFER} if meeting.sizes_differ and at_one_line else skips
+
+
+def by_a_break(left: LeftLoop | None) -> frozenset[Advice]:
+    return frozenset({BROKEN_OFF}) if left is not None and left.loop.breaks else frozenset()
 
 
 def _other_end(facts: Facts, meeting: Meeting) -> tuple[str, ...]:
@@ -297,7 +332,8 @@ _OFTEN = 1.5  # calls a step
 class LeftLoop:
     """``ahead`` are past a loop that ``behind`` are still in. ``round``: see :meth:`.Aligned.round_before`.
 
-    ``of_a_step``: it goes round several times in each step, so it is none over batches.
+    ``of_a_step``: it goes round several times in each step, so it is none over batches. ``skips``: how a round of it
+    may go without these calls, in words.
     """
 
     ahead: tuple[int, ...]
@@ -305,6 +341,7 @@ class LeftLoop:
     loop: Loop
     round: Literal["whole", "short", ""]
     of_a_step: bool = False
+    skips: str = ""
 
     @property
     def cause(self) -> str:
@@ -327,6 +364,7 @@ class LeftLoop:
         left out the one that ends it; where that is not known, either side may be off, and the majority counts.
         """
         seen = tuple(Doubt.STACKS_ALONE if doubt is Doubt.LINES_ALONE else doubt for doubt in meeting.doubts)
+        seen += (Doubt.MAY_SKIP_CALLS,) if self.skips else ()
         if self.sure:
             odd = self.behind if len(self.behind) < len(self.ahead) else self.ahead
             return replace(meeting, odd=odd, majority=True, doubts=seen)
@@ -337,13 +375,15 @@ class LeftLoop:
     @property
     def says(self) -> str:
         ahead, line = ranks_do(self.ahead, "has", "have"), self.loop.line
+        skips = f" (it has a `break` under the `if` of line {self.loop.breaks})" if self.loop.breaks else ""
+        skips += f", with fewer batches or after a round without these calls ({self.skips})" if self.skips else ""
         if self.cut_short:
             return f"{ahead} left the loop at line {line} after fewer calls than in each earlier round"
         if self.sure:
-            return f"{ahead} left the loop at line {line}"
+            return f"{ahead} left the loop at line {line}{skips}"
         if self.round == "whole":
             return f"each earlier round of the loop at line {line} had as many calls and ended there"
-        return f"{ahead} left the loop at line {line}, in this round or the one before"
+        return f"{ahead} left the loop at line {line}, in this round or the one before{skips}"
 
     def of_rank(self, rank: int, where: str) -> str:
         """Why it is named. ``where`` it waits."""
@@ -376,8 +416,28 @@ def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
             made = aligned.round_before(ahead[0], number) if aligned is not None else ""
             times = aligned.times_called(behind[0], number) if aligned is not None else 0
             often = times > _OFTEN * max(facts.ranks[behind[0]].step or times, 1)
-            return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made, often)
+            skips = _skips(facts, meeting, ahead, behind, loop) if not often else ""
+            return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made, often, skips)
     return None
+
+
+def _skips(facts: Facts, meeting: Meeting, ahead: Sequence[int], behind: Sequence[int], loop: Loop) -> str:
+    """By what a rank may have come to the end of the loop as others do, with fewer calls: the source, or more steps."""
+    stack = meeting.calls[behind[0]].stack
+    part = next((n for n, frame in enumerate(stack) if frame == loop.inside), len(stack) - 1)
+    found = ways_around(stack[: part + 1], facts.read_source)
+    more = _more_steps(facts, ahead, behind)
+    found += [f"{more} more step{'s' * (more > 1)}, with as many calls"] if more > 0 else []
+    return ", ".join(found[:2])
+
+
+def _more_steps(facts: Facts, ranks: Sequence[int], others: Sequence[int]) -> int:
+    """How many steps each of ``ranks`` has made more than any of ``others``; 0 for none, and where one is not known."""
+    mine, theirs = ([facts.ranks[rank].step for rank in side] for side in (ranks, others))
+    known = [step for step in mine if step is not None], [step for step in theirs if step is not None]
+    if len(known[0]) < len(mine) or len(known[1]) < len(theirs) or not (known[0] and known[1]):
+        return 0
+    return max(min(known[0]) - max(known[1]), 0)
 
 
 def _were_past_it(facts: Facts, group: str, number: int, ends: tuple[int, int], loop: Loop) -> bool:

@@ -121,7 +121,7 @@ def _said(facts: Facts, named: Sequence[int]) -> dict[int, tuple[Left, str]]:
     some = [*list(printed)[:_MOST_LOOKED_AT], *others[:_MOST_LOOKED_AT]] if printed else []
     called = {(frame.file, frame.line): frame for rank in some for frame in _lines_called_from(facts, rank)}
     every = left_by(called.values(), facts.read_source)
-    ways = [left for left in every if any(left.leaves_out(frame) for frame in called.values())]
+    ways = [left for left in every if left.parts and any(left.leaves_out(frame) for frame in called.values())]
     found: dict[int, tuple[Left, str]] = {}
     for rank, lines in printed.items() if ways else ():
         peers = [facts.ranks[one].evidence.log_tail for one in others or named if one != rank]

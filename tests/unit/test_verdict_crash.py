@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from evidence import (
     C10D,
+    SCRIPT,
     SITE,
     at,
     calls,
@@ -262,6 +263,32 @@ def test_ranks_that_all_abort_over_a_dead_link_are_told_of_the_link() -> None:
     assert verdict.culprits == ()
     assert "transfer with 10.5.0.34 failed with status 12 (12: it did not answer" in verdict.summary
     assert any("`ibstat`" in one for one in verdict.suggestions)
+
+
+PATIENCE = "\n" * 39 + (
+    "def train():\n"  # 40
+    "    for step in range(5000):\n"
+    "        if wait > 30:\n"
+    "            break\n"
+    "        loss.backward()\n"
+    "        dist.all_reduce(loss)\n"  # 45
+    "    dist.all_reduce(total)\n"
+)
+
+
+@pytest.mark.parametrize(("line", "cause", "named"), [(46, "uneven-batches", [1]), (44, "collective-mismatch", [0, 1])])
+def test_who_was_aborted_behind_the_loop_of_its_peers_has_left_it(line: int, cause: str, named: list[int]) -> None:
+    inner = (Frame(C10D, 3252, "all_reduce"), at(line), at(100, "<module>"))
+    aborted = died(1, -6, fatal=FatalError("Aborted", inner))
+    lost = raised(0, "RuntimeError", RESET, 101.0)
+    assert lost.exception is not None
+    error = replace(lost.exception, frames=(Frame(C10D, 3252, "all_reduce"), at(45), at(100, "<module>")))
+    read = lambda path: PATIENCE if path == SCRIPT else None  # noqa: E731
+    verdict = diagnose(job(replace(lost, exception=error), aborted, outcome="crash"), read)
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == (cause, named), verdict.summary
+    assert ("Rank 1 has left the loop at line 41" in verdict.summary) == (line == 46)
+    if line == 46:
+        assert verdict.suggestions[0].startswith("If that `break` is why")
 
 
 @pytest.mark.parametrize(

@@ -151,3 +151,80 @@ def test_ranks_that_a_condition_on_the_rank_lets_through_are_named_without_a_pat
     verdict = verdict_of_odd({1, 4, 6}, source="if due and rank in those:\n    gather()\n")
     assert ([one.rank for one in verdict.culprits], verdict.confidence) == ([1, 4, 6], "low")
     assert not verdict_of_odd({1, 4, 6}, source="if random() < 0.1:\n    gather()\n").culprits
+
+
+# --- beside the course of the program ---------------------------------------------------------------------------------
+
+HANDLERS = (
+    "import signal\n"
+    "def on_preempt(number, frame):\n"
+    "    dist.barrier()\n"  # 3
+    "class Saver:\n"
+    "    def __del__(self):\n"
+    "        dist.barrier()\n"  # 6
+    "def save():\n"
+    "    dist.barrier()\n"  # 8
+    "signal.signal(signal.SIGUSR1, on_preempt)\n"
+    "for step in range(9):\n"
+    "    if rank == 1:\n"
+    "        work()\n"  # 12
+    "    dist.all_reduce(loss)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "function", "what"),
+    [(3, "on_preempt", "a signal handler"), (6, "Saver.__del__", "a finalizer"), (8, "save", "")],
+)
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_a_call_that_no_line_of_the_program_makes(line: int, function: str, what: str, world: int) -> None:
+    """A condition around the line at which it came between keeps nobody from it."""
+    others = [
+        rank(n, (*in_c10d("all_reduce", 13)[:2], at(13, "<module>")), flight=record(*past(3), entry("all_reduce", 4)))
+        for n in range(world)
+        if n != 1
+    ]
+    frames = (*in_c10d("barrier", line)[:2], at(line, function), at(12, "<module>"))
+    odd = rank(1, frames, flight=record(*past(3), entry("barrier", 4)))
+    verdict = diagnose(job(odd, *others), lambda path: HANDLERS if path == SCRIPT else None)
+    assert verdict.cause == "collective-mismatch" and 1 in [one.rank for one in verdict.culprits]
+    if what:
+        assert [one.rank for one in verdict.culprits] == [1]
+        assert f"Rank 1 does so in {what}, {function.rpartition('.')[2]}." in verdict.summary
+        assert "never reach" not in verdict.summary and verdict.suggestions[0].startswith("Call no collective there")
+    else:
+        assert "because of `if rank == 1" in verdict.summary
+
+
+@pytest.mark.parametrize(
+    ("odd", "world", "exception", "decides"),
+    [({1}, 2, "KeyError", True), ({1}, 3, "KeyError", True), ({0, 1, 2}, 4, "KeyError", False),
+     ({1}, 2, "StopIteration", False)],
+)  # fmt: skip
+def test_who_handles_an_exception_is_beside_the_others(
+    odd: set[int], world: int, exception: str, decides: bool
+) -> None:
+    """Unless most do: then it is how their loop ends, as by ``StopIteration``."""
+    verdict = verdict_of_odd(odd, world, handling=exception)
+    told = "unsure" if verdict.doubts else "sure"
+    if decides:
+        assert ([one.rank for one in verdict.culprits], told) == ([*odd], "sure")
+        assert verdict.suggestions[0].startswith("Fix that exception first")
+    else:
+        assert [one.rank for one in verdict.culprits] != [*odd] or told == "unsure"
+
+
+def test_a_condition_that_may_have_let_peers_pass_before_is_not_what_to_change() -> None:
+    """It asks for the rank and for more, and the peers have made such a call."""
+    source = "if rank == 0 or log_all:\n    gather()\n" + "more()\n" * 9
+    calls = {n: [*past(2), entry("all_gather", 3, done=True)] for n in range(4)}
+    ranks = [
+        rank(n, in_c10d("all_gather" if n == 0 else "all_reduce", 41 if n == 0 else 50),
+             flight=record(*calls[n], entry("all_gather" if n == 0 else "all_reduce", 4)))
+        for n in range(4)
+    ]  # fmt: skip
+    read = lambda path: "\n" * 39 + source if path == SCRIPT else None  # noqa: E731
+    assert not any("gate the side effect" in text for text in diagnose(job(*ranks), read).suggestions)
+    before = [structs.replace(one, flight_record=record(*past(3), entry("all_gather" if n == 0 else "all_reduce", 4)))
+              for n, one in enumerate(ranks)]  # fmt: skip
+    assert any("gate the side effect" in text for text in diagnose(job(*before), read).suggestions)

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 from evidence import at, entry, in_c10d, job, rank, record
 
-from safelaunch.model import CaughtException, Collective, Evidence, RankEvidence, Verdict
+from safelaunch.model import CaughtException, Collective, Evidence, Progress, RankEvidence, Verdict
 from safelaunch.verdict.diagnose import diagnose
+from safelaunch.verdict.doubts import Doubt
 
 SECOND = 1_000_000_000
 
@@ -114,3 +115,53 @@ def test_what_its_peers_printed_as_well_explains_nothing() -> None:
     line = "skipping batch: CUDA out of memory"
     assert skipping(line, peers=["skipping batch: CUDA out of memory on another GPU"]).cause == "uneven-batches"
     assert skipping("something else").cause == "uneven-batches"
+
+
+# --- past a loop: fewer batches, or the same and fewer calls ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("            pass\n", ""),
+        ("            if bad(batch):\n                continue\n", "`continue` at line 50"),
+        ("            if len(batch) > 9:\n                break\n", ""),
+        ("            with model.no_sync():\n                model(batch)\n", "`no_sync()` at line 49"),
+    ],
+)
+@pytest.mark.parametrize("more_steps", [0, 1])
+def test_who_is_past_the_loop_may_have_skipped_calls_instead(body: str, why: str, more_steps: int) -> None:
+    source = "\n" * 45 + (
+        "def train():\n"  # 46
+        "    for batch in loader:\n"
+        "        if True:\n"
+        f"{body}"
+        "        all_reduce(step)\n"
+        "    barrier()\n"
+    )
+    last = source.count("\n")
+    ranks = [waits(n, [("all_reduce", last - 1)] * 10) for n in range(2)]
+    ranks[1] = waits(1, [*[("all_reduce", last - 1)] * 9, ("barrier", last)])
+    steps = {0: 9, 1: 9 + more_steps}
+    ranks = [
+        msgspec.structs.replace(one, progress=Progress(n, n, 2, 0, 1000 + n, n, "torch", steps[n]))
+        for n, one in enumerate(ranks)
+    ]
+    verdict = diagnose(job(*ranks), lambda path: source)
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("uneven-batches", [1])
+    reasons = [*([why] if why else []), *(["1 more step, with as many calls"] if more_steps else [])]
+    assert all(reason in verdict.summary for reason in reasons), verdict.summary
+    assert ("after a round without these calls" in verdict.summary) == bool(reasons)
+    assert (Doubt.MAY_SKIP_CALLS.why in verdict.doubts) == bool(reasons)
+    assert ("under the `if` of line 49" in verdict.summary) == ("break" in body)
+    assert verdict.suggestions[0].startswith("If that `break`" if "break" in body else "Look" if reasons else "Give")
+
+
+def test_more_steps_with_as_many_calls_are_told() -> None:
+    ranks = [waits(n, [STEP] * 10) for n in range(4)]
+    ranks[1] = waits(1, [*[STEP] * 9, ("all_gather", 60)])
+    ranks = [
+        msgspec.structs.replace(one, progress=Progress(n, n, 4, 0, 1000 + n, n, "torch", 20 if n == 1 else 9))
+        for n, one in enumerate(ranks)
+    ]
+    assert "rank 1 has made 11 more steps with as many calls" in diagnose(job(*ranks)).summary

@@ -17,7 +17,7 @@ from typing import Any
 
 from safelaunch.model import Frame
 from safelaunch.verdict.reading.frames import basename
-from safelaunch.verdict.reading.source import ReadSource, names_in, scope_of, tree_of
+from safelaunch.verdict.reading.source import ReadSource, names_in, runs_aside, scope_of, tree_of
 
 # The words of torch, accelerate, transformers, Lightning and DeepSpeed for "which process am I".
 _OF_THE_RANK = re.compile(
@@ -83,7 +83,8 @@ class _UnknownError(Exception):
 def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, ...]:
     """The guards of all lines of ``stack`` (the user's frames, innermost first), the innermost guard first.
 
-    Where both branches of an ``if`` call the function that the stack goes into, nobody is kept from it.
+    Where both branches of an ``if`` call the function that the stack goes into, nobody is kept from it. What lies
+    outside of a signal handler has not called it.
     """
     found = []
     for frame, into in zip(stack, (None, *stack), strict=False):
@@ -92,6 +93,8 @@ def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, .
             called = _called_at(frame, read_source) if into is None else into.function.rpartition(".")[2]
             guards = [replace(one, test=None) if called and called in one.beside else one for one in guards]
         found += guards
+        if runs_aside(frame, read_source):
+            break
     return tuple(found)
 
 

@@ -1,4 +1,4 @@
-"""A line of output and the statement that printed it, where the code goes on elsewhere behind it. Pure.
+"""The ways in which code leaves out what stands below, and what it prints as it does. Pure.
 
 ``print("loss is nan, skipping batch"); continue`` tells why a rank did not come to what stands below in the loop.
 """
@@ -19,7 +19,7 @@ _LEAST = 6  # letters of a text that tells one statement from others
 
 @dataclass(frozen=True)
 class Left:
-    """A statement at ``frame`` that prints a text with these ``parts``, and behind which the code goes on elsewhere.
+    """A statement at ``frame`` behind which the code goes on elsewhere; it prints a text with these ``parts``, if any.
 
     ``goes``: how (``continue``, ``return``). ``after``: the ``except`` or ``if`` around it. ``skips``: the lines that
     it leaves out.
@@ -42,11 +42,11 @@ class Left:
             if at < 0:
                 return False
             at += len(part)
-        return True
+        return bool(self.parts)
 
     def is_in(self, text: str) -> bool:
         """Whether a line of ``text`` is one that it printed."""
-        return self.parts[0] in text and any(self.has_printed(line) for line in text.splitlines())
+        return all(part in text for part in self.parts) and any(map(self.has_printed, text.splitlines()))
 
     def leaves_out(self, frame: Frame) -> bool:
         return frame.file == self.frame.file and any(frame.line in lines for lines in self.skips)
@@ -61,6 +61,19 @@ def left_by(frames: Iterable[Frame], read_source: ReadSource) -> Iterator[Left]:
         if isinstance(scope, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)) and scope not in seen:
             seen.add(scope)
             yield from _in_block(scope.body, _Around(frame, getattr(scope, "end_lineno", None) or 1 << 30))
+
+
+def ways_around(frames: Sequence[Frame], read_source: ReadSource) -> list[str]:
+    """How a round of the loop around the last of ``frames`` (innermost first) may end, or compute its gradients alone,
+    without the call that these led to; in words. Ways out of the loop are none.
+    """
+    lefts = [left for left in left_by(frames, read_source) if any(map(left.leaves_out, frames))]
+    last = {left.skips: left for left in lefts if left.goes in ("continue", "behind the `try`")}
+    found = [f"`{one.goes if one.goes == 'continue' else one.after}` at line {one.frame.line}" for one in last.values()]
+    tree = tree_of(read_source(frames[-1].file) or "") if frames else None
+    calls = (node for node in ast.walk(scope_of(tree, frames[-1].line)) if isinstance(node, ast.Call)) if tree else ()
+    unsynced = (node.lineno for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr == "no_sync")
+    return found + [f"`no_sync()` at line {line}" for line in sorted(unsynced)[:1]]
 
 
 @dataclass(frozen=True)
@@ -91,7 +104,8 @@ def _in_block(block: Sequence[ast.stmt], around: _Around) -> Iterator[Left]:
             yield from _in_block(handler.body, _handling(statement, handler, around))
     goes = _way_out(block[-1], around) if block else ""
     for statement in block if goes else ():
-        if parts := _prints(statement):
+        parts = _prints(statement)
+        if parts or statement is block[-1]:
             frame = Frame(around.frame.file, statement.lineno, around.frame.function)
             yield Left(frame, parts, goes, around.after, tuple(_skipped(block[-1], around)))
 

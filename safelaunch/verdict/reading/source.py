@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from safelaunch.model import Frame
@@ -25,6 +25,23 @@ def tree_of(text: str) -> ast.Module | None:
 def _tree_in(path: str, read_source: ReadSource) -> ast.Module | None:
     text = read_source(path)
     return tree_of(text) if text else None
+
+
+def runs_aside(frame: Frame, read_source: ReadSource) -> str:
+    """What Python calls the function of ``frame`` as, whatever line it is at then; empty where a line calls it."""
+    name = short(frame.function)
+    if name == "__del__":
+        return "a finalizer"
+    return "a signal handler" if name in _signal_handlers(read_source(frame.file) or "") else ""
+
+
+@lru_cache(256)
+def _signal_handlers(text: str) -> frozenset[str]:
+    """The names of the functions that are given to ``signal.signal``."""
+    tree = tree_of(text) if "signal" in text else None
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call)) if tree is not None else ()
+    given = (one.args[1] for one in calls if len(one.args) == 2 and "signal" in names_in(one.func))
+    return frozenset(name for one in given for name in list(names_in(one))[:1])
 
 
 def calls_method(frame: Frame, name: str, read_source: ReadSource) -> bool:
@@ -211,7 +228,7 @@ def _takings(scope: ast.AST) -> Iterator[tuple[tuple[int, int], str]]:
 
 def _blocks(scope: ast.AST) -> Iterator[list[ast.stmt]]:
     for node in ast.walk(scope):
-        for block in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
+        for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
             if isinstance(block, list):
                 yield block
 
@@ -233,11 +250,14 @@ def _released_in(statement: ast.stmt) -> set[str]:
 @dataclass(frozen=True)
 class Loop:
     """``line``: where it begins. ``enclosed``: in another loop, of its function or of a caller, that goes on behind it:
-    a rank that is past it may be a round behind, as well as ahead.
+    a rank that is past it may be a round behind, as well as ahead. ``inside``: the frame that is in it. ``breaks``:
+    where a condition ends it early.
     """
 
     line: int
     enclosed: bool
+    breaks: int = field(default=0, compare=False)
+    inside: Frame | None = field(default=None, compare=False)
 
 
 def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> Loop | None:
@@ -255,8 +275,10 @@ def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: Read
         if one.line != other.line:
             tree = _tree_in(one.file, read_source)
             found = _loop_between(tree, other.line, one.line) if tree is not None else None
-            again = found is not None and any(_in_loop(caller, read_source) for caller in callers)
-            return replace(found, enclosed=True) if found is not None and again else found
+            if found is None:
+                return None
+            again = any(_in_loop(caller, read_source) for caller in callers)
+            return replace(found, enclosed=found.enclosed or again, inside=other)
         callers.append(one)
     return None
 
@@ -267,7 +289,17 @@ def _loop_between(tree: ast.Module, inside: int, after: int) -> Loop | None:
         return None
     around = _loops_around(scope, inside)
     left = [line for line, end in around if end < after]
-    return Loop(min(left), enclosed=len(left) < len(around)) if left else None
+    if not left:
+        return None
+    return Loop(min(left), enclosed=len(left) < len(around), breaks=_broken_at(scope, min(left)))
+
+
+def _broken_at(scope: ast.AST, begin: int) -> int:
+    """The line of the first ``if`` with a ``break`` in the loop that begins there; 0 for none."""
+    loops = (one for one in ast.walk(scope) if isinstance(one, (ast.For, ast.While, ast.AsyncFor)))
+    loop = next(one for one in loops if one.lineno == begin)
+    ifs = (one for one in ast.walk(loop) if isinstance(one, ast.If))
+    return min((one.lineno for one in ifs if any(isinstance(last, ast.Break) for last in one.body)), default=0)
 
 
 def _in_loop(frame: Frame, read_source: ReadSource) -> bool:
