@@ -205,7 +205,7 @@ SYNC_BATCHNORM = _sub_case(
     when=lambda case: case.alone_in("sync-batchnorm"),
 )
 STATE_DICT = _sub_case(
-    "Create the state dict on all ranks, and write the file on one: a full state dict is gathered from all of them "
+    "Create the state dict, or call `full_tensor()`, on all ranks, and write the file on one: they gather from all "
     "(`get_model_state_dict()` with `full_state_dict=True, cpu_offload=True` keeps it on rank 0 only).",
     when=lambda case: case.alone_in("state-dict"),
 )
@@ -496,8 +496,11 @@ class UnevenBatches(Cause, name="uneven-batches"):
         _DRAWN_BATCHES,
         BROKEN_OFF,
         LEFT_OUT,
-        "Give every rank the same number of batches: `DistributedSampler` with `drop_last=True`, or agree on a "
-        "number of steps with an `all_reduce` (MIN) before the loop.",
+        Advice(
+            "Give every rank the same number of batches: `DistributedSampler` with `drop_last=True`, or agree on a "
+            "number of steps with an `all_reduce` (MIN) before the loop.",
+            unless=(EXIT_CALLED,),
+        ),
         Advice(
             "Or wrap the loop in `with model.join():`, where ranks that have run out of batches answer DDP's"
             " collectives; other collectives in the loop still wait for them.",
@@ -516,8 +519,8 @@ class GroupOrder(Cause, name="group-order"):
     advice = _advice(
         GUARDED,
         LEFT_OUT,
-        ALONE_IN_GROUPS,
         "Use the groups in the same order on all ranks, or overlap them with `async_op=True` and wait afterwards.",
+        ALONE_IN_GROUPS,
         Advice(
             "A rank that skips its call in one group, or makes it in the wrong group, also waits in the other like"
             " this: look at the `group=` of that call, and for a branch around it.",

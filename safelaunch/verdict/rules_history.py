@@ -378,8 +378,8 @@ def group_order(case: Case) -> Ruling:
         known_of_all = known_of_all and known
         of = f" of {ranks_word(members)}" if known else ""
         words.append(f"{ranks_do(one.ranks, 'waits', 'wait')} in group {one.wait.group!r}{of} ({one.wait.words})")
-    more = f", and so in {len(words) - 3} more" if len(words) > 3 else ""
-    text = " while ".join(words[:3]) + more
+    more = f"; and so on in {len(words) - 3} more" if len(words) > 3 else ""
+    text = (" while " if len(words) == 2 else "; ").join(words[:3]) + more
     changed = [
         rank
         for rank, call in _calls_waited_in(case).items()
