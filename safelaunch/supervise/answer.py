@@ -123,7 +123,7 @@ def what_was_not_seen(look: Look, looks: Looks) -> str:
 
 def _lacks(number: int, rank: RankLook | None) -> Iterator[str]:
     if rank is None or rank.main is None or rank.main.state is None:
-        yield f"rank {number} was not seen"
+        yield f"rank {number} was not seen, or has ended"
         return
     if rank.main.state.state in "ZX":
         return

@@ -249,7 +249,8 @@ def _at_the_other_end(facts: Facts, one: RankFacts, own: Condition) -> Condition
     pid, owner = next(iter(owners.items()))
     if owner is None:
         who = ", ".join(f"{end.pid} ({end.name})" if end.name else f"{end.pid}" for end in own.ends[:3])
-        words = f"the other end is process {who}, not one of this job's ranks"
+        are, none = ("is process", "not one") if len(own.ends) == 1 else ("is open in processes", "none")
+        words = f"the other end {are} {who}, {none} of this job's ranks"
         return replace(own, reason=f"{own.reason}; {words}", claims=(*own.claims, Claim(words, f"{folder}/proc.json")))
     main = facts.ranks[owner].evidence.pid  # the children that it has forked have inherited it
     words = f"the other end is rank {owner}'s"

@@ -131,7 +131,7 @@ def unseen_peers(case: Case) -> Ruling:
 
 
 def sends_and_receives(case: Case) -> Ruling:
-    """Sends and receives wait for each other, and no other rank is left to answer.
+    """Sends and receives wait for each other, and no other rank is on its way to answer.
 
     gloo records no peer of a send or receive, so the circle is then inferred: nobody else is left to come. Unless
     somebody who waits in a collective has left out his part of the exchange: without peers, nothing tells.
@@ -140,7 +140,7 @@ def sends_and_receives(case: Case) -> Ruling:
     if not ranks:
         return ""
     known = all(_names_its_peer(case, one) for one in case.waits.circle)
-    text = f"{capital(waits_words(case, ranks))}: each waits for another, and no rank is left to answer."
+    text = f"{capital(waits_words(case, ranks))}: each waits for another."
     others = waits_words(case, [rank for rank in case.waits.in_circle if rank not in ranks])
     if others and not known:
         text += f" Or one of them waits for a peer that has gone on without it: {others}."
@@ -398,7 +398,7 @@ def _in_a_circle(case: Case, kind: Kind, waiting: Mapping[int, Holder], all_wait
         culprits.append(waiting_culprit(case.ranks[rank], reason, by.site if kind == "key" else None))
     doubts = those({Doubt.MAY_BE_OWED: not locked}) + _doubts(case, () if makes else own.values())
     text = summary_of(own, case, holders)
-    text += f" {capital(by.words)}." if by.words else " None of them can go on."
+    text += f" {capital(by.words)}." if by.words else ""
     named, first = {one.rank for one in culprits}, next(iter(own.values()))
     return Finding(
         "lock-deadlock" if locked else first.cause,

@@ -152,7 +152,7 @@ def test_what_a_main_thread_waits_for_is_never_background() -> None:
 
 STOPPED = process(1000, in_user(7), state="t")
 UNSEEN: dict[str, tuple[RankLook, str]] = {
-    "no look": (RankLook(0, None), "rank 0 was not seen"),
+    "no look": (RankLook(0, None), "rank 0 was not seen, or has ended"),
     "no stack": (RankLook(0, process(1000)), "no stack of rank 0 (no answer)"),
     "a child without a state": (
         RankLook(0, process(1000, in_user(7)), (ProcessLook(2000, None, Result(None, "", 0.0)),)),

@@ -177,3 +177,16 @@ def test_a_queue_that_nobody_fills_asks_for_who_should() -> None:
     verdict = parent(process(RANK, takes, "futex"))
     assert named(verdict) == ("lock-deadlock", 1, 7, "main")
     assert "should fill this queue" in verdict.suggestions[0]
+
+
+@pytest.mark.parametrize(("fd", "name"), [(1, "standard output, "), (2, "standard error, "), (7, "")])
+def test_a_pipe_that_is_standard_output_is_called_so(fd: int, name: str) -> None:
+    one = process(RANK, in_user(7), "pipe")
+    states = tuple(
+        structs.replace(s, threads=tuple(structs.replace(t, fd=fd, syscall_name="write") for t in s.threads))
+        for s in one.states
+    )
+    verdict = parent(beside(structs.replace(one, states=states), 8, 9))
+    target = one.states[-1].threads[0].fd_target
+    assert f"(write on {name}{target})" in verdict.summary
+    assert "is open in processes 8 (name8), 9 (name9), none of this job's ranks" in verdict.summary

@@ -27,6 +27,7 @@ def key_of(line: str, **values: str) -> StoreKey | None:
         ("_get_default_store().get('epoch/' + str(step))", "'epoch/' + str(step)", ""),
         ("store.get('epoch/' + name)", "'epoch/' + name", "epoch/run/7"),
         ("store.get(other)", "other", ""),
+        ("st = dist.TCPStore(host, 1); st.wait(['go'])", "'go'", "go"),
     ],
 )
 def test_the_key_of_a_store(line: str, text: str, value: str) -> None:
@@ -36,7 +37,9 @@ def test_the_key_of_a_store(line: str, text: str, value: str) -> None:
     assert unknown is not None and unknown.text == text
 
 
-@pytest.mark.parametrize("line", ["self.cache.get('ready')", "store.set('ready', '1')", "store.get()", "broken("])
+@pytest.mark.parametrize(
+    "line", ["self.cache.get('ready')", "store.set('ready', '1')", "store.get()", "broken(", "q = Queue(); q.get(9)"]
+)
 def test_what_waits_for_no_key(line: str) -> None:
     assert key_of(line) is None
 

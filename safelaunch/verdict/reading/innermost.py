@@ -8,7 +8,7 @@ says which key it waits for, and the file which lines set it.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -196,20 +196,28 @@ def _key_in_source(text: str, file: str, line: int) -> tuple[ast.expr, tuple[Fra
     tree = tree_of(text)
     calls = [one for one in ast.walk(tree) if isinstance(one, ast.Call)] if tree is not None else []
     here = (one for one in calls if one.lineno <= line <= (one.end_lineno or one.lineno))
-    key = next((key for one in here for key in _keys(one, _WAITS)), None)
+    bound = (one for one in ast.walk(tree) if isinstance(one, ast.Assign)) if tree is not None else ()
+    stores = {
+        target.id for one in bound if _is_store(one.value) for target in one.targets if isinstance(target, ast.Name)
+    }
+    key = next((key for one in here for key in _keys(one, _WAITS, stores)), None)
     if key is None:
         return None
     shape = _shape(key)
-    set_at = (one.lineno for one in calls if any(_shape(other) == shape for other in _keys(one, _SETS)))
+    set_at = (one.lineno for one in calls if any(_shape(other) == shape for other in _keys(one, _SETS, stores)))
     return key, tuple(Frame(file, at, "") for at in sorted(set_at))
 
 
-def _keys(call: ast.Call, functions: frozenset[str]) -> Iterator[ast.expr]:
-    """The first argument of such a call of a store; of a list of one key, that."""
+def _is_store(value: ast.expr) -> bool:
+    return any("store" in name.lower() for name in names_in(value))
+
+
+def _keys(call: ast.Call, functions: frozenset[str], stores: Set[str]) -> Iterator[ast.expr]:
+    """The first argument of such a call of a store, be it by one of these names; of a list of one key, that."""
     function = call.func
     if not (isinstance(function, ast.Attribute) and function.attr in functions and call.args):
         return
-    if any("store" in name.lower() for name in names_in(function.value)):
+    if _is_store(function.value) or stores.intersection(names_in(function.value)):
         key = call.args[0]
         yield key.elts[0] if isinstance(key, (ast.List, ast.Tuple)) and len(key.elts) == 1 else key
 

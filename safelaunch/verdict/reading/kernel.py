@@ -221,5 +221,9 @@ def wait_words(wait: KernelWait) -> str:
     """The wait, to stand in brackets behind a sentence: ``read on pipe:[7]``, ``97% of a core``."""
     if wait.kind == "running":
         return "" if wait.cpu_share is None else f"{wait.cpu_share:.0%} of a core"
-    target = f" on {wait.target}" if wait.target else ""
+    of_its_own = _STANDARD.get(wait.fd, "") if wait.fd is not None and wait.target else ""
+    target = f" on {of_its_own}{wait.target}" if wait.target else ""
     return f"{wait.call}{target}" if wait.call else ""
+
+
+_STANDARD = {0: "standard input, ", 1: "standard output, ", 2: "standard error, "}
