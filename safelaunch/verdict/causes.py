@@ -519,8 +519,8 @@ class GroupOrder(Cause, name="group-order"):
     advice = _advice(
         GUARDED,
         LEFT_OUT,
-        "Use the groups in the same order on all ranks, or overlap them with `async_op=True` and wait afterwards.",
         ALONE_IN_GROUPS,
+        "Use the groups in the same order on all ranks, or overlap them with `async_op=True` and wait afterwards.",
         Advice(
             "A rank that skips its call in one group, or makes it in the wrong group, also waits in the other like"
             " this: look at the `group=` of that call, and for a branch around it.",

@@ -47,7 +47,7 @@ class Doubt(Enum):
     BRIEFLY_SILENT = "state", 1, "The node had been silent for only a few seconds."
 
     STACKS_ALONE = "calls", 1, "Without sequence numbers, only stacks show what the ranks wait in."
-    LINES_ALONE = "calls", 2, "The ranks wait in the same operation, on lines that may match."
+    LINES_ALONE = "calls", 2, "Only stacks show the calls, and those of two lines may match."
     SUMS_ALONE = "calls", 1, "For all_to_all, only the sums over all ranks can be compared."
     NO_AGREEMENT_SINCE = "calls", 1, "The histories have not matched again since they diverged."
     NO_FRAMES = "calls", 1, "The records do not show which lines made the calls."

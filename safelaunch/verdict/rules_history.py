@@ -390,6 +390,7 @@ def group_order(case: Case) -> Ruling:
         of_several = [r for r in ranks if sum(r in case.alignment.members(g)[0] for g in groups) > 1]
         ranks = of_several or ranks
     ranks = fewer or ranks
+    alone, lines = all(len(one.ranks) == 1 for one in case.waits.circle), {one.wait.frame for one in case.waits.circle}
     who, order = (ranks_word(changed), "another order than before") if changed else ("they", "different orders")
     doubts = {
         Doubt.HABIT_ALONE: bool(changed),
@@ -407,5 +408,5 @@ def group_order(case: Case) -> Ruling:
         f"{capital(text)}: {who} entered the groups in {order}.",
         waiting_culprits(case, ranks),
         wait_claims(case, case.waits.in_circle if fewer else ranks, limit=10),
-        advice=frozenset({ALONE_IN_GROUPS}) if all(len(one.ranks) == 1 for one in case.waits.circle) else frozenset(),
+        advice=frozenset({ALONE_IN_GROUPS}) if alone and len(lines) > 1 else frozenset(),
     )

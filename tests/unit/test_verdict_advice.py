@@ -77,7 +77,7 @@ def test_a_barrier_on_one_rank_while_others_are_in_ddps_forward_pass() -> None:
 def test_a_full_state_dict_on_one_rank(world: int) -> None:
     ranks = [stuck(n, "all_reduce", in_backward(50)) for n in range(world)]
     ranks[0] = stuck(0, "all_gather_into_tensor", in_full_state_dict(20))
-    assert "state dict on all ranks" in suggestions(job(*ranks))[0]
+    assert "Create the state dict, or call `full_tensor()`, on all ranks" in suggestions(job(*ranks))[0]
 
 
 def test_a_rank_that_left_a_call_out_is_not_told_to_gate_a_side_effect() -> None:
