@@ -86,19 +86,22 @@ def says_why(facts: Facts, rank: int) -> bool:
 
 def is_aside(facts: Facts, rank: int) -> bool:
     """Whether the rank is where it is beside the course of its program: as it handles an exception or a signal."""
-    one = facts.ranks[rank].evidence
-    found = _handles(one) or _is_interrupted(facts, one)
-    return found is not None and bool(found.advice)
+    handles = _handles(facts.ranks[rank].evidence)
+    return is_interrupted(facts, rank) or (handles is not None and bool(handles.advice))
+
+
+def is_interrupted(facts: Facts, rank: int) -> bool:
+    return _interrupted(facts, facts.ranks[rank].evidence) is not None
 
 
 def _words_of(facts: Facts, number: int) -> Annotation | None:
     rank = facts.ranks[number].evidence
     if rank.exception is not None or rank.exit is not None:
         return None
-    return _handles(rank) or _is_interrupted(facts, rank) or _lost_a_thread(facts, rank)
+    return _handles(rank) or _interrupted(facts, rank) or _lost_a_thread(facts, rank)
 
 
-def _is_interrupted(facts: Facts, rank: RankEvidence) -> Annotation | None:
+def _interrupted(facts: Facts, rank: RankEvidence) -> Annotation | None:
     """By what Python calls of its own accord: each rank at another moment, or one alone."""
     for frame in user_stack_of(rank):
         if what := runs_aside(frame, facts.read_source):

@@ -30,7 +30,7 @@ from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.failures import Fingerprint, fingerprints
 from safelaunch.verdict.reading.said import ways_around
 from safelaunch.verdict.reading.source import Loop, loop_left
-from safelaunch.verdict.remarks import is_aside
+from safelaunch.verdict.remarks import is_aside, is_interrupted
 from safelaunch.verdict.rules_history import of_role, shifted
 from safelaunch.verdict.waits import Case, same_op
 
@@ -246,8 +246,10 @@ def by_the_source(facts: Facts, meeting: Meeting) -> tuple[Meeting, LeftLoop | N
         meeting = left.judged(meeting)
     if guarded is not None and not meeting.majority:
         meeting = guarded
-    if aside:
-        meeting = replace(meeting, odd=aside, majority=True)
+    if aside:  # who handles an exception may have made the call that half of the ranks should have
+        open_still = 2 * len(aside) == len(meeting.calls) and not all(is_interrupted(facts, rank) for rank in aside)
+        doubts = (*meeting.doubts, Doubt.EITHER_SIDE) if open_still else meeting.doubts
+        meeting = replace(meeting, odd=aside, majority=True, doubts=doubts)
     elif left is None and guarded is None and len(meeting.odd) == 1 and len(meeting.calls) == 3:
         meeting = replace(meeting, doubts=(*meeting.doubts, Doubt.TWO_TO_ONE))
     return meeting, left

@@ -217,7 +217,7 @@ def _keys(call: ast.Call, functions: frozenset[str], stores: Set[str]) -> Iterat
     function = call.func
     if not (isinstance(function, ast.Attribute) and function.attr in functions and call.args):
         return
-    if _is_store(function.value) or stores.intersection(names_in(function.value)):
+    if _is_store(function.value) or not stores.isdisjoint(names_in(function.value)):
         key = call.args[0]
         yield key.elts[0] if isinstance(key, (ast.List, ast.Tuple)) and len(key.elts) == 1 else key
 
