@@ -198,7 +198,8 @@ def test_a_call_that_no_line_of_the_program_makes(line: int, function: str, what
 
 @pytest.mark.parametrize(
     ("odd", "world", "exception", "decides"),
-    [({1}, 2, "KeyError", True), ({1}, 3, "KeyError", True), ({1}, 4, "KeyError", True), ({0, 1, 2}, 4, "KeyError", False),
+    [({1}, 2, "KeyError", True), ({1}, 3, "KeyError", True), ({1}, 4, "KeyError", True),
+     ({0, 1, 2}, 4, "KeyError", False),
      ({1}, 2, "StopIteration", False)],
 )  # fmt: skip
 def test_who_handles_an_exception_is_beside_the_others(
