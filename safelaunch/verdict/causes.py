@@ -303,6 +303,9 @@ _LOCK_ORDER = _sub_case(
 SIGNAL = _sub_case(
     "Look for the thread that should fill this queue, or set this event, and why it ended: it must do so on every path."
 )
+TIMED = _sub_case(
+    "This wait has a time limit: if it is intentional, mark it (`safelaunch.pause()`), else make the limit shorter."
+)
 POLLS = _sub_case("Limit the polling loop, or have the rank that creates what it polls for broadcast that.")
 ATTEMPTS = _sub_case("Bound the number of attempts, and raise the last exception when they are used up.")
 LOCK_FILE = _sub_case(
@@ -673,9 +676,13 @@ class LockDeadlock(Cause, name="lock-deadlock"):
         OWN_LOCK,
         FORKED_LOCK,
         SIGNAL,
+        TIMED,
         _LOCK_ORDER,
-        "Add a timeout to `lock.acquire()`, `queue.get()`, `event.wait()` and `future.result()`, so that it raises "
-        "where it waits.",
+        Advice(
+            "Add a timeout to `lock.acquire()`, `queue.get()`, `event.wait()` and `future.result()`, so that it raises "
+            "where it waits.",
+            unless=(TIMED,),
+        ),
     )
     own = True
     of_node = "perhaps"

@@ -21,6 +21,7 @@ from safelaunch.verdict.causes import (
     POOL,
     SIGNAL,
     STORE_KEY,
+    TIMED,
     Advice,
 )
 from safelaunch.verdict.doubts import Doubt
@@ -285,6 +286,7 @@ def _lock(view: View) -> Condition | None:
     taken = view.takes if lock.on == "lock" else None
     named = f" (`{taken.name}`)" if taken is not None else ""
     text = f"waits for {lock.what}{named} at {view.place}"
+    text += f" ({wait.left_s:.0f} s more at most)" if wait.left_s is not None else ""
     if taken is not None and taken.held_at and view.user_frame is not None:
         text += f", which it has taken itself at {fr.basename(view.user_frame.file)}:{taken.held_at}"
         lock = replace(lock, own=True)
@@ -296,6 +298,7 @@ def _lock(view: View) -> Condition | None:
     if lock.what == "Future.result" and calls.RUNS_LOOP.on(view.stack.frames):
         text += ", on the thread of an event loop, which is blocked too"
         advice = frozenset({OWN_LOOP})
+    advice = frozenset({TIMED}) if wait.left_s is not None else advice
     at_own_line = all(frame.file.endswith("/threading.py") for frame in inner)  # a library's may be held for a while
     for_good = not doubts and lock.on == "lock" and at_own_line and wait.left_s is None
     return Condition("lock-deadlock", text, doubts=doubts, lock=lock, advice=advice, for_good=for_good)

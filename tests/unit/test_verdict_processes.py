@@ -190,3 +190,14 @@ def test_a_pipe_that_is_standard_output_is_called_so(fd: int, name: str) -> None
     target = one.states[-1].threads[0].fd_target
     assert f"(write on {name}{target})" in verdict.summary
     assert "is open in processes 8 (name8), 9 (name9), none of this job's ranks" in verdict.summary
+
+
+def test_a_lock_that_is_waited_for_with_a_time_limit_says_how_long() -> None:
+    one = process(RANK, (Frame(f"{STDLIB}/threading.py", 1, "_RLock.acquire"), *in_user(7)), "futex")
+    ends = [state.at_s + 38.0 for state in one.states]
+    states = tuple(
+        structs.replace(s, threads=tuple(structs.replace(t, ends_s=max(ends)) for t in s.threads)) for s in one.states
+    )
+    verdict = parent(structs.replace(one, states=states))
+    assert "waits for a lock or semaphore at train.py:7 (train) (38 s more at most)" in verdict.summary
+    assert verdict.suggestions[0].startswith("This wait has a time limit") and len(verdict.suggestions) == 1
