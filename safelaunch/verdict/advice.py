@@ -51,6 +51,12 @@ class Scene:
         own = [self.facts.ranks[rank].condition for rank in self.named]
         return bool(own) and not any(one is None or Doubt.STATE_UNKNOWN in one.doubts for one in own)
 
+    @property
+    def holds_a_lock(self) -> bool:
+        """A rank at fault waits in a thread that has a lock for which another thread of it waits."""
+        waits = (self.facts.ranks[rank].wait for rank in self.named)
+        return any(wait is not None and wait.holds_lock for wait in waits)
+
     @cached_property
     def transfers(self) -> list[str]:
         """The sends and receives that ranks at fault wait in."""

@@ -168,7 +168,10 @@ STORE_NOT_REACHED = _sub_case(
 
 OWN_LOCK = _sub_case("Release the lock before taking it again, or make it an `RLock`: the thread waits for itself.")
 
-HELD = _sub_case("Don't block with a lock held: move the call in which its holder waits out of the `with` block.")
+HELD = _sub_case(
+    "Don't block with a lock held: move the call in which its holder waits out of the `with` block.",
+    when=lambda case: case.holds_a_lock,
+)
 
 _KERNEL_LOG = "the kernel log (`dmesg`; a bundle's `kernel_log.txt`)"
 _GROW = "Let segments grow, to reduce fragmentation:"
@@ -436,6 +439,7 @@ class CollectiveMismatch(Cause, name="collective-mismatch"):
         FSDP_FORWARD,
         SYNC_BATCHNORM,
         STATE_DICT,
+        HELD,
         HANDLES,
         ASIDE,
         GUARDED,
@@ -520,6 +524,7 @@ class GroupOrder(Cause, name="group-order"):
     """
 
     advice = _advice(
+        HELD,
         GUARDED,
         LEFT_OUT,
         ALONE_IN_GROUPS,

@@ -32,6 +32,7 @@ class PeerWait:
     ``kind``: init | collective | p2p | store. ``group`` and ``seq`` come from the Flight Recorder; None when only a
     stack tells. ``signature`` is what has to be equal among those that meet there. ``thread``: where the code of the
     background thread begins that is in it, and which the main thread waits for; None where it is the main thread.
+    ``holds_lock``: that is for a lock which the thread has.
     ``source``, ``target``: the ranks that the call itself names, and ``tag``; None where that was not seen.
     """
 
@@ -44,6 +45,7 @@ class PeerWait:
     words: str
     claims: tuple[Claim, ...] = ()
     thread: Place | None = None
+    holds_lock: bool = False
     source: int | None = None
     target: int | None = None
     tag: int | None = None
@@ -102,8 +104,13 @@ def through_a_thread(rank: RankEvidence, inside: Inside, alignment: Alignment) -
     if found is None:
         return None
     on_the_way = tuple(claim for edge in inside.path for claim in edge.claims)
-    place = begins_at(view.stack)
-    return replace(found, words=f"{found.words} in a thread of its own", claims=found.claims + on_the_way, thread=place)
+    words, lock = f"{found.words} in a thread of its own", inside.lock_held
+    if lock is not None:
+        held, waiter = lock
+        words += f", which has held since line {held.line} the lock for which {waiter.words} waits at {waiter.place}"
+    return replace(
+        found, words=words, claims=found.claims + on_the_way, thread=begins_at(view.stack), holds_lock=lock is not None
+    )
 
 
 def begins_at(stack: fr.Stack) -> Place | None:

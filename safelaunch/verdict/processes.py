@@ -34,6 +34,7 @@ from safelaunch.verdict.graph import Edge, Graph, Kind, Node
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.kernel import wait_words
+from safelaunch.verdict.reading.source import LockHeld
 
 _HELPERS = ("resource tracker", "forkserver")  # roles, as capture/proc.py tells them
 _CANNOT_RUN = ("stopped", "dead", "disk")
@@ -65,6 +66,14 @@ class Inside:
     @property
     def end(self) -> View:
         return self._views[self.path[-1].on[0]] if self.path else self.main
+
+    @property
+    def lock_held(self) -> tuple[LockHeld, View] | None:
+        """The lock that whoever is at the end has, by the source, and the thread that waits for it there."""
+        edge = self.path[-1] if self.path else None
+        waiter = self._views[edge.of] if edge is not None and edge.kind == "lock" else None
+        held = self.end.holds(waiter) if waiter is not None else None
+        return (held, waiter) if held is not None and waiter is not None else None
 
     @cached_property
     def circle(self) -> tuple[Edge, ...]:

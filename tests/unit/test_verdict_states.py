@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 from evidence import (
     MODULE,
+    SCRIPT,
     SITE,
     STDLIB,
     at,
     behind,
+    in_c10d,
     in_init,
     in_user,
     job,
     process,
     rank,
+    waiting,
     with_culprit,
 )
 from msgspec import structs
@@ -263,3 +266,13 @@ def test_a_thread_that_keeps_a_rank_from_its_end() -> None:
     assert verdict.suggestions[0].startswith("Make the thread a daemon")
     waited_for = diagnose(with_culprit(structs.replace(kept, flight_record=behind()), 3))
     assert waited_for.cause == "uneven-batches", "its peers wait for it in a collective"
+
+
+def test_a_thread_that_waits_for_peers_with_a_lock_held_which_its_main_thread_wants() -> None:
+    source = "def sync():\n    with L:\n        dist.all_reduce(x)\ndef train():\n    with L:\n        step()\n"
+    syncs = (*in_c10d("all_reduce", 3)[:2], at(3, "sync"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run"))
+    main = rank(1, (at(5, "train"), MODULE), "futex", threads=[("stats", syncs, "socket")])
+    verdict = diagnose(job(waiting(0, flight=None), main), lambda path: source if path == SCRIPT else None)
+    words = "which has held since line 2 the lock for which its main thread waits at train.py:5 (train)"
+    assert words in verdict.summary
+    assert verdict.suggestions[0].startswith("Don't block with a lock held")
