@@ -271,7 +271,7 @@ def test_a_thread_that_keeps_a_rank_from_its_end() -> None:
 def test_a_thread_that_waits_for_peers_with_a_lock_held_which_its_main_thread_wants() -> None:
     source = "def sync():\n    with L:\n        dist.all_reduce(x)\ndef train():\n    with L:\n        step()\n"
     syncs = (*in_c10d("all_reduce", 3)[:2], at(3, "sync"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run"))
-    main = rank(1, (at(5, "train"), MODULE), "futex", threads=[("stats", syncs, "socket")])
+    main = rank(1, (at(5, "train"), MODULE), "futex", threads=[("stats", syncs, "futex")])
     verdict = diagnose(job(waiting(0, flight=None), main), lambda path: source if path == SCRIPT else None)
     words = "which has held since line 2 the lock for which its main thread waits at train.py:5 (train)"
     assert words in verdict.summary
