@@ -502,6 +502,7 @@ class UnevenBatches(Cause, name="uneven-batches"):
         EXIT_CALLED,
         _DRAWN_BATCHES,
         BROKEN_OFF,
+        UNUSED_PARAMETERS,
         LEFT_OUT,
         Advice(
             "Give every rank the same number of batches: `DistributedSampler` with `drop_last=True`, or agree on a "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from safelaunch.model import Claim, Frame
-from safelaunch.verdict.causes import BROKEN_OFF, LEFT_OUT, SIZES_DIFFER, Advice
+from safelaunch.verdict.causes import BROKEN_OFF, LEFT_OUT, SIZES_DIFFER, UNUSED_PARAMETERS, Advice
 from safelaunch.verdict.collectives import Mismatch, describe, fits, mismatch_at, number_of, op_name, signature, vote
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.doubts import Doubt, those
@@ -310,6 +310,7 @@ def _advice(meeting: Meeting, left: LeftLoop | None) -> frozenset[Advice]:
         return frozenset({LEFT_OUT})
     at_one_line = len({(call.site.file, call.site.line) for call in meeting.calls.values() if call.site}) < 2
     skips = by_a_break(left) | ({LEFT_OUT} if left is not None and left.skips else set())
+    skips |= {UNUSED_PARAMETERS} if left is not None and left.skips and left.more_steps else set()
     return skips | {SIZES_DIFFER} if meeting.sizes_differ and at_one_line else skips
 
 
@@ -335,7 +336,7 @@ class LeftLoop:
     """``ahead`` are past a loop that ``behind`` are still in. ``round``: see :meth:`.Aligned.round_before`.
 
     ``of_a_step``: it goes round several times in each step, so it is none over batches. ``skips``: how a round of it
-    may go without these calls, in words.
+    may go without these calls, in words. ``more_steps``: that those ahead have made with as many calls.
     """
 
     ahead: tuple[int, ...]
@@ -344,6 +345,7 @@ class LeftLoop:
     round: Literal["whole", "short", ""]
     of_a_step: bool = False
     skips: str = ""
+    more_steps: int = 0
 
     @property
     def cause(self) -> str:
@@ -419,7 +421,8 @@ def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
             times = aligned.times_called(behind[0], number) if aligned is not None else 0
             often = times > _OFTEN * max(facts.ranks[behind[0]].step or times, 1)
             skips = _skips(facts, meeting, ahead, behind, loop) if not often else ""
-            return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made, often, skips)
+            more = _more_steps(facts, ahead, behind)
+            return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made, often, skips, more)
     return None
 
 
