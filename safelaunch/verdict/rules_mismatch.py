@@ -430,7 +430,7 @@ def _skips(facts: Facts, meeting: Meeting, ahead: Sequence[int], behind: Sequenc
     """By what a rank may have come to the end of the loop as others do, with fewer calls: the source, or more steps."""
     stack = meeting.calls[behind[0]].stack
     part = next((n for n, frame in enumerate(stack) if frame == loop.inside), len(stack) - 1)
-    found = ways_around(stack[: part + 1], facts.read_source)
+    found = ways_around(stack[: part + 1], loop.line, facts.read_source)
     more = _more_steps(facts, ahead, behind)
     found += [f"{more} more step{'s' * (more > 1)}, with as many calls"] if more > 0 else []
     return ", ".join(found[:2])

@@ -127,6 +127,7 @@ def test_what_its_peers_printed_as_well_explains_nothing() -> None:
         ("            if bad(batch):\n                continue\n", "`continue` at line 50"),
         ("            if len(batch) > 9:\n                break\n", ""),
         ("            with model.no_sync():\n                model(batch)\n", "`no_sync()` at line 49"),
+        ("            try:\n                model(batch)\n            except OSError:\n                pass\n", ""),
     ],
 )
 @pytest.mark.parametrize("more_steps", [0, 1])
@@ -166,3 +167,19 @@ def test_more_steps_with_as_many_calls_are_told() -> None:
         for n, one in enumerate(ranks)
     ]
     assert "rank 1 has made 11 more steps with as many calls" in diagnose(job(*ranks)).summary
+
+
+def test_an_exception_that_ends_the_loop_is_no_way_around_its_calls() -> None:
+    source = "\n" * 45 + (
+        "def train():\n"  # 46
+        "    try:\n"
+        "        for batch in loader:\n"  # 48
+        "            all_reduce(step)\n"
+        "    except KeyboardInterrupt:\n"
+        "        pass\n"
+        "    barrier()\n"  # 52
+    )
+    ranks = [waits(0, [("all_reduce", 49)] * 10), waits(1, [*[("all_reduce", 49)] * 9, ("barrier", 52)])]
+    verdict = diagnose(job(*ranks), lambda path: source)
+    assert (verdict.cause, verdict.confidence) == ("uneven-batches", "high")
+    assert "without these calls" not in verdict.summary

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from safelaunch.model import Frame
-from safelaunch.verdict.reading.source import ReadSource, scope_of, tree_of
+from safelaunch.verdict.reading.source import ReadSource, loops_around, scope_of, tree_of
 
 _FIELD = re.compile(r"%(?:\(\w+\))?[-+ #0-9.]*[a-zA-Z]|\{[^{}]*\}")
 _LEAST = 6  # letters of a text that tells one statement from others
@@ -63,15 +63,21 @@ def left_by(frames: Iterable[Frame], read_source: ReadSource) -> Iterator[Left]:
             yield from _in_block(scope.body, _Around(frame, getattr(scope, "end_lineno", None) or 1 << 30))
 
 
-def ways_around(frames: Sequence[Frame], read_source: ReadSource) -> list[str]:
-    """How a round of the loop around the last of ``frames`` (innermost first) may end, or compute its gradients alone,
-    without the call that these led to; in words. Ways out of the loop are none.
+def ways_around(frames: Sequence[Frame], begin: int, read_source: ReadSource) -> list[str]:
+    """How a round of the loop that begins at ``begin`` may end, or compute its gradients alone, without the call that
+    ``frames`` led to (innermost first; the last of them is in that loop); in words. Ways out of the loop are none.
     """
-    lefts = [left for left in left_by(frames, read_source) if any(map(left.leaves_out, frames))]
+    tree = tree_of(read_source(frames[-1].file) or "") if frames else None
+    scope = scope_of(tree, frames[-1].line) if tree is not None else None
+    body = next((range(first, last + 1) for first, last in loops_around(scope, frames[-1].line) if first == begin), ())
+    lefts = [
+        left
+        for left in left_by(frames, read_source)
+        if any(map(left.leaves_out, frames)) and (left.frame.function != frames[-1].function or left.frame.line in body)
+    ]
     last = {left.skips: left for left in lefts if left.goes in ("continue", "behind the `try`")}
     found = [f"`{one.goes if one.goes == 'continue' else one.after}` at line {one.frame.line}" for one in last.values()]
-    tree = tree_of(read_source(frames[-1].file) or "") if frames else None
-    calls = (node for node in ast.walk(scope_of(tree, frames[-1].line)) if isinstance(node, ast.Call)) if tree else ()
+    calls = (node for node in ast.walk(scope) if isinstance(node, ast.Call) and node.lineno in body) if scope else ()
     unsynced = (node.lineno for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr == "no_sync")
     return found + [f"`no_sync()` at line {line}" for line in sorted(unsynced)[:1]]
 

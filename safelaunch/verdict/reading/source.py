@@ -287,7 +287,7 @@ def _loop_between(tree: ast.Module, inside: int, after: int) -> Loop | None:
     scope = scope_of(tree, inside)
     if scope is not scope_of(tree, after):
         return None
-    around = _loops_around(scope, inside)
+    around = loops_around(scope, inside)
     left = [line for line, end in around if end < after]
     if not left:
         return None
@@ -304,14 +304,14 @@ def _broken_at(scope: ast.AST, begin: int) -> int:
 
 def _in_loop(frame: Frame, read_source: ReadSource) -> bool:
     tree = _tree_in(frame.file, read_source)
-    return tree is not None and bool(_loops_around(scope_of(tree, frame.line), frame.line))
+    return tree is not None and bool(loops_around(scope_of(tree, frame.line), frame.line))
 
 
-def _loops_around(scope: ast.AST, line: int) -> list[tuple[int, int]]:
+def loops_around(scope: ast.AST | None, line: int) -> list[tuple[int, int]]:
     """First and last line of each loop in ``scope`` that holds ``line``."""
     return [
         (node.lineno, node.end_lineno or 0)
-        for node in ast.walk(scope)
+        for node in (ast.walk(scope) if scope is not None else ())
         if isinstance(node, (ast.For, ast.While, ast.AsyncFor)) and node.lineno <= line <= (node.end_lineno or 0)
     ]
 
