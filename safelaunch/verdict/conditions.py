@@ -28,7 +28,7 @@ from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.innermost import Poll, StoreKey, poll_at, store_key_at
-from safelaunch.verdict.reading.kernel import KernelWait, kernel_wait, polled_lock, wait_words
+from safelaunch.verdict.reading.kernel import POLL_S, KernelWait, kernel_wait, polled_lock, wait_words
 from safelaunch.verdict.reading.source import LockHeld, LockTaken, ReadSource, lock_at, locks_held
 
 
@@ -286,7 +286,7 @@ def _lock(view: View) -> Condition | None:
     taken = view.takes if lock.on == "lock" else None
     named = f" (`{taken.name}`)" if taken is not None else ""
     text = f"waits for {lock.what}{named} at {view.place}"
-    text += f" ({wait.left_s:.0f} s more at most)" if wait.left_s is not None else ""
+    text += f" ({wait.left_s:.0f} s more at most)" if (wait.left_s or 0.0) > POLL_S else ""
     if taken is not None and taken.held_at and view.user_frame is not None:
         text += f", which it has taken itself at {fr.basename(view.user_frame.file)}:{taken.held_at}"
         lock = replace(lock, own=True)

@@ -301,7 +301,11 @@ class Inside:
         held = {
             o.name: f", which {view.words} has held since line {one.line}" for o, _ in others if (one := view.holds(o))
         }
-        waiting = [f"thread {o.name} {c.reason}{held.get(o.name, '')}" for o, c in others if c.lock is not None]
+        waiting = [
+            f"thread {o.name} {c.reason}{held.get(o.name, '')}"
+            for o, c in others
+            if c.lock is not None and o.wait.left_s is None
+        ]
         busy = [f"thread {o.name} {c.reason}" for o, c in others if c.cause == "busy-loop"]
         claims = own.claims + tuple(view.stack_claim(f"thread {o.name} {c.reason}") for o, c in others)
         for_good = own.for_good and all(c.for_good for _, c in others)

@@ -379,7 +379,8 @@ class LeftLoop:
     @property
     def says(self) -> str:
         ahead, line = ranks_do(self.ahead, "has", "have"), self.loop.line
-        skips = f" (it has a `break` under the `if` of line {self.loop.breaks})" if self.loop.breaks else ""
+        breaks = ", ".join(map(str, self.loop.breaks[:3]))
+        skips = f" (it has a `break` under the `if` of line{'s' * (',' in breaks)} {breaks})" if breaks else ""
         skips += f", with fewer batches or after a round without these calls ({self.skips})" if self.skips else ""
         if self.cut_short:
             return f"{ahead} left the loop at line {line} after fewer calls than in each earlier round"

@@ -201,3 +201,16 @@ def test_a_lock_that_is_waited_for_with_a_time_limit_says_how_long() -> None:
     verdict = parent(structs.replace(one, states=states))
     assert "waits for a lock or semaphore at train.py:7 (train) (38 s more at most)" in verdict.summary
     assert verdict.suggestions[0].startswith("This wait has a time limit") and len(verdict.suggestions) == 1
+
+
+def test_a_timer_beside_a_queue_that_nobody_fills_is_not_mentioned() -> None:
+    beats = (Frame(f"{STDLIB}/threading.py", 355, "Condition.wait"), at(48, "beat"), MODULE)
+    takes = (Frame(f"{STDLIB}/queue.py", 171, "Queue.get"), *in_user(7))
+    one = process(RANK, takes, "futex", threads=[("heartbeat", beats, "futex")])
+    states = tuple(
+        structs.replace(s, threads=(s.threads[0], structs.replace(s.threads[1], ends_s=s.at_s + 0.5)))
+        for s in one.states
+    )
+    verdict = parent(structs.replace(one, states=states))
+    assert "Rank 1 waits for a queue at train.py:7 (train), while" in verdict.summary
+    assert "heartbeat" not in verdict.summary

@@ -251,12 +251,12 @@ def _released_in(statement: ast.stmt) -> set[str]:
 class Loop:
     """``line``: where it begins. ``enclosed``: in another loop, of its function or of a caller, that goes on behind it:
     a rank that is past it may be a round behind, as well as ahead. ``inside``: the frame that is in it. ``breaks``:
-    where a condition ends it early.
+    where conditions end it early.
     """
 
     line: int
     enclosed: bool
-    breaks: int = field(default=0, compare=False)
+    breaks: tuple[int, ...] = field(default=(), compare=False)
     inside: Frame | None = field(default=None, compare=False)
 
 
@@ -294,12 +294,12 @@ def _loop_between(tree: ast.Module, inside: int, after: int) -> Loop | None:
     return Loop(min(left), enclosed=len(left) < len(around), breaks=_broken_at(scope, min(left)))
 
 
-def _broken_at(scope: ast.AST, begin: int) -> int:
-    """The line of the first ``if`` with a ``break`` in the loop that begins there; 0 for none."""
+def _broken_at(scope: ast.AST, begin: int) -> tuple[int, ...]:
+    """The line of each ``if`` with a ``break`` in the loop that begins there."""
     loops = (one for one in ast.walk(scope) if isinstance(one, (ast.For, ast.While, ast.AsyncFor)))
     loop = next(one for one in loops if one.lineno == begin)
     ifs = (one for one in ast.walk(loop) if isinstance(one, ast.If))
-    return min((one.lineno for one in ifs if any(isinstance(last, ast.Break) for last in one.body)), default=0)
+    return tuple(sorted(one.lineno for one in ifs if any(isinstance(last, ast.Break) for last in one.body)))
 
 
 def _in_loop(frame: Frame, read_source: ReadSource) -> bool:
