@@ -37,6 +37,8 @@ _LONG_ALIKE = 2 * SURE_MATCHES
 
 Kind = Literal["extra", "missing", "reordered", "different"]
 
+_MOST_ENDS = 4
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -228,8 +230,11 @@ class Aligned:
         mine = [self.histories[rank] for rank in ranks]
         if any(reordered(history, theirs, parted) for history in mine):
             return self._divergence(ranks, peer, parted, "reordered")
-        found = common_offset([offset(history, theirs, parted, odd=True) for history in mine])
-        return self._divergence(ranks, peer, parted, "different", found)
+        # Whoever ends where one of the others does, having made as many calls, is ahead of none of them.
+        level = [self.histories[rank] for rank in others if self.histories[rank].last == theirs.last]
+        against = list({one.at(theirs.last): one for one in level}.values())[:_MOST_ENDS]
+        found = [common_offset([offset(history, one, parted, odd=True) for history in mine]) for one in against]
+        return self._divergence(ranks, peer, parted, "different", None if None in found else found[0])
 
     def _of_two(self, parted: int) -> Divergence | None:
         """Neither side is in the minority: the calls themselves have to tell which one is odd."""

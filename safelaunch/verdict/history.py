@@ -142,8 +142,11 @@ def offset(mine: History, theirs: History, parted: int, *, odd: bool = False) ->
     ``odd``: it is ``mine`` that is in the minority, so either explanation names it.
     """
     found = _shift(mine, theirs, parted, odd=odd)
-    others = _replaced(mine, theirs, parted)
-    return None if found is not None and others is not None and others < found.calls else found
+    level = _replaced(mine, theirs, parted)
+    if found is None or level is None:
+        return found
+    differ, ends_alike = level
+    return None if differ < found.calls + ends_alike else found
 
 
 def _shift(mine: History, theirs: History, parted: int, *, odd: bool) -> Offset | None:
@@ -194,16 +197,22 @@ def branch(stack: Sequence[Frame], other: Identity) -> Frame | None:
     return stack[0] if stack else None
 
 
-def _replaced(mine: History, theirs: History, parted: int) -> int | None:
-    """The fewest calls that differ, behind which all is the same again under the same numbers; None where nothing is.
+def _replaced(mine: History, theirs: History, parted: int) -> tuple[int, bool] | None:
+    """``(how many calls from there on differ under the same numbers, do both end in the same one)``; None where
+    more differ than agree.
 
-    Then nobody is a call ahead: one rank has made another call there (a wrong size, say) and gone on.
+    Then nobody is a call ahead: one rank has made another call there (a wrong size, from another line) and gone on.
+    Calls that are all alike agree under any shift, so as few are the better explanation.
     """
-    for calls in range(1, _MOST_REPLACED + 1):
-        begin = parted + calls
-        if min(mine.last, theirs.last) >= begin and mine.agrees_to_the_end(begin, theirs, begin) > 0:
-            return calls
-    return None
+    overlap = mine.overlap(parted, theirs, parted)
+    if overlap <= 0:
+        return None
+    pairs = zip(mine.column.values_of(parted, overlap), theirs.column.values_of(parted, overlap), strict=True)
+    differ = [one != other for one, other in pairs]
+    agree = overlap - sum(differ)
+    few = not differ[-1] and sum(differ) <= _MOST_REPLACED and agree > 0
+    level = not differ[-1] and mine.last == theirs.last
+    return (sum(differ), level) if few or agree > sum(differ) else None
 
 
 def _smallest(longer: History, shorter: History, parted: int) -> tuple[int, int, bool] | None:

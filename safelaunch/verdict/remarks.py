@@ -20,7 +20,7 @@ from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
 from safelaunch.verdict.reading import calls, tracebacks
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.frames import short
-from safelaunch.verdict.reading.source import runs_aside
+from safelaunch.verdict.reading.source import in_handler, runs_aside
 from safelaunch.verdict.rules_results import CAUSES as WRONG_RESULTS
 from safelaunch.verdict.rules_results import FILE as INCONSISTENT
 
@@ -86,7 +86,7 @@ def says_why(facts: Facts, rank: int) -> bool:
 
 def is_aside(facts: Facts, rank: int) -> bool:
     """Whether the rank is where it is beside the course of its program: as it handles an exception or a signal."""
-    handles = _handles(facts.ranks[rank].evidence)
+    handles = _handles(facts, facts.ranks[rank].evidence)
     return is_interrupted(facts, rank) or (handles is not None and bool(handles.advice))
 
 
@@ -98,7 +98,7 @@ def _words_of(facts: Facts, number: int) -> Annotation | None:
     rank = facts.ranks[number].evidence
     if rank.exception is not None or rank.exit is not None:
         return None
-    return _handles(rank) or _interrupted(facts, rank) or _lost_a_thread(facts, rank)
+    return _handles(facts, rank) or _interrupted(facts, rank) or _lost_a_thread(facts, rank)
 
 
 def _interrupted(facts: Facts, rank: RankEvidence) -> Annotation | None:
@@ -111,7 +111,7 @@ def _interrupted(facts: Facts, rank: RankEvidence) -> Annotation | None:
     return None
 
 
-def _handles(rank: RankEvidence) -> Annotation | None:
+def _handles(facts: Facts, rank: RankEvidence) -> Annotation | None:
     """Its main thread is in a ``finally``, or an ``except``: what it waits for there, it would not else."""
     view = view_of(rank)
     ident = view.thread.ident if view is not None and view.thread is not None else 0
@@ -121,8 +121,18 @@ def _handles(rank: RankEvidence) -> Annotation | None:
             text = f"Rank {rank.rank} does so while it handles {words}."
             claim = Claim(f"rank {rank.rank}: handles {words}", f"ranks/{rank.rank}/rank.json")
             is_end = one.type.startswith("Stop") and one.type.endswith("Iteration")  # of a loop, as by design
-            return Annotation(text, (claim,), advice=frozenset() if is_end else frozenset({HANDLES}))
+            usual = is_end or _always_does(facts, rank)
+            return Annotation(text, (claim,), advice=frozenset() if usual else frozenset({HANDLES}))
     return None
+
+
+def _always_does(facts: Facts, rank: RankEvidence) -> bool:
+    """Its call in the body of an ``except`` is one that it has made there before: a way that it takes by design."""
+    wait = facts.ranks[rank.rank].wait
+    if wait is None or wait.group is None or wait.seq is None:
+        return False
+    before = facts.histories.in_group(wait.group).times_called(rank.rank, wait.seq) > 1
+    return before and any(in_handler(frame, facts.read_source) for frame in user_stack_of(rank))
 
 
 def _words(rank: RankEvidence, one: HandledException) -> str:

@@ -229,3 +229,14 @@ def test_a_condition_that_may_have_let_peers_pass_before_is_not_what_to_change()
     before = [structs.replace(one, flight_record=record(*past(3), entry("all_gather" if n == 0 else "all_reduce", 4)))
               for n, one in enumerate(ranks)]  # fmt: skip
     assert any("gate the side effect" in text for text in diagnose(job(*before), read).suggestions)
+
+
+@pytest.mark.parametrize(("earlier", "decides"), [(42, False), (50, True)])
+def test_a_fallback_that_a_rank_always_takes_is_not_beside_the_others(earlier: int, decides: bool) -> None:
+    """It makes its calls from the body of an ``except``: by design, where it has made them there before."""
+    source = "\n" * 38 + "def reduce():\n    try: pass\n    except KeyError:\n        all_reduce()\n"
+    calls = [entry("all_reduce", n, done=n < 4, line=earlier if n < 4 else 42) for n in range(1, 5)]
+    fallback = in_handler(rank(1, in_c10d("all_reduce", 42), flight=record(*calls)), "KeyError")
+    peer = rank(0, in_c10d("barrier", 70), flight=record(*calls[:3], entry("barrier", 4, line=70)))
+    verdict = diagnose(job(peer, fallback), lambda path: source if path == SCRIPT else None)
+    assert any("Fix that exception first" in text for text in verdict.suggestions) == decides

@@ -183,3 +183,16 @@ def test_an_exception_that_ends_the_loop_is_no_way_around_its_calls() -> None:
     verdict = diagnose(job(*ranks), lambda path: source)
     assert (verdict.cause, verdict.confidence) == ("uneven-batches", "high")
     assert "without these calls" not in verdict.summary
+
+
+@pytest.mark.parametrize("others", [[12], [12, 19, 25]])
+@pytest.mark.parametrize("who", [0, 2])
+def test_calls_from_another_line_make_nobody_ahead_who_ends_where_others_do(others: list[int], who: int) -> None:
+    """Calls that are all alike agree under any shift: a rank that took another way to the same call is level."""
+    usual = [("all_reduce", 50)] * 30
+    own = [("all_reduce", 44 if number in others else 50) for number in range(1, 31)]
+    ranks = [waits(n, own if n == who else usual) for n in range(4)]
+    ranks[1] = waits(1, [*usual[:-1], ("barrier", 70)])
+    verdict = diagnose(job(*ranks))
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("collective-mismatch", [1])
+    assert "ahead of its peers" not in verdict.summary

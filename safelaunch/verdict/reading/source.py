@@ -35,6 +35,13 @@ def runs_aside(frame: Frame, read_source: ReadSource) -> str:
     return "a signal handler" if name in _signal_handlers(read_source(frame.file) or "") else ""
 
 
+def in_handler(frame: Frame, read_source: ReadSource) -> bool:
+    """The line is in the body of an ``except``."""
+    tree = _tree_in(frame.file, read_source)
+    handlers = (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)) if tree is not None else ()
+    return any(one.lineno < frame.line <= (one.end_lineno or 0) for one in handlers)
+
+
 @lru_cache(256)
 def _signal_handlers(text: str) -> frozenset[str]:
     """The names of the functions that are given to ``signal.signal``."""
