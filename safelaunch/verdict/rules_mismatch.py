@@ -421,29 +421,28 @@ def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
             made = aligned.round_before(ahead[0], number) if aligned is not None else ""
             times = aligned.times_called(behind[0], number) if aligned is not None else 0
             often = times > _OFTEN * max(facts.ranks[behind[0]].step or times, 1)
-            skips = _skips(facts, meeting, ahead, behind, loop) if not often else ""
             more = _more_steps(facts, ahead, behind)
+            skips = _skips(facts, meeting.calls[behind[0]].stack, loop, more) if not often else ""
             return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made, often, skips, more)
     return None
 
 
-def _skips(facts: Facts, meeting: Meeting, ahead: Sequence[int], behind: Sequence[int], loop: Loop) -> str:
-    """By what a rank may have come to the end of the loop as others do, with fewer calls: the source, or more steps."""
-    stack = meeting.calls[behind[0]].stack
+def _skips(facts: Facts, stack: Sequence[Frame], loop: Loop, more: int) -> str:
+    """By what a rank may have come to the end of the loop as others do, with fewer calls than the one that led through
+    ``stack``: the source, or ``more`` steps.
+    """
     part = next((n for n, frame in enumerate(stack) if frame == loop.inside), len(stack) - 1)
     found = ways_around(stack[: part + 1], loop.line, facts.read_source)
-    more = _more_steps(facts, ahead, behind)
     found += [f"{more} more step{'s' * (more > 1)}, with as many calls"] if more > 0 else []
     return ", ".join(found[:2])
 
 
 def _more_steps(facts: Facts, ranks: Sequence[int], others: Sequence[int]) -> int:
     """How many steps each of ``ranks`` has made more than any of ``others``; 0 for none, and where one is not known."""
-    mine, theirs = ([facts.ranks[rank].step for rank in side] for side in (ranks, others))
-    known = [step for step in mine if step is not None], [step for step in theirs if step is not None]
-    if len(known[0]) < len(mine) or len(known[1]) < len(theirs) or not (known[0] and known[1]):
+    steps = {rank: step for rank in (*ranks, *others) if (step := facts.ranks[rank].step) is not None}
+    if not ranks or not others or len(steps) < len(ranks) + len(others):
         return 0
-    return max(min(known[0]) - max(known[1]), 0)
+    return max(min(steps[rank] for rank in ranks) - max(steps[rank] for rank in others), 0)
 
 
 def _were_past_it(facts: Facts, group: str, number: int, ends: tuple[int, int], loop: Loop) -> bool:
