@@ -261,14 +261,15 @@ def test_garbage_in_the_store_costs_nothing_but_the_channel(
 
 @contextmanager
 def scribbling(address: Address, prefix: str, value: Callable[[int], bytes]) -> Iterator[None]:
-    """A stranger that writes ``value`` of a growing number over the leader's page, again and again."""
+    """A stranger that writes ``value`` of a growing number over each page of the leader, soon after it."""
     ended = threading.Event()
 
     def scribble() -> None:
         hostile, number = Store(address), 0
-        while not ended.wait(0.3):
-            number += 1
-            hostile.set(f"{prefix}/head", value(number), deadline_s=60.0)
+        while not ended.wait(0.02):
+            if hostile.get(f"{prefix}/head", deadline_s=60.0) not in (None, value(number)) and not ended.wait(0.1):
+                number += 1
+                hostile.set(f"{prefix}/head", value(number), deadline_s=60.0)
         hostile.close()
 
     thread = threading.Thread(target=scribble)

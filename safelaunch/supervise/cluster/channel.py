@@ -22,7 +22,7 @@ from safelaunch.supervise.cluster.session import CROWD, GOODBYE_S, Session
 from safelaunch.supervise.cluster.store import CONNECT_S, Store, StoreError, ValueTooLarge
 from safelaunch.supervise.cluster.where import Meeting
 
-IDLE_S, CROWD_IDLE_S = 0.5, 1.0  # between rounds; in a crowd
+IDLE_S, CROWD_IDLE_S = 0.6, 1.2  # at most between rounds; in a crowd
 BUSY_S, BUSY_NODE_S = 0.15, 0.0008  # in a crowd so much a node: the store, or what shares its cores, has other work
 GREETED_S = 0.1  # a node: a store that waits 5 s for the name of one client in 50 takes that long to greet all
 FIRST_TRIES_S = 2.0  # the store is not there before torchrun, or the helper, has started
@@ -196,6 +196,8 @@ class Channel:
             )
             nodes = node_count(page)
             quiet_s = CROWD_IDLE_S if nodes > CROWD else IDLE_S
+            # In step with whoever writes over the leader's page, a node would read it at the wrong moment for minutes.
+            quiet_s *= random.uniform(0.5, 1.0)
             self._wake.wait(min(max(BUSY_S, BUSY_NODE_S * nodes), quiet_s) if busy else quiet_s)
             self._wake.clear()
 
