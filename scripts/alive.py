@@ -4,6 +4,7 @@ python scripts/alive.py                          # all, by default settings: abo
 python scripts/alive.py --floor 5 --quiet 12     # the quick form
 python scripts/alive.py --explicit 8             # those that work while they are quiet, with --stall-timeout 8
 python scripts/alive.py --only one_sleep,a_manager --compare torchrun
+python scripts/alive.py --attach                 # under plain torchrun, looked at by safelaunch dump --pid meanwhile
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def main() -> int:
         libraries=_libraries(words.venv, needs) if needs else None,
         nodes=words.nodes,
         plain=words.compare == "torchrun",
+        attach=words.attach,
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the network and the load go, too
     print(f"{'program':<44}{'seconds':>8}  answer", flush=True)
@@ -76,6 +78,7 @@ def _arguments() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     parser.add_argument("--load", type=int, default=0, metavar="N", help="busy processes beside (0)")
     parser.add_argument("--nodes", type=int, default=1, help="2: each job on two nodes, in network namespaces (root)")
     parser.add_argument("--compare", choices=("torchrun",), help="run them without watching instead")
+    parser.add_argument("--attach", action="store_true", help="attach to jobs of plain torchrun instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="save the table")
     parser.add_argument("--keep", action="store_true", help="keep each job's directory, not only of those gone wrong")
     parser.add_argument("--list", action="store_true", help="print the names and exit")
@@ -141,8 +144,9 @@ def _run(case: alive.Case, how: alive.How, *, keep: bool) -> alive.Answer:
 def _sum_up(answers: list[alive.Answer]) -> None:
     ran = [answer for answer in answers if not answer.skipped]
     counts = [f"{sum(word in answer.wrong for answer in ran)} {word}" for word in ("ended", "broken", "accused")]
-    first = sum(bool(answer.word) for answer in ran)
+    first, looks = sum(bool(answer.word) for answer in ran), sum(answer.looks for answer in ran)
     print(f"\n{len(ran)} healthy programs: {', '.join(counts)}; {first} with a first word", end="")
+    print(f"; {looks} looks" if looks else "", end="")
     print(f"; {len(answers) - len(ran)} skipped" if len(ran) < len(answers) else "")
 
 

@@ -13,8 +13,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ __all__ = ["CASES", "Answer", "Case", "How", "cannot", "run"]
 SCRIPT = PROGRAMS / "quiet.py"
 MODULES = {"grpcio": "grpc", "pyzmq": "zmq"}  # where a package's module has another name
 LINK = "2mbps"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+LOOKS = 4  # in the quiet spell, of who attaches to a job
 WORD = re.compile(r"^safelaunch: quiet for .*?: (.*)\.\.\. watching$", re.MULTILINE)
 ACCUSES = re.compile(r"^safelaunch: .*\bthe job hangs\b.*", re.MULTILINE)
 TORCH_ABORTS_AT_EXIT = "terminate called without an active exception"  # tests/conftest.py
@@ -38,19 +41,24 @@ TORCH_ABORTS_AT_EXIT = "terminate called without an active exception"  # tests/c
 class How:
     """``own``: options of safelaunch. ``libraries``: where the packages are that cases need, besides this Python's.
 
-    ``plain``: under torchrun, without safelaunch. ``nodes``: each in a network namespace, with its part of the ranks.
+    ``plain``: under torchrun, without safelaunch. ``attach``: under torchrun itself, and ``safelaunch dump --pid``
+    looks at it now and then. ``nodes``: each in a network namespace, with its part of the ranks.
     """
 
     quiet_s: float = 90.0
     own: tuple[str, ...] = ()
     libraries: Path | None = None
     plain: bool = False
+    attach: bool = False
     nodes: int = 1
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a case. ``wrong``: ``ended``, ``broken``, ``accused`` and why; empty if it was left alone."""
+    """What became of a case. ``wrong``: ``ended``, ``broken``, ``accused`` and why; empty if it was left alone.
+
+    ``looks``: how many were made by whoever attached to it.
+    """
 
     name: str
     seconds: float
@@ -58,6 +66,7 @@ class Answer:
     word: str = ""
     suspect: str = ""  # a bundle of a suspicion, which does no harm
     skipped: str = ""
+    looks: int = 0
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
@@ -72,6 +81,8 @@ def cannot(case: Case, how: How) -> str:
             return f"there is no {tool}"
     if how.nodes > 1 and (case.launch or case.talks or case.ranks % how.nodes):
         return f"not on {how.nodes} nodes"
+    if how.attach and case.launch:
+        return "not by plain torchrun"
     if case.launch.startswith("py-spy") and sys.prefix == sys.base_prefix:
         return "needs a virtual environment to make another one like it"
     for package in case.needs:
@@ -109,10 +120,13 @@ def _results(case: Case, scratch: Path, how: How) -> list[Result]:
             stack.enter_context(_outside(mine, scratch, env))
         jobs = _start_nodes(stack, case, mine, scratch, how, env) if how.nodes > 1 else []
         if not jobs:
-            interpreter = _interpreter(case, scratch, how, mine)
+            interpreter = [] if how.attach else _interpreter(case, scratch, how, mine)
+            launcher = TORCHRUN if how.attach else ()
             words = [*_launch(case, how), *mine]
             env |= {"GLOO_SOCKET_IFNAME": "lo"} if case.launch == "slow-link" else {}
-            jobs = [stack.enter_context(Job(words, scratch, env=env, interpreter=interpreter))]
+            jobs = [stack.enter_context(Job(words, scratch, env=env, interpreter=interpreter, launcher=launcher))]
+        if how.attach:
+            stack.enter_context(_looking(jobs[0], how.quiet_s / LOOKS))
         return [job.wait(300.0 + 4 * how.quiet_s) for job in jobs]
 
 
@@ -121,6 +135,8 @@ def _launch(case: Case, how: How) -> list[str | Path]:
     torchrun = [f"--nproc-per-node={case.ranks}"]
     if case.launch == "slow-link":
         torchrun += ["--master-addr=127.0.0.1", "--master-port=29511", "--nnodes=1", "--node-rank=0"]
+    if how.attach:
+        return list(torchrun)
     if how.plain:
         return ["--no-watch", *torchrun]
     if case.launch == "exec":
@@ -180,6 +196,26 @@ class _outside:
             self._process.wait()
 
 
+@contextmanager
+def _looking(job: Job, every_s: float) -> Iterator[None]:
+    """Attaches to the job again and again, from the start of its ranks to its end."""
+    ended = threading.Event()
+    words = [sys.executable, "-m", "safelaunch", "dump", f"--pid={job.process.pid}", f"--bundle-dir={job.bundle_dir}"]
+    own = {**os.environ, "XDG_RUNTIME_DIR": os.fspath(job.runtime)}
+
+    def look() -> None:
+        while not ended.wait(every_s) and job.process.poll() is None:
+            subprocess.run(words, env=own, capture_output=True, check=False)  # its bundles are counted
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def _start_nodes(
     stack: ExitStack, case: Case, mine: Sequence[str | Path], scratch: Path, how: How, env: Mapping[str, str | None]
 ) -> list[Job]:
@@ -210,6 +246,8 @@ def _answer(case: Case, results: Sequence[Result], how: How, scratch: Path) -> A
     ended = sum(line.endswith(" ended well") for result in results for line in result.stdout.splitlines())
     endings = [bundle.path.name.rpartition("-")[2] for result in results for bundle in result.bundles]
     hangs = [bundle for result in results for bundle in result.bundles if bundle.path.name.endswith("-hang")]
+    if how.attach:
+        hangs = [bundle for result in results for bundle in result.bundles if bundle.verdict.get("proof")]
     wrong = []
     if hangs and any(result.code for result in results):
         wrong.append(f"ended: {_cause(hangs[0].verdict)}")
@@ -231,7 +269,8 @@ def _answer(case: Case, results: Sequence[Result], how: How, scratch: Path) -> A
         round(max(result.seconds for result in results), 1),
         wrong="; ".join(wrong),
         word=words[-1] if words else "",
-        suspect=", ".join(ending for ending in endings if ending != "hang"),
+        suspect="" if how.attach else ", ".join(ending for ending in endings if ending != "hang"),
+        looks=len(endings) if how.attach else 0,
     )
 
 
