@@ -3,15 +3,17 @@
     python scripts/bench_diagnose.py [--ranks 256] [--entries 2000] [--rounds 3] [--json FILE]
     python scripts/bench_diagnose.py --many 4096     # also 4096 ranks (1.4 GB in /tmp), safelaunch only
     python scripts/bench_diagnose.py --live          # also a live hang of 8 ranks: its diagnosis and reports
+    python scripts/bench_diagnose.py --log 1000      # also a log of 1,000 MB in which nothing went wrong
 
 The dumps have the form that NCCL's recorder writes: version 2.10, eight frames per entry, frame dictionaries shared
-between entries. One rank's last operation differs from its peers'. Each program runs in its own process; times are
-CPU times.
+between entries. One rank's last operation differs from its peers'. The log has steps, warnings and progress bars of
+eight ranks. Each program runs in its own process; times are CPU times.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import pickle
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from statistics import median
 from bench_detect import RANKS, hang
 from benchlib import BenchError, Figure, environment, figure, program, progress, run_bench, workplace
 
+NOTHING_WRONG = 1  # the exit code
 LIBRARY = "/opt/venv/lib/python3.11/site-packages/torch/distributed"
 UNPICKLE = """
 import pathlib, pickle, sys
@@ -39,6 +42,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--many", type=int, default=0, metavar="RANKS")
     parser.add_argument("--live", action="store_true")
+    parser.add_argument("--log", type=int, default=0, metavar="MB")
     return run_bench("bench_diagnose", parser, measure)
 
 
@@ -48,6 +52,8 @@ def measure(options: argparse.Namespace) -> list[Figure]:
         found += measure_many(options.many, options.entries, median(found[0].values) / options.ranks)
     if options.live:
         found += measure_live(options.rounds)
+    if options.log:
+        found += measure_log(options.log, options.rounds)
     return found
 
 
@@ -102,6 +108,39 @@ def measure_live(rounds: int) -> list[Figure]:
     return [figure(f"a live hang of {RANKS} ranks: diagnosis and reports, wall", taken, "s", "<= 0.5")]
 
 
+def measure_log(size_mb: int, rounds: int) -> list[Figure]:
+    with workplace() as here:
+        write_log(here / "job.log", size_mb)
+        spent = []
+        for number in range(rounds):
+            progress(f"reading the log, {number + 1} of {rounds}")
+            spent.append(cost([program("safelaunch"), "diagnose", str(here / "job.log")], here, code=NOTHING_WRONG))
+    return [
+        figure(f"safelaunch diagnose, a log of {size_mb} MB: CPU", [row.cpu_s for row in spent], "s"),
+        figure("  MB per second of CPU", [size_mb / row.cpu_s for row in spent], "MB/s", ">= 50"),
+        figure("  peak memory", [row.peak_mb for row in spent], "MB", "<= 300"),
+    ]
+
+
+def write_log(path: Path, size_mb: int) -> None:
+    """Writes what a job of eight ranks prints while nothing goes wrong."""
+    with path.open("w") as file:
+        for step in itertools.count():
+            for rank in range(8):
+                file.write(
+                    f"[rank{rank}]: 2026-03-01 12:{step // 60 % 60:02}:{step % 60:02},{rank}17 INFO train: step={step} "
+                    f"loss={8 / (step + 2):.4f} lr=3.0e-04 grad_norm={1 + rank / 7:.3f} tokens/s={12000 + step % 97}\n"
+                )
+            if step % 10 == 0:
+                file.write(
+                    f"\rEpoch 0:  {step % 100}%|###       | {step}/100000 [00:12<1:02:44, 26.49it/s, loss=0.1]\n"
+                )
+            if step % 50 == 0:
+                file.write("[rank0]: .../torch/utils/checkpoint.py:85: UserWarning: None of the inputs have grad\n")
+            if step % 200 == 0 and file.tell() >= size_mb << 20:
+                return
+
+
 def write(here: Path, ranks: int, entries: int) -> Path:
     """Writes a folder of dumps. The rank a third of the way through calls a different operation at the end."""
     folder = here / "dumps"
@@ -122,8 +161,8 @@ class Cost:
     peak_mb: float
 
 
-def cost(argv: Sequence[str], here: Path) -> Cost:
-    """Measures a command, run by a separate parent process. Raises BenchError if the command fails."""
+def cost(argv: Sequence[str], here: Path, code: int = 0) -> Cost:
+    """Measures a command, run by a separate parent process. Raises BenchError if it ends with another code."""
     script = (
         "import resource, subprocess, sys, time\n"
         "begin = time.monotonic()\n"
@@ -134,9 +173,9 @@ def cost(argv: Sequence[str], here: Path) -> Cost:
     done = subprocess.run(
         [sys.executable, "-c", script, *argv], cwd=here, env=environment(), capture_output=True, text=True, check=True
     )
-    code, *numbers = done.stdout.split()
-    if code != "0":
-        raise BenchError(f"{' '.join(argv[:2])} ... ended with {code}")
+    ended, *numbers = done.stdout.split()
+    if ended != str(code):
+        raise BenchError(f"{' '.join(argv[:2])} ... ended with {ended}")
     return Cost(*map(float, numbers))
 
 
