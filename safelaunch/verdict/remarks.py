@@ -20,7 +20,7 @@ from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
 from safelaunch.verdict.reading import calls, tracebacks
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.frames import short
-from safelaunch.verdict.reading.source import in_handler, runs_aside
+from safelaunch.verdict.reading.source import handler_of, runs_aside
 from safelaunch.verdict.rules_results import CAUSES as WRONG_RESULTS
 from safelaunch.verdict.rules_results import FILE as INCONSISTENT
 
@@ -132,7 +132,7 @@ def _always_does(facts: Facts, rank: RankEvidence) -> bool:
     if wait is None or wait.group is None or wait.seq is None:
         return False
     before = facts.histories.in_group(wait.group).times_called(rank.rank, wait.seq) > 1
-    return before and any(in_handler(frame, facts.read_source) for frame in user_stack_of(rank))
+    return before and any(handler_of(frame, facts.read_source) for frame in user_stack_of(rank))
 
 
 def _words(rank: RankEvidence, one: HandledException) -> str:

@@ -28,6 +28,7 @@ from safelaunch.verdict.history import UNKNOWN
 from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.failures import Fingerprint, fingerprints
+from safelaunch.verdict.reading.parting import loop_returned_from
 from safelaunch.verdict.reading.said import ways_around
 from safelaunch.verdict.reading.source import Loop, loop_left
 from safelaunch.verdict.remarks import is_aside, is_interrupted
@@ -412,7 +413,8 @@ def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
         return None
     (_, first), (_, second) = sides
     for ahead, behind in ((first, second), (second, first)):
-        loop = loop_left(meeting.calls[ahead[0]].stack, meeting.calls[behind[0]].stack, facts.read_source)
+        stacks = meeting.calls[ahead[0]].stack, meeting.calls[behind[0]].stack
+        loop = loop_left(*stacks, facts.read_source) or loop_returned_from(*stacks, facts.read_source)
         if loop is not None:
             group, number = meeting.number
             if group and _were_past_it(facts, group, number, (ahead[0], behind[0]), loop):

@@ -41,6 +41,51 @@ def test_a_call_behind_a_condition_in_the_last_round_is_no_sign_of_fewer_batches
     assert verdict.cause == "uneven-batches"
 
 
+@pytest.mark.parametrize(
+    ("source", "odd", "decides"),
+    [
+        ("if loss < best:\n    gather()\n", 41, "`if loss < best (train.py:40)`"),
+        ("for n in range(9):\n    if n % 2:\n        gather()\n    step()\n" + "    step()\n" * 7, 42, ""),
+    ],
+)
+@pytest.mark.parametrize("odd_ranks", [(1,), (0, 2, 3)])
+def test_what_decides_the_way_is_told_whatever_it_asks_for(
+    source: str, odd: int, decides: str, odd_ranks: tuple[int, ...]
+) -> None:
+    whole = source if source.count("\n") > 8 else source + "step()\n" * 9
+    summary = verdict_of(whole, *odd_ranks, odd=odd, world=4).summary
+    assert (f"Which way a rank goes depends on {decides}." in summary) == bool(decides)
+    assert ("Which way" in summary) == bool(decides)
+
+
+ROUNDS = """\
+def save():
+    barrier()
+
+def train():
+    for n in range(9):
+        try:
+            step()
+        except ValueError:
+            continue
+        if n % 4 == 3:
+            save()
+"""
+
+
+@pytest.mark.parametrize(("calls", "told"), [("save()", True), ("log(Lazy(save))", False)])
+def test_who_is_in_a_later_round_after_as_many_calls_has_left_some_out(calls: str, told: bool) -> None:
+    """Unless a library has called what waits there: under conditions of its own, as a level of logging."""
+    text = "\n" * 39 + ROUNDS.replace("save()\n", f"{calls}\n").replace(f"def {calls}", "def save()")
+    read = lambda path: text if path == SCRIPT else None  # noqa: E731
+    *call, module = in_c10d("barrier", 41, "save")
+    peers = [rank(n, in_c10d("all_reduce", 46)) for n in (0, 2)]
+    summary = diagnose(job(peers[0], rank(1, (*call, at(50), module)), peers[1]), read).summary
+    so = "All ranks get to train.py:41 (save) in the same rounds (`if n % 4 == 3 (train.py:49)`), so rank 1 has left "
+    assert (f"{so}out calls before, or ranks 0,2 have made more (`continue` at line 48)." in summary) == told
+    assert ("rounds" in summary) == told
+
+
 def test_who_takes_the_other_branch_to_the_same_function_is_not_kept_from_it() -> None:
     """``if rank == 1: sync(); add()``, ``else: add(); sync()``: all come to ``sync``, which is at line 41."""
     source = (

@@ -35,11 +35,11 @@ def runs_aside(frame: Frame, read_source: ReadSource) -> str:
     return "a signal handler" if name in _signal_handlers(read_source(frame.file) or "") else ""
 
 
-def in_handler(frame: Frame, read_source: ReadSource) -> bool:
-    """The line is in the body of an ``except``."""
+def handler_of(frame: Frame, read_source: ReadSource) -> ast.ExceptHandler | None:
+    """The ``except`` in whose body the line is."""
     tree = _tree_in(frame.file, read_source)
     handlers = (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)) if tree is not None else ()
-    return any(one.lineno < frame.line <= (one.end_lineno or 0) for one in handlers)
+    return next((one for one in handlers if one.lineno < frame.line <= (one.end_lineno or 0)), None)
 
 
 @lru_cache(256)
@@ -284,7 +284,7 @@ def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: Read
             found = _loop_between(tree, other.line, one.line) if tree is not None else None
             if found is None:
                 return None
-            again = any(_in_loop(caller, read_source) for caller in callers)
+            again = any(loops_at(caller, read_source) for caller in callers)
             return replace(found, enclosed=found.enclosed or again, inside=other)
         callers.append(one)
     return None
@@ -309,9 +309,14 @@ def _broken_at(scope: ast.AST, begin: int) -> tuple[int, ...]:
     return tuple(sorted(one.lineno for one in ifs if any(isinstance(last, ast.Break) for last in one.body)))
 
 
-def _in_loop(frame: Frame, read_source: ReadSource) -> bool:
+def loops_at(frame: Frame, read_source: ReadSource) -> list[Loop]:
+    """The loops around its line, the outermost first."""
     tree = _tree_in(frame.file, read_source)
-    return tree is not None and bool(loops_around(scope_of(tree, frame.line), frame.line))
+    if tree is None:
+        return []
+    scope = scope_of(tree, frame.line)
+    lines = sorted(begin for begin, _ in loops_around(scope, frame.line))
+    return [Loop(line, enclosed=n > 0, breaks=_broken_at(scope, line), inside=frame) for n, line in enumerate(lines)]
 
 
 def loops_around(scope: ast.AST | None, line: int) -> list[tuple[int, int]]:

@@ -1,0 +1,128 @@
+"""The conditions by which one rank has come to a line and another has not."""
+
+from __future__ import annotations
+
+import pytest
+from evidence import MODULE, at
+
+from safelaunch.verdict.reading.parting import loop_returned_from, parting
+from safelaunch.verdict.reading.source import Loop
+
+SOURCE = """\
+def train():
+    for step in range(9):
+        try:
+            average()
+        except StopIteration:
+            barrier()
+        if step % args.every == 0:
+            evaluate()
+        if step % EVERY == 0 and loss < best:
+            barrier()
+
+def evaluate():
+    for x in batches:
+        if x is None:
+            continue
+        reduce(x)
+    if score < best:
+        save()
+
+def average():
+    reduce()
+"""
+LOOP = (at(4, "train"), MODULE)
+CLEAN_UP, EVALUATES, BEHIND = (at(6, "train"), MODULE), (at(8, "train"), MODULE), (at(10, "train"), MODULE)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "ways"),
+    [
+        (BEHIND, LOOP, (["if step % EVERY == 0 and loss < best (train.py:9)"], [])),
+        (EVALUATES, LOOP, (["if step % args.every == 0 (train.py:7)"], [])),
+        (CLEAN_UP, LOOP, (["except StopIteration (train.py:5)"], [])),
+        (
+            (at(16, "evaluate"), *EVALUATES),
+            (at(21, "average"), *LOOP),
+            (["if step % args.every == 0 (train.py:7)", "if x is None: continue (train.py:14)"], []),
+        ),
+        (
+            (at(18, "evaluate"), *EVALUATES),
+            (at(16, "evaluate"), *EVALUATES),
+            (["if score < best (train.py:17)"], ["if x is None: continue (train.py:14)"]),
+        ),
+    ],
+)
+def test_the_conditions_on_one_way_alone(
+    one: tuple[object, ...], other: tuple[object, ...], ways: tuple[list[str], list[str]]
+) -> None:
+    found = parting(one, other, lambda path: SOURCE)  # type: ignore[arg-type]
+    assert found is not None and tuple([each.guard.words for each in way] for way in found.ways) == ways
+    again = parting(other, one, lambda path: SOURCE)  # type: ignore[arg-type]
+    assert again is not None and again.ways == found.ways[::-1]
+
+
+@pytest.mark.parametrize(
+    ("condition", "by_round"),
+    [
+        ("step % 10 == 0", True),
+        ("(step + 1) % self.args.every == 0 and not DRY", True),
+        ("step == 3 and rank == 1", False),
+        ("step > self.start", False),
+        ("step % every() == 0", False),
+        ("self.seen >= 10", True),
+        ("self.total >= 10", False),
+        ("batch > 3", False),
+    ],
+)
+def test_what_asks_for_the_number_of_the_round_alone(condition: str, by_round: bool) -> None:
+    body = "self.seen += 1\n    self.total += len(batch)\n    wait()"
+    source = f"for step, batch in enumerate(loader):\n    {body}\n    if {condition}:\n        barrier()\n"
+    found = parting((at(6, "<module>"),), (at(4, "<module>"),), lambda path: source)
+    assert found is not None and [[one.by_round for one in way] for way in found.ways] == [[by_round], []]
+
+
+def test_stacks_that_part_in_no_function_of_both_tell_nothing() -> None:
+    read = lambda path: SOURCE  # noqa: E731
+    assert parting((at(16, "evaluate"), MODULE), (at(4, "train"), MODULE), read) is None
+    assert parting(LOOP, LOOP, read) is None
+    assert parting(LOOP, BEHIND, lambda path: None) is None
+
+
+RETURNED = """\
+def run():
+    if ready:
+        evaluate()
+        barrier()
+    else:
+        barrier()
+    barrier()
+
+def evaluate():
+    for x in batches:
+        reduce(x)
+    reduce(total)
+"""
+
+
+@pytest.mark.parametrize(
+    ("past", "inside", "loop"),
+    [
+        ((4,), (3, 11), Loop(10, enclosed=False)),
+        ((7,), (3, 11), None),  # perhaps by another way
+        ((7,), (3, 12), None),  # in no loop
+        ((6,), (3, 11), None),  # by another way
+        ((2,), (3, 11), None),  # not behind the call
+        ((3, 12), (3, 11), None),  # in the same call
+    ],
+)
+def test_a_loop_in_a_function_that_the_other_has_returned_from(
+    past: tuple[int, ...], inside: tuple[int, ...], loop: Loop | None
+) -> None:
+    names = ("run", "evaluate")
+    stacks = [tuple(at(line, name) for line, name in zip(way, names, strict=False))[::-1] for way in (past, inside)]
+    read = lambda path: RETURNED  # noqa: E731
+    assert loop_returned_from(*stacks, read) == loop
+    again = [(*stack, at(14, "<module>")) for stack in stacks]
+    found = loop_returned_from(*again, lambda path: RETURNED + "while True:\n    run()\n")
+    assert found == (loop and Loop(10, enclosed=True))
