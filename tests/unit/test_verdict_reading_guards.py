@@ -88,6 +88,8 @@ WHO = {
     "if accelerator.is_main_process:\n    call()  # here": [0],
     "if local_rank == 1:\n    call()  # here": [1, 3],
     "rank == 2 and call()  # here": [2],
+    "if rank == 2 and call():  # here\n    log()": [2],
+    "if rank == 2 or call():  # here\n    log()\nelse:\n    other()": [0, 1, 3],
     "rank == 2 or call()  # here": [0, 1, 3],
     "x = call() if rank == 1 else None  # here": [1],
     "if (r := dist.get_rank()) == 3:\n    call()  # here": [3],

@@ -89,6 +89,16 @@ def test_stacks_that_part_in_no_function_of_both_tell_nothing() -> None:
     assert parting(LOOP, BEHIND, lambda path: None) is None
 
 
+def test_a_cache_keeps_ranks_from_what_its_function_calls() -> None:
+    source = "@functools.lru_cache(maxsize=None)\ndef padded(n):\n    reduce(n)\n\ndef step():\n"
+    source += "    padded(3)\n    reduce(4)\n"
+    found = parting((at(3, "padded"), at(6, "step")), (at(7, "step"),), lambda path: source)
+    assert found is not None and [[one.guard.text for one in way] for way in found.ways] == [
+        ["@functools.lru_cache(maxsize=None)"],
+        [],
+    ]
+
+
 RETURNED = """\
 def run():
     if ready:

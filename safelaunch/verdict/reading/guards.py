@@ -224,15 +224,16 @@ def _within_statement(statement: ast.stmt, line: int) -> Iterator[_Step]:
             yield statement.lineno, f"if {_shown(statement.test)}", True, statement.test
         elif _holds(statement.orelse, line):
             yield statement.lineno, f"else of if {_shown(statement.test)}", False, statement.test
+        else:
+            yield from _within_expression(statement.test)
     elif isinstance(statement, ast.While) and _holds(statement.body, line):
         yield statement.lineno, f"while {_shown(statement.test)}", True, statement.test
     elif isinstance(statement, (ast.Expr, ast.Assign, ast.Return)):
-        yield from _within_expression(statement)
+        yield from _within_expression(statement.value)
 
 
-def _within_expression(statement: ast.Expr | ast.Assign | ast.Return) -> Iterator[_Step]:
+def _within_expression(value: ast.expr | None) -> Iterator[_Step]:
     """``rank == 0 and dist.barrier()``, ``dist.barrier() if rank == 0 else None``."""
-    value = statement.value
     if isinstance(value, ast.BoolOp) and isinstance(value.values[-1], ast.Call):
         test, taken = value.values[0], isinstance(value.op, ast.And)
         yield value.lineno, f"{_shown(test)} {'and' if taken else 'or'} …", taken, test

@@ -11,14 +11,15 @@ from safelaunch.verdict.reading.frames import short
 from safelaunch.verdict.reading.guards import Guard, way_to
 from safelaunch.verdict.reading.source import Loop, ReadSource, handler_of, loops_at, names_in, scope_of, tree_of
 
+_CACHES = frozenset({"cache", "lru_cache", "cached", "cached_property", "memoize"})
 _COUNTING = frozenset({"range", "enumerate", "count"})
 _SETTINGS = frozenset({"args", "cfg", "config", "conf", "opt", "opts", "hparams", "params", "settings", "flags"})
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A guard, or the ``except`` of an exception. ``by_round``: it asks for the number of the round alone, so in one
-    round all ranks answer alike.
+    """A guard, a cache, or the ``except`` of an exception. ``by_round``: it asks for the number of the round alone, so
+    in one round all ranks answer alike.
     """
 
     guard: Guard
@@ -76,7 +77,11 @@ def _place(frame: Frame) -> tuple[str, str, int]:
 
 def _conditions(frame: Frame, read_source: ReadSource) -> Iterator[Condition]:
     tree = tree_of(read_source(frame.file) or "")
-    counters = set(_counters(scope_of(tree, frame.line))) if tree is not None else set[str]()
+    scope = scope_of(tree, frame.line) if tree is not None else ast.Module([], [])
+    counters = set(_counters(scope))
+    for decorator in getattr(scope, "decorator_list", []):
+        if _CACHES.intersection(names_in(decorator)):
+            yield Condition(Guard(frame.file, decorator.lineno, f"@{ast.unparse(decorator)}", taken=False))
     for step in way_to(frame, read_source):
         if not step.loop and step.guard.test is not None:
             yield Condition(step.guard, counters.issuperset(_asked(step.guard.test)))
