@@ -126,14 +126,14 @@ def wrong_size_received(facts: Facts) -> Ruling:
     ways = _ways(facts, [*sites, *others]) if places == set(sites.values()) else {}
     told, left = by_the_source(facts, _meeting(facts, [*sites, *others])) if not ways else (None, None)
     odd, majority = vote(ways) if ways else (told.odd, told.majority) if told is not None else ((), False)
+    text += f" {capital(left.says)}." if left is not None else ""
     if odd and majority:
-        text += f" {capital(left.says)}." if left is not None else ""
         text += f" {capital(ranks_word(odd))} came there through other frames than most." if ways else ""
         sites, named = {r: site for r, site in sites.items() if r in odd}, [r for r in odd if r in others]
     reason = "was aborted, as a peer sent more than its call has room for"
     culprits = [waiting_culprit(facts.ranks[r], f"Rank {r} {reason}{fr.at(site)}.", site) for r, site in sites.items()]
     return Finding(
-        left.cause if left is not None and majority else "collective-mismatch",
+        left.cause if left is not None else "collective-mismatch",
         (Doubt.EITHER_SIDE,) if named else (Doubt.ABORTED_CALL_LOST,),
         capital(text),
         (*culprits, *waiting_culprits(facts, named)),
