@@ -494,7 +494,7 @@ class UnevenBatches(Cause, name="uneven-batches"):
 
     ```text
     Rank 1 waits in barrier at uneven.py:25 (main) while ranks 0,2 wait in all_reduce at training.py:54 (train); rank
-    1 has left the loop at line 20.
+    1 has left the loop at uneven.py:20.
     ```
     """
 

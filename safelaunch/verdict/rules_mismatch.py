@@ -379,21 +379,21 @@ class LeftLoop:
 
     @property
     def says(self) -> str:
-        ahead, line = ranks_do(self.ahead, "has", "have"), self.loop.line
+        ahead, loop = ranks_do(self.ahead, "has", "have"), f"the loop at {self.loop.place}"
         breaks = ", ".join(map(str, self.loop.breaks[:3]))
         skips = f" (it has a `break` under the `if` of line{'s' * (',' in breaks)} {breaks})" if breaks else ""
         skips += f", with fewer batches or after a round without these calls ({self.skips})" if self.skips else ""
         if self.cut_short:
-            return f"{ahead} left the loop at line {line} after fewer calls than in each earlier round"
+            return f"{ahead} left {loop} after fewer calls than in each earlier round"
         if self.sure:
-            return f"{ahead} left the loop at line {line}{skips}"
+            return f"{ahead} left {loop}{skips}"
         if self.round == "whole":
-            return f"each earlier round of the loop at line {line} had as many calls and ended there"
-        return f"{ahead} left the loop at line {line}, in this round or the one before{skips}"
+            return f"each earlier round of {loop} had as many calls and ended there"
+        return f"{ahead} left {loop}, in this round or the one before{skips}"
 
     def of_rank(self, rank: int, where: str) -> str:
         """Why it is named. ``where`` it waits."""
-        loop = f"the loop at line {self.loop.line}"
+        loop = f"the loop at {self.loop.place}"
         if rank in self.ahead:
             return f"Rank {rank} has left {loop}, where its peers still are, and waits in {where}."
         return f"Rank {rank} is still in {loop}, which its peers have left, and waits in {where}."

@@ -291,7 +291,7 @@ def test_who_was_aborted_behind_the_loop_of_its_peers_has_left_it(
     verdict = diagnose(job(replace(lost, exception=error), aborted, outcome="crash"), read)
     named = [0, 1] if "while" in caller else named  # in a loop around it, either may be a round behind
     assert (verdict.cause, [one.rank for one in verdict.culprits]) == (cause, named), verdict.summary
-    assert ("Rank 1 has left the loop at line 41" in verdict.summary) == (line == 46)
+    assert ("Rank 1 has left the loop at train.py:41" in verdict.summary) == (line == 46)
     if line == 46:
         assert verdict.suggestions[0].startswith("If that `break` is why")
 

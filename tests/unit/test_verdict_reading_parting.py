@@ -118,7 +118,7 @@ def evaluate():
 @pytest.mark.parametrize(
     ("past", "inside", "loop"),
     [
-        ((4,), (3, 11), Loop(10, enclosed=False)),
+        ((4,), (3, 11), Loop(10, False, MODULE)),
         ((7,), (3, 11), None),  # perhaps by another way
         ((7,), (3, 12), None),  # in no loop
         ((6,), (3, 11), None),  # by another way
@@ -135,4 +135,4 @@ def test_a_loop_in_a_function_that_the_other_has_returned_from(
     assert loop_returned_from(*stacks, read) == loop
     again = [(*stack, at(14, "<module>")) for stack in stacks]
     found = loop_returned_from(*again, lambda path: RETURNED + "while True:\n    run()\n")
-    assert found == (loop and Loop(10, enclosed=True))
+    assert found == (loop and Loop(10, True, MODULE))

@@ -28,7 +28,7 @@ def other():
 )
 def test_loop_left(ahead: int, behind: int, loop: int | None) -> None:
     stacks = [(Frame(C10D, 1, "barrier"), at(line, "train"), MODULE) for line in (ahead, behind)]
-    assert loop_left(stacks[0], stacks[1], lambda path: LOOP) == (Loop(loop, enclosed=False) if loop else None)
+    assert loop_left(stacks[0], stacks[1], lambda path: LOOP) == (Loop(loop, False, MODULE) if loop else None)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from safelaunch.model import Frame
-from safelaunch.verdict.reading.frames import short
+from safelaunch.verdict.reading.frames import basename, short
 
 ReadSource = Callable[[str], "str | None"]  # path → text of the file, or None
 
@@ -263,8 +263,13 @@ class Loop:
 
     line: int
     enclosed: bool
+    inside: Frame = field(compare=False)
     breaks: tuple[int, ...] = field(default=(), compare=False)
-    inside: Frame | None = field(default=None, compare=False)
+
+    @property
+    def place(self) -> str:
+        """``train.py:21``."""
+        return f"{basename(self.inside.file)}:{self.line}"
 
 
 def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> Loop | None:
@@ -281,24 +286,24 @@ def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: Read
             return None
         if one.line != other.line:
             tree = _tree_in(one.file, read_source)
-            found = _loop_between(tree, other.line, one.line) if tree is not None else None
+            found = _loop_between(tree, other, one.line) if tree is not None else None
             if found is None:
                 return None
             again = any(loops_at(caller, read_source) for caller in callers)
-            return replace(found, enclosed=found.enclosed or again, inside=other)
+            return replace(found, enclosed=found.enclosed or again)
         callers.append(one)
     return None
 
 
-def _loop_between(tree: ast.Module, inside: int, after: int) -> Loop | None:
-    scope = scope_of(tree, inside)
+def _loop_between(tree: ast.Module, inside: Frame, after: int) -> Loop | None:
+    scope = scope_of(tree, inside.line)
     if scope is not scope_of(tree, after):
         return None
-    around = loops_around(scope, inside)
+    around = loops_around(scope, inside.line)
     left = [line for line, end in around if end < after]
     if not left:
         return None
-    return Loop(min(left), enclosed=len(left) < len(around), breaks=_broken_at(scope, min(left)))
+    return Loop(min(left), len(left) < len(around), inside, _broken_at(scope, min(left)))
 
 
 def _broken_at(scope: ast.AST, begin: int) -> tuple[int, ...]:
@@ -316,7 +321,7 @@ def loops_at(frame: Frame, read_source: ReadSource) -> list[Loop]:
         return []
     scope = scope_of(tree, frame.line)
     lines = sorted(begin for begin, _ in loops_around(scope, frame.line))
-    return [Loop(line, enclosed=n > 0, breaks=_broken_at(scope, line), inside=frame) for n, line in enumerate(lines)]
+    return [Loop(line, n > 0, frame, _broken_at(scope, line)) for n, line in enumerate(lines)]
 
 
 def loops_around(scope: ast.AST | None, line: int) -> list[tuple[int, int]]:
