@@ -23,6 +23,7 @@ from safelaunch.verdict.exits import GONE_CAUSES, was_a_hang
 from safelaunch.verdict.findings import Annotation, Finding, annotated, ranks_word
 from safelaunch.verdict.gpu_memory import gpu_memory
 from safelaunch.verdict.guarding import guards
+from safelaunch.verdict.parted import parted
 from safelaunch.verdict.proof import prove
 from safelaunch.verdict.rank_state import Facts
 from safelaunch.verdict.reading.source import ReadSource
@@ -43,6 +44,7 @@ Explanation = Callable[[Case, Finding], Iterator[Annotation]]
 EXPLANATIONS: tuple[tuple[Explanation, ...], ...] = (
     (wrong_group, guards, remarks.frames_below, caught_exception, skipped_batch),
     (
+        parted,
         remarks.own_words,
         gpu_memory,
         remarks.debug_detail,

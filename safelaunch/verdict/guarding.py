@@ -9,7 +9,6 @@ sure, and names nobody: ``unless_drawn``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from itertools import pairwise
 from math import comb
 
 from safelaunch.model import Claim, Culprit, Frame
@@ -19,11 +18,7 @@ from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Branch, Finding, capital, ranks_do
 from safelaunch.verdict.rank_state import Facts, user_stack_of
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.frames import short
-from safelaunch.verdict.reading.guards import Guard, Whereabouts, called_at, guards_of, way_to
-from safelaunch.verdict.reading.parting import Condition, Parting, parting
-from safelaunch.verdict.reading.said import ways_around
-from safelaunch.verdict.reading.source import loops_at
+from safelaunch.verdict.reading.guards import Guard, Whereabouts, guards_of, way_to
 from safelaunch.verdict.remarks import says_why
 
 # Findings that say who went another way than its peers, and not why.
@@ -37,7 +32,7 @@ def guards(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     """
     if finding.cause not in _EXPLAINED or not finding.culprits:
         return
-    stacks = finding.calls or _where_they_wait(facts, finding)
+    stacks = finding.calls or where_they_wait(facts, finding)
     named = frozenset(one.rank for one in finding.culprits)
     found = [one for one in branches(facts, stacks, named) if not _is_of_a_transfer(facts, one)]
     cause = finding.cause
@@ -46,7 +41,7 @@ def guards(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     told = [one for one in found if one.kept][:_MOST]
     rest = (one for one in found if one not in told)
     yield Annotation(
-        " ".join(map(_sentence, told)) or _parted(facts, finding, stacks),
+        " ".join(map(_sentence, told)),
         tuple(claim_of(facts, one) for one in (*told, *rest)),
         advice=_advice(facts, finding, found),
         cause=cause,
@@ -54,55 +49,6 @@ def guards(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     )
     if not told and cause == "collective-mismatch" and GROUPS_MADE not in finding.advice:
         yield _unless_drawn(facts, finding, found)
-
-
-Side = tuple[Sequence[Frame], Sequence[int]]  # the user's frames, innermost first, and the ranks that are there
-
-
-def _parted(facts: Facts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]) -> str:
-    """What decides which way a rank goes, where two sides part: the conditions that only one of the ways has, those of
-    the ranks at fault first. Where all of these ask for the round alone, who is in the later one has made fewer calls.
-    """
-    sides = _sides(facts, finding, stacks)
-    found = parting(sides[0][0], sides[1][0], facts.read_source) if sides else None
-    if finding.cause != "collective-mismatch" or found is None or Doubt.MAY_SKIP_CALLS in finding.doubts:
-        return ""
-    parts = [[one.guard.words for one in way if _may_part(facts, one, stacks)][-_MOST:] for way in found.ways]
-    if told := [f"`{words}`" for part in parts for words in part]:
-        return f"Which way a rank goes depends on {' and '.join(told)}."
-    later = [n for n, way in enumerate(found.ways) if any(one.by_round for one in way)]
-    return _in_a_later_round(facts, found, sides, later[0]) if len(later) == 1 and len(sides) == 2 else ""
-
-
-def _sides(facts: Facts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]) -> Sequence[Side]:
-    """Of those at fault, and of most of the others; none where they are at several places, or say why they are."""
-    named = {one.rank for one in finding.culprits}
-    places: dict[tuple[Frame, ...], list[int]] = {}
-    for rank, stack in sorted(stacks.items()):
-        places.setdefault(tuple(stack), []).append(rank)
-    odd = [side for side in places.items() if named.issuperset(side[1])]
-    rest = sorted((side for side in places.items() if side not in odd), key=lambda side: -len(side[1]))
-    if (rest and any(says_why(facts, rank) for rank in named)) or len(odd) != (1 if rest else 2):
-        return ()
-    return [*odd, *rest[:1]]
-
-
-def _may_part(facts: Facts, one: Condition, ranks: Iterable[int]) -> bool:
-    """Neither what is the same on all ranks in one round, nor what the rank alone decides: that is known already."""
-    return not one.by_round and any(one.guard.admits(whereabouts(facts, rank)) is None for rank in ranks)
-
-
-def _in_a_later_round(facts: Facts, found: Parting, sides: Sequence[Side], later: int) -> str:
-    """None where a library made a call on the way, under conditions of its own."""
-    way, stack = found.stacks[later], found.stacks[1 - later]
-    if any(called_at(one, facts.read_source) != short(into.function) for one, into in pairwise(way)):
-        return ""
-    loops = loops_at(stack[0], facts.read_source)
-    skips = ways_around(stack[::-1], loops[-1].line, facts.read_source) if loops else []
-    ahead, behind = sides[later][1], sides[1 - later][1]
-    text = f"All ranks get to {fr.place(way[-1])} in the same rounds (`{found.ways[later][-1].guard.words}`), so "
-    text += f"{ranks_do(ahead, 'has', 'have')} left out calls before, or {ranks_do(behind, 'has', 'have')} made more"
-    return f"{text} ({skips[0]})." if skips else f"{text}."
 
 
 def _is_of_a_transfer(facts: Facts, one: Branch) -> bool:
@@ -183,7 +129,7 @@ def _is_in_a_transfer(facts: Facts, one: Culprit) -> bool:
 def _may_have_decided(facts: Facts, finding: Finding) -> bool:
     """Some ranks stand behind a condition, whatever it asks for, that others do not; or the source does not say."""
     ways = set()
-    for stack in _where_they_wait(facts, finding).values():
+    for stack in where_they_wait(facts, finding).values():
         if not stack or any(not facts.read_source(frame.file) for frame in stack):
             return True
         steps = (step for frame in stack for step in way_to(frame, facts.read_source) if not step.loop)
@@ -242,7 +188,7 @@ def _patterns(facts: Facts, size: int) -> Iterator[Iterable[int]]:
     yield from (found for found in (*hosts.values(), *set(groups)) if len(found) == size)
 
 
-def _where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, ...]]:
+def where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, ...]]:
     named = {one.rank for one in finding.culprits}
     waiting = (rank for rank, one in facts.ranks.items() if one.wait is not None or rank in named)
     return {rank: user_stack_of(facts.ranks[rank].evidence) for rank in waiting}
