@@ -72,13 +72,14 @@ def test_the_conditions_on_one_way_alone(
         ("step % every() == 0", False),
         ("self.seen >= 10", True),
         ("self.total >= 10", False),
+        ("self.bad >= 10", False),
         ("batch > 3", False),
     ],
 )
 def test_what_asks_for_the_number_of_the_round_alone(condition: str, by_round: bool) -> None:
-    body = "self.seen += 1\n    self.total += len(batch)\n    wait()"
+    body = "self.seen += 1\n    self.total += len(batch)\n    if batch.bad:\n        self.bad += 1\n    wait()"
     source = f"for step, batch in enumerate(loader):\n    {body}\n    if {condition}:\n        barrier()\n"
-    found = parting((at(6, "<module>"),), (at(4, "<module>"),), lambda path: source)
+    found = parting((at(8, "<module>"),), (at(6, "<module>"),), lambda path: source)
     assert found is not None and [[one.by_round for one in way] for way in found.ways] == [[by_round], []]
 
 

@@ -12,7 +12,7 @@ from safelaunch.verdict.reading.guards import Guard, way_to
 from safelaunch.verdict.reading.source import Loop, ReadSource, handler_of, loops_at, names_in, scope_of, tree_of
 
 _CACHES = frozenset({"cache", "lru_cache", "cached", "cached_property", "memoize"})
-_COUNTING = frozenset({"range", "enumerate", "count"})
+_COUNTING = frozenset({"range", "trange", "enumerate", "count"})
 _SETTINGS = frozenset({"args", "cfg", "config", "conf", "opt", "opts", "hparams", "params", "settings", "flags"})
 
 
@@ -104,9 +104,11 @@ def _asked(test: ast.expr) -> Iterator[str]:
 
 
 def _counters(scope: ast.AST) -> Iterator[str]:
-    """What counts rounds in this function: ``step`` of ``for step in range(n)``, and of ``step += 1``."""
-    for node in ast.walk(scope):
-        if isinstance(node, (ast.For, ast.AsyncFor)) and _COUNTING.intersection(names_in(node.iter)):
-            yield ast.unparse(node.target.elts[0] if isinstance(node.target, ast.Tuple) else node.target)
-        elif isinstance(node, ast.AugAssign) and isinstance(node.value, ast.Constant):
-            yield ast.unparse(node.target)
+    """What counts rounds in this function: ``step`` of ``for step in range(n)``, and of ``step += 1`` in each round."""
+    loops = (node for node in ast.walk(scope) if isinstance(node, (ast.For, ast.AsyncFor, ast.While)))
+    for loop in loops:
+        if not isinstance(loop, ast.While) and _COUNTING.intersection(names_in(loop.iter)):
+            yield ast.unparse(loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target)
+        each_round = [] if any(isinstance(node, ast.Continue) for node in ast.walk(loop)) else loop.body
+        added = (one for one in each_round if isinstance(one, ast.AugAssign) and isinstance(one.value, ast.Constant))
+        yield from (ast.unparse(one.target) for one in added)
