@@ -194,6 +194,14 @@ def where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, ..
     return {rank: user_stack_of(facts.ranks[rank].evidence) for rank in waiting}
 
 
+def by_stack(stacks: Mapping[int, Sequence[Frame]]) -> dict[tuple[Frame, ...], list[int]]:
+    """The ranks with each stack. Those of exceptions have no names of classes."""
+    found: dict[tuple[tuple[str, int, str], ...], list[int]] = {}
+    for rank, stack in sorted(stacks.items()):
+        found.setdefault(tuple((one.file, one.line, fr.short(one.function)) for one in stack), []).append(rank)
+    return {tuple(stacks[ranks[0]]): ranks for ranks in found.values()}
+
+
 def branches(facts: Facts, stacks: Mapping[int, Sequence[Frame]], named: frozenset[int]) -> list[Branch]:
     """The guards of each call that are not those of the others' calls, the most telling first.
 
@@ -202,10 +210,7 @@ def branches(facts: Facts, stacks: Mapping[int, Sequence[Frame]], named: frozens
     A guard counts where it keeps some of the others away, on either side; or where it asks for the rank and more, and
     the ranks on the other side are not past it.
     """
-    places: dict[tuple[Frame, ...], list[int]] = {}
-    for rank, stack in stacks.items():
-        if stack:
-            places.setdefault(tuple(stack), []).append(rank)
+    places = by_stack({rank: stack for rank, stack in stacks.items() if stack})
     guards = {place: guards_of(place, facts.read_source) for place in places}
     found = []
     for place, ranks in places.items():

@@ -13,7 +13,7 @@ from safelaunch.model import Frame
 from safelaunch.verdict.causes import DRAWN, LEFT_OUT
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Finding, ranks_do
-from safelaunch.verdict.guarding import where_they_wait, whereabouts
+from safelaunch.verdict.guarding import by_stack, where_they_wait, whereabouts
 from safelaunch.verdict.rank_state import Facts
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.frames import short
@@ -51,9 +51,7 @@ def parted(facts: Facts, finding: Finding) -> Iterator[Annotation]:
 def _sides(facts: Facts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]) -> Sequence[Side]:
     """Of those at fault, and of most of the others; none where they are at several places, or say why they are."""
     named = {one.rank for one in finding.culprits}
-    places: dict[tuple[Frame, ...], list[int]] = {}
-    for rank, stack in sorted(stacks.items()):
-        places.setdefault(tuple(stack), []).append(rank)
+    places = by_stack(stacks)
     odd = [side for side in places.items() if named.issuperset(side[1])]
     rest = sorted((side for side in places.items() if side not in odd), key=lambda side: -len(side[1]))
     if (rest and any(says_why(facts, rank) for rank in named)) or len(odd) != (1 if rest else 2):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from evidence import C10D, SCRIPT, at, entry, in_c10d, job, past, rank, record, waiting
+from evidence import C10D, MODULE, SCRIPT, at, entry, in_c10d, job, past, rank, record, waiting
 from msgspec import structs
 
 from safelaunch.model import Frame, HandledException, RankEvidence, RankException, RankExit, Verdict
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Finding, annotated, waiting_culprits
-from safelaunch.verdict.guarding import guards
+from safelaunch.verdict.guarding import by_stack, guards
 from safelaunch.verdict.rank_state import Facts
 
 
@@ -56,6 +56,11 @@ def test_what_decides_the_way_is_told_whatever_it_asks_for(
     summary = verdict_of(whole, *odd_ranks, odd=odd, world=4).summary
     assert (f"Which way a rank goes depends on {decides}." in summary) == bool(decides)
     assert ("Which way" in summary) == bool(decides)
+
+
+def test_frames_of_exceptions_have_no_names_of_classes() -> None:
+    stacks = {0: (at(56, "fit"), MODULE), 1: (at(39, "_record"), MODULE), 2: (at(56, "Trainer.fit"), MODULE)}
+    assert list(by_stack(stacks).items()) == [(stacks[0], [0, 2]), (stacks[1], [1])]
 
 
 ROUNDS = """\
