@@ -247,8 +247,8 @@ GROUPS_MADE = _sub_case(
     "Call `new_group()` on every rank, in the same order, including for groups that a rank is not in."
 )
 SIZES_DIFFER = _sub_case(
-    "Pass the same size and type on every rank: pad, or exchange the sizes first. A set, and a dict that was filled in "
-    "another order, are gone through in one order by `sorted()`.",
+    "Pass the same size and type on every rank: pad, or exchange the sizes first. A loop must go through the same "
+    "items in one order: skip none on one rank, and use `sorted()` for a set, or a dict filled in another order.",
     unless=_MODELS,
 )
 UNUSUAL_GROUP = _sub_case("Check how this line selects its group on the rank that used a different one than before.")

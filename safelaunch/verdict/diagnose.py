@@ -34,7 +34,7 @@ from safelaunch.verdict.rules_results import CAUSES as WRONG_RESULTS
 from safelaunch.verdict.stalled import has_no_steps, with_the_time_without_a_step
 from safelaunch.verdict.swallowed import caught_exception, skipped_batch
 from safelaunch.verdict.waits import Case
-from safelaunch.verdict.wrong_group import wrong_group
+from safelaunch.verdict.wrong_group import another_group, wrong_group
 
 __all__ = ["diagnose"]
 
@@ -42,7 +42,7 @@ SCHEMA = 1
 Explanation = Callable[[Case, Finding], Iterator[Annotation]]
 # Why the ranks at fault went another way; then what else is known of those that are named.
 EXPLANATIONS: tuple[tuple[Explanation, ...], ...] = (
-    (wrong_group, guards, remarks.frames_below, caught_exception, skipped_batch),
+    (wrong_group, another_group, guards, remarks.frames_below, caught_exception, skipped_batch),
     (
         parted,
         remarks.own_words,

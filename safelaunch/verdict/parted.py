@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from safelaunch.model import Frame
-from safelaunch.verdict.causes import DRAWN, LEFT_OUT
+from safelaunch.verdict.causes import DRAWN, LEFT_OUT, UNUSUAL_GROUP
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Finding, ranks_do
 from safelaunch.verdict.guarding import by_stack, where_they_wait, whereabouts
@@ -32,7 +32,7 @@ def parted(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     round alone, who is in the later one has made fewer calls.
     """
     is_told = any(one.kept for one in finding.branches) or Doubt.MAY_SKIP_CALLS in finding.doubts
-    is_told |= finding.advice >= DRAWN  # by what a rank has printed, too
+    is_told |= finding.advice >= DRAWN or UNUSUAL_GROUP in finding.advice  # by its own words, or by its group
     if finding.cause != "collective-mismatch" or is_told:
         return
     stacks = finding.calls or where_they_wait(facts, finding)
@@ -65,7 +65,13 @@ def _may_part(facts: Facts, one: Condition, ranks: Iterable[int]) -> bool:
 
 
 def _in_a_later_round(facts: Facts, found: Parting, sides: Sequence[Side], later: int) -> Iterator[Annotation]:
-    """None where a library made a call on the way, under conditions of its own."""
+    """Of those that should meet under one number. None where a library made a call on the way, under conditions of its
+    own.
+    """
+    waits = [facts.ranks[rank].wait for _, ranks in sides for rank in ranks]
+    numbers = {(one.group, one.seq) if one is not None else ("", None) for one in waits}
+    if len(numbers) != 1 or None in next(iter(numbers)):
+        return
     way, stack = found.stacks[later], found.stacks[1 - later]
     if any(called_at(one, facts.read_source) != short(into.function) for one, into in pairwise(way)):
         return

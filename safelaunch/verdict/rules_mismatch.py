@@ -286,9 +286,13 @@ def _aside(facts: Facts, meeting: Meeting) -> tuple[int, ...]:
 def _by_steps(facts: Facts, meeting: Meeting) -> str:
     """That those at odds have made steps with fewer calls. One step more or less may be the same round."""
     others = [rank for rank in meeting.calls if rank not in meeting.odd]
-    more = _more_steps(facts, meeting.odd, others) if meeting.number[0] and meeting.majority else 0
+    if not meeting.number[0] or not meeting.majority:
+        return ""
+    more, fewer = _more_steps(facts, meeting.odd, others), _more_steps(facts, others, meeting.odd)
     who = ranks_do(meeting.odd, "has", "have")
-    return f"; {who} made {more} more steps with as many calls: some steps there make fewer" if more > 1 else ""
+    if more > 1:
+        return f"; {who} made {more} more steps with as many calls: some steps there make fewer"
+    return f"; {who} made {fewer} fewer steps with as many calls: some steps there make more" if fewer > 1 else ""
 
 
 def _by_a_guard(facts: Facts, meeting: Meeting) -> Meeting | None:
@@ -412,9 +416,11 @@ def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
     if len(sides) != 2:
         return None
     (_, first), (_, second) = sides
+    users = _user_frames(facts, meeting)
     for ahead, behind in ((first, second), (second, first)):
-        stacks = meeting.calls[ahead[0]].stack, meeting.calls[behind[0]].stack
-        loop = loop_left(*stacks, facts.read_source) or loop_returned_from(*stacks, facts.read_source)
+        loop = loop_left(meeting.calls[ahead[0]].stack, meeting.calls[behind[0]].stack, facts.read_source)
+        in_callee = loop_returned_from(users[ahead[0]], users[behind[0]], facts.read_source) if loop is None else None
+        loop = loop or in_callee
         if loop is not None:
             group, number = meeting.number
             if group and _were_past_it(facts, group, number, (ahead[0], behind[0]), loop):
@@ -424,6 +430,9 @@ def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
             times = aligned.times_called(behind[0], number) if aligned is not None else 0
             often = times > _OFTEN * max(facts.ranks[behind[0]].step or times, 1)
             more = _more_steps(facts, ahead, behind)
+            if in_callee is not None and (often or more > 1):
+                return None
+            made = made if in_callee is None else ""  # of the rounds around the call
             skips = _skips(facts, meeting.calls[behind[0]].stack, loop, more) if not often else ""
             return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made, often, skips, more)
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from safelaunch.model import Claim, Culprit
+from safelaunch.model import Claim, Culprit, Frame
 from safelaunch.verdict.causes import FAILURES, UNUSUAL_GROUP, WRONG_GROUP
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import (
@@ -53,6 +53,27 @@ def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
         explains=True,
         supersedes=True,
         ruled_out=(f"{finding.cause} alone: a call on a wrong group says why",),
+    )
+
+
+def another_group(case: Case, finding: Finding) -> Iterator[Annotation]:
+    """The ranks that have left their habit as those at fault, where they are no majority of those that wait."""
+    waiting = [rank for rank, one in case.ranks.items() if one.wait is not None]
+    astray = {rank: text for rank in waiting if (text := unusual(case, rank))} if finding.cause in _EXPLAINED else {}
+    if not astray or 2 * len(astray) > len(waiting) or UNUSUAL_GROUP in finding.advice:
+        return
+    others = tuple(one for one in finding.doubts if one not in (Doubt.NO_MAJORITY, Doubt.EITHER_SIDE))
+    first, *more = astray
+    text = f"{astray[first]}{f' The same holds for {ranks_word(more)}.' if more else ''}"
+    waits = waits_words(case, [rank for rank in waiting if rank not in astray])
+    yield Annotation(
+        f"{text} {capital(waits)}.",
+        tuple(Claim(f"rank {rank}: its calls from that line, and their groups", _record(str(rank))) for rank in astray),
+        (*others, Doubt.HABIT_ALONE),
+        tuple(waiting_culprit(case.ranks[rank], text) for rank, text in astray.items()),
+        frozenset({UNUSUAL_GROUP}),
+        explains=True,
+        supersedes=True,
     )
 
 
@@ -112,7 +133,7 @@ def unusual(facts: Facts, rank: int) -> str:
     if wait is None or wait.frame is None or record is None:
         return ""
     calls = [(facts.alignment.stack(rank, one), one.group) for one in record.entries]
-    there = [(stack.user_frames, group) for stack, group in calls if stack.user_frame == wait.frame]
+    there = [(stack.user_frames, group) for stack, group in calls if _is_at(wait.frame, stack.user_frame)]
     way, now = there[-1] if there else ((), "")
     earlier = [group for frames, group in there[:-1] if frames == way]
     if len(earlier) < _ENOUGH or len(set(earlier)) != 1 or now in earlier or wait.group not in (None, now):
@@ -121,3 +142,8 @@ def unusual(facts: Facts, rank: int) -> str:
         f"Rank {rank} made its {len(earlier)} earlier calls at {fr.place(wait.frame)} in group '{earlier[0]}':"
         f" with group '{now}' it may have taken the wrong one."
     )
+
+
+def _is_at(frame: Frame, recorded: Frame | None) -> bool:
+    """A record has no names of classes."""
+    return recorded is not None and (frame.file, frame.line) == (recorded.file, recorded.line)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from evidence import at, entry, in_c10d, job, rank, record
+from evidence import SCRIPT, at, entry, in_c10d, job, past, rank, record
 
 from safelaunch.model import CaughtException, Collective, Evidence, Progress, RankEvidence, Verdict
 from safelaunch.verdict.diagnose import diagnose
@@ -159,14 +159,46 @@ def test_who_is_past_the_loop_may_have_skipped_calls_instead(body: str, why: str
     assert verdict.suggestions[0].startswith(first)
 
 
-def test_more_steps_with_as_many_calls_are_told() -> None:
+@pytest.mark.parametrize(("steps", "told"), [(20, "11 more steps"), (2, "7 fewer steps"), (8, ""), (10, "")])
+def test_more_or_fewer_steps_with_as_many_calls_are_told(steps: int, told: str) -> None:
     ranks = [waits(n, [STEP] * 10) for n in range(4)]
     ranks[1] = waits(1, [*[STEP] * 9, ("all_gather", 60)])
     ranks = [
-        msgspec.structs.replace(one, progress=Progress(n, n, 4, 0, 1000 + n, n, "torch", 20 if n == 1 else 9))
+        msgspec.structs.replace(one, progress=Progress(n, n, 4, 0, 1000 + n, n, "torch", steps if n == 1 else 9))
         for n, one in enumerate(ranks)
     ]
-    assert "rank 1 has made 11 more steps with as many calls" in diagnose(job(*ranks)).summary
+    summary = diagnose(job(*ranks)).summary
+    assert (f"rank 1 has made {told} with as many calls" in summary) == bool(told)
+    assert ("steps with as many calls" in summary) == bool(told)
+
+
+@pytest.mark.parametrize(("ahead_s_step", "left"), [(20, True), (26, False)])
+def test_who_has_returned_from_a_loop_has_left_it(ahead_s_step: int, left: bool) -> None:
+    """A loop of a function that all have called in this round; steps tell where some make more calls than others."""
+    source = "\n" * 39 + (
+        "def evaluate():\n"  # 40
+        "    for x in batches:\n"
+        "        all_reduce(x)\n"
+        "def train():\n"
+        "    while True:\n"
+        "        evaluate()\n"  # 45
+        "        barrier()\n"
+    )
+    *waiting, module = in_c10d("all_reduce", 42, "evaluate")
+    ranks = [rank(n, in_c10d("barrier", 46)) for n in range(3)]
+    ranks[1] = rank(1, (*waiting, at(45), module))
+    its = [record(*past(3), entry("all_reduce" if n == 1 else "barrier", 4)) for n in range(3)]
+    steps = [20 if n == 1 else ahead_s_step for n in range(3)]
+    ranks = [
+        msgspec.structs.replace(
+            one, flight_record=its[n], progress=Progress(n, n, 3, 0, 1000 + n, n, "torch", steps[n])
+        )
+        for n, one in enumerate(ranks)
+    ]
+    verdict = diagnose(job(*ranks), lambda path: source if path == SCRIPT else None)
+    assert [one.rank for one in verdict.culprits] == [1]
+    assert ("ranks 0,2 have left the loop at train.py:41, in this round or the one before" in verdict.summary) == left
+    assert ("6 fewer steps with as many calls" in verdict.summary) != left
 
 
 def test_an_exception_that_ends_the_loop_is_no_way_around_its_calls() -> None:

@@ -41,3 +41,17 @@ def test_who_took_the_wrong_group_is_named_with_the_call() -> None:
     assert {"ranks/1/log_tail.txt", "ranks/2/log_tail.txt"} <= {claim.file for claim in verdict.evidence}
     assert "Use only groups that the rank is in" in verdict.suggestions[0]
     assert not any("caught exception" in text for text in verdict.suggestions)
+
+
+def test_who_calls_from_a_line_in_another_group_than_before_has_left_its_habit() -> None:
+    """Frames of stacks have the names of classes, and those of records have none."""
+    waits = in_c10d("broadcast", 70), in_c10d("all_reduce", 60, "Exchange.train")
+    made = [calls("0@50x3 1@60x3 broadcast:0@70*"), calls("0@50x3 2@60x3 0@60*")]
+    ranks = [rank(n, waits[n // 2], flight=record(*made[n // 2], groups=GROUPS)) for n in range(4)]
+    verdict = diagnose(job(*ranks))
+    assert [c.rank for c in verdict.culprits] == [2, 3]
+    assert verdict.summary.startswith(
+        "Rank 2 made its 3 earlier calls at train.py:60 (Exchange.train) in group '2': with group '0' it may have "
+        "taken the wrong one. The same holds for rank 3. Ranks 0-1 wait in broadcast at train.py:70 (train)."
+    )
+    assert "Check how this line selects its group" in verdict.suggestions[0]
