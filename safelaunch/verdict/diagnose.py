@@ -22,8 +22,7 @@ from safelaunch.verdict.doubts import Doubt, confidence_of, those
 from safelaunch.verdict.exits import GONE_CAUSES, was_a_hang
 from safelaunch.verdict.findings import Annotation, Finding, annotated, ranks_word
 from safelaunch.verdict.gpu_memory import gpu_memory
-from safelaunch.verdict.guarding import guards
-from safelaunch.verdict.parted import parted
+from safelaunch.verdict.guarding import guards, parted
 from safelaunch.verdict.proof import prove
 from safelaunch.verdict.rank_state import Facts
 from safelaunch.verdict.reading.source import ReadSource

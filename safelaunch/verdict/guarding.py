@@ -2,23 +2,27 @@
 
 ``if rank == 0: dist.all_gather(...)`` is the commonest collective that peers never call, and ``if rank != 0: continue``
 the commonest that one leaves out. What other rules find is true without it; this says which line sends ranks which way.
-It never makes a finding surer. Where several ranks went another way and nothing sets them apart, the finding is less
-sure, and names nobody: ``unless_drawn``.
+Where no condition on the rank does, it says what the way depends on. It never makes a finding surer. Where several
+ranks went another way and nothing sets them apart, the finding is less sure, and names nobody: ``unless_drawn``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from itertools import pairwise
 from math import comb
 
 from safelaunch.model import Claim, Culprit, Frame
-from safelaunch.verdict.causes import DRAWN, GROUPS_MADE, GUARDED, LEFT_OUT, Advice
+from safelaunch.verdict.causes import DRAWN, GROUPS_MADE, GUARDED, LEFT_OUT, UNUSUAL_GROUP, Advice
 from safelaunch.verdict.collectives import signature
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Branch, Finding, capital, ranks_do
 from safelaunch.verdict.rank_state import Facts, user_stack_of
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.guards import Guard, Whereabouts, guards_of, way_to
+from safelaunch.verdict.reading.guards import Guard, Whereabouts, called_at, guards_of, way_to
+from safelaunch.verdict.reading.parting import Condition, Parting, parting
+from safelaunch.verdict.reading.said import ways_around
+from safelaunch.verdict.reading.source import loops_at
 from safelaunch.verdict.remarks import says_why
 
 # Findings that say who went another way than its peers, and not why.
@@ -262,3 +266,64 @@ def guard_of(facts: Facts, rank: int, others: Iterable[int]) -> Guard | None:
         if any(guard.admits(whereabouts(facts, other)) is not True for other in others):
             return guard
     return None
+
+
+# --- any condition at all, where two sides part -----------------------------------------------------------------------
+
+Side = tuple[Sequence[Frame], Sequence[int]]  # the user's frames, innermost first, and the ranks that are there
+
+
+def parted(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+    """The conditions that only one of two ways has, those of the ranks at fault first. Where all of these ask for the
+    round alone, who is in the later one has made fewer calls.
+    """
+    is_told = any(one.kept for one in finding.branches) or Doubt.MAY_SKIP_CALLS in finding.doubts
+    is_told |= finding.advice >= DRAWN or UNUSUAL_GROUP in finding.advice  # by its own words, or by its group
+    if finding.cause != "collective-mismatch" or is_told:
+        return
+    stacks = finding.calls or where_they_wait(facts, finding)
+    sides = _sides(facts, finding, stacks)
+    found = parting(sides[0][0], sides[1][0], facts.read_source) if sides else None
+    if found is None:
+        return
+    parts = [[one.guard.words for one in way if _may_part(facts, one, stacks)][-_MOST:] for way in found.ways]
+    later = [n for n, way in enumerate(found.ways) if any(one.by_round for one in way)]
+    if told := [f"`{words}`" for part in parts for words in part]:
+        yield Annotation(f"Which way a rank goes depends on {' and '.join(told)}.", advice=DRAWN)
+    elif len(later) == 1:
+        yield from _in_a_later_round(facts, found, sides, later[0])
+
+
+def _sides(facts: Facts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]) -> Sequence[Side]:
+    """Of those at fault, and of most of the others; none where they are at several places, or say why they are."""
+    named = {one.rank for one in finding.culprits}
+    places = by_stack(stacks)
+    odd = [side for side in places.items() if named.issuperset(side[1])]
+    rest = sorted((side for side in places.items() if side not in odd), key=lambda side: -len(side[1]))
+    if (rest and any(says_why(facts, rank) for rank in named)) or len(odd) != (1 if rest else 2):
+        return ()
+    return [*odd, *rest[:1]]
+
+
+def _may_part(facts: Facts, one: Condition, ranks: Iterable[int]) -> bool:
+    """Neither what is the same on all ranks in one round, nor what the rank alone decides: that is known already."""
+    return not one.by_round and any(one.guard.admits(whereabouts(facts, rank)) is None for rank in ranks)
+
+
+def _in_a_later_round(facts: Facts, found: Parting, sides: Sequence[Side], later: int) -> Iterator[Annotation]:
+    """Of those that should meet under one number. None where a library made a call on the way, under conditions of its
+    own.
+    """
+    waits = [facts.ranks[rank].wait for _, ranks in sides for rank in ranks]
+    numbers = {(one.group, one.seq) if one is not None else ("", None) for one in waits}
+    if len(numbers) != 1 or None in next(iter(numbers)):
+        return
+    way, stack = found.stacks[later], found.stacks[1 - later]
+    if any(called_at(one, facts.read_source) != fr.short(into.function) for one, into in pairwise(way)):
+        return
+    loops = loops_at(stack[0], facts.read_source)
+    skips = ways_around(stack[::-1], loops[-1].line, facts.read_source) if loops else []
+    ahead, behind = sides[later][1], sides[1 - later][1]
+    text = f"All ranks get to {fr.place(way[-1])} in the same rounds (`{found.ways[later][-1].guard.words}`), so "
+    text += f"{ranks_do(ahead, 'has', 'have')} left out calls before, or {ranks_do(behind, 'has', 'have')} made more"
+    yield Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({LEFT_OUT}))
