@@ -59,8 +59,9 @@ def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
 def another_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     """The ranks that have left their habit as those at fault, where they are no majority of those that wait."""
     waiting = [rank for rank, one in case.ranks.items() if one.wait is not None]
-    astray = {rank: text for rank in waiting if (text := unusual(case, rank))} if finding.cause in _EXPLAINED else {}
-    if not astray or 2 * len(astray) > len(waiting) or UNUSUAL_GROUP in finding.advice:
+    meets_none = finding.cause == "collective-mismatch" and UNUSUAL_GROUP not in finding.advice
+    astray = {rank: text for rank in waiting if (text := unusual(case, rank))} if meets_none else {}
+    if not astray or 2 * len(astray) > len(waiting):
         return
     others = tuple(one for one in finding.doubts if one not in (Doubt.NO_MAJORITY, Doubt.EITHER_SIDE))
     first, *more = astray

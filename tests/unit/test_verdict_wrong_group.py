@@ -55,3 +55,14 @@ def test_who_calls_from_a_line_in_another_group_than_before_has_left_its_habit()
         "taken the wrong one. The same holds for rank 3. Ranks 0-1 wait in broadcast at train.py:70 (train)."
     )
     assert "Check how this line selects its group" in verdict.suggestions[0]
+
+
+def test_groups_entered_in_another_order_are_no_wrong_group() -> None:
+    groups = {"1": (1, 2), "2": (1, 2)}
+    made = ["0@50x3 0@70*", "0@50x3 1@60 2@61 1@60 2@61 1@60*", "0@50x3 1@60 2@61 1@60 2@61 2@60*"]
+    ranks = [
+        rank(n, in_c10d("all_reduce", 70 if n == 0 else 60), flight=record(*calls(one), groups=groups))
+        for n, one in enumerate(made)
+    ]
+    verdict = diagnose(job(*ranks))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("group-order", [1, 2])
