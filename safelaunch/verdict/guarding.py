@@ -36,7 +36,7 @@ def guards(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     """
     if finding.cause not in _EXPLAINED or not finding.culprits:
         return
-    stacks = finding.calls or where_they_wait(facts, finding)
+    stacks = finding.calls or _where_they_wait(facts, finding)
     named = frozenset(one.rank for one in finding.culprits)
     found = [one for one in branches(facts, stacks, named) if not _is_of_a_transfer(facts, one)]
     cause = finding.cause
@@ -133,7 +133,7 @@ def _is_in_a_transfer(facts: Facts, one: Culprit) -> bool:
 def _may_have_decided(facts: Facts, finding: Finding) -> bool:
     """Some ranks stand behind a condition, whatever it asks for, that others do not; or the source does not say."""
     ways = set()
-    for stack in where_they_wait(facts, finding).values():
+    for stack in _where_they_wait(facts, finding).values():
         if not stack or any(not facts.read_source(frame.file) for frame in stack):
             return True
         steps = (step for frame in stack for step in way_to(frame, facts.read_source) if not step.loop)
@@ -192,7 +192,7 @@ def _patterns(facts: Facts, size: int) -> Iterator[Iterable[int]]:
     yield from (found for found in (*hosts.values(), *set(groups)) if len(found) == size)
 
 
-def where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, ...]]:
+def _where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, ...]]:
     named = {one.rank for one in finding.culprits}
     waiting = (rank for rank, one in facts.ranks.items() if one.wait is not None or rank in named)
     return {rank: user_stack_of(facts.ranks[rank].evidence) for rank in waiting}
@@ -200,9 +200,9 @@ def where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, ..
 
 def by_stack(stacks: Mapping[int, Sequence[Frame]]) -> dict[tuple[Frame, ...], list[int]]:
     """The ranks with each stack. Those of exceptions have no names of classes."""
-    found: dict[tuple[tuple[str, int, str], ...], list[int]] = {}
+    found: dict[tuple[fr.Spot, ...], list[int]] = {}
     for rank, stack in sorted(stacks.items()):
-        found.setdefault(tuple((one.file, one.line, fr.short(one.function)) for one in stack), []).append(rank)
+        found.setdefault(tuple(map(fr.spot, stack)), []).append(rank)
     return {tuple(stacks[ranks[0]]): ranks for ranks in found.values()}
 
 
@@ -281,7 +281,7 @@ def parted(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     is_told |= finding.advice >= DRAWN or UNUSUAL_GROUP in finding.advice  # by its own words, or by its group
     if finding.cause != "collective-mismatch" or is_told:
         return
-    stacks = finding.calls or where_they_wait(facts, finding)
+    stacks = finding.calls or _where_they_wait(facts, finding)
     sides = _sides(facts, finding, stacks)
     found = parting(sides[0][0], sides[1][0], facts.read_source) if sides else None
     if found is None:

@@ -40,6 +40,14 @@ def short(function: str) -> str:
     return function if function.startswith("<") else function.rsplit(".", 1)[-1]
 
 
+Spot = tuple[str, str, int]
+
+
+def spot(frame: Frame) -> Spot:
+    """File, function and line; alike for stacks, and for exceptions and records, whose frames have no class names."""
+    return frame.file, short(frame.function), frame.line
+
+
 def normal(path: str) -> str:
     return path.replace("\\", "/")
 

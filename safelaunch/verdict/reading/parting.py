@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from safelaunch.model import Frame
-from safelaunch.verdict.reading.frames import short
+from safelaunch.verdict.reading.frames import spot
 from safelaunch.verdict.reading.guards import Guard, way_to
 from safelaunch.verdict.reading.source import Loop, ReadSource, handler_of, loops_at, names_in, scope_of, tree_of
 
@@ -65,14 +65,10 @@ def loop_returned_from(ahead: Sequence[Frame], behind: Sequence[Frame], read_sou
 def _parted(one: Sequence[Frame], other: Sequence[Frame]) -> tuple[Sequence[Frame], ...]:
     """Both stacks, outermost first, from the function on in which they part; empty where it is no function of both."""
     stacks = [stack[::-1] for stack in (one, other)]
-    at = next((n for n, (a, b) in enumerate(zip(*stacks, strict=False)) if _place(a) != _place(b)), None)
-    if at is None or _place(stacks[0][at])[:2] != _place(stacks[1][at])[:2]:
+    at = next((n for n, (a, b) in enumerate(zip(*stacks, strict=False)) if spot(a) != spot(b)), None)
+    if at is None or spot(stacks[0][at])[:2] != spot(stacks[1][at])[:2]:
         return ()
     return tuple(stack[at:] for stack in stacks)
-
-
-def _place(frame: Frame) -> tuple[str, str, int]:
-    return frame.file, short(frame.function), frame.line
 
 
 def _conditions(frame: Frame, read_source: ReadSource) -> Iterator[Condition]:
