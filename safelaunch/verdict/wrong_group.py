@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from safelaunch.model import Claim, Culprit, Frame
+from safelaunch.model import Claim, Culprit
 from safelaunch.verdict.causes import FAILURES, UNUSUAL_GROUP, WRONG_GROUP
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import (
@@ -60,7 +60,8 @@ def another_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     """The ranks that have left their habit as those at fault, where they are no majority of those that wait."""
     waiting = [rank for rank, one in case.ranks.items() if one.wait is not None]
     meets_none = finding.cause == "collective-mismatch" and UNUSUAL_GROUP not in finding.advice
-    astray = {rank: text for rank in waiting if (text := unusual(case, rank))} if meets_none else {}
+    named = [one.rank for one in finding.culprits if one.rank in waiting] if meets_none else []
+    astray = {rank: text for rank in named if (text := unusual(case, rank))}  # it reads a whole record
     if not astray or 2 * len(astray) > len(waiting):
         return
     others = tuple(one for one in finding.doubts if one not in (Doubt.NO_MAJORITY, Doubt.EITHER_SIDE))
@@ -134,7 +135,10 @@ def unusual(facts: Facts, rank: int) -> str:
     if wait is None or wait.frame is None or record is None:
         return ""
     calls = [(facts.alignment.stack(rank, one), one.group) for one in record.entries]
-    there = [(stack.user_frames, group) for stack, group in calls if _is_at(wait.frame, stack.user_frame)]
+    at = fr.spot(wait.frame)
+    there = [
+        (stack.user_frames, group) for stack, group in calls if stack.user_frame and fr.spot(stack.user_frame) == at
+    ]
     way, now = there[-1] if there else ((), "")
     earlier = [group for frames, group in there[:-1] if frames == way]
     if len(earlier) < _ENOUGH or len(set(earlier)) != 1 or now in earlier or wait.group not in (None, now):
@@ -143,8 +147,3 @@ def unusual(facts: Facts, rank: int) -> str:
         f"Rank {rank} made its {len(earlier)} earlier calls at {fr.place(wait.frame)} in group '{earlier[0]}':"
         f" with group '{now}' it may have taken the wrong one."
     )
-
-
-def _is_at(frame: Frame, recorded: Frame | None) -> bool:
-    """A record has no names of classes."""
-    return recorded is not None and (frame.file, frame.line) == (recorded.file, recorded.line)
