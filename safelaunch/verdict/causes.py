@@ -247,8 +247,12 @@ GROUPS_MADE = _sub_case(
     "Call `new_group()` on every rank, in the same order, including for groups that a rank is not in."
 )
 SIZES_DIFFER = _sub_case(
-    "Pass the same size and type on every rank: pad, or exchange the sizes first. A loop must go through the same "
-    "items in one order: skip none on one rank, and use `sorted()` for a set, or a dict filled in another order.",
+    "Pass the same size and type on every rank: pad, or exchange the sizes first.",
+    unless=_MODELS,
+)
+OTHER_ITEMS = _sub_case(
+    "Go through the same items in one order on all ranks: skip none on one of them, and use `sorted()` for a set, or a "
+    "dict filled in another order.",
     unless=_MODELS,
 )
 UNUSUAL_GROUP = _sub_case("Check how this line selects its group on the rank that used a different one than before.")
@@ -448,6 +452,7 @@ class CollectiveMismatch(Cause, name="collective-mismatch"):
         _DRAWN,
         GROUPS_MADE,
         SIZES_DIFFER,
+        OTHER_ITEMS,
         Advice(
             "Make all ranks call the same collectives in the same order: compare how each rank reaches the call "
             "that it waits in.",

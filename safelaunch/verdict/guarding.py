@@ -13,14 +13,23 @@ from itertools import pairwise
 from math import comb
 
 from safelaunch.model import Claim, Culprit, Frame
-from safelaunch.verdict.causes import DRAWN, GROUPS_MADE, GUARDED, LEFT_OUT, UNUSUAL_GROUP, Advice
+from safelaunch.verdict.causes import (
+    DRAWN,
+    GROUPS_MADE,
+    GUARDED,
+    LEFT_OUT,
+    OTHER_ITEMS,
+    SIZES_DIFFER,
+    UNUSUAL_GROUP,
+    Advice,
+)
 from safelaunch.verdict.collectives import signature
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Branch, Finding, capital, ranks_do
 from safelaunch.verdict.rank_state import Facts, user_stack_of
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.guards import Guard, Whereabouts, called_at, guards_of, way_to
-from safelaunch.verdict.reading.parting import Condition, Parting, parting
+from safelaunch.verdict.reading.parting import Condition, Parting, loop_of_both, parting
 from safelaunch.verdict.reading.said import ways_around
 from safelaunch.verdict.reading.source import loops_at
 from safelaunch.verdict.remarks import says_why
@@ -283,8 +292,14 @@ def parted(facts: Facts, finding: Finding) -> Iterator[Annotation]:
         return
     stacks = finding.calls or _where_they_wait(facts, finding)
     sides = _sides(facts, finding, stacks)
-    found = parting(sides[0][0], sides[1][0], facts.read_source) if sides else None
+    if not sides:
+        return
+    (one, _), (other, _) = sides
+    found = parting(one, other, facts.read_source)
     if found is None:
+        loop = loop_of_both(one, other, facts.read_source)
+        if loop is not None:
+            yield _of_other_items(facts, *loop)
         return
     parts = [[one.guard.words for one in way if _may_part(facts, one, stacks)][-_MOST:] for way in found.ways]
     later = [n for n, way in enumerate(found.ways) if any(one.by_round for one in way)]
@@ -295,9 +310,13 @@ def parted(facts: Facts, finding: Finding) -> Iterator[Annotation]:
 
 
 def _sides(facts: Facts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]) -> Sequence[Side]:
-    """Of those at fault, and of most of the others; none where they are at several places, or say why they are."""
+    """Of those at fault, and of most of the others; none where they are at several places, or say why they are. Twice
+    the same where all pass different sizes at one line.
+    """
     named = {one.rank for one in finding.culprits}
     places = by_stack(stacks)
+    if len(places) == 1 and SIZES_DIFFER in finding.advice:
+        return [*places.items()] * 2
     odd = [side for side in places.items() if named.issuperset(side[1])]
     rest = sorted((side for side in places.items() if side not in odd), key=lambda side: -len(side[1]))
     if (rest and any(says_why(facts, rank) for rank in named)) or len(odd) != (1 if rest else 2):
@@ -308,6 +327,13 @@ def _sides(facts: Facts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]
 def _may_part(facts: Facts, one: Condition, ranks: Iterable[int]) -> bool:
     """Neither what is the same on all ranks in one round, nor what the rank alone decides: that is known already."""
     return not one.by_round and any(one.guard.admits(whereabouts(facts, rank)) is None for rank in ranks)
+
+
+def _of_other_items(facts: Facts, loop: Guard, around: Sequence[Frame]) -> Annotation:
+    """Both sides are in the call that the loop makes with each of its items, by the way ``around``, innermost first."""
+    skips = ways_around(around, loop.line, facts.read_source)
+    text = f"Both sides come from one line of `{loop.words}`: they go through different items, or in another order"
+    return Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({OTHER_ITEMS}))
 
 
 def _in_a_later_round(facts: Facts, found: Parting, sides: Sequence[Side], later: int) -> Iterator[Annotation]:

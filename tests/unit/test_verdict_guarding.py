@@ -58,11 +58,25 @@ def test_what_decides_the_way_is_told_whatever_it_asks_for(
     assert ("Which way" in summary) == bool(decides)
 
 
+def test_who_goes_through_one_loop_in_another_order_is_told_so() -> None:
+    text = (
+        "\n" * 39
+        + "def sync():\n    for part in parts:\n        if part is None:\n            continue\n        part(m)\n"
+    )
+    read = lambda path: text if path == SCRIPT else None  # noqa: E731
+    ways = [(*in_c10d(op, line, name)[:-1], at(44, "sync"), MODULE) for op, line, name in PARTS]
+    verdict = diagnose(job(*(rank(n, way) for n, way in enumerate(ways))), read)
+    loop = "Both sides come from one line of `for part in parts (train.py:41)`: they go through different items, or in"
+    assert f"{loop} another order (`continue` at line 43)." in verdict.summary
+    assert any("sorted()" in one for one in verdict.suggestions)
+
+
 def test_frames_of_exceptions_have_no_names_of_classes() -> None:
     stacks = {0: (at(56, "fit"), MODULE), 1: (at(39, "_record"), MODULE), 2: (at(56, "Trainer.fit"), MODULE)}
     assert list(by_stack(stacks).items()) == [(stacks[0], [0, 2]), (stacks[1], [1])]
 
 
+PARTS = [("broadcast", 60, "first"), ("all_reduce", 50, "mean"), ("all_reduce", 50, "mean")]
 ROUNDS = """\
 def save():
     barrier()

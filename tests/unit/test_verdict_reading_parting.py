@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from evidence import MODULE, at
 
-from safelaunch.verdict.reading.parting import loop_returned_from, parting
+from safelaunch.model import Frame
+from safelaunch.verdict.reading.parting import loop_of_both, loop_returned_from, parting
 from safelaunch.verdict.reading.source import Loop
 
 SOURCE = """\
@@ -88,6 +89,103 @@ def test_stacks_that_part_in_no_function_of_both_tell_nothing() -> None:
     assert parting((at(16, "evaluate"), MODULE), (at(4, "train"), MODULE), read) is None
     assert parting(LOOP, LOOP, read) is None
     assert parting(LOOP, BEHIND, lambda path: None) is None
+
+
+def test_two_calls_of_one_line_part_in_their_functions() -> None:
+    source = "def fill():\n    while len(rows) < size:\n        gather()\n\ndef fit():\n    reduce()\n\nfit(fill())\n"
+    inside, past = (at(3, "fill"), at(8, "<module>")), (at(6, "Agent.fit"), at(8, "<module>"))
+    found = parting(inside, past, lambda path: source)
+    assert found is not None and [[one.guard.text for one in way] for way in found.ways] == [
+        ["while len(rows) < size"],
+        [],
+    ]
+    assert parting(inside, past, lambda path: source.replace("fit(fill())", "each(m)")) is None
+
+
+ATTEMPTS = """\
+def retry(fn):
+    for k in range(3):
+        try:
+            return fn()
+        except OSError:
+            sleep()
+
+def checks():
+    yield any_rank()
+    yield any_rank(list(flags))
+
+retry(write)
+if any(checks()):
+    log()
+more()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "stack", "condition"),
+    [
+        (ATTEMPTS, (at(4, "retry"), at(12, "<module>")), "except OSError, then another attempt"),
+        (ATTEMPTS.replace("sleep()", "raise"), (at(4, "retry"), at(12, "<module>")), None),
+        (ATTEMPTS.replace("return fn()", "fn()"), (at(4, "retry"), at(12, "<module>")), None),
+        (ATTEMPTS, (at(9, "checks"), at(13, "<module>")), "any(checks())"),
+        (
+            ATTEMPTS.replace("any(", "any(c for c in "),
+            (at(9, "checks"), at(13, "<module>")),
+            "any((c for c in checks()))",
+        ),
+        (ATTEMPTS.replace("any(checks())", "any([*checks()])"), (at(9, "checks"), at(13, "<module>")), None),
+        (ATTEMPTS, (at(10, "checks"), at(13, "<module>")), "any(checks())"),
+    ],
+)
+def test_what_may_be_done_again_and_what_stops_at_the_first(
+    source: str, stack: tuple[Frame, ...], condition: str | None
+) -> None:
+    found = parting(stack, (at(15, "<module>"),), lambda path: source)
+    assert found is not None and [[one.guard.text for one in way] for way in found.ways] == [
+        [condition] if condition is not None else [],
+        [],
+    ]
+
+
+ITEMS = """\
+def sync():
+    for name, (t, how) in entries.items():
+        how(t)
+
+def mean(t):
+    reduce(t)
+
+def first(t):
+    broadcast(t)
+
+def grads():
+    for p in parameters():
+        for times in range(2):
+            mean(p.grad)
+
+for batch in batches:
+    sync()
+    grads()
+"""
+SYNC, GRADS = (at(3, "sync"), at(17, "<module>")), (at(6, "mean"), at(14, "grads"), at(18, "<module>"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "head"),
+    [
+        ((at(6, "mean"), *SYNC), (at(9, "first"), *SYNC), "for name, (t, how) in entries.items() (train.py:2)"),
+        ((at(6, "mean"), *SYNC), (at(6, "mean"), *SYNC), "for name, (t, how) in entries.items() (train.py:2)"),
+        (GRADS, GRADS, "for p in parameters() (train.py:12)"),
+        ((at(6, "mean"), *SYNC), GRADS, None),  # at two lines of the loop
+        ((at(14, "grads"), at(18, "<module>")), GRADS, None),  # the loop does not give what is called
+    ],
+)
+def test_the_loop_whose_items_both_are_called_with(
+    one: tuple[Frame, ...], other: tuple[Frame, ...], head: str | None
+) -> None:
+    found = loop_of_both(one, other, lambda path: ITEMS)
+    assert (found and found[0].words) == head
+    assert found is None or found[1][-1].line in (3, 14)
 
 
 def test_a_cache_keeps_ranks_from_what_its_function_calls() -> None:

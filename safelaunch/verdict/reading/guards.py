@@ -17,7 +17,7 @@ from typing import Any
 
 from safelaunch.model import Frame
 from safelaunch.verdict.reading.frames import basename
-from safelaunch.verdict.reading.source import ReadSource, names_in, runs_aside, scope_of, tree_of
+from safelaunch.verdict.reading.source import ReadSource, name_called, names_in, runs_aside, scope_of, tree_of
 
 # The words of torch, accelerate, transformers, Lightning and DeepSpeed for "which process am I".
 _OF_THE_RANK = re.compile(
@@ -146,7 +146,7 @@ def _beside(scope: ast.AST, test: ast.expr | None, taken: bool) -> frozenset[str
     ifs = (node for node in ast.walk(scope) if isinstance(node, ast.If) and node.test is test)
     other = next((node.orelse if taken else node.body for node in ifs), [])
     calls = (node.func for one in other for node in ast.walk(one) if isinstance(node, ast.Call))
-    return frozenset(map(_name_of, calls))
+    return frozenset(map(name_called, calls))
 
 
 def called_at(frame: Frame, read_source: ReadSource) -> str:
@@ -156,12 +156,8 @@ def called_at(frame: Frame, read_source: ReadSource) -> str:
         if not isinstance(node, (ast.Expr, ast.Assign, ast.Return)) or not isinstance(node.value, ast.Call):
             continue
         if node.lineno <= frame.line <= (node.end_lineno or 0):
-            return _name_of(node.value.func)
+            return name_called(node.value.func)
     return ""
-
-
-def _name_of(func: ast.expr) -> str:
-    return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
 
 
 def _loops(scope: ast.AST, file: str, line: int, names: Mapping[str, ast.expr]) -> Iterator[Step]:

@@ -5,14 +5,27 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile, zip_longest
 
 from safelaunch.model import Frame
-from safelaunch.verdict.reading.frames import spot
+from safelaunch.verdict.reading.frames import short, spot
 from safelaunch.verdict.reading.guards import Guard, way_to
-from safelaunch.verdict.reading.source import Loop, ReadSource, handler_of, loops_at, names_in, scope_of, tree_of
+from safelaunch.verdict.reading.source import (
+    Loop,
+    ReadSource,
+    calls_at,
+    handler_of,
+    loops_at,
+    name_called,
+    names_in,
+    scope_of,
+    tree_of,
+)
 
 _CACHES = frozenset({"cache", "lru_cache", "cached", "cached_property", "memoize"})
 _COUNTING = frozenset({"range", "trange", "enumerate", "count"})
+_UP_TO_THE_FIRST = frozenset({"any", "all"})
+_ENDS = (ast.Return, ast.Break, ast.Raise)
 _SETTINGS = frozenset({"args", "cfg", "config", "conf", "opt", "opts", "hparams", "params", "settings", "flags"})
 
 
@@ -37,13 +50,45 @@ class Parting:
 
 
 def parting(one: Sequence[Frame], other: Sequence[Frame], read_source: ReadSource) -> Parting | None:
-    """Of two stacks, innermost first. None where they part in no function of both, or where a source is missing."""
-    stacks = _parted(one, other)
+    """Of two stacks, innermost first. None where they part in no function of both, nor in two calls that one line makes
+    by their names, ``update(fill())``; or where a source is missing.
+    """
+    stacks = _parted(one, other) or _parted_on_a_line(one, other, read_source)
     if not stacks or any(not read_source(frame.file) for stack in stacks for frame in stack):
         return None
-    ways = [[step for frame in stack for step in _conditions(frame, read_source)] for stack in stacks]
+    ways = [
+        [step for frame, into in zip_longest(stack, stack[1:]) for step in _conditions(frame, into, read_source)]
+        for stack in stacks
+    ]
     own = ([step for step in way if step not in others] for way, others in zip(ways, reversed(ways), strict=True))
     return Parting(stacks, tuple(own))
+
+
+def loop_of_both(
+    one: Sequence[Frame], other: Sequence[Frame], read_source: ReadSource
+) -> tuple[Guard, Sequence[Frame]] | None:
+    """The head of the loop in which both stacks, innermost first, are at one line, where what they call there is what
+    the loop gives (``for part in parts: part(m)``), or they call one thing with it; and the stack below it.
+    """
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    same = [mine for mine, its in takewhile(lambda pair: spot(pair[0]) == spot(pair[1]), pairs)]
+    alike = len(same) == len(one) == len(other)
+    for depth, frame in reversed([*enumerate(same)] if alike else [*enumerate(same)][-1:]):
+        here = calls_at(frame, read_source)
+        used = {name for call in here for name in names_in(call if alike else call.func)}
+        found = [loop for loop, given in _loops_with_names(frame, read_source) if used & given]
+        if found:
+            return found[-1], one[: len(one) - depth]
+    return None
+
+
+def _loops_with_names(frame: Frame, read_source: ReadSource) -> Iterator[tuple[Guard, set[str]]]:
+    """The ``for`` loops around the line, the outermost first, each with the names of what it gives."""
+    tree = tree_of(read_source(frame.file) or "")
+    for node in ast.walk(scope_of(tree, frame.line)) if tree is not None else ():
+        if isinstance(node, (ast.For, ast.AsyncFor)) and node.lineno < frame.line <= (node.end_lineno or 0):
+            text = ast.unparse(node).split("\n")[0].rstrip(":")
+            yield Guard(frame.file, node.lineno, text, taken=True), set(names_in(node.target))
 
 
 def loop_returned_from(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> Loop | None:
@@ -71,7 +116,18 @@ def _parted(one: Sequence[Frame], other: Sequence[Frame]) -> tuple[Sequence[Fram
     return tuple(stack[at:] for stack in stacks)
 
 
-def _conditions(frame: Frame, read_source: ReadSource) -> Iterator[Condition]:
+def _parted_on_a_line(
+    one: Sequence[Frame], other: Sequence[Frame], read_source: ReadSource
+) -> tuple[Sequence[Frame], ...]:
+    """Both stacks, outermost first, below a line that calls the functions of both by their names; else empty."""
+    stacks = [stack[::-1] for stack in (one, other)]
+    at = next((n for n, (a, b) in enumerate(zip(*stacks, strict=False)) if spot(a) != spot(b)), 0)
+    called = {name_called(call.func) for call in calls_at(stacks[0][at - 1], read_source)} if at else set()
+    by_name = bool(called) and called >= {short(stack[at].function) for stack in stacks}
+    return tuple(stack[at:] for stack in stacks) if by_name else ()
+
+
+def _conditions(frame: Frame, into: Frame | None, read_source: ReadSource) -> Iterator[Condition]:
     tree = tree_of(read_source(frame.file) or "")
     scope = scope_of(tree, frame.line) if tree is not None else ast.Module([], [])
     counters = set(_counters(scope))
@@ -81,10 +137,38 @@ def _conditions(frame: Frame, read_source: ReadSource) -> Iterator[Condition]:
     for step in way_to(frame, read_source):
         if not step.loop and step.guard.test is not None:
             yield Condition(step.guard, counters.issuperset(_asked(step.guard.test)))
-    handler = handler_of(frame, read_source)
-    if handler is not None:
-        what = f"except {ast.unparse(handler.type)}" if handler.type is not None else "except"
-        yield Condition(Guard(frame.file, handler.lineno, what, taken=True))
+    if (handler := handler_of(frame, read_source)) is not None:
+        yield Condition(Guard(frame.file, handler.lineno, _caught(handler), taken=True))
+    for handler in _of_further_attempts(scope, frame.line):
+        yield Condition(Guard(frame.file, handler.lineno, f"{_caught(handler)}, then another attempt", taken=False))
+    for call in calls_at(frame, read_source) if into is not None else ():
+        if name_called(call.func) in _UP_TO_THE_FIRST and short(into.function) in {*_generated_by(call.args)}:
+            yield Condition(Guard(frame.file, call.lineno, ast.unparse(call), taken=True))
+
+
+def _caught(handler: ast.ExceptHandler) -> str:
+    return f"except {ast.unparse(handler.type)}" if handler.type is not None else "except"
+
+
+def _generated_by(given: Sequence[ast.expr]) -> Iterator[str]:
+    """The names of what runs as items are asked of these arguments."""
+    for one in given:
+        if isinstance(one, ast.GeneratorExp):
+            yield from (
+                "<genexpr>",
+                *(name_called(call.func) for call in ast.walk(one.elt) if isinstance(call, ast.Call)),
+            )
+        elif isinstance(one, ast.Call):
+            yield name_called(one.func)
+
+
+def _of_further_attempts(scope: ast.AST, line: int) -> Iterator[ast.ExceptHandler]:
+    """Of each ``try`` around the line that ends its loop when it succeeds: what catches its failures and goes on."""
+    loops = (node for node in ast.walk(scope) if isinstance(node, (ast.For, ast.AsyncFor, ast.While)))
+    for one in (one for loop in loops for one in loop.body if isinstance(one, ast.Try)):
+        ends = isinstance((one.orelse or one.body)[-1], _ENDS)
+        if ends and one.body[0].lineno <= line <= (one.body[-1].end_lineno or 0):
+            yield from (each for each in one.handlers if not isinstance(each.body[-1], _ENDS))
 
 
 def _asked(test: ast.expr) -> Iterator[str]:

@@ -53,7 +53,7 @@ def _signal_handlers(text: str) -> frozenset[str]:
 
 def calls_method(frame: Frame, name: str, read_source: ReadSource) -> bool:
     """The line calls a method of this name without arguments, and none other but for the object: ``f(x).wait()``."""
-    here = _calls_at(frame, read_source)
+    here = calls_at(frame, read_source)
     if not here or not isinstance(here[0].func, ast.Attribute):
         return False
     of_object = set(ast.walk(here[0].func))
@@ -65,7 +65,7 @@ def is_given_by(frame: Frame, names: Collection[str], read_source: ReadSource) -
     ``work.wait()`` where its function binds ``work`` to nothing but results of ``f``, or to items of a list of them.
     """
     tree = _tree_in(frame.file, read_source)
-    called = [one.func.value for one in _calls_at(frame, read_source) if isinstance(one.func, ast.Attribute)]
+    called = [one.func.value for one in calls_at(frame, read_source) if isinstance(one.func, ast.Attribute)]
     return tree is not None and called != [] and _is_of(called[0], names, scope_of(tree, frame.line), frozenset())
 
 
@@ -74,7 +74,7 @@ _ITEMS, _ADDING = frozenset({"reversed", "list", "tuple", "iter"}), frozenset({"
 
 def _is_of(node: ast.AST, names: Collection[str], scope: ast.AST, asked: frozenset[str]) -> bool:
     if isinstance(node, ast.Call):
-        called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        called = name_called(node.func)
         of_items = called in _ITEMS and isinstance(node.func, ast.Name) and len(node.args) == 1
         return called in names or (of_items and _is_of(node.args[0], names, scope, asked))
     if isinstance(node, (ast.List, ast.Tuple)):
@@ -122,7 +122,12 @@ def _is_empty(value: ast.AST) -> bool:
     return isinstance(value, (ast.List, ast.Tuple)) and not value.elts
 
 
-def _calls_at(frame: Frame, read_source: ReadSource) -> list[ast.Call]:
+def name_called(func: ast.expr) -> str:
+    """``f`` of ``a.f()`` and ``f()``; "" for any other expression."""
+    return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
+
+
+def calls_at(frame: Frame, read_source: ReadSource) -> list[ast.Call]:
     """The calls on its line, the outermost one first."""
     tree = _tree_in(frame.file, read_source)
     return [
