@@ -130,7 +130,7 @@ more()
         (ATTEMPTS, (at(9, "checks"), at(13, "<module>")), "any(checks())"),
         (
             ATTEMPTS.replace("any(", "any(c for c in "),
-            (at(9, "checks"), at(13, "<module>")),
+            (at(9, "checks"), at(13, "<genexpr>"), at(13, "<module>")),
             "any((c for c in checks()))",
         ),
         (ATTEMPTS.replace("any(checks())", "any([*checks()])"), (at(9, "checks"), at(13, "<module>")), None),

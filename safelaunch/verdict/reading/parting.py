@@ -141,8 +141,9 @@ def _conditions(frame: Frame, into: Frame | None, read_source: ReadSource) -> It
         yield Condition(Guard(frame.file, handler.lineno, _caught(handler), taken=True))
     for handler in _of_further_attempts(scope, frame.line):
         yield Condition(Guard(frame.file, handler.lineno, f"{_caught(handler)}, then another attempt", taken=False))
-    for call in calls_at(frame, read_source) if into is not None else ():
-        if name_called(call.func) in _UP_TO_THE_FIRST and short(into.function) in {*_generated_by(call.args)}:
+    item = short(into.function) if into is not None else ""
+    for call in calls_at(frame, read_source) if item else ():
+        if name_called(call.func) in _UP_TO_THE_FIRST and item in {*_generated_by(call.args)}:
             yield Condition(Guard(frame.file, call.lineno, ast.unparse(call), taken=True))
 
 
