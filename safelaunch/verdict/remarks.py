@@ -16,6 +16,7 @@ from safelaunch.model import Claim, Culprit, Evidence, Frame, HandledException, 
 from safelaunch.verdict.causes import ASIDE, DETAIL_CRASH, HANDLES
 from safelaunch.verdict.exits import kernel_claim, one_line
 from safelaunch.verdict.findings import Annotation, Finding, capital, ranks_do
+from safelaunch.verdict.peers import begins_at
 from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
 from safelaunch.verdict.reading import calls, tracebacks
 from safelaunch.verdict.reading import frames as fr
@@ -141,16 +142,34 @@ def _words(rank: RankEvidence, one: HandledException) -> str:
 
 
 def _lost_a_thread(facts: Facts, rank: RankEvidence) -> Annotation | None:
-    """It waits for its own threads, and its output ends with the exception of one."""
+    """It waits for its own threads, and its output ends with the exception of one; or all its peers have one more."""
     condition = facts.ranks[rank.rank].condition
     if condition is None or condition.lock is None:
         return None
     found = next(tracebacks.of_threads(rank.log_tail), None)
     if found is None:
-        return None
+        return _lacks_a_thread(facts, rank)
     where = fr.at(fr.stack_of(rank, found.frames).user_frame)
     words = f"thread {found.thread!r} has ended by {one_line(found.message)}{where}"
     return Annotation(f"Its {words}.", (Claim(f"rank {rank.rank}: its {words}", f"ranks/{rank.rank}/log_tail.txt"),))
+
+
+def _lacks_a_thread(facts: Facts, rank: RankEvidence) -> Annotation | None:
+    """One that all its peers have: where an exception is swallowed, nothing else is left of it."""
+    views = {number: view_of(one.evidence) for number, one in facts.ranks.items()}
+    threads = {
+        number: {begins_at(one.stack): one.stack.user_frames[-1] for one in view.beside()}
+        for number, view in views.items()
+        if view is not None and view.sample is not None
+    }
+    mine = threads.pop(rank.rank, None)
+    peers = list(threads.values())
+    missing = [] if mine is None or not peers else [k for k in peers[0] if k not in mine and all(k in p for p in peers)]
+    if not missing:
+        return None
+    words = f"has no thread in {fr.place(peers[0][missing[0]])}, as all its peers have"
+    claim = Claim(f"rank {rank.rank} {words}", f"ranks/{rank.rank}/stack.txt")
+    return Annotation(f"Rank {rank.rank} {words}: it has ended, or was never started.", (claim,))
 
 
 # --- what was seen before ---------------------------------------------------------------------------------------------
