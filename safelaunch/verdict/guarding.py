@@ -28,10 +28,10 @@ from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Branch, Finding, capital, ranks_do
 from safelaunch.verdict.rank_state import Facts, user_stack_of
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.guards import Guard, Whereabouts, called_at, guards_of, way_to
+from safelaunch.verdict.reading.guards import Guard, Whereabouts, guards_of, way_to
 from safelaunch.verdict.reading.parting import Condition, Parting, loop_of_both, parting
 from safelaunch.verdict.reading.said import ways_around
-from safelaunch.verdict.reading.source import loops_at
+from safelaunch.verdict.reading.source import loops_at, names_called_at
 from safelaunch.verdict.remarks import says_why
 
 # Findings that say who went another way than its peers, and not why.
@@ -345,7 +345,7 @@ def _in_a_later_round(facts: Facts, found: Parting, sides: Sequence[Side], later
     if len(numbers) != 1 or None in next(iter(numbers)):
         return
     way, stack = found.stacks[later], found.stacks[1 - later]
-    if any(called_at(one, facts.read_source) != fr.short(into.function) for one, into in pairwise(way)):
+    if any(fr.short(into.function) not in names_called_at(one, facts.read_source) for one, into in pairwise(way)):
         return
     loops = loops_at(stack[0], facts.read_source)
     skips = ways_around(stack[::-1], loops[-1].line, facts.read_source) if loops else []

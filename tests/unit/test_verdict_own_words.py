@@ -50,13 +50,13 @@ def test_a_log_that_is_cut_off_makes_nothing_up(cut: int) -> None:
 
 @pytest.mark.parametrize(
     ("mine", "its", "lacks"),
-    [((), ("Prefetcher.work",), True), (("work",), ("Prefetcher.work",), False), ((), (), False)],
+    [((), ("Reader.work",), True), (("work",), ("Reader.work",), False), ((), (), False)],
 )
 def test_a_thread_that_all_peers_have_is_missed(mine: tuple[str, ...], its: tuple[str, ...], lacks: bool) -> None:
     get = (Frame("/usr/lib/python3.11/queue.py", 171, "get"), at(44, "__next__"), MODULE)
     ranks = [rank(0, get, threads=[(n, (at(36, n),), "futex") for n in mine])]
     ranks += [waiting(n, flight=None, threads=[("x", (at(37, name),), "futex") for name in its]) for n in (1, 2)]
-    words = "Rank 0 has no thread in train.py:37 (Prefetcher.work), as all its peers have: it has ended, or was never"
+    words = "Rank 0 has no thread in train.py:37 (Reader.work), as all its peers have: it has ended, or was never"
     assert (words in diagnose(job(*ranks)).summary) == lacks
     others = [*ranks[:2], waiting(2, flight=None)]
     assert "has no thread" not in diagnose(job(*others)).summary

@@ -90,7 +90,7 @@ def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, .
     for frame, into in zip(stack, (None, *stack), strict=False):
         guards = _guards_of_line(frame, read_source)
         if any(guard.beside for guard in guards):
-            called = called_at(frame, read_source) if into is None else into.function.rpartition(".")[2]
+            called = _called_at(frame, read_source) if into is None else into.function.rpartition(".")[2]
             guards = [replace(one, test=None) if called and called in one.beside else one for one in guards]
         found += guards
         if runs_aside(frame, read_source):
@@ -149,7 +149,7 @@ def _beside(scope: ast.AST, test: ast.expr | None, taken: bool) -> frozenset[str
     return frozenset(map(name_called, calls))
 
 
-def called_at(frame: Frame, read_source: ReadSource) -> str:
+def _called_at(frame: Frame, read_source: ReadSource) -> str:
     """The name of what the statement at the line of ``frame`` calls; "" where it is no plain call."""
     tree = tree_of(read_source(frame.file) or "")
     for node in ast.walk(tree) if tree is not None else ():

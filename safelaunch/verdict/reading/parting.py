@@ -17,6 +17,7 @@ from safelaunch.verdict.reading.source import (
     handler_of,
     loops_at,
     name_called,
+    names_called_at,
     names_in,
     scope_of,
     tree_of,
@@ -122,7 +123,7 @@ def _parted_on_a_line(
     """Both stacks, outermost first, below a line that calls the functions of both by their names; else empty."""
     stacks = [stack[::-1] for stack in (one, other)]
     at = next((n for n, (a, b) in enumerate(zip(*stacks, strict=False)) if spot(a) != spot(b)), 0)
-    called = {name_called(call.func) for call in calls_at(stacks[0][at - 1], read_source)} if at else set()
+    called = names_called_at(stacks[0][at - 1], read_source) if at else set()
     by_name = bool(called) and called >= {short(stack[at].function) for stack in stacks}
     return tuple(stack[at:] for stack in stacks) if by_name else ()
 

@@ -137,6 +137,11 @@ def calls_at(frame: Frame, read_source: ReadSource) -> list[ast.Call]:
     ]
 
 
+def names_called_at(frame: Frame, read_source: ReadSource) -> set[str]:
+    """The names of the functions that the line calls itself."""
+    return {name_called(call.func) for call in calls_at(frame, read_source)}
+
+
 # --- locks ------------------------------------------------------------------------------------------------------------
 
 
