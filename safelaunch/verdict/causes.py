@@ -272,7 +272,7 @@ OPTIONS_REFUSED = _sub_case(
     " `torch.distributed.launch` adds `--local-rank`, torchrun nothing: read `LOCAL_RANK` from the environment.",
 )
 BROKEN_OFF = _sub_case(
-    "If that `break` is why: decide on one rank and broadcast it, or `all_reduce` the condition: all stop alike."
+    "If that `if` is why: decide on one rank and broadcast it, or `all_reduce` the condition: all stop alike."
 )
 _DRAWN_BATCHES = _sub_case(
     "A rank that skips a batch by what it computed ends its loop sooner: skip it on all ranks, or on none."

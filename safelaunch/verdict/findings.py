@@ -158,23 +158,31 @@ def waiting_culprits(facts: Facts, ranks: Iterable[int]) -> tuple[Culprit, ...]:
 
 
 def wait_words(facts: Facts, ranks: Iterable[int]) -> dict[int, str]:
-    """rank → what it waits in, of those that do. Where only some of those at one line tell which call it is, all
-    of them are said to wait in that one.
+    """rank → what it waits in, of those that do. Where only some of those at one line tell which call it is, or of what
+    class the function is, all of them are said to wait in that one.
     """
     waits = {rank: facts.ranks[rank].wait for rank in ranks if rank in facts.ranks}
     words = {rank: wait.words for rank, wait in waits.items() if wait is not None}
-    told: dict[str, set[str]] = {}
-    for text in words.values():
-        told.setdefault(text.partition(" at ")[2], set()).add(text)
-    return {rank: _told_best(text, told[text.partition(" at ")[2]]) for rank, text in words.items()}
+    told: dict[str, dict[str, str]] = {}
+    for text in sorted(words.values(), key=len):
+        call, line = _call_and_line(text)
+        told.setdefault(line, {})[call] = text
+    return {rank: _told_best(text, told[_call_and_line(text)[1]]) for rank, text in words.items()}
 
 
-_UNTOLD = "a collective at "
+_UNTOLD = "a collective"
 
 
-def _told_best(text: str, at_that_line: Collection[str]) -> str:
-    known = [other for other in at_that_line if not other.startswith(_UNTOLD)]
-    return known[0] if text.startswith(_UNTOLD) and len(known) == 1 else text
+def _call_and_line(text: str) -> tuple[str, str]:
+    """``all_reduce at train.py:9 (fit)`` → the call and ``train.py:9``."""
+    call, _, place = text.partition(" at ")
+    return call, place.partition(" ")[0]
+
+
+def _told_best(text: str, at_that_line: Mapping[str, str]) -> str:
+    call, _ = _call_and_line(text)
+    known = [other for its, other in at_that_line.items() if its != _UNTOLD]
+    return known[0] if call == _UNTOLD and len(known) == 1 else at_that_line[call]
 
 
 def by_place(words: Mapping[int, str]) -> list[tuple[str, list[int]]]:

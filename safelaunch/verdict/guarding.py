@@ -9,10 +9,11 @@ ranks went another way and nothing sets them apart, the finding is less sure, an
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from math import comb
 
 from safelaunch.model import Claim, Culprit, Frame
+from safelaunch.model.entries import Entries
 from safelaunch.verdict.causes import (
     DRAWN,
     GROUPS_MADE,
@@ -25,17 +26,18 @@ from safelaunch.verdict.causes import (
 )
 from safelaunch.verdict.collectives import signature
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.findings import Annotation, Branch, Finding, capital, ranks_do
+from safelaunch.verdict.findings import Annotation, Branch, Finding, capital, ranks_do, ranks_word
 from safelaunch.verdict.rank_state import Facts, user_stack_of
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.guards import Guard, Whereabouts, guards_of, way_to
 from safelaunch.verdict.reading.parting import Condition, Parting, loop_of_both, parting
 from safelaunch.verdict.reading.said import ways_around
-from safelaunch.verdict.reading.source import loops_at, names_called_at
+from safelaunch.verdict.reading.source import Loop, loops_at, names_called_at
 from safelaunch.verdict.remarks import says_why
 
 # Findings that say who went another way than its peers, and not why.
 _EXPLAINED = frozenset({"collective-mismatch", "missing-from-collective", "uneven-batches", "group-order", "p2p-cycle"})
+_OF_A_LOOP = {Doubt.ROUND_UNKNOWN, Doubt.HABIT_ALONE}  # what the finding says of the loop around them already
 _MOST = 2
 
 
@@ -284,14 +286,16 @@ Side = tuple[Sequence[Frame], Sequence[int]]  # the user's frames, innermost fir
 
 def parted(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     """The conditions that only one of two ways has, those of the ranks at fault first. Where all of these ask for the
-    round alone, who is in the later one has made fewer calls.
+    round alone, who is in the later one has made fewer calls; and where there are none, a loop has ended for one side.
     """
     is_told = any(one.kept for one in finding.branches) or Doubt.MAY_SKIP_CALLS in finding.doubts
     is_told |= finding.advice >= DRAWN or UNUSUAL_GROUP in finding.advice  # by its own words, or by its group
     if finding.cause != "collective-mismatch" or is_told:
         return
-    stacks = finding.calls or _where_they_wait(facts, finding)
-    sides = _sides(facts, finding, stacks)
+    waits = _where_they_wait(facts, finding)
+    sides = _sides(facts, finding, finding.calls or waits)
+    if not sides and _in_several_groups(facts, waits):
+        sides = _sides(facts, finding, waits)
     if not sides:
         return
     (one, _), (other, _) = sides
@@ -301,27 +305,51 @@ def parted(facts: Facts, finding: Finding) -> Iterator[Annotation]:
         if loop is not None:
             yield _of_other_items(facts, *loop)
         return
-    parts = [[one.guard.words for one in way if _may_part(facts, one, stacks)][-_MOST:] for way in found.ways]
+    ended = None if _OF_A_LOOP & {*finding.doubts} else _in_another_round(facts, found, sides)
+    if ended is not None:
+        yield ended[1]
+    parts = [
+        [one.guard.words for one in way if _may_part(facts, one, waits) and (ended is None or ended[0].has(one.guard))]
+        for way in found.ways
+    ]
     later = [n for n, way in enumerate(found.ways) if any(one.by_round for one in way)]
-    if told := [f"`{words}`" for part in parts for words in part]:
+    if told := [f"`{words}`" for part in parts for words in part[-_MOST:]]:
         yield Annotation(f"Which way a rank goes depends on {' and '.join(told)}.", advice=DRAWN)
-    elif len(later) == 1:
+    elif ended is None and len(later) == 1:
         yield from _in_a_later_round(facts, found, sides, later[0])
 
 
 def _sides(facts: Facts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]) -> Sequence[Side]:
     """Of those at fault, and of most of the others; none where they are at several places, or say why they are. Twice
     the same where all pass different sizes at one line.
+
+    Who waits where a rank at fault does is on its side, unless in a group or a transfer of its own.
     """
     named = {one.rank for one in finding.culprits}
     places = by_stack(stacks)
     if len(places) == 1 and SIZES_DIFFER in finding.advice:
         return [*places.items()] * 2
-    odd = [side for side in places.items() if named.issuperset(side[1])]
-    rest = sorted((side for side in places.items() if side not in odd), key=lambda side: -len(side[1]))
-    if (rest and any(says_why(facts, rank) for rank in named)) or len(odd) != (1 if rest else 2):
-        return ()
-    return [*odd, *rest[:1]]
+    odd = [(place, [rank for rank in ranks if rank in named]) for place, ranks in places.items() if named & {*ranks}]
+    rest = [(place, ranks) for place, ranks in places.items() if not named & {*ranks}]
+    if any(not named.issuperset(ranks) for ranks in places.values() if named & {*ranks}):
+        peers = _members_of_waits(facts, named) if _in_several_groups(facts, stacks) else frozenset[int]()
+        rest = [(place, among) for place, ranks in rest if (among := [rank for rank in ranks if rank in peers])]
+        if not rest:
+            return ()
+    if len(odd) == 2 and not rest:
+        return odd
+    rest = sorted(rest, key=lambda side: -len(side[1]))
+    return [*odd, rest[0]] if len(odd) == 1 and rest and not any(says_why(facts, rank) for rank in named) else ()
+
+
+def _in_several_groups(facts: Facts, ranks: Iterable[int]) -> bool:
+    return len({wait.group for rank in ranks if (wait := facts.ranks[rank].wait) is not None}) > 1
+
+
+def _members_of_waits(facts: Facts, ranks: Iterable[int]) -> frozenset[int]:
+    """Those in the groups in which ``ranks`` wait."""
+    waits = [wait for rank in ranks if (wait := facts.ranks[rank].wait) is not None and wait.group is not None]
+    return frozenset[int]().union(*(facts.alignment.members(str(wait.group))[0] for wait in waits))
 
 
 def _may_part(facts: Facts, one: Condition, ranks: Iterable[int]) -> bool:
@@ -334,6 +362,41 @@ def _of_other_items(facts: Facts, loop: Guard, around: Sequence[Frame]) -> Annot
     skips = ways_around(around, loop.line, facts.read_source)
     text = f"Both sides come from one line of `{loop.words}`: they go through different items, or in another order"
     return Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({OTHER_ITEMS}))
+
+
+def _in_another_round(facts: Facts, found: Parting, sides: Sequence[Side]) -> tuple[Loop, Annotation] | None:
+    """One side makes once more the call that the other has made last: a loop around it has ended for one of them.
+
+    Under a condition, the other may not call in each round of what is around them, and the calls be those of several.
+    """
+    for mine, (way, ranks) in enumerate(sides):
+        there = found.stacks[mine]
+        loops = [loop for frame in there for loop in loops_at(frame, facts.read_source)]
+        loops = [loop for loop in loops if not loop.has(found.stacks[1 - mine][0])]
+        others = sides[1 - mine][1]
+        if (
+            len(loops) == 1
+            and not found.ways[1 - mine]
+            and _run(facts, ranks[0], way, 0) > _run(facts, others[0], way, 1) > 0
+        ):
+            text = f"{capital(ranks_do(others, 'has', 'have'))} called last from {fr.place(way[0])}, too: the loop at "
+            text += f"{loops[0].place} has ended there, and goes on for {ranks_word(ranks)}"
+            return loops[0], Annotation(f"{text}.", advice=frozenset({OTHER_ITEMS}))
+    return None
+
+
+def _run(facts: Facts, rank: int, way: Sequence[Frame], before: int) -> int:
+    """How many calls in a row the rank has made by this way, of whatever groups, up to the one that it waits in, or up
+    to so many ``before`` that; 0 where records do not tell.
+    """
+    wait, record = facts.ranks[rank].wait, facts.alignment.records.get(rank)
+    if wait is None or record is None or wait.group is None or wait.seq is None:
+        return 0
+    now = facts.alignment.entry(rank, wait.group, wait.seq)
+    entries, spots = Entries.of(record.entries), [*map(fr.spot, way)]
+    at = entries.record_ids.index(now.record_id) if now is not None else 0
+    made = ([*map(fr.spot, facts.alignment.stack(rank, entries[n]).user_frames)] for n in range(at - before, -1, -1))
+    return len(list(takewhile(lambda stack: stack == spots, made)))
 
 
 def _in_a_later_round(facts: Facts, found: Parting, sides: Sequence[Side], later: int) -> Iterator[Annotation]:

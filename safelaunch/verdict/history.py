@@ -19,6 +19,7 @@ from safelaunch.verdict.collectives import signature
 from safelaunch.verdict.columns import Column, Numbering, Window
 from safelaunch.verdict.reading.frames import Stack
 
+_TWICE = 2  # as long as the shift itself, a stretch agrees where both sides repeat one call
 MOST_CALLS = 64  # more or fewer than the peers, in one place: an evaluation over a sharded model makes a few dozen
 SURE_MATCHES = 3
 _MOST_REPLACED = 4
@@ -168,7 +169,18 @@ def _shift(mine: History, theirs: History, parted: int, *, odd: bool) -> Offset 
     if len(novel) == 1:
         return novel[0] if novel[0].extra else novel[0].seen_from_there
     found.sort(key=lambda one: (one.size, one.extra))
+    if found and _is_by_chance(mine, theirs, parted, found[0].calls):
+        return None
     return found[0] if found and (odd or len(found) == 1 or found[0].size < found[1].size) else None
+
+
+def _is_by_chance(mine: History, theirs: History, parted: int, calls: int) -> bool:
+    """A shift by fewer calls explains so much of what follows, though not all, that the two have parted once more:
+    then a larger one that agrees to the end, with one round in place of another, says nothing.
+    """
+    fewer = range(1, calls)
+    ends = ((longer, shorter, by) for longer, shorter in ((mine, theirs), (theirs, mine)) for by in fewer)
+    return any(_agreeing(longer, parted + by, shorter, parted) >= _TWICE * calls for longer, shorter, by in ends)
 
 
 def common_offset(offsets: Sequence[Offset | None]) -> Offset | None:
@@ -236,10 +248,14 @@ def _matched(ahead: History, begin: int, behind: History, at: int) -> int:
     have completed what they called there, it is not: they are programs that differ, as those of two pipeline stages do.
     """
     overlap = ahead.overlap(begin, behind, at)
-    if overlap <= 0:
-        return 0
-    pairs = zip(ahead.column.values_of(begin, overlap), behind.column.values_of(at, overlap), strict=True)
-    agree = next((number for number, (its, the_others) in enumerate(pairs) if its != the_others), overlap)
+    agree = _agreeing(ahead, begin, behind, at)
     if agree < overlap and ahead.is_over(begin + agree) and behind.is_over(at + agree):
         return 0
     return agree if agree == overlap or agree >= SURE_MATCHES else 0
+
+
+def _agreeing(ahead: History, begin: int, behind: History, at: int) -> int:
+    """How many calls agree, whatever follows."""
+    overlap = max(0, ahead.overlap(begin, behind, at))
+    pairs = zip(ahead.column.values_of(begin, overlap), behind.column.values_of(at, overlap), strict=True)
+    return next((number for number, (its, the_others) in enumerate(pairs) if its != the_others), overlap)

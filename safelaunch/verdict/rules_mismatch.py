@@ -385,7 +385,7 @@ class LeftLoop:
     def says(self) -> str:
         ahead, loop = ranks_do(self.ahead, "has", "have"), f"the loop at {self.loop.place}"
         breaks = ", ".join(map(str, self.loop.breaks[:3]))
-        skips = f" (it has a `break` under the `if` of line{'s' * (',' in breaks)} {breaks})" if breaks else ""
+        skips = f" (an `if` can end it early: line{'s' * (',' in breaks)} {breaks})" if breaks else ""
         skips += f", with fewer batches or after a round without these calls ({self.skips})" if self.skips else ""
         if self.cut_short:
             return f"{ahead} left {loop} after fewer calls than in each earlier round"

@@ -232,7 +232,10 @@ def one_sided(case: Case) -> Ruling:
             return skipped(case, peer, site, did, wait_claims(case, pair), text)
         outvoted = not case.ranks[rank].evidence.gil.posted and _is_outvoted(case, rank, peer)
         if outvoted:
-            text += f", a call that most ranks have made: rank {rank} took another path."
+            text += (
+                f", a call that most ranks have made: rank {rank} has made one too many, or rank {peer} left out the"
+            )
+            text += " other end."
         else:
             text += ": one of them made a call that the other left out."
         return Finding(

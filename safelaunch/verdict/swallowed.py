@@ -16,7 +16,7 @@ from msgspec import structs
 
 from safelaunch.model import CaughtException, Claim, Culprit, Frame
 from safelaunch.model.entries import Entries
-from safelaunch.verdict.causes import DRAWN, LEFT_OUT
+from safelaunch.verdict.causes import BROKEN_OFF, DRAWN, LEFT_OUT
 from safelaunch.verdict.collectives import Mismatch
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.exits import one_line
@@ -94,7 +94,7 @@ def skipped_batch(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     claims = tuple(Claim(_of_print(*one).rstrip("."), f"ranks/{one[0]}/log_tail.txt") for one in said.items())
     words = " ".join(_of_print(*one) for one in said.items())
     if not all(left.swallows or left.goes == "continue" for left, _ in said.values()):
-        yield Annotation(words, context=claims)
+        yield Annotation(words, context=claims, advice=frozenset({BROKEN_OFF}))
         return
     swallows = any(left.swallows for left, _ in said.values())
     shown = all(any(rank in shift.ranks for shift in shifts) for rank in said)

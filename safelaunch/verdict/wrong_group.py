@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from safelaunch.model import Claim, Culprit
+from safelaunch.model import Claim, Culprit, Frame
 from safelaunch.verdict.causes import FAILURES, UNUSUAL_GROUP, WRONG_GROUP
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import (
@@ -61,7 +61,12 @@ def another_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     waiting = [rank for rank, one in case.ranks.items() if one.wait is not None]
     meets_none = finding.cause == "collective-mismatch" and UNUSUAL_GROUP not in finding.advice
     named = [one.rank for one in finding.culprits if one.rank in waiting] if meets_none else []
-    astray = {rank: text for rank in named if (text := unusual(case, rank))}  # it reads a whole record
+    diverged = {rank: stack[0] for rank, stack in finding.calls.items() if stack}
+    astray = {
+        rank: text
+        for rank in named  # each reads a whole record
+        if (text := unusual(case, rank) or unusual(case, rank, diverged.get(rank)))
+    }
     if not astray or 2 * len(astray) > len(waiting):
         return
     others = tuple(one for one in finding.doubts if one not in (Doubt.NO_MAJORITY, Doubt.EITHER_SIDE))
@@ -126,24 +131,31 @@ def _record(rank: str) -> str:
     return f"ranks/{rank}/flight_recorder.json"
 
 
-def unusual(facts: Facts, rank: int) -> str:
+def unusual(facts: Facts, rank: int, site: Frame | None = None) -> str:
     """``Rank 2 made its 5 earlier calls at train.py:8 in group '1': in group '4' it may be in the wrong one.``
 
-    A call whose connection broke counts as completed: it is the newest one from the line of the exception.
+    Of its calls from ``site``, else from where it waits. A call whose connection broke counts as completed: it is the
+    newest one from the line of the exception.
     """
     wait, record = facts.ranks[rank].wait, facts.alignment.records.get(rank)
-    if wait is None or wait.frame is None or record is None:
+    frame = site or (wait.frame if wait is not None else None)
+    if wait is None or frame is None or record is None:
         return ""
     calls = [(facts.alignment.stack(rank, one), one.group) for one in record.entries]
-    at = fr.spot(wait.frame)
+    at = fr.spot(frame)
     there = [
         (stack.user_frames, group) for stack, group in calls if stack.user_frame and fr.spot(stack.user_frame) == at
     ]
     way, now = there[-1] if there else ((), "")
     earlier = [group for frames, group in there[:-1] if frames == way]
-    if len(earlier) < _ENOUGH or len(set(earlier)) != 1 or now in earlier or wait.group not in (None, now):
+    if (
+        len(earlier) < _ENOUGH
+        or len(set(earlier)) != 1
+        or now in earlier
+        or (site is None and wait.group not in (None, now))
+    ):
         return ""
     return (
-        f"Rank {rank} made its {len(earlier)} earlier calls at {fr.place(wait.frame)} in group '{earlier[0]}':"
+        f"Rank {rank} made its {len(earlier)} earlier calls at {fr.place(frame)} in group '{earlier[0]}':"
         f" with group '{now}' it may have taken the wrong one."
     )

@@ -19,7 +19,7 @@ OPTIONS = (
 
 def fingerprint(op: str, sizes: str = "[4]") -> str:
     more = f", TensorShape={sizes}, TensorDtypes=Float, TensorDeviceTypes={OPTIONS})" if op != "BARRIER" else ""
-    return f"CollectiveFingerPrint(SequenceNumber=11, OpType={op}{more})"
+    return f"CollectiveFingerPrint(SequenceNumber=11{', ' if more else ''}OpType={op}{more or ')'}"
 
 
 def message(mine: tuple[int, str], theirs: tuple[int, str]) -> str:

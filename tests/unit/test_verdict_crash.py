@@ -293,7 +293,7 @@ def test_who_was_aborted_behind_the_loop_of_its_peers_has_left_it(
     assert (verdict.cause, [one.rank for one in verdict.culprits]) == (cause, named), verdict.summary
     assert ("Rank 1 has left the loop at train.py:41" in verdict.summary) == (line == 46)
     if line == 46:
-        assert verdict.suggestions[0].startswith("If that `break` is why")
+        assert verdict.suggestions[0].startswith("If that `if` is why")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from evidence import C10D, MODULE, SCRIPT, at, entry, in_c10d, job, past, rank, record, waiting
 from msgspec import structs
 
-from safelaunch.model import Frame, HandledException, RankEvidence, RankException, RankExit, Verdict
+from safelaunch.model import Collective, Frame, HandledException, RankEvidence, RankException, RankExit, Verdict
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Finding, annotated, waiting_culprits
@@ -74,6 +74,51 @@ def test_who_goes_through_one_loop_in_another_order_is_told_so() -> None:
 def test_frames_of_exceptions_have_no_names_of_classes() -> None:
     stacks = {0: (at(56, "fit"), MODULE), 1: (at(39, "_record"), MODULE), 2: (at(56, "Trainer.fit"), MODULE)}
     assert list(by_stack(stacks).items()) == [(stacks[0], [0, 2]), (stacks[1], [1])]
+
+
+EVALUATION = """\
+def evaluate():
+    for chunk in pool.batches():
+        gather(chunk)
+
+def train():
+    for step in steps:
+        backward()
+        if step % 3 == 0:
+            evaluate()
+"""
+SOMETIMES = EVALUATION.replace("  backward", "  if x: backward")
+
+
+@pytest.mark.parametrize(("source", "told"), [(EVALUATION, True), (SOMETIMES, False)])
+@pytest.mark.parametrize("rounds", [2, 4])
+def test_a_loop_that_goes_on_for_some_ranks_is_told(source: str, told: bool, rounds: int) -> None:
+    """Rank 1 has gone round it three times, as all did before. Where steps may have none of the other calls, its calls
+    may be those of several steps.
+    """
+    text = "\n" * 39 + source
+    read = lambda path: text if path == SCRIPT else None  # noqa: E731
+    inside = (*in_c10d("all_gather", 42, "evaluate")[:-1], at(48), MODULE)
+    step = [entry("all_reduce", 0, line=46)]
+    chunk = [replace_frames(entry("all_gather", 0), inside)]
+    usual = (step * 3 + chunk * 3) * 3
+    mine, its = [*usual, *step * 3, *chunk * 3, *step], [*usual, *step * 3, *chunk * rounds]
+    ranks = [
+        rank(n, inside if n != 1 else in_c10d("all_reduce", 46), flight=record(*numbered(mine if n == 1 else its)))
+        for n in range(4)
+    ]
+    summary = diagnose(job(*ranks), read).summary
+    words = "Rank 1 has called last from train.py:42 (evaluate), too: the loop at train.py:41 has ended there, and goes"
+    assert (f"{words} on for ranks 0,2-3." in summary) == (told and rounds == 4), summary
+
+
+def replace_frames(one: Collective, frames: tuple[Frame, ...]) -> Collective:
+    return structs.replace(one, frames=frames)
+
+
+def numbered(made: list[Collective]) -> list[Collective]:
+    """All but the last one have completed."""
+    return [structs.replace(one, seq=n, record_id=n, completed=n < len(made)) for n, one in enumerate(made, start=1)]
 
 
 PARTS = [("broadcast", 60, "first"), ("all_reduce", 50, "mean"), ("all_reduce", 50, "mean")]

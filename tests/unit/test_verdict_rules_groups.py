@@ -111,3 +111,25 @@ def test_who_waits_in_a_group_that_its_peers_have_without_it() -> None:
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [2])
     assert "not all ranks have made the same groups" in verdict.summary
     assert "in a group that peers have without it" in verdict.summary
+
+
+def test_a_round_without_calls_on_each_rank_in_turn_is_no_larger_shift() -> None:
+    """Each leaves out the reduction of one step, at another time: with one of these in place of another, ten calls more
+    of the rank that did so first agree with a peer's to the end.
+    """
+    step, skip = "{0}@27x2 {1}@64x2 ", "{0}@27x2 "
+    after = {
+        0: step * 7 + skip + step * 5 + "{0}@27x2 {1}@64*",
+        1: step * 7 + skip + step * 5 + skip + "{0}@27*",
+        2: skip + step * 11 + skip + step + "{0}@27*",
+        3: step * 9 + skip + step * 3 + "{0}@27x2 {1}@64*",
+    }
+    groups = {"1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}
+    ranks = []
+    for n, text in after.items():
+        made = calls((step * 40 + text).format(1 + n // 2, 3 + n % 2))
+        frames = in_c10d("all_reduce", 64 if "64*" in text else 27)
+        ranks.append(rank(n, frames, flight=record(*made, groups=groups)))
+    verdict = diagnose(job(*ranks))
+    assert [one.rank for one in verdict.culprits] == [2]
+    assert verdict.summary.startswith("Rank 2 skipped all_reduce at train.py:64"), verdict.summary

@@ -154,8 +154,8 @@ def test_who_is_past_the_loop_may_have_skipped_calls_instead(body: str, why: str
     assert all(reason in verdict.summary for reason in reasons), verdict.summary
     assert ("after a round without these calls" in verdict.summary) == bool(reasons)
     assert (Doubt.MAY_SKIP_CALLS.why in verdict.doubts) == bool(reasons)
-    assert ("under the `if` of line 49" in verdict.summary) == ("break" in body)
-    first = "If that `break`" if "break" in body else "If its forward" if more_steps else "Look" if reasons else "Give"
+    assert ("(an `if` can end it early: line 49" in verdict.summary) == ("break" in body)
+    first = "If that `if`" if "break" in body else "If its forward" if more_steps else "Look" if reasons else "Give"
     assert verdict.suggestions[0].startswith(first)
 
 

@@ -57,6 +57,22 @@ def test_who_calls_from_a_line_in_another_group_than_before_has_left_its_habit()
     assert "Check how this line selects its group" in verdict.suggestions[0]
 
 
+def test_the_call_at_which_a_rank_diverged_tells_its_habit_though_it_has_gone_on() -> None:
+    """Rank 3 has met rank 1's later call, in the group of replicas, and waits in it for the next."""
+    groups = {"1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}
+    made = {0: ("1 3", "1@50 3@60*", 60), 1: ("1 4", "1@50 4@60 1@50*", 50)}
+    made |= {2: ("2 3", "2@50*", 50), 3: ("2 4", "4@50 4@60*", 60)}
+    ranks = []
+    for n, (own, rest, line) in made.items():
+        tensor, replicas = own.split()
+        flight = record(*calls(f"{tensor}@50 {replicas}@60 " * 4 + rest), groups=groups)
+        ranks.append(rank(n, in_c10d("all_reduce", line), flight=flight))
+    verdict = diagnose(job(*ranks))
+    assert [one.rank for one in verdict.culprits] == [3]
+    words = "Rank 3 made its 4 earlier calls at train.py:50 (train) in group '2': with group '4' it may have taken the"
+    assert verdict.summary.startswith(words), verdict.summary
+
+
 def test_groups_entered_in_another_order_are_no_wrong_group() -> None:
     groups = {"1": (1, 2), "2": (1, 2)}
     made = ["0@50x3 0@70*", "0@50x3 1@60 2@61 1@60 2@61 1@60*", "0@50x3 1@60 2@61 1@60 2@61 2@60*"]

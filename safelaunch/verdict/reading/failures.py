@@ -209,7 +209,8 @@ def fingerprints(message: str) -> dict[int, Fingerprint]:
     _, *parts = _FINGERPRINT.split(message)
     told = {}
     for rank, text in zip(parts[::2], parts[1::2], strict=True):
-        found = (re.search(rf"\b{name}=(\[[^\]]*\]|\w+)", text) for name in _FIELDS)
+        # of a barrier, torch 2.13 writes the fields without anything between them: "SequenceNumber=31OpType=BARRIER"
+        found = (re.search(rf"(?<![A-Za-z]){name}=(\[[^\]]*\]|\d+|\w+)", text) for name in _FIELDS)
         told[int(rank)] = Fingerprint(*(one[1] if one is not None else "" for one in found))
     return told
 

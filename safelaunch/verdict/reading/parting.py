@@ -15,6 +15,7 @@ from safelaunch.verdict.reading.source import (
     ReadSource,
     calls_at,
     handler_of,
+    ifs_with,
     loops_at,
     name_called,
     names_called_at,
@@ -104,8 +105,10 @@ def loop_returned_from(ahead: Sequence[Frame], behind: Sequence[Frame], read_sou
     loops = [loop for frame in below for loop in loops_at(frame, read_source)]
     if past.line <= caller.line or not to_call <= to_past or not loops:
         return None
-    outside = behind[len(below) :]
-    return replace(loops[0], enclosed=any(loops_at(frame, read_source) for frame in outside))
+    outside, first = behind[len(below) :], loops[0]
+    tree = tree_of(read_source(first.inside.file) or "")
+    ends = ifs_with((ast.Break, ast.Return), scope_of(tree, first.line), first.line) if tree is not None else ()
+    return replace(first, breaks=ends, enclosed=any(loops_at(frame, read_source) for frame in outside))
 
 
 def _parted(one: Sequence[Frame], other: Sequence[Frame]) -> tuple[Sequence[Frame], ...]:

@@ -6,11 +6,21 @@ import ast
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Protocol
 
 from safelaunch.model import Frame
 from safelaunch.verdict.reading.frames import basename, short
 
 ReadSource = Callable[[str], "str | None"]  # path → text of the file, or None
+
+
+class Located(Protocol):
+    """A frame, or a condition."""
+
+    @property
+    def file(self) -> str: ...
+    @property
+    def line(self) -> int: ...
 
 
 @lru_cache(64)
@@ -268,18 +278,23 @@ def _released_in(statement: ast.stmt) -> set[str]:
 class Loop:
     """``line``: where it begins. ``enclosed``: in another loop, of its function or of a caller, that goes on behind it:
     a rank that is past it may be a round behind, as well as ahead. ``inside``: the frame that is in it. ``breaks``:
-    where conditions end it early.
+    where conditions end it early, by a ``break``, or a ``return`` to where a rank is. ``end``: its last line.
     """
 
     line: int
     enclosed: bool
     inside: Frame = field(compare=False)
     breaks: tuple[int, ...] = field(default=(), compare=False)
+    end: int = field(default=0, compare=False)
 
     @property
     def place(self) -> str:
         """``train.py:21``."""
         return f"{basename(self.inside.file)}:{self.line}"
+
+    def has(self, one: Located) -> bool:
+        """Whether that line is in it."""
+        return one.file == self.inside.file and self.line <= one.line <= self.end
 
 
 def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> Loop | None:
@@ -313,15 +328,15 @@ def _loop_between(tree: ast.Module, inside: Frame, after: int) -> Loop | None:
     left = [line for line, end in around if end < after]
     if not left:
         return None
-    return Loop(min(left), len(left) < len(around), inside, _broken_at(scope, min(left)))
+    return Loop(min(left), len(left) < len(around), inside, ifs_with(ast.Break, scope, min(left)))
 
 
-def _broken_at(scope: ast.AST, begin: int) -> tuple[int, ...]:
-    """The line of each ``if`` with a ``break`` in the loop that begins there."""
+def ifs_with(ends: type[ast.stmt] | tuple[type[ast.stmt], ...], scope: ast.AST, begin: int) -> tuple[int, ...]:
+    """The line of each ``if`` with such a statement in the loop that begins there."""
     loops = (one for one in ast.walk(scope) if isinstance(one, (ast.For, ast.While, ast.AsyncFor)))
     loop = next(one for one in loops if one.lineno == begin)
     ifs = (one for one in ast.walk(loop) if isinstance(one, ast.If))
-    return tuple(sorted(one.lineno for one in ifs if any(isinstance(last, ast.Break) for last in one.body)))
+    return tuple(sorted(one.lineno for one in ifs if any(isinstance(last, ends) for last in one.body)))
 
 
 def loops_at(frame: Frame, read_source: ReadSource) -> list[Loop]:
@@ -330,8 +345,8 @@ def loops_at(frame: Frame, read_source: ReadSource) -> list[Loop]:
     if tree is None:
         return []
     scope = scope_of(tree, frame.line)
-    lines = sorted(begin for begin, _ in loops_around(scope, frame.line))
-    return [Loop(line, n > 0, frame, _broken_at(scope, line)) for n, line in enumerate(lines)]
+    around = sorted(loops_around(scope, frame.line))
+    return [Loop(line, n > 0, frame, ifs_with(ast.Break, scope, line), end) for n, (line, end) in enumerate(around)]
 
 
 def loops_around(scope: ast.AST | None, line: int) -> list[tuple[int, int]]:
