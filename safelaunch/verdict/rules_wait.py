@@ -370,7 +370,7 @@ def _kept_from_serving(case: Case, rank: int, server: _Server, waiting: Mapping[
 
 _WHY: Mapping[Kind, str] = {
     "message": "at the other end of the connection at which {who} {waits}",
-    "poll": "and may be the one to make what {who} {waits} for in a loop that polls",
+    "poll": "and may be the one to make what {who} {waits} for",
     "key": "and is the one to set the key of the store that {who} {waits} for",
     "file": "with a file locked that {who} {waits} for",
 }

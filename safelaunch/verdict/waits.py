@@ -161,7 +161,7 @@ def _holders(facts: Facts, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Hol
             yield rank, replace(_holder(facts, owner, pid, nodes), kind="file" if own.locked_by == pid else "message")
         elif own.process == "main":
             found = _sets(facts, rank, own, nodes) or _kept_from(facts, rank, own, nodes)
-            found = found or _answers(facts, rank, nodes)
+            found = found or _answers(facts, rank, nodes) or _not_there(facts, rank, own, nodes)
             yield from [(rank, found)] if found is not None else []
 
 
@@ -176,6 +176,25 @@ def _kept_from(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node
             other = kept[0]
             return _the_rank(facts, other, nodes, "poll", f"`{guard.words}` keeps rank {other} from there")
     return None
+
+
+def _not_there(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node]) -> Holder | None:
+    """Of a rank that waits for a key of the store, or polls: the one rank that does not, while all others do so at one
+    line; where it waits for its peers, it has passed by there, or comes there never.
+    """
+    if own.frame is None or not (own.key is not None or (own.poll is not None and own.poll.of in ("file", "key", ""))):
+        return None
+    conditions = {other: one.condition for other, one in facts.ranks.items()}
+    there = {
+        other
+        for other, condition in conditions.items()
+        if condition is not None and condition.frame is not None and fr.spot(condition.frame) == fr.spot(own.frame)
+    }
+    others = facts.world - there
+    if len(there) < 2 or len(others) != 1 or facts.unseen or facts.ranks[next(iter(others))].wait is None:
+        return None
+    (other,) = others
+    return _the_rank(facts, other, nodes, "poll", f"rank {other} alone does not wait there")
 
 
 def _answers(facts: Facts, rank: int, nodes: Mapping[int, Node]) -> Holder | None:
