@@ -235,3 +235,9 @@ def test_a_loop_in_a_function_that_the_other_has_returned_from(
     again = [(*stack, at(14, "<module>")) for stack in stacks]
     found = loop_returned_from(*again, lambda path: RETURNED + "while True:\n    run()\n")
     assert found == (loop and Loop(10, True, MODULE))
+
+
+def test_a_return_ends_the_loop_of_a_function_that_has_returned() -> None:
+    source = RETURNED.replace("        reduce(x)\n", "        reduce(x)\n        if over:\n            return\n")
+    found = loop_returned_from((at(4, "run"),), (at(11, "evaluate"), at(3, "run")), lambda path: source)
+    assert found is not None and (found.line, found.breaks) == (10, (12,))

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from evidence import SCRIPT, at, entry, in_c10d, job, past, rank, record
 
-from safelaunch.model import CaughtException, Collective, Evidence, Progress, RankEvidence, Verdict
+from safelaunch.model import CaughtException, Collective, Evidence, Progress, RankEvidence, RankExit, Verdict
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.doubts import Doubt
 
@@ -109,6 +109,16 @@ def test_what_a_rank_printed_as_it_skipped_a_batch(line: str, cause: str, at_lin
         assert verdict.confidence == "medium"
         conditions = [claim.claim for claim in verdict.evidence if "under `if" in claim.claim]
         assert not conditions, "another condition than the one at which it went on is no evidence"
+
+
+def test_who_stops_early_and_exits_is_to_agree_on_that_with_its_peers() -> None:
+    calls = [("all_reduce", 50), ("all_reduce", 60)] * 5
+    ranks = [with_log(waits(n, calls), "step 1") for n in range(3)]
+    gone = with_log(waits(1, calls[:-2]), "step 1", "rank 1 stops early")
+    ranks[1] = msgspec.structs.replace(gone, main=None, exit=RankExit(0, 4.0, before_close=True))
+    verdict = diagnose(job(*ranks, outcome="crash"), lambda path: SKIPS)
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("uneven-batches", [1])
+    assert verdict.suggestions[0].startswith("If that `if` is why"), verdict
 
 
 def test_what_its_peers_printed_as_well_explains_nothing() -> None:
