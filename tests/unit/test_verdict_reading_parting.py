@@ -241,3 +241,11 @@ def test_a_return_ends_the_loop_of_a_function_that_has_returned() -> None:
     source = RETURNED.replace("        reduce(x)\n", "        reduce(x)\n        if over:\n            return\n")
     found = loop_returned_from((at(4, "run"),), (at(11, "evaluate"), at(3, "run")), lambda path: source)
     assert found is not None and (found.line, found.breaks) == (10, (12,))
+
+
+@pytest.mark.parametrize(("given", "by_round"), [("step", True), ("n=step", True), ("loss", False)])
+def test_a_counter_of_rounds_is_one_where_it_is_passed_to(given: str, by_round: bool) -> None:
+    source = "class Log:\n    def add(self, n):\n        if n % 3:\n            return\n        gather()\n\n"
+    source += f"for step in range(9):\n    log.add({given})\n    average()\n"
+    found = parting((at(5, "Log.add"), at(8, "<module>")), (at(9, "<module>"),), lambda path: source)
+    assert found is not None and [[one.by_round for one in way] for way in found.ways] == [[by_round], []]

@@ -58,10 +58,7 @@ def parting(one: Sequence[Frame], other: Sequence[Frame], read_source: ReadSourc
     stacks = _parted(one, other) or _parted_on_a_line(one, other, read_source)
     if not stacks or any(not read_source(frame.file) for stack in stacks for frame in stack):
         return None
-    ways = [
-        [step for frame, into in zip_longest(stack, stack[1:]) for step in _conditions(frame, into, read_source)]
-        for stack in stacks
-    ]
+    ways = [list(_conditions_on(stack, read_source)) for stack in stacks]
     own = ([step for step in way if step not in others] for way, others in zip(ways, reversed(ways), strict=True))
     return Parting(stacks, tuple(own))
 
@@ -131,10 +128,34 @@ def _parted_on_a_line(
     return tuple(stack[at:] for stack in stacks) if by_name else ()
 
 
-def _conditions(frame: Frame, into: Frame | None, read_source: ReadSource) -> Iterator[Condition]:
-    tree = tree_of(read_source(frame.file) or "")
-    scope = scope_of(tree, frame.line) if tree is not None else ast.Module([], [])
-    counters = set(_counters(scope))
+def _conditions_on(stack: Sequence[Frame], read_source: ReadSource) -> Iterator[Condition]:
+    """Of a stack, outermost first. What counts rounds does so in a function that it is passed to as well."""
+    counters = frozenset[str]()
+    for frame, into in zip_longest(stack, stack[1:]):
+        tree = tree_of(read_source(frame.file) or "")
+        scope = scope_of(tree, frame.line) if tree is not None else ast.Module([], [])
+        counters |= frozenset(_counters(scope))
+        yield from _conditions(frame, into, scope, counters, read_source)
+        counters = frozenset(_passed(frame, into, counters, read_source) if into is not None else ())
+
+
+def _passed(frame: Frame, into: Frame, names: frozenset[str], read_source: ReadSource) -> Iterator[str]:
+    """The parameters of the function that the line calls which get one of these names."""
+    tree = tree_of(read_source(into.file) or "")
+    function = scope_of(tree, into.line) if tree is not None else None
+    if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return
+    parameters = [one.arg for one in function.args.args]
+    for call in calls_at(frame, read_source):
+        if name_called(call.func) == function.name:
+            own = parameters[1:] if parameters[:1] in (["self"], ["cls"]) else parameters
+            pairs = [*zip(own, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)]
+            yield from (name for name, value in pairs if name is not None and ast.unparse(value) in names)
+
+
+def _conditions(
+    frame: Frame, into: Frame | None, scope: ast.AST, counters: frozenset[str], read_source: ReadSource
+) -> Iterator[Condition]:
     for decorator in getattr(scope, "decorator_list", []):
         if _CACHES.intersection(names_in(decorator)):
             yield Condition(Guard(frame.file, decorator.lineno, f"@{ast.unparse(decorator)}", taken=False))
