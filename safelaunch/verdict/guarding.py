@@ -323,7 +323,7 @@ def _sides(facts: Facts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]
     """Of those at fault, and of most of the others; none where they are at several places, or say why they are. Twice
     the same where all pass different sizes at one line.
 
-    Who waits where a rank at fault does is on its side, unless in a group or a transfer of its own.
+    Who waits where a rank at fault does is on its side, unless in a group of its own.
     """
     named = {one.rank for one in finding.culprits}
     places = by_stack(stacks)

@@ -16,7 +16,7 @@ from safelaunch.model import Claim, Culprit, Evidence, Frame, HandledException, 
 from safelaunch.verdict.causes import ASIDE, DETAIL_CRASH, HANDLES
 from safelaunch.verdict.exits import kernel_claim, one_line
 from safelaunch.verdict.findings import Annotation, Finding, capital, ranks_do
-from safelaunch.verdict.peers import begins_at
+from safelaunch.verdict.peers import Place, begins_at
 from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
 from safelaunch.verdict.reading import calls, tracebacks
 from safelaunch.verdict.reading import frames as fr
@@ -156,20 +156,28 @@ def _lost_a_thread(facts: Facts, rank: RankEvidence) -> Annotation | None:
 
 def _lacks_a_thread(facts: Facts, rank: RankEvidence) -> Annotation | None:
     """One that all its peers have: where an exception is swallowed, nothing else is left of it."""
-    views = {number: view_of(one.evidence) for number, one in facts.ranks.items()}
-    threads = {
-        number: {begins_at(one.stack): one.stack.user_frames[-1] for one in view.beside()}
-        for number, view in views.items()
-        if view is not None and view.sample is not None
-    }
-    mine = threads.pop(rank.rank, None)
-    peers = list(threads.values())
-    missing = [] if mine is None or not peers else [k for k in peers[0] if k not in mine and all(k in p for p in peers)]
+    mine = _threads_of(rank)
+    if mine is None:
+        return None
+    peers = (_threads_of(one.evidence) for number, one in facts.ranks.items() if number != rank.rank)
+    missing: dict[Place | None, Frame] = {}
+    for theirs in (threads for threads in peers if threads is not None):
+        missing = {place: at for place, at in (missing or theirs).items() if place in theirs and place not in mine}
+        if not missing:
+            return None
     if not missing:
         return None
-    words = f"has no thread in {fr.place(peers[0][missing[0]])}, as all its peers have"
+    words = f"has no thread in {fr.place(next(iter(missing.values())))}, as all its peers have"
     claim = Claim(f"rank {rank.rank} {words}", f"ranks/{rank.rank}/stack.txt")
     return Annotation(f"Rank {rank.rank} {words}: it has ended, or was never started.", (claim,))
+
+
+def _threads_of(rank: RankEvidence) -> dict[Place | None, Frame] | None:
+    """Where its other threads begin, and are now; None where they were not seen."""
+    view = view_of(rank)
+    if view is None or view.sample is None:
+        return None
+    return {begins_at(one.stack): one.stack.user_frames[-1] for one in view.beside()}
 
 
 # --- what was seen before ---------------------------------------------------------------------------------------------

@@ -232,10 +232,8 @@ def one_sided(case: Case) -> Ruling:
             return skipped(case, peer, site, did, wait_claims(case, pair), text)
         outvoted = not case.ranks[rank].evidence.gil.posted and _is_outvoted(case, rank, peer)
         if outvoted:
-            text += (
-                f", a call that most ranks have made: rank {rank} has made one too many, or rank {peer} left out the"
-            )
-            text += " other end."
+            text += ", a call that most ranks have made: "
+            text += f"rank {rank} has made one too many, or rank {peer} left out the other end."
         else:
             text += ": one of them made a call that the other left out."
         return Finding(

@@ -9,7 +9,7 @@ has locked that file, or has that other end.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -150,6 +150,10 @@ class _Child:
 def _holders(facts: Facts, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Holder]]:
     """Of the ranks that wait for a file lock or at a connection: the process that the kernel names, where it is another
     rank's. Of those that poll: the one rank that the source keeps from there."""
+    places: dict[fr.Spot, set[int]] = {}
+    for rank, one in facts.ranks.items():
+        if one.condition is not None and one.condition.frame is not None:
+            places.setdefault(fr.spot(one.condition.frame), set()).add(rank)
     for rank, one in facts.ranks.items():
         own = one.condition
         if own is None:
@@ -161,7 +165,7 @@ def _holders(facts: Facts, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Hol
             yield rank, replace(_holder(facts, owner, pid, nodes), kind="file" if own.locked_by == pid else "message")
         elif own.process == "main":
             found = _sets(facts, rank, own, nodes) or _kept_from(facts, rank, own, nodes)
-            found = found or _answers(facts, rank, nodes) or _not_there(facts, rank, own, nodes)
+            found = found or _answers(facts, rank, nodes) or _not_there(facts, own, nodes, places)
             yield from [(rank, found)] if found is not None else []
 
 
@@ -178,22 +182,20 @@ def _kept_from(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node
     return None
 
 
-def _not_there(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node]) -> Holder | None:
+def _not_there(
+    facts: Facts, own: Condition, nodes: Mapping[int, Node], places: Mapping[fr.Spot, Set[int]]
+) -> Holder | None:
     """Of a rank that waits for a key of the store, or polls: the one rank that does not, while all others do so at one
     line; where it waits for its peers, it has passed by there, or comes there never.
     """
     if own.frame is None or not (own.key is not None or (own.poll is not None and own.poll.of in ("file", "key", ""))):
         return None
-    conditions = {other: one.condition for other, one in facts.ranks.items()}
-    there = {
-        other
-        for other, condition in conditions.items()
-        if condition is not None and condition.frame is not None and fr.spot(condition.frame) == fr.spot(own.frame)
-    }
-    others = facts.world - there
-    if len(there) < 2 or len(others) != 1 or facts.unseen or facts.ranks[next(iter(others))].wait is None:
+    there = places[fr.spot(own.frame)]
+    if len(there) < 2 or len(there) != len(facts.world) - 1 or facts.unseen:
         return None
-    (other,) = others
+    (other,) = facts.world - there
+    if facts.ranks[other].wait is None:
+        return None
     return _the_rank(facts, other, nodes, "poll", f"rank {other} alone does not wait there")
 
 

@@ -69,8 +69,7 @@ def loop_of_both(
     """The head of the loop in which both stacks, innermost first, are at one line, where what they call there is what
     the loop gives (``for part in parts: part(m)``), or they call one thing with it; and the stack below it.
     """
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    same = [mine for mine, its in takewhile(lambda pair: spot(pair[0]) == spot(pair[1]), pairs)]
+    same = one[::-1][: _shared(one, other)]
     alike = len(same) == len(one) == len(other)
     for depth, frame in reversed([*enumerate(same)] if alike else [*enumerate(same)][-1:]):
         here = calls_at(frame, read_source)
@@ -108,24 +107,31 @@ def loop_returned_from(ahead: Sequence[Frame], behind: Sequence[Frame], read_sou
     return replace(first, breaks=ends, enclosed=any(loops_at(frame, read_source) for frame in outside))
 
 
+def _shared(one: Sequence[Frame], other: Sequence[Frame]) -> int:
+    """How many of their outermost frames are at the same lines."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return len(list(takewhile(lambda pair: spot(pair[0]) == spot(pair[1]), pairs)))
+
+
 def _parted(one: Sequence[Frame], other: Sequence[Frame]) -> tuple[Sequence[Frame], ...]:
     """Both stacks, outermost first, from the function on in which they part; empty where it is no function of both."""
-    stacks = [stack[::-1] for stack in (one, other)]
-    at = next((n for n, (a, b) in enumerate(zip(*stacks, strict=False)) if spot(a) != spot(b)), None)
-    if at is None or spot(stacks[0][at])[:2] != spot(stacks[1][at])[:2]:
-        return ()
-    return tuple(stack[at:] for stack in stacks)
+    stacks = _below(one, other)
+    return stacks if stacks and spot(stacks[0][0])[:2] == spot(stacks[1][0])[:2] else ()
 
 
 def _parted_on_a_line(
     one: Sequence[Frame], other: Sequence[Frame], read_source: ReadSource
 ) -> tuple[Sequence[Frame], ...]:
     """Both stacks, outermost first, below a line that calls the functions of both by their names; else empty."""
-    stacks = [stack[::-1] for stack in (one, other)]
-    at = next((n for n, (a, b) in enumerate(zip(*stacks, strict=False)) if spot(a) != spot(b)), 0)
-    called = names_called_at(stacks[0][at - 1], read_source) if at else set()
-    by_name = bool(called) and called >= {short(stack[at].function) for stack in stacks}
-    return tuple(stack[at:] for stack in stacks) if by_name else ()
+    stacks, at = _below(one, other), _shared(one, other)
+    called = names_called_at(one[-at], read_source) if stacks and at else set()
+    return stacks if called and called >= {short(stack[0].function) for stack in stacks} else ()
+
+
+def _below(one: Sequence[Frame], other: Sequence[Frame]) -> tuple[Sequence[Frame], ...]:
+    """Both, outermost first, without what they share; empty where nothing is left of one."""
+    at = _shared(one, other)
+    return (one[::-1][at:], other[::-1][at:]) if at < min(len(one), len(other)) else ()
 
 
 def _conditions_on(stack: Sequence[Frame], read_source: ReadSource) -> Iterator[Condition]:
