@@ -19,7 +19,7 @@ from safelaunch.verdict.belonging import belonging, with_group_names
 from safelaunch.verdict.causes import BY_ITSELF
 from safelaunch.verdict.collectives import out_of_sight
 from safelaunch.verdict.doubts import Doubt, confidence_of, those
-from safelaunch.verdict.exits import GONE_CAUSES, was_a_hang
+from safelaunch.verdict.exits import GONE_CAUSES, was_a_hang, with_gathered_errors
 from safelaunch.verdict.findings import Annotation, Finding, annotated, ranks_word
 from safelaunch.verdict.gpu_memory import gpu_memory
 from safelaunch.verdict.guarding import guards, parted
@@ -61,6 +61,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
     ``read_source`` gives the text of a source file, or None. It is asked only where ranks wait in different places
     of one function, to tell a loop that one of them has left from a collective that only some of them call.
     """
+    evidence = with_gathered_errors(evidence)
     if evidence.outcome == "crash" and was_a_hang(evidence.ranks):
         evidence = msgspec.structs.replace(evidence, outcome="hang")
     case = Case.of(evidence, read_source)

@@ -7,7 +7,9 @@ import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from safelaunch.model import Claim, Frame, NcclLog, RankEvidence, RankException
+from msgspec import structs
+
+from safelaunch.model import Claim, Evidence, Frame, NcclLog, RankEvidence, RankException
 from safelaunch.verdict.causes import (
     ABORTED,
     AFTER_THE_END,
@@ -42,7 +44,7 @@ _CONSEQUENCE = re.compile(
     r"|another rank|other ranks? (?:failed|exited)|store.*(?:unavailable|connection)|failed to recv"
     r"|application timeout caused pair closure|connectfullmesh failed|socket timeout|connection abort"
     r"|detected mismatch between collectives on ranks|rpc ran for more than set timeout"
-    r"|unhandled system error|horovod has been shut down",
+    r"|unhandled system error|horovod has been shut down|\Acheckpointexception ranks:",
     re.IGNORECASE | re.DOTALL,
 )
 # How c10d, gloo and NCCL word it where a RuntimeError has no line of torch on its stack, as that of `work.wait()`.
@@ -73,9 +75,37 @@ def is_consequence(exception: RankException, log: NcclLog | None = None) -> bool
 
 def _before(exception: RankException) -> Iterator[RankException]:
     """The exceptions from which this one came."""
-    for part in tracebacks.earlier(exception.text):
-        kind, _, message = part.message.partition(": ")
-        yield RankException(kind, message, exception.time_unix_s, part.frames)
+    return (_inner(exception, part) for part in tracebacks.earlier(exception.text))
+
+
+def _inner(exception: RankException, part: tracebacks.Traceback) -> RankException:
+    """One that the text of ``exception`` holds."""
+    kind, _, message = part.message.partition(": ")
+    return RankException(kind, message, exception.time_unix_s, part.frames)
+
+
+def with_gathered_errors(evidence: Evidence) -> Evidence:
+    """Where all ranks raise one error for those of them that failed: each of these with what it raised itself.
+
+    Their numbers are those of a group. Unless all ranks raised it, that may be any, and only the error itself is known.
+    """
+    told = {
+        one.rank: (one.exception, inner)
+        for one in evidence.ranks
+        if one.exception is not None and (inner := tracebacks.gathered(one.exception.message))
+    }
+    if not told:
+        return evidence
+    everybody = len(told) == evidence.world_size
+
+    def own(one: RankEvidence) -> RankEvidence:
+        if one.rank not in told:
+            return one
+        error, inner = told[one.rank]
+        part = inner.get(one.rank) if everybody else next(iter(inner.values()))
+        return one if part is None else structs.replace(one, exception=_inner(error, part))
+
+    return structs.replace(evidence, ranks=tuple(map(own, evidence.ranks)))
 
 
 def _blames_a_peer(exception: RankException, log: NcclLog | None) -> bool:

@@ -34,8 +34,9 @@ CAUSES = {
     "exit": "rank-exited",
     "sleep": "missing-from-collective",
     "op-detail": "collective-mismatch",
+    "checkpoint": "rank-exception",
 }
-LINES = {"raise": 9, "worker": 36, "op-detail": 30}
+LINES = {"raise": 9, "worker": 36, "op-detail": 30, "checkpoint": 11}
 LAUNCHERS_OWN = re.compile(r"[WE]\d{4} ")
 
 

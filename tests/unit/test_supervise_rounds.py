@@ -274,6 +274,14 @@ def test_a_crash_of_an_earlier_attempt_is_not_taken_for_this_one(job: Job) -> No
 
 OF_PEERS = RankException("RuntimeError", "[c10d] Connection closed by peer [127.0.0.1]:1", 1.0)
 
+OF_A_CHECKPOINT = RankException(
+    "CheckpointException",
+    "CheckpointException ranks:dict_keys([1])\nTraceback (most recent call last): (RANK 1)\n"
+    '  File "/home/me/train.py", line 9, in write\nOSError: full\n',
+    1.0,
+    (Frame("/usr/lib/python3/dist-packages/torch/distributed/checkpoint/utils.py", 263, "all_reduce"),),
+)
+
 
 @pytest.mark.parametrize(
     ("exits", "exceptions", "said"),
@@ -283,6 +291,7 @@ OF_PEERS = RankException("RuntimeError", "[c10d] Connection closed by peer [127.
         ({0: -11}, {1: OF_PEERS}, "rank 0 on here was ended by SIGSEGV"),
         ({0: 7}, {}, "rank 0 on here ended with exit code 7"),
         ({0: 1}, {0: OF_PEERS}, ""),
+        ({0: 1}, {0: OF_A_CHECKPOINT}, "rank 0 on here raised CheckpointException"),
         ({0: -15, 1: -6, 2: 0}, {}, ""),
         ({}, {}, ""),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import pytest
@@ -218,6 +219,28 @@ def test_a_dataloader_worker_without_shared_memory() -> None:
 
 def test_an_ordinary_traceback_has_no_remote_part() -> None:
     assert remote_error("Traceback (most recent call last):\nValueError: x") is None
+
+
+def of_a_checkpoint(failed: int) -> RankException:
+    """What torch raises on every rank where ``failed`` could not write its part."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        raise OSError(122, "quota: 40960 of 30720 bytes")
+    except OSError as error:
+        gathered = CheckpointException("", {failed: (error, traceback.extract_tb(error.__traceback__))})
+    frames = (Frame(f"{SITE}/torch/distributed/checkpoint/utils.py", 263, "all_reduce"), at(41, "save"))
+    return RankException("torch.distributed.checkpoint.api.CheckpointException", str(gathered), 100.0, frames)
+
+
+@pytest.mark.parametrize(("raising", "culprits"), [((0, 1, 2), [1]), ((0, 1), [0, 1])])  # the two may be a group
+def test_a_checkpoint_that_one_rank_could_not_write(raising: tuple[int, ...], culprits: list[int]) -> None:
+    more = {"exception": of_a_checkpoint(failed=1), "exit": RankExit(1, 100.2)}
+    ranks = [rank(one, seen=False, more=more) if one in raising else terminated(one) for one in range(3)]
+    verdict = diagnose(job(*ranks, outcome="crash"))
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("rank-exception", culprits)
+    assert "raised OSError: [Errno 122] quota: 40960 of 30720 bytes at test_verdict_crash.py" in verdict.summary
+    assert "Every rank" not in " ".join(verdict.suggestions)
 
 
 # --- errors of communication ------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class Traceback:
         if self.state in ("frames", "original"):
             self.state = self.state if indented else "message"
         elif self.state == "message":
-            if text.startswith("Original Traceback"):
+            if text.startswith(("Original Traceback", tracebacks.GATHERED)):
                 self.state = "original"
             elif not text.strip():
                 self.state = "after"

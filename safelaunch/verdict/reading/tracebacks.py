@@ -48,6 +48,17 @@ def earlier(text: str) -> list[Traceback]:
     return [part for part in parts if part is not None]
 
 
+GATHERED = "Traceback (most recent call last): (RANK "  # as torch.distributed.checkpoint begins each
+_OF_A_RANK = re.compile(rf"^{re.escape(GATHERED)}(\d{{1,9}})\)$", re.MULTILINE)
+
+
+def gathered(message: str) -> dict[int, Traceback]:
+    """Rank of the group → what it raised, of an error that every rank raises for those that failed."""
+    _, *parts = _OF_A_RANK.split(message)
+    read = ((int(rank), parse(text.splitlines())) for rank, text in zip(parts[::2], parts[1::2], strict=True))
+    return {rank: one for rank, one in read if one is not None and one.message}
+
+
 def lines_of(log_tail: str) -> list[str]:
     """What a rank has printed, without the times."""
     return [_PREFIX.sub("", line) for line in log_tail.splitlines()]
