@@ -410,16 +410,19 @@ class Histories:
         before = mine[times[-1] - 1]
         return Habit(before, len(times) >= SURE_MATCHES and self._what(rank, before)[-1] != what[-1])
 
-    def changed_order(self, rank: int, now: Collective, groups: Collection[str]) -> bool:
-        """Whether ``rank`` has made ``now`` before, but never after the call of ``groups`` that it has made last, which
-        one other call has always followed.
+    def usual_instead(self, rank: int, now: Collective, groups: Collection[str]) -> tuple[Collective | None, bool]:
+        """The call that has always followed the one of ``groups`` that ``rank`` made before ``now``, where ``now`` is
+        another; and whether it has made ``now`` before: then it has changed the order, else it has come to a new place.
         """
-        made = [self._what(rank, e) for e in self._entries(rank) if e.group in groups and not e.is_p2p]
+        mine = [entry for entry in self._entries(rank) if entry.group in groups and not entry.is_p2p]
+        made = [self._what(rank, entry) for entry in mine]
         what = self._what(rank, now)
-        if len(made) < 2 or made[-1] != what or what not in made[:-1]:
-            return False
-        after = [one for before, one in pairwise(made[:-1]) if before == made[-2]]
-        return len(after) >= SURE_MATCHES and len(set(after)) == 1 and what not in after and bool(what[-1])
+        if len(made) < 2 or made[-1] != what or not what[-1]:
+            return None, False
+        after = [number for number in range(1, len(made) - 1) if made[number - 1] == made[-2]]
+        if len(after) < SURE_MATCHES or len({made[number] for number in after}) != 1 or made[after[0]] == what:
+            return None, False
+        return mine[after[-1]], what in made[:-1]
 
     def taken_in_turns(self, calls: Mapping[int, Collective]) -> bool:
         """Whether the ranks' ``calls`` may be of one round, each made as often as the others as far as records show.

@@ -174,6 +174,7 @@ RULES: tuple[Rule, ...] = (
             Kind(rules_wait.one_sided, _MISMATCH, ("every rank seen", *_IN_CIRCLE)),
             Kind(rules_history.left_its_role, _MISMATCH, ("every rank seen", "a circle of waits")),
             Kind(rules_history.left_out_between_groups, _MISMATCH, ("a circle over several groups",)),
+            Kind(rules_history.new_between_groups, _MISMATCH, ("a circle over several groups",)),
             Kind(rules_history.group_order, ("group-order",), ("a circle over several groups",)),
             Kind(rules_unfit.unfit_transfers, _MISMATCH, ("ranks that wait for peers",)),
             Kind(rules_mismatch.mismatch, _EITHER, ("ranks that wait for peers",), "its record"),

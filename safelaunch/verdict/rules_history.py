@@ -283,8 +283,12 @@ def _own_number(facts: Facts, shift: Divergence, call: Collective) -> tuple[str,
 
 def _called(facts: Facts, rank: int, shift: Divergence) -> str:
     call = shift.there[rank]
-    places = " < ".join(fr.place(frame) for frame in facts.alignment.stack(rank, call).user_frames[:3])
+    places = _way(facts.alignment.stack(rank, call).user_frames)
     return f"{op_name(call)} at {places}" if places else describe(call)
+
+
+def _way(frames: Sequence[Frame]) -> str:
+    return " < ".join(map(fr.place, frames[:3]))
 
 
 def _site_of(facts: Facts, rank: int, shift: Divergence) -> Frame | None:
@@ -356,6 +360,43 @@ def skipped(
     return Finding("collective-mismatch", doubts, summary, culprits, claims, advice=frozenset({LEFT_OUT}))
 
 
+def _unusual_calls(case: Case) -> dict[int, tuple[Collective, bool]]:
+    """rank → the call that it had always made there, and whether it has made the one that it waits in before."""
+    found = {}
+    for rank, call in _calls_waited_in(case).items():
+        usual, known = case.histories.usual_instead(rank, call, case.waits.groups_of_circle)
+        if usual is not None:
+            found[rank] = (usual, known)
+    return found
+
+
+def new_between_groups(case: Case) -> Ruling:
+    """Ranks in the circle wait in a call that is new to them, where they had always made the one that the others wait
+    in.
+    """
+    new = {rank: usual for rank, (usual, known) in _unusual_calls(case).items() if not known}
+    one = next((one for one in case.waits.circle if new.keys() == {*one.ranks}), None)
+    others = [other.wait for other in case.waits.circle if other is not one]
+    awaited = [any(call.group == w.group and same_op(call.op, w.op) for w in others) for call in new.values()]
+    if one is None or 2 * len(new) > len(case.waits.in_circle) or not all(awaited):
+        return ""
+    rank, now = one.ranks[0], _calls_waited_in(case)[one.ranks[0]]
+    places = (
+        f"{op_name(call)} of group {call.group!r} at {_way(case.alignment.stack(rank, call).user_frames)}"
+        for call in (now, new[rank])
+    )
+    own, usual = places
+    text = f"{ranks_do(one.ranks, 'waits', 'wait')} in {own}, for the first time, where"
+    text += f" {'it had' if len(one.ranks) == 1 else 'they had'} always called {usual}"
+    return Finding(
+        "collective-mismatch",
+        (Doubt.HABIT_ALONE, *those({Doubt.NO_MAJORITY: 2 * len(new) == len(case.waits.in_circle)})),
+        f"{capital(text)}; {apart({r: w for r, w in wait_words(case, case.waits.in_circle).items() if r not in new})}.",
+        waiting_culprits(case, one.ranks),
+        wait_claims(case, case.waits.in_circle),
+    )
+
+
 def _minority(case: Case) -> list[int]:
     """The ranks in the circle that are not where most members are, of groups that all have the same members.
 
@@ -380,11 +421,7 @@ def group_order(case: Case) -> Ruling:
         words.append(f"{ranks_do(one.ranks, 'waits', 'wait')} in group {one.wait.group!r}{of} ({one.wait.words})")
     more = f"; and so on in {len(words) - 3} more" if len(words) > 3 else ""
     text = (" while " if len(words) == 2 else "; ").join(words[:3]) + more
-    changed = [
-        rank
-        for rank, call in _calls_waited_in(case).items()
-        if case.histories.changed_order(rank, call, case.waits.groups_of_circle)
-    ]
+    changed = [rank for rank, (_, known) in _unusual_calls(case).items() if known]
     fewer = changed or (_minority(case) if known_of_all else [])
     if known_of_all:  # who is in one of the groups only had no order to choose
         of_several = [r for r in ranks if sum(r in case.alignment.members(g)[0] for g in groups) > 1]

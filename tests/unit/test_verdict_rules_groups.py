@@ -71,16 +71,36 @@ def test_where_a_rank_does_not_tell() -> None:
     assert "not all ranks have made the same groups" not in verdict.summary
 
 
-@pytest.mark.parametrize(("last", "named"), [("1@41*", [0]), ("1@42*", [0, 1])])
-def test_who_takes_the_groups_in_another_order_than_ever_is_named_alone(last: str, named: list[int]) -> None:
-    """From the line where it always did (``for group in order``); from another line, the round may be another, too."""
+@pytest.mark.parametrize(
+    ("last", "cause", "says"),
+    [
+        ("1@41*", "group-order", "rank 0 entered the groups in another order than before"),  # ``for group in order``
+        ("1@42*", "collective-mismatch", "for the first time, where it had always called all_reduce of group '0'"),
+    ],
+)
+def test_who_calls_otherwise_than_ever_is_named_alone(last: str, cause: str, says: str) -> None:
     two = {"0": (0, 1), "1": (0, 1)}
     odd = rank(0, in_c10d("all_reduce", int(last[2:4])), flight=record(*calls(f"{'0@41 1@41 ' * 5}{last}"), groups=two))
     usual = rank(1, in_c10d("all_reduce", 41), flight=record(*calls("0@41 1@41 " * 5 + "0@41*"), groups=two))
     verdict = diagnose(job(odd, usual))
-    assert (verdict.cause, [culprit.rank for culprit in verdict.culprits]) == ("group-order", named)
+    assert (verdict.cause, [culprit.rank for culprit in verdict.culprits]) == (cause, [0])
     assert verdict.confidence != "high"
-    assert ("rank 0 entered the groups in another order than before" in verdict.summary) is (named == [0])
+    assert says in verdict.summary
+
+
+def test_the_first_call_of_a_group_that_half_of_the_ranks_make() -> None:
+    """Two pairs, and a call without ``group=`` in one of them."""
+    groups = {"0": (0, 1, 2, 3), "1": (0, 2), "2": (1, 3)}
+    usual = {rank: f"{1 + rank % 2}@41" for rank in range(4)}
+    ranks = [
+        rank(n, in_c10d("all_reduce", 50 if n in (2, 3) else 41), flight=record(*calls(line), groups=groups))
+        for n in range(4)
+        for line in [f"{f'{usual[n]} ' * 8}{'0@50*' if n in (2, 3) else f'{usual[n]}*'}"]
+    ]
+    verdict = diagnose(job(*ranks))
+    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("collective-mismatch", [2, 3])
+    assert "for the first time" in verdict.summary and "orders" not in verdict.summary
+    assert verdict.confidence == "low"  # the others may have left it out
 
 
 @pytest.mark.parametrize(
