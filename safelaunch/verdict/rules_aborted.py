@@ -83,22 +83,23 @@ def _aborted_by_gloo(facts: Facts, one: RankFacts) -> bool:
 
 
 def _with_aborted(facts: Facts, found: Mismatch, aborted: Sequence[int]) -> Mismatch:
-    """The vote with the aborted ranks, whose records are lost: each is of the side that called from its line."""
+    """The vote with the aborted ranks, whose records are lost: each is of the side that came to its call as it did."""
     sides = {key: list(ranks) for key, ranks in found.classes.items()}
     for rank in aborted:
         stack = aborted_in(facts.ranks[rank].evidence)
-        site = stack.user_frame if stack is not None else None
-        same = [key for key, ranks in found.classes.items() if site in _sites_of(facts, found, ranks)]
-        if site is not None and len(same) == 1:
+        way = [*map(fr.spot, stack.user_frames)] if stack is not None else []
+        same = [key for key, ranks in found.classes.items() if way and way in _ways_of(facts, found, ranks)]
+        if len(same) == 1:
             sides[same[0]].append(rank)
     odd, majority = vote(sides)
     known = {rank for ranks in found.classes.values() for rank in ranks}
     return replace(found, odd=tuple(rank for rank in odd if rank in known), majority=majority)
 
 
-def _sites_of(facts: Facts, found: Mismatch, ranks: Iterable[int]) -> set[Frame | None]:
+def _ways_of(facts: Facts, found: Mismatch, ranks: Iterable[int]) -> list[list[fr.Spot]]:
     entries = {rank: facts.alignment.entry(rank, found.group, found.seq) for rank in ranks}
-    return {facts.alignment.stack(rank, entry).user_frame for rank, entry in entries.items() if entry is not None}
+    stacks = (facts.alignment.stack(rank, entry) for rank, entry in entries.items() if entry is not None)
+    return [[*map(fr.spot, stack.user_frames)] for stack in stacks]
 
 
 def wrong_size_received(facts: Facts) -> Ruling:

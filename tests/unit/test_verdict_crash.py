@@ -160,6 +160,22 @@ def test_one_survivor_against_one_after_an_abort_names_both() -> None:
     assert [c.rank for c in verdict.culprits] == [0, 2]
 
 
+def test_the_way_to_one_helper_says_on_which_side_an_aborted_rank_was() -> None:
+    """Both networks average their gradients by one function; some ranks skip the first of them."""
+
+    def way(line: int) -> tuple[Frame, ...]:
+        return (Frame(C10D, 3252, "all_reduce"), at(20, "average", "/home/me/comm.py"), at(line), at(100, "<module>"))
+
+    def of(number: int, line: int, size: int) -> RankEvidence:
+        now = replace(entry("all_reduce", 6, line=50, size=(size,)), frames=way(line))
+        return rank(number, way(line), flight=record(*past(5), now), more={"exit": RankExit(-15, 105.0, False)})
+
+    aborted = rank(1, seen=False, more={"exit": RankExit(-6, 100.0), "fatal": FatalError("Aborted", way(41))})
+    verdict = diagnose(job(of(0, 41, 145), aborted, of(2, 43, 193), outcome="crash"))
+    assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
+    assert [one.rank for one in verdict.culprits] == [2]
+
+
 def test_an_abort_in_the_operator_that_waits_for_a_collective_is_one_in_a_collective() -> None:
     """``DTensor.full_tensor()``: the wait is an operator of torch's, called by c10d's functional collectives."""
     inner = (
