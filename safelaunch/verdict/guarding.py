@@ -331,13 +331,13 @@ def _sides(facts: Facts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]
         return [*places.items()] * 2
     odd = [(place, [rank for rank in ranks if rank in named]) for place, ranks in places.items() if named & {*ranks}]
     rest = [(place, ranks) for place, ranks in places.items() if not named & {*ranks}]
+    if len(odd) == 2 and not rest:
+        return odd
     if any(not named.issuperset(ranks) for ranks in places.values() if named & {*ranks}):
         peers = _members_of_waits(facts, named) if _in_several_groups(facts, stacks) else frozenset[int]()
         rest = [(place, among) for place, ranks in rest if (among := [rank for rank in ranks if rank in peers])]
         if not rest:
             return ()
-    if len(odd) == 2 and not rest:
-        return odd
     rest = sorted(rest, key=lambda side: -len(side[1]))
     return [*odd, rest[0]] if len(odd) == 1 and rest and not any(says_why(facts, rank) for rank in named) else ()
 

@@ -214,8 +214,8 @@ def other_peer(case: Case) -> Ruling:
 def one_sided(case: Case) -> Ruling:
     """A rank waits to send to a peer, or to receive from it, that is elsewhere and waits for the rank in turn.
 
-    The peer's own habit may show that it left out its part; else most ranks are right, and where neither tells, the
-    rank may as well have made a call too many.
+    The peer's own habit may show that it left out its part; else the rank may as well have made a call too many. Most
+    ranks may be with the peer, and that tells nothing: a send or receive is a matter of two.
     """
     for one in case.waits.transfers_of_circle:
         rank, wait, peer = one.ranks[0], one.wait, one.wait.peer
@@ -230,32 +230,14 @@ def one_sided(case: Case) -> Ruling:
             site = case.alignment.stack(peer, left_out).user_frame
             did = f"skipped {op_name(left_out)}{fr.at(site)}, which it had always called right before {theirs.words}"
             return skipped(case, peer, site, did, wait_claims(case, pair), text)
-        outvoted = not case.ranks[rank].evidence.gil.posted and _is_outvoted(case, rank, peer)
-        if outvoted:
-            text += ", a call that most ranks have made: "
-            text += f"rank {rank} has made one too many, or rank {peer} left out the other end."
-        else:
-            text += ": one of them made a call that the other left out."
         return Finding(
             "collective-mismatch",
             (Doubt.EITHER_SIDE,),
-            text,
-            waiting_culprits(case, [rank] if outvoted else pair),
+            f"{text}: rank {rank} has made one call too many, or rank {peer} left out the other end.",
+            waiting_culprits(case, pair),
             wait_claims(case, pair),
-            (f"rank {peer} skipped the other end of {wait.words}: runner-up",) if outvoted else (),
         )
     return ""
-
-
-def _is_outvoted(case: Case, rank: int, peer: int) -> bool:
-    """Most ranks made the collective that ``peer`` is in, and ``rank`` is the one that it waits for."""
-    theirs = next(one for one in case.waits.circle if peer in one.ranks)
-    group, number = str(theirs.wait.group), theirs.wait.seq
-    members, _ = case.alignment.members(group)
-    made = set(theirs.ranks)
-    if number is not None:  # a broadcast lets some of them go on
-        made |= {one for one in members - {rank} if case.alignment.last(one, group) >= number}
-    return rank in theirs.blockers and len(made) > 2 and 2 * len(made) > len(members)
 
 
 def _left_out(case: Case, rank: int, wait: PeerWait) -> Collective | None:
