@@ -299,7 +299,8 @@ class Held:
 
 
 def holders(pid: int, fd: int) -> tuple[int, ...]:
-    """The other processes that hold a lock on the file behind ``pid``'s descriptor ``fd``; empty if unknown.
+    """The processes that hold the lock for which ``pid`` waits at its descriptor ``fd``; empty if unknown. Of a file
+    that it has opened twice, it may be itself.
 
     The kernel names the process that has taken the lock, which comes first if it still has it. Any process that
     inherited the open file has that lock, too, and may release it.
@@ -310,7 +311,7 @@ def holders(pid: int, fd: int) -> tuple[int, ...]:
     except OSError:
         return ()
     held = _in_the_way(text_of("/proc/locks"), pid, place)
-    if held is None or held.pid == pid:
+    if held is None:
         return ()
     taker = () if _has(held.pid, held) is False else (held.pid,)
     if not held.of_file:

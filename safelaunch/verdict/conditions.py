@@ -338,14 +338,17 @@ def _io_or_sleep(view: View) -> Condition | None:
             return Condition("blocking-io", text, key=key, advice=frozenset({STORE_KEY}))
         others = tuple(one for one in wait.ends or () if one.pid != view.process.pid)
         text = f"is blocked in I/O at {where}{call}"
-        known = wait.wanted_lock or wait.locked_by
+        advice = frozenset() if wait.wanted_lock or wait.locked_by else frozenset({CONNECTION})
+        if wait.locked_by == view.process.pid:
+            text = f"waits at {where} for a lock that it holds itself, by another open file{call}"
+            advice = frozenset({OWN_LOCK})
         return Condition(
             "blocking-io",
             text,
             locks=wait.wanted_lock,
             locked_by=wait.locked_by,
             ends=others,
-            advice=frozenset() if known else frozenset({CONNECTION}),
+            advice=advice,
         )
     return None
 

@@ -364,9 +364,10 @@ def _why(kind: Kind, waiting: Collection[int]) -> str:
 def _in_a_circle(case: Case, kind: Kind, waiting: Mapping[int, Holder], all_waiting: Iterable[int]) -> Ruling:
     """``waiting`` wait for ranks that wait for their peers in turn, so that none of them can go on.
 
-    By the wait's kind: of a file lock, both sides are named. Who waits for a message is named, as its line says what
-    it lacks. Who is to make a file or a key is named, and who waits for that, where it is one rank. But for a lock,
-    nothing tells whether the one should not wait, or the other should have sent or made something before.
+    By the wait's kind: who waits for its peers with a file locked is named, and not who waits for that lock. Who waits
+    for a message is named, as its line says what it lacks. Who is to make a file or a key is named, and who waits for
+    that, where it is one rank. But for a lock, nothing tells whether the one should not wait, or the other should have
+    sent or made something before.
     """
     own = {rank: _told(case, rank, by) for rank, by in waiting.items()}
     by = next(iter(waiting.values()))
@@ -374,7 +375,8 @@ def _in_a_circle(case: Case, kind: Kind, waiting: Mapping[int, Holder], all_wait
     makes, locked = kind in ("poll", "key"), kind == "file"
     if makes and (holders != [by.rank] or case.ranks[by.rank].wait is None):
         return ""
-    culprits = [] if makes and len(own) > 1 else [culprit(case.ranks[rank], one) for rank, one in own.items()]
+    aside = holders if locked else makes and len(own) > 1
+    culprits = [] if aside else [culprit(case.ranks[rank], one) for rank, one in own.items()]
     for rank in holders if makes or locked else ():
         words = wait.words if (wait := case.ranks[rank].wait) is not None else ""
         reason = f"Rank {rank} waits in {words}, {_why(kind, own)}."

@@ -42,10 +42,6 @@ def with_the_one_before(rank: int, world: int) -> set[int]:
     return {rank, (rank - 1) % world}
 
 
-def everybody(rank: int, world: int) -> set[int]:
-    return set(range(world))
-
-
 def nobody(rank: int, world: int) -> set[int]:
     return set()
 
@@ -142,8 +138,8 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("queue", "locks", "queue", "lock-deadlock"),
     Specimen("server-lock", "serving", "lock", "lock-deadlock", 3, one_host=True),
     Specimen("server-loop", "serving", "loop", "lock-deadlock", 3, one_host=True),
-    Specimen("sqlite-lock", "held", "sqlite", "lock-deadlock", 3, culprits=everybody),
-    Specimen("library-lock", "held", "filelock", "lock-deadlock", 3, culprits=everybody),
+    Specimen("sqlite-lock", "held", "sqlite", "lock-deadlock", 3),
+    Specimen("library-lock", "held", "filelock", "lock-deadlock", 3),
     Specimen("thread-behind", "held", "thread", "stuck-in-user-code", 3, recorder=True),
     Specimen("group-order", "pairs", "groups", "group-order", 3, culprits=with_neighbour, recorder=True),
     Specimen("left-out", "pairs", "leaves-out", "collective-mismatch", 3, recorder=True),
