@@ -21,6 +21,7 @@ from safelaunch.verdict.causes import (
     LEFT_OUT,
     OTHER_ITEMS,
     SIZES_DIFFER,
+    TRIED_AGAIN,
     UNUSUAL_GROUP,
     Advice,
 )
@@ -309,12 +310,14 @@ def parted(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     if ended is not None:
         yield ended[1]
     parts = [
-        [one.guard.words for one in way if _may_part(facts, one, waits) and (ended is None or ended[0].has(one.guard))]
+        [one for one in way if _may_part(facts, one, waits) and (ended is None or ended[0].has(one.guard))]
         for way in found.ways
     ]
     later = [n for n, way in enumerate(found.ways) if any(one.by_round for one in way)]
-    if told := [f"`{words}`" for part in parts for words in part[-_MOST:]]:
-        yield Annotation(f"Which way a rank goes depends on {' and '.join(told)}.", advice=DRAWN)
+    if told := [one for part in parts for one in part[-_MOST:]]:
+        advice = frozenset({TRIED_AGAIN}) if all(one.again for one in told) else DRAWN
+        words = " and ".join(f"`{one.guard.words}`" for one in told)
+        yield Annotation(f"Which way a rank goes depends on {words}.", advice=advice)
     elif ended is None and len(later) == 1:
         yield from _in_a_later_round(facts, found, sides, later[0])
 

@@ -393,7 +393,7 @@ class LeftLoop:
             return f"{ahead} left {loop}{skips}"
         if self.round == "whole":
             return f"each earlier round of {loop} had as many calls and ended there"
-        return f"{ahead} left {loop}, in this round or the one before{skips}"
+        return f"{ahead} left {loop}, in this iteration or the previous one{skips}"
 
     def of_rank(self, rank: int, where: str) -> str:
         """Why it is named. ``where`` it waits."""

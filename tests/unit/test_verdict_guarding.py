@@ -41,6 +41,13 @@ def test_a_call_behind_a_condition_in_the_last_round_is_no_sign_of_fewer_batches
     assert verdict.cause == "uneven-batches"
 
 
+def test_what_to_do_where_one_rank_alone_tries_again() -> None:
+    tries = "for k in range(3):\n    try:\n        return gather()\n    except OSError:\n        sleep()\n"
+    verdict = verdict_of(tries + "more()\n" * 9, 1, odd=42, world=4)
+    assert "depends on `except OSError, then another attempt (train.py:43)`" in verdict.summary
+    assert verdict.suggestions[0].startswith("Keep collectives out of what is retried")
+
+
 @pytest.mark.parametrize(
     ("source", "odd", "decides"),
     [

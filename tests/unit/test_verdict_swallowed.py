@@ -207,7 +207,9 @@ def test_who_has_returned_from_a_loop_has_left_it(ahead_s_step: int, left: bool)
     ]
     verdict = diagnose(job(*ranks), lambda path: source if path == SCRIPT else None)
     assert [one.rank for one in verdict.culprits] == [1]
-    assert ("ranks 0,2 have left the loop at train.py:41, in this round or the one before" in verdict.summary) == left
+    assert (
+        "ranks 0,2 have left the loop at train.py:41, in this iteration or the previous one" in verdict.summary
+    ) == left
     assert ("6 fewer steps with as many calls" in verdict.summary) != left
 
 

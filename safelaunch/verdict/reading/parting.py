@@ -11,8 +11,10 @@ from safelaunch.model import Frame
 from safelaunch.verdict.reading.frames import short, spot
 from safelaunch.verdict.reading.guards import Guard, way_to
 from safelaunch.verdict.reading.source import (
+    LOOPS,
     Loop,
     ReadSource,
+    attempts_of,
     calls_at,
     handler_of,
     ifs_with,
@@ -34,11 +36,12 @@ _SETTINGS = frozenset({"args", "cfg", "config", "conf", "opt", "opts", "hparams"
 @dataclass(frozen=True)
 class Condition:
     """A guard, a cache, or the ``except`` of an exception. ``by_round``: it asks for the number of the round alone, so
-    in one round all ranks answer alike.
+    in one round all ranks answer alike. ``again``: by that, what failed is tried once more.
     """
 
     guard: Guard
     by_round: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,8 @@ def _conditions(
     if (handler := handler_of(frame, read_source)) is not None:
         yield Condition(Guard(frame.file, handler.lineno, _caught(handler), taken=True))
     for handler in _of_further_attempts(scope, frame.line):
-        yield Condition(Guard(frame.file, handler.lineno, f"{_caught(handler)}, then another attempt", taken=False))
+        words = f"{_caught(handler)}, then another attempt"
+        yield Condition(Guard(frame.file, handler.lineno, words, taken=False), again=True)
     item = short(into.function) if into is not None else ""
     for call in calls_at(frame, read_source) if item else ():
         if name_called(call.func) in _UP_TO_THE_FIRST and item in {*_generated_by(call.args)}:
@@ -196,10 +200,9 @@ def _generated_by(given: Sequence[ast.expr]) -> Iterator[str]:
 
 def _of_further_attempts(scope: ast.AST, line: int) -> Iterator[ast.ExceptHandler]:
     """Of each ``try`` around the line that ends its loop when it succeeds: what catches its failures and goes on."""
-    loops = (node for node in ast.walk(scope) if isinstance(node, (ast.For, ast.AsyncFor, ast.While)))
-    for one in (one for loop in loops for one in loop.body if isinstance(one, ast.Try)):
-        ends = isinstance((one.orelse or one.body)[-1], _ENDS)
-        if ends and one.body[0].lineno <= line <= (one.body[-1].end_lineno or 0):
+    loops = (node for node in ast.walk(scope) if isinstance(node, LOOPS))
+    for one in (one for loop in loops for one in attempts_of(loop)):
+        if one.body[0].lineno <= line <= (one.body[-1].end_lineno or 0):
             yield from (each for each in one.handlers if not isinstance(each.body[-1], _ENDS))
 
 
@@ -217,7 +220,7 @@ def _asked(test: ast.expr) -> Iterator[str]:
 
 def _counters(scope: ast.AST) -> Iterator[str]:
     """What counts rounds in this function: ``step`` of ``for step in range(n)``, and of ``step += 1`` in each round."""
-    loops = (node for node in ast.walk(scope) if isinstance(node, (ast.For, ast.AsyncFor, ast.While)))
+    loops = (node for node in ast.walk(scope) if isinstance(node, LOOPS))
     for loop in loops:
         if not isinstance(loop, ast.While) and _COUNTING.intersection(names_in(loop.iter)):
             yield ast.unparse(loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target)

@@ -69,7 +69,8 @@ def ways_around(frames: Sequence[Frame], begin: int, read_source: ReadSource) ->
     """
     tree = tree_of(read_source(frames[-1].file) or "") if frames else None
     scope = scope_of(tree, frames[-1].line) if tree is not None else None
-    body = next((range(first, last + 1) for first, last in loops_around(scope, frames[-1].line) if first == begin), ())
+    loops = loops_around(scope, frames[-1].line)
+    body = next((range(one.lineno, (one.end_lineno or 0) + 1) for one in loops if one.lineno == begin), ())
     lefts = [
         left
         for left in left_by(frames, read_source)

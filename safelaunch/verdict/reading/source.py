@@ -325,15 +325,15 @@ def _loop_between(tree: ast.Module, inside: Frame, after: int) -> Loop | None:
     if scope is not scope_of(tree, after):
         return None
     around = loops_around(scope, inside.line)
-    left = [line for line, end in around if end < after]
+    left = [loop.lineno for loop in around if (loop.end_lineno or 0) < after and not attempts_of(loop)]
     if not left:
         return None
-    return Loop(min(left), len(left) < len(around), inside, ifs_with(ast.Break, scope, min(left)))
+    return Loop(left[0], around[0].lineno != left[0], inside, ifs_with(ast.Break, scope, left[0]))
 
 
 def ifs_with(ends: type[ast.stmt] | tuple[type[ast.stmt], ...], scope: ast.AST, begin: int) -> tuple[int, ...]:
     """The line of each ``if`` with such a statement in the loop that begins there."""
-    loops = (one for one in ast.walk(scope) if isinstance(one, (ast.For, ast.While, ast.AsyncFor)))
+    loops = (one for one in ast.walk(scope) if isinstance(one, LOOPS))
     loop = next(one for one in loops if one.lineno == begin)
     ifs = (one for one in ast.walk(loop) if isinstance(one, ast.If))
     return tuple(sorted(one.lineno for one in ifs if any(isinstance(last, ends) for last in one.body)))
@@ -345,17 +345,25 @@ def loops_at(frame: Frame, read_source: ReadSource) -> list[Loop]:
     if tree is None:
         return []
     scope = scope_of(tree, frame.line)
-    around = sorted(loops_around(scope, frame.line))
-    return [Loop(line, n > 0, frame, ifs_with(ast.Break, scope, line), end) for n, (line, end) in enumerate(around)]
-
-
-def loops_around(scope: ast.AST | None, line: int) -> list[tuple[int, int]]:
-    """First and last line of each loop in ``scope`` that holds ``line``."""
     return [
-        (node.lineno, node.end_lineno or 0)
-        for node in (ast.walk(scope) if scope is not None else ())
-        if isinstance(node, (ast.For, ast.While, ast.AsyncFor)) and node.lineno <= line <= (node.end_lineno or 0)
+        Loop(one.lineno, n > 0, frame, ifs_with(ast.Break, scope, one.lineno), one.end_lineno or 0)
+        for n, one in enumerate(loops_around(scope, frame.line))
     ]
+
+
+def loops_around(scope: ast.AST | None, line: int) -> list[ast.For | ast.While | ast.AsyncFor]:
+    """The loops in ``scope`` that hold ``line``, the outermost first."""
+    nodes = (node for node in (ast.walk(scope) if scope is not None else ()) if isinstance(node, LOOPS))
+    return sorted((one for one in nodes if one.lineno <= line <= (one.end_lineno or 0)), key=lambda one: one.lineno)
+
+
+LOOPS = (ast.For, ast.While, ast.AsyncFor)
+
+
+def attempts_of(loop: ast.For | ast.While | ast.AsyncFor) -> list[ast.Try]:
+    """Each ``try`` that ends the loop when it succeeds: what goes round is the same thing again after a failure."""
+    tries = (one for one in loop.body if isinstance(one, ast.Try))
+    return [one for one in tries if isinstance((one.orelse or one.body)[-1], (ast.Return, ast.Break))]
 
 
 def scope_of(tree: ast.Module, line: int) -> ast.AST:
