@@ -299,7 +299,7 @@ OWED = _sub_case(
 FOREIGN_LOCK = _sub_case(
     "Look at the process that holds the lock (`ps -o pid,lstart,cmd -p PID`): wait for it, end it, or use another file."
 )
-OWN_LOCK = _sub_case(
+OWN_FILE_LOCK = _sub_case(
     "Release the lock on every way out (`with`, `finally`): `flock` of a second open file waits for that of the first."
 )
 CONNECTION = _sub_case(
@@ -647,7 +647,7 @@ class BlockingIo(Cause, name="blocking-io"):
         INHERITED_END,
         OWED,
         FOREIGN_LOCK,
-        OWN_LOCK,
+        OWN_FILE_LOCK,
         STORE_KEY,
         "Add a timeout, and do rank-dependent I/O outside the training loop.",
         CONNECTION,

@@ -15,6 +15,7 @@ from safelaunch.verdict.causes import (
     BUILD_LOCK,
     CONNECTION,
     LOCK,
+    OWN_FILE_LOCK,
     OWN_LOCK,
     OWN_LOOP,
     POLLS,
@@ -341,7 +342,7 @@ def _io_or_sleep(view: View) -> Condition | None:
         advice = frozenset() if wait.wanted_lock or wait.locked_by else frozenset({CONNECTION})
         if wait.locked_by == view.process.pid:
             text = f"waits at {where} for a lock that it holds itself, by another open file{call}"
-            advice = frozenset({OWN_LOCK})
+            advice = frozenset({OWN_FILE_LOCK})
         return Condition(
             "blocking-io",
             text,

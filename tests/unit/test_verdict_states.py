@@ -73,6 +73,10 @@ class Other:
     def put(self, item):
         with self.lock:
             self.items.put(item)
+    def swap(self):
+        with self.lock:
+            with self.lock:
+                pass
 """
 THREAD = Frame(f"{STDLIB}/threading.py", 982, "Thread.run")
 PUT = Frame(f"{STDLIB}/queue.py", 140, "Queue.put")
@@ -118,6 +122,13 @@ def test_a_join_with_the_lock_held_that_the_thread_needs() -> None:
         verdict.summary
     )
     assert verdict.suggestions[0].startswith("Don't block with a lock held")
+
+
+def test_a_lock_that_the_thread_has_taken_itself() -> None:
+    verdict = locked(at(30, "Other.swap"), threads=[])
+    assert place_of(verdict) == ("lock-deadlock", 30)
+    assert "which it has taken itself at train.py:29" in verdict.summary
+    assert verdict.suggestions[0].startswith("Release the lock before taking it again, or make it an `RLock`")
 
 
 # --- child processes --------------------------------------------------------------------------------------------------
