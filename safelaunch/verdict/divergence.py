@@ -126,11 +126,6 @@ class Aligned:
         return first_difference(one.column.between(first, last) for one in self.histories.values())
 
     @property
-    def alike(self) -> bool:
-        """All ranks are known to have made the same calls as far as they came."""
-        return bool(self._windows) and len(self.histories) == len(self._windows) and self.diverged_at is None
-
-    @property
     def by_frames(self) -> bool:
         return self._read[1]
 
@@ -362,33 +357,6 @@ class Histories:
             roles.setdefault(role, {})[rank] = programs[rank]
         return [Aligned(mine) for mine in roles.values()]
 
-    def called_alike(self, groups: Iterable[str]) -> bool:
-        """The members of each of these groups are known to have made the same calls as far as they came.
-
-        Without frames nobody knows; a call too many or left out would look the same from outside.
-        """
-        aligned = [self.in_group(group) for group in groups]
-        return all(one.alike and one.by_frames for one in aligned)
-
-    def may_have_parted_before(self, groups: Iterable[str]) -> bool:
-        """Records that begin late show no stretch on which the ranks of one of these groups agree.
-
-        Ranks that make the same calls for a while have not parted before; where they never do, they may have.
-        """
-        return any(map(self._begins_apart, groups))
-
-    def _begins_apart(self, group: str) -> bool:
-        members = self._members(group)
-        first = max((self._alignment.first(rank, group) for rank in members), default=0)
-        if first <= 1:
-            return False
-        for number in range(first, first + SURE_MATCHES):
-            entries = {rank: self._alignment.entry(rank, group, number) for rank in members}
-            made = {self._identity(rank, entry) for rank, entry in entries.items() if entry}
-            if len(made) != 1 or UNKNOWN in made:
-                return True
-        return False
-
     def broken_habit(self, rank: int, now: Collective, groups: Collection[str] | None = None) -> Habit | None:
         """The habit that ``rank`` broke by its call ``now``; None where there is none.
 
@@ -423,23 +391,6 @@ class Histories:
         if len(after) < SURE_MATCHES or len({made[number] for number in after}) != 1 or made[after[0]] == what:
             return None, False
         return mine[after[-1]], what in made[:-1]
-
-    def taken_in_turns(self, calls: Mapping[int, Collective]) -> bool:
-        """Whether the ranks' ``calls`` may be of one round, each made as often as the others as far as records show.
-
-        Ranks that swap two calls make both, in every round. Where a rank has made one of them more often than another,
-        as an all_reduce in each step and one for the log in each tenth, a round has not got both: who is alone in such
-        a call has come to it by another way than by a swap.
-        """
-        wanted = {self._what(rank, call) for rank, call in calls.items()}
-        for rank, call in calls.items():
-            made = (self._what(rank, entry) for entry in self._entries(rank))
-            counts = Counter(what for what in made if what in wanted and what[-1])
-            before = [count - (what == self._what(rank, call)) for what, count in counts.items()]
-            several = [count for count in before if count]
-            if len(several) > 1 and max(several) - min(several) > 1:
-                return False
-        return True
 
     def _what(self, rank: int, entry: Collective) -> tuple[str, str, Identity]:
         return entry.group, entry.op, self._identity(rank, entry)

@@ -23,7 +23,7 @@ from safelaunch.verdict.causes import (
 )
 from safelaunch.verdict.collectives import describe, number_of, op_name
 from safelaunch.verdict.conditions import record_claim
-from safelaunch.verdict.divergence import Divergence, Habit
+from safelaunch.verdict.divergence import Divergence
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.findings import (
     Finding,
@@ -301,16 +301,6 @@ def _site_of(facts: Facts, rank: int, shift: Divergence) -> Frame | None:
 # --- several groups: a call left out, or another order --------------------------------------------------------------
 
 
-def _broken_habits(case: Case) -> dict[int, tuple[Collective, Habit]]:
-    """rank → what it waits in, and the habit it broke by that: of those that wait for each other in several groups."""
-    found = {}
-    for rank, now in _calls_waited_in(case).items():
-        broken = case.histories.broken_habit(rank, now, case.waits.groups_of_circle)
-        if broken is not None:
-            found[rank] = (now, broken)
-    return found
-
-
 def _calls_waited_in(case: Case) -> dict[int, Collective]:
     """rank → the recorded collective that it waits in."""
     found = {}
@@ -327,10 +317,13 @@ def left_out_between_groups(case: Case) -> Ruling:
 
     Known by its own habit alone (:meth:`.Histories.broken_habit`), so where two ranks are all there is, too.
     """
-    found = _broken_habits(case)
+    calls, groups = _calls_waited_in(case), case.waits.groups_of_circle
+    habits = {rank: case.histories.broken_habit(rank, now, groups) for rank, now in calls.items()}
+    found = [(rank, habit) for rank, habit in habits.items() if habit is not None]
     if len(found) != 1:
         return ""
-    ((rank, (now, broken)),) = found.items()
+    ((rank, broken),) = found
+    now = calls[rank]
     usual = broken.usual
     others = [one.wait for one in case.waits.circle if rank not in one.ranks]
     if not broken.sure or not any(usual.group == one.group and same_op(usual.op, one.op) for one in others):
@@ -433,11 +426,6 @@ def group_order(case: Case) -> Ruling:
         Doubt.HABIT_ALONE: bool(changed),
         Doubt.ROLE_ALONE: bool(fewer) and not changed,
         Doubt.WHOSE_ORDER: not fewer,
-        Doubt.MEMBERS_UNKNOWN: not known_of_all,
-        Doubt.RINGS_NOT_WHOLE: case.histories.may_have_parted_before(groups),
-        Doubt.NOT_CALLED_ALIKE: not case.histories.called_alike(groups),
-        Doubt.NOT_IN_TURNS: not case.histories.taken_in_turns(_calls_waited_in(case)),
-        Doubt.HABIT_BROKEN: bool(_broken_habits(case)),
     }
     return Finding(
         "group-order",

@@ -51,7 +51,7 @@ def test_a_rule_is_not_asked_where_what_it_needs_is_not_there(monkeypatch: pytes
         ((), "high"),
         ((Doubt.NO_MAJORITY,), "medium"),
         ((Doubt.LINES_ALONE,), "low"),
-        ((Doubt.NOT_IN_TURNS, Doubt.HABIT_BROKEN), "medium"),  # both about the calls
+        ((Doubt.NO_FRAMES, Doubt.HABIT_ALONE), "medium"),  # both about the calls
         ((Doubt.STACKS_ALONE, Doubt.NO_MAJORITY), "low"),
         ((Doubt.STATE_UNKNOWN, Doubt.UNSEEN_RANKS, Doubt.MISMATCH_TOO), "low"),
         ((Doubt.DAMAGED_RECORD,), "medium"),
