@@ -30,7 +30,7 @@ from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.failures import Fingerprint, fingerprints
 from safelaunch.verdict.reading.parting import loop_returned_from
 from safelaunch.verdict.reading.said import ways_around
-from safelaunch.verdict.reading.source import Loop, loop_left
+from safelaunch.verdict.reading.source import Loop, loop_left, loops_at
 from safelaunch.verdict.remarks import is_aside, is_interrupted
 from safelaunch.verdict.rules_history import of_role, shifted
 from safelaunch.verdict.waits import Case, same_op
@@ -384,8 +384,8 @@ class LeftLoop:
     @property
     def says(self) -> str:
         ahead, loop = ranks_do(self.ahead, "has", "have"), f"the loop at {self.loop.place}"
-        breaks = ", ".join(map(str, self.loop.breaks[:3]))
-        skips = f" (an `if` can end it early: line{'s' * (',' in breaks)} {breaks})" if breaks else ""
+        breaks = " or ".join(self.loop.breaks[:3])
+        skips = f" ({breaks} can end it early)" if breaks else ""
         skips += f", with fewer batches or after a round without these calls ({self.skips})" if self.skips else ""
         if self.cut_short:
             return f"{ahead} left {loop} after fewer calls than in each earlier round"
@@ -429,6 +429,7 @@ def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
             made = aligned.round_before(ahead[0], number) if aligned is not None else ""
             times = aligned.times_called(behind[0], number) if aligned is not None else 0
             often = times > _OFTEN * max(facts.ranks[behind[0]].step or times, 1)
+            often = often and _is_innermost(facts, loop, meeting.calls[behind[0]].stack)
             more = _more_steps(facts, ahead, behind)
             if in_callee is not None and (often or more > 1):
                 return None
@@ -436,6 +437,12 @@ def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
             skips = _skips(facts, meeting.calls[behind[0]].stack, loop, more) if not often else ""
             return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made, often, skips, more)
     return None
+
+
+def _is_innermost(facts: Facts, loop: Loop, stack: Sequence[Frame]) -> bool:
+    """No other loop in it, of its function or of one that is called there, goes round for each of the calls."""
+    found = next((loops[-1] for frame in stack if (loops := loops_at(frame, facts.read_source))), loop)
+    return (found.inside.file, found.line) == (loop.inside.file, loop.line)
 
 
 def _skips(facts: Facts, stack: Sequence[Frame], loop: Loop, more: int) -> str:

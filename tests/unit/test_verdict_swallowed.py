@@ -134,7 +134,7 @@ def test_what_its_peers_printed_as_well_explains_nothing() -> None:
     ("body", "why"),
     [
         ("            pass\n", ""),
-        ("            if bad(batch):\n                continue\n", "`continue` at line 50"),
+        ("            if bad(batch):\n                continue\n", "`if bad(batch): continue` at train.py:50"),
         ("            if len(batch) > 9:\n                break\n", ""),
         ("            with model.no_sync():\n                model(batch)\n", "`no_sync()` at line 49"),
         ("            try:\n                model(batch)\n            except OSError:\n                pass\n", ""),
@@ -164,7 +164,7 @@ def test_who_is_past_the_loop_may_have_skipped_calls_instead(body: str, why: str
     assert all(reason in verdict.summary for reason in reasons), verdict.summary
     assert ("after a round without these calls" in verdict.summary) == bool(reasons)
     assert (Doubt.MAY_SKIP_CALLS.why in verdict.doubts) == bool(reasons)
-    assert ("(an `if` can end it early: line 49" in verdict.summary) == ("break" in body)
+    assert ("(`if len(batch) > 9` at line 49 can end it early)" in verdict.summary) == ("break" in body)
     first = "If that `if`" if "break" in body else "If its forward" if more_steps else "Look" if reasons else "Give"
     assert verdict.suggestions[0].startswith(first)
 

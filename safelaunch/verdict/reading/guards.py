@@ -17,7 +17,7 @@ from typing import Any
 
 from safelaunch.model import Frame
 from safelaunch.verdict.reading.frames import basename
-from safelaunch.verdict.reading.source import ReadSource, name_called, names_in, runs_aside, scope_of, tree_of
+from safelaunch.verdict.reading.source import ReadSource, name_called, names_in, runs_aside, scope_of, text_of, tree_of
 
 # The words of torch, accelerate, transformers, Lightning and DeepSpeed for "which process am I".
 _OF_THE_RANK = re.compile(
@@ -34,7 +34,6 @@ _MAIN = re.compile(
     re.IGNORECASE,
 )
 _DECORATORS = re.compile(r"rank_?zero|main_process|on_(?:main|last)|rank_?0|master_only", re.IGNORECASE)
-_MOST_TEXT = 120
 _MOST_STEPS = 6  # of names that stand for names
 
 
@@ -164,7 +163,7 @@ def _loops(scope: ast.AST, file: str, line: int, names: Mapping[str, ast.expr]) 
     """The heads of ``for`` loops around the line: of a ``while``, the condition is on the way anyhow."""
     for node in ast.walk(scope):
         if isinstance(node, (ast.For, ast.AsyncFor)) and _holds(node.body, line):
-            shown = f"for {_shown(node.target)} in {_shown(node.iter)}"
+            shown = f"for {text_of(node.target)} in {text_of(node.iter)}"
             yield Step(Guard(file, node.lineno, shown, True), asks_for_the_rank(node.iter, names), loop=True)
 
 
@@ -175,7 +174,7 @@ def _on_the_way(scope: ast.AST, line: int) -> Iterator[_Step]:
     """The conditions that were met before ``line`` was reached, from outside to inside."""
     for decorator in getattr(scope, "decorator_list", []):
         if any(_DECORATORS.search(name) for name in _words(decorator)):
-            yield decorator.lineno, f"@{_shown(decorator)}", True, None
+            yield decorator.lineno, f"@{text_of(decorator)}", True, None
     block: Sequence[ast.stmt] | None = getattr(scope, "body", None)
     while block is not None:
         inside = next((one for one in block if _begin(one) <= line <= (one.end_lineno or one.lineno)), None)
@@ -200,11 +199,11 @@ def _left_before(statement: ast.stmt) -> Iterator[_Step]:
         return
     if _leaves(statement.body) and not _leaves(statement.orelse):
         last = statement.body[-1]
-        yield statement.lineno, f"if {_shown(statement.test)}: {_shown(last)}", False, statement.test
+        yield statement.lineno, f"if {text_of(statement.test)}: {text_of(last)}", False, statement.test
     elif _leaves(statement.orelse):
         yield (
             statement.lineno,
-            f"if {_shown(statement.test)}: … else: {_shown(statement.orelse[-1])}",
+            f"if {text_of(statement.test)}: … else: {text_of(statement.orelse[-1])}",
             True,
             statement.test,
         )
@@ -217,13 +216,13 @@ def _leaves(block: Sequence[ast.stmt]) -> bool:
 def _within_statement(statement: ast.stmt, line: int) -> Iterator[_Step]:
     if isinstance(statement, ast.If):
         if _holds(statement.body, line):
-            yield statement.lineno, f"if {_shown(statement.test)}", True, statement.test
+            yield statement.lineno, f"if {text_of(statement.test)}", True, statement.test
         elif _holds(statement.orelse, line):
-            yield statement.lineno, f"else of if {_shown(statement.test)}", False, statement.test
+            yield statement.lineno, f"else of if {text_of(statement.test)}", False, statement.test
         else:
             yield from _within_expression(statement.test)
     elif isinstance(statement, ast.While) and _holds(statement.body, line):
-        yield statement.lineno, f"while {_shown(statement.test)}", True, statement.test
+        yield statement.lineno, f"while {text_of(statement.test)}", True, statement.test
     elif isinstance(statement, (ast.Expr, ast.Assign, ast.Return)):
         yield from _within_expression(statement.value)
 
@@ -232,9 +231,9 @@ def _within_expression(value: ast.expr | None) -> Iterator[_Step]:
     """``rank == 0 and dist.barrier()``, ``dist.barrier() if rank == 0 else None``."""
     if isinstance(value, ast.BoolOp) and isinstance(value.values[-1], ast.Call):
         test, taken = value.values[0], isinstance(value.op, ast.And)
-        yield value.lineno, f"{_shown(test)} {'and' if taken else 'or'} …", taken, test
+        yield value.lineno, f"{text_of(test)} {'and' if taken else 'or'} …", taken, test
     elif isinstance(value, ast.IfExp) and isinstance(value.body, ast.Call) != isinstance(value.orelse, ast.Call):
-        yield value.lineno, f"… if {_shown(value.test)}", isinstance(value.body, ast.Call), value.test
+        yield value.lineno, f"… if {text_of(value.test)}", isinstance(value.body, ast.Call), value.test
 
 
 def _inner_block(statement: ast.stmt, line: int) -> Sequence[ast.stmt] | None:
@@ -249,11 +248,6 @@ def _inner_block(statement: ast.stmt, line: int) -> Sequence[ast.stmt] | None:
 
 def _holds(block: Sequence[ast.stmt], line: int) -> bool:
     return bool(block) and _begin(block[0]) <= line <= (block[-1].end_lineno or 0)
-
-
-def _shown(node: ast.AST) -> str:
-    text = ast.unparse(node).split("\n")[0]
-    return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 1]}…"
 
 
 # --- what a condition asks for ----------------------------------------------------------------------------------------

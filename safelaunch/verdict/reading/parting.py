@@ -62,8 +62,21 @@ def parting(one: Sequence[Frame], other: Sequence[Frame], read_source: ReadSourc
     if not stacks or any(not read_source(frame.file) for stack in stacks for frame in stack):
         return None
     ways = [list(_conditions_on(stack, read_source)) for stack in stacks]
-    own = ([step for step in way if step not in others] for way, others in zip(ways, reversed(ways), strict=True))
+    own = (
+        [step for step in way if step not in others and _leads_to(step.guard, there[0], read_source)]
+        for way, others, there in zip(ways, reversed(ways), reversed(stacks), strict=True)
+    )
     return Parting(stacks, tuple(own))
+
+
+def _leads_to(guard: Guard, there: Frame, read_source: ReadSource) -> bool:
+    """Whether who goes the other way may come to the line of ``there`` by that: not by a ``continue`` of a loop that
+    makes the same call for its next item, and holds no such line.
+    """
+    if not guard.text.endswith(": continue"):
+        return True
+    loops = loops_at(Frame(guard.file, guard.line, ""), read_source)
+    return not loops or loops[-1].has(there)
 
 
 def loop_of_both(

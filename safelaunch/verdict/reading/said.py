@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from safelaunch.model import Frame
-from safelaunch.verdict.reading.source import ReadSource, loops_around, scope_of, tree_of
+from safelaunch.verdict.reading.frames import basename
+from safelaunch.verdict.reading.source import ReadSource, loops_around, scope_of, text_of, tree_of
 
 _FIELD = re.compile(r"%(?:\(\w+\))?[-+ #0-9.]*[a-zA-Z]|\{[^{}]*\}")
 _LEAST = 6  # letters of a text that tells one statement from others
@@ -30,6 +31,11 @@ class Left:
     goes: str
     after: str
     skips: tuple[range, ...]
+
+    @property
+    def words(self) -> str:
+        """``if bad(batch): continue``; ``except OSError``, behind whose ``try`` the code goes on."""
+        return f"{self.after}: {self.goes}" if self.goes == "continue" else self.after
 
     @property
     def swallows(self) -> bool:
@@ -77,7 +83,7 @@ def ways_around(frames: Sequence[Frame], begin: int, read_source: ReadSource) ->
         if any(map(left.leaves_out, frames)) and (left.frame.function != frames[-1].function or left.frame.line in body)
     ]
     last = {left.skips: left for left in lefts if left.goes in ("continue", "behind the `try`")}
-    found = [f"`{one.goes if one.goes == 'continue' else one.after}` at line {one.frame.line}" for one in last.values()]
+    found = [f"`{one.words}` at {basename(one.frame.file)}:{one.frame.line}" for one in last.values()]
     calls = (node for node in ast.walk(scope) if isinstance(node, ast.Call) and node.lineno in body) if scope else ()
     unsynced = (node.lineno for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr == "no_sync")
     return found + [f"`no_sync()` at line {line}" for line in sorted(unsynced)[:1]]
@@ -103,9 +109,7 @@ def _in_block(block: Sequence[ast.stmt], around: _Around) -> Iterator[Left]:
         for name in ("body", "orelse", "finalbody"):
             nested = getattr(statement, name, None) or []
             if isinstance(statement, ast.If) and not around.trial:
-                inside = replace(
-                    around, after=f"{'' if name == 'body' else 'else of '}if {ast.unparse(statement.test)}"
-                )
+                inside = replace(around, after=f"{'' if name == 'body' else 'else of '}if {text_of(statement.test)}")
             yield from _in_block(nested, inside)
         for handler in getattr(statement, "handlers", ()):
             yield from _in_block(handler.body, _handling(statement, handler, around))

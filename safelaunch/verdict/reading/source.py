@@ -278,13 +278,14 @@ def _released_in(statement: ast.stmt) -> set[str]:
 class Loop:
     """``line``: where it begins. ``enclosed``: in another loop, of its function or of a caller, that goes on behind it:
     a rank that is past it may be a round behind, as well as ahead. ``inside``: the frame that is in it. ``breaks``:
-    where conditions end it early, by a ``break``, or a ``return`` to where a rank is. ``end``: its last line.
+    in words, the conditions that end it early, by a ``break``, or a ``return`` to where a rank is. ``end``: its last
+    line.
     """
 
     line: int
     enclosed: bool
     inside: Frame = field(compare=False)
-    breaks: tuple[int, ...] = field(default=(), compare=False)
+    breaks: tuple[str, ...] = field(default=(), compare=False)
     end: int = field(default=0, compare=False)
 
     @property
@@ -331,12 +332,12 @@ def _loop_between(tree: ast.Module, inside: Frame, after: int) -> Loop | None:
     return Loop(left[0], around[0].lineno != left[0], inside, ifs_with(ast.Break, scope, left[0]))
 
 
-def ifs_with(ends: type[ast.stmt] | tuple[type[ast.stmt], ...], scope: ast.AST, begin: int) -> tuple[int, ...]:
-    """The line of each ``if`` with such a statement in the loop that begins there."""
+def ifs_with(ends: type[ast.stmt] | tuple[type[ast.stmt], ...], scope: ast.AST, begin: int) -> tuple[str, ...]:
+    """Each ``if`` with such a statement in the loop that begins there, in words."""
     loops = (one for one in ast.walk(scope) if isinstance(one, LOOPS))
     loop = next(one for one in loops if one.lineno == begin)
-    ifs = (one for one in ast.walk(loop) if isinstance(one, ast.If))
-    return tuple(sorted(one.lineno for one in ifs if any(isinstance(last, ends) for last in one.body)))
+    ifs = [one for one in ast.walk(loop) if isinstance(one, ast.If) and any(isinstance(s, ends) for s in one.body)]
+    return tuple(f"`if {text_of(one.test)}` at line {one.lineno}" for one in sorted(ifs, key=lambda one: one.lineno))
 
 
 def loops_at(frame: Frame, read_source: ReadSource) -> list[Loop]:
@@ -373,6 +374,15 @@ def scope_of(tree: ast.Module, line: int) -> ast.AST:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.lineno <= line <= (node.end_lineno or 0):
             found = node
     return found
+
+
+_MOST_TEXT = 120
+
+
+def text_of(node: ast.AST) -> str:
+    """Its first line, as Python would write it."""
+    text = ast.unparse(node).split("\n")[0]
+    return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 1]}…"
 
 
 def names_in(node: ast.AST) -> Iterator[str]:
