@@ -193,7 +193,8 @@ def _who(culprit: Culprit, room: int, read_line: ReadLine | None) -> list[Line]:
     frame = culprit.frame
     if frame is None:
         return [Line(text, "strong") for text in _wrap(name, room, "  ")]
-    text = f"{name} at {_unbroken(f'{frame.file}:{frame.line}')} in {clean(frame.function)}"
+    text = f"{name} at {_unbroken(f'{frame.file}:{frame.line}')}"
+    text += f" in {clean(frame.function)}" if frame.function else ""
     lines = [Line(text, "strong") for text in _wrap(text, room, "  ")]
     source = read_line(frame.file, frame.line) if read_line else None
     if source:

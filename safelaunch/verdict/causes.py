@@ -282,7 +282,8 @@ _DRAWN_BATCHES = _sub_case(
 )
 FORKED_LOCK = _sub_case(
     "A forked process has the locks that threads held at that moment, and nobody to release them: fork before "
-    "threads start, or use the start method `spawn` (of a DataLoader: `multiprocessing_context='spawn'`)."
+    "threads start, or use the start method `spawn` (of a DataLoader: `multiprocessing_context='spawn'`). Take locks "
+    "by `with`, so that every way out releases them."
 )
 DEAD_CHILD = _sub_case(
     "Find out why that child process exited (its output, `kernel_log.txt`), and make the wait notice: `is_alive()`."
@@ -314,7 +315,8 @@ _LOCK_ORDER = _sub_case(
     unless=(FORKED_LOCK,),
 )
 SIGNAL = _sub_case(
-    "Look for the thread that should fill this queue, or set this event, and why it ended: it must do so on every path."
+    "Look for the thread at the other end of this queue, or that should set this event, and why it ended: it must do "
+    "its part on every path."
 )
 TIMED = _sub_case(
     "This wait has a time limit: if it is intentional, mark it (`safelaunch.pause()`), else make the limit shorter."
@@ -829,10 +831,11 @@ class RankExited(Cause, name="rank-exited"):
     advice = _advice(
         LAUNCHER,
         OPTIONS_REFUSED,
+        EXIT_CALLED,
         Advice(
             "Find the `sys.exit()` or `os._exit()` that ended it; to stop early, let all ranks agree first.",
             when=lambda case: bool(case.named),
-            unless=(LAUNCHER, OPTIONS_REFUSED, _OF_A_LOG),
+            unless=(LAUNCHER, OPTIONS_REFUSED, EXIT_CALLED, _OF_A_LOG),
         ),
         _OF_A_LOG,
         _ALL_NODES,
@@ -1026,7 +1029,7 @@ class ReplicasDiverged(Cause, name="replicas-diverged"):
         APART_AT_FIRST,
         APART_LATER,
         "Parameters that DDP did not know when it wrapped the model (unfrozen or added later) get no averaged gradient:"
-        " wrap it after the last change.",
+        " wrap it after the last change. With equal gradients, look at learning rates and the optimizer's state.",
         ONE_APART,
         "To find the line: call `safelaunch.probes.check_consistent(model)` around the suspects, and run with"
         " `--check-every 1`.",

@@ -43,6 +43,7 @@ Explanation = Callable[[Case, Finding], Iterator[Annotation]]
 EXPLANATIONS: tuple[tuple[Explanation, ...], ...] = (
     (wrong_group, another_group, guards, remarks.frames_below, caught_exception, skipped_batch),
     (
+        remarks.frames_above,
         parted,
         remarks.own_words,
         gpu_memory,

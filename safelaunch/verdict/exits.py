@@ -418,10 +418,12 @@ def _exit_condition(rank: RankEvidence) -> Condition:
         refused = said or (call is not None and any(_is_of_parser(one) for one in call.frames))
         advice = frozenset({OPTIONS_REFUSED}) if refused else frozenset[Advice]()
         return Condition("rank-exited", text, frame, rank.pid, claims=tuple(claims), advice=advice)
-    text = f"has left the training loop: it exited cleanly (code 0{where})"
     early = frame is not None and frame.function != "<module>"  # `sys.exit(main())` is how scripts end
     advice = frozenset({EXIT_CALLED}) if early else frozenset()
-    return Condition("uneven-batches", text, frame, rank.pid, claims=tuple(claims), advice=advice)
+    text, cause = f"has left the training loop: it exited cleanly (code 0{where})", "uneven-batches"
+    if call is not None and call.function == "os._exit" and early:
+        text, cause = f"ended itself with code 0{where}", "rank-exited"
+    return Condition(cause, text, frame, rank.pid, claims=tuple(claims), advice=advice)
 
 
 def _is_of_parser(frame: Frame) -> bool:

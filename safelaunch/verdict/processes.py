@@ -38,7 +38,10 @@ from safelaunch.verdict.reading.source import LockHeld
 
 _HELPERS = ("resource tracker", "forkserver")  # roles, as capture/proc.py tells them
 _CANNOT_RUN = ("stopped", "dead", "disk")
-_FORK_NOTE = "; if another thread held that lock when the process was forked, it is never released there"
+_FORK_NOTE = (
+    "; it is never released there if another thread held it when the process was forked, or if an earlier call returned"
+    " without releasing it"
+)
 _SHARED_NOTE = "; processes share it, and one that ends while it holds it never releases it"
 
 

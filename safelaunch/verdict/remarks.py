@@ -26,6 +26,7 @@ from safelaunch.verdict.rules_results import CAUSES as WRONG_RESULTS
 from safelaunch.verdict.rules_results import FILE as INCONSISTENT
 
 _MOST_SIDES = 3
+_APART = frozenset({"collective-mismatch", "p2p-cycle", "group-order"})
 _MOST_TOLD = 2  # ranks whose own words the summary has
 
 
@@ -51,6 +52,24 @@ def frames_below(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     text = f"below {fr.place(lines.pop())}, {', '.join(parts)}"
     claim = Claim(text, f"ranks/{next(iter(sides.values()))[0]}/stack.txt")
     yield Annotation(f"{capital(text)}.", (claim,))
+
+
+def frames_above(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+    """From where ranks came to one line of the user's, as that of a helper, if some came from elsewhere than others."""
+    stacks = {rank: stack for rank, one in facts.ranks.items() if (stack := user_stack_of(one.evidence))}
+    lines = {fr.spot(stacks[one.rank][0]): None for one in finding.culprits if one.rank in stacks}
+    for line in lines if finding.cause in _APART else ():
+        there = {rank: stack for rank, stack in stacks.items() if fr.spot(stack[0]) == line}
+        helper, *levels = zip(*there.values(), strict=False)
+        parted = next((level for level in levels if len({*map(fr.spot, level)}) > 1), ())
+        ways: dict[str, list[int]] = {}
+        for rank, frame in zip(there, parted, strict=False):
+            ways.setdefault(fr.place(frame), []).append(rank)
+        if not all(way in finding.summary for way in ways):
+            parts = [
+                f"{ranks_do(ranks, 'comes', 'come')} from {way}" for way, ranks in list(ways.items())[:_MOST_SIDES]
+            ]
+            yield Annotation(f"To {fr.place(helper[0])}, {' and '.join(parts)}.")
 
 
 def _telling(side: tuple[Frame, ...], sides: Iterable[tuple[Frame, ...]], shared: int) -> Frame:

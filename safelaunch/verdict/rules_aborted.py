@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import dropwhile
 
-from safelaunch.model import Claim, Frame, RankEvidence
+from safelaunch.model import Claim, RankEvidence
 from safelaunch.verdict.causes import FAILURES, SIZES_DIFFER, UNUSUAL_GROUP
 from safelaunch.verdict.collectives import Mismatch, vote
 from safelaunch.verdict.doubts import Doubt
@@ -25,7 +26,7 @@ from safelaunch.verdict.findings import (
 )
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.rank_state import Facts, RankFacts, user_stack_of, view_of
-from safelaunch.verdict.reading import calls
+from safelaunch.verdict.reading import calls, failures
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.rules_mismatch import Call, Meeting, by_a_break, by_the_source, of_record
 from safelaunch.verdict.wrong_group import unusual
@@ -120,11 +121,11 @@ def wrong_size_received(facts: Facts) -> Ruling:
     places = {wait.frame for wait in others.values()}
     named = [] if len(others) > 1 and len(places) == 1 else sorted(others)
     text = " and ".join(f"rank {rank} was aborted in a call{fr.at(site)}" for rank, site in sites.items())
-    text += f", as a peer sent more than it expected, while {waits_words(facts, others)}: the calls do not fit."
+    text += f", as {_why(aborted)}, while {waits_words(facts, others)}: the calls do not fit."
     astray = {rank: words for rank in others if (words := unusual(facts, rank))}
     if len(astray) == 1:
         return _in_another_group(facts, *astray.popitem(), list(sites), text)
-    ways = _ways(facts, [*sites, *others]) if places == set(sites.values()) else {}
+    ways = _ways(facts, [*sites, *others]) if places == {*sites.values()} and _in_one_group(facts, others) else {}
     told, left = by_the_source(facts, _meeting(facts, [*sites, *others])) if not ways else (None, None)
     odd, majority = vote(ways) if ways else (told.odd, told.majority) if told is not None else ((), False)
     text += f" {capital(left.says)}." if left is not None else ""
@@ -144,6 +145,12 @@ def wrong_size_received(facts: Facts) -> Ruling:
     )
 
 
+def _why(aborted: Sequence[RankFacts]) -> str:
+    """With the numbers of bytes, if gloo's words have them."""
+    told = failures.last_abort(aborted[0].evidence.log_tail) if len(aborted) == 1 else None
+    return told.means if told is not None and "bytes into" in told.means else "a peer sent more than it expected"
+
+
 def _meeting(facts: Facts, ranks: Iterable[int]) -> Meeting:
     """Of calls of which nothing but the stacks is known."""
     stacks = {rank: user_stack_of(facts.ranks[rank].evidence) for rank in ranks}
@@ -158,14 +165,16 @@ def _shown_in(facts: Facts, rank: int) -> str:
     return f"ranks/{rank}/{'fault' if facts.evidence.printed is None else 'log_tail'}.txt"
 
 
-def _ways(facts: Facts, ranks: Iterable[int]) -> dict[tuple[Frame, ...], list[int]]:
-    """The frames, a library's too, through which these came to the call."""
-    ways: dict[tuple[Frame, ...], list[int]] = {}
+def _ways(facts: Facts, ranks: Iterable[int]) -> dict[tuple[fr.Spot, ...], list[int]]:
+    """The frames, a library's too, through which these came to the call: not those of c10d inside of it."""
+    ways: dict[tuple[fr.Spot, ...], list[int]] = {}
     for rank in sorted(ranks):
         one = facts.ranks[rank].evidence
         aborted, view = aborted_in(one), view_of(one)
         frames = one.exception.frames if one.exception is not None else view.frames if view is not None else ()
-        ways.setdefault(tuple(aborted.frames if aborted is not None else frames), []).append(rank)
+        frames = aborted.frames if aborted is not None else frames
+        way = tuple(dropwhile(lambda frame: "/torch/distributed/" in fr.normal(frame.file), frames))
+        ways.setdefault(tuple(map(fr.spot, way)), []).append(rank)
     return ways
 
 
@@ -173,6 +182,13 @@ def _may_meet(facts: Facts, wait: PeerWait, aborted: Iterable[RankFacts]) -> boo
     """Whether one of the aborted ranks is of the group in which a rank waits: what that sends reaches nobody else."""
     members, known = facts.alignment.members(wait.group) if wait.group is not None else (frozenset(), False)
     return not known or any(one.rank in members for one in aborted)
+
+
+def _in_one_group(facts: Facts, waits: Mapping[int, PeerWait]) -> bool:
+    """Who waits in another group may well have come there by another way."""
+    groups = {wait.group for wait in waits.values()}
+    listed = (members for rank in waits for members in facts.alignment.listed(rank).values())
+    return len(groups) == 1 and (None not in groups or not any(1 < len(m) < len(facts.world) for m in listed))
 
 
 def _in_another_group(facts: Facts, rank: int, words: str, aborted: Sequence[int], text: str) -> Finding:

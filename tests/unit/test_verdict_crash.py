@@ -176,6 +176,24 @@ def test_the_way_to_one_helper_says_on_which_side_an_aborted_rank_was() -> None:
     assert [one.rank for one in verdict.culprits] == [2]
 
 
+def test_ways_tell_nothing_of_ranks_in_several_groups() -> None:
+    """Who waits in another group has come there by another way."""
+    groups = {"1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}
+
+    def way(line: int) -> tuple[Frame, ...]:
+        return (Frame(C10D, 3252, "all_reduce"), at(20, "reduce"), at(line), at(100, "<module>"))
+
+    def of(number: int, line: int, group: str) -> RankEvidence:
+        now = replace(entry("all_reduce", 6, group=group, line=20), frames=way(line))
+        return rank(number, way(line), flight=record(*past(5), now, groups=groups))
+
+    aborted = rank(2, seen=False, more={"exit": RankExit(-6, 100.0), "fatal": FatalError("Aborted", way(39))})
+    ranks = (of(0, 54, "3"), of(1, 54, "4"), aborted, of(3, 39, "2"))
+    summary = diagnose(job(*ranks, outcome="crash")).summary
+    assert "other frames than most" not in summary
+    assert "ranks 0-1 come from train.py:54 (train) and ranks 2-3 come from train.py:39" in summary
+
+
 def test_an_abort_in_the_operator_that_waits_for_a_collective_is_one_in_a_collective() -> None:
     """``DTensor.full_tensor()``: the wait is an operator of torch's, called by c10d's functional collectives."""
     inner = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from evidence import at, entry, in_backward, in_c10d, in_user, job, past, rank, record, waiting
+from evidence import MODULE, at, entry, in_backward, in_c10d, in_user, job, past, rank, record, waiting
 
 from safelaunch.model import CallArguments, Frame, GilTest, Posted, RankEvidence, Verdict
 from safelaunch.verdict.diagnose import diagnose
@@ -47,6 +47,24 @@ def test_a_peer_that_waits_elsewhere_made_no_call_or_the_rank_one_too_many(other
     assert named(verdict) == ("collective-mismatch", [0, 1], "medium")
     assert "Rank 0 waits in recv from rank 1 at train.py:31 (train), and rank 1 in all_reduce" in verdict.summary
     assert "rank 0 has made one call too many, or rank 1 left out the other end" in verdict.summary
+
+
+def test_from_where_ranks_come_to_a_helper_is_told() -> None:
+    """As in a pipeline, where one function receives forwards and backwards."""
+    flight = record(*past(3), entry("recv", 1, p2p=True, line=31))
+    ranks = [
+        rank(
+            n,
+            (*in_c10d("recv", 31)[:-1], at(61 if n == 0 else 52), MODULE),
+            flight=flight,
+            call=CallArguments(src=source),
+        )
+        for n, source in enumerate((1, 0, 1))
+    ]
+    summary = diagnose(job(*ranks)).summary
+    assert (
+        "To train.py:31 (train), rank 0 comes from train.py:61 (train) and ranks 1-2 come from train.py:52" in summary
+    )
 
 
 @pytest.mark.parametrize("peer", [9, -1])

@@ -167,7 +167,7 @@ def test_a_forked_child_that_waits_for_a_lock_of_a_thread_that_it_does_not_have(
     child = process(70, (at(44, "serve", "/home/me/server.py"), MODULE), "futex", role="child")
     verdict = parent(waits_for(70, JOIN), child)
     assert named(verdict) == ("lock-deadlock", 1, 44, "child (pid 70)")
-    assert "when the process was forked, it is never released there" in verdict.summary
+    assert "never released there if another thread held it when the process was forked" in verdict.summary
     assert "start method `spawn`" in verdict.suggestions[0]
     assert not any("in one order" in text for text in verdict.suggestions)
 
@@ -176,7 +176,7 @@ def test_a_queue_that_nobody_fills_asks_for_who_should() -> None:
     takes = (Frame(f"{STDLIB}/queue.py", 171, "Queue.get"), *in_user(7))
     verdict = parent(process(RANK, takes, "futex"))
     assert named(verdict) == ("lock-deadlock", 1, 7, "main")
-    assert "should fill this queue" in verdict.suggestions[0]
+    assert "the other end of this queue" in verdict.suggestions[0]
 
 
 @pytest.mark.parametrize(("fd", "name"), [(1, "standard output, "), (2, "standard error, "), (7, "")])

@@ -15,7 +15,7 @@ from safelaunch.verdict.reading.failures import last_abort
             "  what():  [enforce fail at ../third_party/gloo/gloo/transport/tcp/pair.cc:457]"
             " op.preamble.length <= op.nbytes. 4096 vs 64\n",
             "terminate called after throwing an instance of 'gloo::EnforceNotMet' what():",
-            "a peer sent 4096 bytes into a call of this rank that has room for 64",
+            "a peer sent 4096 bytes into a call that has room for 64",
         ),
         (
             "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: unspecified launch\n"

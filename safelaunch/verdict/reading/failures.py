@@ -253,7 +253,7 @@ _ABORTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     for pattern, means in (
         (
             r"enforce fail at .*gloo/.*\.length <= .*?(?P<sent>\d+) vs (?P<room>\d+)",
-            "a peer sent {sent} bytes into a call of this rank that has room for {room}",
+            "a peer sent {sent} bytes into a call that has room for {room}",
         ),
         (r"enforce fail at .*gloo/", "gloo found what it got from a peer, or a connection to one, not to be as agreed"),
         (
