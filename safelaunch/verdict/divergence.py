@@ -380,7 +380,8 @@ class Histories:
 
     def usual_instead(self, rank: int, now: Collective, groups: Collection[str]) -> tuple[Collective | None, bool]:
         """The call that has always followed the one of ``groups`` that ``rank`` made before ``now``, where ``now`` is
-        another; and whether it has made ``now`` before: then it has changed the order, else it has come to a new place.
+        another; and whether it has made ``now`` before, or comes from the same place: then it has changed the order,
+        else it has come to a new place.
         """
         mine = [entry for entry in self._entries(rank) if entry.group in groups and not entry.is_p2p]
         made = [self._what(rank, entry) for entry in mine]
@@ -390,7 +391,7 @@ class Histories:
         after = [number for number in range(1, len(made) - 1) if made[number - 1] == made[-2]]
         if len(after) < SURE_MATCHES or len({made[number] for number in after}) != 1 or made[after[0]] == what:
             return None, False
-        return mine[after[-1]], what in made[:-1]
+        return mine[after[-1]], what in made[:-1] or what[-1] == made[after[0]][-1]
 
     def _what(self, rank: int, entry: Collective) -> tuple[str, str, Identity]:
         return entry.group, entry.op, self._identity(rank, entry)

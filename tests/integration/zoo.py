@@ -34,6 +34,10 @@ def with_neighbour(rank: int, world: int) -> set[int]:
     return {rank, (rank + 1) % world}
 
 
+def the_later_of_two(rank: int, world: int) -> set[int]:
+    return {max(with_neighbour(rank, world))}
+
+
 def the_others(rank: int, world: int) -> set[int]:
     return set(range(world)) - {rank}
 
@@ -141,7 +145,7 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("sqlite-lock", "held", "sqlite", "lock-deadlock", 3),
     Specimen("library-lock", "held", "filelock", "lock-deadlock", 3),
     Specimen("thread-behind", "held", "thread", "stuck-in-user-code", 3, recorder=True),
-    Specimen("group-order", "pairs", "groups", "group-order", 3, culprits=with_neighbour, recorder=True),
+    Specimen("group-order", "pairs", "groups", "group-order", 3, culprits=the_later_of_two, recorder=True),
     Specimen("left-out", "pairs", "leaves-out", "collective-mismatch", 3, recorder=True),
     Specimen("recv-recv", "pairs", "recv", "p2p-cycle", 3, culprits=with_neighbour),
     Specimen("tags", "pairs", "tags", "collective-mismatch", 3, culprits=with_neighbour),

@@ -72,16 +72,22 @@ def test_where_a_rank_does_not_tell() -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "cause", "says"),
+    ("each", "last", "cause", "says"),
     [
-        ("1@41*", "group-order", "rank 0 entered the groups in another order than before"),  # ``for group in order``
-        ("1@42*", "collective-mismatch", "for the first time, where it had always called all_reduce of group '0'"),
+        ("0@41 1@41", "1@41*", "group-order", "rank 0 entered the groups in another order than before"),
+        ("0@41 1@42", "1@41*", "group-order", "rank 0 entered the groups in another order than before"),
+        (
+            "0@41 1@41",
+            "1@42*",
+            "collective-mismatch",
+            "for the first time, where it had always called all_reduce of group '0'",
+        ),
     ],
 )
-def test_who_calls_otherwise_than_ever_is_named_alone(last: str, cause: str, says: str) -> None:
+def test_who_calls_otherwise_than_ever_is_named_alone(each: str, last: str, cause: str, says: str) -> None:
     two = {"0": (0, 1), "1": (0, 1)}
-    odd = rank(0, in_c10d("all_reduce", int(last[2:4])), flight=record(*calls(f"{'0@41 1@41 ' * 5}{last}"), groups=two))
-    usual = rank(1, in_c10d("all_reduce", 41), flight=record(*calls("0@41 1@41 " * 5 + "0@41*"), groups=two))
+    odd = rank(0, in_c10d("all_reduce", int(last[2:4])), flight=record(*calls(f"{f'{each} ' * 5}{last}"), groups=two))
+    usual = rank(1, in_c10d("all_reduce", 41), flight=record(*calls(f"{each} " * 5 + "0@41*"), groups=two))
     verdict = diagnose(job(odd, usual))
     assert (verdict.cause, [culprit.rank for culprit in verdict.culprits]) == (cause, [0])
     assert verdict.confidence != "high"
