@@ -66,7 +66,8 @@ OBSERVE = """
 
     def signals():
         known = {number.name: str(signal.getsignal(number)) for number in signal.Signals}
-        status = open("/proc/self/status").read()
+        with open("/proc/self/status") as file:  # left open, -W error would have both ranks complain piece by piece
+            status = file.read()
         masks = {name: status.split(name + ":")[1].split()[0] for name in ("SigBlk", "SigIgn")}
         # 32 and 33 belong to the C library
         return {**known, **{name: int(mask, 16) & ~(3 << 31) for name, mask in masks.items()}}
