@@ -121,8 +121,9 @@ def _tried(made: Reproduction, script: Path) -> int:
     for _ in range(_TRIES):
         otherwise = run(made, script)
         if not otherwise:
-            how = "crashes with the same ranks at fault" if made.hang.outcome == "crash" else ""
-            say(f"it {how or 'hangs in the same way: the same ranks in the same calls, and the same ranks at fault'}")
+            crashes = made.hang.outcome == "crash"
+            how = "crashes, with" if crashes else "hangs in the same way: the same ranks in the same calls, and"
+            say(f"it {how} the same ranks at fault")
             return WRITTEN
     say(f"the script does NOT hang in the same way: {clean('; '.join(otherwise))}")
     return DIFFERS

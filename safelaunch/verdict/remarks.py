@@ -56,9 +56,10 @@ def frames_below(facts: Facts, finding: Finding) -> Iterator[Annotation]:
 
 def frames_above(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     """From where ranks came to one line of the user's, as that of a helper, if some came from elsewhere than others."""
+    if finding.cause not in _APART or not finding.culprits:
+        return
     stacks = {rank: stack for rank, one in facts.ranks.items() if (stack := user_stack_of(one.evidence))}
-    lines = {fr.spot(stacks[one.rank][0]): None for one in finding.culprits if one.rank in stacks}
-    for line in lines if finding.cause in _APART else ():
+    for line in dict.fromkeys(fr.spot(stacks[one.rank][0]) for one in finding.culprits if one.rank in stacks):
         there = {rank: stack for rank, stack in stacks.items() if fr.spot(stack[0]) == line}
         helper, *levels = zip(*there.values(), strict=False)
         parted = next((level for level in levels if len({*map(fr.spot, level)}) > 1), ())

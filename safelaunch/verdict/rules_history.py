@@ -373,12 +373,11 @@ def new_between_groups(case: Case) -> Ruling:
     awaited = [any(call.group == w.group and same_op(call.op, w.op) for w in others) for call in new.values()]
     if one is None or 2 * len(new) > len(case.waits.in_circle) or not all(awaited):
         return ""
-    rank, now = one.ranks[0], _calls_waited_in(case)[one.ranks[0]]
-    places = (
+    rank = one.ranks[0]
+    own, usual = (
         f"{op_name(call)} of group {call.group!r} at {_way(case.alignment.stack(rank, call).user_frames)}"
-        for call in (now, new[rank])
+        for call in (_calls_waited_in(case)[rank], new[rank])
     )
-    own, usual = places
     text = f"{ranks_do(one.ranks, 'waits', 'wait')} in {own}, for the first time, where"
     text += f" {'it had' if len(one.ranks) == 1 else 'they had'} always called {usual}"
     return Finding(

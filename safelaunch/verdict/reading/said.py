@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from safelaunch.model import Frame
 from safelaunch.verdict.reading.frames import basename
-from safelaunch.verdict.reading.source import ReadSource, loops_around, scope_of, text_of, tree_of
+from safelaunch.verdict.reading.source import LOOPS, ReadSource, loops_around, scope_of, text_of, tree_of
 
 _FIELD = re.compile(r"%(?:\(\w+\))?[-+ #0-9.]*[a-zA-Z]|\{[^{}]*\}")
 _LEAST = 6  # letters of a text that tells one statement from others
@@ -104,7 +104,7 @@ def _in_block(block: Sequence[ast.stmt], around: _Around) -> Iterator[Left]:
     for statement in block:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             continue
-        is_loop = isinstance(statement, (ast.For, ast.AsyncFor, ast.While))
+        is_loop = isinstance(statement, LOOPS)
         inside = replace(around, loop=statement, trial=None, after="") if is_loop else around
         for name in ("body", "orelse", "finalbody"):
             nested = getattr(statement, name, None) or []

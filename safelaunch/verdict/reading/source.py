@@ -278,8 +278,8 @@ def _released_in(statement: ast.stmt) -> set[str]:
 class Loop:
     """``line``: where it begins. ``enclosed``: in another loop, of its function or of a caller, that goes on behind it:
     a rank that is past it may be a round behind, as well as ahead. ``inside``: the frame that is in it. ``breaks``:
-    in words, the conditions that end it early, by a ``break``, or a ``return`` to where a rank is. ``end``: its last
-    line.
+    in words, the conditions that end one early which a rank has left, by a ``break``, or a ``return`` to where the rank
+    is. ``end``: its last line.
     """
 
     line: int
@@ -347,8 +347,7 @@ def loops_at(frame: Frame, read_source: ReadSource) -> list[Loop]:
         return []
     scope = scope_of(tree, frame.line)
     return [
-        Loop(one.lineno, n > 0, frame, ifs_with(ast.Break, scope, one.lineno), one.end_lineno or 0)
-        for n, one in enumerate(loops_around(scope, frame.line))
+        Loop(one.lineno, n > 0, frame, end=one.end_lineno or 0) for n, one in enumerate(loops_around(scope, frame.line))
     ]
 
 
