@@ -89,6 +89,19 @@ def test_who_asks_nothing_or_half_is_in_nobodys_way(said: bytes, answering: Answ
     assert answering.status() == "status"
 
 
+def test_who_finds_the_socket_finds_a_listener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+    listen = socket.socket.listen
+
+    def late(one: socket.socket, clients: int) -> None:
+        found.append((tmp_path / "control").exists())
+        listen(one, clients)
+
+    monkeypatch.setattr(socket.socket, "listen", late)
+    Server(tmp_path / "control").close()
+    assert found == [False] and (tmp_path / "control").exists()
+
+
 def test_who_says_nothing_is_dropped(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "REQUEST_DEADLINE_S", 0.2)
     with answering.connected() as silent, answering.connected(b'{"comm') as half:

@@ -187,8 +187,11 @@ class Server:
 
     def __init__(self, path: Path) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._listener.bind(os.fspath(path))
+        # A client that finds a socket without a listener concludes that the supervisor is gone.
+        early = path.with_name(".listen")
+        self._listener.bind(os.fspath(early))
         self._listener.listen(MOST_CLIENTS)
+        early.rename(path)
         self._listener.setblocking(False)
         self._knocks = select.poll()  # cheaper than an accept that fails, several times a second
         self._knocks.register(self._listener, select.POLLIN)
