@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 
-from . import faults, imports, layout, log
+from . import imports, layout, log, page
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -90,10 +90,7 @@ def _record(base: str, known: dict[str, object]) -> None:
         lambda: figures.update(_write_snapshot(base + layout.SNAPSHOT_SUFFIX, snapshot) if _base else {}),
     ):
         log.guarded(step)()
-    partial = base + layout.MEMORY_SUFFIX + ".partial"
-    with open(partial, "wb", opener=log.private) as out:
-        out.write(_json(figures).encode())
-    os.rename(partial, base + layout.MEMORY_SUFFIX)
+    page.note(base + layout.MEMORY_SUFFIX, page.as_json(figures).encode())
 
 
 def _statistics(stats: Mapping[str, int]) -> dict[str, object]:
@@ -143,13 +140,13 @@ def _write_snapshot(path: str, snapshot: dict[str, Any]) -> dict[str, object]:
     shorter = {**snapshot, "device_traces": [[] for _ in snapshot.get("device_traces", ())]}
     for one in (snapshot, shorter):
         try:
-            with open(path + ".partial", "wb", opener=log.private) as out:
+            with open(path + layout.PARTIAL, "wb", opener=page.private) as out:
                 dump(one, _Bounded(out))
         except _TooLargeError:
             continue
-        os.rename(path + ".partial", path)
+        os.rename(path + layout.PARTIAL, path)
         return {"snapshot": True}
-    os.unlink(path + ".partial")
+    os.unlink(path + layout.PARTIAL)
     return {}
 
 
@@ -229,14 +226,3 @@ def _parameters_of(
 
 def _bytes(tensor: Any) -> int:
     return int(tensor.numel()) * int(tensor.element_size())
-
-
-def _json(value: object) -> str:
-    """The json module is slow to import, and the script may shadow it."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{faults.quoted(str(key))}:{_json(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_json, value)) + "]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value) if isinstance(value, int) else faults.quoted(str(value))

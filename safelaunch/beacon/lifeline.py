@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from time import monotonic, sleep
 
-from . import layout, log
+from . import layout, log, page
 
 F_SETSIG = 10
 SIGKILL, SIGTERM = 9, 15  # importing signal costs a rank 2 ms
@@ -67,22 +67,11 @@ def end_with_keepers(run_dir: str) -> None:
 
 
 def _open(run_dir: str, name: str, flags: int) -> int:
-    """Opens a file of the run directory and returns its descriptor, or -1.
-
-    A high number keeps it out of the way of scripts that close and reopen their low descriptors.
-    """
-    import fcntl
-
+    """Opens a file of the run directory and returns its descriptor, or -1."""
     try:
-        descriptor = os.open(os.path.join(run_dir, name), flags | os.O_CLOEXEC)
+        return page.out_of_the_way(os.open(os.path.join(run_dir, name), flags | os.O_CLOEXEC))
     except OSError:
         return -1
-    try:
-        high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 240)
-    except OSError:
-        return descriptor  # the limit on descriptors is low: keep the low number
-    os.close(descriptor)
-    return high
 
 
 @log.guarded

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from safelaunch.beacon.unknown_role import TASKS
+from safelaunch.beacon.layout import OF_A_RANK, TASKS, numbers_in
 from safelaunch.capture import sockets
 from safelaunch.capture.memory import Memory
 from safelaunch.capture.node import parse_environ
@@ -26,7 +26,6 @@ from safelaunch.system.files import text_of
 
 READ_DEADLINE_S = 5.0
 MAPS_DEADLINE_S = 1.0
-_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _OF_A_JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 _OF_A_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")  # where a rank is told no address
 RUN_DIR, SERVER = "SAFELAUNCH_RUN_DIR", "TORCH_WORKER_SERVER_SOCKET"
@@ -127,7 +126,7 @@ def with_spawned(table: Mapping[int, Process], is_spawned: Callable[[int], bool]
             found.setdefault(one.ppid, []).append(one)
     return {**table} | {
         one.pid: replace(
-            one, env={**(one.env or {}), **dict(zip(_OF_A_RANK, map(str, (at, len(several), at)), strict=True))}
+            one, env={**(one.env or {}), **dict(zip(OF_A_RANK, map(str, (at, len(several), at)), strict=True))}
         )
         for several in found.values()
         for at, one in enumerate(several)
@@ -136,11 +135,9 @@ def with_spawned(table: Mapping[int, Process], is_spawned: Callable[[int], bool]
 
 
 def _rank_of(process: Process) -> Rank | None:
-    for names in (_OF_A_RANK, *TASKS):
-        number, size, local = ((process.env or {}).get(name, "") for name in names)
-        if number.isdigit() and size.isdigit() and int(number) < int(size):
-            local_rank = int(local) if local.isdigit() else -1
-            return Rank(process, int(number), int(size), local_rank, is_task=names is not _OF_A_RANK)
+    for names in (OF_A_RANK, *TASKS):
+        if (numbers := numbers_in(process.env or {}, names)) is not None:
+            return Rank(process, *numbers, is_task=names is not OF_A_RANK)
     return None
 
 

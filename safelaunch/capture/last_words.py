@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from safelaunch.beacon import caught_exceptions, layout, ring
+from safelaunch.beacon import caught_exceptions, layout, output
 from safelaunch.capture.pages import Noted, read_contract
 from safelaunch.model import CaughtException, DeviceMemory, ExitCall, FatalError, Frame, RankException
 from safelaunch.system.decoding import from_json
@@ -70,7 +70,7 @@ def read(base: Path) -> LastWords:
         device_memory=_decoded(companion(layout.MEMORY_SUFFIX), DeviceMemory),
         snapshot=snapshot if (snapshot := companion(layout.SNAPSHOT_SUFFIX)).exists() else None,
         noted=read_contract(base) or Noted(),
-        log=attempt("output ring", lambda: log_tail(ring.read(str(companion(layout.RING_SUFFIX))))),
+        log=attempt("output ring", lambda: log_tail(output.read(str(companion(layout.RING_SUFFIX))))),
     )
 
 
