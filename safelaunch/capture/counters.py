@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from safelaunch.capture import proc, sockets
+from safelaunch.job.process import Table, process_table
 from safelaunch.system import procstat
 
 MAX_THREADS = 8192  # of all ranks together
@@ -96,7 +97,7 @@ class _Reader:
         self.partial = False
         self._before = before
         self._left = MAX_THREADS
-        self._table: dict[int, tuple[int, int]] | None = None  # where the kernel names no children
+        self._table: Table | None = None  # where the kernel names no children
 
     def tree(self, rank: int) -> Iterator[tuple[Key, ProcessCounters]]:
         waiting = [rank]
@@ -183,7 +184,7 @@ class _Reader:
         except OSError:
             return []
         if self._table is None:
-            self._table = proc.process_table()
+            self._table = process_table()
         return [child for child, (parent, _) in self._table.items() if parent == pid]
 
     def _io_bytes(self, path: str) -> int:

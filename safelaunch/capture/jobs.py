@@ -229,8 +229,7 @@ def _read(pid: int) -> Process | None:
 def is_spawned(pid: int) -> bool:
     """By Python's ``multiprocessing``, and connected to others by TCP, as a loader's workers are not."""
     spawned = any("spawn_main" in word for word in command_of(pid))
-    ends = (one for _, one in sockets.descriptors(pid) if spawned and one.startswith("socket:["))
-    return any(sockets.describe(pid, int(one[8:-1])).startswith("tcp") for one in ends)
+    return spawned and any(sockets.describe(pid, inode).startswith("tcp") for inode in sockets.inodes(pid))
 
 
 def command_of(pid: int) -> tuple[str, ...]:

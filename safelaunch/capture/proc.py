@@ -24,6 +24,8 @@ from safelaunch.capture.cgroups import is_frozen, throttled_ms
 from safelaunch.capture.memory import Memory
 from safelaunch.capture.result import within
 from safelaunch.capture.waits import Resting
+from safelaunch.job import process
+from safelaunch.job.process import ProcessId
 from safelaunch.model import FileLock, ProcessState, StackSample, ThreadState
 from safelaunch.system import procstat
 from safelaunch.system.errors import CaptureError
@@ -55,13 +57,7 @@ def parse_schedstat(text: str) -> tuple[int, int] | None:
     return int(fields[1]) // 1_000_000, int(fields[2])
 
 
-def read_process(
-    pid: int,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    deadline_s: float = 2.0,
-    locks: Sequence[waits.Held] | None = None,
-) -> ProcessState:
+def read_process(pid: int, *, deadline_s: float = 2.0, locks: Sequence[waits.Held] | None = None) -> ProcessState:
     """The current state of a process and its threads; takes at most ``deadline_s`` seconds.
 
     ``locks``: those of the node, where they have been read.
@@ -69,7 +65,7 @@ def read_process(
     ``note`` names what is left out: files that may not be read (another user's process) or that do not answer.
     Raises ``CaptureError`` only if the process does not exist.
     """
-    quick = read_quick(pid, clock=clock)
+    quick = read_quick(pid)
     if quick.state in "ZX":
         return structs.replace(quick, note="zombie: it has ended, but its parent has not reaped it")
     try:
@@ -83,7 +79,7 @@ def read_process(
     return structs.replace(quick, state=letter, threads=threads, cmdline=cmdline, locks=held, note="; ".join(notes))
 
 
-def read_quick(pid: int, *, clock: Callable[[], float] = time.monotonic) -> ProcessState:
+def read_quick(pid: int) -> ProcessState:
     """The part of ``read_process`` that never blocks and that any user may read: states, names, CPU time, memory.
 
     Raises ``CaptureError`` if the process does not exist.
@@ -96,7 +92,7 @@ def read_quick(pid: int, *, clock: Callable[[], float] = time.monotonic) -> Proc
         pid=pid,
         ppid=stat.ppid,
         start_ticks=stat.start_ticks,
-        at_s=clock(),
+        at_s=time.monotonic(),
         name=stat.name,
         cmdline=(),
         state=stat.state,
@@ -116,49 +112,21 @@ def state_letter(pid: int) -> str:
     return stat.state if stat is not None else ""
 
 
-def process_table() -> dict[int, tuple[int, int]]:
-    """All current processes: pid → (ppid, start_ticks). One scan serves the trees of all ranks."""
-    table: dict[int, tuple[int, int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (stat := procstat.read(int(entry.name))) is not None:  # not vanished meanwhile
-            table[stat.pid] = (stat.ppid, stat.start_ticks)
-    return table
-
-
-def process_tree(pid: int, table: dict[int, tuple[int, int]] | None = None) -> list[tuple[int, int]]:
-    """The descendants of ``pid`` as (pid, start_ticks), parents before children."""
-    table = process_table() if table is None else table
-    children: dict[int, list[int]] = {}
-    for child, (ppid, _) in table.items():
-        children.setdefault(ppid, []).append(child)
-    found: list[tuple[int, int]] = []
-    queue = [pid]
-    seen = {pid}
-    for parent in queue:  # grows while it is walked: breadth first
-        for child in sorted(children.get(parent, ())):
-            if child not in seen:
-                seen.add(child)
-                queue.append(child)
-                found.append((child, table[child][1]))
-    return found
-
-
-def orphans(pid: int, table: dict[int, tuple[int, int]]) -> list[tuple[int, int]]:
+def orphans(pid: int, table: process.Table) -> list[ProcessId]:
     """Processes of the session that ``pid`` leads, as torchrun's ranks do, which aren't below it: their parent has
-    ended. As (pid, start_ticks)."""
-    try:
-        if os.getsid(pid) != pid:
-            return []
-    except OSError:  # it has ended
+    ended."""
+    if _session(pid) != pid:
         return []
-    known = {pid, *(one for one, _ in process_tree(pid, table))}
-    return [(one, ticks) for one, (_, ticks) in sorted(table.items()) if one not in known and _session(one) == pid]
+    known = {pid, *(one.pid for one in process.descendants([pid], table=table))}
+    return [
+        ProcessId(one, ticks) for one, (_, ticks) in sorted(table.items()) if one not in known and _session(one) == pid
+    ]
 
 
 def _session(pid: int) -> int:
     try:
         return os.getsid(pid)
-    except OSError:
+    except OSError:  # it has ended
         return 0
 
 

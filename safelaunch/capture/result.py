@@ -52,7 +52,7 @@ def attempt(how: str, source: Callable[[], T]) -> Result[T]:
     try:
         value = source()
     except CaptureError as error:
-        return Result(None, how, time.monotonic() - begin, missing=_one_line(error), kind=error.kind)
+        return Result(None, how, time.monotonic() - begin, missing=why(error), kind=error.kind)
     except Exception as error:  # noqa: BLE001 - the boundary: one source that fails costs only itself
         return Result(None, how, time.monotonic() - begin, missing=f"{type(error).__name__}: {error}")
     return Result(value, how, time.monotonic() - begin)
@@ -84,7 +84,16 @@ def within(deadline_s: float, what: str, source: Callable[[], T]) -> T:
     return values[0]
 
 
-def _one_line(error: CaptureError) -> str:
+def left(until: float) -> float:
+    """The seconds until then (CLOCK_MONOTONIC), as the next step's limit. Raises TimeoutError if there are none."""
+    seconds = until - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("timed out")
+    return seconds
+
+
+def why(error: CaptureError) -> str:
+    """Why a source failed, and its remedy, on one line."""
     return f"{error.message} ({error.fix})" if error.fix else error.message
 
 

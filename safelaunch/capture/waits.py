@@ -78,12 +78,8 @@ PATH_ARGUMENT = {
 
 def name_of(number: int, machine: str | None = None) -> str:
     """The name of a system call on ``machine`` (default: this one's ``platform.machine()``), or ``""``."""
-    machine = machine or platform.machine()
-    if machine == "x86_64":
-        return X86_64.get(number, "")
-    if machine == "aarch64":
-        return AARCH64.get(number, "")
-    return ""
+    tables = {"x86_64": X86_64, "aarch64": AARCH64}
+    return tables.get(machine or platform.machine(), {}).get(number, "")
 
 
 def child_of(name: str, arguments: Sequence[int]) -> int | None:
@@ -395,10 +391,8 @@ def lock_on(pid: int, path: str) -> FileLock | None:
         place = _place(Path(f"/proc/{pid}/cwd", path))
     except (OSError, ValueError):
         return None
-    held = next(
-        (held for held in lock_table() if held.place == place and held.exclusive and held.pid != pid),
-        None,
-    )
+    others = (held for held in lock_table() if held.exclusive and held.pid != pid)
+    held = next((held for held in others if held.place == place), None)
     return FileLock(path, held.pid, program(held.pid)) if held is not None else None
 
 
