@@ -90,7 +90,7 @@ def _record(base: str, known: dict[str, object]) -> None:
         lambda: figures.update(_write_snapshot(base + layout.SNAPSHOT_SUFFIX, snapshot) if _base else {}),
     ):
         log.guarded(step)()
-    page.note(base + layout.MEMORY_SUFFIX, page.as_json(figures).encode())
+    page.note(base + layout.MEMORY_SUFFIX, figures)
 
 
 def _statistics(stats: Mapping[str, int]) -> dict[str, object]:

@@ -136,9 +136,7 @@ def _note_exception(kind: type[BaseException], value: BaseException, traceback: 
     _words[layout.EXCEPTION_NS] = monotonic_ns()
     frames: list[dict[str, object]] = []
     while traceback is not None:
-        code = traceback.tb_frame.f_code
-        file = log.absolute(code.co_filename)
-        frames.append({"file": file, "line": traceback.tb_lineno or 0, "function": code.co_name})
+        frames.append(_frame(traceback.tb_frame, traceback.tb_lineno))
         traceback = traceback.tb_next
     record = {
         "type": f"{kind.__module__}.{kind.__qualname__}" if kind.__module__ != "builtins" else kind.__qualname__,
@@ -147,8 +145,13 @@ def _note_exception(kind: type[BaseException], value: BaseException, traceback: 
         "frames": frames[::-1],
         "text": _formatted(value)[-32768:],
     }
-    page.note(_base + layout.EXCEPTION_SUFFIX, page.as_json(record).encode())
+    page.note(_base + layout.EXCEPTION_SUFFIX, record)
     marks.set_state(layout.EXCEPTION)
+
+
+def _frame(frame: FrameType, line: int | None) -> dict[str, object]:
+    code = frame.f_code
+    return {"file": log.absolute(code.co_filename), "line": line or 0, "function": code.co_name}
 
 
 def _formatted(value: BaseException) -> str:
@@ -209,13 +212,8 @@ def _code_of(status: object) -> int:
 
 @log.guarded
 def _note_exit(call: str, code: int, frame: FrameType | None) -> None:
-    """Writes ``call TAB code``, then ``line TAB function TAB file`` for each frame, innermost first.
-
-    The format is plain text because importing json costs too much.
-    """
-    lines = [f"{call}\t{code}"]
-    while frame is not None and len(lines) <= MAX_FRAMES:
-        made = frame.f_code
-        lines.append(f"{frame.f_lineno or 0}\t{made.co_name}\t{log.absolute(made.co_filename)}".replace("\n", " "))
+    frames: list[dict[str, object]] = []
+    while frame is not None and len(frames) < MAX_FRAMES:
+        frames.append(_frame(frame, frame.f_lineno))
         frame = frame.f_back
-    page.note(_base + layout.EXIT_SUFFIX, "\n".join(lines).encode("utf-8", "surrogateescape"))
+    page.note(_base + layout.EXIT_SUFFIX, {"function": call, "code": code, "frames": frames})

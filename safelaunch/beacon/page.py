@@ -21,10 +21,10 @@ def private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
-def note(path: str, data: bytes) -> None:
-    """Writes a file that appears whole or not at all."""
+def note(path: str, value: Any) -> None:
+    """Writes a file that appears whole or not at all: bytes as they are, anything else as JSON."""
     with open(path + layout.PARTIAL, "wb", opener=private) as out:
-        out.write(data)
+        out.write(value if isinstance(value, bytes) else as_json(value).encode())
     os.rename(path + layout.PARTIAL, path)
 
 
@@ -48,11 +48,11 @@ def as_json(value: Any) -> str:
     return repr(value) if isinstance(value, (int, float)) else _quoted(str(value))
 
 
+_ESCAPED = {number: f"\\u{number:04x}" for number in (*range(32), *b'"\\')}
+
+
 def _quoted(text: str) -> str:
-    raw = text.encode("utf-16-be", "replace")  # surrogate pairs, as in JSON
-    units = (raw[n] << 8 | raw[n + 1] for n in range(0, len(raw), 2))
-    plain = (chr(u) if 32 <= u < 127 and u not in (34, 92) else f"\\u{u:04x}" for u in units)
-    return f'"{"".join(plain)}"'
+    return f'"{text.encode("utf-8", "replace").decode().translate(_ESCAPED)}"'
 
 
 def out_of_the_way(descriptor: int) -> int:

@@ -157,15 +157,11 @@ def _torch_distributed(c10d: Any, base: str, words: memoryview, env: Mapping[str
 
 
 def _write_meta(base: str) -> None:
-    """Writes facts that only this interpreter knows, as key TAB value lines (json is not imported yet)."""
+    """Writes facts that only this interpreter knows."""
     roots = [os.path.dirname(os.__file__)]
     roots += [entry for entry in sys.path if "site-packages" in entry or "dist-packages" in entry]
-    lines = [f"executable\t{sys.executable}", f"python\t{sys.version.split()[0]}", f"cwd\t{os.getcwd()}"]
-    lines += [f"argument\t{argument}" for argument in sys.orig_argv]
-    lines += [f"code_root\t{root}" for root in roots]
-    lines += [f"gpu\t{_gpu()}"]
-    text = "\n".join(line.replace("\n", " ") for line in lines)
-    page.note(base + layout.META_SUFFIX, text.encode("utf-8", "surrogateescape"))
+    facts = {"executable": sys.executable, "python": sys.version.split()[0], "cwd": os.getcwd(), "gpu": _gpu()}
+    page.note(base + layout.META_SUFFIX, {**facts, "argv": sys.orig_argv, "code_roots": roots})
 
 
 def _gpu() -> str:
@@ -193,10 +189,9 @@ _LOADERS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")
 
 @log.guarded
 def _note_contract(base: str) -> None:
-    """Notes at the first step the batch of the DataLoader and the device: lines of KEY TAB number, of those known."""
-    found = {"batch": _batch(), **_device()}
-    lines = [f"{key}\t{value}\n" for key, value in found.items() if value is not None]
-    page.note(base + layout.CONTRACT_SUFFIX, "".join(lines).encode())
+    """Notes at the first step the batch of the DataLoader and the device, where they are known."""
+    found = {"batch": _batch(), "device": _device()}
+    page.note(base + layout.CONTRACT_SUFFIX, {key: value for key, value in found.items() if value is not None})
 
 
 def _batch() -> int | None:
@@ -209,12 +204,12 @@ def _batch() -> int | None:
     return size if type(size) is int else None
 
 
-def _device() -> dict[str, int | None]:
+def _device() -> int | None:
     """The current one, where a rank that uses CUDA has a choice."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized() or cuda.device_count() < 2:
-        return {}
-    return {"device": int(cuda.current_device())}
+        return None
+    return int(cuda.current_device())
 
 
 # --- process groups ---------------------------------------------------------------------------------------------------
