@@ -30,8 +30,25 @@ MAX_BYTES = 1 << 20  # of a note
 MTIME_TICK_NS = 100_000_000  # the kernel's coarse clock ticks at least every 10 ms
 
 
+class _Word:
+    """One word of a page, as an attribute."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+
+    def __get__(self, page: Page, kind: object) -> int:
+        return page._words[self._at]
+
+
 class Page:
     """The mapped progress page of a rank or the agent. Raises OSError or ValueError if the file is not a whole page."""
+
+    pid = _Word(layout.PID)
+    start_ticks = _Word(layout.START_TICKS)
+    rank = _Word(layout.RANK)
+    kind = _Word(layout.KIND)  # EXPLICIT, IMPLICIT or LAUNCHER
+    claimed_ns = _Word(layout.CLAIMED_NS)
+    exited_ns = _Word(layout.EXIT_NS)  # when its process left the interpreter; 0 while it runs, or if it was killed
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -63,34 +80,8 @@ class Page:
         return self._named or (-1, -1, -1)
 
     @property
-    def pid(self) -> int:
-        return self._words[layout.PID]
-
-    @property
-    def start_ticks(self) -> int:
-        return self._words[layout.START_TICKS]
-
-    @property
-    def rank(self) -> int:
-        return self._words[layout.RANK]
-
-    @property
-    def kind(self) -> int:
-        """``layout.EXPLICIT``, ``IMPLICIT`` or ``LAUNCHER``."""
-        return self._words[layout.KIND]
-
-    @property
-    def claimed_ns(self) -> int:
-        return self._words[layout.CLAIMED_NS]
-
-    @property
     def server_up(self) -> bool:
         return self._words[layout.SERVER_NS] != 0
-
-    @property
-    def exited_ns(self) -> int:
-        """When its process left the interpreter; 0 while it runs, or if it was killed."""
-        return self._words[layout.EXIT_NS]
 
     @property
     def steps(self) -> bool:
