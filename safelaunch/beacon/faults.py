@@ -104,27 +104,32 @@ def _excepthook(kind: type[BaseException], value: BaseException, traceback: Trac
         traceback = value.__traceback__
     _note_exception(kind, value, traceback)
     _previous_hook(kind, value, traceback)
-    _note_memory(value)
-    # Wait until the supervisor has looked at the peers: once this rank closes its connections, they fail as well.
-    if os.getpid() == _owner and issubclass(kind, Exception):
-        log.guarded(page.wait_for_ack)(_words, _supervisor)
+    _end_with(value)
 
 
 def raised(value: Exception) -> None:
     """Records the exception that ends this rank's function: torch's workers catch it, so no hook will see it."""
     _note_exception(type(value), value, value.__traceback__)
-    _note_memory(value)
-    if os.getpid() == _owner:
+    _end_with(value)
+
+
+def _end_with(value: BaseException) -> None:
+    """Records where the memory of the GPU is, if the exception says that it is used up, and waits for the supervisor.
+
+    Until that has looked at the peers: once this rank closes its connections, they fail as well.
+    """
+    if os.getpid() != _owner:
+        return
+    if type(value).__name__ == "OutOfMemoryError":
+        log.guarded(_note_memory)(value)
+    if isinstance(value, Exception):
         log.guarded(page.wait_for_ack)(_words, _supervisor)
 
 
-@log.guarded
 def _note_memory(value: BaseException) -> None:
-    """Records where the memory of the GPU is, if the exception says that it is used up."""
-    if os.getpid() == _owner and type(value).__name__ == "OutOfMemoryError":
-        from . import device_memory
+    from . import device_memory
 
-        device_memory.raised(_base, value)
+    device_memory.raised(_base, value)
 
 
 @log.guarded

@@ -189,12 +189,9 @@ def of_ended(rank: int, known: Known, pages: Path, host: str, sink: Sink) -> Ran
 def _with_last_words(side: RankEvidence, words: LastWords) -> RankEvidence:
     return msgspec.structs.replace(
         side,
-        exception=words.exception,
+        **{name: getattr(words, name) for name in OWN_RECORDS},
         fatal=words.fatal,
-        exit_call=words.exit_call,
-        caught=words.caught,
         log_tail=words.log.value or "",
-        device_memory=words.device_memory,
         batch=words.noted.batch,
         device=words.noted.device,
     )
