@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 
-from . import imports, layout, log, page
+from . import imports, layout, log, page, replicas
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -172,56 +172,35 @@ class _Bounded:
 
 
 def _parameters() -> dict[str, object]:
-    """Of models that are sharded in part: how much of them each rank holds whole. Empty for other models.
-
-    The names of modules are not known to anything but their parents, so each root is walked through.
-    """
-    kind: Any = sys.modules["torch.nn"].Module
-    modules, sharding = [], {}
-    for one in gc.get_objects():
-        if kind in type(one).__mro__:
-            modules.append(one)
-        elif type(one).__name__ == "FSDPParam":
-            info = one._module_info
-            sharding[id(info.module), info.param_name] = one
-            for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-                sharding[id(module), name] = one
-    inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
+    """Of models that are sharded in part: how much of them each rank holds whole. Empty for other models."""
+    modules = replicas.modules()
+    # While FSDP2 has gathered a module, the whole parameters take the place of the sharded ones.
+    fsdp2 = [one for one in gc.get_objects() if type(one).__name__ == "FSDPParam" and hasattr(one, "_unsharded_param")]
+    shards = {id(one._unsharded_param): one.sharded_param for one in fsdp2}
+    flat = {id(one) for module in modules if replicas.is_fsdp1(module) for one in module.parameters()}
+    inner = {id(child) for module in modules for child in module._modules.values()}
     sharded, whole = 0, {}
     for root in modules:
         if id(root) not in inner:
-            parts = {id(p): (name, p, size) for name, p, size in _parameters_of(root, "", False, sharding, set())}
-            of_root = [size for _, _, size in parts.values() if size is not None]
-            if of_root:
-                sharded += sum(of_root)
-                whole.update({name: _bytes(p) for name, p, size in parts.values() if size is None})
+            named = list(root.named_parameters())
+            sizes = [_shard_bytes(shards.get(id(one), one), id(one) in flat) for _, one in named]
+            if any(size is not None for size in sizes):
+                sharded += sum(size for size in sizes if size is not None)
+                whole.update(
+                    {name: _bytes(one) for (name, one), size in zip(named, sizes, strict=True) if size is None}
+                )
     if not sharded:
         return {}
     top = sorted(whole.items(), key=lambda item: -item[1])[:MOST_NAMES]
     return {"sharded": sharded, "whole": sum(whole.values()), "whole_names": [name for name, _ in top]}
 
 
-def _parameters_of(
-    module: Any, prefix: str, below: bool, sharding: Mapping[tuple[int, str], Any], seen: set[int]
-) -> Iterator[tuple[str, Any, int | None]]:
-    """Name, parameter, and the bytes of this rank's shard; None for one that it holds whole.
-
-    While FSDP2 has gathered a module, its parameters are plain tensors; FSDP1 has all of those below its wrapper.
-    """
-    if module is None or id(module) in seen:
-        return
-    seen.add(id(module))
-    below = below or type(module).__name__ == "FullyShardedDataParallel"
-    for name, one in list(vars(module).get("_parameters", {}).items()):
-        if one is not None:
-            managed = sharding.get((id(module), name))
-            held = managed.sharded_param if managed is not None else one
-            local = getattr(held, "_local_tensor", None)
-            shards = local is not None and any("Shard" in type(p).__name__ for p in held.placements)
-            size = _bytes(local) if shards else _bytes(one) if below else None
-            yield prefix + name, one, size
-    for name, child in list(vars(module).get("_modules", {}).items()):
-        yield from _parameters_of(child, f"{prefix}{name}.", below, sharding, seen)
+def _shard_bytes(parameter: Any, is_flat: bool) -> int | None:
+    """The bytes of this rank's shard; None for a parameter that it holds whole. ``is_flat``: of FSDP1."""
+    local = getattr(parameter, "_local_tensor", None)
+    if local is not None and any("Shard" in type(one).__name__ for one in parameter.placements):
+        return _bytes(local)
+    return _bytes(parameter) if is_flat else None
 
 
 def _bytes(tensor: Any) -> int:
