@@ -179,16 +179,17 @@ def _parameters() -> dict[str, object]:
     shards = {id(one._unsharded_param): one.sharded_param for one in fsdp2}
     flat = {id(one) for module in modules if replicas.is_fsdp1(module) for one in module.parameters()}
     inner = {id(child) for module in modules for child in module._modules.values()}
-    sharded, whole = 0, {}
+    sharded, whole = 0, dict[str, int]()
     for root in modules:
         if id(root) not in inner:
-            named = list(root.named_parameters())
-            sizes = [_shard_bytes(shards.get(id(one), one), id(one) in flat) for _, one in named]
-            if any(size is not None for size in sizes):
-                sharded += sum(size for size in sizes if size is not None)
-                whole.update(
-                    {name: _bytes(one) for (name, one), size in zip(named, sizes, strict=True) if size is None}
-                )
+            named = {
+                name: (one, _shard_bytes(shards.get(id(one), one), id(one) in flat))
+                for name, one in root.named_parameters()
+            }
+            here = [size for _, size in named.values() if size is not None]
+            if here:
+                sharded += sum(here)
+                whole |= {name: replicas.bytes_of(one) for name, (one, size) in named.items() if size is None}
     if not sharded:
         return {}
     top = sorted(whole.items(), key=lambda item: -item[1])[:MOST_NAMES]
@@ -197,11 +198,5 @@ def _parameters() -> dict[str, object]:
 
 def _shard_bytes(parameter: Any, is_flat: bool) -> int | None:
     """The bytes of this rank's shard; None for a parameter that it holds whole. ``is_flat``: of FSDP1."""
-    local = getattr(parameter, "_local_tensor", None)
-    if local is not None and any("Shard" in type(one).__name__ for one in parameter.placements):
-        return _bytes(local)
-    return _bytes(parameter) if is_flat else None
-
-
-def _bytes(tensor: Any) -> int:
-    return int(tensor.numel()) * int(tensor.element_size())
+    cut = any("Shard" in type(one).__name__ for one in getattr(parameter, "placements", ()))
+    return replicas.bytes_of(parameter) if cut or is_flat else None
