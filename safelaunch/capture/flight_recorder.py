@@ -387,13 +387,11 @@ def _ask(socket_path: str, method: str, handler: str, deadline_s: float) -> byte
             raise Unanswered("broken", f"worker server: {handler}: {error}") from error
 
 
-def gil_test(
-    socket_path: str, questions: Questions | None = None, *, deadline_s: float = 1.0, handler: str = "safelaunch_gil"
-) -> GilTest:
+def gil_test(socket_path: str, questions: Questions | None = None, *, deadline_s: float = 1.0) -> GilTest:
     """Whether the rank's C++ side answers, and whether Python code can run in it; never raises.
 
-    ``handler`` needs the GIL. It is asked twice, ``deadline_s`` seconds each: a busy Python loop releases the GIL often
-    enough to answer. Both stay None if the server is not running; ``python`` does if the handler is missing.
+    The beacon's handler needs the GIL. It is asked twice, ``deadline_s`` seconds each: a busy Python loop releases the
+    GIL often enough to answer. Both stay None if the server is not running; ``python`` does if the handler is missing.
     """
     try:
         post(socket_path, "ping", deadline_s=deadline_s)
@@ -401,7 +399,7 @@ def gil_test(
         return GilTest(ping=False if error.kind == "timeout" else None)
     for _ in range(2):
         try:
-            return _told(post_to_python(socket_path, handler, questions, deadline_s=deadline_s))
+            return _told(post_to_python(socket_path, "safelaunch_gil", questions, deadline_s=deadline_s))
         except Unanswered as error:
             if error.kind != "timeout":
                 return GilTest(ping=True)

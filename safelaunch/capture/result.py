@@ -41,9 +41,9 @@ class Result(Generic[T]):
     note: str = ""
     kind: Failure = ""
 
-    def artifact(self, path: str, size: int = 0) -> Artifact:
-        """The manifest's entry for the file ``path`` of ``size`` bytes that holds this result."""
-        return Artifact(path, self.how, round(self.duration_s, 6), self.missing, size, self.note)
+    def artifact(self, path: str) -> Artifact:
+        """The manifest's entry for the file ``path`` that holds this result."""
+        return Artifact(path, self.how, round(self.duration_s, 6), self.missing, note=self.note)
 
 
 def attempt(how: str, source: Callable[[], T]) -> Result[T]:

@@ -312,12 +312,7 @@ def address(text: str) -> str:
 def _read(path: Path) -> str:
     try:
         with open(path, "rb") as file:
-            parts: list[bytes] = []
-            size = 0
-            while size < MAX_TABLE_BYTES and (chunk := os.read(file.fileno(), 1 << 16)):
-                parts.append(chunk)
-                size += len(chunk)
-            return b"".join(parts).decode("utf-8", "replace")
+            return file.read(MAX_TABLE_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
 
