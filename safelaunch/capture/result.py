@@ -111,11 +111,12 @@ class Late(Exception):
 class Sink:
     """Takes artifacts. ``redactor`` removes secrets. What is slow is in ``made`` and its kin; ``put`` is short.
 
-    This one writes none.
+    This one writes none. ``maker``: the sink behind this one, which makes what that puts.
     """
 
-    def __init__(self, redactor: Redactor) -> None:
+    def __init__(self, redactor: Redactor, maker: Sink | None = None) -> None:
         self.redactor = redactor
+        self.maker = maker or self
 
     def made(self, artifact: Artifact, data: bytes | str | None) -> Made:
         return artifact, None
@@ -130,39 +131,23 @@ class Sink:
 
     def add(self, artifact: Artifact, data: bytes | str | None) -> None:
         """Writes ``data`` to ``artifact.path``; None lists it as missing."""
-        self.put(self.made(artifact, data))
+        self.put(self.maker.made(artifact, data))
 
     def add_json(self, artifact: Artifact, value: object) -> None:
         """``value``: records, lists, dicts; None lists the artifact as missing."""
-        self.put(self.made_json(artifact, value))
+        self.put(self.maker.made_json(artifact, value))
 
     def add_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> None:
         """Copies a file that the job wrote: a ``dump`` whole or not at all, a log's end."""
-        self.put(self.made_file(artifact, source, dump=dump))
+        self.put(self.maker.made_file(artifact, source, dump=dump))
 
 
-class _Before(Sink):
-    """Another sink, with something before it."""
-
-    def __init__(self, sink: Sink) -> None:
-        super().__init__(sink.redactor)
-        self._sink = sink
-
-    def made(self, artifact: Artifact, data: bytes | str | None) -> Made:
-        return self._sink.made(artifact, data)
-
-    def made_json(self, artifact: Artifact, value: object) -> Made:
-        return self._sink.made_json(artifact, value)
-
-    def made_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> Made:
-        return self._sink.made_file(artifact, source, dump=dump)
-
-
-class Gate(_Before):
+class Gate(Sink):
     """One source's way to ``sink``, until ``close``: then each attempt raises ``Late``."""
 
     def __init__(self, sink: Sink) -> None:
-        super().__init__(sink)
+        super().__init__(sink.redactor, sink.maker)
+        self._sink = sink
         self._outer = sink if isinstance(sink, Gate) else None
         self._lock: RLock = self._outer._lock if self._outer is not None else RLock()
         self._closed = False
@@ -188,11 +173,11 @@ class Gate(_Before):
             self._closed = True
 
 
-class Step(_Before):
+class Step(Sink):
     """Files that belong together, kept until ``done`` puts them."""
 
     def __init__(self, gate: Gate) -> None:
-        super().__init__(gate)
+        super().__init__(gate.redactor, gate.maker)
         self._gate = gate
         self._made: list[Made] = []
 
