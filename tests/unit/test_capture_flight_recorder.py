@@ -210,22 +210,6 @@ def test_a_truncated_dump_is_an_error_at_every_length() -> None:
             parse_pickle(whole[:length])
 
 
-@pytest.mark.parametrize(("dump", "known"), [({"version": "2.4", "entries": []}, False), (NCCL, True)])
-def test_a_server_that_knows_nccl_only(monkeypatch: pytest.MonkeyPatch, dump: dict[str, Any], known: bool) -> None:
-    """torch 2.6 and 2.9: an empty record where NCCL has no group says nothing of what gloo does."""
-
-    def post(path: str, handler: str, *, deadline_s: float) -> bytes:
-        if not handler.startswith("dump_nccl"):
-            raise Unanswered("no handler", f"no handler {handler}")
-        return json.dumps(dump).encode() if handler.endswith("json") else pickle.dumps(dump)
-
-    monkeypatch.setattr(flight_recorder, "post", post)
-    capture = flight_record_of("/run/s")
-    assert (capture.record.value is not None) == known
-    assert (capture.record.missing, capture.json.note) == (("", "") if known else (flight_recorder.NCCL_ONLY,) * 2)
-    assert capture.json.value is not None, "what it said is kept"
-
-
 def served(monkeypatch: pytest.MonkeyPatch, answers: dict[str, bytes], listed: bytes = b"") -> None:
     """A worker server with these handlers."""
 
@@ -236,6 +220,19 @@ def served(monkeypatch: pytest.MonkeyPatch, answers: dict[str, bytes], listed: b
 
     monkeypatch.setattr(flight_recorder, "post", post)
     monkeypatch.setattr(flight_recorder, "names", lambda path, deadline_s: listed)
+
+
+@pytest.mark.parametrize(("dump", "known"), [({"version": "2.4", "entries": []}, False), (NCCL, True)])
+def test_a_server_that_knows_nccl_only(monkeypatch: pytest.MonkeyPatch, dump: dict[str, Any], known: bool) -> None:
+    """torch 2.6 and 2.9: an empty record where NCCL has no group says nothing of what gloo does."""
+    served(
+        monkeypatch,
+        {"dump_nccl_trace_json": json.dumps(dump).encode(), "dump_nccl_trace_pickle": pickle.dumps(dump)},
+    )
+    capture = flight_record_of("/run/s")
+    assert (capture.record.value is not None) == known
+    assert (capture.record.missing, capture.json.note) == (("", "") if known else (flight_recorder.NCCL_ONLY,) * 2)
+    assert capture.json.value is not None, "what it said is kept"
 
 
 EMPTY = {"version": "2.10", "entries": []}
