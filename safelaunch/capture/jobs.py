@@ -19,9 +19,9 @@ from safelaunch.beacon.layout import OF_A_RANK, TASKS, numbers_in
 from safelaunch.capture import sockets
 from safelaunch.capture.memory import Memory
 from safelaunch.capture.node import parse_environ
-from safelaunch.capture.result import gather, within
+from safelaunch.capture.result import gather, within_or
 from safelaunch.system import procstat
-from safelaunch.system.errors import CaptureError, UsageError
+from safelaunch.system.errors import UsageError
 from safelaunch.system.files import text_of
 
 READ_DEADLINE_S = 5.0
@@ -234,18 +234,12 @@ def is_spawned(pid: int) -> bool:
 
 def command_of(pid: int) -> tuple[str, ...]:
     """Empty where its memory is locked in the kernel."""
-    try:
-        text = within(MAPS_DEADLINE_S, "cmdline", lambda: text_of(f"/proc/{pid}/cmdline"))
-    except CaptureError:
-        return ()
+    text = within_or("", MAPS_DEADLINE_S, "cmdline", lambda: text_of(f"/proc/{pid}/cmdline"))
     return tuple(text.split("\0")[:-1])
 
 
 def packages_of(pid: int) -> str:
     """The directory of the packages from which a process has loaded torch; empty where it has not."""
-    try:
-        text = within(MAPS_DEADLINE_S, "maps", lambda: Path(f"/proc/{pid}/maps").read_text("utf-8", "replace"))
-    except (CaptureError, OSError):
-        return ""
+    text = within_or("", MAPS_DEADLINE_S, "maps", lambda: text_of(f"/proc/{pid}/maps"))
     found = re.search(r"(/\S.*)/torch/lib/libtorch", text)
     return found[1] if found else ""

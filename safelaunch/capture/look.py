@@ -23,7 +23,7 @@ from safelaunch.job import process
 from safelaunch.model import ProcessEvidence, ProcessState, StackSample
 from safelaunch.system.errors import CaptureError
 
-from .result import NO_ANSWER, Result, within
+from .result import NO_ANSWER, Result, within_or
 
 T = TypeVar("T")
 
@@ -103,7 +103,9 @@ def take(targets: Sequence[Target], *, deadline_s: float) -> Look:
     A rank's main process has up to half of that, but 3 seconds where there are as many; its children have the rest.
     """
     begin = time.monotonic()
-    table, locks = process.process_table(), _locks_of_the_node(deadline_s)
+    table = process.process_table()
+    # Where these can't be read in time, each process is asked for its own, and says so if it is late.
+    locks = within_or(None, deadline_s / 4, "the file locks", waits.lock_table)
     until = begin + deadline_s - RETURN_S
     calls = [partial(_rank, target, table, locks, deadline_s, until) for target in targets]
     results = gather(calls, deadline_s=deadline_s)
@@ -175,14 +177,6 @@ def _with_ends(ranks: dict[int, RankLook], table: Iterable[int], deadline_s: flo
     return {number: rank.with_each(known) for number, rank in ranks.items()}
 
 
-def _locks_of_the_node(deadline_s: float) -> tuple[waits.Held, ...] | None:
-    """None where they cannot be read in time: then each process is asked for its own, and says so if it is late."""
-    try:
-        return within(deadline_s / 4, "the file locks", waits.lock_table)
-    except CaptureError:
-        return None
-
-
 def _rank(
     target: Target,
     table: process.Table,
@@ -217,10 +211,7 @@ def _with_polled_lock(state: ProcessState, stack: Result[StackSample]) -> Proces
     main = stack.value.main_thread if stack.value is not None else None
     if main is None or not main.lock_file:
         return state
-    try:
-        lock = within(LOCK_DEADLINE_S, "a file lock", lambda: waits.lock_on(state.pid, main.lock_file))
-    except CaptureError:
-        return state
+    lock = within_or(None, LOCK_DEADLINE_S, "a file lock", lambda: waits.lock_on(state.pid, main.lock_file))
     known = lock is None or any((one.path, one.pid) == (lock.path, lock.pid) for one in state.locks)
     return state if lock is None or known else msgspec.structs.replace(state, locks=(*state.locks, lock))
 

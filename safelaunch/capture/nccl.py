@@ -16,10 +16,11 @@ import msgspec
 
 from safelaunch.capture import sockets
 from safelaunch.capture.node import environment_of
-from safelaunch.capture.result import Result, attempt, left, within
+from safelaunch.capture.result import Result, attempt, left, within_or
 from safelaunch.model import NcclCommunicator, NcclLog, NcclProcess, NcclState, NcclWitness
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
+from safelaunch.system.files import text_of
 
 # --- the RAS service --------------------------------------------------------------------------------------------------
 # The service listens on localhost, port 28028, or where ``NCCL_RAS_ADDR`` says; its protocol is lines of text. All
@@ -53,10 +54,7 @@ def ask(
     ``libraries``: NCCL's version as Flight Recorders give it. ``spare``: why no process of the job may crash of the
     question, if that would do harm. Never raises.
     """
-    try:
-        found = within(1.0, "/proc/<pid>/maps", lambda: _loaded(pids))
-    except CaptureError:
-        return None
+    found = within_or(None, 1.0, "/proc/<pid>/maps", lambda: _loaded(pids))
     if found is None:
         return None
     pid, library = found
@@ -93,10 +91,8 @@ def _allow(version: Version, spare: str) -> None:
 def _loaded(pids: Sequence[int]) -> tuple[int, str] | None:
     """The first process that has loaded NCCL, and from which file."""
     for pid in pids[:_MOST_PIDS]:
-        with suppress(OSError):
-            found = re.search(rf"\S*/{re.escape(LIBRARY)}\S*", Path(f"/proc/{pid}/maps").read_text("utf-8", "replace"))
-            if found:
-                return pid, found[0]
+        if found := re.search(rf"\S*/{re.escape(LIBRARY)}\S*", text_of(f"/proc/{pid}/maps")):
+            return pid, found[0]
     return None
 
 

@@ -13,11 +13,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from msgspec import structs
 
 from safelaunch.capture import cgroups, command, gpu
 from safelaunch.capture.result import Result, attempt, within
@@ -27,6 +25,7 @@ from safelaunch.system.files import text_of
 from safelaunch.system.redaction.redact import shown_env
 
 DEADLINE_S = 6.0  # of each source
+Kills = Mapping[str, Mapping[str, int | None] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Subject:
     pid: int | None = None
     code_roots: tuple[str, ...] = ()
     env: Result[dict[str, str]] | None = None
-    kills: Mapping[str, Mapping[str, int | None] | None] = field(default_factory=dict)
+    kills: Kills = field(default_factory=dict)
 
 
 def sources() -> Mapping[str, Callable[[Subject], Result[Any] | None]]:
@@ -49,16 +48,9 @@ def sources() -> Mapping[str, Callable[[Subject], Result[Any] | None]]:
         "kernel_log": lambda _: kernel_log(deadline_s=DEADLINE_S),
         "pressure": lambda _: pressure(),
         "versions": lambda asked: versions(asked.code_roots, pid=asked.pid),
-        "resources": _resources_with_kills,
+        "resources": lambda asked: resources(pid=asked.pid, kills=asked.kills),
         "env": lambda asked: asked.env,
     }
-
-
-def _resources_with_kills(asked: Subject) -> Result[Resources]:
-    found = resources(pid=asked.pid)
-    if found.value is None:
-        return found
-    return replace(found, value=structs.replace(found.value, out_of_memory_kills=dict(asked.kills)))
 
 
 # Packages whose versions matter for a hang, if installed.
@@ -108,7 +100,9 @@ def versions(
     return attempt("package metadata", read)
 
 
-def resources(*, pid: int | None = None, cwd: str | None = None, deadline_s: float = 3.0) -> Result[Resources]:
+def resources(
+    *, pid: int | None = None, cwd: str | None = None, kills: Kills | None = None, deadline_s: float = 3.0
+) -> Result[Resources]:
     """Memory, load, disks, network and limits of this node and of ``pid``'s cgroup; never raises.
 
     ``disks`` holds ``/dev/shm``, ``/tmp`` and ``cwd`` with total, used and free bytes, or the reason for having none: a
@@ -128,6 +122,7 @@ def resources(*, pid: int | None = None, cwd: str | None = None, deadline_s: flo
             limits=parse_limits(text_of(f"/proc/{pid}/limits")) if pid is not None else {},
             network=_network_within(min(1.0, deadline_s / 3)),
             disks={one: _disk(one, min(each_s, deadline_s - (time.monotonic() - begin))) for one in places},
+            out_of_memory_kills=dict(kills or {}),
         )
 
     return attempt("/proc, cgroup, statvfs", read)

@@ -84,6 +84,14 @@ def within(deadline_s: float, what: str, source: Callable[[], T]) -> T:
     return values[0]
 
 
+def within_or(default: T, deadline_s: float, what: str, source: Callable[[], T]) -> T:
+    """As ``within``, and ``default`` where there is no answer, or none may be read."""
+    try:
+        return within(deadline_s, what, source)
+    except (CaptureError, OSError):
+        return default
+
+
 def left(until: float) -> float:
     """The seconds until then (CLOCK_MONOTONIC), as the next step's limit. Raises TimeoutError if there are none."""
     seconds = until - time.monotonic()
