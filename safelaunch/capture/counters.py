@@ -17,6 +17,7 @@ from pathlib import Path
 from safelaunch.capture import proc, sockets
 from safelaunch.job.process import Table, process_table
 from safelaunch.system import procstat
+from safelaunch.system.files import link_of
 
 MAX_THREADS = 8192  # of all ranks together
 MAX_DESCRIPTORS = 1 << 16
@@ -84,8 +85,8 @@ def read(pids: Collection[int], before: Counters | None = None) -> Counters:
         with suppress(OSError):
             found.update(reader.tree(rank))
     connections = sockets.tcp_bytes()
-    here = ("", _namespace(os.getpid()))
-    if connections is None or any(_namespace(pid) not in here for pid in pids):
+    here = ("", link_of("/proc/self/ns/net"))
+    if connections is None or any(link_of(f"/proc/{pid}/ns/net") not in here for pid in pids):
         reader.partial, connections = True, connections or {}
     owned = reader.owned(connections, found)
     found = {key: replace(one, sockets=owned.get(key, {})) for key, one in found.items()}
@@ -211,17 +212,9 @@ def _faults(pid: int, without: Collection[int]) -> int:
 
 def _inodes(pid: int, descriptors: list[str]) -> Iterator[int]:
     for name in descriptors:
-        with suppress(OSError, ValueError):  # closed meanwhile
-            target = os.readlink(f"/proc/{pid}/fd/{name}")  # noqa: PTH115
-            if target.startswith("socket:["):
-                yield int(target[8:-1])
-
-
-def _namespace(pid: int) -> str:
-    try:
-        return os.readlink(f"/proc/{pid}/ns/net")  # noqa: PTH115
-    except OSError:
-        return ""
+        target = link_of(f"/proc/{pid}/fd/{name}")
+        if target.startswith("socket:["):
+            yield int(target[8:-1])
 
 
 def _rdma_bytes() -> int:

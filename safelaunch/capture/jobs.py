@@ -10,7 +10,6 @@ import os
 import pwd
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from safelaunch.capture.node import parse_environ
 from safelaunch.capture.result import gather, within_or
 from safelaunch.system import procstat
 from safelaunch.system.errors import UsageError
-from safelaunch.system.files import text_of
+from safelaunch.system.files import link_of, text_of
 
 READ_DEADLINE_S = 5.0
 MAPS_DEADLINE_S = 1.0
@@ -221,9 +220,7 @@ def _read(pid: int) -> Process | None:
     found = Process(pid, stat.ppid, stat.start_ticks, user, env)
     if _rank_of(found) is None and packages_of(pid):  # Ray's workers, say, are told later
         found = replace(found, env={**env, **Memory(pid).environment()})
-    with suppress(OSError):
-        return replace(found, network=os.readlink(place / "ns/net"))  # noqa: PTH115 - text
-    return found
+    return replace(found, network=link_of(place / "ns/net"))
 
 
 def is_spawned(pid: int) -> bool:

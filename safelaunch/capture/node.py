@@ -21,7 +21,7 @@ from safelaunch.capture import cgroups, command, gpu
 from safelaunch.capture.result import Result, attempt, within
 from safelaunch.model import Resources
 from safelaunch.system.errors import CaptureError
-from safelaunch.system.files import text_of
+from safelaunch.system.files import link_of, text_of
 from safelaunch.system.redaction.redact import shown_env
 
 DEADLINE_S = 6.0  # of each source
@@ -111,7 +111,7 @@ def resources(
 
     def read() -> Resources:
         begin = time.monotonic()
-        home = cwd or (_link(f"/proc/{pid}/cwd") if pid is not None else "")
+        home = cwd or (link_of(f"/proc/{pid}/cwd") if pid is not None else "")
         places = [place for place in ("/dev/shm", "/tmp", home) if place]
         each_s = deadline_s / len(places)
         return Resources(
@@ -164,7 +164,7 @@ def torch_build(version_py: str) -> dict[str, str]:
 def _versions(code_roots: list[str], pid: int | None) -> dict[str, str]:
     paths = code_roots or sys.path
     found: dict[str, str] = {"system": _os_name(), "kernel": platform.release(), "machine": platform.machine()}
-    executable = _link(f"/proc/{pid}/exe") if pid is not None else sys.executable
+    executable = link_of(f"/proc/{pid}/exe") if pid is not None else sys.executable
     python = re.search(r"python(\d+\.\d+)", " ".join([executable or "", *code_roots]))
     if pid is None and not code_roots:
         found["python"] = platform.python_version()
@@ -239,13 +239,6 @@ def _counted(folder: Path, names: Sequence[str]) -> dict[str, int]:
 def _os_name() -> str:
     name = re.search(r"^PRETTY_NAME=\"?([^\"\n]+)", text_of("/etc/os-release"), re.MULTILINE)
     return name[1] if name else platform.system()
-
-
-def _link(path: str) -> str:
-    try:
-        return str(Path(path).readlink())
-    except OSError:
-        return ""
 
 
 # --- the kernel log ---------------------------------------------------------------------------------------------------

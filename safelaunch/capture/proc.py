@@ -29,6 +29,7 @@ from safelaunch.job.process import ProcessId
 from safelaunch.model import FileLock, ProcessState, StackSample, ThreadState
 from safelaunch.system import procstat
 from safelaunch.system.errors import CaptureError
+from safelaunch.system.files import link_of
 from safelaunch.verdict.reading.kernel import kind_of
 
 _MAX_PATH = 4096
@@ -278,9 +279,8 @@ def _target(pid: int, name: str, arguments: tuple[int, ...]) -> _Target:
         return _Target(words=raw.decode("utf-8", "replace") if ended else "")
     if fd is None or not 0 <= fd < 1 << 24:
         return _Target()
-    try:
-        target = str(Path(f"/proc/{pid}/fd/{fd}").readlink())
-    except OSError:
+    target = link_of(f"/proc/{pid}/fd/{fd}")
+    if not target:
         return _Target(fd)
     holder, *sharers = (waits.holders(pid, fd) if name in waits.CALLS else ()) or (None,)
     if holder is not None:

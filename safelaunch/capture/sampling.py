@@ -26,6 +26,7 @@ from safelaunch.model import Frame
 from safelaunch.model.recording import Numbers, ProcessRecord, ThreadRecord
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
+from safelaunch.system.files import link_of
 
 FASTEST_HZ, SLOWEST_HZ = 20, 1
 SAMPLE_CPU_S = 0.0006
@@ -75,10 +76,7 @@ def children_of(pid: int, table: Table | None = None) -> list[Sampled]:
 
 
 def _runs_python(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/exe").readlink().name.startswith("python")
-    except OSError:
-        return False
+    return Path(link_of(f"/proc/{pid}/exe")).name.startswith("python")
 
 
 def sample(

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from safelaunch.model import OtherEnd, ProcessState, ThreadState
 from safelaunch.system import procstat
-from safelaunch.system.files import text_of
+from safelaunch.system.files import link_of, text_of
 
 MAX_TABLE_BYTES = 4 << 20  # on a node with tens of thousands of connections, stop rather than read for seconds
 
@@ -97,7 +97,7 @@ def descriptors(pid: int) -> Iterator[tuple[Path, str]]:
         with os.scandir(f"/proc/{pid}/fd") as entries:
             for entry in entries:
                 path = Path(entry.path)
-                yield path, _target(path)
+                yield path, link_of(path)
     except OSError:
         return
 
@@ -254,13 +254,6 @@ def _rows(table: str) -> Iterator[list[str]]:
     return (fields for line in table.splitlines()[1:] if len(fields := line.split()) > 9)
 
 
-def _target(path: Path) -> str:
-    try:
-        return os.fspath(path.readlink())
-    except OSError:
-        return ""  # closed meanwhile
-
-
 def find_resending(table: str) -> tuple[int, ...]:
     """The inodes in ``/proc/net/tcp`` of established connections in which something is being sent again."""
     return tuple(
@@ -395,7 +388,7 @@ def _holders(wanted: frozenset[Wanted], own: Collection[int], pids: Iterable[int
     found: dict[Wanted, dict[int, OtherEnd]] = {one: {} for one in wanted}
     mine: set[str] = set()  # of the job's processes: through these, a descriptor may have been given away
     seen: set[str] = set()
-    given = {_target(Path(f"/proc/self/fd/{number}")) for number in range(3)}  # to safelaunch, and on to the job
+    given = {link_of(f"/proc/self/fd/{number}") for number in range(3)}  # to safelaunch, and on to the job
     hidden, rings = False, set[int]()
     began = min((one.start_ticks for one in map(procstat.read, own) if one is not None), default=0)
     groups = {_group(pid) for pid in own}
@@ -452,8 +445,8 @@ def _are_closed(own: Collection[int], mine: Collection[str], seen: Collection[st
     """Whether nobody out of sight has been given a descriptor by a process of the job: none is under way in a Unix
     socket, and none of ``mine``, which they have, leads to such a socket that is not among those ``seen``.
     """
-    found, network = unix_sockets(), _target(Path("/proc/self/ns/net"))
-    if found is None or {_target(Path(f"/proc/{pid}/ns/net")) for pid in own} - {network, ""}:
+    found, network = unix_sockets(), link_of("/proc/self/ns/net")
+    if found is None or {link_of(f"/proc/{pid}/ns/net") for pid in own} - {network, ""}:
         return False
     unread = (one.peer for one in found.values() if one.unread)
     if not all(f"socket:[{peer}]" in seen and f"socket:[{peer}]" not in mine for peer in unread):

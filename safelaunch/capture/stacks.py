@@ -26,7 +26,7 @@ from safelaunch.job.process import ProcessId, identify
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
-from safelaunch.system.files import text_of
+from safelaunch.system.files import link_of, text_of
 from safelaunch.system.printable import clean
 from safelaunch.verdict.reading.frames import is_library
 from safelaunch.verdict.reading.kernel import WRITES
@@ -368,10 +368,6 @@ def tracing_facts(pid: int) -> Facts:
     effective = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
     target = re.search(r"^Uid:\s*\d+\s+(\d+)", text_of(Path(f"/proc/{pid}/status")), re.MULTILINE)
     yama = text_of(Path("/proc/sys/kernel/yama/ptrace_scope")).strip()
-    try:
-        executable = Path(f"/proc/{pid}/exe").readlink().name
-    except OSError:
-        executable = ""
     return Facts(
         alive=target is not None,
         same_user=target is not None and int(target[1]) == os.geteuid(),
@@ -379,7 +375,7 @@ def tracing_facts(pid: int) -> Facts:
         yama=int(yama) if yama.isdigit() else None,
         container=Path("/.dockerenv").exists()
         or bool(re.search("docker|kubepods|containerd", text_of(Path("/proc/1/cgroup")))),
-        executable=executable,
+        executable=Path(link_of(f"/proc/{pid}/exe")).name,
     )
 
 
