@@ -227,48 +227,31 @@ def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting) -> Thre
     wchan = optional("wchan")
     number, arguments = call if call else (None, ())
     name = waits.name_of(number) if number is not None else ""
-    is_futex = name == "futex"
-    target = _Target(words=resting.shared_futex(arguments)) if is_futex else _target(pid, name, arguments)
-    ends_s = waits.ends_s(name, arguments, Memory(pid).read)
     io, scheduled = parse_io(optional("io")), parse_schedstat(optional("schedstat"))
-    return ThreadState(
+    thread = ThreadState(
         tid=tid,
         name=stat.name,
         state=stat.state,
         wchan="" if wchan == "0" else wchan,
         syscall=number,
         syscall_name=name,
-        fd=target.fd,
-        fd_target=target.words,
+        fd_target=resting.shared_futex(arguments) if name == "futex" else "",
         cpu_ms=stat.cpu_ms,
         io_bytes=sum(io) if io is not None else None,
         written_bytes=io[1] if io is not None else None,
         queued_ms=scheduled[0] if scheduled is not None else None,
         slices=scheduled[1] if scheduled is not None else None,
-        ends_s=ends_s,
-        locked_by=target.locked_by,
-        lock_sharers=target.lock_sharers,
-        times_out=target.times_out,
-        inode=target.inode,
+        ends_s=waits.ends_s(name, arguments, Memory(pid).read),
         child=waits.child_of(name, arguments),
         rests_in=resting.rests_in(text),
         started_ns=time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + stat.start_ticks * procstat.TICK_NS,
     )
+    return _with_target(thread, pid, arguments)
 
 
-class _Target(NamedTuple):
-    """What a call works on: a descriptor, or a path. ``inode``: of a pipe or socket."""
-
-    fd: int | None = None
-    words: str = ""
-    locked_by: int | None = None
-    inode: int | None = None
-    lock_sharers: tuple[int, ...] = ()
-    times_out: bool = False
-
-
-def _target(pid: int, name: str, arguments: tuple[int, ...]) -> _Target:
-    fd: int | None = None
+def _with_target(thread: ThreadState, pid: int, arguments: tuple[int, ...]) -> ThreadState:
+    """With what its call works on: a descriptor, or a path."""
+    name, fd = thread.syscall_name, None
     if name in waits.FD_FIRST:
         fd = arguments[0] & 0xFFFFFFFF
     elif name in ("poll", "ppoll") and arguments[1] == 1:  # one descriptor: a read or connect with a timeout
@@ -276,22 +259,26 @@ def _target(pid: int, name: str, arguments: tuple[int, ...]) -> _Target:
         fd = struct.unpack("=i", pollfd)[0] if len(pollfd) == 4 else None
     elif name in waits.PATH_ARGUMENT:
         raw, ended, _ = Memory(pid).read(arguments[waits.PATH_ARGUMENT[name]], _MAX_PATH).partition(b"\0")
-        return _Target(words=raw.decode("utf-8", "replace") if ended else "")
+        return structs.replace(thread, fd_target=raw.decode("utf-8", "replace") if ended else "")
     if fd is None or not 0 <= fd < 1 << 24:
-        return _Target()
+        return thread
     target = link_of(f"/proc/{pid}/fd/{fd}")
     if not target:
-        return _Target(fd)
+        return structs.replace(thread, fd=fd)
     holder, *sharers = (waits.holders(pid, fd) if name in waits.CALLS else ()) or (None,)
     if holder is not None:
         target += f", locked by pid {holder}{waits.program(holder)}"
-    times_out = False
     found = re.fullmatch(r"(socket|pipe):\[(\d+)\]", target)
-    inode = int(found[2]) if found else None
-    if found and found[1] == "socket":
-        target = sockets.describe(pid, int(found[2]))
-        times_out = sockets.times_out(pid, fd)
-    return _Target(fd, target, holder, inode, tuple(sharers), times_out)
+    is_socket = found is not None and found[1] == "socket"
+    return structs.replace(
+        thread,
+        fd=fd,
+        fd_target=sockets.describe(pid, int(found[2])) if found and is_socket else target,
+        locked_by=holder,
+        lock_sharers=tuple(sharers),
+        times_out=is_socket and sockets.times_out(pid, fd),
+        inode=int(found[2]) if found else None,
+    )
 
 
 def _text(path: Path) -> str:
