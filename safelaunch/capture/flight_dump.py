@@ -393,11 +393,9 @@ def _key_of(row: _Row) -> tuple[_Row, _Row, _Row] | None:
 
 def _groups(config: object, known: dict[str, tuple[int, ...]], damaged: set[str]) -> dict[str, tuple[int, ...]]:
     """The groups of ``pg_config``. ``known``: text → ranks of the other dumps: thousands of ranks have the same."""
-    if not _is_table(config, _MAX_GROUPS):
-        damaged.add("pg_config")
     groups: dict[str, tuple[int, ...]] = {}
     by_list: dict[int, tuple[int, ...] | None] = {}  # a pickle may refer to one list many times
-    for key, value in list(config.items())[:_MAX_GROUPS] if isinstance(config, dict) else ():
+    for key, value in _pairs("pg_config", config, damaged):
         ranks = value.get("ranks") if isinstance(value, dict) else None
         if isinstance(ranks, str) and ranks in known:
             members: tuple[int, ...] | None = known[ranks]
@@ -412,8 +410,11 @@ def _groups(config: object, known: dict[str, tuple[int, ...]], damaged: set[str]
     return groups
 
 
-def _is_table(value: object, most: int) -> bool:
-    return value is None or (isinstance(value, dict) and len(value) <= most)
+def _pairs(name: str, table: object, damaged: set[str]) -> list[tuple[Any, Any]]:
+    """What the dump says by group, of a bounded number of them."""
+    if not (table is None or (isinstance(table, dict) and len(table) <= _MAX_GROUPS)):
+        damaged.add(name)
+    return list(table.items())[:_MAX_GROUPS] if isinstance(table, dict) else []
 
 
 def _ranks(ranks: object) -> tuple[int, ...] | None:
@@ -436,7 +437,7 @@ def _status(status: object, names: dict[str, str], damaged: set[str]) -> dict[st
     A group without an entry has only that number, which says nothing.
     """
     found = {}
-    for key, value in list(status.items())[:_MAX_GROUPS] if isinstance(status, dict) else ():
+    for key, value in _pairs("pg_status", status, damaged):
         if not isinstance(value, dict):
             damaged.add("pg_status")
         elif text_of(key) in names:
@@ -445,8 +446,6 @@ def _status(status: object, names: dict[str, str], damaged: set[str]) -> dict[st
                 damaged.add("pg_status")
                 continue
             found[names[text_of(key)]] = GroupStatus(*(integer(number, -1) for number in numbers))
-    if not _is_table(status, _MAX_GROUPS):
-        damaged.add("pg_status")
     return found
 
 

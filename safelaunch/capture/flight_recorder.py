@@ -72,10 +72,10 @@ def flight_record_of(
     else:
         unasked = Result[bytes](None, PICKLE_HANDLERS[0], 0.0, missing="not asked, because the GIL is not free")
         as_pickle = (unasked, None, unasked.missing)
-    record, note = (as_pickle[1], "") if as_pickle[1] is not None else (as_json[1], "without frames")
+    raw, record, _ = as_pickle if as_pickle[1] is not None else as_json
     if record is not None:
-        how = (as_pickle if as_pickle[1] is not None else as_json)[0].how
-        return FlightCapture(Result(record, how, 0.0, note=note), as_json[0], as_pickle[0])
+        note = "" if as_pickle[1] is not None else "without frames"
+        return FlightCapture(Result(record, raw.how, 0.0, note=note), as_json[0], as_pickle[0])
     missing = "; ".join(dict.fromkeys(filter(None, (as_pickle[2], as_json[2]))))
     return FlightCapture(Result(None, as_json[0].how, 0.0, missing=missing), as_json[0], as_pickle[0])
 

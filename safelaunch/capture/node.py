@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,8 @@ def versions(
     ``code_roots``: the rank's package directories according to its beacon; empty: those of this process. ``pid``: the
     rank, whose ``exe`` link names its interpreter.
     """
-
-    def read() -> dict[str, str]:
-        return within(deadline_s, "versions", lambda: _versions(list(code_roots), pid))
-
-    return attempt("package metadata", read)
+    bounded = partial(within, deadline_s, "versions", lambda: _versions(list(code_roots), pid))
+    return attempt("package metadata", bounded)
 
 
 def resources(
