@@ -19,7 +19,7 @@ from . import imports, layout, lifeline, log, marks, page
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from typing import Any
 
 MOST_OF_ERROR = 500  # characters
@@ -35,12 +35,9 @@ class Stopped(Exception):
 @log.guarded
 def start(run_dir: str, role: str) -> None:
     """Starts the beacon in the torchrun agent."""
-    global _words, _supervisor
     log.run_dir = run_dir
-    _supervisor = int(os.environ.get("SAFELAUNCH_SUPERVISOR_PID", "0"))
     lifeline.watch(run_dir, layout.AGENT_ROLE)
-    _, _words = page.create(os.path.join(run_dir, layout.AGENT_PAGE))
-    _words[layout.READY] = layout.MAGIC
+    _create_page()
     _report_own_end()
     imports.after_import("torch.distributed.elastic.multiprocessing.api", _wrap_context)
 
@@ -51,8 +48,6 @@ def start_with_first_workers(module: Any) -> None:
 
     Under ``safelaunch exec``, that call is what identifies a launcher.
     """
-    global _supervisor
-    _supervisor = int(os.environ.get("SAFELAUNCH_SUPERVISOR_PID", "0"))
     context = module.PContext
     original = context.start
 
@@ -66,12 +61,17 @@ def start_with_first_workers(module: Any) -> None:
 
 @log.guarded
 def _become_launcher(module: Any) -> None:
-    global _words
     marks.set_launcher()
     lifeline.watch(log.run_dir, "launcher")
+    _create_page()
+    _wrap_context(module)
+
+
+def _create_page(supervisor: int = 0) -> None:
+    global _words, _supervisor
+    _supervisor = supervisor or int(os.environ.get("SAFELAUNCH_SUPERVISOR_PID", "0"))
     _, _words = page.create(os.path.join(log.run_dir, layout.AGENT_PAGE))
     _words[layout.READY] = layout.MAGIC
-    _wrap_context(module)
 
 
 def attach(
@@ -82,10 +82,8 @@ def attach(
     ``module``: torch's. While ``asks_to_stop()`` is true, a look at the workers raises ``Stopped``. ``stopping`` is
     called when a signal or an interrupt ends the launch, before that ends the workers.
     """
-    global _words, _supervisor
-    log.run_dir, _supervisor = run_dir, supervisor
-    _, _words = page.create(os.path.join(run_dir, layout.AGENT_PAGE))
-    _words[layout.READY] = layout.MAGIC
+    log.run_dir = run_dir
+    _create_page(supervisor)
     context = module.PContext
     before = context.start, context.wait, context.close
     _wrap_context(module)
@@ -137,12 +135,7 @@ def _append_event(event: str, **values: object) -> None:
     import json
 
     line = json.dumps({"event": event, "time_unix_s": time(), **values}) + "\n"
-    path = os.path.join(log.run_dir, layout.EVENTS)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, line.encode())
-    finally:
-        os.close(fd)
+    page.append(os.path.join(log.run_dir, layout.EVENTS), line.encode())
 
 
 @log.guarded
@@ -173,31 +166,22 @@ def _rank(context: Any, local_rank: int) -> str:
     return str(context.envs[local_rank].get("RANK", local_rank))
 
 
+def _env(context: Any) -> Mapping[str, str]:
+    """The variables of one of its ranks, for those that are the same in all. The kernel may have chosen MASTER_PORT."""
+    return next(iter(context.envs.values()), {})
+
+
 def _attempt(context: Any) -> int:
-    for env in context.envs.values():
-        return int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return 0
-
-
-def _master_port(context: Any) -> str:
-    """Returns MASTER_PORT as the ranks have it. The kernel may have chosen the port for torchrun."""
-    for env in context.envs.values():
-        return str(env.get("MASTER_PORT", ""))
-    return ""
-
-
-def _world_size(context: Any) -> int:
-    for env in context.envs.values():
-        return int(env.get("WORLD_SIZE", "0"))
-    return 0
+    return int(_env(context).get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 @log.guarded
 def _started(context: Any) -> None:
     workers = {_rank(context, local): [local, pid, page.start_ticks(pid)] for local, pid in context.pids().items()}
     _words[layout.ACK] = 0
-    about = {"attempt": _attempt(context), "master_port": _master_port(context), "world_size": _world_size(context)}
-    _append_event("started", **about, workers=workers)
+    env = _env(context)
+    where = {"master_port": str(env.get("MASTER_PORT", "")), "world_size": int(env.get("WORLD_SIZE", "0"))}
+    _append_event("started", attempt=_attempt(context), **where, workers=workers)
 
 
 def _exits(context: Any) -> dict[str, int]:
@@ -239,9 +223,6 @@ def _goodbye(context: Any) -> None:
     torchrun closes its workers with SIGTERM at every end; that somebody stops it is told by the exception on its way.
     """
     stopped = type(sys.exc_info()[1]).__name__ == "SignalException"
-    if stopped and any(_has_ranks_elsewhere(env) for env in context.envs.values()):
+    env = _env(context)
+    if stopped and env.get("WORLD_SIZE", "") != env.get("LOCAL_WORLD_SIZE", ""):  # there are ranks elsewhere
         page.wait_for_ack(_words, _supervisor, layout.GOODBYE_S)
-
-
-def _has_ranks_elsewhere(env: dict[str, str]) -> bool:
-    return env.get("WORLD_SIZE", "") != env.get("LOCAL_WORLD_SIZE", "")

@@ -9,7 +9,6 @@ file consists of fixed-size slots of text, each written in one operation.
 from __future__ import annotations
 
 import _thread  # for get_ident: importing threading takes a millisecond
-import mmap
 import os
 import sys
 import time
@@ -18,6 +17,7 @@ from . import log, page
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import mmap
     from types import CodeType
     from typing import Any
 
@@ -47,9 +47,7 @@ def install(path: str) -> None:
         return
     _libraries = (os.path.dirname(os.__file__), os.path.dirname(__file__))
     _main = _thread.get_ident()
-    with open(path, "w+b", opener=log.private) as file:
-        file.truncate(SLOTS * SLOT_BYTES)
-        _slots = mmap.mmap(file.fileno(), SLOTS * SLOT_BYTES)
+    _slots = page.mapped(path, SLOTS * SLOT_BYTES)
     page.keep(_slots)
     _tool = free[0]
     events = _monitoring.events

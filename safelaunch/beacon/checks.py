@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-import mmap
 import os
 import sys
 import weakref
@@ -177,12 +176,7 @@ class _Series:
         path = f"{_base}{layout.CHECK_SUFFIX}{_files}"
         _files += 1
         whole = 8 * (self._begin + slots * self._size)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, whole)
-            mapped = mmap.mmap(fd, whole)
-        finally:
-            os.close(fd)
+        mapped = page.mapped(path, whole)
         page.keep(mapped)
         mapped[8 * layout.CHECK_HEADER : 8 * layout.CHECK_HEADER + len(text)] = text
         words = memoryview(mapped).cast("q")

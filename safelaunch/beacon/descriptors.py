@@ -1,7 +1,11 @@
-"""Protects the worker server's socket and the GPU lease locks from scripts that close every descriptor, as daemons do.
+"""Holds the job's GPU leases, and protects descriptors from scripts that close every one, as daemons do.
 
-The server's C++ threads use the socket by its number. If the script closed it, one of its own connections could get the
-same number. Both would then read from that connection, and the process would abort at exit.
+Each rank locks the leases, so that the GPUs stay leased while any rank lives, even without a supervisor. The lock lasts
+as long as the process and the children that it forks (DataLoader workers), which hold GPU memory as well. Programs that
+the process executes do not inherit it.
+
+The worker server's C++ threads use its socket by its number. If the script closed it, one of its own connections could
+get the same number. Both would then read from that connection, and the process would abort at exit.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
+_TRIES = 50
 _protected: dict[int, int] = {}  # descriptor → inode
 _owner = 0
 _real_close = os.close
@@ -31,10 +36,13 @@ def protect_new_sockets(make: Callable[[], T]) -> T:
     return made
 
 
-def protect(descriptor: int) -> None:
-    """Makes ``os.close`` and ``os.closerange`` ignore ``descriptor``, which the script does not know about."""
-    _protected[descriptor] = os.fstat(descriptor).st_ino
-    _install()
+def hold(paths: str) -> None:
+    """Locks a byte of each file in ``paths`` (joined by ``os.pathsep``) until this process ends. Best effort."""
+    for path in filter(None, paths.split(os.pathsep)):
+        fd = _locked(path)
+        if fd >= 0:
+            _protected[fd] = os.fstat(fd).st_ino
+            _install()
 
 
 def _install() -> None:
@@ -93,3 +101,28 @@ def _closerange(fd_low: int, fd_high: int, /) -> None:
             _real_closerange(fd_low, descriptor)
             fd_low = descriptor + 1
     _real_closerange(fd_low, fd_high)
+
+
+def _locked(path: str) -> int:
+    """Opens ``path`` and locks a random byte of it. Returns the descriptor that holds the lock, or -1.
+
+    The lock is an exclusive lock of the open file description, which takes write permission (see ``leases.lease``).
+    Each rank locks a different byte, so all of them can hold the file.
+    """
+    import fcntl
+    import struct
+
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        for _ in range(_TRIES):
+            byte = int.from_bytes(os.urandom(5), "little")
+            try:
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+                return fd
+            except OSError:
+                continue  # another rank holds this byte
+    os.close(fd)
+    return -1

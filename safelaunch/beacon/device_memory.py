@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 
-from . import faults, imports, layout, log
+from . import imports, layout, log, page, replicas
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -90,10 +90,7 @@ def _record(base: str, known: dict[str, object]) -> None:
         lambda: figures.update(_write_snapshot(base + layout.SNAPSHOT_SUFFIX, snapshot) if _base else {}),
     ):
         log.guarded(step)()
-    partial = base + layout.MEMORY_SUFFIX + ".partial"
-    with open(partial, "wb", opener=log.private) as out:
-        out.write(_json(figures).encode())
-    os.rename(partial, base + layout.MEMORY_SUFFIX)
+    page.note(base + layout.MEMORY_SUFFIX, figures)
 
 
 def _statistics(stats: Mapping[str, int]) -> dict[str, object]:
@@ -143,13 +140,13 @@ def _write_snapshot(path: str, snapshot: dict[str, Any]) -> dict[str, object]:
     shorter = {**snapshot, "device_traces": [[] for _ in snapshot.get("device_traces", ())]}
     for one in (snapshot, shorter):
         try:
-            with open(path + ".partial", "wb", opener=log.private) as out:
+            with open(path + layout.PARTIAL, "wb", opener=page.private) as out:
                 dump(one, _Bounded(out))
         except _TooLargeError:
             continue
-        os.rename(path + ".partial", path)
+        os.rename(path + layout.PARTIAL, path)
         return {"snapshot": True}
-    os.unlink(path + ".partial")
+    os.unlink(path + layout.PARTIAL)
     return {}
 
 
@@ -175,68 +172,31 @@ class _Bounded:
 
 
 def _parameters() -> dict[str, object]:
-    """Of models that are sharded in part: how much of them each rank holds whole. Empty for other models.
-
-    The names of modules are not known to anything but their parents, so each root is walked through.
-    """
-    kind: Any = sys.modules["torch.nn"].Module
-    modules, sharding = [], {}
-    for one in gc.get_objects():
-        if kind in type(one).__mro__:
-            modules.append(one)
-        elif type(one).__name__ == "FSDPParam":
-            info = one._module_info
-            sharding[id(info.module), info.param_name] = one
-            for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-                sharding[id(module), name] = one
-    inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
-    sharded, whole = 0, {}
+    """Of models that are sharded in part: how much of them each rank holds whole. Empty for other models."""
+    modules = replicas.modules()
+    # While FSDP2 has gathered a module, the whole parameters take the place of the sharded ones.
+    fsdp2 = [one for one in gc.get_objects() if type(one).__name__ == "FSDPParam" and hasattr(one, "_unsharded_param")]
+    shards = {id(one._unsharded_param): one.sharded_param for one in fsdp2}
+    flat = {id(one) for module in modules if replicas.is_fsdp1(module) for one in module.parameters()}
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    sharded, whole = 0, dict[str, int]()
     for root in modules:
         if id(root) not in inner:
-            parts = {id(p): (name, p, size) for name, p, size in _parameters_of(root, "", False, sharding, set())}
-            of_root = [size for _, _, size in parts.values() if size is not None]
-            if of_root:
-                sharded += sum(of_root)
-                whole.update({name: _bytes(p) for name, p, size in parts.values() if size is None})
+            named = {
+                name: (one, _shard_bytes(shards.get(id(one), one), id(one) in flat))
+                for name, one in root.named_parameters()
+            }
+            here = [size for _, size in named.values() if size is not None]
+            if here:
+                sharded += sum(here)
+                whole |= {name: replicas.bytes_of(one) for name, (one, size) in named.items() if size is None}
     if not sharded:
         return {}
     top = sorted(whole.items(), key=lambda item: -item[1])[:MOST_NAMES]
     return {"sharded": sharded, "whole": sum(whole.values()), "whole_names": [name for name, _ in top]}
 
 
-def _parameters_of(
-    module: Any, prefix: str, below: bool, sharding: Mapping[tuple[int, str], Any], seen: set[int]
-) -> Iterator[tuple[str, Any, int | None]]:
-    """Name, parameter, and the bytes of this rank's shard; None for one that it holds whole.
-
-    While FSDP2 has gathered a module, its parameters are plain tensors; FSDP1 has all of those below its wrapper.
-    """
-    if module is None or id(module) in seen:
-        return
-    seen.add(id(module))
-    below = below or type(module).__name__ == "FullyShardedDataParallel"
-    for name, one in list(vars(module).get("_parameters", {}).items()):
-        if one is not None:
-            managed = sharding.get((id(module), name))
-            held = managed.sharded_param if managed is not None else one
-            local = getattr(held, "_local_tensor", None)
-            shards = local is not None and any("Shard" in type(p).__name__ for p in held.placements)
-            size = _bytes(local) if shards else _bytes(one) if below else None
-            yield prefix + name, one, size
-    for name, child in list(vars(module).get("_modules", {}).items()):
-        yield from _parameters_of(child, f"{prefix}{name}.", below, sharding, seen)
-
-
-def _bytes(tensor: Any) -> int:
-    return int(tensor.numel()) * int(tensor.element_size())
-
-
-def _json(value: object) -> str:
-    """The json module is slow to import, and the script may shadow it."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{faults.quoted(str(key))}:{_json(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_json, value)) + "]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value) if isinstance(value, int) else faults.quoted(str(value))
+def _shard_bytes(parameter: Any, is_flat: bool) -> int | None:
+    """The bytes of this rank's shard; None for a parameter that it holds whole. ``is_flat``: of FSDP1."""
+    cut = any("Shard" in type(one).__name__ for one in getattr(parameter, "placements", ()))
+    return replicas.bytes_of(parameter) if cut or is_flat else None

@@ -1,4 +1,9 @@
-"""Records how a rank fails: its stacks at a fatal signal, its first uncaught exception, the time of its exit."""
+"""Records how a rank ends: its stacks at a fatal signal, its first uncaught exception, the line that calls an exit.
+
+``sys.exit`` and ``os._exit`` leave no traceback. Both are wrapped: they behave as before, but first write the caller's
+stack to the run directory. A script may catch ``SystemExit``, so only the last call counts, and only if the process
+ended with that call's code.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,10 @@ from . import layout, log, marks, page
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import TracebackType
+    from types import FrameType, TracebackType
+    from typing import NoReturn
 
+MAX_FRAMES = 64  # of a call of exit
 PR_SET_PTRACER = 0x59616D61
 SIGTERM = 15  # importing signal costs a rank 2 ms
 YAMA = "/proc/sys/kernel/yama/ptrace_scope"
@@ -23,6 +30,8 @@ _supervisor = 0
 _words = memoryview(bytes(layout.SIZE)).cast("Q")
 _base = ""
 _previous_hook = sys.excepthook
+_real_exit = sys.exit
+_real_os_exit = os._exit
 _enabled_ours = False
 _fault_fd = -1
 _fault_file = (0, 0)
@@ -30,27 +39,20 @@ _fault_file = (0, 0)
 
 def install(base: str, words: memoryview, supervisor: int) -> None:
     """Installs the handlers of this rank. ``base``: its page's path. ``supervisor``: the pid that may trace it."""
-    global _owner, _supervisor, _words, _base, _previous_hook
+    global _owner, _supervisor, _words, _base, _previous_hook, _real_exit, _real_os_exit
     _owner, _supervisor, _words, _base = os.getpid(), supervisor, words, base
     log.guarded(_install_faulthandler)(base + layout.FAULT_SUFFIX)
     log.guarded(allow_tracing)()
     _previous_hook = sys.excepthook
     sys.excepthook = _excepthook
     atexit.register(_at_exit)
+    _real_exit, sys.exit = sys.exit, _exit
+    _real_os_exit, os._exit = os._exit, _os_exit
 
 
 def _install_faulthandler(path: str) -> None:
     global _enabled_ours, _fault_fd, _fault_file
-    import fcntl
-
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    # A high number keeps the file out of the way of scripts that close and reopen their low descriptors.
-    try:
-        high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 240)
-        os.close(fd)
-        fd = high
-    except OSError:
-        pass  # the limit on descriptors is low: keep the low number
+    fd = page.out_of_the_way(page.private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     _fault_fd, _fault_file = fd, _identity(fd)
     if not faulthandler.is_enabled():  # else PYTHONFAULTHANDLER is set: the user wants stderr
         faulthandler.enable(file=fd, all_threads=True)
@@ -76,8 +78,12 @@ def allow_tracing() -> None:
 
 
 def detach() -> None:
-    """Removes the handlers in a forked child, whose fatal signals must not write to its parent's file."""
+    """Removes the handlers in a forked child, which is not the rank: it must not write to its parent's files."""
     global _enabled_ours
+    if sys.exit is _exit:
+        sys.exit = _real_exit
+    if os._exit is _os_exit:
+        os._exit = _real_os_exit
     faulthandler.unregister(SIGTERM)
     if _enabled_ours:
         faulthandler.disable()
@@ -98,27 +104,32 @@ def _excepthook(kind: type[BaseException], value: BaseException, traceback: Trac
         traceback = value.__traceback__
     _note_exception(kind, value, traceback)
     _previous_hook(kind, value, traceback)
-    _note_memory(value)
-    # Wait until the supervisor has looked at the peers: once this rank closes its connections, they fail as well.
-    if os.getpid() == _owner and issubclass(kind, Exception):
-        log.guarded(page.wait_for_ack)(_words, _supervisor)
+    _end_with(value)
 
 
 def raised(value: Exception) -> None:
     """Records the exception that ends this rank's function: torch's workers catch it, so no hook will see it."""
     _note_exception(type(value), value, value.__traceback__)
-    _note_memory(value)
-    if os.getpid() == _owner:
+    _end_with(value)
+
+
+def _end_with(value: BaseException) -> None:
+    """Records where the memory of the GPU is, if the exception says that it is used up, and waits for the supervisor.
+
+    Until that has looked at the peers: once this rank closes its connections, they fail as well.
+    """
+    if os.getpid() != _owner:
+        return
+    if type(value).__name__ == "OutOfMemoryError":
+        log.guarded(_note_memory)(value)
+    if isinstance(value, Exception):
         log.guarded(page.wait_for_ack)(_words, _supervisor)
 
 
-@log.guarded
 def _note_memory(value: BaseException) -> None:
-    """Records where the memory of the GPU is, if the exception says that it is used up."""
-    if os.getpid() == _owner and type(value).__name__ == "OutOfMemoryError":
-        from . import device_memory
+    from . import device_memory
 
-        device_memory.raised(_base, value)
+    device_memory.raised(_base, value)
 
 
 @log.guarded
@@ -128,22 +139,24 @@ def _note_exception(kind: type[BaseException], value: BaseException, traceback: 
         # Importing json or traceback runs one. Besides, an interrupt is not a fault of the rank's code.
         return
     _words[layout.EXCEPTION_NS] = monotonic_ns()
-    frames: list[str] = []
+    frames: list[dict[str, object]] = []
     while traceback is not None:
-        code = traceback.tb_frame.f_code
-        file = quoted(log.absolute(code.co_filename))
-        frames.append(f'{{"file":{file},"line":{traceback.tb_lineno or 0},"function":{quoted(code.co_name)}}}')
+        frames.append(_frame(traceback.tb_frame, traceback.tb_lineno))
         traceback = traceback.tb_next
-    name = f"{kind.__module__}.{kind.__qualname__}" if kind.__module__ != "builtins" else kind.__qualname__
-    record = (
-        f'{{"type":{quoted(name)},"message":{quoted(_text_of(value)[:4096])},"time_unix_s":{time()!r},'
-        f'"frames":[{",".join(reversed(frames))}],"text":{quoted(_formatted(value)[-32768:])}}}'
-    )
-    partial = _base + layout.EXCEPTION_SUFFIX + ".partial"
-    with open(partial, "wb") as out:
-        out.write(record.encode())
-    os.rename(partial, _base + layout.EXCEPTION_SUFFIX)
+    record = {
+        "type": f"{kind.__module__}.{kind.__qualname__}" if kind.__module__ != "builtins" else kind.__qualname__,
+        "message": _text_of(value)[:4096],
+        "time_unix_s": time(),
+        "frames": frames[::-1],
+        "text": _formatted(value)[-32768:],
+    }
+    page.note(_base + layout.EXCEPTION_SUFFIX, record)
     marks.set_state(layout.EXCEPTION)
+
+
+def _frame(frame: FrameType, line: int | None) -> dict[str, object]:
+    code = frame.f_code
+    return {"file": log.absolute(code.co_filename), "line": line or 0, "function": code.co_name}
 
 
 def _formatted(value: BaseException) -> str:
@@ -153,14 +166,6 @@ def _formatted(value: BaseException) -> str:
         return "".join(format_exception(type(value), value, value.__traceback__))
     except Exception:  # the script's own re.py or token.py may shadow the library's: the frames have to do
         return ""
-
-
-def quoted(text: str) -> str:
-    """Returns ``text`` as a JSON string. The json module is slow to import, and the script may shadow it."""
-    raw = text.encode("utf-16-be", "replace")  # surrogate pairs, as in JSON
-    units = (raw[n] << 8 | raw[n + 1] for n in range(0, len(raw), 2))
-    plain = (chr(u) if 32 <= u < 127 and u not in (34, 92) else f"\\u{u:04x}" for u in units)
-    return f'"{"".join(plain)}"'
 
 
 def _text_of(value: BaseException) -> str:
@@ -186,3 +191,34 @@ def _at_exit() -> None:
     marks.set_state(layout.EXITED)
     if page.wait_for_answers(_words) and server is not None:
         server.stop()
+
+
+# --- calls of exit ----------------------------------------------------------------------------------------------------
+
+
+def _exit(status: object = None, /) -> NoReturn:
+    if os.getpid() == _owner:
+        _note_exit("sys.exit", _code_of(status), sys._getframe(1))
+    _real_exit(status)  # type: ignore[arg-type]
+
+
+def _os_exit(status: int) -> NoReturn:
+    if os.getpid() == _owner and isinstance(status, int):
+        _note_exit("os._exit", status & 0xFF, sys._getframe(1))
+    _real_os_exit(status)
+
+
+def _code_of(status: object) -> int:
+    """Returns the exit code for an argument of ``sys.exit``: None is 0, a number is itself, anything else is 1."""
+    if status is None:
+        return 0
+    return status & 0xFF if isinstance(status, int) else 1
+
+
+@log.guarded
+def _note_exit(call: str, code: int, frame: FrameType | None) -> None:
+    frames: list[dict[str, object]] = []
+    while frame is not None and len(frames) < MAX_FRAMES:
+        frames.append(_frame(frame, frame.f_lineno))
+        frame = frame.f_back
+    page.note(_base + layout.EXIT_SUFFIX, {"function": call, "code": code, "frames": frames})

@@ -6,6 +6,10 @@ The rank stores ``MAGIC`` last, so a page without it is not ready. Times are CLO
 
 from __future__ import annotations
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 SIZE = 4096
 WORDS = SIZE // 8
 MAGIC = 0x534146454C4E0001  # "SAFELN" and the layout's version
@@ -38,11 +42,28 @@ MAX_OPTIMIZERS = 32
 
 EXPLICIT, IMPLICIT, LAUNCHER = range(3)
 
+# Rank, world size and local rank: as a launcher gives them, or of a task of srun or mpirun. Slurm's are those of a step
+# (srun): the batch script is no task of one.
+OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+TASKS = (
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+
 PHASE_OFFSET = 1024  # bytes
 PHASE_MAX = 128
 
 STATES = ("started", "torch", "exception", "exited")
 STARTED, TORCH, EXCEPTION, EXITED = range(4)
+
+
+def numbers_in(env: Mapping[str, str], names: tuple[str, str, str]) -> tuple[int, int, int] | None:
+    """Rank, world size and local rank (-1: unknown) from variables of these ``names``; None where they give none."""
+    number, size, local = (env.get(name, "") for name in names)
+    if number.isdigit() and size.isdigit() and int(number) < int(size):
+        return int(number), int(size), int(local) if local.isdigit() else -1
+    return None
 
 
 def page_name(attempt: int, rank: int, pid: int) -> str:

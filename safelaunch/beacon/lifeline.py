@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from time import monotonic, sleep
 
-from . import layout, log
+from . import layout, log, page
 
 F_SETSIG = 10
 SIGKILL, SIGTERM = 9, 15  # importing signal costs a rank 2 ms
@@ -67,32 +67,20 @@ def end_with_keepers(run_dir: str) -> None:
 
 
 def _open(run_dir: str, name: str, flags: int) -> int:
-    """Opens a file of the run directory and returns its descriptor, or -1.
-
-    A high number keeps it out of the way of scripts that close and reopen their low descriptors.
-    """
-    import fcntl
-
+    """Opens a file of the run directory and returns its descriptor, or -1."""
     try:
-        descriptor = os.open(os.path.join(run_dir, name), flags | os.O_CLOEXEC)
+        return page.out_of_the_way(os.open(os.path.join(run_dir, name), flags | os.O_CLOEXEC))
     except OSError:
         return -1
-    try:
-        high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 240)
-    except OSError:
-        return descriptor  # the limit on descriptors is low: keep the low number
-    os.close(descriptor)
-    return high
 
 
 @log.guarded
 def _wait(life: int, run_dir: str, role: str) -> None:
     os.read(life, 1)
-    rescue, members = os.path.join(run_dir, layout.RESCUE), os.path.join(run_dir, layout.MEMBERS)
     deadline = monotonic() + GUARDIAN_ENDS_S
-    while os.path.exists(rescue):
-        if monotonic() > deadline or not _is_guarded(members):
-            _start_guardian(rescue, members, role)
+    while os.path.exists(os.path.join(run_dir, layout.RESCUE)):
+        if monotonic() > deadline or not _is_guarded(run_dir):
+            _start_guardian(run_dir, role)
             deadline = monotonic() + GUARDIAN_ENDS_S
             sleep(GUARDIAN_STARTS_S)
         sleep(0.1)
@@ -104,22 +92,21 @@ def _leave(run_dir: str) -> None:
 
     A guardian that is killed just after it has told this process to end leaves nobody else who would end the orphans.
     """
-    rescue, members = os.path.join(run_dir, layout.RESCUE), os.path.join(run_dir, layout.MEMBERS)
-    deadline = monotonic() + GUARDIAN_STARTS_S
-    while os.path.exists(rescue) and not _is_guarded(members) and monotonic() < deadline:
+    rescue, deadline = os.path.join(run_dir, layout.RESCUE), monotonic() + GUARDIAN_STARTS_S
+    while os.path.exists(rescue) and not _is_guarded(run_dir) and monotonic() < deadline:
         sleep(0.05)
 
 
-def _is_guarded(members: str) -> bool:
+def _is_guarded(run_dir: str) -> bool:
     """Whether a guardian is alive. A live guardian removes the run directory once it has ended the job."""
-    words = [line.split() for line in _noted(members, "guardian")]
+    words = [line.split() for line in _noted(run_dir, "guardian")]
     return any(_lives(pid, ticks) for pid, ticks in words)
 
 
-def _noted(members: str, what: str) -> list[str]:
-    """Returns the values that the guardians have recorded in ``members`` under the keyword ``what``."""
+def _noted(run_dir: str, what: str) -> list[str]:
+    """Returns the values that the guardians have recorded of the job's members under the keyword ``what``."""
     try:
-        with open(members) as file:
+        with open(os.path.join(run_dir, layout.MEMBERS)) as file:
             lines = [line.rstrip("\n").partition(" ") for line in file]
     except OSError:
         return []
@@ -137,12 +124,12 @@ def _lives(pid: str, start_ticks: str) -> bool:
     return fields[19] == start_ticks and fields[0] not in "ZX" and not is_killed
 
 
-def _start_guardian(rescue: str, members: str, role: str) -> None:
+def _start_guardian(run_dir: str, role: str) -> None:
     """Starts a guardian. This process becomes a subreaper first: the guardian then finds the job's orphans below it."""
     log.guarded(_become_subreaper)()
     for _ in range(TRIES):  # a node without free memory regains some as the job ends
         try:
-            with open(rescue, "rb") as file:
+            with open(os.path.join(run_dir, layout.RESCUE), "rb") as file:
                 executable, code = (os.fsdecode(part) for part in file.read().split(b"\0"))
             env = {**os.environ, layout.GUARDIAN_CODE: code, layout.GUARDIAN_STARTER: role}
             os.posix_spawn(executable, [executable, *layout.GUARDIAN_ARGUMENTS], env)
@@ -150,16 +137,16 @@ def _start_guardian(rescue: str, members: str, role: str) -> None:
         except OSError:
             log.fault("rescue")
             sleep(0.1)
-    _end_without(members)
+    _end_without(run_dir)
 
 
-def _end_without(members: str) -> None:
+def _end_without(run_dir: str) -> None:
     """Ends the job without a guardian.
 
     Kills the job's control group, which includes this process. If that is not possible, sends SIGTERM to this process:
     torchrun then ends its ranks.
     """
-    for group in _noted(members, "group"):
+    for group in _noted(run_dir, "group"):
         try:
             with open(os.path.join(group, "cgroup.kill"), "w") as file:
                 file.write("1")

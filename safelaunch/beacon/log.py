@@ -6,7 +6,7 @@ import os
 import sys
 from itertools import pairwise
 
-from . import layout
+from . import layout, page
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,11 +27,7 @@ def fault(where: str) -> None:
         import traceback
 
         text = f"[pid {os.getpid()}] {where}: {''.join(traceback.format_exception(*sys.exc_info()))}\n"
-        fd = os.open(os.path.join(run_dir, layout.LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, text.encode("utf-8", "backslashreplace"))
-        finally:
-            os.close(fd)
+        page.append(os.path.join(run_dir, layout.LOG), text.encode("utf-8", "backslashreplace"))
     except Exception:
         return  # the run directory is gone or full, and the job's own output must stay untouched
 
@@ -47,11 +43,6 @@ def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
             return None
 
     return call
-
-
-def private(path: str, flags: int) -> int:
-    """An ``opener`` for files that only their owner may read."""
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def absolute(path: str) -> str:

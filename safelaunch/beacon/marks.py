@@ -59,17 +59,22 @@ def _new_slot(optimizer: object) -> int:
     """Returns the word that counts this optimizer. Optimizers past the last word share one that nobody reads."""
     number = len(_slots)
     if not number:
-        before_first_step()
-        at_first_step()
+        _begin()
     if number >= layout.MAX_OPTIMIZERS:
         slot = layout.FIRST_OPTIMIZER + layout.MAX_OPTIMIZERS  # no reader looks at this word
     else:
         slot = layout.FIRST_OPTIMIZER + number
         _words[layout.OPTIMIZERS] = number + 1
     _slots[id(optimizer)] = slot
-    if not _words[layout.FIRST_STEP_NS]:
-        _words[layout.FIRST_STEP_NS] = monotonic_ns()
     return slot
+
+
+def _begin() -> None:
+    """What is done at the first step, whoever marks it."""
+    if not _words[layout.FIRST_STEP_NS]:
+        before_first_step()
+        at_first_step()
+        _words[layout.FIRST_STEP_NS] = monotonic_ns()
 
 
 heard_loss: Callable[[object], None] | None = None  # set by the consistency checks
@@ -79,10 +84,7 @@ def user_stepped(loss: object = None) -> None:
     """Implements ``safelaunch.step()``."""
     if loss is not None and heard_loss is not None:
         heard_loss(loss)
-    if not _words[layout.FIRST_STEP_NS]:
-        before_first_step()
-        at_first_step()
-        _words[layout.FIRST_STEP_NS] = monotonic_ns()
+    _begin()
     words = _words
     try:
         words[layout.USER_STEPS] += 1

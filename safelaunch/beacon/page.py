@@ -1,4 +1,7 @@
-"""Creates a progress page inside a rank or the agent, and waits for the words that the supervisor writes to it."""
+"""The files that a process of the job shares with the supervisor: its progress page, what else is mapped, and notes.
+
+What is mapped has its blocks allocated before: a store to a hole of a full tmpfs would kill the rank by SIGBUS.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,71 @@ import os
 from time import monotonic_ns, sleep
 
 from . import layout
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def private(path: str, flags: int) -> int:
+    """An ``opener`` for files that only their owner may read."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def note(path: str, value: Any) -> None:
+    """Writes a file that appears whole or not at all: bytes as they are, anything else as JSON."""
+    with open(path + layout.PARTIAL, "wb", opener=private) as out:
+        out.write(value if isinstance(value, bytes) else as_json(value).encode())
+    os.rename(path + layout.PARTIAL, path)
+
+
+def append(path: str, data: bytes) -> None:
+    """Appends in one operation, between what other processes append."""
+    fd = private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        os.write(fd, data)
+    finally:
+        os.close(fd)
+
+
+def as_json(value: Any) -> str:
+    """The json module is slow to import, and the script may shadow it."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_quoted(str(key))}:{as_json(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(as_json, value)) + "]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value) if isinstance(value, (int, float)) else _quoted(str(value))
+
+
+_ESCAPED = {number: f"\\u{number:04x}" for number in (*range(32), *b'"\\')}
+
+
+def _quoted(text: str) -> str:
+    return f'"{text.encode("utf-8", "replace").decode().translate(_ESCAPED)}"'
+
+
+def out_of_the_way(descriptor: int) -> int:
+    """The descriptor under a high number: scripts close and reopen their low ones."""
+    import fcntl
+
+    try:
+        high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 240)
+    except OSError:
+        return descriptor  # the limit on descriptors is low: keep the low number
+    os.close(descriptor)
+    return high
+
+
+def mapped(path: str, size: int, how: int = os.O_CREAT | os.O_EXCL) -> mmap.mmap:
+    """A new file of ``size`` bytes. Raises OSError, also where it exists."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | how, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+        return mmap.mmap(fd, size)
+    finally:
+        os.close(fd)
 
 
 def start_ticks(pid: int | str = "self") -> int:
@@ -18,30 +86,20 @@ def start_ticks(pid: int | str = "self") -> int:
 def create(path: str) -> tuple[mmap.mmap, memoryview]:
     """Creates and maps a page of ``layout.WORDS`` words at ``path``. Returns ``(mmap, view of 64-bit words)``.
 
-    It allocates the blocks before mapping them: a store to a hole of a full tmpfs would kill the rank by SIGBUS. If the
-    page exists, this process claimed it before ``exec``: the new program begins the page, which the supervisor may have
-    mapped, anew, and finds none of the old one's files.
+    If the page exists, this process claimed it before ``exec``: the new program begins the page, which the supervisor
+    may have mapped, anew, and finds none of the old one's files.
     """
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    again = False
     try:
-        fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        memory = mapped(path, layout.SIZE)
     except FileExistsError:
-        fd = os.open(path, flags)
-        again = True
         _remove_companions(path)
-    try:
-        os.posix_fallocate(fd, 0, layout.SIZE)
-        mapped = mmap.mmap(fd, layout.SIZE)
-    finally:
-        os.close(fd)
-    words = memoryview(mapped).cast("Q")
-    if again:  # READY and PID stay: without them the supervisor takes the page for a damaged one
-        mapped[2 * 8 :] = bytes(layout.SIZE - 2 * 8)
+        memory = mapped(path, layout.SIZE, how=0)
+        memory[2 * 8 :] = bytes(layout.SIZE - 2 * 8)  # READY and PID stay: without them the page counts as damaged
+    words = memoryview(memory).cast("Q")
     words[layout.PID] = os.getpid()
     words[layout.START_TICKS] = start_ticks()
     words[layout.CLAIMED_NS] = monotonic_ns()
-    return mapped, words
+    return memory, words
 
 
 def _remove_companions(path: str) -> None:

@@ -132,8 +132,8 @@ def sharding(model: Any) -> Sharding:
     found = _parameters(model)
     parts = [one for one in found if one[0].sharded]
     whole = [one for one in found if not one[0].sharded]
-    size_parts, size_whole = (sum(_bytes(one) for _, one in side) for side in (parts, whole))
-    rows = [(place.name, str(place.shape), _size(_bytes(one))) for place, one in whole]
+    size_parts, size_whole = (sum(replicas.bytes_of(one) for _, one in side) for side in (parts, whole))
+    rows = [(place.name, str(place.shape), _size(replicas.bytes_of(one))) for place, one in whole]
     title = f"sharded: {len(parts)} parameters, {_size(size_parts)} here; held whole: {len(whole)}, {_size(size_whole)}"
     _table(title, ("held whole", "shape", "size"), rows)
     return Sharding(tuple(p.name for p, _ in parts), tuple(p.name for p, _ in whole), size_parts, size_whole)
@@ -201,21 +201,12 @@ def _side(ranks: Sequence[int], absent: set[int]) -> str:
     return ", ".join(map(str, ranks)) + (" (absent)" if absent.issuperset(ranks) else "")
 
 
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _shard(tensor: Any) -> tuple[tuple[int, int], ...]:
     """Which part of a DTensor this rank holds: its place in each mesh dimension that is not replicated."""
     placements, mesh = getattr(tensor, "placements", ()), getattr(tensor, "device_mesh", None)
     here = mesh.get_coordinate() if mesh is not None else None
     pairs = zip(placements, here or (), strict=False)
     return tuple((dim, place) for dim, (one, place) in enumerate(pairs) if not one.is_replicate())
-
-
-def _bytes(tensor: Any) -> int:
-    here = _local(tensor)
-    return int(here.numel() * here.element_size())
 
 
 def _parameters(model: Any) -> list[tuple[Placement, Any]]:
@@ -253,7 +244,7 @@ def _placement(name: str, tensor: Any, unit: str = "", precision: str = "", is_f
     laid = (_FLAT,) if is_flat else tuple(str(one) for one in getattr(tensor, "placements", ()))
     where = getattr(tensor, "device_mesh", None)
     dims = "" if where is None else " x ".join(map(str, where.mesh_dim_names or where.mesh.shape))
-    shape, here = tuple(tensor.shape), tuple(_local(tensor).shape)
+    shape, here = tuple(tensor.shape), tuple(replicas.local(tensor).shape)
     return Placement(name, shape, here, laid, dims, _dtype(tensor.dtype), unit, precision)
 
 
@@ -261,7 +252,7 @@ def _digest(tensor: Any) -> str:
     import ctypes
     import hashlib
 
-    here = _local(tensor.detach()).cpu().contiguous()
+    here = replicas.local(tensor.detach()).cpu().contiguous()
     data = ctypes.string_at(here.data_ptr(), here.numel() * here.element_size()) if here.numel() else b""
     return hashlib.blake2b(f"{here.dtype} {tuple(here.shape)}".encode() + data, digest_size=16).hexdigest()
 

@@ -5,46 +5,41 @@ Nothing here may raise into the script, print, change an exit code, or keep the 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
-from . import (
-    caught_exceptions,
-    descriptors,
-    exits,
-    faults,
-    imports,
-    layout,
-    leases,
-    lifeline,
-    log,
-    marks,
-    page,
-    ring,
-    streams,
-)
+from . import caught_exceptions, descriptors, faults, imports, layout, lifeline, log, marks, output, page
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from types import ModuleType
     from typing import Any
 
 _CHECKS = f"{__package__}.checks"  # not imported unless asked for, nor is the next
 _DEVICE_MEMORY = f"{__package__}.device_memory"
 C10D = "torch.distributed.distributed_c10d"
+ELASTIC = "torch.distributed.elastic.multiprocessing.api"
 
 _owner = 0  # pid of the process that installed the beacon; a forked child's differs
 
 
 @log.guarded
 def start(run_dir: str, role: str) -> None:
-    """Starts the beacon in this process. ``role``: ``rank``, or ``spawned`` if the rank's number arrives later."""
+    """Starts the beacon in this process.
+
+    ``role``: ``rank``; ``spawned`` if the rank's number arrives later; ``unknown_role`` if the environment does not say
+    whether it is a rank, a launcher or neither.
+    """
     log.run_dir = run_dir
     imports.offer_safelaunch()
     if role == "spawned":
-        imports.after_import("torch.distributed.elastic.multiprocessing.api", _claim_when_spawned)
-        return
-    claim(run_dir, os.environ)
+        imports.after_import(ELASTIC, _claim_when_spawned)
+    elif role == "unknown_role":
+        _wait_for_a_role()
+    else:
+        claim(run_dir, os.environ)
 
 
 def is_claimed() -> bool:
@@ -85,11 +80,10 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
     words[layout.READY] = layout.MAGIC
     supervisor = int(env.get("SAFELAUNCH_SUPERVISOR_PID", "0"))
     for step in (
-        lambda: leases.hold(env.get("SAFELAUNCH_LEASES", "")),
+        lambda: descriptors.hold(env.get("SAFELAUNCH_LEASES", "")),
         lambda: _end_with_job(run_dir, env),
-        lambda: _keep_output(base),
+        lambda: output.install(base + layout.RING_SUFFIX),
         lambda: faults.install(base, words, supervisor),
-        lambda: exits.install(base + layout.EXIT_SUFFIX),
         lambda: caught_exceptions.install(base + layout.CAUGHT_SUFFIX),
         lambda: _write_meta(base),
         lambda: os.register_at_fork(after_in_child=_after_fork),
@@ -121,12 +115,6 @@ def _watch_under_exec(run_dir: str, env: Mapping[str, str]) -> None:
         imports.after_import("torch.distributed", lambda _: lifeline.watch(run_dir, "rank"))
 
 
-def _keep_output(base: str) -> None:
-    output = ring.Ring(base + layout.RING_SUFFIX)
-    page.keep(output)
-    streams.attach(output)
-
-
 @log.guarded
 def _torch_optimizer(module: Any) -> None:
     register = getattr(module, "register_optimizer_step_post_hook", None)
@@ -155,36 +143,25 @@ def _keep_allocations(base: str, asked: str) -> None:
 
 
 def _note_first_step(base: str) -> None:
-    def note() -> None:
-        from . import contract
-
-        contract.write(base)
-
-    marks.at_first_step = log.guarded(note)
+    marks.at_first_step = lambda: _note_contract(base)
 
 
 @log.guarded
 def _torch_distributed(c10d: Any, base: str, words: memoryview, env: Mapping[str, str]) -> None:
     marks.set_state(layout.TORCH)
-    from . import group_timeout, server
+    from . import server
 
-    log.guarded(group_timeout.apply)(c10d, env.get("SAFELAUNCH_GROUP_TIMEOUT", ""))
-
+    log.guarded(set_group_timeout)(c10d, env.get("SAFELAUNCH_GROUP_TIMEOUT", ""))
     if server.start(base + layout.SERVER_SUFFIX, words):
         marks.set_server_up()
 
 
 def _write_meta(base: str) -> None:
-    """Writes facts that only this interpreter knows, as key TAB value lines (json is not imported yet)."""
+    """Writes facts that only this interpreter knows."""
     roots = [os.path.dirname(os.__file__)]
     roots += [entry for entry in sys.path if "site-packages" in entry or "dist-packages" in entry]
-    lines = [f"executable\t{sys.executable}", f"python\t{sys.version.split()[0]}", f"cwd\t{os.getcwd()}"]
-    lines += [f"argument\t{argument}" for argument in sys.orig_argv]
-    lines += [f"code_root\t{root}" for root in roots]
-    lines += [f"gpu\t{_gpu()}"]
-    text = "\n".join(line.replace("\n", " ") for line in lines)
-    with open(base + layout.META_SUFFIX, "wb", opener=log.private) as file:
-        file.write(text.encode("utf-8", "surrogateescape"))
+    facts = {"executable": sys.executable, "python": sys.version.split()[0], "cwd": os.getcwd(), "gpu": _gpu()}
+    page.note(base + layout.META_SUFFIX, {**facts, "argv": sys.orig_argv, "code_roots": roots})
 
 
 def _gpu() -> str:
@@ -200,13 +177,127 @@ def _after_fork() -> None:
     """Removes the hooks in a forked child (a DataLoader worker, for example), which is not the rank."""
     if os.getpid() == _owner:
         return
-    log.guarded(marks.detach)()
-    log.guarded(streams.detach)()
-    log.guarded(faults.detach)()
-    log.guarded(exits.detach)()
-    log.guarded(caught_exceptions.detach)()
-    log.guarded(descriptors.detach)()
-    for name in (_CHECKS, _DEVICE_MEMORY):
-        module = sys.modules.get(name)
-        if module is not None:
-            log.guarded(module.detach)()
+    loaded = [module for name in (_CHECKS, _DEVICE_MEMORY) if (module := sys.modules.get(name)) is not None]
+    for module in (marks, output, faults, caught_exceptions, descriptors, *loaded):
+        log.guarded(module.detach)()
+
+
+# --- what the rank computes with --------------------------------------------------------------------------------------
+
+_LOADERS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")
+
+
+@log.guarded
+def _note_contract(base: str) -> None:
+    """Notes at the first step the batch of the DataLoader and the device, where they are known."""
+    found = {"batch": _batch(), "device": _device()}
+    page.note(base + layout.CONTRACT_SUFFIX, {key: value for key, value in found.items() if value is not None})
+
+
+def _batch() -> int | None:
+    """The batch size of the DataLoaders that have given batches so far and are in use; None where these differ."""
+    module = sys.modules.get("torch.utils.data.dataloader")
+    kinds = {getattr(module, name, None) for name in _LOADERS} - {None}
+    iterators: list[Any] = [one for one in gc.get_objects() if type(one) in kinds] if kinds else []
+    sizes = {getattr(one._index_sampler, "batch_size", None) for one in iterators if one._num_yielded}
+    (size,) = sizes if len(sizes) == 1 else (None,)
+    return size if type(size) is int else None
+
+
+def _device() -> int | None:
+    """The current one, where a rank that uses CUDA has a choice."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized() or cuda.device_count() < 2:
+        return None
+    return int(cuda.current_device())
+
+
+# --- process groups ---------------------------------------------------------------------------------------------------
+
+# What a group without a timeout of its own takes: the names that c10d looks up when it makes one.
+_DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
+_MAKERS = ("init_process_group", "new_group", "split_group")
+
+
+def set_group_timeout(c10d: ModuleType, given: str) -> None:
+    """Applies ``--pg-timeout`` to the process groups that this rank makes.
+
+    ``given``: seconds, empty for none; with a ``!`` for groups to which the script gives a timeout, too.
+
+    ``c10d``: the module ``distributed_c10d``, best before anything else has imported a name from it.
+    """
+    if not given:
+        return
+    from datetime import timedelta
+
+    timeout = timedelta(seconds=float(given.rstrip("!")))
+    for name in _DEFAULTS:
+        if isinstance(getattr(c10d, name, None), timedelta):  # without NCCL, torch has none for it
+            setattr(c10d, name, timeout)
+    if given.endswith("!"):
+        package = sys.modules.get("torch.distributed")  # has the names already where this rank was forked
+        for name in _MAKERS:
+            maker = getattr(c10d, name, None)
+            if maker is not None:
+                making = _with_timeout(maker, timeout)
+                for module in (c10d, package):
+                    if module is not None and vars(module).get(name) is maker:
+                        setattr(module, name, making)
+
+
+def _with_timeout(maker: Callable[..., Any], timeout: object) -> Callable[..., Any]:
+    from functools import wraps
+    from inspect import signature
+
+    parameters = signature(maker)
+
+    @wraps(maker)
+    def making(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = parameters.bind(*args, **kwargs)
+        except TypeError:  # torch's own message is better
+            return maker(*args, **kwargs)
+        given.arguments["timeout"] = timeout
+        return maker(*given.args, **given.kwargs)
+
+    return making
+
+
+# --- a process whose role is not known --------------------------------------------------------------------------------
+# Under ``safelaunch exec``, a process without a rank's variables becomes a launcher when it starts torch's elastic
+# workers, and a rank when it imports torch's optimizers or marks a step. Its number is that of its task, where srun or
+# mpirun started several; at the first step it asks torch.distributed, if that has one. If several processes claim the
+# same rank, the supervisor prefers the one that steps.
+
+
+def _wait_for_a_role() -> None:
+    """Installs the hooks that reveal the role of this process. They cost nothing until one of them fires."""
+    from . import agent
+
+    marks.before_first_step = _before_first_step
+    imports.after_import(ELASTIC, agent.start_with_first_workers)
+    imports.after_import("torch.optim.optimizer", lambda _: _claim_as_task())
+
+
+@log.guarded
+def _claim_as_task() -> None:
+    if not is_claimed():
+        claim(log.run_dir, {**task(os.environ), **os.environ}, layout.IMPLICIT)
+
+
+def task(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the rank's variables for the task that srun or mpirun started here; without one, rank 0 of 1.
+
+    Under ``srun --ntasks-per-node=1`` with a launcher in each task, the ranks have variables of their own.
+    """
+    told = (layout.numbers_in(env, names) for names in layout.TASKS)
+    number, size, local = next(filter(None, told), (0, 1, 0))
+    return dict(zip(layout.OF_A_RANK, map(str, (number, size, max(local, 0))), strict=True))
+
+
+@log.guarded
+def _before_first_step() -> None:
+    _claim_as_task()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        marks.renumber(distributed.get_rank(), distributed.get_world_size())

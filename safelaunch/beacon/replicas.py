@@ -94,6 +94,12 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "placements") and hasattr(tensor, "to_local") else tensor
 
 
+def bytes_of(tensor: Any) -> int:
+    """Those that this rank holds."""
+    here = local(tensor)
+    return int(here.numel() * here.element_size())
+
+
 def _dtensor_group(tensor: Any) -> tuple[int, ...]:
     """The ranks that hold the same shard: those along the mesh's replicated dimensions."""
     placements = getattr(tensor, "placements", None)

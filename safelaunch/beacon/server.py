@@ -11,11 +11,11 @@ import os
 import sys
 import threading
 
-from . import descriptors, layout, log
+from . import descriptors, layout, log, page
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import Any
 
 _server: Any = None
@@ -86,14 +86,10 @@ def _told() -> bytes:
 
         groups, made = _groups()
         told: dict[str, object] = {"handling": _handled_exceptions(), "groups": groups, "groups_made": made}
-        with contextlib.suppress(Exception):  # objects that look like c10d's, and are none
-            told["posted"] = _posted()
-        with contextlib.suppress(Exception):
-            told["called"] = _descriptions()
-        with contextlib.suppress(Exception):
-            told["foreign_backend"] = _foreign_backend()
-        with contextlib.suppress(Exception):
-            told["batches"] = _batches()
+        more = {"posted": _posted, "called": _descriptions, "foreign_backend": _foreign_backend, "batches": _batches}
+        for name, find in more.items():
+            with contextlib.suppress(Exception):  # objects that look like c10d's, and are none
+                told[name] = find()
         return json.dumps(told).encode()
     except Exception:  # another torch, or a class with tricks
         return b"{}"
@@ -172,14 +168,19 @@ def _posted() -> list[dict[str, object]]:
     kind: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "P2POp", None)
     found: list[dict[str, object]] = []
     for thread, innermost in list(sys._current_frames().items()) if kind is not None else ():
-        frame: Any = innermost
-        for _ in range(MOST_FRAMES):
-            if frame is None or len(found) > MOST_POSTED:
-                break
-            ops = _ops_of(frame, kind)
+        if len(found) <= MOST_POSTED:
+            ops = next(filter(None, (_ops_of(frame, kind) for frame in _upwards(innermost))), [])
             found += [{"thread": thread, "sends": _sends(op), "peer": int(op.peer), "tag": int(op.tag)} for op in ops]
-            frame = None if ops else frame.f_back
     return found[:MOST_POSTED]
+
+
+def _upwards(frame: Any) -> Iterator[Any]:
+    """The frame and those around it."""
+    for _ in range(MOST_FRAMES):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
 
 
 def _sends(op: Any) -> bool:
@@ -241,13 +242,9 @@ def _batches() -> dict[str, int]:
         return {}
     found = _batches_in(vars(script), kind)
     for innermost in list(sys._current_frames().values()):
-        frame: Any = innermost
-        for _ in range(MOST_FRAMES):
-            if frame is None:
-                break
+        for frame in _upwards(innermost):
             if frame.f_code.co_flags & _OPTIMIZED and "DataLoader" in frame.f_code.co_names:
                 found.update(_in_variables(frame, lambda variables: _batches_in(variables, kind)) or {})
-            frame = frame.f_back
     return dict(list(found.items())[:MOST_LOADERS])
 
 
@@ -279,9 +276,7 @@ def keep_flight_record(path: str) -> None:
     }
     for recorder, dump in dumps.items():
         if dump is not None:
-            with open(f"{path}-{recorder}{layout.PARTIAL}", "wb", opener=log.private) as out:
-                out.write(_without_inductor(dump))
-            os.rename(f"{path}-{recorder}{layout.PARTIAL}", f"{path}-{recorder}")
+            page.note(f"{path}-{recorder}", _without_inductor(dump))
 
 
 def _follow_recorders(add: Callable[[str, Callable[[Any, Any], None]], None]) -> None:

@@ -132,12 +132,11 @@ class KillCounts:
     node: int | None = None
 
 
-def kill_counts(pid: int | None = None) -> KillCounts:
-    """The current counts, for the control group of ``pid`` (None: this process). Never raises."""
-    pid = os.getpid() if pid is None else pid
+def kill_counts() -> KillCounts:
+    """The current counts, for the control group of this process. Never raises."""
     cgroup = None
     for controller, name in (("", "memory.events"), ("memory", "memory.oom_control")):
-        group = directory(pid, controller)
+        group = directory(os.getpid(), controller)
         if group is not None and cgroup is None:
             cgroup = count_in(nearest(group, name))
     return KillCounts(cgroup, count_in(text_of(VMSTAT)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -64,11 +65,10 @@ def ranks(
     found = {} if found is None else found
     gates = [Gate(sink) for _ in targets]
 
-    def one(target: Target, gate: Gate) -> bool:
-        _rank(target, looks, known.get(target.rank, Known()), pages, host, gate, ask, found)
-        return True
-
-    calls = [lambda target=target, gate=gate: one(target, gate) for target, gate in zip(targets, gates, strict=True)]
+    calls = [
+        partial(_rank, target, looks, known.get(target.rank, Known()), pages, host, gate, ask, found)
+        for target, gate in zip(targets, gates, strict=True)
+    ]
     deadline_s = (RANK_DEADLINE_S + 2.0) * patience
     results = gather(calls, deadline_s=deadline_s)
     for target, gate, result in zip(targets, gates, results, strict=True):
@@ -125,7 +125,7 @@ def _rank(
     gate: Gate,
     ask: bool,
     found: dict[int, RankEvidence],
-) -> None:
+) -> RankEvidence:
     """Collects the evidence of one rank in steps; after each, ``found`` has what there is so far."""
     folder = f"ranks/{target.rank}"
     step = Step(gate)
@@ -135,7 +135,7 @@ def _rank(
         return side
 
     kept = None if ask else _kept_at_exit(pages, target.page_name or known.page_name, gate.redactor)
-    known = replace(known, answer=(known.answer[0] if known.answer else GilTest(), kept)) if kept is not None else known
+    known = _answering(known, kept)
     side = take(at_hand(target, looks, known, host, step))
     if known.answer is None and ask and target.socket is not None:
         gil, capture = ask_server(target)
@@ -147,7 +147,14 @@ def _rank(
         step.add(Artifact(f"{folder}/flight_recorder.json", "worker server", 0.0, reason), None)
     words = without_secrets(_last_words(pages, target.page_name or known.page_name, known.output), gate.redactor)
     _write_last_words(folder, words, step)
-    take(_with_last_words(side, words))
+    return take(_with_last_words(side, words))
+
+
+def _answering(known: Known, kept: FlightCapture | None) -> Known:
+    """With the Flight Recorder that the rank has ``kept`` at its exit, if any."""
+    if kept is None:
+        return known
+    return replace(known, answer=(known.answer[0] if known.answer else GilTest(), kept))
 
 
 def most_telling(looks: Sequence[Look], rank: int) -> RankLook | None:
@@ -175,30 +182,16 @@ def of_ended(rank: int, known: Known, pages: Path, host: str, sink: Sink) -> Ran
         sink.add_json(Artifact(f"{folder}/progress.json", "progress page", 0.0), progress)
     words = without_secrets(_last_words(pages, known.page_name), sink.redactor)
     _write_last_words(folder, words, sink)
-    found = RankEvidence(
-        rank=rank,
-        host=host,
-        pid=known.pid,
-        local_rank=progress.local_rank if progress else -1,
-        progress=progress,
-        flight_record=kept.record.value if kept is not None else None,
-        exit=known.exit,
-        beacon=progress is not None,
-        code_roots=known.code_roots,
-        gpu=known.gpu,
-    )
-    return _with_last_words(found, words)
+    target = Target(rank, progress.local_rank if progress else -1, known.pid, 0, known.page_name)
+    return _with_last_words(_known_of(target, (), _answering(known, kept), host), words)
 
 
 def _with_last_words(side: RankEvidence, words: LastWords) -> RankEvidence:
     return msgspec.structs.replace(
         side,
-        exception=words.exception,
+        **{name: getattr(words, name) for name in OWN_RECORDS},
         fatal=words.fatal,
-        exit_call=words.exit_call,
-        caught=words.caught,
         log_tail=words.log.value or "",
-        device_memory=words.device_memory,
         batch=words.noted.batch,
         device=words.noted.device,
     )

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from safelaunch.capture import proc, sockets
+from safelaunch.job.process import Table, process_table
 from safelaunch.system import procstat
+from safelaunch.system.files import link_of
 
 MAX_THREADS = 8192  # of all ranks together
 MAX_DESCRIPTORS = 1 << 16
@@ -83,8 +85,8 @@ def read(pids: Collection[int], before: Counters | None = None) -> Counters:
         with suppress(OSError):
             found.update(reader.tree(rank))
     connections = sockets.tcp_bytes()
-    here = ("", _namespace(os.getpid()))
-    if connections is None or any(_namespace(pid) not in here for pid in pids):
+    here = ("", link_of("/proc/self/ns/net"))
+    if connections is None or any(link_of(f"/proc/{pid}/ns/net") not in here for pid in pids):
         reader.partial, connections = True, connections or {}
     owned = reader.owned(connections, found)
     found = {key: replace(one, sockets=owned.get(key, {})) for key, one in found.items()}
@@ -96,7 +98,7 @@ class _Reader:
         self.partial = False
         self._before = before
         self._left = MAX_THREADS
-        self._table: dict[int, tuple[int, int]] | None = None  # where the kernel names no children
+        self._table: Table | None = None  # where the kernel names no children
 
     def tree(self, rank: int) -> Iterator[tuple[Key, ProcessCounters]]:
         waiting = [rank]
@@ -183,7 +185,7 @@ class _Reader:
         except OSError:
             return []
         if self._table is None:
-            self._table = proc.process_table()
+            self._table = process_table()
         return [child for child, (parent, _) in self._table.items() if parent == pid]
 
     def _io_bytes(self, path: str) -> int:
@@ -210,17 +212,9 @@ def _faults(pid: int, without: Collection[int]) -> int:
 
 def _inodes(pid: int, descriptors: list[str]) -> Iterator[int]:
     for name in descriptors:
-        with suppress(OSError, ValueError):  # closed meanwhile
-            target = os.readlink(f"/proc/{pid}/fd/{name}")  # noqa: PTH115
-            if target.startswith("socket:["):
-                yield int(target[8:-1])
-
-
-def _namespace(pid: int) -> str:
-    try:
-        return os.readlink(f"/proc/{pid}/ns/net")  # noqa: PTH115
-    except OSError:
-        return ""
+        target = link_of(f"/proc/{pid}/fd/{name}")
+        if target.startswith("socket:["):
+            yield int(target[8:-1])
 
 
 def _rdma_bytes() -> int:

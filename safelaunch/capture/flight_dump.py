@@ -1,7 +1,7 @@
 """Flight Recorder dumps: c10d's record of the last collectives of a rank, versions 2.0 to 2.10.
 
 torch 2.15 makes ``nccl2`` the default backend. Each backend then has a recorder of its own, in the same format
-(pytorch#192233), so a rank may have several dumps: :func:`~.flight_records.merged`. A start is never noticed there. An
+(pytorch#192233), so a rank may have several dumps: :func:`~.flight_recorder.merged`. A start is never noticed there. An
 end is, but not of a backend in Python, whose calls are retired as they are made (``verdict/comparable.py``).
 
 A dump has two forms: JSON from the worker server, which needs no GIL and has no frames, and a pickle with frames. Both
@@ -246,13 +246,9 @@ class _Decoder:
 
     def _mended(self, row: _Row) -> _Row:
         """The row, with each value that c10d does not write as unknown; adds their names to ``damaged``."""
-        mended = []
-        for name, value, mend in zip(KEYS, row, MEND, strict=True):
-            plain, is_whole = mend(value)
-            mended.append(plain)
-            if not is_whole:
-                self._damaged.add(name)
-        return tuple(mended)
+        mended = tuple(mend(value) for value, (mend, _) in zip(row, _FIELDS.values(), strict=True))
+        self._damaged.update(name for name, was, now in zip(KEYS, row, mended, strict=True) if was is not now)
+        return mended
 
     def _kind(self, row: _Row) -> Collective:
         state, retired, op, group, pg_id, is_p2p, timeout_ms, in_sizes, in_types, out_sizes, out_types, frames = row
@@ -260,7 +256,8 @@ class _Decoder:
         pair = group if isinstance(group, (list, tuple)) else (self.names_by_id.get(text_of(pg_id), pg_id), "")
         if pair is group and pair and (name := text_of(pair[0])):
             self.names_by_id[text_of(pg_id)] = name
-        self._damaged.update(name for name, value, fits in zip(KEYS, row, FITS, strict=True) if not fits(value))
+        checks = zip(_FIELDS.items(), row, strict=True)
+        self._damaged.update(name for (name, (_, fits)), value in checks if not fits(value))
         state, op, retired = text_of(state), text_of(op) if isinstance(op, str) else "", retired is True
         watched = op.startswith(_WITH_EVENTS) and state in STATES
         decoded = frames_of(frames)
@@ -396,11 +393,9 @@ def _key_of(row: _Row) -> tuple[_Row, _Row, _Row] | None:
 
 def _groups(config: object, known: dict[str, tuple[int, ...]], damaged: set[str]) -> dict[str, tuple[int, ...]]:
     """The groups of ``pg_config``. ``known``: text → ranks of the other dumps: thousands of ranks have the same."""
-    if not _is_table(config, _MAX_GROUPS):
-        damaged.add("pg_config")
     groups: dict[str, tuple[int, ...]] = {}
     by_list: dict[int, tuple[int, ...] | None] = {}  # a pickle may refer to one list many times
-    for key, value in list(config.items())[:_MAX_GROUPS] if isinstance(config, dict) else ():
+    for key, value in _pairs("pg_config", config, damaged):
         ranks = value.get("ranks") if isinstance(value, dict) else None
         if isinstance(ranks, str) and ranks in known:
             members: tuple[int, ...] | None = known[ranks]
@@ -415,8 +410,11 @@ def _groups(config: object, known: dict[str, tuple[int, ...]], damaged: set[str]
     return groups
 
 
-def _is_table(value: object, most: int) -> bool:
-    return value is None or (isinstance(value, dict) and len(value) <= most)
+def _pairs(name: str, table: object, damaged: set[str]) -> list[tuple[Any, Any]]:
+    """What the dump says by group, of a bounded number of them."""
+    if not (table is None or (isinstance(table, dict) and len(table) <= _MAX_GROUPS)):
+        damaged.add(name)
+    return list(table.items())[:_MAX_GROUPS] if isinstance(table, dict) else []
 
 
 def _ranks(ranks: object) -> tuple[int, ...] | None:
@@ -439,7 +437,7 @@ def _status(status: object, names: dict[str, str], damaged: set[str]) -> dict[st
     A group without an entry has only that number, which says nothing.
     """
     found = {}
-    for key, value in list(status.items())[:_MAX_GROUPS] if isinstance(status, dict) else ():
+    for key, value in _pairs("pg_status", status, damaged):
         if not isinstance(value, dict):
             damaged.add("pg_status")
         elif text_of(key) in names:
@@ -448,8 +446,6 @@ def _status(status: object, names: dict[str, str], damaged: set[str]) -> dict[st
                 damaged.add("pg_status")
                 continue
             found[names[text_of(key)]] = GroupStatus(*(integer(number, -1) for number in numbers))
-    if not _is_table(status, _MAX_GROUPS):
-        damaged.add("pg_status")
     return found
 
 
@@ -473,12 +469,6 @@ _MAX_TEXT = 4096
 SCALARS = frozenset({str, int, bool, type(None)})
 LISTS = frozenset({list, tuple})
 STATES = ("scheduled", "started", "completed")
-
-# What makes a kind of entry: all that is no number of its own.
-KEYS = (
-    "state", "retired", "profiling_name", "process_group", "pg_id", "is_p2p", "timeout_ms",
-    "input_sizes", "input_dtypes", "output_sizes", "output_dtypes", "frames",
-)  # fmt: skip
 
 
 # --- what a value says ------------------------------------------------------------------------------------------------
@@ -528,41 +518,36 @@ def text_of(value: object) -> str:
 
 
 # --- values that c10d does not write ----------------------------------------------------------------------------------
+# What makes a value safe to handle: the value itself, or what takes its place.
 
 
-def _scalar(value: object) -> tuple[object, bool]:
-    """The value and True, or None and False, like the other checks."""
-    plain = type(value) in SCALARS
-    return (value if plain else None), plain
+def _scalar(value: object) -> object:
+    return value if type(value) in SCALARS else None
 
 
-def _list_of(value: object) -> tuple[object, bool]:
-    if value is None:
-        return None, True
-    if type(value) not in LISTS:
-        return None, False
-    items = _items(value)
-    mended = [item if type(item) in SCALARS else None for item in items]
-    return mended, len(items) == len(value) and all(type(item) in SCALARS for item in items)  # type: ignore[arg-type]
+def _list_of(value: object) -> object:
+    if not isinstance(value, (list, tuple)):
+        return None
+    plain = [_scalar(item) for item in _items(value)]
+    return value if len(plain) == len(value) and SCALARS.issuperset(map(type, value)) else plain
 
 
-def _list_of_frames(value: object) -> tuple[object, bool]:
-    if value is None:
-        return None, True
-    items = _items(value)
-    return items, type(value) in LISTS and len(items) == len(value)  # type: ignore[arg-type]
+def _list_of_frames(value: object) -> object:
+    whole = value is None or (isinstance(value, (list, tuple)) and len(value) <= MAX_ITEMS)
+    return value if whole else _items(value)
 
 
-def _list_of_sizes(value: object) -> tuple[object, bool]:
-    if value is None:
-        return None, True
+def _list_of_sizes(value: object) -> object:
     whole = isinstance(value, (list, tuple)) and len(value) <= MAX_ITEMS and all(map(_is_size, value))
     whole = whole and sum(map(len, _items(value))) < MAX_LEAVES // 4
-    return (value if whole else UNKNOWN_SIZES), whole
+    return value if whole or value is None else UNKNOWN_SIZES
 
 
 def _is_size(size: object) -> bool:
     return isinstance(size, (list, tuple)) and len(size) <= MAX_ITEMS and {int}.issuperset(map(type, size))
+
+
+# Whether it says what it should.
 
 
 def _is_text(value: object) -> bool:
@@ -570,11 +555,11 @@ def _is_text(value: object) -> bool:
 
 
 def _is_state(value: object) -> bool:
-    return value is None or (isinstance(value, str) and value in STATES)
+    return value is None or value in STATES
 
 
 def _is_flag(value: object) -> bool:
-    return value is None or value is True or value is False or (type(value) is int and value in (0, 1))
+    return value in (None, 0, 1)
 
 
 def is_number(value: object) -> bool:
@@ -585,16 +570,12 @@ def _is_id(value: object) -> bool:
     return value is None or text_of(value) != ""
 
 
-def _is_group(value: object) -> bool:
+def _is_texts(value: object) -> bool:
     return value is None or (isinstance(value, (list, tuple)) and {str}.issuperset(map(type, value)))
 
 
 def _is_sizes(value: object) -> bool:
     return sizes_of(value) is not UNKNOWN_SIZES
-
-
-def _is_types(value: object) -> bool:
-    return value is None or (isinstance(value, (list, tuple)) and {str}.issuperset(map(type, value)))
 
 
 def _is_stack(value: object) -> bool:
@@ -607,12 +588,19 @@ def _is_frame(frame: object) -> bool:
     return _is_text(frame.get("filename")) and _is_text(frame.get("name")) and is_number(frame.get("line"))
 
 
-# In the order of KEYS: what makes a value safe to handle, and whether it says what it should.
-MEND: tuple[Callable[[Any], tuple[object, bool]], ...] = (
-    _scalar, _scalar, _scalar, _list_of, _scalar, _scalar, _scalar,
-    _list_of_sizes, _list_of, _list_of_sizes, _list_of, _list_of_frames,
-)  # fmt: skip
-FITS: tuple[Callable[[Any], bool], ...] = (
-    _is_state, _is_flag, _is_text, _is_group, _is_id, _is_flag, is_number,
-    _is_sizes, _is_types, _is_sizes, _is_types, _is_stack,
-)  # fmt: skip
+# What makes a kind of entry: all that is no number of its own.
+_FIELDS: dict[str, tuple[Callable[[object], object], Callable[[object], bool]]] = {
+    "state": (_scalar, _is_state),
+    "retired": (_scalar, _is_flag),
+    "profiling_name": (_scalar, _is_text),
+    "process_group": (_list_of, _is_texts),
+    "pg_id": (_scalar, _is_id),
+    "is_p2p": (_scalar, _is_flag),
+    "timeout_ms": (_scalar, is_number),
+    "input_sizes": (_list_of_sizes, _is_sizes),
+    "input_dtypes": (_list_of, _is_texts),
+    "output_sizes": (_list_of_sizes, _is_sizes),
+    "output_dtypes": (_list_of, _is_texts),
+    "frames": (_list_of_frames, _is_stack),
+}
+KEYS = tuple(_FIELDS)

@@ -1,23 +1,30 @@
-"""Reads the Flight Recorder of a live rank through its worker server; ``flight_dump`` parses the answer."""
+"""Reads the Flight Recorder of a live rank through its worker server; ``flight_dump`` parses the answer.
+
+And what is asked of the records: those of one rank's recorders are put together, and one may contradict itself.
+"""
 
 from __future__ import annotations
 
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
+from msgspec import structs
 
 from safelaunch.beacon import layout
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, to_json
-from safelaunch.capture.flight_records import merged
-from safelaunch.capture.result import Result, attempt
-from safelaunch.model import FlightRecord, GilTest
+from safelaunch.capture.result import Result, attempt, left
+from safelaunch.model import UNKNOWN_SIZES, Collective, FlightRecord, GilTest
+from safelaunch.model.entries import Entries, Same
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError, Failure
 
@@ -65,10 +72,10 @@ def flight_record_of(
     else:
         unasked = Result[bytes](None, PICKLE_HANDLERS[0], 0.0, missing="not asked, because the GIL is not free")
         as_pickle = (unasked, None, unasked.missing)
-    record, note = (as_pickle[1], "") if as_pickle[1] is not None else (as_json[1], "without frames")
+    raw, record, _ = as_pickle if as_pickle[1] is not None else as_json
     if record is not None:
-        how = (as_pickle if as_pickle[1] is not None else as_json)[0].how
-        return FlightCapture(Result(record, how, 0.0, note=note), as_json[0], as_pickle[0])
+        note = "" if as_pickle[1] is not None else "without frames"
+        return FlightCapture(Result(record, raw.how, 0.0, note=note), as_json[0], as_pickle[0])
     missing = "; ".join(dict.fromkeys(filter(None, (as_pickle[2], as_json[2]))))
     return FlightCapture(Result(None, as_json[0].how, 0.0, missing=missing), as_json[0], as_pickle[0])
 
@@ -206,6 +213,101 @@ def _is_empty(record: FlightRecord) -> bool:
     return not (record.entries or record.groups or record.status)
 
 
+# --- records ----------------------------------------------------------------------------------------------------------
+
+_NEAR = 64  # entries of a group that are looked back at
+
+
+def merged(records: Sequence[FlightRecord]) -> FlightRecord:
+    """One record of a rank's several recorders, one for each backend, in the order in which the calls were made.
+
+    What two of them hold of one backend is of one recorder: the longer one counts. Groups of which they say different
+    things are left out, and are ``damaged``.
+    """
+    longest: dict[str, tuple[int, int]] = {}  # backend → how many entries, of which record
+    for place, record in enumerate(records):
+        for backend, times in Counter(backend_of(entry.op) for entry in record.entries).items():
+            longest[backend] = max(longest.get(backend, (0, 0)), (times, -place))
+    held = [
+        (entry.created_ns, place, entry.record_id, entry)
+        for place, record in enumerate(records)
+        for entry in record.entries
+        if longest[backend_of(entry.op)][1] == -place
+    ]
+    held.sort(key=itemgetter(0, 1, 2))
+    used = [record for place, record in enumerate(records) if -place in {at for _, at in longest.values()}]
+    first = 0 if all(record.entries[0].record_id == 0 for record in used) else 1  # 0: no ring has wrapped
+    groups = [record.groups for record in records]
+    apart = {name for one in groups for name in one if len({frozenset(g[name]) for g in groups if name in g}) > 1}
+    return FlightRecord(
+        version=next((record.version for record in used), ""),
+        entries=Entries.of(structs.replace(entry, record_id=n) for n, (*_, entry) in enumerate(held, first)),
+        groups={name: ranks for one in reversed(groups) for name, ranks in one.items() if name not in apart},
+        damaged=tuple(sorted({*chain(*(record.damaged for record in records)), *(["pg_config"] if apart else [])})),
+        library=next((record.library for record in used if record.library), ""),
+    )
+
+
+def backend_of(op: str) -> str:
+    """``nccl2`` of ``nccl2:all_reduce``; empty where it does not say."""
+    return op.partition(":")[0] if ":" in op else ""
+
+
+def contradicts_itself(record: FlightRecord) -> bool:
+    """Some collectives of a group have no number, or that of an earlier one: how far the rank came is not known.
+
+    Nor is it where one number runs over several groups, and the ring has wrapped. Those of one launch stand side by
+    side under one number. Two threads may be recorded in the other order. The end of a batch of sends is no collective.
+    """
+    ring = Entries.of(record.entries)
+    kinds = ring.used()
+    if not any(ring.seqs):  # it tells none
+        return False
+    if _same(ring.seqs, ring.record_ids):  # torchcomms counts so, over all groups
+        return ring.seqs[0] > 0 and len({kind.group for kind in kinds.values()}) > 1
+    if _ascends(ring, kinds):
+        return False
+    last: dict[str, list[int]] = {}
+    sent: dict[str, tuple[int, int] | None] = {}  # group → the numbers of a send that is its newest entry
+    for at, number in enumerate(ring.seqs):
+        kind = kinds[ring.kind_of[at]]
+        numbers = (ring.p2p_seqs[at], number)
+        before, sent[kind.group] = sent.get(kind.group, numbers), numbers if kind.is_p2p else None
+        if kind.is_p2p or (before == numbers and _ends_a_block(kind)):
+            continue
+        mine = last.setdefault(kind.group, [])
+        if mine and (number == 0 or (number != mine[-1] and number in mine) or (not mine[-1] and ring.record_ids[at])):
+            return True
+        mine.append(number)
+        del mine[:-_NEAR]
+    return False
+
+
+def _ends_a_block(kind: Collective) -> bool:
+    """After sends, or as the first entry that is left, it bears the number of an earlier collective: 0 before any."""
+    return kind.op.endswith("coalesced") and kind.input_sizes in ((), UNKNOWN_SIZES)
+
+
+def _same(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two columns are equal: they are packed, so equal ones are of one type."""
+    return one == other if type(one) is type(other) and not isinstance(one, Same) else list(one) == list(other)
+
+
+def _ascends(ring: Entries, kinds: Mapping[int, Collective]) -> bool:
+    """The numbers of each group only grow, as in nearly every record: told at a glance."""
+    if isinstance(ring.seqs, range) and ring.seqs[0] > 0:
+        return True  # those of one group are some of them
+    groups = {number: None if kind.is_p2p else kind.group for number, kind in kinds.items()}
+    newest: dict[str, int] = {}
+    for kind, number in zip(ring.kind_of, ring.seqs, strict=True):
+        group = groups[kind]
+        if group is not None:
+            if number <= newest.get(group, 0):
+                return False
+            newest[group] = number
+    return True
+
+
 # --- c10d's worker server ---------------------------------------------------------------------------------------------
 # It expects ``POST /handler/<name>`` with a Content-Length (without one, torch 2.6 and 2.9 wait until they time out).
 # Its answer has a Content-Length, and it keeps the connection open unless the request says otherwise.
@@ -271,7 +373,7 @@ def _ask(socket_path: str, method: str, handler: str, deadline_s: float) -> byte
     request = f"{head}Content-Length: 0\r\nConnection: close\r\n\r\n"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
-            connection.settimeout(_left(until))
+            connection.settimeout(left(until))
             connection.connect(socket_path)
             connection.sendall(request.encode("ascii"))
             return _answer(connection, handler, until)
@@ -285,13 +387,11 @@ def _ask(socket_path: str, method: str, handler: str, deadline_s: float) -> byte
             raise Unanswered("broken", f"worker server: {handler}: {error}") from error
 
 
-def gil_test(
-    socket_path: str, questions: Questions | None = None, *, deadline_s: float = 1.0, handler: str = "safelaunch_gil"
-) -> GilTest:
+def gil_test(socket_path: str, questions: Questions | None = None, *, deadline_s: float = 1.0) -> GilTest:
     """Whether the rank's C++ side answers, and whether Python code can run in it; never raises.
 
-    ``handler`` needs the GIL. It is asked twice, ``deadline_s`` seconds each: a busy Python loop releases the GIL often
-    enough to answer. Both stay None if the server is not running; ``python`` does if the handler is missing.
+    The beacon's handler needs the GIL. It is asked twice, ``deadline_s`` seconds each: a busy Python loop releases the
+    GIL often enough to answer. Both stay None if the server is not running; ``python`` does if the handler is missing.
     """
     try:
         post(socket_path, "ping", deadline_s=deadline_s)
@@ -299,7 +399,7 @@ def gil_test(
         return GilTest(ping=False if error.kind == "timeout" else None)
     for _ in range(2):
         try:
-            return _told(post_to_python(socket_path, handler, questions, deadline_s=deadline_s))
+            return _told(post_to_python(socket_path, "safelaunch_gil", questions, deadline_s=deadline_s))
         except Unanswered as error:
             if error.kind != "timeout":
                 return GilTest(ping=True)
@@ -313,7 +413,7 @@ def _told(answer: bytes) -> GilTest:
     except (msgspec.DecodeError, RecursionError):
         told = GilTest()
     handling = told.handling[:_MOST_EXCEPTIONS]
-    return msgspec.structs.replace(told, ping=True, python=True, handling=handling)
+    return structs.replace(told, ping=True, python=True, handling=handling)
 
 
 def parse_head(head: bytes) -> tuple[int, int | None]:
@@ -356,16 +456,9 @@ def _answer(connection: socket.socket, handler: str, until: float) -> bytes:
 
 
 def _receive(connection: socket.socket, data: bytearray, until: float, handler: str, *, may_end: bool = False) -> bool:
-    connection.settimeout(_left(until))
+    connection.settimeout(left(until))
     chunk = connection.recv(1 << 18)
     data += chunk
     if not chunk and not may_end:
         raise Unanswered("broken", f"worker server: {handler}: the connection closed before the answer was complete")
     return bool(chunk)
-
-
-def _left(until: float) -> float:
-    left = until - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left

@@ -10,23 +10,21 @@ import os
 import pwd
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from safelaunch.beacon.unknown_role import TASKS
+from safelaunch.beacon.layout import OF_A_RANK, TASKS, numbers_in
 from safelaunch.capture import sockets
 from safelaunch.capture.memory import Memory
 from safelaunch.capture.node import parse_environ
-from safelaunch.capture.result import gather, within
+from safelaunch.capture.result import gather, within_or
 from safelaunch.system import procstat
-from safelaunch.system.errors import CaptureError, UsageError
-from safelaunch.system.files import text_of
+from safelaunch.system.errors import UsageError
+from safelaunch.system.files import link_of, text_of
 
 READ_DEADLINE_S = 5.0
 MAPS_DEADLINE_S = 1.0
-_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _OF_A_JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 _OF_A_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")  # where a rank is told no address
 RUN_DIR, SERVER = "SAFELAUNCH_RUN_DIR", "TORCH_WORKER_SERVER_SOCKET"
@@ -127,7 +125,7 @@ def with_spawned(table: Mapping[int, Process], is_spawned: Callable[[int], bool]
             found.setdefault(one.ppid, []).append(one)
     return {**table} | {
         one.pid: replace(
-            one, env={**(one.env or {}), **dict(zip(_OF_A_RANK, map(str, (at, len(several), at)), strict=True))}
+            one, env={**(one.env or {}), **dict(zip(OF_A_RANK, map(str, (at, len(several), at)), strict=True))}
         )
         for several in found.values()
         for at, one in enumerate(several)
@@ -136,11 +134,9 @@ def with_spawned(table: Mapping[int, Process], is_spawned: Callable[[int], bool]
 
 
 def _rank_of(process: Process) -> Rank | None:
-    for names in (_OF_A_RANK, *TASKS):
-        number, size, local = ((process.env or {}).get(name, "") for name in names)
-        if number.isdigit() and size.isdigit() and int(number) < int(size):
-            local_rank = int(local) if local.isdigit() else -1
-            return Rank(process, int(number), int(size), local_rank, is_task=names is not _OF_A_RANK)
+    for names in (OF_A_RANK, *TASKS):
+        if (numbers := numbers_in(process.env or {}, names)) is not None:
+            return Rank(process, *numbers, is_task=names is not OF_A_RANK)
     return None
 
 
@@ -224,32 +220,23 @@ def _read(pid: int) -> Process | None:
     found = Process(pid, stat.ppid, stat.start_ticks, user, env)
     if _rank_of(found) is None and packages_of(pid):  # Ray's workers, say, are told later
         found = replace(found, env={**env, **Memory(pid).environment()})
-    with suppress(OSError):
-        return replace(found, network=os.readlink(place / "ns/net"))  # noqa: PTH115 - text
-    return found
+    return replace(found, network=link_of(place / "ns/net"))
 
 
 def is_spawned(pid: int) -> bool:
     """By Python's ``multiprocessing``, and connected to others by TCP, as a loader's workers are not."""
     spawned = any("spawn_main" in word for word in command_of(pid))
-    ends = (one for _, one in sockets.descriptors(pid) if spawned and one.startswith("socket:["))
-    return any(sockets.describe(pid, int(one[8:-1])).startswith("tcp") for one in ends)
+    return spawned and any(sockets.describe(pid, inode).startswith("tcp") for inode in sockets.inodes(pid))
 
 
 def command_of(pid: int) -> tuple[str, ...]:
     """Empty where its memory is locked in the kernel."""
-    try:
-        text = within(MAPS_DEADLINE_S, "cmdline", lambda: text_of(f"/proc/{pid}/cmdline"))
-    except CaptureError:
-        return ()
+    text = within_or("", MAPS_DEADLINE_S, "cmdline", lambda: text_of(f"/proc/{pid}/cmdline"))
     return tuple(text.split("\0")[:-1])
 
 
 def packages_of(pid: int) -> str:
     """The directory of the packages from which a process has loaded torch; empty where it has not."""
-    try:
-        text = within(MAPS_DEADLINE_S, "maps", lambda: Path(f"/proc/{pid}/maps").read_text("utf-8", "replace"))
-    except (CaptureError, OSError):
-        return ""
+    text = within_or("", MAPS_DEADLINE_S, "maps", lambda: text_of(f"/proc/{pid}/maps"))
     found = re.search(r"(/\S.*)/torch/lib/libtorch", text)
     return found[1] if found else ""

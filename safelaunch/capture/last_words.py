@@ -11,22 +11,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
 
-import msgspec
-
-from safelaunch.beacon import caught_exceptions, layout, ring
-from safelaunch.capture.pages import Noted, read_contract
+from safelaunch.beacon import caught_exceptions, layout, output
+from safelaunch.capture.pages import Noted, bytes_of, read_contract, read_note
 from safelaunch.model import CaughtException, DeviceMemory, ExitCall, FatalError, Frame, RankException
-from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
 
 from .result import Result, attempt, within
 
-_T = TypeVar("_T")
-
 _MOST_THREADS = 64
-MAX_BYTES = 1 << 20
 
 _FATAL = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 _THREAD = re.compile(r"^(?P<current>Current thread|Thread) 0x[0-9a-f]+[^\n]*\(most recent call first\):$", re.MULTILINE)
@@ -60,30 +53,18 @@ def read(base: Path) -> LastWords:
     def companion(suffix: str) -> Path:
         return base.with_name(base.name + suffix)
 
-    fault = _text(companion(layout.FAULT_SUFFIX))
+    fault = bytes_of(companion(layout.FAULT_SUFFIX)).decode("utf-8", "replace")
     return LastWords(
-        exception=read_exception(companion(layout.EXCEPTION_SUFFIX)),
+        exception=read_note(companion(layout.EXCEPTION_SUFFIX), RankException),
         fault_text=fault,
         fatal=parse_fatal(fault),
-        exit_call=parse_exit_call(_text(companion(layout.EXIT_SUFFIX))),
-        caught=parse_caught(_bytes(companion(layout.CAUGHT_SUFFIX))),
-        device_memory=_decoded(companion(layout.MEMORY_SUFFIX), DeviceMemory),
+        exit_call=read_note(companion(layout.EXIT_SUFFIX), ExitCall),
+        caught=parse_caught(bytes_of(companion(layout.CAUGHT_SUFFIX))),
+        device_memory=read_note(companion(layout.MEMORY_SUFFIX), DeviceMemory),
         snapshot=snapshot if (snapshot := companion(layout.SNAPSHOT_SUFFIX)).exists() else None,
         noted=read_contract(base) or Noted(),
-        log=attempt("output ring", lambda: log_tail(ring.read(str(companion(layout.RING_SUFFIX))))),
+        log=attempt("output ring", lambda: log_tail(output.read(str(companion(layout.RING_SUFFIX))))),
     )
-
-
-def read_exception(path: Path) -> RankException | None:
-    """The uncaught exception that a rank recorded, if any."""
-    return _decoded(path, RankException)
-
-
-def _decoded(path: Path, kind: type[_T]) -> _T | None:
-    try:
-        return from_json(_bytes(path), kind)
-    except (msgspec.DecodeError, RecursionError):
-        return None
 
 
 def parse_fatal(text: str) -> FatalError | None:
@@ -113,17 +94,6 @@ def _frames(text: str) -> tuple[Frame, ...]:
     return tuple(Frame(m["file"], int(m["line"]) if _is_number(m["line"]) else 0, m["function"]) for m in found)
 
 
-def parse_exit_call(text: str) -> ExitCall | None:
-    """The note of ``beacon/exits.py``; None if it is missing or incomplete."""
-    head, *lines = text.split("\n")
-    call, _, code = head.partition("\t")
-    if not call or not _is_number(code):
-        return None
-    parts = [line.split("\t", 2) for line in lines]
-    frames = (Frame(part[2], int(part[0]), part[1]) for part in parts if len(part) == 3 and _is_number(part[0]))
-    return ExitCall(call, int(code), tuple(frames))
-
-
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 20
 
@@ -139,18 +109,6 @@ def parse_caught(slots: bytes) -> tuple[CaughtException, ...]:
             handler = Frame(fields[8], int(fields[6]), fields[7])
             found.append(CaughtException(fields[1], fields[2], int(fields[0]) / 1e9, raised, handler))
     return tuple(sorted(found, key=lambda one: one.time_unix_s))
-
-
-def _text(path: Path) -> str:
-    return _bytes(path).decode("utf-8", "replace")
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES)
-    except OSError:
-        return b""
 
 
 # --- its output -------------------------------------------------------------------------------------------------------

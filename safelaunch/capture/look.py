@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
@@ -18,10 +19,11 @@ import msgspec
 from safelaunch.capture import proc, sockets, stacks, waits
 from safelaunch.capture.flight_recorder import Questions
 from safelaunch.capture.result import gather, late
+from safelaunch.job import process
 from safelaunch.model import ProcessEvidence, ProcessState, StackSample
 from safelaunch.system.errors import CaptureError
 
-from .result import NO_ANSWER, Result, within
+from .result import NO_ANSWER, Result, within_or
 
 T = TypeVar("T")
 
@@ -101,12 +103,12 @@ def take(targets: Sequence[Target], *, deadline_s: float) -> Look:
     A rank's main process has up to half of that, but 3 seconds where there are as many; its children have the rest.
     """
     begin = time.monotonic()
-    table, locks = proc.process_table(), _locks_of_the_node(deadline_s)
-
-    def one(target: Target) -> RankLook:
-        return _rank(target, table, locks, deadline_s, begin + deadline_s - RETURN_S)
-
-    results = gather([lambda target=target: one(target) for target in targets], deadline_s=deadline_s)  # type: ignore[misc]
+    table = process.process_table()
+    # Where these can't be read in time, each process is asked for its own, and says so if it is late.
+    locks = within_or(None, deadline_s / 4, "the file locks", waits.lock_table)
+    until = begin + deadline_s - RETURN_S
+    calls = [partial(_rank, target, table, locks, deadline_s, until) for target in targets]
+    results = gather(calls, deadline_s=deadline_s)
     ranks = {
         target.rank: result or RankLook(target.rank, None) for target, result in zip(targets, results, strict=True)
     }
@@ -123,11 +125,8 @@ def with_c_frames(targets: Sequence[Target], last: Look, *, deadline_s: float) -
     """
     begin = time.monotonic()
     ordered = _one_of_each_stack_first(targets, last)
-
-    def one(target: Target) -> RankLook:
-        return _with_c_frames(last.ranks[target.rank], begin + deadline_s - time.monotonic())
-
-    results = gather([lambda target=target: one(target) for target in ordered], deadline_s=deadline_s, workers=4)  # type: ignore[misc]
+    calls = [partial(_with_c_frames, last.ranks[target.rank], begin + deadline_s) for target in ordered]
+    results = gather(calls, deadline_s=deadline_s, workers=4)
     read = {
         target.rank: result or _noting(last.ranks[target.rank], late(deadline_s))
         for target, result in zip(ordered, results, strict=True)
@@ -148,10 +147,11 @@ def _one_of_each_stack_first(targets: Sequence[Target], last: Look) -> list[Targ
     return sorted(targets, key=alike)
 
 
-def _with_c_frames(rank: RankLook, deadline_s: float) -> RankLook:
-    if rank.main is None or deadline_s <= 0:
+def _with_c_frames(rank: RankLook, until: float) -> RankLook:
+    left_s = until - time.monotonic()
+    if rank.main is None or left_s <= 0:
         return _noting(rank, "not read: others took all the time")
-    stack = stacks.with_c_frames_of(rank.main.pid, rank.main.state, deadline_s=deadline_s)
+    stack = stacks.with_c_frames_of(rank.main.pid, rank.main.state, deadline_s=left_s)
     if stack.value is None:
         return _noting(rank, stack.missing)
     return replace(rank, main=replace(rank.main, stack=stack))
@@ -177,17 +177,9 @@ def _with_ends(ranks: dict[int, RankLook], table: Iterable[int], deadline_s: flo
     return {number: rank.with_each(known) for number, rank in ranks.items()}
 
 
-def _locks_of_the_node(deadline_s: float) -> tuple[waits.Held, ...] | None:
-    """None where they cannot be read in time: then each process is asked for its own, and says so if it is late."""
-    try:
-        return within(deadline_s / 4, "the file locks", waits.lock_table)
-    except CaptureError:
-        return None
-
-
 def _rank(
     target: Target,
-    table: dict[int, tuple[int, int]],
+    table: process.Table,
     locks: tuple[waits.Held, ...] | None,
     deadline_s: float,
     until: float,
@@ -196,10 +188,10 @@ def _rank(
     main = _process(target.pid, each_s, locks)
     if main.state is not None and main.state.start_ticks != target.start_ticks:
         main = ProcessLook(target.pid, None, Result(None, "py-spy dump", 0.0, missing="the process has ended"))
-    family = [*proc.process_tree(target.pid, table), *proc.orphans(target.pid, table)]
-    below = [pid for pid, _ in family[:MAX_CHILDREN]]
+    family = [*process.descendants([target.pid], table=table), *proc.orphans(target.pid, table)]
+    below = [one.pid for one in family[:MAX_CHILDREN]]
     left_s = max(0.0, until - time.monotonic())
-    looks = gather([lambda pid=pid: _process(pid, each_s, locks) for pid in below], deadline_s=left_s, workers=4)  # type: ignore[misc]
+    looks = gather([partial(_process, pid, each_s, locks) for pid in below], deadline_s=left_s, workers=4)
     late_one = Result[StackSample](None, "py-spy dump", left_s, missing=late(left_s), kind="timeout")
     children = (one or ProcessLook(pid, None, late_one) for pid, one in zip(below, looks, strict=True))
     return RankLook(target.rank, main, tuple(one for one in children if one.state is not None or one.is_late))
@@ -219,10 +211,7 @@ def _with_polled_lock(state: ProcessState, stack: Result[StackSample]) -> Proces
     main = stack.value.main_thread if stack.value is not None else None
     if main is None or not main.lock_file:
         return state
-    try:
-        lock = within(LOCK_DEADLINE_S, "a file lock", lambda: waits.lock_on(state.pid, main.lock_file))
-    except CaptureError:
-        return state
+    lock = within_or(None, LOCK_DEADLINE_S, "a file lock", lambda: waits.lock_on(state.pid, main.lock_file))
     known = lock is None or any((one.path, one.pid) == (lock.path, lock.pid) for one in state.locks)
     return state if lock is None or known else msgspec.structs.replace(state, locks=(*state.locks, lock))
 

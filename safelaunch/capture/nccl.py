@@ -16,10 +16,11 @@ import msgspec
 
 from safelaunch.capture import sockets
 from safelaunch.capture.node import environment_of
-from safelaunch.capture.result import Result, attempt, within
+from safelaunch.capture.result import Result, attempt, left, within_or
 from safelaunch.model import NcclCommunicator, NcclLog, NcclProcess, NcclState, NcclWitness
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
+from safelaunch.system.files import text_of
 
 # --- the RAS service --------------------------------------------------------------------------------------------------
 # The service listens on localhost, port 28028, or where ``NCCL_RAS_ADDR`` says; its protocol is lines of text. All
@@ -53,10 +54,7 @@ def ask(
     ``libraries``: NCCL's version as Flight Recorders give it. ``spare``: why no process of the job may crash of the
     question, if that would do harm. Never raises.
     """
-    try:
-        found = within(1.0, "/proc/<pid>/maps", lambda: _loaded(pids))
-    except CaptureError:
-        return None
+    found = within_or(None, 1.0, "/proc/<pid>/maps", lambda: _loaded(pids))
     if found is None:
         return None
     pid, library = found
@@ -93,10 +91,8 @@ def _allow(version: Version, spare: str) -> None:
 def _loaded(pids: Sequence[int]) -> tuple[int, str] | None:
     """The first process that has loaded NCCL, and from which file."""
     for pid in pids[:_MOST_PIDS]:
-        with suppress(OSError):
-            found = re.search(rf"\S*/{re.escape(LIBRARY)}\S*", Path(f"/proc/{pid}/maps").read_text("utf-8", "replace"))
-            if found:
-                return pid, found[0]
+        if found := re.search(rf"\S*/{re.escape(LIBRARY)}\S*", text_of(f"/proc/{pid}/maps")):
+            return pid, found[0]
     return None
 
 
@@ -124,7 +120,7 @@ def _addresses(pids: Sequence[int], pid: int, env: Mapping[str, str]) -> list[tu
     found = sockets.listeners(pid, port)
     if not found:
         raise CaptureError(f"nobody listens on port {port}", kind="absent")
-    if not all(any(sockets.has_socket(one, inode) for one in pids) for inode in found):
+    if found.keys() - {inode for pid in pids for inode in sockets.inodes(pid)}:
         fix = "give each job on a node its own NCCL_RAS_ADDR"
         raise CaptureError(f"not asked: not only ranks of this job listen on port {port}", fix)
     return [(_LOOPBACK.get(host, host), port) for host in dict.fromkeys(found.values())]
@@ -148,7 +144,7 @@ def _first_answer(addresses: Sequence[tuple[str, int]], until: float) -> tuple[s
     for number in range(ATTEMPTS):
         address = addresses[number % len(addresses)]
         try:
-            with socket.create_connection(address, timeout=min(HANDSHAKE_S, _left(until))) as connection:
+            with socket.create_connection(address, timeout=min(HANDSHAKE_S, left(until))) as connection:
                 service = _Service(connection)
                 service.begin(min(until, time.monotonic() + HANDSHAKE_S))
                 return service.status(until)
@@ -202,21 +198,14 @@ class _Service:
         return line
 
     def _send(self, words: str, until: float) -> None:
-        self._connection.settimeout(_left(until))
+        self._connection.settimeout(left(until))
         self._connection.sendall(f"{words}\n".encode())
 
     def _receive(self, until: float) -> bool:
-        self._connection.settimeout(_left(until))
+        self._connection.settimeout(left(until))
         chunk = self._connection.recv(1 << 16)
         self._data += chunk
         return bool(chunk)
-
-
-def _left(until: float) -> float:
-    left = until - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("timed out")
-    return left
 
 
 # --- the answer -------------------------------------------------------------------------------------------------------

@@ -13,20 +13,20 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from msgspec import structs
 
 from safelaunch.capture import cgroups, command, gpu
 from safelaunch.capture.result import Result, attempt, within
 from safelaunch.model import Resources
 from safelaunch.system.errors import CaptureError
-from safelaunch.system.files import text_of
+from safelaunch.system.files import link_of, text_of
 from safelaunch.system.redaction.redact import shown_env
 
 DEADLINE_S = 6.0  # of each source
+Kills = Mapping[str, Mapping[str, int | None] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Subject:
     pid: int | None = None
     code_roots: tuple[str, ...] = ()
     env: Result[dict[str, str]] | None = None
-    kills: Mapping[str, Mapping[str, int | None] | None] = field(default_factory=dict)
+    kills: Kills = field(default_factory=dict)
 
 
 def sources() -> Mapping[str, Callable[[Subject], Result[Any] | None]]:
@@ -49,16 +49,9 @@ def sources() -> Mapping[str, Callable[[Subject], Result[Any] | None]]:
         "kernel_log": lambda _: kernel_log(deadline_s=DEADLINE_S),
         "pressure": lambda _: pressure(),
         "versions": lambda asked: versions(asked.code_roots, pid=asked.pid),
-        "resources": _resources_with_kills,
+        "resources": lambda asked: resources(pid=asked.pid, kills=asked.kills),
         "env": lambda asked: asked.env,
     }
-
-
-def _resources_with_kills(asked: Subject) -> Result[Resources]:
-    found = resources(pid=asked.pid)
-    if found.value is None:
-        return found
-    return replace(found, value=structs.replace(found.value, out_of_memory_kills=dict(asked.kills)))
 
 
 # Packages whose versions matter for a hang, if installed.
@@ -101,14 +94,13 @@ def versions(
     ``code_roots``: the rank's package directories according to its beacon; empty: those of this process. ``pid``: the
     rank, whose ``exe`` link names its interpreter.
     """
-
-    def read() -> dict[str, str]:
-        return within(deadline_s, "versions", lambda: _versions(list(code_roots), pid))
-
-    return attempt("package metadata", read)
+    bounded = partial(within, deadline_s, "versions", lambda: _versions(list(code_roots), pid))
+    return attempt("package metadata", bounded)
 
 
-def resources(*, pid: int | None = None, cwd: str | None = None, deadline_s: float = 3.0) -> Result[Resources]:
+def resources(
+    *, pid: int | None = None, cwd: str | None = None, kills: Kills | None = None, deadline_s: float = 3.0
+) -> Result[Resources]:
     """Memory, load, disks, network and limits of this node and of ``pid``'s cgroup; never raises.
 
     ``disks`` holds ``/dev/shm``, ``/tmp`` and ``cwd`` with total, used and free bytes, or the reason for having none: a
@@ -117,7 +109,7 @@ def resources(*, pid: int | None = None, cwd: str | None = None, deadline_s: flo
 
     def read() -> Resources:
         begin = time.monotonic()
-        home = cwd or (_link(f"/proc/{pid}/cwd") if pid is not None else "")
+        home = cwd or (link_of(f"/proc/{pid}/cwd") if pid is not None else "")
         places = [place for place in ("/dev/shm", "/tmp", home) if place]
         each_s = deadline_s / len(places)
         return Resources(
@@ -128,6 +120,7 @@ def resources(*, pid: int | None = None, cwd: str | None = None, deadline_s: flo
             limits=parse_limits(text_of(f"/proc/{pid}/limits")) if pid is not None else {},
             network=_network_within(min(1.0, deadline_s / 3)),
             disks={one: _disk(one, min(each_s, deadline_s - (time.monotonic() - begin))) for one in places},
+            out_of_memory_kills=dict(kills or {}),
         )
 
     return attempt("/proc, cgroup, statvfs", read)
@@ -169,7 +162,7 @@ def torch_build(version_py: str) -> dict[str, str]:
 def _versions(code_roots: list[str], pid: int | None) -> dict[str, str]:
     paths = code_roots or sys.path
     found: dict[str, str] = {"system": _os_name(), "kernel": platform.release(), "machine": platform.machine()}
-    executable = _link(f"/proc/{pid}/exe") if pid is not None else sys.executable
+    executable = link_of(f"/proc/{pid}/exe") if pid is not None else sys.executable
     python = re.search(r"python(\d+\.\d+)", " ".join([executable or "", *code_roots]))
     if pid is None and not code_roots:
         found["python"] = platform.python_version()
@@ -244,13 +237,6 @@ def _counted(folder: Path, names: Sequence[str]) -> dict[str, int]:
 def _os_name() -> str:
     name = re.search(r"^PRETTY_NAME=\"?([^\"\n]+)", text_of("/etc/os-release"), re.MULTILINE)
     return name[1] if name else platform.system()
-
-
-def _link(path: str) -> str:
-    try:
-        return str(Path(path).readlink())
-    except OSError:
-        return ""
 
 
 # --- the kernel log ---------------------------------------------------------------------------------------------------

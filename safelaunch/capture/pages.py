@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -21,14 +21,34 @@ from safelaunch.system import procstat
 from safelaunch.system.decoding import from_json
 from safelaunch.system.files import text_of
 
+_T = TypeVar("_T")
+
 # --- pages, events, metadata ------------------------------------------------------------------------------------------
 
 LARGEST_WORLD = 1 << 20
+MAX_BYTES = 1 << 20  # of a note
 MTIME_TICK_NS = 100_000_000  # the kernel's coarse clock ticks at least every 10 ms
+
+
+class _Word:
+    """One word of a page, as an attribute."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+
+    def __get__(self, page: Page, kind: object) -> int:
+        return page._words[self._at]
 
 
 class Page:
     """The mapped progress page of a rank or the agent. Raises OSError or ValueError if the file is not a whole page."""
+
+    pid = _Word(layout.PID)
+    start_ticks = _Word(layout.START_TICKS)
+    rank = _Word(layout.RANK)
+    kind = _Word(layout.KIND)  # EXPLICIT, IMPLICIT or LAUNCHER
+    claimed_ns = _Word(layout.CLAIMED_NS)
+    exited_ns = _Word(layout.EXIT_NS)  # when its process left the interpreter; 0 while it runs, or if it was killed
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -60,34 +80,8 @@ class Page:
         return self._named or (-1, -1, -1)
 
     @property
-    def pid(self) -> int:
-        return self._words[layout.PID]
-
-    @property
-    def start_ticks(self) -> int:
-        return self._words[layout.START_TICKS]
-
-    @property
-    def rank(self) -> int:
-        return self._words[layout.RANK]
-
-    @property
-    def kind(self) -> int:
-        """``layout.EXPLICIT``, ``IMPLICIT`` or ``LAUNCHER``."""
-        return self._words[layout.KIND]
-
-    @property
-    def claimed_ns(self) -> int:
-        return self._words[layout.CLAIMED_NS]
-
-    @property
     def server_up(self) -> bool:
         return self._words[layout.SERVER_NS] != 0
-
-    @property
-    def exited_ns(self) -> int:
-        """When its process left the interpreter; 0 while it runs, or if it was killed."""
-        return self._words[layout.EXIT_NS]
 
     @property
     def steps(self) -> bool:
@@ -223,6 +217,26 @@ class EventReader:
         return events
 
 
+def bytes_of(path: Path) -> bytes:
+    """The first ``MAX_BYTES`` of what a rank has left; empty if it can't be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES)
+    except OSError:
+        return b""
+
+
+def read_note(path: Path, kind: type[_T]) -> _T | None:
+    """A note of ``beacon/page.py`` as a record; None if there is none, or a damaged one."""
+    try:
+        return from_json(bytes_of(path), kind)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+
+
 class Meta(msgspec.Struct, frozen=True):
     """Facts about a rank's interpreter, which its beacon records when it claims a page."""
 
@@ -236,16 +250,7 @@ class Meta(msgspec.Struct, frozen=True):
 
 def read_meta(path: Path) -> Meta:
     """Reads a ``.meta`` file. Returns an empty ``Meta`` if there is none."""
-    pairs = [line.partition("\t")[::2] for line in text_of(path).splitlines()]
-    single = dict(pairs)
-    return Meta(
-        executable=single.get("executable", ""),
-        python=single.get("python", ""),
-        cwd=single.get("cwd", ""),
-        argv=tuple(value for key, value in pairs if key == "argument"),
-        code_roots=tuple(value for key, value in pairs if key == "code_root"),
-        gpu=single.get("gpu", ""),
-    )
+    return read_note(path, Meta) or Meta()
 
 
 class Noted(msgspec.Struct, frozen=True):
@@ -254,19 +259,13 @@ class Noted(msgspec.Struct, frozen=True):
     ``batch``: the size of its DataLoader's. ``device``: the number of its current CUDA device, where it has a choice.
     """
 
-    batch: int | None = None
-    device: int | None = None
+    batch: _Number | None = None
+    device: _Number | None = None
 
 
 def read_contract(base: Path) -> Noted | None:
     """The note beside the page ``base``; None while the rank has made no step."""
-    try:
-        lines = base.with_name(base.name + layout.CONTRACT_SUFFIX).read_text("ascii", "replace").splitlines()
-    except OSError:
-        return None
-    pairs = [line.partition("\t")[::2] for line in lines[:8]]
-    found = {key: int(value) for key, value in pairs if value.isdecimal() and len(value) < 12}
-    return Noted(found.get("batch"), found.get("device"))
+    return read_note(base.with_name(base.name + layout.CONTRACT_SUFFIX), Noted)
 
 
 class Roster:

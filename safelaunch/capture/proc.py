@@ -24,9 +24,12 @@ from safelaunch.capture.cgroups import is_frozen, throttled_ms
 from safelaunch.capture.memory import Memory
 from safelaunch.capture.result import within
 from safelaunch.capture.waits import Resting
+from safelaunch.job import process
+from safelaunch.job.process import ProcessId
 from safelaunch.model import FileLock, ProcessState, StackSample, ThreadState
 from safelaunch.system import procstat
 from safelaunch.system.errors import CaptureError
+from safelaunch.system.files import link_of
 from safelaunch.verdict.reading.kernel import kind_of
 
 _MAX_PATH = 4096
@@ -55,13 +58,7 @@ def parse_schedstat(text: str) -> tuple[int, int] | None:
     return int(fields[1]) // 1_000_000, int(fields[2])
 
 
-def read_process(
-    pid: int,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    deadline_s: float = 2.0,
-    locks: Sequence[waits.Held] | None = None,
-) -> ProcessState:
+def read_process(pid: int, *, deadline_s: float = 2.0, locks: Sequence[waits.Held] | None = None) -> ProcessState:
     """The current state of a process and its threads; takes at most ``deadline_s`` seconds.
 
     ``locks``: those of the node, where they have been read.
@@ -69,7 +66,7 @@ def read_process(
     ``note`` names what is left out: files that may not be read (another user's process) or that do not answer.
     Raises ``CaptureError`` only if the process does not exist.
     """
-    quick = read_quick(pid, clock=clock)
+    quick = read_quick(pid)
     if quick.state in "ZX":
         return structs.replace(quick, note="zombie: it has ended, but its parent has not reaped it")
     try:
@@ -83,7 +80,7 @@ def read_process(
     return structs.replace(quick, state=letter, threads=threads, cmdline=cmdline, locks=held, note="; ".join(notes))
 
 
-def read_quick(pid: int, *, clock: Callable[[], float] = time.monotonic) -> ProcessState:
+def read_quick(pid: int) -> ProcessState:
     """The part of ``read_process`` that never blocks and that any user may read: states, names, CPU time, memory.
 
     Raises ``CaptureError`` if the process does not exist.
@@ -96,7 +93,7 @@ def read_quick(pid: int, *, clock: Callable[[], float] = time.monotonic) -> Proc
         pid=pid,
         ppid=stat.ppid,
         start_ticks=stat.start_ticks,
-        at_s=clock(),
+        at_s=time.monotonic(),
         name=stat.name,
         cmdline=(),
         state=stat.state,
@@ -116,49 +113,21 @@ def state_letter(pid: int) -> str:
     return stat.state if stat is not None else ""
 
 
-def process_table() -> dict[int, tuple[int, int]]:
-    """All current processes: pid → (ppid, start_ticks). One scan serves the trees of all ranks."""
-    table: dict[int, tuple[int, int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (stat := procstat.read(int(entry.name))) is not None:  # not vanished meanwhile
-            table[stat.pid] = (stat.ppid, stat.start_ticks)
-    return table
-
-
-def process_tree(pid: int, table: dict[int, tuple[int, int]] | None = None) -> list[tuple[int, int]]:
-    """The descendants of ``pid`` as (pid, start_ticks), parents before children."""
-    table = process_table() if table is None else table
-    children: dict[int, list[int]] = {}
-    for child, (ppid, _) in table.items():
-        children.setdefault(ppid, []).append(child)
-    found: list[tuple[int, int]] = []
-    queue = [pid]
-    seen = {pid}
-    for parent in queue:  # grows while it is walked: breadth first
-        for child in sorted(children.get(parent, ())):
-            if child not in seen:
-                seen.add(child)
-                queue.append(child)
-                found.append((child, table[child][1]))
-    return found
-
-
-def orphans(pid: int, table: dict[int, tuple[int, int]]) -> list[tuple[int, int]]:
+def orphans(pid: int, table: process.Table) -> list[ProcessId]:
     """Processes of the session that ``pid`` leads, as torchrun's ranks do, which aren't below it: their parent has
-    ended. As (pid, start_ticks)."""
-    try:
-        if os.getsid(pid) != pid:
-            return []
-    except OSError:  # it has ended
+    ended."""
+    if _session(pid) != pid:
         return []
-    known = {pid, *(one for one, _ in process_tree(pid, table))}
-    return [(one, ticks) for one, (_, ticks) in sorted(table.items()) if one not in known and _session(one) == pid]
+    known = {pid, *(one.pid for one in process.descendants([pid], table=table))}
+    return [
+        ProcessId(one, ticks) for one, (_, ticks) in sorted(table.items()) if one not in known and _session(one) == pid
+    ]
 
 
 def _session(pid: int) -> int:
     try:
         return os.getsid(pid)
-    except OSError:
+    except OSError:  # it has ended
         return 0
 
 
@@ -258,48 +227,31 @@ def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting) -> Thre
     wchan = optional("wchan")
     number, arguments = call if call else (None, ())
     name = waits.name_of(number) if number is not None else ""
-    is_futex = name == "futex"
-    target = _Target(words=resting.shared_futex(arguments)) if is_futex else _target(pid, name, arguments)
-    ends_s = waits.ends_s(name, arguments, Memory(pid).read)
     io, scheduled = parse_io(optional("io")), parse_schedstat(optional("schedstat"))
-    return ThreadState(
+    thread = ThreadState(
         tid=tid,
         name=stat.name,
         state=stat.state,
         wchan="" if wchan == "0" else wchan,
         syscall=number,
         syscall_name=name,
-        fd=target.fd,
-        fd_target=target.words,
+        fd_target=resting.shared_futex(arguments) if name == "futex" else "",
         cpu_ms=stat.cpu_ms,
         io_bytes=sum(io) if io is not None else None,
         written_bytes=io[1] if io is not None else None,
         queued_ms=scheduled[0] if scheduled is not None else None,
         slices=scheduled[1] if scheduled is not None else None,
-        ends_s=ends_s,
-        locked_by=target.locked_by,
-        lock_sharers=target.lock_sharers,
-        times_out=target.times_out,
-        inode=target.inode,
+        ends_s=waits.ends_s(name, arguments, Memory(pid).read),
         child=waits.child_of(name, arguments),
         rests_in=resting.rests_in(text),
         started_ns=time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + stat.start_ticks * procstat.TICK_NS,
     )
+    return _with_target(thread, pid, arguments)
 
 
-class _Target(NamedTuple):
-    """What a call works on: a descriptor, or a path. ``inode``: of a pipe or socket."""
-
-    fd: int | None = None
-    words: str = ""
-    locked_by: int | None = None
-    inode: int | None = None
-    lock_sharers: tuple[int, ...] = ()
-    times_out: bool = False
-
-
-def _target(pid: int, name: str, arguments: tuple[int, ...]) -> _Target:
-    fd: int | None = None
+def _with_target(thread: ThreadState, pid: int, arguments: tuple[int, ...]) -> ThreadState:
+    """With what its call works on: a descriptor, or a path."""
+    name, fd = thread.syscall_name, None
     if name in waits.FD_FIRST:
         fd = arguments[0] & 0xFFFFFFFF
     elif name in ("poll", "ppoll") and arguments[1] == 1:  # one descriptor: a read or connect with a timeout
@@ -307,23 +259,26 @@ def _target(pid: int, name: str, arguments: tuple[int, ...]) -> _Target:
         fd = struct.unpack("=i", pollfd)[0] if len(pollfd) == 4 else None
     elif name in waits.PATH_ARGUMENT:
         raw, ended, _ = Memory(pid).read(arguments[waits.PATH_ARGUMENT[name]], _MAX_PATH).partition(b"\0")
-        return _Target(words=raw.decode("utf-8", "replace") if ended else "")
+        return structs.replace(thread, fd_target=raw.decode("utf-8", "replace") if ended else "")
     if fd is None or not 0 <= fd < 1 << 24:
-        return _Target()
-    try:
-        target = str(Path(f"/proc/{pid}/fd/{fd}").readlink())
-    except OSError:
-        return _Target(fd)
+        return thread
+    target = link_of(f"/proc/{pid}/fd/{fd}")
+    if not target:
+        return structs.replace(thread, fd=fd)
     holder, *sharers = (waits.holders(pid, fd) if name in waits.CALLS else ()) or (None,)
     if holder is not None:
         target += f", locked by pid {holder}{waits.program(holder)}"
-    times_out = False
     found = re.fullmatch(r"(socket|pipe):\[(\d+)\]", target)
-    inode = int(found[2]) if found else None
-    if found and found[1] == "socket":
-        target = sockets.describe(pid, int(found[2]))
-        times_out = sockets.times_out(pid, fd)
-    return _Target(fd, target, holder, inode, tuple(sharers), times_out)
+    is_socket = found is not None and found[1] == "socket"
+    return structs.replace(
+        thread,
+        fd=fd,
+        fd_target=sockets.describe(pid, int(found[2])) if found and is_socket else target,
+        locked_by=holder,
+        lock_sharers=tuple(sharers),
+        times_out=is_socket and sockets.times_out(pid, fd),
+        inode=int(found[2]) if found else None,
+    )
 
 
 def _text(path: Path) -> str:

@@ -41,9 +41,9 @@ class Result(Generic[T]):
     note: str = ""
     kind: Failure = ""
 
-    def artifact(self, path: str, size: int = 0) -> Artifact:
-        """The manifest's entry for the file ``path`` of ``size`` bytes that holds this result."""
-        return Artifact(path, self.how, round(self.duration_s, 6), self.missing, size, self.note)
+    def artifact(self, path: str) -> Artifact:
+        """The manifest's entry for the file ``path`` that holds this result."""
+        return Artifact(path, self.how, round(self.duration_s, 6), self.missing, note=self.note)
 
 
 def attempt(how: str, source: Callable[[], T]) -> Result[T]:
@@ -52,7 +52,7 @@ def attempt(how: str, source: Callable[[], T]) -> Result[T]:
     try:
         value = source()
     except CaptureError as error:
-        return Result(None, how, time.monotonic() - begin, missing=_one_line(error), kind=error.kind)
+        return Result(None, how, time.monotonic() - begin, missing=why(error), kind=error.kind)
     except Exception as error:  # noqa: BLE001 - the boundary: one source that fails costs only itself
         return Result(None, how, time.monotonic() - begin, missing=f"{type(error).__name__}: {error}")
     return Result(value, how, time.monotonic() - begin)
@@ -84,7 +84,24 @@ def within(deadline_s: float, what: str, source: Callable[[], T]) -> T:
     return values[0]
 
 
-def _one_line(error: CaptureError) -> str:
+def within_or(default: T, deadline_s: float, what: str, source: Callable[[], T]) -> T:
+    """As ``within``, and ``default`` where there is no answer, or none may be read."""
+    try:
+        return within(deadline_s, what, source)
+    except (CaptureError, OSError):
+        return default
+
+
+def left(until: float) -> float:
+    """The seconds until then (CLOCK_MONOTONIC), as the next step's limit. Raises TimeoutError if there are none."""
+    seconds = until - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("timed out")
+    return seconds
+
+
+def why(error: CaptureError) -> str:
+    """Why a source failed, and its remedy, on one line."""
     return f"{error.message} ({error.fix})" if error.fix else error.message
 
 
@@ -102,11 +119,12 @@ class Late(Exception):
 class Sink:
     """Takes artifacts. ``redactor`` removes secrets. What is slow is in ``made`` and its kin; ``put`` is short.
 
-    This one writes none.
+    This one writes none. ``maker``: the sink behind this one, which makes what that puts.
     """
 
-    def __init__(self, redactor: Redactor) -> None:
+    def __init__(self, redactor: Redactor, maker: Sink | None = None) -> None:
         self.redactor = redactor
+        self.maker = maker or self
 
     def made(self, artifact: Artifact, data: bytes | str | None) -> Made:
         return artifact, None
@@ -121,39 +139,23 @@ class Sink:
 
     def add(self, artifact: Artifact, data: bytes | str | None) -> None:
         """Writes ``data`` to ``artifact.path``; None lists it as missing."""
-        self.put(self.made(artifact, data))
+        self.put(self.maker.made(artifact, data))
 
     def add_json(self, artifact: Artifact, value: object) -> None:
         """``value``: records, lists, dicts; None lists the artifact as missing."""
-        self.put(self.made_json(artifact, value))
+        self.put(self.maker.made_json(artifact, value))
 
     def add_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> None:
         """Copies a file that the job wrote: a ``dump`` whole or not at all, a log's end."""
-        self.put(self.made_file(artifact, source, dump=dump))
+        self.put(self.maker.made_file(artifact, source, dump=dump))
 
 
-class _Before(Sink):
-    """Another sink, with something before it."""
-
-    def __init__(self, sink: Sink) -> None:
-        super().__init__(sink.redactor)
-        self._sink = sink
-
-    def made(self, artifact: Artifact, data: bytes | str | None) -> Made:
-        return self._sink.made(artifact, data)
-
-    def made_json(self, artifact: Artifact, value: object) -> Made:
-        return self._sink.made_json(artifact, value)
-
-    def made_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> Made:
-        return self._sink.made_file(artifact, source, dump=dump)
-
-
-class Gate(_Before):
+class Gate(Sink):
     """One source's way to ``sink``, until ``close``: then each attempt raises ``Late``."""
 
     def __init__(self, sink: Sink) -> None:
-        super().__init__(sink)
+        super().__init__(sink.redactor, sink.maker)
+        self._sink = sink
         self._outer = sink if isinstance(sink, Gate) else None
         self._lock: RLock = self._outer._lock if self._outer is not None else RLock()
         self._closed = False
@@ -179,11 +181,11 @@ class Gate(_Before):
             self._closed = True
 
 
-class Step(_Before):
+class Step(Sink):
     """Files that belong together, kept until ``done`` puts them."""
 
     def __init__(self, gate: Gate) -> None:
-        super().__init__(gate)
+        super().__init__(gate.redactor, gate.maker)
         self._gate = gate
         self._made: list[Made] = []
 

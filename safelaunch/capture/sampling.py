@@ -13,17 +13,20 @@ import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
 from safelaunch.capture import command, proc, stacks
-from safelaunch.job.process import identify
+from safelaunch.capture.result import why
+from safelaunch.job.process import Table, descendants, identify
 from safelaunch.model import Frame
 from safelaunch.model.recording import Numbers, ProcessRecord, ThreadRecord
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
+from safelaunch.system.files import link_of
 
 FASTEST_HZ, SLOWEST_HZ = 20, 1
 SAMPLE_CPU_S = 0.0006
@@ -66,24 +69,14 @@ def rate_for(passes: int, cpus: int) -> int:
     return round(min(FASTEST_HZ, max(SLOWEST_HZ, affordable)))
 
 
-def children_of(pid: int, table: dict[int, tuple[int, int]] | None = None) -> list[Sampled]:
+def children_of(pid: int, table: Table | None = None) -> list[Sampled]:
     """The first few Python processes below ``pid``, by their role."""
-    found: list[Sampled] = []
-    for child, _ in proc.process_tree(pid, table):
-        if len(found) >= MOST_CHILDREN:
-            break
-        begun = identify(child)
-        if begun is None or not _runs_python(child):
-            continue
-        found.append(Sampled(child, begun.start_ticks, "child"))
-    return found
+    running = (one for one in descendants([pid], table=table) if _runs_python(one.pid))
+    return [Sampled(one.pid, one.start_ticks, "child") for one in islice(running, MOST_CHILDREN)]
 
 
 def _runs_python(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/exe").readlink().name.startswith("python")
-    except OSError:
-        return False
+    return Path(link_of(f"/proc/{pid}/exe")).name.startswith("python")
 
 
 def sample(
@@ -109,7 +102,8 @@ def sample(
             argvs = [argv(spy, processes[at].pid, name, paths[at, name], duration_s, rate_hz) for at, name in jobs]
             outputs = command.run_together(argvs, Path(scratch), deadline_s=duration_s + PATIENCE_S, stop=stop)
         except (CaptureError, OSError) as error:
-            return [ProcessRecord(process.pid, process.role, problem=_why(error)) for process in processes]
+            problem = why(error) if isinstance(error, CaptureError) else f"py-spy record: {error.strerror or error}"
+            return [ProcessRecord(process.pid, process.role, problem=problem) for process in processes]
         told = dict(zip(jobs, outputs, strict=True))
         found = []
         for at, process in enumerate(processes):
@@ -123,12 +117,6 @@ def sample(
             active = told.get((at, "active"))
             found.append(replace(record, tells_active=active is not None and active.returncode == 0))
         return found
-
-
-def _why(error: CaptureError | OSError) -> str:
-    if isinstance(error, CaptureError):
-        return f"{error.message} ({error.fix})" if error.fix else error.message
-    return f"py-spy record: {error.strerror or error}"
 
 
 def argv(spy: str, pid: int, name: str, path: Path, duration_s: float, rate_hz: int) -> list[str]:

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from safelaunch.model import OtherEnd, ProcessState, ThreadState
 from safelaunch.system import procstat
-from safelaunch.system.files import text_of
+from safelaunch.system.files import link_of, text_of
 
 MAX_TABLE_BYTES = 4 << 20  # on a node with tens of thousands of connections, stop rather than read for seconds
 
@@ -45,11 +45,8 @@ def resends(pid: int) -> bool:
     Then the network is at fault, or was: after an outage of a minute the kernel waits for up to a minute more.
     """
     net = Path(f"/proc/{pid}/net")
-    inodes = {inode for name in ("tcp", "tcp6") for inode in find_resending(_read(net / name))}
-    if not inodes:
-        return False
-    wanted = {f"socket:[{inode}]" for inode in inodes}
-    return any(target in wanted for _, target in descriptors(pid))
+    late = {inode for name in ("tcp", "tcp6") for inode in find_resending(_read(net / name))}
+    return bool(late) and not late.isdisjoint(inodes(pid))
 
 
 def listeners(pid: int, port: int) -> dict[int, str]:
@@ -89,8 +86,9 @@ def times_out(pid: int, fd: int) -> bool:
         return True
 
 
-def has_socket(pid: int, inode: int) -> bool:
-    return any(target == f"socket:[{inode}]" for _, target in descriptors(pid))
+def inodes(pid: int) -> Iterator[int]:
+    """Those of the sockets that the process has open."""
+    return (int(target[8:-1]) for _, target in descriptors(pid) if target.startswith("socket:["))
 
 
 def descriptors(pid: int) -> Iterator[tuple[Path, str]]:
@@ -99,12 +97,12 @@ def descriptors(pid: int) -> Iterator[tuple[Path, str]]:
         with os.scandir(f"/proc/{pid}/fd") as entries:
             for entry in entries:
                 path = Path(entry.path)
-                yield path, _target(path)
+                yield path, link_of(path)
     except OSError:
         return
 
 
-def other_ends(pid: int, inodes: Collection[int]) -> dict[int, int]:
+def other_ends(pid: int, mine: Collection[int]) -> dict[int, int]:
     """The inodes of these sockets of the process → those of the sockets at the other ends, if on this node.
 
     A connection that was not accepted yet has no socket there: that of the listener stands for it.
@@ -112,16 +110,18 @@ def other_ends(pid: int, inodes: Collection[int]) -> dict[int, int]:
     net, found = Path(f"/proc/{pid}/net"), {}
     for name in ("tcp", "tcp6"):
         table = _read(net / name)
-        by_pair = {(fields[1], fields[2]): int(fields[9]) for fields in _connections(table)}
+        # Connections that a process has, or that wait to be accepted: only these have an inode, or are established.
+        connections = (fields for fields in _rows(table) if fields[9] != "0" or fields[3] == "01")
+        by_pair = {(fields[1], fields[2]): int(fields[9]) for fields in connections}
         pairs = {inode: pair for pair, inode in by_pair.items()}
-        for inode in inodes:
+        for inode in mine:
             local, remote = pairs.get(inode, ("", ""))
             other = by_pair.get((remote, local))
             if other == 0:
                 other = _listener(table, remote)
             if other is not None:
                 found[inode] = other
-    unix = {inode: unix_peer(inode) for inode in inodes if inode not in found}
+    unix = {inode: unix_peer(inode) for inode in mine if inode not in found}
     return found | {inode: peer for inode, peer in unix.items() if peer is not None}
 
 
@@ -249,51 +249,37 @@ def _attributes(answer: bytes, at: int, end: int) -> Iterator[tuple[int, int, in
         at += max(4, (length + 3) & ~3)
 
 
-def _connections(table: str) -> Iterator[list[str]]:
-    """Those that a process has, or that wait to be accepted: these have no inode, nor have those that are over."""
-    lines = (line.split() for line in table.splitlines()[1:])
-    return (fields for fields in lines if len(fields) > 9 and (fields[9] != "0" or fields[3] == "01"))
-
-
-def _target(path: Path) -> str:
-    try:
-        return os.fspath(path.readlink())
-    except OSError:
-        return ""  # closed meanwhile
+def _rows(table: str) -> Iterator[list[str]]:
+    """The fields of each line of ``/proc/net/tcp`` and its kin: addresses in 1 and 2, state in 3, inode in 9."""
+    return (fields for line in table.splitlines()[1:] if len(fields := line.split()) > 9)
 
 
 def find_resending(table: str) -> tuple[int, ...]:
     """The inodes in ``/proc/net/tcp`` of established connections in which something is being sent again."""
-    found = []
-    for line in table.splitlines()[1:]:
-        fields = line.split()
-        if len(fields) > 9 and fields[3] == "01" and fields[5].startswith("01:") and int(fields[6], 16):
-            found.append(int(fields[9]))
-    return tuple(found)
+    return tuple(
+        int(fields[9])
+        for fields in _rows(table)
+        if fields[3] == "01" and fields[5].startswith("01:") and int(fields[6], 16)
+    )
 
 
 def find_listening(table: str, port: int) -> Iterator[tuple[int, str]]:
     """Inode and address of each socket in ``/proc/net/tcp`` or ``tcp6`` that listens on this port."""
-    for line in table.splitlines()[1:]:
-        fields = line.split()
-        if len(fields) > 9 and fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+    for fields in _rows(table):
+        if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
             yield int(fields[9]), address(fields[1]).rpartition(":")[0].strip("[]")
 
 
 def find_inet(table: str, protocol: str, inode: int) -> str:
     """The line of ``/proc/net/<protocol>`` with this inode in words, or ``""``."""
-    wanted = str(inode)
-    for line in table.splitlines()[1:]:
-        fields = line.split()
-        if len(fields) > 9 and fields[9] == wanted:
-            local, remote = address(fields[1]), address(fields[2])
-            if protocol.startswith("udp"):
-                return f"{protocol} {local} -> {remote}"
-            state = _TCP_STATES.get(int(fields[3], 16), fields[3])
-            return (
-                f"{protocol} {local} ({state})" if state == "listening" else f"{protocol} {local} -> {remote} ({state})"
-            )
-    return ""
+    fields = next((fields for fields in _rows(table) if fields[9] == str(inode)), None)
+    if fields is None:
+        return ""
+    local, remote = address(fields[1]), address(fields[2])
+    if protocol.startswith("udp"):
+        return f"{protocol} {local} -> {remote}"
+    state = _TCP_STATES.get(int(fields[3], 16), fields[3])
+    return f"{protocol} {local} ({state})" if state == "listening" else f"{protocol} {local} -> {remote} ({state})"
 
 
 def find_unix(table: str, inode: int) -> str:
@@ -319,12 +305,7 @@ def address(text: str) -> str:
 def _read(path: Path) -> str:
     try:
         with open(path, "rb") as file:
-            parts: list[bytes] = []
-            size = 0
-            while size < MAX_TABLE_BYTES and (chunk := os.read(file.fileno(), 1 << 16)):
-                parts.append(chunk)
-                size += len(chunk)
-            return b"".join(parts).decode("utf-8", "replace")
+            return file.read(MAX_TABLE_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
 
@@ -407,7 +388,7 @@ def _holders(wanted: frozenset[Wanted], own: Collection[int], pids: Iterable[int
     found: dict[Wanted, dict[int, OtherEnd]] = {one: {} for one in wanted}
     mine: set[str] = set()  # of the job's processes: through these, a descriptor may have been given away
     seen: set[str] = set()
-    given = {_target(Path(f"/proc/self/fd/{number}")) for number in range(3)}  # to safelaunch, and on to the job
+    given = {link_of(f"/proc/self/fd/{number}") for number in range(3)}  # to safelaunch, and on to the job
     hidden, rings = False, set[int]()
     began = min((one.start_ticks for one in map(procstat.read, own) if one is not None), default=0)
     groups = {_group(pid) for pid in own}
@@ -464,8 +445,8 @@ def _are_closed(own: Collection[int], mine: Collection[str], seen: Collection[st
     """Whether nobody out of sight has been given a descriptor by a process of the job: none is under way in a Unix
     socket, and none of ``mine``, which they have, leads to such a socket that is not among those ``seen``.
     """
-    found, network = unix_sockets(), _target(Path("/proc/self/ns/net"))
-    if found is None or {_target(Path(f"/proc/{pid}/ns/net")) for pid in own} - {network, ""}:
+    found, network = unix_sockets(), link_of("/proc/self/ns/net")
+    if found is None or {link_of(f"/proc/{pid}/ns/net") for pid in own} - {network, ""}:
         return False
     unread = (one.peer for one in found.values() if one.unread)
     if not all(f"socket:[{peer}]" in seen and f"socket:[{peer}]" not in mine for peer in unread):

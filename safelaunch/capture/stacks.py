@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from safelaunch.job.process import ProcessId, identify
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
-from safelaunch.system.files import text_of
+from safelaunch.system.files import link_of, text_of
 from safelaunch.system.printable import clean
 from safelaunch.verdict.reading.frames import is_library
 from safelaunch.verdict.reading.kernel import WRITES
@@ -159,7 +159,6 @@ def dump(
     nonblocking: bool = False,
     native: bool = False,
     py_spy: str | None = None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Result[StackSample]:
     """Runs py-spy once on ``pid``, for at most ``deadline_s`` seconds; never raises.
 
@@ -174,7 +173,7 @@ def dump(
     def read() -> StackSample:
         begin, begun = time.monotonic(), identify(pid)
         was_stopped = proc.state_letter(pid) == "T"
-        at_s = clock()
+        at_s = time.monotonic()
         words = [find_py_spy(py_spy), "dump", "--json", *options, "--pid", str(pid)]
         output = command.run([*words, "--locals"], deadline_s=deadline_s)
         left_s = begin + deadline_s - time.monotonic()
@@ -192,12 +191,7 @@ def dump(
 
 
 def stack_of(
-    pid: int,
-    state: ProcessState | None = None,
-    *,
-    deadline_s: float = DEADLINE_S,
-    py_spy: str | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    pid: int, state: ProcessState | None = None, *, deadline_s: float = DEADLINE_S, py_spy: str | None = None
 ) -> Result[StackSample]:
     """The stacks of ``pid``, read without stopping it, for at most ``deadline_s`` seconds; never raises.
 
@@ -208,13 +202,13 @@ def stack_of(
     begin = time.monotonic()
     until = begin + deadline_s
     try:
-        _alive(pid, state, clock)
+        _alive(pid, state)
     except CaptureError as error:
         return Result(None, "py-spy dump --json", time.monotonic() - begin, missing=error.message)
     found: Result[StackSample] | None = None
     for _ in range(READS):
         before = proc.scheduled(pid)
-        read = dump(pid, deadline_s=until - time.monotonic(), nonblocking=True, py_spy=py_spy, clock=clock)
+        read = dump(pid, deadline_s=until - time.monotonic(), nonblocking=True, py_spy=py_spy)
         after = proc.scheduled(pid)
         quiet = {tid for tid, now in after.items() if not now.runs and now == before.get(tid)}
         asleep = {tid for tid, now in after.items() if not now.runs}
@@ -252,9 +246,9 @@ def with_c_frames_of(pid: int, state: ProcessState | None = None, *, deadline_s:
     return dump(pid, deadline_s=deadline_s, native=True)
 
 
-def _alive(pid: int, state: ProcessState | None, clock: Callable[[], float] = time.monotonic) -> ProcessState:
+def _alive(pid: int, state: ProcessState | None) -> ProcessState:
     """The process now, the same as in ``state``; raises ``CaptureError``."""
-    now = proc.read_quick(pid, clock=clock)
+    now = proc.read_quick(pid)
     if state is not None and state.start_ticks != now.start_ticks:
         raise CaptureError(f"process {pid} is gone, and another process has its pid")
     if now.state in "ZX":
@@ -374,10 +368,6 @@ def tracing_facts(pid: int) -> Facts:
     effective = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
     target = re.search(r"^Uid:\s*\d+\s+(\d+)", text_of(Path(f"/proc/{pid}/status")), re.MULTILINE)
     yama = text_of(Path("/proc/sys/kernel/yama/ptrace_scope")).strip()
-    try:
-        executable = Path(f"/proc/{pid}/exe").readlink().name
-    except OSError:
-        executable = ""
     return Facts(
         alive=target is not None,
         same_user=target is not None and int(target[1]) == os.geteuid(),
@@ -385,7 +375,7 @@ def tracing_facts(pid: int) -> Facts:
         yama=int(yama) if yama.isdigit() else None,
         container=Path("/.dockerenv").exists()
         or bool(re.search("docker|kubepods|containerd", text_of(Path("/proc/1/cgroup")))),
-        executable=executable,
+        executable=Path(link_of(f"/proc/{pid}/exe")).name,
     )
 
 

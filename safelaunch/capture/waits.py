@@ -20,43 +20,38 @@ from safelaunch.system import procstat
 from safelaunch.system.files import text_of
 
 # --- system calls -----------------------------------------------------------------------------------------------------
-# Numbers: Linux ``arch/x86/entry/syscalls/syscall_64.tbl`` and ``include/uapi/asm-generic/unistd.h`` (aarch64).
+# Numbers on x86_64 and on aarch64: Linux ``arch/x86/entry/syscalls/syscall_64.tbl`` and
+# ``include/uapi/asm-generic/unistd.h``.
 
-X86_64 = {
-    0: "read", 1: "write", 2: "open", 3: "close", 4: "stat", 5: "fstat", 6: "lstat", 7: "poll", 8: "lseek",
-    9: "mmap", 10: "mprotect", 11: "munmap", 16: "ioctl", 17: "pread64", 18: "pwrite64", 19: "readv",
-    20: "writev", 21: "access", 23: "select", 24: "sched_yield", 26: "msync", 28: "madvise", 34: "pause",
-    35: "nanosleep", 40: "sendfile", 41: "socket", 42: "connect", 43: "accept", 44: "sendto",
-    45: "recvfrom", 46: "sendmsg", 47: "recvmsg", 49: "bind", 56: "clone", 57: "fork", 58: "vfork",
-    59: "execve", 61: "wait4", 65: "semop", 70: "msgrcv", 72: "fcntl", 73: "flock", 74: "fsync",
-    75: "fdatasync", 76: "truncate", 77: "ftruncate", 78: "getdents", 82: "rename", 83: "mkdir",
-    84: "rmdir", 87: "unlink", 89: "readlink", 128: "rt_sigtimedwait", 130: "rt_sigsuspend", 137: "statfs",
-    138: "fstatfs", 162: "sync", 165: "mount", 202: "futex", 208: "io_getevents", 217: "getdents64",
-    220: "semtimedop", 230: "clock_nanosleep", 232: "epoll_wait", 243: "mq_timedreceive", 247: "waitid",
-    257: "openat", 262: "newfstatat", 263: "unlinkat", 264: "renameat", 269: "faccessat", 270: "pselect6",
-    271: "ppoll", 275: "splice", 277: "sync_file_range", 281: "epoll_pwait", 285: "fallocate",
-    288: "accept4", 295: "preadv", 296: "pwritev", 299: "recvmmsg", 306: "syncfs", 307: "sendmmsg",
-    316: "renameat2", 318: "getrandom", 326: "copy_file_range", 327: "preadv2", 328: "pwritev2",
-    332: "statx", 426: "io_uring_enter", 435: "clone3", 437: "openat2", 439: "faccessat2",
-    441: "epoll_pwait2", 449: "futex_waitv",
+_NUMBERS: dict[str, tuple[int | None, int | None]] = {
+    "read": (0, 63), "write": (1, 64), "open": (2, None), "close": (3, 57), "stat": (4, None), "fstat": (5, 80),
+    "lstat": (6, None), "poll": (7, None), "lseek": (8, 62), "mmap": (9, 222), "mprotect": (10, 226),
+    "munmap": (11, 215), "ioctl": (16, 29), "pread64": (17, 67), "pwrite64": (18, 68), "readv": (19, 65),
+    "writev": (20, 66), "access": (21, None), "select": (23, None), "sched_yield": (24, 124),
+    "msync": (26, 227), "madvise": (28, 233), "pause": (34, None), "nanosleep": (35, 101), "sendfile": (40, 71),
+    "socket": (41, 198), "connect": (42, 203), "accept": (43, 202), "sendto": (44, 206), "recvfrom": (45, 207),
+    "sendmsg": (46, 211), "recvmsg": (47, 212), "bind": (49, 200), "clone": (56, 220), "fork": (57, None),
+    "vfork": (58, None), "execve": (59, 221), "wait4": (61, 260), "semop": (65, 193), "msgrcv": (70, 188),
+    "fcntl": (72, 25), "flock": (73, 32), "fsync": (74, 82), "fdatasync": (75, 83), "truncate": (76, 45),
+    "ftruncate": (77, 46), "getdents": (78, None), "rename": (82, None), "mkdir": (83, None),
+    "rmdir": (84, None), "unlink": (87, None), "readlink": (89, None), "rt_sigtimedwait": (128, 137),
+    "rt_sigsuspend": (130, 133), "statfs": (137, 43), "fstatfs": (138, 44), "sync": (162, 81),
+    "mount": (165, 40), "futex": (202, 98), "io_getevents": (208, 4), "getdents64": (217, 61),
+    "semtimedop": (220, 192), "clock_nanosleep": (230, 115), "epoll_wait": (232, None),
+    "mq_timedreceive": (243, 183), "waitid": (247, 95), "openat": (257, 56), "newfstatat": (262, 79),
+    "unlinkat": (263, 35), "renameat": (264, 38), "faccessat": (269, 48), "pselect6": (270, 72),
+    "ppoll": (271, 73), "splice": (275, 76), "sync_file_range": (277, 84), "epoll_pwait": (281, 22),
+    "fallocate": (285, 47), "accept4": (288, 242), "preadv": (295, 69), "pwritev": (296, 70),
+    "recvmmsg": (299, 243), "syncfs": (306, 267), "sendmmsg": (307, 269), "renameat2": (316, 276),
+    "getrandom": (318, 278), "copy_file_range": (326, 285), "preadv2": (327, 286), "pwritev2": (328, 287),
+    "statx": (332, 291), "io_uring_enter": (426, 426), "clone3": (435, 435), "openat2": (437, 437),
+    "faccessat2": (439, 439), "epoll_pwait2": (441, 441), "futex_waitv": (449, 449), "mkdirat": (None, 34),
+    "readlinkat": (None, 78),
 }  # fmt: skip
-
-AARCH64 = {
-    4: "io_getevents", 22: "epoll_pwait", 25: "fcntl", 29: "ioctl", 32: "flock", 34: "mkdirat",
-    35: "unlinkat", 38: "renameat", 40: "mount", 43: "statfs", 44: "fstatfs", 45: "truncate",
-    46: "ftruncate", 47: "fallocate", 48: "faccessat", 56: "openat", 57: "close", 61: "getdents64",
-    62: "lseek", 63: "read", 64: "write", 65: "readv", 66: "writev", 67: "pread64", 68: "pwrite64",
-    69: "preadv", 70: "pwritev", 71: "sendfile", 72: "pselect6", 73: "ppoll", 76: "splice",
-    78: "readlinkat", 79: "newfstatat", 80: "fstat", 81: "sync", 82: "fsync", 83: "fdatasync",
-    84: "sync_file_range", 95: "waitid", 98: "futex", 101: "nanosleep", 115: "clock_nanosleep",
-    124: "sched_yield", 133: "rt_sigsuspend", 137: "rt_sigtimedwait", 183: "mq_timedreceive", 188: "msgrcv",
-    192: "semtimedop", 193: "semop", 198: "socket", 200: "bind", 202: "accept", 203: "connect",
-    206: "sendto", 207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 215: "munmap", 220: "clone",
-    221: "execve", 222: "mmap", 226: "mprotect", 227: "msync", 233: "madvise", 242: "accept4",
-    243: "recvmmsg", 260: "wait4", 267: "syncfs", 269: "sendmmsg", 276: "renameat2", 278: "getrandom",
-    285: "copy_file_range", 286: "preadv2", 287: "pwritev2", 291: "statx", 426: "io_uring_enter",
-    435: "clone3", 437: "openat2", 439: "faccessat2", 441: "epoll_pwait2", 449: "futex_waitv",
-}  # fmt: skip
+_NAMES = {
+    machine: {numbers[at]: name for name, numbers in _NUMBERS.items() if numbers[at] is not None}
+    for at, machine in enumerate(("x86_64", "aarch64"))
+}
 
 # Calls whose first argument is the descriptor they work on.
 FD_FIRST = {
@@ -78,12 +73,7 @@ PATH_ARGUMENT = {
 
 def name_of(number: int, machine: str | None = None) -> str:
     """The name of a system call on ``machine`` (default: this one's ``platform.machine()``), or ``""``."""
-    machine = machine or platform.machine()
-    if machine == "x86_64":
-        return X86_64.get(number, "")
-    if machine == "aarch64":
-        return AARCH64.get(number, "")
-    return ""
+    return _NAMES.get(machine or platform.machine(), {}).get(number, "")
 
 
 def child_of(name: str, arguments: Sequence[int]) -> int | None:
@@ -395,10 +385,8 @@ def lock_on(pid: int, path: str) -> FileLock | None:
         place = _place(Path(f"/proc/{pid}/cwd", path))
     except (OSError, ValueError):
         return None
-    held = next(
-        (held for held in lock_table() if held.place == place and held.exclusive and held.pid != pid),
-        None,
-    )
+    others = (held for held in lock_table() if held.exclusive and held.pid != pid)
+    held = next((held for held in others if held.place == place), None)
     return FileLock(path, held.pid, program(held.pid)) if held is not None else None
 
 

@@ -87,22 +87,32 @@ def identify(pid: int) -> ProcessId | None:
     return ProcessId(pid, found.start_ticks) if found else None
 
 
-def descendants(roots: Iterable[int], *, exclude: Iterable[int] = ()) -> tuple[ProcessId, ...]:
-    """Every process below ``roots`` (without them), parents before children; one pass over /proc.
+Table = Mapping[int, tuple[int, int]]
 
-    ``exclude``: pids to leave out, with everything below them.
+
+def process_table() -> Table:
+    """All current processes: pid → (ppid, start_ticks). One scan serves the trees of all ranks."""
+    pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
+    return {pid: (found.ppid, found.start_ticks) for pid in pids if (found := procstat.read(pid)) is not None}
+
+
+def descendants(
+    roots: Iterable[int], *, exclude: Iterable[int] = (), table: Table | None = None
+) -> tuple[ProcessId, ...]:
+    """Every process below ``roots`` (without them), parents before children.
+
+    ``exclude``: pids to leave out, with everything below them. ``table``: of an earlier scan; else there is one now.
     """
-    children: dict[int, list[procstat.Stat]] = {}
-    for entry in list(os.scandir("/proc")):
-        if entry.name.isdigit() and (found := procstat.read(int(entry.name))) is not None:
-            children.setdefault(found.ppid, []).append(found)
+    children: dict[int, list[ProcessId]] = {}
+    for pid, (parent, start_ticks) in (process_table() if table is None else table).items():
+        children.setdefault(parent, []).append(ProcessId(pid, start_ticks))
     left_out = set(exclude)
     found_below: list[ProcessId] = []
     queue = list(roots)
     while queue:
         for child in children.pop(queue.pop(0), ()):
             if child.pid not in left_out:
-                found_below.append(ProcessId(child.pid, child.start_ticks))
+                found_below.append(child)
                 queue.append(child.pid)
     return tuple(found_below)
 

@@ -86,7 +86,7 @@ def _holder_of(port: int) -> str:
 
     inodes = sockets.listeners(os.getpid(), port)
     for pid in (int(entry.name) for entry in Path("/proc").iterdir() if inodes and entry.name.isdigit()):
-        if any(sockets.has_socket(pid, inode) for inode in inodes):
+        if not inodes.keys().isdisjoint(sockets.inodes(pid)):
             found = procstat.read(pid)
             return f"pid {pid} ({found.name if found is not None else 'gone'})"
     return "a process of another user or container" if inodes else ""

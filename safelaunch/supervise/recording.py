@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import msgspec
 
 from safelaunch.beacon import layout
-from safelaunch.capture import proc, sampling
+from safelaunch.capture import sampling
 from safelaunch.capture.look import Target
 from safelaunch.capture.pages import read_meta
 from safelaunch.capture.redaction import without_secrets
 from safelaunch.capture.sampling import Sampled
+from safelaunch.job.process import process_table
 from safelaunch.model.recording import Numbers, ProcessRecord, RankRecord, Recording, bounded, merged
 from safelaunch.model.words import ranks_in
 from safelaunch.supervise.cluster.messages import Question, Round
@@ -112,7 +113,7 @@ class Recordings:
         """The samples of this node's ranks, without secrets."""
         wanted = set(ranks_in(question.ranks))
         targets = [one for one in self.job.watch.targets() if not wanted or one.rank in wanted]
-        table = proc.process_table()
+        table = process_table()
         children = {one.rank: sampling.children_of(one.pid, table) for one in targets}
         processes = _chosen(targets, children)
         passes = sum(len(one.passes) for one in processes)

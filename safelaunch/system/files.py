@@ -15,6 +15,14 @@ def text_of(path: str | os.PathLike[str]) -> str:
         return ""
 
 
+def link_of(path: str | os.PathLike[str]) -> str:
+    """What a symbolic link points at, for example in ``/proc``; empty if it can't be read."""
+    try:
+        return os.readlink(os.fspath(path))
+    except OSError:
+        return ""
+
+
 def replace_file(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
     """Writes a file whole or not at all; others see the old one or the new one. Raises OSError.
 

@@ -360,8 +360,10 @@ RUNS: dict[str, Make] = {
         random_module.Random(1).randbytes(9000)))) for suffix in _SUFFIXES},
     **{f"{suffix} of a run leads outside": partial(a_run, beside(suffix, lambda path: path.symlink_to("/etc/passwd")))
        for suffix in _SUFFIXES},
-    "exit of ²": partial(a_run, beside(".exit", lambda path: path.write_text("sys.exit\t²\n²\tf\tx.py\n"))),
-    "exit of 5000 digits": partial(a_run, beside(".exit", lambda path: path.write_text(f"sys.exit\t{'9' * 5000}\n"))),
+    "exit of ²": partial(a_run, beside(".exit", lambda path: path.write_text('{"function": "sys.exit", "code": "²"}'))),
+    "exit of 5000 digits": partial(
+        a_run, beside(".exit", lambda path: path.write_text('{"function": "sys.exit", "code": ' + "9" * 5000 + "}"))
+    ),
     "a deep exception": partial(a_run, beside(".exception", lambda path: path.write_text("[" * 100_000))),
     "pages is a link": partial(a_run, lambda root: ((root / "pages").rename(root.parent / "p"),
                                                     (root / "pages").symlink_to(root.parent / "p"))),

@@ -21,7 +21,7 @@ import pytest
 import zoo
 from jobs import PROGRAMS, Job, Result
 
-from safelaunch.beacon import layout, ring
+from safelaunch.beacon import layout, output
 from safelaunch.capture import flight_recorder
 from safelaunch.capture.collect import ask_server
 from safelaunch.capture.look import Target
@@ -48,8 +48,8 @@ def pages():  # of this rank
     return sorted(name for name in names if name.split("-")[1:2] == [RANK] and name.count("-") == 2)
 
 def output(base=BASE):
-    from safelaunch.beacon import ring
-    return [[stream, data.decode("latin-1")] for _, stream, data in ring.read(str(base) + ".ring")]
+    from safelaunch.beacon import output
+    return [[stream, data.decode("latin-1")] for _, stream, data in output.read(str(base) + ".ring")]
 
 def tell(**seen):
     with open(f"seen-{RANK}.json.partial", "w") as file:
@@ -400,10 +400,10 @@ def test_what_a_sleeping_rank_shows_to_the_outside(start: Start) -> None:
                 and gil.groups_made == 2
                 and not gil.foreign_backend
             )
-        records = ring.read(os.fspath(roster.companion(page, layout.RING_SUFFIX)))
+        records = output.read(os.fspath(roster.companion(page, layout.RING_SUFFIX)))
         assert [(stream, data) for _, stream, data in records] == [
-            (ring.STDOUT, f"rank {rank} is up\n".encode()),
-            (ring.STDERR, b"careful\n"),
+            (output.STDOUT, f"rank {rank} is up\n".encode()),
+            (output.STDERR, b"careful\n"),
         ]
         assert all(abs(time.time_ns() - when) < 600e9 for when, _, _ in records)
         meta = read_meta(roster.companion(page, layout.META_SUFFIX))
@@ -550,7 +550,7 @@ def test_forked_children_let_go(parts: Parts) -> None:
     assert told["same"], "nothing that a child does counts as the rank's"
     assert told["fault"] == 0
     assert told["pages"] == [told["me"]]
-    assert told["output"] == [[ring.STDOUT, "parent\n"]]
+    assert told["output"] == [[output.STDOUT, "parent\n"]]
     assert not told["exception"]
     assert told["steps"] == [2]
     assert [parts.result.stdout.splitlines().count(word) for word in ("child", "parent")] == [1, 1]
@@ -672,8 +672,8 @@ OUTPUT = """
 def test_what_is_kept_of_the_output(parts: Parts) -> None:
     """The ring has what went through Python's streams to the descriptors, and nothing else."""
     told = parts.told["output"]
-    out = "".join(text for stream, text in told["output"] if stream == ring.STDOUT)
-    err = "".join(text for stream, text in told["output"] if stream == ring.STDERR)
+    out = "".join(text for stream, text in told["output"] if stream == output.STDOUT)
+    err = "".join(text for stream, text in told["output"] if stream == output.STDERR)
     assert err == "\r0/2\r1/2\r2/2\n"
     lines = out.splitlines()
     assert lines[:2] == ["\xff\xfe", "logged"]

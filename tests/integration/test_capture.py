@@ -22,7 +22,7 @@ import pytest
 from safelaunch.capture import flight_recorder, gpu, look, memory, node, proc, stacks, waits
 from safelaunch.capture.flight_recorder import flight_record_of
 from safelaunch.capture.look import Target
-from safelaunch.job.process import ProcessId, identify
+from safelaunch.job.process import ProcessId, descendants, identify, process_table
 from safelaunch.model import FileLock, GilTest, ProcessState
 from safelaunch.system.errors import CaptureError
 
@@ -70,7 +70,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
     yield run
     for program in programs:
-        tree = [pid for pid, _ in proc.process_tree(program.pid)] if program.process.poll() is None else []
+        tree = [one.pid for one in descendants([program.pid])] if program.process.poll() is None else []
         for pid in [program.pid, *tree]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -214,10 +214,10 @@ def test_the_tree_and_a_zombie(start: Start) -> None:
     )
     child, dead = (int(pid) for pid in program.line().split())
     until = time.monotonic() + PATIENCE_S
-    while len(tree := proc.process_tree(program.pid)) < 3 and time.monotonic() < until:
+    while len(tree := descendants([program.pid])) < 3 and time.monotonic() < until:
         time.sleep(0.01)
-    assert {child, dead} <= {pid for pid, _ in tree}
-    assert all(identify(pid) == ProcessId(pid, ticks) for pid, ticks in tree)
+    assert {child, dead} <= {one.pid for one in tree}
+    assert all(identify(one.pid) == one for one in tree)
     state = proc.read_process(dead)
     assert state.state == "Z"
     assert "zombie" in state.note
@@ -244,7 +244,7 @@ def test_an_orphan_is_seen_with_its_rank(start: Start) -> None:
         target = Target(0, 0, program.pid, proc.read_quick(program.pid).start_ticks)
         taken = look.take([target], deadline_s=PATIENCE_S)
         assert [child.pid for child in taken.ranks[0].children] == [orphan]
-        assert proc.orphans(orphan, proc.process_table()) == []  # it leads no session
+        assert proc.orphans(orphan, process_table()) == []  # it leads no session
     finally:
         os.kill(orphan, signal.SIGKILL)
 
@@ -441,7 +441,7 @@ def uninterruptible(start: Start, tmp_path: Path) -> Program:
         os.fspath(library),
     )
     # With its child: a process that loads a library waits for the disk in this state as well.
-    program.wait_for(lambda state: state.state == "D" and bool(proc.process_tree(program.pid)))
+    program.wait_for(lambda state: state.state == "D" and bool(descendants([program.pid])))
     return program
 
 
@@ -458,8 +458,8 @@ def test_py_spy_that_waits_for_a_d_state_is_given_up(uninterruptible: Program) -
     blocked = stacks.dump(uninterruptible.pid, deadline_s=0.5)
     assert "no answer within 0.5 s" in blocked.missing
     # When the wait ends, the process goes on as if nobody had looked.
-    (child, _), *_ = proc.process_tree(uninterruptible.pid)
-    os.kill(child, signal.SIGKILL)
+    child, *_ = descendants([uninterruptible.pid])
+    os.kill(child.pid, signal.SIGKILL)
     assert uninterruptible.process.wait(PATIENCE_S) == 0
 
 
@@ -737,9 +737,10 @@ def test_a_loader_worker_is_recognised(start: Start) -> None:
         """
     )
     until = time.monotonic() + PATIENCE_S
-    while not (tree := proc.process_tree(program.pid)) and time.monotonic() < until:
+    while not (tree := descendants([program.pid])) and time.monotonic() < until:
         time.sleep(0.02)
-    ((worker, _),) = tree
+    worker = tree[0].pid
+    assert len(tree) == 1
     Program.wait_for(_of(program, worker), in_call("clock_nanosleep"))
     result = stack_of(worker)
     assert functions(result)[0].endswith("__getitem__")

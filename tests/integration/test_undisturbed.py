@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.capture import look, proc, stacks
+from safelaunch.job.process import descendants
 
 PROGRAM = """
 import ctypes, subprocess, sys, time
@@ -59,7 +60,7 @@ def running(folder: Path, semaphore: int, writes: str = "") -> Iterator[subproce
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    for pid in [*(pid for pid, _ in proc.process_tree(process.pid)), process.pid]:
+    for pid in [*(one.pid for one in descendants([process.pid])), process.pid]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

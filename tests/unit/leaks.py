@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
-from safelaunch.beacon import caught_exceptions, layout, ring
+from safelaunch.beacon import caught_exceptions, layout, output
 from safelaunch.bundle import onbundle
 from safelaunch.capture import collect, node
 from safelaunch.capture.flight_dump import parse_pickle
@@ -335,9 +335,9 @@ def _run_directory(root: Path, text: str) -> str:
     error = {"type": "ValueError", "message": text, "time_unix_s": 1.0, "frames": frames, "text": f"Traceback:\n{text}"}
     base.with_name(page + layout.EXCEPTION_SUFFIX).write_text(json.dumps(error))
     base.with_name(page + layout.FAULT_SUFFIX).write_text(f"Fatal Python error: {text}\n\n{text}\n")
-    output = ring.Ring(os.fspath(base.with_name(page + layout.RING_SUFFIX)))
+    ring = output.Ring(os.fspath(base.with_name(page + layout.RING_SUFFIX)))
     for line in (f"out: {text}\n", f"{text}\n", f"repr: {text!r}\n"):
-        output.append(ring.STDOUT, line.encode())
+        ring.append(output.STDOUT, line.encode())
     flat = text.replace("\t", " ").replace("\n", " ")[:200]  # truncated as by the beacon
     slot = "\t".join(["1", "KeyError", flat, "40", "train", "/home/me/train.py", "41", "train", "/home/me/train.py"])
     slots = slot.encode()[: caught_exceptions.SLOT_BYTES - 1].ljust(caught_exceptions.SLOT_BYTES, b"\0")

@@ -12,20 +12,20 @@ import msgspec
 import pytest
 
 from safelaunch.beacon import faults, layout, marks
-from safelaunch.beacon.faults import quoted
 from safelaunch.beacon.imports import _Loader
 from safelaunch.beacon.log import without_our_frames
+from safelaunch.beacon.page import as_json
 
 
 @pytest.mark.parametrize(
     "text", ["", "plain", 'a "quoted" \\ path', "tab\tline\nnul\0bell\x07del\x7f", "naïve 例え 🏖️", "</script>"]
 )
 def test_a_quoted_text_is_read_back(text: str) -> None:
-    assert msgspec.json.decode(quoted(text)) == text
+    assert msgspec.json.decode(as_json(text)) == text
 
 
 def test_what_no_file_can_hold_is_replaced() -> None:
-    assert msgspec.json.decode(quoted("lone \udc80 surrogate")) == "lone ? surrogate"
+    assert msgspec.json.decode(as_json("lone \udc80 surrogate")) == "lone ? surrogate"
 
 
 def files_in_traceback(loader: Any) -> list[str]:

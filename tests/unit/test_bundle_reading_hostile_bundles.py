@@ -231,8 +231,8 @@ def test_a_page_of_no_rank_that_may_be(word: int, value: int, tmp_path: Path) ->
         (layout.EVENTS, '{"event": "started", "time_unix_s": 1.0, "workers": {"99999999999": [0, 1, 2]}}\n'),
         (layout.EVENTS, "[" * 500_000 + "\n"),
         ("pages/²-²-²", "x" * layout.SIZE),
-        ("pages/0-1-{pid}" + layout.EXIT_SUFFIX, "sys.exit\t²\n²\tf\tx.py\n"),
-        ("pages/0-1-{pid}" + layout.EXIT_SUFFIX, f"sys.exit\t{'9' * 5000}\n"),
+        ("pages/0-1-{pid}" + layout.EXIT_SUFFIX, '{"function": "sys.exit", "code": "²"}'),
+        ("pages/0-1-{pid}" + layout.EXIT_SUFFIX, '{"function": "sys.exit", "code": ' + "9" * 5000 + "}"),
         ("pages/0-1-{pid}" + layout.EXCEPTION_SUFFIX, "[" * 500_000),
     ],
 )

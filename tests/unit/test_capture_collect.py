@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.beacon import layout, ring
+from safelaunch.beacon import layout, output
 from safelaunch.capture import collect
 from safelaunch.capture.collect import most_telling
 from safelaunch.capture.flight_recorder import FlightCapture
@@ -68,8 +68,8 @@ class Listed(Sink):
 
 @pytest.mark.parametrize(("text", "note"), [("loss\t0.1\n", ""), ("\x1b[2Jloss\n", collect.RAW_OUTPUT)])
 def test_output_with_terminal_sequences_is_kept_and_noted(text: str, note: str, tmp_path: Path) -> None:
-    writer = ring.Ring(str(tmp_path / f"0-0-7{layout.RING_SUFFIX}"))
-    writer.append(ring.STDOUT, text.encode())
+    writer = output.Ring(str(tmp_path / f"0-0-7{layout.RING_SUFFIX}"))
+    writer.append(output.STDOUT, text.encode())
     listed = Listed()
     collect.of_ended(0, collect.Known(pid=7, page_name="0-0-7"), tmp_path, "node1", listed)
     noted, data = listed.found["ranks/0/log_tail.txt"]

@@ -15,7 +15,7 @@ import pytest
 from nccl_formats import FORMATS, Format, Hooked, Recorder
 
 from safelaunch.beacon import layout, server
-from safelaunch.capture import flight_dump, flight_recorder, flight_records
+from safelaunch.capture import flight_dump, flight_recorder
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, record_of
 from safelaunch.capture.flight_recorder import Unanswered, flight_record_of, kept_at_exit
 from safelaunch.model import Collective, Frame, GroupStatus
@@ -210,22 +210,6 @@ def test_a_truncated_dump_is_an_error_at_every_length() -> None:
             parse_pickle(whole[:length])
 
 
-@pytest.mark.parametrize(("dump", "known"), [({"version": "2.4", "entries": []}, False), (NCCL, True)])
-def test_a_server_that_knows_nccl_only(monkeypatch: pytest.MonkeyPatch, dump: dict[str, Any], known: bool) -> None:
-    """torch 2.6 and 2.9: an empty record where NCCL has no group says nothing of what gloo does."""
-
-    def post(path: str, handler: str, *, deadline_s: float) -> bytes:
-        if not handler.startswith("dump_nccl"):
-            raise Unanswered("no handler", f"no handler {handler}")
-        return json.dumps(dump).encode() if handler.endswith("json") else pickle.dumps(dump)
-
-    monkeypatch.setattr(flight_recorder, "post", post)
-    capture = flight_record_of("/run/s")
-    assert (capture.record.value is not None) == known
-    assert (capture.record.missing, capture.json.note) == (("", "") if known else (flight_recorder.NCCL_ONLY,) * 2)
-    assert capture.json.value is not None, "what it said is kept"
-
-
 def served(monkeypatch: pytest.MonkeyPatch, answers: dict[str, bytes], listed: bytes = b"") -> None:
     """A worker server with these handlers."""
 
@@ -236,6 +220,19 @@ def served(monkeypatch: pytest.MonkeyPatch, answers: dict[str, bytes], listed: b
 
     monkeypatch.setattr(flight_recorder, "post", post)
     monkeypatch.setattr(flight_recorder, "names", lambda path, deadline_s: listed)
+
+
+@pytest.mark.parametrize(("dump", "known"), [({"version": "2.4", "entries": []}, False), (NCCL, True)])
+def test_a_server_that_knows_nccl_only(monkeypatch: pytest.MonkeyPatch, dump: dict[str, Any], known: bool) -> None:
+    """torch 2.6 and 2.9: an empty record where NCCL has no group says nothing of what gloo does."""
+    served(
+        monkeypatch,
+        {"dump_nccl_trace_json": json.dumps(dump).encode(), "dump_nccl_trace_pickle": pickle.dumps(dump)},
+    )
+    capture = flight_record_of("/run/s")
+    assert (capture.record.value is not None) == known
+    assert (capture.record.missing, capture.json.note) == (("", "") if known else (flight_recorder.NCCL_ONLY,) * 2)
+    assert capture.json.value is not None, "what it said is kept"
 
 
 EMPTY = {"version": "2.10", "entries": []}
@@ -252,7 +249,7 @@ def test_a_rank_with_a_recorder_of_gloo_and_one_of_nccl(monkeypatch: pytest.Monk
         served(monkeypatch, answers)
         capture = flight_record_of("/run/s", ask_python=python)
         assert capture.record.value is not None and capture.json.value is not None
-        assert sorted(flight_records.backend_of(entry.op) for entry in capture.record.value.entries) == ops
+        assert sorted(flight_recorder.backend_of(entry.op) for entry in capture.record.value.entries) == ops
         assert len(parse_json(capture.json.value).entries) == len(ops)
         assert flight_recorder.newest_entry("/run/s") == (7 if gloo is GLOO else 1)
         assert flight_recorder.default_timeout_s("/run/s") == 600.0
@@ -394,7 +391,7 @@ def test_each_backend_leaves_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "0-1-4711.flight-fr-broken.partial").write_bytes(b"")
     found = kept_at_exit(page)
     assert found is not None and found.record.value is not None
-    assert {flight_records.backend_of(e.op) for e in found.record.value.entries} == {"gloo", "nccl2", "relay"}
+    assert {flight_recorder.backend_of(e.op) for e in found.record.value.entries} == {"gloo", "nccl2", "relay"}
 
 
 @pytest.mark.parametrize("what", ["nothing", "no torch", "no entries", "a broken file"])

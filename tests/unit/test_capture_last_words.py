@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import safelaunch
+from safelaunch.beacon import page
 from safelaunch.beacon.caught_exceptions import SLOT_BYTES
 from safelaunch.capture.cgroups import KillCounts, count_in, deaths_between, kill_counts, kills_of, nearest
-from safelaunch.capture.last_words import TAIL_BYTES, ends_of_files, parse_caught, parse_exit_call, parse_fatal, read
+from safelaunch.capture.last_words import TAIL_BYTES, ends_of_files, parse_caught, parse_fatal, read
 from safelaunch.model import CaughtException, ExitCall, FatalError, Frame, MemoryKills
 
 TWO_THREADS = """Fatal Python error: Segmentation fault
@@ -70,15 +71,18 @@ def test_what_this_python_writes(tmp_path: Path) -> None:
     )
 
 
-def test_the_note_of_an_exit() -> None:
-    text = "os._exit\t4\n25\tleave\t/home/me/train.py\n60\t<module>\t/home/me/train.py"
-    frames = (Frame("/home/me/train.py", 25, "leave"), Frame("/home/me/train.py", 60, "<module>"))
-    assert parse_exit_call(text) == ExitCall("os._exit", 4, frames)
+def test_the_note_of_an_exit(tmp_path: Path) -> None:
+    frames = [{"file": "/home/me/naïve.py", "line": 25, "function": "leave"}]
+    page.note(str(tmp_path / "0-0-1.exit"), {"function": "os._exit", "code": 4, "frames": frames})
+    assert read(tmp_path / "0-0-1").exit_call == ExitCall("os._exit", 4, (Frame("/home/me/naïve.py", 25, "leave"),))
 
 
-@pytest.mark.parametrize("text", ["", "os._exit", "os._exit\t", "\t4", "os._exit\tx\n1\tf\tg"])
-def test_a_damaged_note(text: str) -> None:
-    assert parse_exit_call(text) is None
+@pytest.mark.parametrize(
+    "text", ["", "os._exit", '{"function":"os._exit"}', '{"code":4}', '{"function":"f","code":"x"}']
+)
+def test_a_damaged_note(text: str, tmp_path: Path) -> None:
+    (tmp_path / "0-0-1.exit").write_text(text)
+    assert read(tmp_path / "0-0-1").exit_call is None
 
 
 def test_a_rank_that_left_nothing(tmp_path: Path) -> None:

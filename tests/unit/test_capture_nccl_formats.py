@@ -14,9 +14,9 @@ import pytest
 from nccl_formats import FORMATS, NEWEST, Format, Hooked, Op, Pending, Recorder, State, TorchComms, write
 
 from safelaunch.bundle.reading import locate
-from safelaunch.capture import flight_records
+from safelaunch.capture import flight_recorder
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, to_json
-from safelaunch.capture.flight_records import merged
+from safelaunch.capture.flight_recorder import merged
 from safelaunch.model import RankEvidence, Verdict
 from safelaunch.verdict.collectives import Alignment
 from safelaunch.verdict.comparable import Block, settled
@@ -370,20 +370,6 @@ def pipeline(layout: Format, *, timing: bool = True) -> list[Recorder]:
 
 
 @by_format
-@with_frames
-@pytest.mark.parametrize("timing", [True, False])
-def test_a_send_without_its_receive(layout: Format, as_json: bool, timing: bool, tmp_path: Path) -> None:
-    """Rank 1 sends on, rank 2 does not take it; rank 3 waits for rank 2."""
-    recorders = pipeline(layout, timing=timing)
-    recorders[0].send(1)
-    recorders[1].recv(0).send(2, "started")
-    recorders[3].recv(2, "started")
-    verdict = verdict_of(tmp_path / "d", recorders, as_json=as_json)
-    assert named(verdict) == ("missing-from-collective", [2]), verdict.summary
-    assert "send 1->2" in verdict.summary and "recv 3<-2" in verdict.summary
-
-
-@by_format
 @pytest.mark.parametrize("batched", [True, False])
 def test_stages_that_both_receive_first(layout: Format, batched: bool, tmp_path: Path) -> None:
     recorders = pipeline(layout)
@@ -397,45 +383,56 @@ def test_stages_that_both_receive_first(layout: Format, batched: bool, tmp_path:
     assert verdict.confidence == "high"
 
 
-@by_format
-def test_a_batch_waits_for_those_only_that_are_not_there(layout: Format, tmp_path: Path) -> None:
-    """Rank 1 exchanges with both neighbours; rank 0 is there, rank 2 is not."""
-    recorders = pipeline(layout)
+def send_without_receive(recorders: list[Recorder]) -> None:
+    """Rank 1 sends on, rank 2 does not take it; rank 3 waits for rank 2."""
+    recorders[0].send(1)
+    recorders[1].recv(0).send(2, "started")
+    recorders[3].recv(2, "started")
+
+
+def batch_with_both_neighbours(recorders: list[Recorder]) -> None:
+    """Rank 1 exchanges with both; rank 0 is there, rank 2 is not: only for that one it waits."""
     recorders[0].batch([Op("send", peer=1), Op("recv", peer=1)], "started")
     recorders[1].batch([Op("recv", peer=0), Op("send", peer=0), Op("send", peer=2), Op("recv", peer=2)], "started")
     recorders[3].collective(state="started")
-    verdict = verdict_of(tmp_path / "d", recorders)
-    assert named(verdict) == ("missing-from-collective", [2]), verdict.summary
 
 
-@by_format
-def test_a_batch_that_was_not_launched(layout: Format, tmp_path: Path) -> None:
+def batch_not_launched(recorders: list[Recorder]) -> None:
     """Rank 2 has named its receives and rests before the end of the batch: nothing of it has begun."""
-    recorders = pipeline(layout)
     recorders[1].batch([Op("send", peer=2), Op("recv", peer=2)], "started")
     recorders[2].batch([Op("recv", peer=1), Op("send", peer=1)], None)
-    verdict = verdict_of(tmp_path / "d", recorders)
-    assert named(verdict) == ("missing-from-collective", [2]), verdict.summary
+
+
+def pair(size: int) -> Callable[[list[Recorder]], object]:
+    return lambda all_ranks: (
+        all_ranks[1].send(2, "started", size=(4, 8)),
+        all_ranks[2].recv(1, "started", size=(4, size)),
+    )
+
+
+SIZES = "sends 32 elements of Float to rank 2", "receives 16 elements of Float from rank 1"
+TRANSFERS: dict[Callable[[list[Recorder]], object], tuple[str, list[int], tuple[str, ...]]] = {
+    send_without_receive: ("missing-from-collective", [2], ("send 1->2", "recv 3<-2")),
+    batch_with_both_neighbours: ("missing-from-collective", [2], ()),
+    batch_not_launched: ("missing-from-collective", [2], ()),
+    pair(4): ("collective-mismatch", [1, 2], SIZES),
+    pair(8): ("no-rank-stands-out", [], ()),
+}
 
 
 @by_format
-def test_a_receive_of_another_size(layout: Format, tmp_path: Path) -> None:
-    recorders = pipeline(layout)
-    recorders[1].send(2, "started", size=(4, 8))
-    recorders[2].recv(1, "started", size=(4, 4))
-    verdict = verdict_of(tmp_path / "d", recorders)
-    assert named(verdict) == ("collective-mismatch", [1, 2]), verdict.summary
-    assert "sends 32 elements of Float to rank 2" in verdict.summary
-    assert "receives 16 elements of Float from rank 1" in verdict.summary
-
-
-@by_format
-def test_a_pair_that_has_met_accuses_nobody(layout: Format, tmp_path: Path) -> None:
-    recorders = pipeline(layout)
-    recorders[1].send(2, "started")
-    recorders[2].recv(1, "started")
-    verdict = verdict_of(tmp_path / "d", recorders)
-    assert named(verdict) == ("no-rank-stands-out", []), verdict.summary
+@with_frames
+@pytest.mark.parametrize("timing", [True, False])
+@pytest.mark.parametrize("play", TRANSFERS, ids=["send", "batch", "unlaunched", "sizes differ", "met"])
+def test_what_the_dumps_of_a_pipeline_say(
+    play: Callable[[list[Recorder]], object], layout: Format, as_json: bool, timing: bool, tmp_path: Path
+) -> None:
+    cause, culprits, words = TRANSFERS[play]
+    recorders = pipeline(layout, timing=timing)
+    play(recorders)
+    verdict = verdict_of(tmp_path / "d", recorders, as_json=as_json)
+    assert named(verdict) == (cause, culprits), verdict.summary
+    assert all(word in verdict.summary for word in words)
 
 
 def test_a_group_that_is_not_sorted(tmp_path: Path) -> None:
@@ -584,7 +581,7 @@ def test_a_group_whose_first_calls_are_sends_is_no_contradiction(layout: Format,
         one.collective()
     recorders[0].collective(state="started")
     for one in recorders:
-        assert not flight_records.contradicts_itself(parse_pickle(write_one(one, window)))
+        assert not flight_recorder.contradicts_itself(parse_pickle(write_one(one, window)))
     verdict = verdict_of(tmp_path, recorders, window=window)
     assert (verdict.cause, [culprit.rank for culprit in verdict.culprits]) == ("missing-from-collective", [1])
     assert not [text for text in verdict.missing if "Flight Recorder" in text and "no longer" not in text]

@@ -15,7 +15,6 @@ from safelaunch.capture.proc import (
     parse_io,
     parse_schedstat,
     parse_syscall,
-    process_tree,
     role_of,
 )
 from safelaunch.model import Frame, ProcessState, StackSample, Thread
@@ -188,13 +187,6 @@ def test_syscall_names(machine: str, number: int, name: str) -> None:
 )
 def test_the_child_whose_end_is_waited_for(name: str, arguments: tuple[int, ...], child: int | None) -> None:
     assert waits.child_of(name, arguments) == child
-
-
-def test_tree_is_breadth_first_and_ends_on_a_cycle() -> None:
-    table = {1: (0, 5), 2: (1, 10), 3: (1, 11), 4: (2, 12), 5: (4, 13), 9: (8, 1), 8: (9, 1)}
-    assert process_tree(1, table) == [(2, 10), (3, 11), (4, 12), (5, 13)]
-    assert process_tree(9, table) == [(8, 1)]
-    assert process_tree(77, table) == []
 
 
 # --- roles ------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from safelaunch.system import procstat
 
 READS = "import os, sys; os.read(int(sys.argv[1]), 1)"
 WRITES = "import os, sys; os.write(int(sys.argv[1]), bytes(1 << 20))"
+RECEIVES = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).recv(1)"
 SLEEPS = "import time; time.sleep(600)"
 
 
@@ -64,6 +65,15 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
+@pytest.fixture
+def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of one over TCP."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
+        far, _ = server.accept()
+        with far:
+            yield near, far
+
+
 def test_who_can_write_to_a_pipe_that_is_read(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     with started(READS, reading) as reader, started(SLEEPS, writing) as writer, started(SLEEPS, reading) as other:
@@ -82,12 +92,9 @@ def test_who_can_read_from_a_pipe_that_is_full(pipe: tuple[int, int]) -> None:
     assert found is not None and [one.pid for one in found] == [os.getpid()]
 
 
-def test_who_has_the_other_end_of_a_connection() -> None:
-    code = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).recv(1)"
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
-        far, _ = server.accept()
-        with far, started(code, near.fileno()) as reader, started(SLEEPS) as other:
-            found = ends(waiting(reader, "recvfrom"), reader, other, os.getpid())
+def test_who_has_the_other_end_of_a_connection(connection: tuple[socket.socket, socket.socket]) -> None:
+    with started(RECEIVES, connection[0].fileno()) as reader, started(SLEEPS) as other:
+        found = ends(waiting(reader, "recvfrom"), reader, other, os.getpid())
     assert found is not None and [one.pid for one in found] == [os.getpid()]
 
 
@@ -238,28 +245,25 @@ def test_after_the_deadline_nothing_is_told(pipe: tuple[int, int]) -> None:
         assert ends(waiting(reader, "read"), os.getpid(), deadline_s=-1.0) is None
 
 
-def test_the_jobs_own_processes_are_read_whatever_the_time() -> None:
-    code = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).recv(1)"
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
-        far, _ = server.accept()
-        with far, started(code, near.fileno()) as reader, started(SLEEPS, far.fileno()) as serving:
-            states = [waiting(reader, "recvfrom"), waiting(serving, "clock_nanosleep", "select")]
-            told, _ = with_ends(states, [reader, serving, os.getpid()], deadline_s=-1.0)
+def test_the_jobs_own_processes_are_read_whatever_the_time(connection: tuple[socket.socket, socket.socket]) -> None:
+    near, far = connection
+    with started(RECEIVES, near.fileno()) as reader, started(SLEEPS, far.fileno()) as serving:
+        states = [waiting(reader, "recvfrom"), waiting(serving, "clock_nanosleep", "select")]
+        told, _ = with_ends(states, [reader, serving, os.getpid()], deadline_s=-1.0)
     assert told.main_thread is not None and told.main_thread.ends is not None
     assert [one.pid for one in told.main_thread.ends] == [serving]
 
 
-def test_after_the_deadline_the_end_of_a_connection_that_was_found_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).recv(1)"
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
-        far, _ = server.accept()
-        with far, started(code, near.fileno()) as reader:
-            state = waiting(reader, "recvfrom")
-            clock = iter((0.0, 0.0, 100.0))  # the beginning, before the first process, before the second
-            fake = SimpleNamespace(monotonic=lambda: next(clock), thread_time=lambda: 0.0)
-            monkeypatch.setattr(sockets, "time", fake)
-            found = ends(state, os.getpid(), reader)
-            assert found is not None and [one.pid for one in found] == [os.getpid()]
+def test_after_the_deadline_the_end_of_a_connection_that_was_found_is_told(
+    connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(RECEIVES, connection[0].fileno()) as reader:
+        state = waiting(reader, "recvfrom")
+        clock = iter((0.0, 0.0, 100.0))  # the beginning, before the first process, before the second
+        fake = SimpleNamespace(monotonic=lambda: next(clock), thread_time=lambda: 0.0)
+        monkeypatch.setattr(sockets, "time", fake)
+        found = ends(state, os.getpid(), reader)
+        assert found is not None and [one.pid for one in found] == [os.getpid()]
 
 
 def test_a_thread_that_waits_elsewhere_costs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:

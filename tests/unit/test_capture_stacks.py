@@ -230,11 +230,17 @@ def test_where_no_peers_are_seen(frames: list[dict[str, object]]) -> None:
     assert call_of(*frames) is None
 
 
+def fake(folder: Path, text: str) -> str:
+    """A py-spy that does what this shell script does."""
+    path = folder / "py-spy"
+    path.write_text(f"#!/bin/sh\n{text}")
+    path.chmod(0o755)
+    return str(path)
+
+
 def test_without_local_variables_where_they_cannot_be_read(tmp_path: Path) -> None:
-    fake = tmp_path / "py-spy"
-    fake.write_text('#!/bin/sh\ncase "$*" in *--locals*) echo "Error: bad dict" >&2; exit 1;; esac\necho "[]"\n')
-    fake.chmod(0o755)
-    result = stacks.dump(os.getpid(), py_spy=str(fake))
+    spy = fake(tmp_path, 'case "$*" in *--locals*) echo "Error: bad dict" >&2; exit 1;; esac\necho "[]"\n')
+    result = stacks.dump(os.getpid(), py_spy=spy)
     assert result.value is not None and result.value.threads == ()
 
 
@@ -252,7 +258,7 @@ def test_the_lock_file_of_a_build(folder: str | None, file: str) -> None:
     assert stacks.parse(data, pid=10, at_s=0.0, how="py-spy").threads[0].lock_file == file
 
 
-READ = """#!/bin/sh
+READ = """\
 echo x >> {log}
 case $(wc -l < {log}) in
 1) echo "Error: torn" >&2; exit 1;;
@@ -264,23 +270,19 @@ esac
 
 def test_a_read_that_fails_beside_running_threads_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread is kept as it was first read while it did not run."""
-    fake, log = tmp_path / "py-spy", tmp_path / "log"
     stack = json.dumps([spy_thread(pid=0, os_thread_id=n, frames=[]) for n in (10, 11)])
-    fake.write_text(READ.format(log=log, stack=stack))
-    fake.chmod(0o755)
+    spy = fake(tmp_path, READ.format(log=tmp_path / "log", stack=stack))
     at_rest, running = proc.Scheduled(False, ("1",)), proc.Scheduled(True, ("1",))
     moments = iter([{10: running}, {10: running}, {10: at_rest, 11: running}, {10: at_rest, 11: running}])
     monkeypatch.setattr(proc, "scheduled", lambda pid: next(moments))
-    sample = stacks.stack_of(os.getpid(), py_spy=str(fake)).value
+    sample = stacks.stack_of(os.getpid(), py_spy=spy).value
     assert sample is not None and [thread.torn for thread in sample.threads] == [False, True]
 
 
 def test_what_cannot_be_read_at_rest_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake, log = tmp_path / "py-spy", tmp_path / "log"
-    fake.write_text(READ.format(log=log, stack="[]"))
-    fake.chmod(0o755)
+    spy, log = fake(tmp_path, READ.format(log=tmp_path / "log", stack="[]")), tmp_path / "log"
     monkeypatch.setattr(proc, "scheduled", lambda pid: {10: proc.Scheduled(False, ("1",))})
-    assert "torn" in stacks.stack_of(os.getpid(), py_spy=str(fake)).missing
+    assert "torn" in stacks.stack_of(os.getpid(), py_spy=spy).missing
     assert log.read_text().count("x") == 2  # with and without local variables
 
 

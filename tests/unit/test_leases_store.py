@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.beacon import leases as beacon
+from safelaunch.beacon import descriptors as beacon
 from safelaunch.leases import store as store_module
 from safelaunch.leases.holder import MAGIC, Holder, decode, ourselves
 from safelaunch.leases.lease import HANDED_OVER, Lease, inherited
@@ -209,7 +209,7 @@ def test_what_a_beacon_cannot_lock_costs_it_nothing(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to(tmp_path / "fifo")
     beacon.hold(os.pathsep.join(["", "/nonexistent/x", str(tmp_path / "fifo"), str(tmp_path / "link"), str(tmp_path)]))
-    assert beacon._held == []
+    assert beacon._protected == {}
 
 
 # --- handing over -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import pytest
 import strangers
 from strangers import MINE, STRANGER, stranger, words
 
-from safelaunch.beacon import leases as beacon
+from safelaunch.beacon import descriptors as beacon
 from safelaunch.cli import gpus as command
 from safelaunch.leases import gpus, holder, lease, ports
 from safelaunch.leases.choose import Gpu, Inventory, Wish

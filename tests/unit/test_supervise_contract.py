@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.beacon import contract as beacon_contract
-from safelaunch.beacon import layout
+from safelaunch.beacon import layout, rank
 from safelaunch.capture.pages import Noted, read_contract
 from safelaunch.supervise.contract import elsewhere
 
@@ -21,9 +20,10 @@ def test_ranks_on_another_device_than_their_own_are_named() -> None:
 
 def test_what_a_rank_notes_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_contract(tmp_path / "page") is None
-    monkeypatch.setattr(beacon_contract, "_batch", lambda: 16)
-    monkeypatch.setattr(beacon_contract, "_device", lambda: {"device": None})
-    beacon_contract.write(str(tmp_path / "page"))
+    monkeypatch.setattr(rank, "_batch", lambda: 16)
+    monkeypatch.setattr(rank, "_device", lambda: None)
+    rank._note_contract(str(tmp_path / "page"))
     assert read_contract(tmp_path / "page") == Noted(16, None)
-    (tmp_path / f"page{layout.CONTRACT_SUFFIX}").write_bytes(b"batch\t-3\ndevice\t\xff\nnonsense\ndevice\t" + b"9" * 50)
-    assert read_contract(tmp_path / "page") == Noted()
+    for damaged in (b'{"batch":-3}', b'{"device":"\xff"}', b"nonsense", b'{"device":' + b"9" * 50 + b"}"):
+        (tmp_path / f"page{layout.CONTRACT_SUFFIX}").write_bytes(damaged)
+        assert read_contract(tmp_path / "page") is None

@@ -17,6 +17,7 @@ from safelaunch.capture import look, proc, stacks, waits
 from safelaunch.capture.counters import Counters, ProcessCounters, Used
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target, evidence_of, with_c_frames
 from safelaunch.capture.result import Result
+from safelaunch.job.process import ProcessId
 from safelaunch.model import Frame, ProcessState, StackSample
 from safelaunch.supervise.answer import what_was_not_seen
 from safelaunch.supervise.looks import MOST_PATIENCE, Looks, Starvation, _is_unclear, _rested, look_at, with_the_late
@@ -68,7 +69,7 @@ def test_c_frames_are_read_of_one_rank_of_each_stack_first(monkeypatch: pytest.M
 def test_a_process_that_is_late_costs_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank itself has been read when its children are not; who is late is there, as not seen."""
     mine, child = os.getpid(), os.getpid() + 1
-    monkeypatch.setattr(proc, "process_tree", lambda pid, table: [(child, 1)])
+    monkeypatch.setattr(look.process, "descendants", lambda pids, table: [ProcessId(child, 1)])
     over = threading.Event()
 
     def read(pid: int, deadline_s: float, locks: object) -> ProcessLook:
@@ -99,7 +100,7 @@ def test_the_nodes_file_locks_are_read_once_for_all_processes(monkeypatch: pytes
     monkeypatch.setattr(proc, "read_process", read_process)
     monkeypatch.setattr(stacks, "stack_of", lambda *_, **__: Result(None, "py-spy", 0.1, missing="no permission"))
     with subprocess.Popen(["sleep", "1000"]) as child:  # a test's own process may itself wait for a file lock
-        monkeypatch.setattr(proc, "process_tree", lambda pid, known: [(child.pid, 1)] * 3)
+        monkeypatch.setattr(look.process, "descendants", lambda pids, table: [ProcessId(child.pid, 1)] * 3)
         look_at(
             [Target(n, n, child.pid, proc.read_quick(child.pid).start_ticks) for n in (0, 1)], None, deadline_s=60.0
         )

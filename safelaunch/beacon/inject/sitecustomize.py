@@ -52,7 +52,7 @@ def _start_beacon():
             env["PYTHONPATH"] = original
         env.pop("SAFELAUNCH_PYTHONPATH", None)
     if role is not None and os.path.isdir(run_dir):
-        _load(here, role if role in ("agent", "unknown_role") else "rank").start(run_dir, role)
+        _load(here, "agent" if role == "agent" else "rank").start(run_dir, role)
 
 
 try:

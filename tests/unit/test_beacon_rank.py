@@ -1,4 +1,4 @@
-"""``--pg-timeout`` inside a rank: what c10d's functions get, on a stand-in of its module."""
+"""A rank's own numbers, and ``--pg-timeout``: what c10d's functions get, on a stand-in of its module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from safelaunch.beacon import group_timeout
+from safelaunch.beacon import rank
 
 TORCHS, SCRIPTS, OURS = timedelta(minutes=30), timedelta(minutes=7), timedelta(seconds=5)
 
@@ -34,7 +34,7 @@ def c10d() -> Any:
 )
 def test_a_group_gets_the_timeout(given: str, without: timedelta, explicit: timedelta) -> None:
     module = c10d()
-    group_timeout.apply(module, given)
+    rank.set_group_timeout(module, given)
     assert [module.init_process_group(), module.new_group([0, 1])] == [without] * 2
     assert module.init_process_group("gloo", "env://", SCRIPTS) == explicit
     assert module.init_process_group("gloo", timeout=SCRIPTS) == explicit
@@ -44,7 +44,7 @@ def test_a_group_gets_the_timeout(given: str, without: timedelta, explicit: time
 
 def test_a_wrong_call_fails_with_torchs_own_words() -> None:
     module = c10d()
-    group_timeout.apply(module, "5!")
+    rank.set_group_timeout(module, "5!")
     with pytest.raises(TypeError, match="backened"):
         module.init_process_group(backened="gloo")
 
@@ -53,5 +53,28 @@ def test_names_that_torch_distributed_has_taken_already_change_too(monkeypatch: 
     module, package = c10d(), ModuleType("torch.distributed")
     vars(package)["new_group"] = module.new_group
     monkeypatch.setitem(sys.modules, "torch.distributed", package)
-    group_timeout.apply(module, "5!")
+    rank.set_group_timeout(module, "5!")
     assert vars(package)["new_group"](timeout=SCRIPTS) == OURS
+
+
+STEP = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, ("0", "1", "0")),
+        (STEP, ("3", "4", "1")),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}, ("0", "1", "0")),  # the batch script
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+            ("1", "2", "1"),
+        ),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ("1", "2", "0")),
+        ({"PMI_RANK": "2", "PMI_SIZE": "2"}, ("0", "1", "0")),
+        ({**STEP, "SLURM_PROCID": "x"}, ("0", "1", "0")),
+    ],
+)
+def test_the_number_of_a_task(env: dict[str, str], expected: tuple[str, str, str]) -> None:
+    found = rank.task(env)
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == expected

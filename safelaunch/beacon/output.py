@@ -1,16 +1,30 @@
-"""A ring buffer of a rank's latest output, with times, in a shared file that outlives the rank.
+"""Keeps a rank's latest output, with times, in a shared file that outlives the rank: a ring buffer.
 
-Layout: a header of four 64-bit words (magic, capacity, ``head``, ``tail``), then ``capacity`` bytes of records, which
-wrap around. ``head`` and ``tail`` count bytes since the start: the oldest record begins at ``tail``, the next one is
-written at ``head``. A record consists of its time (CLOCK_REALTIME, ns), its length, its stream, and the data.
+What Python writes to stdout and stderr is copied there, without changing how the streams behave: a ``FileIO`` subclass
+on the same descriptor replaces the raw layer under ``sys.stdout``. The text layer is rebuilt with the same encoding,
+error handler, newline translation and buffering. So ``fileno``, ``isatty``, ``tqdm``, ``subprocess`` and ``dup2`` work
+as before. Output that C++ code or ``os.write`` sends to the descriptor is not copied.
+
+Layout of the ring: a header of four 64-bit words (magic, capacity, ``head``, ``tail``), then ``capacity`` bytes of
+records, which wrap around. ``head`` and ``tail`` count bytes since the start: the oldest record begins at ``tail``, the
+next one is written at ``head``. A record consists of its time (CLOCK_REALTIME, ns), its length, its stream, and the
+data.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
+import io
 import struct
+import sys
 from time import time_ns
+
+from . import page
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # a rank does not import typing: it pays for every import
+    import mmap
+    import os
+    from typing import Any
 
 CAPACITY = 64 * 1024
 HEADER = struct.Struct("<QQQQ")
@@ -23,12 +37,7 @@ class Ring:
     """Writes one ring file. ``append`` never blocks and never fails on a full disk: the file is allocated first."""
 
     def __init__(self, path: str, capacity: int = CAPACITY) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, HEADER.size + capacity)
-            self._map = mmap.mmap(fd, HEADER.size + capacity)
-        finally:
-            os.close(fd)
+        self._map = page.mapped(path, HEADER.size + capacity)
         self._capacity = capacity
         self._head = self._tail = 0
         self._busy = False
@@ -97,3 +106,66 @@ def read(path: str | os.PathLike[str]) -> list[tuple[int, int, bytes]]:
         records.append((time, stream, _read_wrapped(content, capacity, tail + RECORD.size, length)))
         tail += RECORD.size + length
     return records
+
+
+# --- the streams of Python --------------------------------------------------------------------------------------------
+
+_ring: Ring | None = None
+
+
+class _Tee(io.FileIO):
+    """Writes to the descriptor as before, and copies the bytes that it accepted to the ring."""
+
+    def __init__(self, fd: int, name: str, stream: int) -> None:
+        super().__init__(fd, "w", closefd=False)
+        self.name = name
+        self._stream = stream
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        if written and _ring is not None:
+            try:
+                _ring.append(self._stream, memoryview(data).cast("B")[:written])
+            except Exception:
+                detach()  # a damaged ring must never cost the rank any output
+        return written
+
+
+def install(path: str) -> None:
+    """Replaces ``sys.stdout`` and ``sys.stderr`` if they are still the interpreter's own. ``path``: of the ring."""
+    global _ring
+    _ring = Ring(path)
+    page.keep(_ring)
+    for name, stream in (("stdout", STDOUT), ("stderr", STDERR)):
+        old = getattr(sys, name)
+        new = _rebuilt(old, stream) if old is getattr(sys, f"__{name}__") else None
+        if new is not None:
+            setattr(sys, name, new)
+            setattr(sys, f"__{name}__", new)
+
+
+def detach() -> None:
+    """Stops copying output, in a forked child or when the ring is damaged. The streams keep working."""
+    global _ring
+    _ring = None
+
+
+def _rebuilt(old: Any, stream: int) -> io.TextIOWrapper | None:
+    if not isinstance(old, io.TextIOWrapper):
+        return None
+    buffer = old.buffer
+    raw = buffer.raw if isinstance(buffer, io.BufferedWriter) else buffer
+    if type(raw) is not io.FileIO:
+        return None
+    old.flush()
+    tee = _Tee(raw.fileno(), raw.name, stream)
+    new = io.TextIOWrapper(
+        tee if buffer is raw else io.BufferedWriter(tee),
+        encoding=old.encoding,
+        errors=old.errors,
+        newline="\n",
+        line_buffering=old.line_buffering,
+        write_through=old.write_through,
+    )
+    vars(new)["mode"] = old.mode
+    return new

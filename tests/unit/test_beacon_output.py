@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safelaunch.beacon import ring
-from safelaunch.beacon.ring import CAPACITY, HEADER, RECORD, STDERR, STDOUT, Ring
+from safelaunch.beacon import output
+from safelaunch.beacon.output import CAPACITY, HEADER, RECORD, STDERR, STDOUT, Ring
 
 SMALL = 256
 Written = list[tuple[int, bytes]]
@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> Iterator[str]:
 
 
 def back(path: str) -> Written:
-    return [(stream, data) for _, stream, data in ring.read(path)]
+    return [(stream, data) for _, stream, data in output.read(path)]
 
 
 def write(path: str, written: Written, capacity: int = CAPACITY) -> Ring:
@@ -48,16 +48,16 @@ def expected(written: Written, capacity: int) -> Written:
 
 def test_an_empty_ring(path: str) -> None:
     write(path, [])
-    assert ring.read(path) == []
+    assert output.read(path) == []
     assert Path(path).stat().st_size == HEADER.size + CAPACITY
     assert Path(path).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_few_lines(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([1_000, 2_000])
-    monkeypatch.setattr(ring, "time_ns", lambda: next(clock))
+    monkeypatch.setattr(output, "time_ns", lambda: next(clock))
     write(path, [(STDOUT, b"hello\n"), (STDERR, b"\xff\x00\n")])
-    assert ring.read(path) == [(1_000, STDOUT, b"hello\n"), (2_000, STDERR, b"\xff\x00\n")]
+    assert output.read(path) == [(1_000, STDOUT, b"hello\n"), (2_000, STDERR, b"\xff\x00\n")]
 
 
 def test_it_is_readable_while_the_writer_lives_and_after(path: str) -> None:
@@ -81,13 +81,13 @@ def test_memory_views_are_taken(path: str) -> None:
 def test_a_writer_interrupted_by_itself_leaves_the_inner_bytes_out(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal handler that prints while a print is under way."""
     made = Ring(path)
-    real = ring.time_ns
+    real = output.time_ns
 
     def interrupted() -> int:
         made.append(STDERR, b"inner")
         return real()
 
-    monkeypatch.setattr(ring, "time_ns", interrupted)
+    monkeypatch.setattr(output, "time_ns", interrupted)
     made.append(STDOUT, b"outer")
     monkeypatch.undo()
     made.append(STDOUT, b"after")
@@ -138,26 +138,26 @@ def test_whatever_is_written_the_newest_that_fit_come_back(
         (b"", "too short"),
         (b"\x00" * (HEADER.size - 1), "too short"),
         (b"\x00" * 4096, "not a ring"),
-        (HEADER.pack(ring.MAGIC, 64, 0, 0) + b"\x00" * 63, "not a ring"),
-        (HEADER.pack(ring.MAGIC, 64, 0, 1) + b"\x00" * 64, "not a ring"),
-        (HEADER.pack(ring.MAGIC, 64, 65, 0) + b"\x00" * 64, "not a ring"),
-        (HEADER.pack(ring.MAGIC, 2**63, 0, 0) + b"\x00" * 64, "not a ring"),
-        (HEADER.pack(ring.MAGIC, 0, 0, 0), None),
+        (HEADER.pack(output.MAGIC, 64, 0, 0) + b"\x00" * 63, "not a ring"),
+        (HEADER.pack(output.MAGIC, 64, 0, 1) + b"\x00" * 64, "not a ring"),
+        (HEADER.pack(output.MAGIC, 64, 65, 0) + b"\x00" * 64, "not a ring"),
+        (HEADER.pack(output.MAGIC, 2**63, 0, 0) + b"\x00" * 64, "not a ring"),
+        (HEADER.pack(output.MAGIC, 0, 0, 0), None),
     ],
     ids=["empty", "half a header", "zeros", "cut short", "tail ahead", "overfull", "absurd", "of no capacity"],
 )
 def test_what_is_not_a_ring(path: str, content: bytes, message: str | None) -> None:
     Path(path).write_bytes(content)
     if message is None:
-        assert ring.read(path) == []
+        assert output.read(path) == []
         return
     with pytest.raises(ValueError, match=message):
-        ring.read(path)
+        output.read(path)
 
 
 def test_no_file(path: str) -> None:
     with pytest.raises(FileNotFoundError):
-        ring.read(path)
+        output.read(path)
 
 
 def test_a_torn_record_ends_the_reading(path: str) -> None:
@@ -188,7 +188,7 @@ def test_damaged_files_are_read_as_far_as_they_make_sense(
         content[position] = value
     Path(path).write_bytes(content[: data.draw(st.integers(0, len(content)))] if damage else content)
     try:
-        records = ring.read(path)
+        records = output.read(path)
     except ValueError:
         return
     assert all(stream in (STDOUT, STDERR) for _, stream, _ in records)
