@@ -37,8 +37,7 @@ from safelaunch.capture.flight_dump import parse_pickle
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.evidence import Shared, condensed, expanded, merged
-from safelaunch.supervise.cluster.messages import Decision, Node
-from safelaunch.supervise.cluster.seen import NOTHING, Seen
+from safelaunch.supervise.cluster.messages import NOTHING, Decision, Node, Seen
 from safelaunch.supervise.cluster.store import Address
 from safelaunch.supervise.cluster.where import Meeting
 from safelaunch.verdict.diagnose import diagnose

@@ -16,14 +16,12 @@ from safelaunch.beacon import layout
 from safelaunch.capture.checks import Check, Series
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import Inconsistency, format_ranks
-from safelaunch.supervise.cluster.messages import BadMessage, node_count
-from safelaunch.supervise.cluster.seen import NOTHING
+from safelaunch.supervise.cluster.messages import NOTHING, BadMessage, node_count
 from safelaunch.supervise.council import Council
-from safelaunch.supervise.watch.consistency import Comparison
-from safelaunch.supervise.watch.job import Watch
-from safelaunch.supervise.watch.shared_checks import (
+from safelaunch.supervise.watch.consistency import (
     MOST_FOUND,
     MOST_POSITIONS,
+    Comparison,
     Found,
     decode,
     decode_found,
@@ -31,6 +29,7 @@ from safelaunch.supervise.watch.shared_checks import (
     encode_found,
     share_of,
 )
+from safelaunch.supervise.watch.job import Watch
 from safelaunch.system.console import say
 from safelaunch.system.errors import internal_error
 from safelaunch.system.files import replace_file

@@ -22,14 +22,12 @@ from safelaunch.model import Lost, NodeEvidence, Rendezvous
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.election import SILENT_S
 from safelaunch.supervise.cluster.hosting import StoreHost
-from safelaunch.supervise.cluster.keyfile import BadKeyFile, read_key
-from safelaunch.supervise.cluster.messages import Action, Node, Page, Result, Vote
-from safelaunch.supervise.cluster.seen import Neighbour, PeerStatus, Seen
+from safelaunch.supervise.cluster.messages import Action, Neighbour, Node, Page, PeerStatus, Result, Seen, Vote
 from safelaunch.supervise.cluster.store import Address
 from safelaunch.supervise.cluster.where import Alone, Meeting, hosts_of, meeting
 from safelaunch.supervise.incident import JobContext
-from safelaunch.supervise.node_notices import NodeNotices
-from safelaunch.supervise.peers import agent_state, digest_of, nodes_of
+from safelaunch.supervise.peers import NodeNotices, agent_state, digest_of, nodes_of
+from safelaunch.supervise.preflight import BadKeyFile, read_key
 from safelaunch.supervise.rounds import Rounds
 from safelaunch.supervise.watch.job import Watch
 

@@ -21,7 +21,7 @@ from safelaunch.capture.pages import AgentEvent
 from safelaunch.capture.result import gather
 from safelaunch.model import GilTest, RankEvidence, RankException
 from safelaunch.supervise import incident
-from safelaunch.supervise.cluster.seen import PeerStatus
+from safelaunch.supervise.cluster.messages import PeerStatus
 from safelaunch.supervise.incident import Agreement, Collected, JobSnapshot, Report
 from safelaunch.supervise.kinds import CRASH
 from safelaunch.supervise.looks import Looks

@@ -19,7 +19,7 @@ from safelaunch.capture.redaction import without_secrets
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import EarlyLook
 from safelaunch.report import early as shown
-from safelaunch.supervise import answer, early_verdict, incident
+from safelaunch.supervise import answer, incident
 from safelaunch.supervise.kinds import FIRST_WORD
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.respond import Incident, JobView, look
@@ -119,7 +119,7 @@ class EarlyLooks:
         kind = replace(FIRST_WORD, asks=still)
         evidence = incident.evidence_of(kind, looks, self._job.snapshot(), self._context)
         place = self._context.run_dir / QUESTION_FILE
-        found = early_verdict.ask(evidence, None if still else active, place, prove=prove)
+        found = answer.ask(evidence, None if still else active, place, prove=prove)
         found = without_secrets(found, self._context.redactor)
         if not found.words or (found.common and spell.stage != "steps"):
             return _Word(None, found.proved)

@@ -58,8 +58,7 @@ from safelaunch.model import (
 )
 from safelaunch.supervise import recall
 from safelaunch.supervise.cluster.evidence import Others
-from safelaunch.supervise.cluster.messages import Action
-from safelaunch.supervise.cluster.seen import PeerStatus
+from safelaunch.supervise.cluster.messages import Action, PeerStatus
 from safelaunch.supervise.documents import add_reports, job_of
 from safelaunch.supervise.kinds import CRASH, RENDEZVOUS, Kind
 from safelaunch.supervise.looks import Looks, native_where_it_tells, with_the_late

@@ -30,14 +30,13 @@ from safelaunch.model import RankExit
 from safelaunch.settings.options import STALL_CEILING_S, Settings
 from safelaunch.supervise import incident
 from safelaunch.supervise.consistency import Consistency
-from safelaunch.supervise.contract import Contracts
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.early import EarlyLooks
 from safelaunch.supervise.incident import Report
 from safelaunch.supervise.job_context import job_context
 from safelaunch.supervise.live import Live
-from safelaunch.supervise.notices import Notices
+from safelaunch.supervise.notices import Contracts, Notices
 from safelaunch.supervise.pollers import GroupTimeout, Health, PulseTaker, WorkTaker
 from safelaunch.supervise.respond import Incident, JobView, interrupted
 from safelaunch.supervise.stall import StallCase

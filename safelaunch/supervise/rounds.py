@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from safelaunch.bundle.staging import name_of
 from safelaunch.capture.redaction import without_secrets
-from safelaunch.model import BundlePlace, Evidence, NodeEvidence
+from safelaunch.model import BundlePlace, Evidence, NodeEvidence, NodeFiles, node_file
 from safelaunch.model.recording import Recording, bounded, check
 from safelaunch.supervise.answer import proves
 from safelaunch.supervise.cluster.channel import Channel
@@ -29,21 +29,23 @@ from safelaunch.supervise.cluster.evidence import Others, Shared, aged, condense
 from safelaunch.supervise.cluster.messages import (
     LONGEST_TEXT,
     MOST_RANKS,
+    NOTHING,
     Action,
     BadMessage,
     Decision,
+    Gathered,
     Page,
+    PeerStatus,
     Question,
     Round,
+    Seen,
     ask_round,
     node_count,
     packed,
     share_of,
     unpacked,
 )
-from safelaunch.supervise.cluster.seen import NOTHING, Gathered, PeerStatus, Seen
 from safelaunch.supervise.incident import Agreement, JobContext, judged
-from safelaunch.supervise.small_files import apart, small_files
 from safelaunch.system.decoding import from_msgpack
 
 SETTLE_S = 75.0  # from a node's evidence of a hang to the leader's decision
@@ -57,6 +59,8 @@ HOSTS_S = 1.0  # the others read the verdict where this node's agent hosts the s
 CROWD = 64  # nodes; of more, not every one reads what all others know
 ANSWER_S = 30.0  # for what the other nodes are asked
 ASKED_EVERY_S = 5.0  # between two questions of others
+MOST_PICKLES, LARGEST_PICKLE = 4 << 20, 512 << 10  # bytes of a node's files that travel
+LARGEST_TEXT = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,3 +428,38 @@ def with_answer(evidence: Evidence, *, overdue: bool) -> Evidence:
     if evidence.missing_ranks and evidence.answer in (None, "unknown"):
         evidence = replace(evidence, answer="unseen", ends=overdue)
     return replace(evidence, outcome="hang" if evidence.ends else "suspect")
+
+
+_OF_THE_NODE = {node_file(field) for field in NodeFiles.__struct_fields__}
+
+
+def small_files(root: Path, *, records: bool) -> dict[str, bytes]:
+    """The files of a node's bundle that travel to the node that writes the whole: those about the node, small pickles.
+
+    Path in the bundle → content, without secrets, as it is written there. ``records``: Flight Recorders as well.
+
+    Of a kernel log that is long, the end.
+    """
+    found: dict[str, bytes] = {}
+    for path in sorted(root.glob("node/*/*")):
+        if path.name in _OF_THE_NODE:
+            with suppress(OSError):
+                content = path.read_bytes()
+                if path.suffix == ".txt":
+                    content = content[-LARGEST_TEXT:]
+                if len(content) <= LARGEST_TEXT:
+                    found[path.relative_to(root).as_posix()] = content
+    left = MOST_PICKLES
+    for path in sorted(root.glob("ranks/*/flight_recorder.pickle")) if records else ():
+        with suppress(OSError):
+            size = path.stat().st_size
+            if size <= min(LARGEST_PICKLE, left):
+                found[path.relative_to(root).as_posix()] = path.read_bytes()
+                left -= size
+    return found
+
+
+def apart(name: str, slot: int, taken: set[str]) -> str:
+    """``node/<host>/...`` of a node whose host name another one has as well: with its number."""
+    parts = name.split("/")
+    return "/".join([parts[0], f"{parts[1]}-{slot}", *parts[2:]]) if parts[0] == "node" and parts[1] in taken else name

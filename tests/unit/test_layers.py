@@ -64,7 +64,7 @@ PARTS = (
 )
 # Takes values and returns values: no clock, no process, no file, no environment.
 PURE = {"model.*", "verdict.*", "report.*", "reproduce.*", "supervise.watch.*", "job.argv", "leases.choose"}
-PURE |= {f"supervise.cluster.{name}" for name in ("where", "council", "messages", "evidence", "seen")}
+PURE |= {f"supervise.cluster.{name}" for name in ("where", "messages", "evidence", "election")}
 PURE |= {f"sweep.{name}" for name in ("jobs", "grid", "expand", "sweep", "engine")}
 PURE |= {"cli.health.rules"}
 PURE |= {"cli.status_rows"}

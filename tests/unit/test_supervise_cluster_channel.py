@@ -19,8 +19,7 @@ from safelaunch.supervise.cluster import channel as channels
 from safelaunch.supervise.cluster import election
 from safelaunch.supervise.cluster import session as sessions
 from safelaunch.supervise.cluster.channel import Channel
-from safelaunch.supervise.cluster.messages import Decision, Node, Question, ask_round
-from safelaunch.supervise.cluster.seen import NOTHING, Gathered, Neighbour
+from safelaunch.supervise.cluster.messages import NOTHING, Decision, Gathered, Neighbour, Node, Question, ask_round
 from safelaunch.supervise.cluster.store import Address, Store
 from safelaunch.supervise.cluster.where import Meeting
 

@@ -16,13 +16,12 @@ from safelaunch.job.plan import Plan
 from safelaunch.settings.options import Settings
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.election import SILENT_S
-from safelaunch.supervise.cluster.messages import Node, Page, Result
-from safelaunch.supervise.cluster.seen import Neighbour, PeerStatus, Seen
+from safelaunch.supervise.cluster.messages import Neighbour, Node, Page, PeerStatus, Result, Seen
 from safelaunch.supervise.cluster.store import Address
 from safelaunch.supervise.cluster.where import Meeting
 from safelaunch.supervise.council import SUCCEED_S, Council, Outcome
 from safelaunch.supervise.incident import JobContext
-from safelaunch.supervise.node_notices import NodeNotices
+from safelaunch.supervise.peers import NodeNotices
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.stall import Policy
 

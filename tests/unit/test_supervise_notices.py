@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from safelaunch.capture.pages import Worker
+from safelaunch.beacon import contract as beacon_contract
+from safelaunch.beacon import layout
+from safelaunch.capture.pages import Noted, Worker, read_contract
 from safelaunch.model import Progress
-from safelaunch.supervise.notices import Notices
+from safelaunch.supervise.notices import Notices, elsewhere
 from safelaunch.supervise.watch.rhythm import Threshold
 from safelaunch.supervise.watch.stall import Policy
 
@@ -138,3 +141,20 @@ def test_which_ranks_are_watched_is_told_once_and_again_when_it_changes(capfd: p
         "safelaunch: watching rank 2 of 4",
     ]
     assert told_of_nodes(capfd, (0, 1), (0, 1), by_agent=False) == [], "the others may only not have started yet"
+
+
+def test_ranks_on_another_device_than_their_own_are_named() -> None:
+    local = {8: 0, 9: 1, 10: 2}
+    assert elsewhere({8: Noted(device=0), 9: Noted(device=1), 10: Noted()}, local) == ""
+    text = elsewhere({8: Noted(device=0), 9: Noted(device=0), 10: Noted(device=0)}, local)
+    assert text.startswith("ranks 9-10 compute on cuda:0, which is not the device of the rank's LOCAL_RANK")
+
+
+def test_what_a_rank_notes_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_contract(tmp_path / "page") is None
+    monkeypatch.setattr(beacon_contract, "_batch", lambda: 16)
+    monkeypatch.setattr(beacon_contract, "_device", lambda: {"device": None})
+    beacon_contract.write(str(tmp_path / "page"))
+    assert read_contract(tmp_path / "page") == Noted(16, None)
+    (tmp_path / f"page{layout.CONTRACT_SUFFIX}").write_bytes(b"batch\t-3\ndevice\t\xff\nnonsense\ndevice\t" + b"9" * 50)
+    assert read_contract(tmp_path / "page") == Noted()

@@ -17,8 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from safelaunch.model import AgentState, Lost, NodeEvidence
-from safelaunch.supervise.cluster.messages import Beat, Node, Page
-from safelaunch.supervise.cluster.seen import Peer, Seen
+from safelaunch.supervise.cluster.messages import Beat, Node, Page, Peer, Seen
 from safelaunch.supervise.cluster.store import probe
 from safelaunch.supervise.peers import agent_state, digest_of, nodes_of
 

@@ -25,8 +25,7 @@ from safelaunch.job.process import identify
 from safelaunch.model import Evidence
 from safelaunch.settings.options import Settings
 from safelaunch.supervise.answer import Judged
-from safelaunch.supervise.cluster.messages import Page
-from safelaunch.supervise.cluster.seen import Seen
+from safelaunch.supervise.cluster.messages import Page, Seen
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.incident import Agreement, Collected, JobContext, Report, Timeline
 from safelaunch.supervise.kinds import HANG

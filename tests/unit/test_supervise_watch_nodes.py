@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safelaunch.beacon import layout, page
 from safelaunch.capture.counters import Counters
 from safelaunch.capture.pages import Roster
 from safelaunch.job.paths import RunPaths
-from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.job import MOST_POINTS, Strides, Watch
 from safelaunch.supervise.watch.stall import Policy
 
 POLICY = Policy(stall_s=5.0, startup_s=60.0, max_stall_s=60.0)
@@ -161,3 +162,27 @@ def test_what_a_job_had_done_belongs_to_the_quiet_time_that_it_was_read_in(node:
     assert node.watch.quiet is None
     node.watch.take_quiet(after)
     assert node.watch.quiet is after
+
+
+def test_few_steps_are_all_kept() -> None:
+    strides = Strides()
+    for step in range(1, 20):
+        strides.saw(step * 1000, step)
+        strides.saw(step * 1000, step)  # the page is read more often than it changes
+    assert strides.points() == tuple((step * 1000, step) for step in range(1, 20))
+
+
+def test_a_long_run_stays_small_evenly_spread_and_ends_with_its_newest_step() -> None:
+    strides = Strides()
+    for step in range(1, 100_001):
+        strides.saw(step, step)
+        assert len(strides.points()) <= MOST_POINTS + 1
+    points = strides.points()
+    assert points[0] == (1, 1) and points[-1] == (100_000, 100_000)
+    assert len(points) > MOST_POINTS // 3
+    gaps = [later[1] - earlier[1] for earlier, later in pairwise(points[1:-1])]
+    assert max(gaps) <= 2 * min(gaps)
+
+
+def test_nothing_seen() -> None:
+    assert Strides().points() == ()

@@ -23,12 +23,17 @@ from safelaunch.supervise.cluster.messages import (
     Beat,
     Codec,
     Decision,
+    Gathered,
     Members,
+    Neighbour,
     Node,
     Page,
+    Peer,
+    PeerStatus,
     Round,
+    Saying,
+    Seen,
 )
-from safelaunch.supervise.cluster.seen import Gathered, Neighbour, Peer, PeerStatus, Saying, Seen
 from safelaunch.supervise.cluster.store import LARGEST_VALUE, Store
 
 ANSWER_S = 15.0  # the store's only thread may be resolving a name
