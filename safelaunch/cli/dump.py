@@ -181,7 +181,7 @@ def _run_of(job: FoundJob) -> Run:
 
 
 def _attach(job: FoundJob, words: Namespace) -> int:
-    from safelaunch.supervise import incident
+    from safelaunch.supervise import publishing
     from safelaunch.supervise.attach import attach
 
     here = working_directory()
@@ -196,7 +196,7 @@ def _attach(job: FoundJob, words: Namespace) -> int:
             msgspec.to_builtins(Document(run="", name=name, bundle=bundle, summary=summary, problem=published.problem))
         )
     else:
-        incident.show(report, os.environ)
+        publishing.show(report, os.environ)
         sys.stderr.flush()
         show(bundle)
     return 0 if bundle else 1

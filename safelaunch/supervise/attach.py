@@ -25,12 +25,13 @@ from safelaunch.capture.result import Result
 from safelaunch.job.paths import local_bundles, run_root
 from safelaunch.job.plan import name_of_command
 from safelaunch.model import Thread
-from safelaunch.supervise import incident
+from safelaunch.supervise import incident, publishing
 from safelaunch.supervise.answer import wait_for_each_other, work_in
-from safelaunch.supervise.incident import JobContext, JobSnapshot, Report, Timeline
-from safelaunch.supervise.job_context import user_name
+from safelaunch.supervise.incident import JobSnapshot, Timeline
+from safelaunch.supervise.job_context import JobContext, user_name
 from safelaunch.supervise.kinds import ATTACH
 from safelaunch.supervise.looks import Looks, look_at
+from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.watch.work import Background, Peak
 from safelaunch.system import procstat
 from safelaunch.system.errors import SafelaunchError
@@ -66,10 +67,8 @@ def attach(job: FoundJob, bundle_dir: Path) -> Report:
             looks,
             JobSnapshot(known, job.world_size, ()),
             context,
-            stall_s=stood_s if moving else 0.0,
-            moving=moving,
             timeline=timeline,
-        )
+        ).knowing(stall_s=stood_s if moving else 0.0, moving=moving)
         if found.without_stacks and _is_denied(looks):
             raise SafelaunchError(
                 f"dump: no stack could be read: {found.without_stacks}.", "Run safelaunch doctor: it shows the fix."
@@ -77,7 +76,7 @@ def attach(job: FoundJob, bundle_dir: Path) -> Report:
         common = _joined(result for ranks, several in outputs.items() if len(ranks) > 1 for result in several)
         if common.value is not None:
             found.staging.add(common.artifact(f"node/{context.host}/output.log"), context.redactor.said(common.value))
-        return incident.finish(found)
+        return publishing.finish(found)
     except BaseException:
         context.unfinished.discard()
         raise

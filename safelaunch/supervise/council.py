@@ -25,7 +25,7 @@ from safelaunch.supervise.cluster.hosting import StoreHost
 from safelaunch.supervise.cluster.messages import Action, Neighbour, Node, Page, PeerStatus, Result, Seen, Vote
 from safelaunch.supervise.cluster.store import Address
 from safelaunch.supervise.cluster.where import Alone, Meeting, hosts_of, meeting
-from safelaunch.supervise.incident import JobContext
+from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.peers import NodeNotices, agent_state, digest_of, nodes_of
 from safelaunch.supervise.preflight import BadKeyFile, read_key
 from safelaunch.supervise.rounds import Rounds

@@ -13,18 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import msgspec
-
 from safelaunch.capture.collect import Answer, ask_server
 from safelaunch.capture.look import Target
 from safelaunch.capture.pages import AgentEvent
 from safelaunch.capture.result import gather
 from safelaunch.model import GilTest, RankEvidence, RankException
-from safelaunch.supervise import incident
+from safelaunch.supervise import incident, publishing
 from safelaunch.supervise.cluster.messages import PeerStatus
-from safelaunch.supervise.incident import Agreement, Collected, JobSnapshot, Report
+from safelaunch.supervise.incident import Collected, JobSnapshot
 from safelaunch.supervise.kinds import CRASH
 from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import Incident, JobView, look
 from safelaunch.supervise.watch.job import Glance
 from safelaunch.system.console import say
@@ -211,14 +210,13 @@ class CrashCase:
     ) -> Report | None:
         whole, context = self._job.is_whole, self._job.context
         notes = (f"torchrun itself failed: {failure.error}",) if failure.error else ()
-        stall_s = 0.0 if whole else failure.quiet_s
-        found = incident.take_evidence(CRASH, looks, self._known_of(failure, answers), context, stall_s=stall_s)
+        found = incident.take_evidence(CRASH, looks, self._known_of(failure, answers), context)
         why_not = ""
         if whole:
             error = context.redactor.said(unreadable_script(found.evidence.ranks))
             why_not = f"Python can't read the code: {error}. No bundle: nothing of it ran" if error else ""
         else:
-            found = incident.with_nodes(found, self._job.council.nodes())
+            found = found.knowing(stall_s=failure.quiet_s, nodes=self._job.council.nodes())
             if agreed.verdict is None:
                 known = self._rounds.has_trouble or agreed.status.anew
                 status = agreed.status if known else self._job.council.final_status()
@@ -228,10 +226,10 @@ class CrashCase:
                 elif status.stopping:
                     why_not = "the job was stopped on another node, which ended this node's ranks"
         if why_not:
-            incident.discard(found)
+            found.discard()
             say(why_not)
             return None
-        return incident.finish(_with_notes(found, notes), agreed)
+        return publishing.finish(_with_notes(found, notes), agreed)
 
 
 def notes_of(status: PeerStatus) -> tuple[str, ...]:
@@ -248,8 +246,7 @@ def notes_of(status: PeerStatus) -> tuple[str, ...]:
 def _with_notes(found: Collected, notes: tuple[str, ...]) -> Collected:
     for note in notes:
         say(note)
-    evidence = msgspec.structs.replace(found.evidence, notes=(*found.evidence.notes, *notes))
-    return replace(found, evidence=evidence)
+    return found.knowing(notes=(*found.evidence.notes, *notes))
 
 
 def own_failure(host: str, exits: Mapping[int, int], exceptions: Mapping[int, RankException]) -> str:

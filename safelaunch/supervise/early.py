@@ -15,7 +15,6 @@ from msgspec import structs
 
 from safelaunch.bundle.onbundle import variables_of_look
 from safelaunch.capture.look import Look, Target
-from safelaunch.capture.redaction import without_secrets
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import EarlyLook
 from safelaunch.report import early as shown
@@ -120,7 +119,7 @@ class EarlyLooks:
         evidence = incident.evidence_of(kind, looks, self._job.snapshot(), self._context)
         place = self._context.run_dir / QUESTION_FILE
         found = answer.ask(evidence, None if still else active, place, prove=prove)
-        found = without_secrets(found, self._context.redactor)
+        found = self._context.cleaned(found)
         if not found.words or (found.common and spell.stage != "steps"):
             return _Word(None, found.proved)
         early = EarlyLook(

@@ -6,18 +6,47 @@ import getpass
 import os
 import socket
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
 
 from safelaunch import __version__
 from safelaunch.bundle.onbundle import Notifier
 from safelaunch.bundle.staging import Keeping
+from safelaunch.capture.cgroups import KillCounts, kill_counts
+from safelaunch.capture.redaction import without_secrets
 from safelaunch.job.job import Job
-from safelaunch.job.paths import local_bundles, working_directory
+from safelaunch.job.paths import Unfinished, local_bundles, working_directory
 from safelaunch.job.plan import Plan
-from safelaunch.supervise.incident import JobContext
 from safelaunch.system.console import say
 from safelaunch.system.redaction.job_secrets import left_out, secret_values
 from safelaunch.system.redaction.redact import shown_env
 from safelaunch.system.redaction.redactor import Redactor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class JobContext:
+    """What a bundle says about the job itself, and where the bundle goes. ``launch`` becomes ``launch.json``."""
+
+    run_name: str
+    run_dir: Path
+    bundle_dir: Path
+    fallback_dir: Path
+    launch: Mapping[str, object]
+    host: str = field(default_factory=socket.gethostname)
+    redactor: Redactor = field(default_factory=Redactor)
+    kills_at_start: KillCounts = field(default_factory=kill_counts)
+    keeping: Keeping = field(default_factory=Keeping)
+    notifier: Notifier = field(default_factory=Notifier)
+    suspects: Notifier = field(default_factory=Notifier)
+    unfinished: Unfinished = field(default_factory=Unfinished)
+
+    def cleaned(self, value: T) -> T:
+        """``value`` without the job's secrets."""
+        return without_secrets(value, self.redactor)
 
 
 def job_context(job: Job) -> JobContext:

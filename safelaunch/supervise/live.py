@@ -17,7 +17,7 @@ from safelaunch.bundle.staging import name_of
 from safelaunch.job.job import Job
 from safelaunch.job.paths import working_directory
 from safelaunch.model import BundlePlace, Progress, format_ranks
-from safelaunch.supervise import incident
+from safelaunch.supervise import publishing
 from safelaunch.supervise.cluster.messages import Question, Round
 from safelaunch.supervise.control.protocol import (
     Client,
@@ -28,9 +28,9 @@ from safelaunch.supervise.control.protocol import (
     RunStatus,
     Server,
 )
-from safelaunch.supervise.incident import Agreement, Report
 from safelaunch.supervise.kinds import DUMP, ENDED, Kind
 from safelaunch.supervise.on_request import GpuMemory, SilentRanks
+from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.recording import Recordings
 from safelaunch.supervise.respond import Cancelled, Incident, JobView, observe
 from safelaunch.supervise.rounds import others_of
@@ -188,7 +188,7 @@ class Live:
         try:
             self._council.rounds.answer(round_, found.evidence)
         finally:
-            incident.discard(found)
+            found.discard()
 
     @property
     def writing(self) -> bool:
@@ -212,19 +212,19 @@ class Live:
         context = replace(self._context, bundle_dir=dump.bundle_dir)
         view, for_finding = replace(self._view, context=context), dump.show is not None
         if dump.kind is ENDED:
-            return incident.finish(observe(ENDED, view, at, for_finding=for_finding))
+            return publishing.finish(observe(ENDED, view, at, for_finding=for_finding))
         with self._council.rounds.asking(Question()) as answers:
             found = observe(DUMP, view, at, for_finding=for_finding)
             if at.cancelled.is_set():
-                incident.discard(found)
+                found.discard()
                 raise Cancelled
             others = others_of(answers(threading.Event()), context.host)
         if not others.evidence:
-            return incident.finish(found)
-        verdict = incident.judged(others.with_own(found.evidence), context)
+            return publishing.finish(found)
+        verdict = publishing.judged(others.with_own(found.evidence), context)
         name = name_of(context.run_name, time.time(), verdict.outcome)
         place = BundlePlace(context.host, os.fspath(context.bundle_dir / name), True)
-        return incident.finish(found, Agreement(msgspec.structs.replace(verdict, bundle=place), name, others))
+        return publishing.finish(found, Agreement(msgspec.structs.replace(verdict, bundle=place), name, others))
 
     # --- status -----------------------------------------------------------------------------------------------------
 

@@ -28,16 +28,16 @@ from safelaunch.job.job import (
 from safelaunch.job.paths import sweep, sweep_unfinished
 from safelaunch.model import RankExit
 from safelaunch.settings.options import STALL_CEILING_S, Settings
-from safelaunch.supervise import incident
+from safelaunch.supervise import publishing
 from safelaunch.supervise.consistency import Consistency
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.early import EarlyLooks
-from safelaunch.supervise.incident import Report
 from safelaunch.supervise.job_context import job_context
 from safelaunch.supervise.live import Live
 from safelaunch.supervise.notices import Contracts, Notices
 from safelaunch.supervise.pollers import GroupTimeout, Health, PulseTaker, WorkTaker
+from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.respond import Incident, JobView, interrupted
 from safelaunch.supervise.stall import StallCase
 from safelaunch.supervise.watch.job import Glance, Watch
@@ -563,7 +563,7 @@ class Supervisor:
         if rendezvous is None or not is_of_rendezvous(raised):
             return
         nodes, error = self._council.nodes(probing=False), f"{raised.error}: {raised.message}"
-        writing = Task("bundle", lambda: incident.of_rendezvous(rendezvous, error, nodes, self._context))
+        writing = Task("bundle", lambda: publishing.of_rendezvous(rendezvous, error, nodes, self._context))
         while not (writing.done or self._forwarder.stop_requested) and time.monotonic() < now + WRITE_PATIENCE_S:
             self._forwarder.wait(BUSY_TICK_S)
         if writing.done:
@@ -606,4 +606,4 @@ class Supervisor:
         if judged is not None and not judged.whole and Path(judged.path).name != published.path.name:
             place = "bundle of this node"
             say(f"the bundle with the evidence of all nodes is on {judged.host}: {judged.path}")
-        incident.show(result, self._job.plan.env, place)
+        publishing.show(result, self._job.plan.env, place)

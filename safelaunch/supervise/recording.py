@@ -18,7 +18,6 @@ from safelaunch.beacon import layout
 from safelaunch.capture import proc, sampling
 from safelaunch.capture.look import Target
 from safelaunch.capture.pages import read_meta
-from safelaunch.capture.redaction import without_secrets
 from safelaunch.capture.sampling import Sampled
 from safelaunch.model.recording import Numbers, ProcessRecord, RankRecord, Recording, bounded, merged
 from safelaunch.model.words import ranks_in
@@ -144,7 +143,7 @@ class Recordings:
             command=self.job.context.redactor.argv(self.command),
             elapsed_s=round(elapsed_s, 2),
         )
-        return without_secrets(recording, self.job.context.redactor)
+        return self.job.context.cleaned(recording)
 
     def _rank(
         self, target: Target, by_pid: Mapping[int, ProcessRecord], children: list[Sampled], steps: int | None

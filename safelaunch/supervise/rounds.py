@@ -19,7 +19,6 @@ import msgspec
 from msgspec.structs import replace
 
 from safelaunch.bundle.staging import name_of
-from safelaunch.capture.redaction import without_secrets
 from safelaunch.model import BundlePlace, Evidence, NodeEvidence, NodeFiles, node_file
 from safelaunch.model.recording import Recording, bounded, check
 from safelaunch.supervise.answer import proves
@@ -45,7 +44,8 @@ from safelaunch.supervise.cluster.messages import (
     share_of,
     unpacked,
 )
-from safelaunch.supervise.incident import Agreement, JobContext, judged
+from safelaunch.supervise.job_context import JobContext
+from safelaunch.supervise.publishing import Agreement, judged
 from safelaunch.system.decoding import from_msgpack
 
 SETTLE_S = 75.0  # from a node's evidence of a hang to the leader's decision
@@ -130,7 +130,7 @@ class Rounds:
         """
         nodes = node_count(self._channel.seen.page)
         files = small_files(root, records=1 < nodes <= FEW) if root is not None else {}
-        own = without_secrets(evidence, self._context.redactor)
+        own = self._context.cleaned(evidence)
 
         def over(seen: Seen) -> bool:
             page = seen.page
@@ -212,10 +212,10 @@ class Rounds:
         if self._past is None:
             return Agreement()
         now = time.time()
-        local = aged(without_secrets(local, self._context.redactor), now)
+        local = aged(self._context.cleaned(local), now)
 
         def own() -> Evidence:
-            return replace(local, nodes=without_secrets(self._nodes(), self._context.redactor))
+            return replace(local, nodes=self._context.cleaned(self._nodes()))
 
         def over(seen: Seen) -> bool:
             status = seen.status
@@ -367,7 +367,7 @@ class Rounds:
 
     def answer(self, round_: Round, evidence: Evidence) -> None:
         """This node's evidence, for another one that asks for it."""
-        own = without_secrets(evidence, self._context.redactor)
+        own = self._context.cleaned(evidence)
         self._channel.submit(round_, condensed(own, share=share_of(node_count(self.page))))
 
     def answer_recording(self, round_: Round, recording: Recording) -> None:

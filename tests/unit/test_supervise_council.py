@@ -20,7 +20,7 @@ from safelaunch.supervise.cluster.messages import Neighbour, Node, Page, PeerSta
 from safelaunch.supervise.cluster.store import Address
 from safelaunch.supervise.cluster.where import Meeting
 from safelaunch.supervise.council import SUCCEED_S, Council, Outcome
-from safelaunch.supervise.incident import JobContext
+from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.peers import NodeNotices
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.stall import Policy

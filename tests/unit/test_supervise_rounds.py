@@ -23,7 +23,8 @@ from safelaunch.supervise.cluster.messages import Node, PeerStatus, Question
 from safelaunch.supervise.cluster.store import Address, StoreError
 from safelaunch.supervise.cluster.where import Meeting
 from safelaunch.supervise.crash import notes_of, own_failure
-from safelaunch.supervise.incident import Agreement, JobContext
+from safelaunch.supervise.job_context import JobContext
+from safelaunch.supervise.publishing import Agreement
 from safelaunch.supervise.rounds import LARGEST_TEXT, Rounds, apart, others_of, recordings_of, small_files
 
 

@@ -93,6 +93,14 @@ class Threshold:
     seconds: float
     why: str
 
+    @property
+    def facts(self) -> dict[str, float | str]:
+        """As the evidence of an incident states it."""
+        return {"threshold_s": self.seconds, "threshold_why": self.why}
+
+
+NONE = Threshold(0.0, "")
+
 
 def learn(known: Learned, step: int, mark_s: float, now: float, *, excused: bool = False) -> Learned:
     """Takes in the slowest rank's mark: ``step`` made at ``mark_s``, as seen at ``now``.
