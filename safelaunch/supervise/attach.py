@@ -29,8 +29,7 @@ from safelaunch.supervise import incident, publishing
 from safelaunch.supervise.answer import wait_for_each_other, work_in
 from safelaunch.supervise.incident import JobSnapshot, Timeline
 from safelaunch.supervise.job_context import JobContext, user_name
-from safelaunch.supervise.kinds import ATTACH
-from safelaunch.supervise.looks import Looks, look_at
+from safelaunch.supervise.looks import ATTACH, Looks, look_at
 from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.watch.work import Background, Peak
 from safelaunch.system import procstat

@@ -21,8 +21,7 @@ from safelaunch.model import GilTest, RankEvidence, RankException
 from safelaunch.supervise import incident, publishing
 from safelaunch.supervise.cluster.messages import PeerStatus
 from safelaunch.supervise.incident import Collected, JobSnapshot
-from safelaunch.supervise.kinds import CRASH
-from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.looks import CRASH, Looks
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import Incident, JobView, look
 from safelaunch.supervise.watch.job import Glance

@@ -19,8 +19,7 @@ from safelaunch.job.paths import RunPaths
 from safelaunch.model import EarlyLook
 from safelaunch.report import early as shown
 from safelaunch.supervise import answer, incident
-from safelaunch.supervise.kinds import FIRST_WORD
-from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.looks import FIRST_WORD, Looks
 from safelaunch.supervise.respond import Incident, JobView, look
 from safelaunch.supervise.watch import quiet
 from safelaunch.supervise.watch.quiet import Quiet, Spell

@@ -16,19 +16,18 @@ import msgspec
 from safelaunch.bundle.staging import name_of
 from safelaunch.job.job import Job
 from safelaunch.job.paths import working_directory
-from safelaunch.model import BundlePlace, Progress, format_ranks
+from safelaunch.model import BundlePlace, Progress
 from safelaunch.supervise import publishing
 from safelaunch.supervise.cluster.messages import Question, Round
 from safelaunch.supervise.control.protocol import (
     Client,
     DumpAnswer,
-    NodeStatus,
     RankStatus,
     Request,
     RunStatus,
     Server,
 )
-from safelaunch.supervise.kinds import DUMP, ENDED, Kind
+from safelaunch.supervise.looks import DUMP, ENDED, Kind
 from safelaunch.supervise.on_request import GpuMemory, SilentRanks
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.recording import Recordings
@@ -272,7 +271,7 @@ class Live:
             inconsistent=[*self._watch.inconsistent],
             history=self._history(now),
             job=self._council.job,
-            nodes=self._nodes(now),
+            nodes=[*(self._council.around(now - AROUND_OLD_S) or ())],  # only answers to ``status`` ask for it
             alone=self._council.why_alone if self._watch.unseen and not self._council.is_covered else "",
         )
 
@@ -292,22 +291,6 @@ class Live:
             for one in pages
             if is_quiet(ages[one.rank], usual_s) or (not usual_s and ages[one.rank] > UNKNOWN_S)
         }
-
-    def _nodes(self, now: float) -> list[NodeStatus]:
-        """What is known of every node; only answers to ``status`` ask for it."""
-        return [
-            NodeStatus(
-                host=node.host,
-                ranks=format_ranks(node.ranks),
-                step=node.step,
-                state="ended" if node.doing == "ended" else "heard" if node.heard else "silent",
-                doing=node.doing,
-                leads=node.leads,
-                here=node.here,
-                trouble=node.trouble,
-            )
-            for node in self._council.around(now - AROUND_OLD_S) or ()
-        ]
 
     def _rank(self, rank: int, progress: Progress, now: float) -> RankStatus:
         signals = ["beacon"]

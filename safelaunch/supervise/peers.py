@@ -38,40 +38,23 @@ def nodes_of(
     the hosts of silent nodes answer. Nobody listens there on other hosts, and a host that says so is alive. Where the
     interface by which this node met them is down, whoever answers may be none of them: another route leads elsewhere.
     """
-    own = NodeEvidence(
-        node.host,
-        seen.slot,
-        beat.ranks,
-        here=True,
-        last=_last(beat),
-        trouble=beat.trouble,
-        agent=beat.agent,
-        agent_error=agent_error,
-        missed_s=round(missed_s, 1),
-        torch=node.torch,
-        safelaunch=node.safelaunch,
-        script=node.script,
-    )
+    own = replace(_said(seen.slot, node, beat), here=True, agent_error=agent_error, missed_s=round(missed_s, 1))
     found = [_evidence_of(peer, seen.peers, store) for peer in seen.peers]
     return (own, *(_probed(found, seen.address, seen.peers, port) if port is not None else found))
 
 
 def _evidence_of(peer: Peer, peers: Sequence[Peer], store: Lost) -> NodeEvidence:
-    beat, node = peer.beat, peer.node
-    hosts = node.hosts and (len(peers) == 1 or sum(one.node.hosts for one in peers) == 1)
-    return NodeEvidence(
-        node.host,
-        peer.slot,
-        beat.ranks if beat is not None else (),
-        silent_s=round(peer.silent_s, 1),
-        last=_last(beat) if beat is not None else "",
-        trouble=beat.trouble if beat is not None else "",
-        agent=beat.agent if beat is not None else "",
-        store=store if hosts else "",
-        torch=node.torch,
-        safelaunch=node.safelaunch,
-        script=node.script,
-    )
+    hosts = peer.node.hosts and (len(peers) == 1 or sum(one.node.hosts for one in peers) == 1)
+    found = _said(peer.slot, peer.node, peer.beat)
+    return replace(found, silent_s=round(peer.silent_s, 1), store=store if hosts else "")
+
+
+def _said(slot: int, node: Node, beat: Beat | None) -> NodeEvidence:
+    """What the node says of itself."""
+    found = NodeEvidence(node.host, slot, (), torch=node.torch, safelaunch=node.safelaunch, script=node.script)
+    if beat is None:
+        return found
+    return replace(found, ranks=beat.ranks, last=_last(beat), trouble=beat.trouble, agent=beat.agent)
 
 
 def _last(beat: Beat) -> Last:

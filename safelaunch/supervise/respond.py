@@ -19,8 +19,7 @@ from safelaunch.supervise.answer import proves, work_in
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.incident import Collected, Exits, JobSnapshot, Timeline
 from safelaunch.supervise.job_context import JobContext
-from safelaunch.supervise.kinds import ENDED, INTERRUPT, Kind
-from safelaunch.supervise.looks import Looks, look_at
+from safelaunch.supervise.looks import ENDED, INTERRUPT, Kind, Looks, look_at
 from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.quiet import FROZEN_TIMES

@@ -41,12 +41,12 @@ from safelaunch.supervise.cluster.messages import (
     ask_round,
     node_count,
     packed,
+    parsed,
     share_of,
     unpacked,
 )
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.publishing import Agreement, judged
-from safelaunch.system.decoding import from_msgpack
 
 SETTLE_S = 75.0  # from a node's evidence of a hang to the leader's decision
 EVIDENCE_S = 25.0  # for that of the others
@@ -407,10 +407,10 @@ def recordings_of(found: Gathered) -> tuple[list[Recording], list[str]]:
 
 
 def _recording(chunks: list[bytes]) -> Recording:
+    found = parsed(unpacked(chunks), Recording)
     try:
-        found = from_msgpack(unpacked(chunks), Recording)
         check(found)
-    except (msgspec.DecodeError, RecursionError, OverflowError) as error:
+    except msgspec.ValidationError as error:
         raise BadMessage(str(error)) from error
     if not all(0 <= rank.rank < MOST_RANKS for rank in found.ranks):
         raise BadMessage("samples of impossible ranks")

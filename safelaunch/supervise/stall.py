@@ -14,8 +14,7 @@ from safelaunch.supervise.council import OPEN_S
 from safelaunch.supervise.council import Outcome as Joint
 from safelaunch.supervise.early import without_the_gil
 from safelaunch.supervise.incident import Collected, JobSnapshot, Timeline
-from safelaunch.supervise.kinds import HANG, LOOK_S, SUSPECT, Kind
-from safelaunch.supervise.looks import Looks, Starvation
+from safelaunch.supervise.looks import HANG, LOOK_S, SUSPECT, Kind, Looks, Starvation
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import ADVANCED, STEP_S, Incident, JobView, look
 from safelaunch.supervise.watch.job import Glance

@@ -32,8 +32,7 @@ from safelaunch.model import EarlyLook, Frame, GilTest, ProcessState, Progress, 
 from safelaunch.report import report
 from safelaunch.supervise import incident, publishing
 from safelaunch.supervise.job_context import JobContext
-from safelaunch.supervise.kinds import HANG
-from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.looks import HANG, Looks
 from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redact import shown_env
 from safelaunch.system.redaction.redactor import Redactor

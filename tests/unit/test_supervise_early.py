@@ -23,8 +23,7 @@ from safelaunch.model import EarlyLook, FirstWord, Place, StackSample, Thread
 from safelaunch.supervise import answer, early, incident, respond
 from safelaunch.supervise.early import EarlyLooks, without_the_gil
 from safelaunch.supervise.job_context import JobContext
-from safelaunch.supervise.kinds import FIRST_WORD, Kind
-from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.looks import FIRST_WORD, Kind, Looks
 from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.watch.quiet import Spell
 from safelaunch.supervise.watch.stall import Policy, Status

@@ -12,8 +12,7 @@ import pytest
 
 from safelaunch.capture.look import Target
 from safelaunch.supervise import kinds, respond
-from safelaunch.supervise.kinds import Kind
-from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.looks import Kind, Looks
 from safelaunch.supervise.respond import Incident, JobView, look
 
 

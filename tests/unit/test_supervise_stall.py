@@ -29,8 +29,7 @@ from safelaunch.supervise.cluster.messages import Page, Seen
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.incident import Collected, Timeline
 from safelaunch.supervise.job_context import JobContext
-from safelaunch.supervise.kinds import HANG
-from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.looks import HANG, Looks
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.stall import StallCase, _Suspicion

@@ -6,20 +6,19 @@ import math
 from collections.abc import Mapping
 from functools import partial
 
+import msgspec
 import pytest
 
 from safelaunch.capture.checks import About, Check
 from safelaunch.model import Inconsistency
-from safelaunch.supervise.cluster.messages import BadMessage, packed
+from safelaunch.supervise.cluster.messages import BadMessage, packed, parsed
 from safelaunch.supervise.watch.consistency import (
     KEPT,
     MOST_POSITIONS,
     Comparison,
     Found,
     decode,
-    decode_found,
     encode,
-    encode_found,
     share_of,
 )
 
@@ -253,6 +252,6 @@ def test_what_a_stranger_wrote_is_refused(data: bytes) -> None:
 
 def test_findings_travel_back() -> None:
     found = Found((Inconsistency("loss", 1.0, step=3, ranks=(1,), words="loss: ..."),), True, "node1: /bundle")
-    assert decode_found(encode_found(found)) == found
+    assert parsed(msgspec.msgpack.encode(found), Found) == found
     with pytest.raises(BadMessage):
-        decode_found(b"\xc1")
+        parsed(b"\xc1", Found)

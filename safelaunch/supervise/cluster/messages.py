@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from safelaunch.model import AgentState, Lost, Verdict
 from safelaunch.supervise.cluster.store import LARGEST_VALUE
+from safelaunch.supervise.control.protocol import NodeStatus
 from safelaunch.system.decoding import from_msgpack
 
 MOST_RANKS = 65_536
@@ -207,6 +208,14 @@ class BadMessage(ValueError):
     """What was read is no message of ours: damaged, too large, of another type, or not signed by the job's key."""
 
 
+def parsed(data: bytes, kind: type[_T]) -> _T:
+    """Raises BadMessage for what is no record of this kind."""
+    try:
+        return from_msgpack(data, kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError) as error:
+        raise BadMessage(str(error)) from error
+
+
 class Codec:
     """Bytes of records and back. ``key``: what all nodes of the job know and nobody else; empty: nothing is signed.
 
@@ -234,10 +243,7 @@ class Codec:
         """Raises BadMessage."""
         if len(data) > MOST_MESSAGE:
             raise BadMessage(f"a message of {len(data)} bytes")
-        try:
-            return from_msgpack(self.open(place, data), kind)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError) as error:
-            raise BadMessage(str(error)) from error
+        return parsed(self.open(place, data), kind)
 
     def seal(self, place: str, body: bytes) -> bytes:
         return self._signature(place, body) + body
@@ -309,20 +315,6 @@ class PeerStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbour:
-    """A node of the job, this one included, as its newest beat says. ``step``: the lowest of its ranks."""
-
-    host: str
-    ranks: tuple[int, ...]
-    step: int | None
-    doing: Doing
-    heard: bool = True
-    leads: bool = False
-    here: bool = False
-    trouble: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Gathered:
     """What the other nodes have submitted in a round, by slot, in chunks.
 
@@ -378,7 +370,7 @@ class Seen:
     peers: tuple[Peer, ...] = ()
     lost: Lost = ""
     slot: int = 0
-    around: tuple[float, tuple[Neighbour, ...]] = (0.0, ())
+    around: tuple[float, tuple[NodeStatus, ...]] = (0.0, ())
     wrong: bytes = b""
 
 

@@ -18,8 +18,7 @@ from msgspec import Meta
 
 from safelaunch.capture.checks import MOST_TENSORS, About, Check
 from safelaunch.model import Inconsistency, rank_words
-from safelaunch.supervise.cluster.messages import MOST_RANKS, BadMessage, Message, packed, unpacked
-from safelaunch.system.decoding import from_msgpack
+from safelaunch.supervise.cluster.messages import MOST_RANKS, BadMessage, Message, packed, parsed, unpacked
 
 KEPT = 64  # positions of a series that wait for the last rank
 FEWEST_LOSSES = 20
@@ -340,25 +339,13 @@ def encode(checks: Iterable[Check], share: int) -> bytes:
 
 def decode(data: bytes) -> list[Check]:
     """Raises BadMessage for what ``encode`` did not make."""
+    found = parsed(unpacked([data]), _Shared)
     try:
-        found = from_msgpack(unpacked([data]), _Shared)
         abouts = [About(one.key, one.kind, one.every, -1, one.groups, one.tensors) for one in found.abouts]
         if any(group >= len(one.groups) for one in abouts for _, group in one.tensors):
             raise BadMessage("checks of an unknown group")
         return [_check(one, abouts[one.about], found.prints[one.prints]) for one in found.checks]
-    except (msgspec.DecodeError, RecursionError, OverflowError, IndexError, struct.error) as error:
-        raise BadMessage(str(error)) from error
-
-
-def encode_found(found: Found) -> bytes:
-    return msgspec.msgpack.encode(found)
-
-
-def decode_found(data: bytes) -> Found:
-    """Raises BadMessage."""
-    try:
-        return from_msgpack(data, Found)
-    except (msgspec.DecodeError, RecursionError, OverflowError) as error:
+    except (IndexError, struct.error) as error:
         raise BadMessage(str(error)) from error
 
 
