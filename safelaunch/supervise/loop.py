@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safelaunch.capture import command
 from safelaunch.capture.pages import AgentEvent, Roster
@@ -36,7 +37,7 @@ from safelaunch.supervise.early import EarlyLooks
 from safelaunch.supervise.job_context import job_context
 from safelaunch.supervise.live import Live
 from safelaunch.supervise.notices import Contracts, Notices
-from safelaunch.supervise.pollers import GroupTimeout, Health, PulseTaker, WorkTaker
+from safelaunch.supervise.pollers import GroupTimeout, Health, Poller, PulseTaker, WorkTaker
 from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.respond import Incident, JobView, interrupted
 from safelaunch.supervise.stall import StallCase
@@ -128,7 +129,6 @@ class Supervisor:
         settings = job.plan.settings
         bounds = bounds_of(settings)
         self._watch = Watch(Roster(job.run), policy_of(settings), time.monotonic(), bounds)
-        self._cap = GroupTimeout(self._watch, bounds.floor_s) if bounds is not None else None
         context = self._context = job_context(job)
         redact.use(context.redactor.text)
         self._notifier, self._suspects = context.notifier, context.suspects
@@ -151,9 +151,9 @@ class Supervisor:
         self._by_key = False  # somebody has pressed Ctrl-C, and does not know yet that a second one ends the job
         self._restarting = -1  # the attempt whose ranks we ended for a hang
         self._ending: Task[tuple[process.ProcessId, ...]] | None = None
-        self._health = Health(self._watch, lambda: [one.pid for one in self._processes.all()])
-        self._pulse = PulseTaker(self._watch)
-        self._work = WorkTaker(self._watch)
+        self._pollers: list[Poller[Any]] = [GroupTimeout(self._watch, bounds.floor_s)] if bounds is not None else []
+        self._pollers.append(Health(self._watch, lambda: [one.pid for one in self._processes.all()]))
+        self._pollers += PulseTaker(self._watch), WorkTaker(self._watch)
         self._notices = Notices(
             self._watch,
             self._watch.policy,
@@ -219,14 +219,21 @@ class Supervisor:
             self._touch_at_s = now + TOUCH_EVERY_S
             self._touch()
 
+    def _wait_while(self, waits: Callable[[], bool], patience_s: float, *, ticks: bool = False) -> None:
+        """``ticks``: what the loop does goes on meanwhile."""
+        until = time.monotonic() + patience_s
+        while waits() and time.monotonic() < until:
+            self._forwarder.wait(BUSY_TICK_S)
+            if ticks:
+                self._guarded_tick()
+
     def _end_survivors(self, status: int) -> None:
         """Ends the ranks of a torchrun that was killed, once their evidence is taken: nobody else would end them."""
-        deadline = time.monotonic() + CAPTURE_PATIENCE_S
-        while self._watching and self._stall.writing and self._forwarder.stops < 2:
-            if time.monotonic() > deadline:
-                break
-            self._forwarder.wait(BUSY_TICK_S)
-            self._guarded_tick()
+
+        def is_writing() -> bool:
+            return self._watching and self._stall.writing and self._forwarder.stops < 2
+
+        self._wait_while(is_writing, CAPTURE_PATIENCE_S, ticks=True)
         survivors = self._processes.all()
         if survivors:
             number = os.WTERMSIG(status)
@@ -273,11 +280,8 @@ class Supervisor:
         self._on_stall(glance, now)
         if self._early is not None:
             self._early.advance(now, free=not (self._stall.busy or self._crash.busy or self._crash.begun))
-        if self._cap is not None:
-            self._cap.advance(now)
-        self._health.advance(now)
-        self._pulse.advance(now)
-        self._work.advance(now)
+        for poller in self._pollers:
+            poller.advance(now)
         self._on_consistency()
         self._live.tick(now)
         self._notices.tick(now)
@@ -382,8 +386,12 @@ class Supervisor:
             self._say_of_end("waiting for the ranks to end (up to 30 s under torchrun)")
 
     @property
-    def _is_finishing(self) -> bool:
-        """Whether something that was begun before the stop is not written yet."""
+    def _is_unfinished(self) -> bool:
+        """Whether the end of the job waits for a bundle; where somebody stops it, for one that was begun before."""
+        if not self._watching or self._ending is not None:
+            return False
+        if not self._forwarder.stop_requested:
+            return self._crash.busy or self._stall.writing or self._live.owes
         crash = self._failed_before_stop and self._crash.unfinished
         writing = self._interrupt is not None or self._stall.writing or self._live.writing
         return self._forwarder.stops == 1 and (crash or writing)
@@ -511,7 +519,7 @@ class Supervisor:
 
     def _finish(self, status: int) -> None:
         """After the agent's end: reads its last events, and finishes the bundle that is being written."""
-        deadline = time.monotonic() + WRITE_PATIENCE_S
+        until = time.monotonic() + WRITE_PATIENCE_S
         self._has_ended = True
         self._guarded_tick()
         if status == 0:
@@ -522,22 +530,15 @@ class Supervisor:
         stopped = self._forwarder.stop_requested and not self._failed_before_stop
         if self._watching and not (stopped or self._ending or self._stall.agreed):
             self._note_end(status)
-            self._note_rendezvous(time.monotonic())
-        while self._watching and self._ending is None and time.monotonic() < deadline:
-            stopping = self._forwarder.stop_requested
-            if not (self._is_finishing if stopping else self._crash.busy or self._stall.writing or self._live.owes):
-                break
-            self._forwarder.wait(BUSY_TICK_S)
-            self._guarded_tick()
+            self._note_rendezvous()
+        self._wait_while(lambda: self._is_unfinished, until - time.monotonic(), ticks=True)
         if self._forwarder.stop_requested and self._watching and self._ending is None:
             self._guarded_tick()
             self._show_what_was_found()
 
     def _finish_writing(self) -> None:
         """Finishes the half-written bundle of a crash when the job has ended for a hang, or removes it."""
-        deadline = time.monotonic() + WRITE_PATIENCE_S
-        while self._crash.writing and not self._forwarder.stop_requested and time.monotonic() < deadline:
-            self._forwarder.wait(BUSY_TICK_S)
+        self._wait_while(lambda: self._crash.writing and not self._forwarder.stop_requested, WRITE_PATIENCE_S)
         if self._crash.writing or self._stall.writing or self._interrupt is not None:
             self._context.unfinished.discard()
         self._stall.abandon()
@@ -553,7 +554,7 @@ class Supervisor:
                 self._crash.begin_late()
         self._crash.on_end()
 
-    def _note_rendezvous(self, now: float) -> None:
+    def _note_rendezvous(self) -> None:
         """Writes who has not come to a rendezvous that torchrun has given up; or what to do about a known error."""
         rendezvous, raised = self._council.rendezvous, self._raised
         if raised is None or not self.began_nothing:
@@ -564,8 +565,7 @@ class Supervisor:
             return
         nodes, error = self._council.nodes(probing=False), f"{raised.error}: {raised.message}"
         writing = Task("bundle", lambda: publishing.of_rendezvous(rendezvous, error, nodes, self._context))
-        while not (writing.done or self._forwarder.stop_requested) and time.monotonic() < now + WRITE_PATIENCE_S:
-            self._forwarder.wait(BUSY_TICK_S)
+        self._wait_while(lambda: not (writing.done or self._forwarder.stop_requested), WRITE_PATIENCE_S)
         if writing.done:
             self._show(writing.result())
         else:
@@ -585,12 +585,14 @@ class Supervisor:
 
         And a moment for --on-suspect's: a job that ends well has not to wait for what was feared of it.
         """
-        begin, longest_s, stops = time.monotonic(), self._notifier.patience_s, self._forwarder.stops
-        hurry = stops > 1 or (stops == 1 and not self._found_at_stop)
-        while not hurry and self._forwarder.stops == stops and (waited_s := time.monotonic() - begin) < longest_s:
-            if not (self._notifier.busy or (self._suspects.busy and waited_s < SUSPECT_PATIENCE_S)):
-                break
-            self._forwarder.wait(BUSY_TICK_S)
+        begin, stops = time.monotonic(), self._forwarder.stops
+
+        def runs() -> bool:
+            is_feared = self._suspects.busy and time.monotonic() - begin < SUSPECT_PATIENCE_S
+            return self._forwarder.stops == stops and (self._notifier.busy or is_feared)
+
+        if stops == 0 or (stops == 1 and self._found_at_stop):
+            self._wait_while(runs, self._notifier.patience_s)
         self._notifier.end()
         self._suspects.end()
 

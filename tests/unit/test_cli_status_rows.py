@@ -19,10 +19,10 @@ from safelaunch.cli import dump, status
 from safelaunch.cli.status_rows import COLUMNS, rate, rows, since, stragglers, told
 from safelaunch.job.process import ProcessId
 from safelaunch.model import Progress
-from safelaunch.supervise import live
 from safelaunch.supervise.control import discover
 from safelaunch.supervise.control.discover import Found, Run, select
 from safelaunch.supervise.control.protocol import DumpAnswer, NodeStatus, RankStatus, RunStatus
+from safelaunch.supervise.status import state_of
 from safelaunch.system.errors import SafelaunchError, UsageError
 
 
@@ -91,7 +91,7 @@ def cell(found: RunStatus, number: int, column: str) -> str:
     ],
 )
 def test_the_state_of_a_rank(page: dict[str, Any], state: str) -> None:
-    assert live.state_of(msgspec.structs.replace(Progress(0, 0, 1, 0, 7, 5, "started"), **page)) == state
+    assert state_of(msgspec.structs.replace(Progress(0, 0, 1, 0, 7, 5, "started"), **page)) == state
 
 
 # --- one rank ---------------------------------------------------------------------------------------------------------
