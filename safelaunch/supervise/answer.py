@@ -18,7 +18,7 @@ from safelaunch.capture import command
 from safelaunch.capture.look import MAX_CHILDREN, Look, ProcessLook, RankLook
 from safelaunch.model import Answer, Evidence, FirstWord, ThreadState
 from safelaunch.supervise.cluster.evidence import condensed, received
-from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.looks import Looks, main_thread
 from safelaunch.supervise.watch import work
 from safelaunch.supervise.watch.stall import UNLIMITED, Found, Limits
 from safelaunch.supervise.watch.work import Background, Work
@@ -93,7 +93,7 @@ def _awaited(rank: RankLook) -> tuple[set[int], set[int]]:
     from safelaunch.verdict.reading.kernel import kind_of
 
     main = rank.main
-    thread = main.stack.value.main_thread if main is not None and main.stack.value is not None else None
+    thread = main_thread(main)
     if main is None or thread is None:
         return set(), set()
     kernel, stack = main.state.main_thread if main.state is not None else None, Stack(python_frames(thread))
@@ -135,7 +135,7 @@ def _lacks(number: int, rank: RankLook | None) -> Iterator[str]:
         return
     if rank.main.state.state in "ZX":
         return
-    if rank.main.stack.value is None or rank.main.stack.value.main_thread is None:
+    if main_thread(rank.main) is None:
         yield f"no stack of rank {number} ({rank.main.stack.missing or 'no main thread'})"
     if len(rank.children) >= MAX_CHILDREN:
         yield f"rank {number} has more than {MAX_CHILDREN} child processes"

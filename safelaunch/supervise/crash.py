@@ -9,19 +9,17 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from safelaunch.capture.collect import Answer, ask_server
 from safelaunch.capture.look import Target
 from safelaunch.capture.pages import AgentEvent
-from safelaunch.capture.result import gather
 from safelaunch.model import GilTest, RankEvidence, RankException
 from safelaunch.supervise import incident, publishing
 from safelaunch.supervise.cluster.messages import PeerStatus
 from safelaunch.supervise.incident import Collected, JobSnapshot
-from safelaunch.supervise.looks import CRASH, Looks
+from safelaunch.supervise.looks import CRASH, Looks, ask_each
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import Incident, JobView, look
 from safelaunch.supervise.watch.job import Glance
@@ -279,13 +277,10 @@ def unreadable_script(ranks: Sequence[RankEvidence]) -> str:
 
 def _answers(targets: Sequence[Target]) -> dict[int, Answer]:
     """What the ranks that still answer say of themselves: where each was when the first one failed."""
-    asked = [target for target in targets if target.socket is not None]
 
     def one(target: Target) -> Answer:
         told, flight = ask_server(target, deadline_s=FLIGHT_DEADLINE_S / 2)
         # Who has no answer in so short a time need not be stuck.
         return GilTest(groups=told.groups, called=told.called, batches=told.batches), flight
 
-    calls: list[Callable[[], Answer]] = [partial(one, target) for target in asked]
-    answers = gather(calls, deadline_s=FLIGHT_DEADLINE_S)
-    return {target.rank: answer for target, answer in zip(asked, answers, strict=True) if answer is not None}
+    return ask_each(targets, one, deadline_s=FLIGHT_DEADLINE_S)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec import structs
 
@@ -19,8 +20,9 @@ from safelaunch.capture.node import environment_of
 from safelaunch.capture.result import Result, gather
 from safelaunch.capture.sockets import resends
 from safelaunch.job.job import HOLD_S
-from safelaunch.model import Outcome
+from safelaunch.model import Outcome, Thread
 
+T = TypeVar("T")
 LOOK_S = 6.0
 ASKING_S = 0.3  # of what Ctrl-C waits: for what the ranks themselves are asked
 MOST_PATIENCE = 4.0
@@ -186,10 +188,19 @@ def _as_known_now(before: Sequence[Target], now: Sequence[Target]) -> tuple[Targ
 
 def newest_entries(targets: Sequence[Target]) -> dict[int, int]:
     """rank → the newest entry of its Flight Recorder. Ranks that don't answer in time are left out."""
+    return ask_each(targets, lambda target: newest_entry(str(target.socket)), deadline_s=ENTRIES_DEADLINE_S)
+
+
+def ask_each(targets: Iterable[Target], question: Callable[[Target], T | None], *, deadline_s: float) -> dict[int, T]:
+    """rank → the answer of its worker server; all are asked at once. Ranks that don't answer in time are left out."""
     asked = [target for target in targets if target.socket is not None]
-    calls = [partial(newest_entry, str(target.socket)) for target in asked]
-    answers = gather(calls, deadline_s=ENTRIES_DEADLINE_S)
-    return {target.rank: number for target, number in zip(asked, answers, strict=True) if number is not None}
+    answers = gather([partial(question, target) for target in asked], deadline_s=deadline_s)
+    return {target.rank: answer for target, answer in zip(asked, answers, strict=True) if answer is not None}
+
+
+def main_thread(look: ProcessLook | None) -> Thread | None:
+    """The main thread of a process, as its stack was read."""
+    return look.stack.value.main_thread if look is not None and look.stack.value is not None else None
 
 
 def with_the_late(looks: Looks) -> Looks:
@@ -233,9 +244,9 @@ def _is_unclear(look: RankLook | None) -> bool:
     from safelaunch.verdict.reading.kernel import kind_of
 
     main = look.main if look is not None else None
-    if main is None or main.state is None or main.stack.value is None:
+    if main is None or main.state is None:
         return False
-    kernel, thread = main.state.main_thread, main.stack.value.main_thread
+    kernel, thread = main.state.main_thread, main_thread(main)
     # A stack reader that stopped a wait with a time limit leaves ``restart_syscall`` behind.
     rests = kernel is not None and kernel.state == "S" and (kind_of(kernel) == "lock" or not kernel.syscall_name)
     polls = any(lock.pid != main.pid for lock in main.state.locks)  # or sleeps beside a file that somebody has locked

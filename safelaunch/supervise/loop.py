@@ -28,7 +28,6 @@ from safelaunch.job.job import (
 )
 from safelaunch.job.paths import sweep, sweep_unfinished
 from safelaunch.model import RankExit
-from safelaunch.settings.options import STALL_CEILING_S, Settings
 from safelaunch.supervise import publishing
 from safelaunch.supervise.consistency import Consistency
 from safelaunch.supervise.council import Council
@@ -41,11 +40,10 @@ from safelaunch.supervise.pollers import GroupTimeout, Health, Poller, PulseTake
 from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.respond import Incident, JobView, interrupted
 from safelaunch.supervise.stall import StallCase
-from safelaunch.supervise.watch.job import Glance, Watch
+from safelaunch.supervise.watch.job import Glance, Watch, bounds_of, policy_of
 from safelaunch.supervise.watch.quiet import frozen_s as frozen_s_of
 from safelaunch.supervise.watch.restart import Failure, failure_of, why_give_up
-from safelaunch.supervise.watch.rhythm import Bounds
-from safelaunch.supervise.watch.stall import Policy, Status, confirm_after_s
+from safelaunch.supervise.watch.stall import Status
 from safelaunch.system.console import redact, say
 from safelaunch.system.errors import internal_error
 from safelaunch.system.task import Task
@@ -62,30 +60,6 @@ OTHERS_END_S = 2.5  # in which other nodes read that the job is ended: the store
 READ_S = 0.5  # until they have read it, as a rule: all end at about the same time
 QUIET_END_S = 1.5  # a healthy job ends sooner
 SHOWN_AFTER_S = 10.0  # a verdict waits so long for the end of the job, whose last words would push it off the screen
-
-
-def policy_of(settings: Settings) -> Policy:
-    """The thresholds of a run until its rhythm is known."""
-    stall_s = settings.effective_stall_timeout_s
-    return Policy(
-        stall_s=stall_s,
-        startup_s=settings.startup_timeout_s,
-        max_stall_s=max(settings.effective_max_stall_s, stall_s),
-        confirm_s=confirm_after_s(stall_s),
-        stall_given=settings.stall_timeout_s is not None,
-        startup_given=settings.is_explicit("startup-timeout"),
-        max_stall_given=settings.is_explicit("max-stall"),
-        proved_s=settings.stall_timeout_s or settings.stall_floor_s,
-    )
-
-
-def bounds_of(settings: Settings) -> Bounds | None:
-    """The bounds of the learned threshold; None if the user gave a fixed one."""
-    if settings.stall_timeout_s is not None:
-        return None
-    floor_s = settings.stall_floor_s
-    ceiling_s = max(floor_s, STALL_CEILING_S)
-    return Bounds(floor_s, ceiling_s, min(ceiling_s, max(floor_s, settings.effective_stall_timeout_s)))
 
 
 def is_of_rendezvous(raised: AgentEvent) -> bool:

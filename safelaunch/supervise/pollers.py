@@ -16,11 +16,10 @@ from safelaunch.capture.counters import Counters
 from safelaunch.capture.flight_recorder import arrivals_of, default_timeout_s
 from safelaunch.capture.gpu import gpus
 from safelaunch.capture.look import Target
-from safelaunch.capture.result import gather
 from safelaunch.leases.inventory import has_driver
 from safelaunch.model import Gpu
 from safelaunch.model.words import size
-from safelaunch.supervise.looks import newest_entries
+from safelaunch.supervise.looks import ask_each, newest_entries
 from safelaunch.supervise.watch import rhythm, work
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.work import Background
@@ -176,10 +175,7 @@ class Health(Poller[tuple[Note, ...]]):
 def look(targets: Collection[Target], own: Collection[int]) -> tuple[Note, ...]:
     """Looks once at all ranks of this node and their GPUs; leaves out what does not answer."""
     found: list[Note] = []
-    asked = [target for target in targets if target.socket is not None]
-    answers = gather([partial(arrivals_of, str(target.socket)) for target in asked], deadline_s=5.0)
-    arrivals = {target.rank: answer for target, answer in zip(asked, answers, strict=True) if answer}
-    straggler = find_straggler(arrivals)
+    straggler = find_straggler(ask_each(targets, lambda target: arrivals_of(str(target.socket)), deadline_s=5.0))
     if straggler is not None:
         found.append(Note(("straggler", straggler.rank), straggler.words))
     driver = gpus().value if has_driver(os.environ) else None  # without one, finding that out starts nothing

@@ -21,7 +21,7 @@ from safelaunch.job.job import Job
 from safelaunch.job.paths import working_directory
 from safelaunch.model import Gpus, Progress
 from safelaunch.supervise.control.protocol import Client, RankStatus, RunStatus
-from safelaunch.supervise.looks import Looks, look_at
+from safelaunch.supervise.looks import Looks, look_at, main_thread
 from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.watch.quiet import UNKNOWN_S, is_quiet
 from safelaunch.system.task import Task
@@ -100,7 +100,7 @@ def words_of(look: RankLook | None) -> str:
     if main is None or main.state is None:
         return "not seen"
     kernel = main.state.main_thread
-    thread = main.stack.value.main_thread if main.stack.value is not None else None
+    thread = main_thread(main)
     stack = Stack(python_frames(thread)) if thread is not None else Stack(())
     held = _HELD.get(kernel.state, "") if kernel is not None else ""
     if held:

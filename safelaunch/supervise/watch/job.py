@@ -14,12 +14,37 @@ from safelaunch.capture.look import Target
 from safelaunch.capture.pages import AgentEvent, Page, Roster, Worker
 from safelaunch.job.process import identify
 from safelaunch.model import EarlyLook, Inconsistency, Progress
+from safelaunch.settings.options import STALL_CEILING_S, Settings
 from safelaunch.supervise.watch import pulse, quiet, rhythm, stall
 from safelaunch.supervise.watch.work import Background
 
 # Longer than this, and this many times longer than a usual step: the job was stalled.
 QUIET_S, QUIET_TIMES = 2.0, 5.0
 MISSED_S = 30.0  # after a gap, for so long what has ended may have ended during it
+
+
+def policy_of(settings: Settings) -> stall.Policy:
+    """The thresholds of a run until its rhythm is known."""
+    stall_s = settings.effective_stall_timeout_s
+    return stall.Policy(
+        stall_s=stall_s,
+        startup_s=settings.startup_timeout_s,
+        max_stall_s=max(settings.effective_max_stall_s, stall_s),
+        confirm_s=stall.confirm_after_s(stall_s),
+        stall_given=settings.stall_timeout_s is not None,
+        startup_given=settings.is_explicit("startup-timeout"),
+        max_stall_given=settings.is_explicit("max-stall"),
+        proved_s=settings.stall_timeout_s or settings.stall_floor_s,
+    )
+
+
+def bounds_of(settings: Settings) -> rhythm.Bounds | None:
+    """The bounds of the learned threshold; None if the user gave a fixed one."""
+    if settings.stall_timeout_s is not None:
+        return None
+    floor_s = settings.stall_floor_s
+    ceiling_s = max(floor_s, STALL_CEILING_S)
+    return rhythm.Bounds(floor_s, ceiling_s, min(ceiling_s, max(floor_s, settings.effective_stall_timeout_s)))
 
 
 @dataclass(frozen=True, slots=True)
