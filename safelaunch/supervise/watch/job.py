@@ -15,7 +15,7 @@ from safelaunch.capture.pages import AgentEvent, Page, Roster, Worker
 from safelaunch.job.process import identify
 from safelaunch.model import EarlyLook, Inconsistency, Progress
 from safelaunch.settings.options import STALL_CEILING_S, Settings
-from safelaunch.supervise.watch import pulse, quiet, rhythm, stall
+from safelaunch.supervise.watch import quiet, rhythm, stall
 from safelaunch.supervise.watch.work import Background
 
 # Longer than this, and this many times longer than a usual step: the job was stalled.
@@ -75,8 +75,8 @@ class Watch:
         self.state = stall.started(now)
         self._bounds = bounds
         self._given_start = policy.startup_given
-        self._limits = pulse.Limits(policy.startup_s, policy.stall_s, bounds)
-        self._pulse = pulse.Pulse()
+        self._limits = rhythm.PulseLimits(policy.startup_s, policy.stall_s, bounds)
+        self._pulse = rhythm.Pulse()
         self._learned = rhythm.Learned()
         self.last_progress: dict[int, Progress] = {}
         self._strides: dict[int, Strides] = {}
@@ -102,7 +102,7 @@ class Watch:
             self._strides.clear()
             self.early = ()
             self._learned = rhythm.Learned()
-            self._pulse = pulse.Pulse()
+            self._pulse = rhythm.Pulse()
             self.background, self._quiet = Background(), None
             self.policy = replace(self.policy, startup_s=self._limits.startup_s, startup_given=self._given_start)
         damaged = self.roster.damaged()
@@ -178,7 +178,7 @@ class Watch:
     @property
     def is_in_loop(self) -> bool:
         """Whether a job that marks no step has called collectives for a good while."""
-        return self.has_pulse_only and pulse.is_in_loop(self._pulse, self._limits)
+        return self.has_pulse_only and self._pulse.is_in_loop(self._limits)
 
     @property
     def pulse_period_s(self) -> float:
@@ -186,7 +186,7 @@ class Watch:
 
     def hear(self, newest: Mapping[int, int], now: float) -> None:
         """Records how far the ranks' collectives are: rank → number of the newest."""
-        self._pulse = pulse.heard(self._pulse, newest, now)
+        self._pulse = self._pulse.heard(newest, now)
         given = self._given_start or (not self.learns and self.is_in_loop)  # the threshold is that of steps then
         self.policy = replace(self.policy, startup_s=self.threshold_without_steps().seconds, startup_given=given)
 
@@ -196,7 +196,7 @@ class Watch:
 
     def threshold_without_steps(self) -> rhythm.Threshold:
         """How long a job that has marked no step may currently go without a sign of progress, and why."""
-        return pulse.threshold(self._pulse, self._limits, self.cap_s)
+        return self._pulse.threshold(self._limits, self.cap_s)
 
     def _use(self, threshold: rhythm.Threshold) -> None:
         if threshold.seconds != self.policy.stall_s:
