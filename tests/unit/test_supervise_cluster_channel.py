@@ -75,7 +75,7 @@ def join(address: Address, prefix: str) -> Iterator[Callable[..., Channel]]:
         one.close()
 
 
-def until(reached: Callable[[], object], what: str, patience_s: float = 90.0) -> None:
+def until(reached: Callable[[], object], what: str = "it", patience_s: float = 90.0) -> None:
     deadline = time.monotonic() + patience_s
     while not reached():
         assert time.monotonic() < deadline, f"waited for {what}"

@@ -24,6 +24,13 @@ POLICY = Policy(60.0, 100.0, 1800.0)
 ALONE: Any = SimpleNamespace(is_covered=False, why_alone="no answer", others="")
 
 
+def watching(*workers: Worker, **known: Any) -> Any:
+    """As much of a watch as is asked."""
+    roster = SimpleNamespace(workers={one.rank: one for one in workers}, pages=known.pop("pages", dict))
+    plain = {"last_progress": {}, "without_beacon": tuple, "unseen": (), "world_size": 2}
+    return SimpleNamespace(roster=roster, **{**plain, **known})
+
+
 def said(
     capfd: pytest.CaptureFixture[str],
     progress: Progress | None,
@@ -37,14 +44,13 @@ def said(
     policy: Policy = POLICY,
 ) -> str:
     worker = Worker(0, 0, 10, 0)
-    roster = SimpleNamespace(workers={0: worker}, pages=lambda: {0: SimpleNamespace(server_up=server)})
-    watch: Any = SimpleNamespace(
-        roster=roster,
+    watch = watching(
+        worker,
+        pages=lambda: {0: SimpleNamespace(server_up=server)},
         last_progress={0: progress} if progress else {},
         without_beacon=lambda: () if beacon else (worker,),
         threshold_without_steps=lambda: limit,
         unseen=unseen,
-        world_size=2,
     )
     notices = Notices(watch, policy, 0.0, council, why=lambda pid: why)
     for now in (1.0, 19.0, 49.0, 51.0, 400.0):
@@ -81,11 +87,9 @@ def test_a_rank_that_is_only_slow_to_start_is_not_said_to_be_unwatched(capfd: py
 
 
 def test_a_beacon_that_appears_after_all_is_said(capfd: pytest.CaptureFixture[str]) -> None:
-    workers = {rank: Worker(rank, rank, 10 + rank, 0) for rank in range(2)}
-    watch: Any = SimpleNamespace(
-        roster=SimpleNamespace(workers=workers, pages=dict), last_progress={}, unseen=(), world_size=2
-    )
-    watch.without_beacon = lambda: [one for one in workers.values() if one.rank not in watch.last_progress]
+    workers = [Worker(rank, rank, 10 + rank, 0) for rank in range(2)]
+    watch = watching(*workers)
+    watch.without_beacon = lambda: [one for one in workers if one.rank not in watch.last_progress]
     notices = Notices(watch, Policy(60.0, 1e6, 1800.0), 0.0, ALONE, why=lambda pid: "bash is not Python")
     for now, seen in ((30.0, ()), (40.0, (0,)), (50.0, (0,)), (60.0, (0, 1)), (70.0, (0, 1))):
         watch.last_progress = dict.fromkeys(seen, FRESH)
@@ -111,10 +115,7 @@ def test_a_node_without_any_beacon_is_looked_at_with_the_others(
 def test_a_command_without_ranks_is_told_that_it_is_not_watched(
     capfd: pytest.CaptureFixture[str], by_torchrun: bool, progress: Progress | None, told: int
 ) -> None:
-    roster = SimpleNamespace(workers={}, pages=dict)
-    watch: Any = SimpleNamespace(
-        roster=roster, last_progress={0: progress} if progress else {}, without_beacon=lambda: (), unseen=()
-    )
+    watch = watching(last_progress={0: progress} if progress else {})
     notices = Notices(watch, Policy(60.0, 1000.0, 1800.0), 0.0, ALONE, by_torchrun=by_torchrun)
     for now in (1.0, 59.0, 61.0, 400.0):
         notices.tick(now)
@@ -123,10 +124,8 @@ def test_a_command_without_ranks_is_told_that_it_is_not_watched(
 
 def told_of_nodes(capfd: pytest.CaptureFixture[str], *unseen: tuple[int, ...], by_agent: bool = True) -> list[str]:
     """What is said of other nodes while the ranks not seen are ``unseen``, one tick after another, of a world of 4."""
-    roster = SimpleNamespace(workers={0: Worker(0, 0, 10, 0)} if by_agent else {}, pages=dict)
-    watch: Any = SimpleNamespace(
-        roster=roster, last_progress={0: FRESH}, without_beacon=lambda: (), unseen=(), world_size=4
-    )
+    workers = [Worker(0, 0, 10, 0)] if by_agent else []
+    watch = watching(*workers, last_progress={0: FRESH}, world_size=4)
     notices = Notices(watch, Policy(60.0, 1e6, 1800.0), 0.0, ALONE)
     for now, watch.unseen in enumerate(unseen, 1):
         notices.tick(9.0 * now)  # the nodes have had time to meet

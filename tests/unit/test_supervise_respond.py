@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_supervise_cluster_channel import until
 
 from safelaunch.capture.look import Target
 from safelaunch.supervise import looks, respond
@@ -80,10 +79,3 @@ def test_how_often_the_ranks_are_looked_at(
 
     assert Incident("test", work).wait(30)
     assert taken == expected
-
-
-def until(reached: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from dict_store import DictStore
 from msgspec.structs import replace
+from test_supervise_cluster_channel import until
 
 from safelaunch.model import BundlePlace, Evidence, Frame, Progress, RankEvidence, RankException
 from safelaunch.model.recording import RankRecord, Recording
@@ -26,13 +27,6 @@ from safelaunch.supervise.crash import notes_of, own_failure
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.publishing import Agreement
 from safelaunch.supervise.rounds import LARGEST_TEXT, Rounds, apart, others_of, recordings_of, small_files
-
-
-def until(reached: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 60.0
-    while not reached():
-        assert time.monotonic() < deadline, f"waited for {what}"
-        time.sleep(0.01)
 
 
 class Job:
@@ -250,15 +244,12 @@ def test_a_node_that_is_stopped_ends_the_search(job: Job) -> None:
 
 
 def test_who_has_met_nobody_or_lost_them_judges_alone(job: Job) -> None:
-    alone = Rounds(Channel(Node("", "here", 1, "0.1", "2.13")), job_about(job), lambda: (), "kill")
+    about = JobContext("train", job.place, job.place, job.place, {}, host="here")
+    alone = Rounds(Channel(Node("", "here", 1, "0.1", "2.13")), about, lambda: (), "kill")
     assert alone.crash(crashed(0, 1)) == Agreement()
     leader, _ = job.meet()
     job.lose()
     assert leader.crash(crashed(0, 1)).verdict is None
-
-
-def job_about(job: Job) -> JobContext:
-    return JobContext("train", job.place, job.place, job.place, {}, host="here")
 
 
 def test_a_crash_of_an_earlier_attempt_is_not_taken_for_this_one(job: Job) -> None:
