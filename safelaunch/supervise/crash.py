@@ -18,7 +18,7 @@ from safelaunch.capture.pages import AgentEvent
 from safelaunch.model import GilTest, RankEvidence, RankException
 from safelaunch.supervise import incident, publishing
 from safelaunch.supervise.cluster.messages import PeerStatus
-from safelaunch.supervise.incident import Collected, JobSnapshot
+from safelaunch.supervise.incident import JobSnapshot
 from safelaunch.supervise.looks import CRASH, Looks, ask_each
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import Incident, JobView, look
@@ -101,26 +101,18 @@ class CrashCase:
             self._ended_for = ""
             self._rounds.reset()
         elif event.event == "failing":
-            failure = self._begin()
+            failure = self.begin()
             failure.error = failure.error or self._job.context.redactor.said(event.error)
             failure.exits_known = True
         elif event.event == "closed" and not self._exits_known and any(event.exits.values()):
             # Of a failure it would have told. A rank that lost its peers on the way may have raised an exception.
             self._ended_for = self._ended_for or self._rounds.another_round()
         elif event.event == "closed":
-            self._tell()
+            self.on_end()
 
     @property
     def _exits_known(self) -> bool:
         return self._failure is not None and self._failure.exits_known
-
-    def on_end(self) -> None:
-        """Handles the end of the job. Without an agent (``exec``), nothing more will be known about its ranks."""
-        self._tell()
-
-    def begin_late(self) -> None:
-        """Handles a failure that no rank reported: it was killed, or native code ended it."""
-        self._begin()
 
     def advance(self, glance: Glance) -> Report | None:
         """One tick; returns the report when a bundle is written. Never blocks.
@@ -128,7 +120,7 @@ class CrashCase:
         None also where another node was told to stop: nobody is accused of what that did to the ranks of this one.
         """
         if glance.raised:
-            self._begin()
+            self.begin()
         failure = self._failure
         if failure is not None and failure.looked:
             self._watch.acknowledge(agent=failure.met)
@@ -140,7 +132,8 @@ class CrashCase:
                 return one[1].result
         return None
 
-    def _begin(self) -> _Failure:
+    def begin(self) -> _Failure:
+        """Handles a failure; also one that no rank reported: it was killed, or native code ended it."""
         if self._failure is None:
             failure = _Failure(self._watch.attempt, self._watch.quiet_s(time.monotonic()))
             self._failure = failure
@@ -155,7 +148,8 @@ class CrashCase:
         self._open = [one for one in self._open if not one[1].cancelled.is_set()]
         self._failure = None
 
-    def _tell(self) -> None:
+    def on_end(self) -> None:
+        """Handles the end of the ranks, or of a job without an agent (``exec``): nothing more will be known of them."""
         failure = self._failure
         if failure is not None and not failure.told:  # torchrun closes its workers more than once
             self._remember(failure)
@@ -226,7 +220,9 @@ class CrashCase:
             found.discard()
             say(why_not)
             return None
-        return publishing.finish(_with_notes(found, notes), agreed)
+        for note in notes:
+            say(note)
+        return publishing.finish(found.knowing(notes=(*found.evidence.notes, *notes)), agreed)
 
 
 def notes_of(status: PeerStatus) -> tuple[str, ...]:
@@ -238,12 +234,6 @@ def notes_of(status: PeerStatus) -> tuple[str, ...]:
         nodes = "a node is" if status.quiet == 1 else f"{status.quiet} nodes are"
         notes.append(f"{nodes} no longer heard: the node is gone, or its safelaunch has stopped or was killed")
     return tuple(notes)
-
-
-def _with_notes(found: Collected, notes: tuple[str, ...]) -> Collected:
-    for note in notes:
-        say(note)
-    return found.knowing(notes=(*found.evidence.notes, *notes))
 
 
 def own_failure(host: str, exits: Mapping[int, int], exceptions: Mapping[int, RankException]) -> str:

@@ -53,7 +53,7 @@ def job_context(job: Job) -> JobContext:
     """Everything a bundle needs to know about ``job``."""
     assert job.run is not None
     plan, settings = job.plan, job.plan.settings
-    redactor = redactor_of(plan)
+    redactor = Redactor(secret_values(plan.env, plan.argv, _ordinary(plan)))
     return JobContext(
         run_name=plan.run_name,
         run_dir=job.run.root,
@@ -65,11 +65,6 @@ def job_context(job: Job) -> JobContext:
         notifier=Notifier(settings.on_bundle, tell_user=lambda text: say(redactor.said(text))),
         suspects=Notifier(settings.on_suspect, option="--on-suspect", tell_user=lambda text: say(redactor.said(text))),
     )
-
-
-def redactor_of(plan: Plan) -> Redactor:
-    """The redactor that removes secrets from everything about this job."""
-    return Redactor(secret_values(plan.env, plan.argv, _ordinary(plan)))
 
 
 def _ordinary(plan: Plan) -> list[str]:

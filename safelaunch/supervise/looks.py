@@ -146,7 +146,9 @@ def look_at(
     if looks is None:  # its environment now, while it is alive
         looks = Looks(tuple(targets), quiet=quiet, env=environment_of(targets[0].pid) if targets else None)
     else:
-        looks = replace(looks, targets=_as_known_now(looks.targets, targets))
+        # A rank that had not imported torch at the first look may have its worker server by now.
+        newest = {target.rank: target for target in (*looks.targets, *targets)}
+        looks = replace(looks, targets=tuple(newest[rank] for rank in sorted(newest)))
     pids = [each.pid for each in looks.targets]
     begin = counters.read(pids, looks.counters[-1][1] if looks.counters else looks.quiet)
     with _one_at_a_time:  # one reader of a process at a time, as a native look stops it
@@ -178,12 +180,6 @@ def _rested(look: Look, before: Counters | None, now: Counters) -> Look:
         return replace(process, state=structs.replace(process.state, threads=tuple(threads)))
 
     return replace(look, ranks={number: rank.with_each(one) for number, rank in look.ranks.items()})
-
-
-def _as_known_now(before: Sequence[Target], now: Sequence[Target]) -> tuple[Target, ...]:
-    """A rank that had not imported torch at the first look may have its worker server by now."""
-    newest = {target.rank: target for target in (*before, *now)}
-    return tuple(newest[rank] for rank in sorted(newest))
 
 
 def newest_entries(targets: Sequence[Target]) -> dict[int, int]:

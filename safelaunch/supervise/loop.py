@@ -402,7 +402,7 @@ class Supervisor:
         elif self._on_stall_is("restart"):
             self._show(report)
             if self._give_up_or_go_on(report):
-                self._restart(report)
+                self._restart()
         else:
             self._council.rounds.trouble(f"the job hangs; ending it: {report.verdict.summary}")
             self._end(report, EXIT_HUNG)
@@ -416,9 +416,9 @@ class Supervisor:
         if report.action == "restart" and self._give_up_or_go_on(report) and self._agent_lives():
             if self._stall.attempt != self._watch.attempt:
                 return  # torchrun has started the ranks again: those of another node were ended before ours
-            self._restart(report)
+            self._restart()
 
-    def _restart(self, report: Report) -> None:
+    def _restart(self) -> None:
         """Ends the ranks of this attempt, so that torchrun starts others."""
         again = "torchrun starts the script from its beginning, which must load its own checkpoint"
         say(f"ending the ranks of this attempt; if --max-restarts allows it, {again}")
@@ -497,7 +497,7 @@ class Supervisor:
         self._has_ended = True
         self._guarded_tick()
         if status == 0:
-            self._stall.ended_well(time.monotonic())
+            self._stall.note_recovery(time.monotonic())
         if self._watching:
             self._on_last_checks(status)
             self._contracts.finish()
@@ -525,7 +525,7 @@ class Supervisor:
                 if progress.pid == self._job.agent.pid:
                     self._exit_events.setdefault(rank, RankExit(code, time.time()))
             if code and self._watch.last_progress and not self._crash.begun:
-                self._crash.begin_late()
+                self._crash.begin()
         self._crash.on_end()
 
     def _note_rendezvous(self) -> None:

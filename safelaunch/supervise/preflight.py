@@ -35,14 +35,9 @@ def check(settings: Settings) -> None:
 def without_effect(settings: Settings) -> list[str]:
     """A line about each preset that does nothing here, and about options that need the watch where there is none."""
     idle = [option.flag for option in OPTION_GROUPS["Watching"] if _is_idle(settings, option.name)]
-    return [
-        *(
-            [f"--no-watch: {', '.join(idle)}: no effect, because nothing of safelaunch runs in the ranks"]
-            if idle
-            else []
-        ),
-        *_idle_presets(settings),
-    ]
+    unwatched = f"--no-watch: {', '.join(idle)}: no effect, because nothing of safelaunch runs in the ranks"
+    preset = "preset {0} sets nothing with the installed torch: safelaunch presets show {0}"
+    return [*([unwatched] if idle else []), *(preset.format(name) for name in settings.idle_presets)]
 
 
 def mistakes_of_torchrun(
@@ -96,11 +91,6 @@ def _holder_of(port: int) -> str:
 
 def _is_idle(settings: Settings, name: str) -> bool:
     return not settings.watch and settings.origin(name) == "command line" and name not in ("no-watch", "preset")
-
-
-def _idle_presets(settings: Settings) -> list[str]:
-    text = "preset {0} sets nothing with the installed torch: safelaunch presets show {0}"
-    return [text.format(name) for name in settings.idle_presets]
 
 
 def _check_key(settings: Settings) -> None:

@@ -120,10 +120,6 @@ class StallCase:
         if suspicion.own:
             self._council.withdraw()
 
-    def ended_well(self, now: float) -> None:
-        """The job has ended by itself, with success."""
-        self._note_recovery(now)
-
     def advance(self, glance: Glance, now: float) -> Report | None:
         """One tick; returns the report once a bundle is written."""
         event = glance.event
@@ -132,7 +128,7 @@ class StallCase:
         elif event is not None and event.kind == "clock-restarted":
             self.abandon()
         elif event is not None and event.kind == "recovered":
-            self._note_recovery(now)
+            self.note_recovery(now)
         if self.looking and self._looked_at not in (None, self._watch.attempt):
             self.abandon()  # what was suspected is no more
         self._looked_at = self._watch.attempt if self.looking else None
@@ -319,7 +315,7 @@ class StallCase:
         if event.kind == "undecided":
             self._say_waiting(stall, judged, now)
         elif event.kind == "recovered":
-            self._note_recovery(now)
+            self.note_recovery(now)
         return event.kind
 
     def _is_worth_a_bundle(self, stall: Stall, judged: Judged, now: float) -> bool:
@@ -413,7 +409,8 @@ class StallCase:
 
         return collect
 
-    def _note_recovery(self, now: float) -> None:
+    def note_recovery(self, now: float) -> None:
+        """The job has made progress, or has ended by itself with success."""
         suspect, self._suspect_bundle = self._suspect_bundle, None
         said, self._said_waiting = self._said_waiting, ""
         if suspect is not None:

@@ -61,7 +61,9 @@ class SilentRanks:
         if self.busy:
             return
         new = {
-            rank: mark_s for rank, mark_s in silent.items() if not self.words(rank, mark_s) or self._is_old(rank, now)
+            rank: mark_s
+            for rank, mark_s in silent.items()
+            if not self.words(rank, mark_s) or now - self._seen[rank].at_s > AGAIN_S
         }
         wanted = [target for target in targets if target.rank in new]
         if wanted:
@@ -72,9 +74,6 @@ class SilentRanks:
         self._take()
         sight = self._seen.get(rank)
         return sight.words if sight is not None and sight.mark_s == mark_s else ""
-
-    def _is_old(self, rank: int, now: float) -> bool:
-        return now - self._seen[rank].at_s > AGAIN_S
 
     def _take(self) -> None:
         if self._looking is None or not self._looking[0].done:

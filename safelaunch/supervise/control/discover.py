@@ -141,11 +141,8 @@ def describe(runs: Sequence[Run]) -> str:
     """The existing runs, for an error's last line."""
     if not runs:
         return "You have no runs on this node."
-    return f"Your runs: {', '.join(map(_with_directory, runs))}."
-
-
-def _with_directory(run: Run) -> str:
-    return f"{run.id} ({run.name} in {run.status.cwd})" if run.status is not None else run.label
+    named = [f"{run.id} ({run.name} in {run.status.cwd})" if run.status is not None else run.label for run in runs]
+    return f"Your runs: {', '.join(named)}."
 
 
 def our_roots() -> tuple[Path, ...]:

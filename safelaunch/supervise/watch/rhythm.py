@@ -218,15 +218,9 @@ def _stands_out(known: Learned, seconds: float) -> bool:
 
 def expected(known: Learned, step: int, at_s: float) -> tuple[float, str] | None:
     """The pause that the rhythm lets expect after ``step``, made at ``at_s``: its length, and the rhythm in words."""
-    return _expected(known.pauses, known.begun_step, known.begun_s, step, at_s)
-
-
-def _expected(
-    pauses: tuple[Pause, ...], begun_step: int, begun_s: float, step: int, at_s: float
-) -> tuple[float, str] | None:
-    origin = Pause(begun_step, begun_s, 0.0)
+    origin = Pause(known.begun_step, known.begun_s, 0.0)
     best: tuple[float, str] | None = None
-    for first, second in combinations((origin, *pauses), 2):
+    for first, second in combinations((origin, *known.pauses), 2):
         lasted_s = max(first.lasted_s, second.lasted_s) if first is not origin else second.lasted_s
         if first is not origin and not 1 / 3 <= first.lasted_s / second.lasted_s <= 3:
             continue
@@ -262,7 +256,7 @@ def _second_irregular_s(known: Learned, pauses: tuple[Pause, ...]) -> float:
     irregular = []
     for number, pause in enumerate(pauses):
         before, after = pauses[:number], pauses[number + 1 :]
-        if _expected(before, known.begun_step, known.begun_s, pause.step, pause.at_s) or _leads_on(pause, after):
+        if expected(replace(known, pauses=before), pause.step, pause.at_s) or _leads_on(pause, after):
             continue
         irregular.append(pause.lasted_s)
     return sorted(irregular)[-2] if len(irregular) > 1 else 0.0
