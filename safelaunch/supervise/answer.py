@@ -1,4 +1,7 @@
-"""What two looks at a job that makes no step say: is it proved dead, does something work, or is neither known?"""
+"""What two looks at a job that makes no step say: is it proved dead, does something work, or is neither known?
+
+``ask`` has it put into words, for the first word about a quiet job.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One incident, from the first closer look to the published bundle: looks → evidence → verdict → bundle.
+"""The evidence of an incident: what the looks at the ranks have, the ranks' own records, their logs, and their node.
 
 Everything here runs in threads of the supervisor, so it keeps handling signals and the job's end.
 """

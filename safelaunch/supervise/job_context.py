@@ -1,4 +1,4 @@
-"""Describes how a job was started, for its bundle (``launch.json``), with secrets left out."""
+"""What a bundle says of its job and how that was started (``launch.json``), with secrets left out; where it goes."""
 
 from __future__ import annotations
 

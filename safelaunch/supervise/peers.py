@@ -1,4 +1,4 @@
-"""What this node knows of the nodes of its job, as evidence: its own, and what it heard of the others."""
+"""What this node knows of the nodes of its job: as evidence, and what a person is told of them."""
 
 from __future__ import annotations
 

@@ -294,7 +294,11 @@ class Straggler:
 
 
 def find_straggler(arrivals: Arrivals) -> Straggler | None:
-    """The straggler that costs its peers most, over all groups; None where nobody is late all the time."""
+    """The straggler that costs its peers most, over all groups; None where nobody is late all the time.
+
+    In a synchronous job all ranks step together, at the pace of the slowest, so step counts do not show it. Who comes
+    last to nearly every collective, and how much of the time the others have been there already, does.
+    """
     groups = {group for numbers in arrivals.values() for group, _ in numbers}
     found = [straggler for group in sorted(groups) if (straggler := _in_group(arrivals, group)) is not None]
     return max(found, key=lambda straggler: straggler.waited, default=None)

@@ -1,4 +1,7 @@
-"""From the evidence of an incident to the published bundle: verdict, reports, and what is shown of them."""
+"""From the evidence of an incident to the published bundle: verdict, reports, and what is shown of them.
+
+Everything here runs in threads of the supervisor, so it keeps handling signals and the job's end.
+"""
 
 from __future__ import annotations
 

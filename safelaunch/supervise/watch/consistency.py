@@ -2,6 +2,8 @@
 
 Only tensors that are known to be replicated are compared: those of DDP, and those of DTensors along replicated
 dimensions. Each kind of finding is made once.
+
+On several nodes, checks travel to the one that compares those of all: typed, bounded, and no more than it needs.
 """
 
 from __future__ import annotations
@@ -320,7 +322,11 @@ def share_of(nodes: int) -> int:
 
 
 def encode(checks: Iterable[Check], share: int) -> bytes:
-    """The newest checks of a node's ranks. Those of a rank that bears another number in its job stay here."""
+    """The newest checks of a node's ranks. Those of a rank that bears another number in its job stay here.
+
+    Where tensors are too many, neighbours with the same replicas share one fingerprint, and a name that tells from which
+    to which.
+    """
     mine = [one for one in checks if one.about.rank in (one.rank, -1)]
     moments = sorted({one.moment for one in mine})[-MOST_POSITIONS:]
     width = 1
@@ -369,9 +375,6 @@ def _magnitudes(count: int, bad: Sequence[int]) -> tuple[float, ...]:
     for number in bad:
         found[number] = math.nan
     return tuple(found)
-
-
-# --- what travels -----------------------------------------------------------------------------------------------------
 
 
 def _packed(checks: Sequence[Check], width: int) -> bytes:

@@ -1,4 +1,4 @@
-"""How long may this job go without a step? Learned from its own steps. Pure: values in, values out.
+"""How long may this job go without a step? Learned from its own steps, or, where it marks none, its collectives. Pure.
 
 What is learned is exactly what the watch thresholds: how long the slowest stepping rank's mark stands still. Ordinary
 steps go into a histogram that forgets (a curriculum, a growing batch); pauses much longer than an ordinary step are
