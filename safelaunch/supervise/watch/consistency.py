@@ -324,8 +324,8 @@ def share_of(nodes: int) -> int:
 def encode(checks: Iterable[Check], share: int) -> bytes:
     """The newest checks of a node's ranks. Those of a rank that bears another number in its job stay here.
 
-    Where tensors are too many, neighbours with the same replicas share one fingerprint, and a name that tells from which
-    to which.
+    Where tensors are too many, neighbours with the same replicas share one fingerprint, and a name that tells from
+    which to which.
     """
     mine = [one for one in checks if one.about.rank in (one.rank, -1)]
     moments = sorted({one.moment for one in mine})[-MOST_POSITIONS:]
