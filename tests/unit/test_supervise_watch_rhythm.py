@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from histories import TICK_S, History, histories, recorded
-from test_supervise_watch_threshold import POLICY, Ranks
+from test_supervise_watch_job import POLICY, Ranks
 
 from safelaunch.supervise import pollers
 from safelaunch.supervise.pollers import PulseTaker
