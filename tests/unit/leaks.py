@@ -225,7 +225,7 @@ DEADLINES = (
     (collect, "RANK_DEADLINE_S"),
     (node, "DEADLINE_S"),
     (incident, "EVIDENCE_DEADLINE_S"),
-    (incident, "PUBLISH_DEADLINE_S"),
+    (publishing, "PUBLISH_DEADLINE_S"),
 )
 EXPECTED = {
     "verdict.json", "report.md", "report.html", "manifest.json", "launch.json", "early.json", "(screen)", "(on-bundle)",
@@ -320,7 +320,8 @@ def write(text: str, scratch: Path) -> Written:
     with ExitStack() as patience:  # so many secrets, in so many encodings, take seconds to find: nothing may be late
         for module, name in DEADLINES:
             patience.enter_context(patch.object(module, name, 300.0))
-        result = publishing.finish(incident.take_evidence(replace(HANG, asks=False), looks, known, about, stall_s=30.0))
+        found = incident.take_evidence(replace(HANG, asks=False), looks, known, about)
+        result = publishing.finish(found.knowing(stall_s=30.0))
     told["screen"] = redactor.text(report.screen(result.verdict, bundle_path="", read_line=lambda *_: text))
     return Written(result.published.path, told)
 
