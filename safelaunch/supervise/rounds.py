@@ -79,11 +79,11 @@ class _Course:
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """What this node has made of the evidence of all."""
+    """What this node has made of the evidence of all, and writes itself; ``is_whole``: no rank is missing."""
 
     decision: Decision
-    evidence: Evidence
-    others: Others
+    agreed: Agreement
+    is_whole: bool
 
 
 class Rounds:
@@ -293,24 +293,22 @@ class Rounds:
         steps = [rank.progress.step for rank in whole.ranks if rank.progress and rank.progress.step]
         action: Action = course.action if verdict.outcome == "hang" else "dump"
         decision = Decision(verdict, action, self._context.host[:255], path[:4096], min(steps, default=None))
-        return _Judged(decision, whole, others)
+        return _Judged(decision, Agreement(name=name, others=others, answer=whole.answer), not whole.missing_ranks)
 
     def _agreement(self, decision: Decision, mine: _Judged | None, status: PeerStatus) -> Agreement:
-        ours = mine is not None and (decision.host, decision.path) == (mine.decision.host, mine.decision.path)
-        whole = ours and mine is not None and not mine.evidence.missing_ranks
-        verdict = replace(decision.verdict, bundle=BundlePlace(decision.host, decision.path, whole))
-        agreed = Agreement(
-            verdict,
-            name_of(f"{self._context.run_name}-{self._context.host}", time.time(), verdict.outcome),
+        outcome, whole = decision.verdict.outcome, False
+        if mine is not None and (decision.host, decision.path) == (mine.decision.host, mine.decision.path):
+            agreed, whole = mine.agreed, mine.is_whole
+        else:
+            agreed = Agreement(name=name_of(f"{self._context.run_name}-{self._context.host}", time.time(), outcome))
+        return dataclasses.replace(
+            agreed,
+            verdict=replace(decision.verdict, bundle=BundlePlace(decision.host, decision.path, whole)),
             action=decision.action,
             step=decision.step,
-            outcome=verdict.outcome,
+            outcome=outcome,
             status=status,
         )
-        if mine is None or not ours:
-            return agreed
-        name = Path(decision.path).name
-        return dataclasses.replace(agreed, name=name, others=mine.others, answer=mine.evidence.answer)
 
     # --- what somebody asks for -------------------------------------------------------------------------------------
 
