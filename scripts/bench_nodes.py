@@ -36,9 +36,8 @@ from benchlib import BenchError, Figure, environment, figure, progress, run_benc
 from safelaunch.capture.flight_dump import parse_pickle
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.supervise.cluster.channel import Channel
-from safelaunch.supervise.cluster.evidence import Shared, condensed, expanded, merged
-from safelaunch.supervise.cluster.messages import Decision, Node
-from safelaunch.supervise.cluster.seen import NOTHING, Seen
+from safelaunch.supervise.cluster.evidence import Shared, condensed, merged, received
+from safelaunch.supervise.cluster.messages import NOTHING, Decision, Node, Seen
 from safelaunch.supervise.cluster.store import Address
 from safelaunch.supervise.cluster.where import Meeting
 from safelaunch.verdict.diagnose import diagnose
@@ -230,7 +229,7 @@ def lead(channel: Channel, chunks: list[bytes], own: Evidence) -> dict[str, obje
     complete = time.monotonic()
     shared = Shared()
     gathered = channel.seen.gathered["hang.1"].chunks.values()
-    evidence = [expanded(each, shared) for each in gathered]
+    evidence = [received(each, shared)[0] for each in gathered]
     sizes = sum(len(chunk) for each in (*gathered, chunks) for chunk in each)
     verdict = diagnose(merged(own, evidence))
     channel.decide("hang.1", Decision(verdict, "kill", "node0", "/bundle"))

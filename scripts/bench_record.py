@@ -95,7 +95,7 @@ class Job:
 
     def _found(self) -> Path | None:
         mine = f"{self._supervisor.pid}"
-        return next((one.directory for one in find(our_roots()) if one.run.removeprefix("r") == mine), None)
+        return next((one.directory for one in find(our_roots()) if one.id.removeprefix("r") == mine), None)
 
     def _warm(self, ranks: int) -> bool:
         self._roster.refresh()

@@ -109,7 +109,7 @@ def _of_this_directory(runs: Sequence[Run]) -> Sequence[Run]:
 def _dump(run: Run, bundle_dir: str | None) -> DumpAnswer:
     say(f"collecting evidence from {run.label}, which continues")
     request = Request("dump", os.fspath(working_directory() / bundle_dir) if bundle_dir else "")
-    data = ask(RunPaths(run.found.directory).control, request, deadline_s=DUMP_DEADLINE_S)
+    data = ask(RunPaths(run.directory).control, request, deadline_s=DUMP_DEADLINE_S)
     return answer_of(run, data, DumpAnswer, "dump")
 
 
@@ -171,7 +171,7 @@ def _is_watched(job: FoundJob) -> bool:
 def _run_of(job: FoundJob) -> Run:
     """The live run that the job belongs to. Raises SafelaunchError if it is another user's."""
     directory = Path(job.env["SAFELAUNCH_RUN_DIR"])
-    run = next((run for run in look(our_roots()) if run.found.directory == directory and run.alive), None)
+    run = next((run for run in look(our_roots()) if run.directory == directory and run.alive), None)
     if run is None:
         name = clean(directory.name)
         raise SafelaunchError(
@@ -181,7 +181,7 @@ def _run_of(job: FoundJob) -> Run:
 
 
 def _attach(job: FoundJob, words: Namespace) -> int:
-    from safelaunch.supervise import incident
+    from safelaunch.supervise import publishing
     from safelaunch.supervise.attach import attach
 
     here = working_directory()
@@ -196,7 +196,7 @@ def _attach(job: FoundJob, words: Namespace) -> int:
             msgspec.to_builtins(Document(run="", name=name, bundle=bundle, summary=summary, problem=published.problem))
         )
     else:
-        incident.show(report, os.environ)
+        publishing.show(report, os.environ)
         sys.stderr.flush()
         show(bundle)
     return 0 if bundle else 1

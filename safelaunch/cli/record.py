@@ -99,7 +99,7 @@ def _earlier(path: str) -> Recording:
 
 def _record(run: Run, duration_s: float, ranks: str) -> RecordAnswer:
     say(f"sampling {run.label} for {duration_s:g} s; the job continues")
-    control = RunPaths(run.found.directory).control
+    control = RunPaths(run.directory).control
     data = ask(control, Request("record", duration_s=duration_s, ranks=ranks), deadline_s=duration_s + ANSWER_S)
     return answer_of(run, data, RecordAnswer, "record")
 

@@ -96,7 +96,7 @@ class SilentRun(msgspec.Struct, frozen=True):
 
 def document(run: Run) -> dict[str, Any]:
     """One run for --json: the supervisor's answer, if any, and always ``directory``, ``alive`` and ``problem``."""
-    directory = os.fspath(run.found.directory)
+    directory = os.fspath(run.directory)
     found: AnsweringRun | SilentRun = SilentRun(run.id, run.pid, directory, run.alive, run.problem)
     if run.status is not None:
         said = msgspec.structs.asdict(run.status)

@@ -1,21 +1,32 @@
-"""What two looks at a job that makes no step say: is it proved dead, does something work, or is neither known?"""
+"""What two looks at a job that makes no step say: is it proved dead, does something work, or is neither known?
+
+``ask`` has it put into words, for the first word about a quiet job.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import or_
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec.structs import replace
 
+from safelaunch.capture import command
 from safelaunch.capture.look import MAX_CHILDREN, Look, ProcessLook, RankLook
-from safelaunch.model import Answer, Evidence, ThreadState
-from safelaunch.supervise.looks import Looks
+from safelaunch.model import Answer, Evidence, FirstWord, ThreadState
+from safelaunch.supervise.cluster.evidence import condensed, received
+from safelaunch.supervise.looks import Looks, main_thread
 from safelaunch.supervise.watch import work
 from safelaunch.supervise.watch.stall import UNLIMITED, Found, Limits
 from safelaunch.supervise.watch.work import Background, Work
+from safelaunch.system.decoding import from_json, from_msgpack
+from safelaunch.system.errors import CaptureError
 
 if TYPE_CHECKING:
     from safelaunch.verdict.waits import Case
@@ -85,7 +96,7 @@ def _awaited(rank: RankLook) -> tuple[set[int], set[int]]:
     from safelaunch.verdict.reading.kernel import kind_of
 
     main = rank.main
-    thread = main.stack.value.main_thread if main is not None and main.stack.value is not None else None
+    thread = main_thread(main)
     if main is None or thread is None:
         return set(), set()
     kernel, stack = main.state.main_thread if main.state is not None else None, Stack(python_frames(thread))
@@ -127,7 +138,7 @@ def _lacks(number: int, rank: RankLook | None) -> Iterator[str]:
         return
     if rank.main.state.state in "ZX":
         return
-    if rank.main.stack.value is None or rank.main.stack.value.main_thread is None:
+    if main_thread(rank.main) is None:
         yield f"no stack of rank {number} ({rank.main.stack.missing or 'no main thread'})"
     if len(rank.children) >= MAX_CHILDREN:
         yield f"rank {number} has more than {MAX_CHILDREN} child processes"
@@ -150,33 +161,28 @@ def _hidden(number: int, process: ProcessLook) -> Iterator[str]:
 def proves(evidence: Evidence) -> bool:
     """Whether the evidence proves that the job is dead; a fault of a rule's proves nothing."""
     try:
-        return _proved(evidence)[0]
+        return _is_proved(_case_of(evidence))
     except Exception:  # noqa: BLE001 - the verdict will say what the rule failed on
         return False
 
 
-def _proved(evidence: Evidence) -> tuple[bool, _GroupLimit]:
+def _case_of(evidence: Evidence) -> Case:
     from safelaunch.capture import user_source
-    from safelaunch.verdict.proof import prove
     from safelaunch.verdict.waits import Case
 
-    case = Case.of(replace(evidence, outcome="hang"), user_source.text)
-    return bool(prove(case)), _limit_of(case)
+    return Case.of(replace(evidence, outcome="hang"), user_source.text)
 
 
-@dataclass(frozen=True)
-class _GroupLimit:
-    """The first time limit of a group in which a rank waits: when (CLOCK_REALTIME), and whose. ``waits``: some rank
-    waits for its peers. ``raises``: as in ``Limits``."""
+def _is_proved(case: Case) -> bool:
+    from safelaunch.verdict.proof import prove
 
-    waits: bool
-    unix_s: float | None = None
-    group: str = ""
-    raises: bool = False
+    return bool(prove(case))
 
 
-def _limit_of(case: Case) -> _GroupLimit:
-    """When torch itself would end the job, as far as the recorded calls tell."""
+def _limits_of(case: Case, mark_s: float) -> tuple[Limits, str]:
+    """When torch itself would end the job, as far as the recorded calls tell: the first time limit of a group in which
+    a rank waits, and that group in words.
+    """
     from safelaunch.verdict.collectives import label_of
 
     found: list[tuple[float, str, bool]] = []
@@ -191,8 +197,9 @@ def _limit_of(case: Case) -> _GroupLimit:
                 found.append((unix_s, label_of(entry), entry.by_gloo))
     waits = any(one.wait is not None for one in case.ranks.values())
     if not found:
-        return _GroupLimit(waits)
-    return _GroupLimit(waits, *min(found))
+        return Limits(waits=waits), ""
+    unix_s, group, raises = min(found)
+    return Limits(unix_s - time.time() + time.monotonic() - mark_s, waits, raises), group
 
 
 def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: bool, mark_s: float) -> Judged:
@@ -206,15 +213,69 @@ def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: b
     done = () if looks.collectives_moved else work_in(looks, background)
     unseen = what_was_not_seen(last, looks)
     try:
-        proved, limit = _proved(evidence)
+        case = _case_of(evidence)
+        proved, (limits, group) = _is_proved(case), _limits_of(case, mark_s)
     except Exception as error:  # noqa: BLE001 - a fault of a rule's is no reason to end a job
         return Judged("alive" if done else "unseen", done, f"the evidence was not understood: {type(error).__name__}")
-    abort_s = limit.unix_s - time.time() + time.monotonic() - mark_s if limit.unix_s is not None else None
-    limits = Limits(abort_s, limit.waits, limit.raises)
     # Who has sent may be elsewhere while its bytes are still on their way: gloo records no send.
     arriving = looks.collectives_moved or any(one.kind == "network" and one.pid == one.rank for one in done)
     if proved and covers and not unseen and not arriving:
-        return Judged("dead", done, "", limits, limit.group)
+        return Judged("dead", done, "", limits, group)
     if done or looks.collectives_moved:
-        return Judged("alive", done, unseen, limits, limit.group)
-    return Judged("unseen" if unseen else "unknown", done, unseen, limits, limit.group)
+        return Judged("alive", done, unseen, limits, group)
+    return Judged("unseen" if unseen else "unknown", done, unseen, limits, group)
+
+
+# --- asked of a process of its own ------------------------------------------------------------------------------------
+
+
+DEADLINE_S = 30.0  # of a busy machine, where an interpreter alone takes seconds
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class _Question(msgspec.Struct, frozen=True):
+    """``active``: the ranks that compute, read or write; None: none moves. ``prove``: everything was seen."""
+
+    evidence: list[bytes]
+    missing_ranks: tuple[int, ...] = ()
+    active: tuple[int, ...] | None = None
+    prove: bool = False
+
+
+def ask(evidence: Evidence, active: Collection[int] | None, place: Path, *, prove: bool = False) -> FirstWord:
+    """What an early look has found, in words: by a process of its own that ends at once, or empty if that fails.
+
+    Most jobs are quiet now and then, and few of them hang. So the supervisor never loads the diagnosis for it, which
+    would stay in its memory, and no fault there reaches the watch. Takes ``DEADLINE_S`` at most. ``place``: for a file.
+
+    ``prove``: also whether the evidence, which lacks nothing, proves that the job is dead.
+    """
+    ranks = tuple(active) if active is not None else None
+    question = _Question(condensed(evidence), evidence.missing_ranks, ranks, prove)
+    try:
+        place.write_bytes(msgspec.msgpack.encode(question))
+        # The working directory may hold anybody's modules.
+        program = f"import sys; sys.path[:] = [{str(_ROOT)!r}, *filter(None, sys.path)]; from {__name__} import main; "
+        output = command.run([sys.executable, "-c", f"{program}main({str(place)!r})"], deadline_s=DEADLINE_S)
+        return from_json(output.stdout, FirstWord)
+    except (OSError, CaptureError, msgspec.DecodeError):
+        return FirstWord(common=True)
+    finally:
+        with suppress(OSError):
+            place.unlink()
+
+
+def main(place: str) -> None:
+    """Prints the answer to the question in the file ``place``."""
+    from safelaunch.capture import user_source
+    from safelaunch.verdict import first_word
+
+    question = from_msgpack(Path(place).read_bytes(), _Question)
+    evidence, _ = received(question.evidence)
+    evidence = msgspec.structs.replace(evidence, missing_ranks=question.missing_ranks)
+    if question.active is None:
+        found = first_word.of_still(evidence, user_source.text)
+        found = msgspec.structs.replace(found, proved=question.prove and proves(evidence))
+    else:
+        found = first_word.of_active(evidence, question.active)
+    sys.stdout.buffer.write(msgspec.json.encode(found))

@@ -24,13 +24,12 @@ from safelaunch.capture.look import ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.job.paths import local_bundles, run_root
 from safelaunch.job.plan import name_of_command
-from safelaunch.model import Thread
-from safelaunch.supervise import incident
+from safelaunch.supervise import incident, publishing
 from safelaunch.supervise.answer import wait_for_each_other, work_in
-from safelaunch.supervise.incident import JobContext, JobSnapshot, Report, Timeline
-from safelaunch.supervise.job_context import user_name
-from safelaunch.supervise.kinds import ATTACH
-from safelaunch.supervise.looks import Looks, look_at
+from safelaunch.supervise.incident import JobSnapshot, Timeline
+from safelaunch.supervise.job_context import JobContext, user_name
+from safelaunch.supervise.looks import ATTACH, Looks, look_at, main_thread
+from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.watch.work import Background, Peak
 from safelaunch.system import procstat
 from safelaunch.system.errors import SafelaunchError
@@ -66,10 +65,8 @@ def attach(job: FoundJob, bundle_dir: Path) -> Report:
             looks,
             JobSnapshot(known, job.world_size, ()),
             context,
-            stall_s=stood_s if moving else 0.0,
-            moving=moving,
             timeline=timeline,
-        )
+        ).knowing(stall_s=stood_s if moving else 0.0, moving=moving)
         if found.without_stacks and _is_denied(looks):
             raise SafelaunchError(
                 f"dump: no stack could be read: {found.without_stacks}.", "Run safelaunch doctor: it shows the fix."
@@ -77,7 +74,7 @@ def attach(job: FoundJob, bundle_dir: Path) -> Report:
         common = _joined(result for ranks, several in outputs.items() if len(ranks) > 1 for result in several)
         if common.value is not None:
             found.staging.add(common.artifact(f"node/{context.host}/output.log"), context.redactor.said(common.value))
-        return incident.finish(found)
+        return publishing.finish(found)
     except BaseException:
         context.unfinished.discard()
         raise
@@ -175,7 +172,7 @@ def movement(looks: Looks) -> tuple[bool, float]:
 
 def _left(before: ProcessLook | None, after: ProcessLook | None) -> bool:
     """The main thread is at another place, as whole reads show."""
-    threads = [_main_thread(before), _main_thread(after)]
+    threads = [main_thread(before), main_thread(after)]
     places = [python_frames(thread) for thread in threads if thread is not None and not thread.torn]
     return len(places) == len(threads) and places[0] != places[1]
 
@@ -187,16 +184,12 @@ def _stood(before: ProcessLook | None, after: ProcessLook | None) -> bool | None
     if after.state.state in "TtD" and before.state.state == after.state.state:
         return True
     first, last = before.state.main_thread, after.state.main_thread
-    thread, later = _main_thread(before), _main_thread(after)
+    thread, later = main_thread(before), main_thread(after)
     if first is None or last is None or first.slices is None or thread is None or later is None:
         return None
     busy_ms = last.cpu_ms - first.cpu_ms + (last.queued_ms or 0) - (first.queued_ms or 0)
     spun = busy_ms > SPINS * 1000 * (after.state.at_s - before.state.at_s)
     return python_frames(thread) == python_frames(later) and (spun or first.slices == last.slices)
-
-
-def _main_thread(look: ProcessLook | None) -> Thread | None:
-    return look.stack.value.main_thread if look is not None and look.stack.value is not None else None
 
 
 def _is_denied(looks: Looks) -> bool:

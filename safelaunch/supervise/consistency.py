@@ -16,21 +16,18 @@ from safelaunch.beacon import layout
 from safelaunch.capture.checks import Check, Series
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import Inconsistency, format_ranks
-from safelaunch.supervise.cluster.messages import BadMessage, node_count
-from safelaunch.supervise.cluster.seen import NOTHING
+from safelaunch.supervise.cluster.messages import NOTHING, BadMessage, node_count, parsed
 from safelaunch.supervise.council import Council
-from safelaunch.supervise.watch.consistency import Comparison
-from safelaunch.supervise.watch.job import Watch
-from safelaunch.supervise.watch.shared_checks import (
+from safelaunch.supervise.watch.consistency import (
     MOST_FOUND,
     MOST_POSITIONS,
+    Comparison,
     Found,
     decode,
-    decode_found,
     encode,
-    encode_found,
     share_of,
 )
+from safelaunch.supervise.watch.job import Watch
 from safelaunch.system.console import say
 from safelaunch.system.errors import internal_error
 from safelaunch.system.files import replace_file
@@ -138,7 +135,7 @@ class Consistency:
     def _tell(self, *, stops: bool = False, place: str = "") -> None:
         """Tells all nodes what has been found in the checks of all."""
         found = Found(tuple(self._watch.inconsistent)[:MOST_FOUND], stops, place[:4096])
-        self._channel.tell_wrong(encode_found(found))
+        self._channel.tell_wrong(msgspec.msgpack.encode(found))
 
     def _compare(self, *, last: bool) -> list[Inconsistency]:
         """What is new here: by this node's own comparison, or by that of the node which leads."""
@@ -173,7 +170,7 @@ class Consistency:
             return
         self._told = data
         with suppress(BadMessage):
-            told = decode_found(data)
+            told = parsed(data, Found)
             self._note([one for one in told.found if one not in self._watch.inconsistent])
             self.stopped_for = told.place if told.stops else None
 

@@ -22,14 +22,13 @@ from safelaunch.model import Lost, NodeEvidence, Rendezvous
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.election import SILENT_S
 from safelaunch.supervise.cluster.hosting import StoreHost
-from safelaunch.supervise.cluster.keyfile import BadKeyFile, read_key
-from safelaunch.supervise.cluster.messages import Action, Node, Page, Result, Vote
-from safelaunch.supervise.cluster.seen import Neighbour, PeerStatus, Seen
+from safelaunch.supervise.cluster.messages import Action, Node, Page, PeerStatus, Result, Seen, Vote
 from safelaunch.supervise.cluster.store import Address
 from safelaunch.supervise.cluster.where import Alone, Meeting, hosts_of, meeting
-from safelaunch.supervise.incident import JobContext
-from safelaunch.supervise.node_notices import NodeNotices
-from safelaunch.supervise.peers import agent_state, digest_of, nodes_of
+from safelaunch.supervise.control.protocol import NodeStatus
+from safelaunch.supervise.job_context import JobContext
+from safelaunch.supervise.peers import NodeNotices, agent_state, digest_of, nodes_of
+from safelaunch.supervise.preflight import BadKeyFile, read_key
 from safelaunch.supervise.rounds import Rounds
 from safelaunch.supervise.watch.job import Watch
 
@@ -207,7 +206,7 @@ class Council:
         self.channel.look_around()
         return True
 
-    def around(self, since_s: float) -> tuple[Neighbour, ...] | None:
+    def around(self, since_s: float) -> tuple[NodeStatus, ...] | None:
         """What every node says of itself, if that has been read after ``since_s``."""
         at_s, nodes = self._seen.around
         return nodes if at_s > since_s else None

@@ -9,22 +9,18 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-
-import msgspec
 
 from safelaunch.capture.collect import Answer, ask_server
 from safelaunch.capture.look import Target
 from safelaunch.capture.pages import AgentEvent
-from safelaunch.capture.result import gather
 from safelaunch.model import GilTest, RankEvidence, RankException
-from safelaunch.supervise import incident
-from safelaunch.supervise.cluster.seen import PeerStatus
-from safelaunch.supervise.incident import Agreement, Collected, JobSnapshot, Report
-from safelaunch.supervise.kinds import CRASH
-from safelaunch.supervise.looks import Looks
+from safelaunch.supervise import incident, publishing
+from safelaunch.supervise.cluster.messages import PeerStatus
+from safelaunch.supervise.incident import JobSnapshot
+from safelaunch.supervise.looks import CRASH, Looks, ask_each
+from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import Incident, JobView, look
 from safelaunch.supervise.watch.job import Glance
 from safelaunch.system.console import say
@@ -105,26 +101,18 @@ class CrashCase:
             self._ended_for = ""
             self._rounds.reset()
         elif event.event == "failing":
-            failure = self._begin()
+            failure = self.begin()
             failure.error = failure.error or self._job.context.redactor.said(event.error)
             failure.exits_known = True
         elif event.event == "closed" and not self._exits_known and any(event.exits.values()):
             # Of a failure it would have told. A rank that lost its peers on the way may have raised an exception.
             self._ended_for = self._ended_for or self._rounds.another_round()
         elif event.event == "closed":
-            self._tell()
+            self.on_end()
 
     @property
     def _exits_known(self) -> bool:
         return self._failure is not None and self._failure.exits_known
-
-    def on_end(self) -> None:
-        """Handles the end of the job. Without an agent (``exec``), nothing more will be known about its ranks."""
-        self._tell()
-
-    def begin_late(self) -> None:
-        """Handles a failure that no rank reported: it was killed, or native code ended it."""
-        self._begin()
 
     def advance(self, glance: Glance) -> Report | None:
         """One tick; returns the report when a bundle is written. Never blocks.
@@ -132,7 +120,7 @@ class CrashCase:
         None also where another node was told to stop: nobody is accused of what that did to the ranks of this one.
         """
         if glance.raised:
-            self._begin()
+            self.begin()
         failure = self._failure
         if failure is not None and failure.looked:
             self._watch.acknowledge(agent=failure.met)
@@ -144,7 +132,8 @@ class CrashCase:
                 return one[1].result
         return None
 
-    def _begin(self) -> _Failure:
+    def begin(self) -> _Failure:
+        """Handles a failure; also one that no rank reported: it was killed, or native code ended it."""
         if self._failure is None:
             failure = _Failure(self._watch.attempt, self._watch.quiet_s(time.monotonic()))
             self._failure = failure
@@ -159,7 +148,8 @@ class CrashCase:
         self._open = [one for one in self._open if not one[1].cancelled.is_set()]
         self._failure = None
 
-    def _tell(self) -> None:
+    def on_end(self) -> None:
+        """Handles the end of the ranks, or of a job without an agent (``exec``): nothing more will be known of them."""
         failure = self._failure
         if failure is not None and not failure.told:  # torchrun closes its workers more than once
             self._remember(failure)
@@ -211,14 +201,13 @@ class CrashCase:
     ) -> Report | None:
         whole, context = self._job.is_whole, self._job.context
         notes = (f"torchrun itself failed: {failure.error}",) if failure.error else ()
-        stall_s = 0.0 if whole else failure.quiet_s
-        found = incident.take_evidence(CRASH, looks, self._known_of(failure, answers), context, stall_s=stall_s)
+        found = incident.take_evidence(CRASH, looks, self._known_of(failure, answers), context)
         why_not = ""
         if whole:
             error = context.redactor.said(unreadable_script(found.evidence.ranks))
             why_not = f"Python can't read the code: {error}. No bundle: nothing of it ran" if error else ""
         else:
-            found = incident.with_nodes(found, self._job.council.nodes())
+            found = found.knowing(stall_s=failure.quiet_s, nodes=self._job.council.nodes())
             if agreed.verdict is None:
                 known = self._rounds.has_trouble or agreed.status.anew
                 status = agreed.status if known else self._job.council.final_status()
@@ -228,10 +217,12 @@ class CrashCase:
                 elif status.stopping:
                     why_not = "the job was stopped on another node, which ended this node's ranks"
         if why_not:
-            incident.discard(found)
+            found.discard()
             say(why_not)
             return None
-        return incident.finish(_with_notes(found, notes), agreed)
+        for note in notes:
+            say(note)
+        return publishing.finish(found.knowing(notes=(*found.evidence.notes, *notes)), agreed)
 
 
 def notes_of(status: PeerStatus) -> tuple[str, ...]:
@@ -243,13 +234,6 @@ def notes_of(status: PeerStatus) -> tuple[str, ...]:
         nodes = "a node is" if status.quiet == 1 else f"{status.quiet} nodes are"
         notes.append(f"{nodes} no longer heard: the node is gone, or its safelaunch has stopped or was killed")
     return tuple(notes)
-
-
-def _with_notes(found: Collected, notes: tuple[str, ...]) -> Collected:
-    for note in notes:
-        say(note)
-    evidence = msgspec.structs.replace(found.evidence, notes=(*found.evidence.notes, *notes))
-    return replace(found, evidence=evidence)
 
 
 def own_failure(host: str, exits: Mapping[int, int], exceptions: Mapping[int, RankException]) -> str:
@@ -283,13 +267,10 @@ def unreadable_script(ranks: Sequence[RankEvidence]) -> str:
 
 def _answers(targets: Sequence[Target]) -> dict[int, Answer]:
     """What the ranks that still answer say of themselves: where each was when the first one failed."""
-    asked = [target for target in targets if target.socket is not None]
 
     def one(target: Target) -> Answer:
         told, flight = ask_server(target, deadline_s=FLIGHT_DEADLINE_S / 2)
         # Who has no answer in so short a time need not be stuck.
         return GilTest(groups=told.groups, called=told.called, batches=told.batches), flight
 
-    calls: list[Callable[[], Answer]] = [partial(one, target) for target in asked]
-    answers = gather(calls, deadline_s=FLIGHT_DEADLINE_S)
-    return {target.rank: answer for target, answer in zip(asked, answers, strict=True) if answer is not None}
+    return ask_each(targets, one, deadline_s=FLIGHT_DEADLINE_S)

@@ -15,13 +15,11 @@ from msgspec import structs
 
 from safelaunch.bundle.onbundle import variables_of_look
 from safelaunch.capture.look import Look, Target
-from safelaunch.capture.redaction import without_secrets
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import EarlyLook
 from safelaunch.report import early as shown
-from safelaunch.supervise import answer, early_verdict, incident
-from safelaunch.supervise.kinds import FIRST_WORD
-from safelaunch.supervise.looks import Looks
+from safelaunch.supervise import answer, incident
+from safelaunch.supervise.looks import FIRST_WORD, Looks
 from safelaunch.supervise.respond import Incident, JobView, look
 from safelaunch.supervise.watch import quiet
 from safelaunch.supervise.watch.quiet import Quiet, Spell
@@ -119,8 +117,8 @@ class EarlyLooks:
         kind = replace(FIRST_WORD, asks=still)
         evidence = incident.evidence_of(kind, looks, self._job.snapshot(), self._context)
         place = self._context.run_dir / QUESTION_FILE
-        found = early_verdict.ask(evidence, None if still else active, place, prove=prove)
-        found = without_secrets(found, self._context.redactor)
+        found = answer.ask(evidence, None if still else active, place, prove=prove)
+        found = self._context.cleaned(found)
         if not found.words or (found.common and spell.stage != "steps"):
             return _Word(None, found.proved)
         early = EarlyLook(

@@ -1,4 +1,4 @@
-"""Describes how a job was started, for its bundle (``launch.json``), with secrets left out."""
+"""What a bundle says of its job and how that was started (``launch.json``), with secrets left out; where it goes."""
 
 from __future__ import annotations
 
@@ -6,25 +6,54 @@ import getpass
 import os
 import socket
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
 
 from safelaunch import __version__
 from safelaunch.bundle.onbundle import Notifier
 from safelaunch.bundle.staging import Keeping
+from safelaunch.capture.cgroups import KillCounts, kill_counts
+from safelaunch.capture.redaction import without_secrets
 from safelaunch.job.job import Job
-from safelaunch.job.paths import local_bundles, working_directory
+from safelaunch.job.paths import Unfinished, local_bundles, working_directory
 from safelaunch.job.plan import Plan
-from safelaunch.supervise.incident import JobContext
 from safelaunch.system.console import say
 from safelaunch.system.redaction.job_secrets import left_out, secret_values
 from safelaunch.system.redaction.redact import shown_env
 from safelaunch.system.redaction.redactor import Redactor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class JobContext:
+    """What a bundle says about the job itself, and where the bundle goes. ``launch`` becomes ``launch.json``."""
+
+    run_name: str
+    run_dir: Path
+    bundle_dir: Path
+    fallback_dir: Path
+    launch: Mapping[str, object]
+    host: str = field(default_factory=socket.gethostname)
+    redactor: Redactor = field(default_factory=Redactor)
+    kills_at_start: KillCounts = field(default_factory=kill_counts)
+    keeping: Keeping = field(default_factory=Keeping)
+    notifier: Notifier = field(default_factory=Notifier)
+    suspects: Notifier = field(default_factory=Notifier)
+    unfinished: Unfinished = field(default_factory=Unfinished)
+
+    def cleaned(self, value: T) -> T:
+        """``value`` without the job's secrets."""
+        return without_secrets(value, self.redactor)
 
 
 def job_context(job: Job) -> JobContext:
     """Everything a bundle needs to know about ``job``."""
     assert job.run is not None
     plan, settings = job.plan, job.plan.settings
-    redactor = redactor_of(plan)
+    redactor = Redactor(secret_values(plan.env, plan.argv, _ordinary(plan)))
     return JobContext(
         run_name=plan.run_name,
         run_dir=job.run.root,
@@ -36,11 +65,6 @@ def job_context(job: Job) -> JobContext:
         notifier=Notifier(settings.on_bundle, tell_user=lambda text: say(redactor.said(text))),
         suspects=Notifier(settings.on_suspect, option="--on-suspect", tell_user=lambda text: say(redactor.said(text))),
     )
-
-
-def redactor_of(plan: Plan) -> Redactor:
-    """The redactor that removes secrets from everything about this job."""
-    return Redactor(secret_values(plan.env, plan.argv, _ordinary(plan)))
 
 
 def _ordinary(plan: Plan) -> list[str]:

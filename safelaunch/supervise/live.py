@@ -1,4 +1,7 @@
-"""Answers requests to a live run: its status at once, its bundle as soon as it is written. The job continues."""
+"""Answers requests to a live run: its status, a bundle once it is written, samples of where the time goes.
+
+The job continues, and the supervisor does not wait.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +9,41 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
 import msgspec
 
+from safelaunch.beacon import layout
 from safelaunch.bundle.staging import name_of
+from safelaunch.capture import sampling
+from safelaunch.capture.look import Target
+from safelaunch.capture.pages import read_meta
+from safelaunch.capture.sampling import Sampled
 from safelaunch.job.job import Job
-from safelaunch.job.paths import working_directory
-from safelaunch.model import BundlePlace, Progress, format_ranks
-from safelaunch.supervise import incident
+from safelaunch.job.process import process_table
+from safelaunch.model import BundlePlace
+from safelaunch.model.recording import Numbers, ProcessRecord, RankRecord, Recording, bounded, merged
+from safelaunch.model.words import ranks_in
+from safelaunch.supervise import publishing
 from safelaunch.supervise.cluster.messages import Question, Round
 from safelaunch.supervise.control.protocol import (
+    LARGEST_ANSWER,
     Client,
     DumpAnswer,
-    NodeStatus,
-    RankStatus,
+    RecordAnswer,
     Request,
-    RunStatus,
     Server,
 )
-from safelaunch.supervise.incident import Agreement, Report
-from safelaunch.supervise.kinds import DUMP, ENDED, Kind
-from safelaunch.supervise.on_request import GpuMemory, SilentRanks
-from safelaunch.supervise.recording import Recordings
+from safelaunch.supervise.looks import DUMP, ENDED, Kind
+from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import Cancelled, Incident, JobView, observe
-from safelaunch.supervise.rounds import others_of
-from safelaunch.supervise.watch.quiet import UNKNOWN_S, is_quiet
+from safelaunch.supervise.rounds import others_of, recordings_of
+from safelaunch.supervise.status import Statuses
 from safelaunch.system.console import say
 from safelaunch.system.redaction.redactor import Redactor
-
-RATE_OVER_S = 10.0
-SAMPLE_EVERY_S = 2.0
-NEWEST = 64  # points of the history of a status
-AROUND_S, AROUND_OLD_S = 1.5, 10.0  # for the other nodes' lines in an answer, and how old they may be then
 
 
 @dataclass
@@ -70,57 +72,34 @@ class Live:
         self._view = view
         self._watch, self._context, self._council = view.watch, view.context, view.council
         self._server = _server(job.run.control)
-        self._asking: list[tuple[Client, float]] = []  # for the status, since when
+        self._status = Statuses(job, view)
         self._for_another: Incident[None] | None = None  # what another node has asked for
         self._dumps: deque[_Dump] = deque()
-        self._silent_ranks = SilentRanks()
-        self._gpu_memory = GpuMemory()
-        self._cwd = os.fspath(working_directory())
         self._recordings = Recordings(view, tuple(job.plan.script))
-        self._attempt = -1
-        self._samples: deque[tuple[float, dict[int, int]]] = deque()
 
     @property
     def busy(self) -> bool:
-        return bool(self._dumps or self._asking or self._recordings.busy)
+        return bool(self._dumps or self._status.busy or self._recordings.busy)
 
     def tick(self, now: float) -> None:
         """Answers every request that can be answered now."""
-        self._sample(now)
         if self._server is not None:
             self._server.poll(self._handle)
-        self._answer_status(now)
+        self._status.tick(now)
         self._advance_dumps()
         self._recordings.tick()
         self._take_for_another(now)
 
     def _handle(self, request: Request, client: Client) -> None:
         if request.command == "status":
-            now = time.monotonic()
-            self._gpu_memory.ask(now)
-            self._silent_ranks.ask(self._silent_since(now), self._watch.targets(), now)
-            self._asking.append((client, now if self._council.look_around() else now - AROUND_S))
-            self._answer_status(now)
+            self._status.ask(client)
         elif request.command == "dump":
-            self._queue_dump(Path(request.bundle_dir) if request.bundle_dir else self._context.bundle_dir, client)
+            bundle_dir = Path(request.bundle_dir) if request.bundle_dir else self._context.bundle_dir
+            self._queued(bundle_dir).clients.append(client)
         elif request.command == "record":
             self._recordings.ask(request, client)
         else:
             client.close()
-
-    def _answer_status(self, now: float) -> None:
-        """Answers who asks for the status: at once, or as soon as the other nodes' lines and a look are there."""
-        waiting = []
-        for client, since_s in self._asking:
-            unknown = self._council.around(since_s) is None or self._silent_ranks.busy
-            if unknown and now - since_s < AROUND_S:
-                waiting.append((client, since_s))
-            else:
-                client.answer(self._context.redactor.tree(msgspec.to_builtins(self.status(now))))
-        self._asking = waiting
-
-    def _queue_dump(self, bundle_dir: Path, client: Client) -> None:
-        self._queued(bundle_dir).clients.append(client)
 
     def _queued(self, bundle_dir: Path) -> _Dump:
         """Queues a bundle. A request for the place that is being written to shares that bundle; others wait."""
@@ -188,7 +167,7 @@ class Live:
         try:
             self._council.rounds.answer(round_, found.evidence)
         finally:
-            incident.discard(found)
+            found.discard()
 
     @property
     def writing(self) -> bool:
@@ -212,161 +191,19 @@ class Live:
         context = replace(self._context, bundle_dir=dump.bundle_dir)
         view, for_finding = replace(self._view, context=context), dump.show is not None
         if dump.kind is ENDED:
-            return incident.finish(observe(ENDED, view, at, for_finding=for_finding))
+            return publishing.finish(observe(ENDED, view, at, for_finding=for_finding))
         with self._council.rounds.asking(Question()) as answers:
             found = observe(DUMP, view, at, for_finding=for_finding)
             if at.cancelled.is_set():
-                incident.discard(found)
+                found.discard()
                 raise Cancelled
             others = others_of(answers(threading.Event()), context.host)
         if not others.evidence:
-            return incident.finish(found)
-        verdict = incident.judged(others.with_own(found.evidence), context)
+            return publishing.finish(found)
+        verdict = publishing.judged(others.with_own(found.evidence), context)
         name = name_of(context.run_name, time.time(), verdict.outcome)
         place = BundlePlace(context.host, os.fspath(context.bundle_dir / name), True)
-        return incident.finish(found, Agreement(msgspec.structs.replace(verdict, bundle=place), name, others))
-
-    # --- status -----------------------------------------------------------------------------------------------------
-
-    def _sample(self, now: float) -> None:
-        """Records the steps of the last seconds, for the rate."""
-        if self._watch.roster.attempt != self._attempt:
-            self._attempt = self._watch.roster.attempt
-            self._samples.clear()
-        if self._samples and now - self._samples[-1][0] < SAMPLE_EVERY_S:
-            return
-        steps = {rank: p.step for rank, p in self._watch.last_progress.items() if p.step is not None}
-        self._samples.append((now, steps))
-        while now - self._samples[0][0] > RATE_OVER_S + SAMPLE_EVERY_S:
-            self._samples.popleft()
-
-    def status(self, now: float) -> RunStatus:
-        """The run's state at ``now`` (CLOCK_MONOTONIC, seconds)."""
-        plan, settings = self._job.plan, self._job.plan.settings
-        stepping = any(p.step is not None for p in self._watch.last_progress.values())
-        threshold = self._watch.threshold() if stepping else self._watch.threshold_without_steps()
-        threshold_s, why = round(threshold.seconds, 1), threshold.why
-        if stepping:
-            why = f"auto: {why}" if settings.stall_timeout_s is None else settings.origin("stall-timeout")
-        elif threshold_s == settings.startup_timeout_s:
-            why = f"before the first step: {settings.origin('startup-timeout')}"
-        return RunStatus(
-            run=self._context.run_dir.name,
-            name=plan.run_name,
-            supervisor_pid=os.getpid(),
-            cwd=self._cwd,
-            command=self._context.redactor.argv(plan.script),
-            started_unix_s=self._job.started_unix_s,
-            attempt=self._watch.roster.attempt,
-            world_size=self._watch.world_size,
-            watch=self._watch.state.status.value,
-            threshold_s=threshold_s,
-            threshold_why=why,
-            usual_step_s=round(self._watch.usual_step_s, 4),
-            ranks=[
-                *(self._rank(rank, p, now) for rank, p in sorted(self._watch.last_progress.items())),
-                *self._silent(),
-            ],
-            notes=[*self._watch.notes],
-            early=[*self._watch.early],
-            inconsistent=[*self._watch.inconsistent],
-            history=self._history(now),
-            job=self._council.job,
-            nodes=self._nodes(now),
-            alone=self._council.why_alone if self._watch.unseen and not self._council.is_covered else "",
-        )
-
-    def _history(self, now: float) -> list[tuple[float, int]]:
-        stepping = [p for p in self._watch.last_progress.values() if p.step is not None]
-        slowest = min(stepping, key=lambda p: p.step or 0, default=None)
-        points = self._watch.steps_of(slowest.rank) if slowest is not None else ()
-        return [(round(max(0.0, now - at_ns / 1e9), 2), step) for at_ns, step in points[-NEWEST:]]
-
-    def _silent_since(self, now: float) -> dict[int, float]:
-        """The ranks that are silent for longer than any step, and have not said so: rank → its newest progress."""
-        usual_s = self._watch.usual_step_s
-        pages = [one for one in self._watch.last_progress.values() if not (one.paused or one.phase)]
-        ages = {one.rank: self._watch.age_s(one, now) for one in pages}
-        return {
-            one.rank: self._watch.mark_s(one)
-            for one in pages
-            if is_quiet(ages[one.rank], usual_s) or (not usual_s and ages[one.rank] > UNKNOWN_S)
-        }
-
-    def _nodes(self, now: float) -> list[NodeStatus]:
-        """What is known of every node; only answers to ``status`` ask for it."""
-        return [
-            NodeStatus(
-                host=node.host,
-                ranks=format_ranks(node.ranks),
-                step=node.step,
-                state="ended" if node.doing == "ended" else "heard" if node.heard else "silent",
-                doing=node.doing,
-                leads=node.leads,
-                here=node.here,
-                trouble=node.trouble,
-            )
-            for node in self._council.around(now - AROUND_OLD_S) or ()
-        ]
-
-    def _rank(self, rank: int, progress: Progress, now: float) -> RankStatus:
-        signals = ["beacon"]
-        if progress.optimizer_steps:
-            signals.append("optimizer steps")
-        elif progress.step is not None:
-            signals.append("safelaunch.step()")
-        if self._watch.heard_s(rank) is not None:
-            signals.append("collectives")
-        pages = self._watch.roster.pages()
-        if rank in pages and pages[rank].server_up:
-            signals.append("worker server")
-        return RankStatus(
-            rank=rank,
-            pid=progress.pid,
-            state=state_of(progress),
-            step=progress.step,
-            steps_per_s=self._rate(rank, progress, now),
-            age_s=round(self._watch.age_s(progress, now), 3),
-            phase=self._context.redactor.said(progress.phase),
-            signals=", ".join(signals),
-            rss_bytes=rss_bytes(progress.pid),
-            gpu_bytes=self._gpu_memory.of(progress.pid),
-            doing=self._context.redactor.said(self._silent_ranks.words(rank, self._watch.mark_s(progress))),
-        )
-
-    def _rate(self, rank: int, progress: Progress, now: float) -> float | None:
-        then, steps = self._samples[0] if self._samples else (now, {})
-        if progress.step is None or rank not in steps or now - then < SAMPLE_EVERY_S / 2:
-            return None
-        return round((progress.step - steps[rank]) / (now - then), 3)
-
-    def _silent(self) -> list[RankStatus]:
-        return [
-            RankStatus(worker.rank, worker.pid, "no beacon", signals="none") for worker in self._watch.without_beacon()
-        ]
-
-
-# The stages that a page names, in words for the user.
-_STATES = {"started": "starting", "torch": "running", "exception": "failed"}
-
-
-def state_of(progress: Progress) -> str:
-    """What the rank is doing, by its page: ``starting``, ``running``, ``paused``, ``failed`` or ``exited``.
-
-    A rank without torch counts as running once it steps or names a phase.
-    """
-    if progress.paused:
-        return "paused"
-    runs = progress.state == "started" and (progress.step is not None or progress.phase)
-    return "running" if runs else _STATES.get(progress.state, progress.state)
-
-
-def rss_bytes(pid: int) -> int:
-    """The resident memory of a process; 0 if it is gone."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
+        return publishing.finish(found, Agreement(msgspec.structs.replace(verdict, bundle=place), name, others))
 
 
 def _server(path: Path) -> Server | None:
@@ -387,3 +224,170 @@ def _answer(working: Incident[Report], redactor: Redactor) -> DumpAnswer:
     published = report.published
     path = "" if published.lost else str(published.path)
     return DumpAnswer(path, report.verdict.summary, published.problem)
+
+
+# --- samples, for who asks where the time goes ------------------------------------------------------------------------
+
+
+LONGEST_S = 300.0
+GAVE_WAY = "a bundle of this run was requested; record again once it is written"
+
+
+@dataclass
+class _Asked:
+    request: Request
+    clients: list[Client]
+    working: Incident[Recording]
+
+
+@dataclass
+class Recordings:
+    """This node's part in the samples. ``ask`` and ``tick`` never block.
+
+    On several nodes every supervisor samples its own ranks, at the same time. What it keeps are counted stacks: a few
+    hundred kilobytes; the page and the verdict are made by who asks.
+    """
+
+    job: JobView
+    command: tuple[str, ...] = ()
+    _asked: _Asked | None = None
+    _for_another: Incident[None] | None = None
+
+    def ask(self, request: Request, client: Client) -> None:
+        """Begins a recording, or joins the one that is the same; another one is refused meanwhile."""
+        if self._asked is None:
+            self._asked = _Asked(request, [], Incident("record", lambda at: self._everywhere(request, at)))
+        elif self._asked.request != request:
+            client.answer(RecordAnswer(problem="another recording of this run is in progress"))
+            return
+        self._asked.clients.append(client)
+
+    @property
+    def busy(self) -> bool:
+        return self._asked is not None and self._asked.working.done
+
+    def tick(self) -> None:
+        """Answers as soon as the recording is there."""
+        if self._asked is None or not self._asked.working.done:
+            return
+        asked, self._asked = self._asked, None
+        try:
+            found, place = asked.working.result, os.fspath(self.job.context.bundle_dir)
+            answer = RecordAnswer(found, place) if found is not None else RecordAnswer(problem=GAVE_WAY)
+        except Exception as error:  # noqa: BLE001 - the client gets the reason, and the job continues
+            answer = RecordAnswer(problem=self.job.context.redactor.text(f"{type(error).__name__}: {error}"))
+        for client in asked.clients:
+            client.answer(answer)
+
+    def finish(self) -> None:
+        """The job is being stopped: gives up what needs its ranks."""
+        self.yield_to_dump()
+        if self._asked is not None:
+            for client in self._asked.clients:
+                client.answer(RecordAnswer(problem="the job is being stopped"))
+            self._asked = None
+
+    def yield_to_dump(self) -> None:
+        """A dump of all nodes is asked for: gives up the samples that are being taken, here and for other nodes."""
+        for one in (self._asked.working if self._asked is not None else None, self._for_another):
+            if one is not None:
+                one.cancel()
+
+    def for_another(self, round_: Round, question: Question) -> Incident[None]:
+        """Takes this node's samples, for another one that asks for them."""
+        self._for_another = Incident("record for another node", lambda at: self._answer(round_, question, at))
+        return self._for_another
+
+    def _answer(self, round_: Round, question: Question, at: Incident[None]) -> None:
+        recording = self._here(question, at.cancelled)
+        at.pause(0.0)
+        self.job.council.rounds.answer_recording(round_, recording)
+
+    def _everywhere(self, request: Request, at: Incident[Recording]) -> Recording:
+        """The samples of all nodes."""
+        question = Question(0, "record", min(max(request.duration_s, 1.0), LONGEST_S), request.ranks[:4096])
+        with self.job.council.rounds.asking(question) as answers:
+            own = self._here(question, at.cancelled)
+            others, notes = recordings_of(answers(at.cancelled))
+        at.pause(0.0)
+        whole = merged([own, *others]) if others else own
+        whole = msgspec.structs.replace(whole, notes=[*whole.notes, *notes])
+        return bounded(_with_unseen(whole, ranks_in(question.ranks)), _fits)
+
+    def _here(self, question: Question, stop: threading.Event) -> Recording:
+        """The samples of this node's ranks, without secrets."""
+        wanted = set(ranks_in(question.ranks))
+        targets = [one for one in self.job.watch.targets() if not wanted or one.rank in wanted]
+        table = process_table()
+        children = {one.rank: sampling.children_of(one.pid, table) for one in targets}
+        processes = _chosen(targets, children)
+        passes = sum(len(one.passes) for one in processes)
+        rate_hz = sampling.rate_for(passes, len(os.sched_getaffinity(0)))
+        numbers, at_unix_s = Numbers(), time.time()
+        before, begin_s = self._steps(), time.monotonic()
+        records = sampling.sample(
+            processes,
+            numbers,
+            self.job.context.run_dir,
+            duration_s=question.duration_s,
+            rate_hz=rate_hz,
+            stop=stop,
+        )
+        after, elapsed_s = self._steps(), time.monotonic() - begin_s
+        by_pid = {one.pid: one for one in records}
+        made = {rank: after[rank] - step for rank, step in before.items() if rank in after and after[rank] >= step}
+        recording = Recording(
+            run=self.job.context.run_dir.name,
+            name=self.job.context.run_name,
+            at_unix_s=round(at_unix_s, 3),
+            duration_s=question.duration_s,
+            rate_hz=rate_hz,
+            world_size=self.job.watch.world_size,
+            frames=list(numbers.frames),
+            stacks=list(numbers.stacks),
+            ranks=[self._rank(one, by_pid, children[one.rank], made.get(one.rank)) for one in targets],
+            code_roots=self._code_roots(),
+            command=self.job.context.redactor.argv(self.command),
+            elapsed_s=round(elapsed_s, 2),
+        )
+        return self.job.context.cleaned(recording)
+
+    def _rank(
+        self, target: Target, by_pid: Mapping[int, ProcessRecord], children: list[Sampled], steps: int | None
+    ) -> RankRecord:
+        main = by_pid.get(target.pid)
+        seen = main is not None and any(thread.stacks for thread in main.threads)
+        problem = main.problem if main is not None else "it was not sampled"
+        missing = problem if problem == sampling.STOPPED or not seen else ""
+        missing = missing or ("" if seen else "py-spy saw no Python thread")
+        others = [by_pid[one.pid] for one in children if one.pid in by_pid and by_pid[one.pid].threads]
+        return RankRecord(target.rank, self.job.context.host, main, others, steps, missing)
+
+    def _steps(self) -> dict[int, int]:
+        read = {rank: page.read().step for rank, page in self.job.watch.roster.pages().items()}
+        return {rank: step for rank, step in read.items() if step is not None}
+
+    def _code_roots(self) -> tuple[str, ...]:
+        roster = self.job.watch.roster
+        found = (read_meta(roster.companion(page, layout.META_SUFFIX)).code_roots for page in roster.pages().values())
+        return next((roots for roots in found if roots), ())
+
+
+def _chosen(targets: list[Target], children: Mapping[int, list[Sampled]]) -> list[Sampled]:
+    """All ranks, then of their children as many as the node's share allows, one of each rank after the other."""
+    mains = [Sampled(one.pid, one.start_ticks) for one in targets]
+    rounds = [of[at] for at in range(sampling.MOST_CHILDREN) for of in children.values() if at < len(of)]
+    return [*mains, *rounds[: max(0, sampling.MOST_PROCESSES - len(mains))]]
+
+
+def _with_unseen(recording: Recording, wanted: tuple[int, ...]) -> Recording:
+    """With the ranks that no node has brought, and that they are missing."""
+    seen = {rank.rank for rank in recording.ranks}
+    everybody = [rank for rank in wanted or range(recording.world_size) if rank not in seen]
+    unseen = [RankRecord(rank, missing="no reachable supervisor has this rank") for rank in everybody]
+    ranks = sorted([*recording.ranks, *unseen], key=lambda one: one.rank)
+    return msgspec.structs.replace(recording, ranks=ranks)
+
+
+def _fits(recording: Recording) -> bool:
+    return len(msgspec.json.encode(recording)) < LARGEST_ANSWER - (1 << 16)

@@ -1,13 +1,14 @@
-"""Looks at all ranks of a live job, repeatedly."""
+"""Looks at all ranks of a live job, repeatedly; and the kinds of incidents: why one looks, and what it may cost."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec import structs
 
@@ -18,13 +19,48 @@ from safelaunch.capture.look import Look, ProcessLook, RankLook, Target, take, w
 from safelaunch.capture.node import environment_of
 from safelaunch.capture.result import Result, gather
 from safelaunch.capture.sockets import resends
-from safelaunch.supervise.kinds import LOOK_S
+from safelaunch.job.job import HOLD_S
+from safelaunch.model import Outcome, Thread
 
+T = TypeVar("T")
+LOOK_S = 6.0
+ASKING_S = 0.3  # of what Ctrl-C waits: for what the ranks themselves are asked
 MOST_PATIENCE = 4.0
 LATE_DEADLINE_S = 12.0  # of a machine that is too busy for the looks
 NATIVE_DEADLINE_S = 10.0  # libraries of gigabytes, on a disk that many read
 ENTRIES_DEADLINE_S = 1.5
 _one_at_a_time = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind. All that it needs of the ranks comes first, so that they may end while the bundle is written."""
+
+    outcome: Outcome
+    """of the bundle, where the looks don't show another one"""
+    looks: int = 2
+    """at the ranks: two show what moves"""
+    look_s: float = LOOK_S
+    """the longest that a look may take"""
+    between_s: float = 1.0
+    """two looks"""
+    budget_s: float = float("inf")
+    """for the looks: then the ranks end, and what is there has to do"""
+    asks: bool = True
+    """the ranks themselves, for their records: not where they are gone, or everybody waits for us"""
+    native: bool = True
+    """C frames, where they tell: that pauses a process, so not in a job that may go on"""
+
+
+HANG = Kind("hang")
+SUSPECT = Kind("suspect", native=False)
+FIRST_WORD = Kind("hang", between_s=2.0)
+INTERRUPT = Kind("hang", look_s=0.8, between_s=0.5, budget_s=HOLD_S - ASKING_S, native=False)
+DUMP = Kind("dump")
+ATTACH = Kind("dump", between_s=2.0, native=False)
+CRASH = Kind("crash", looks=1, asks=False)
+ENDED = Kind("dump", between_s=0.0, asks=False)
+RENDEZVOUS = Kind("crash", looks=0, asks=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +146,9 @@ def look_at(
     if looks is None:  # its environment now, while it is alive
         looks = Looks(tuple(targets), quiet=quiet, env=environment_of(targets[0].pid) if targets else None)
     else:
-        looks = replace(looks, targets=_as_known_now(looks.targets, targets))
+        # A rank that had not imported torch at the first look may have its worker server by now.
+        newest = {target.rank: target for target in (*looks.targets, *targets)}
+        looks = replace(looks, targets=tuple(newest[rank] for rank in sorted(newest)))
     pids = [each.pid for each in looks.targets]
     begin = counters.read(pids, looks.counters[-1][1] if looks.counters else looks.quiet)
     with _one_at_a_time:  # one reader of a process at a time, as a native look stops it
@@ -144,18 +182,21 @@ def _rested(look: Look, before: Counters | None, now: Counters) -> Look:
     return replace(look, ranks={number: rank.with_each(one) for number, rank in look.ranks.items()})
 
 
-def _as_known_now(before: Sequence[Target], now: Sequence[Target]) -> tuple[Target, ...]:
-    """A rank that had not imported torch at the first look may have its worker server by now."""
-    newest = {target.rank: target for target in (*before, *now)}
-    return tuple(newest[rank] for rank in sorted(newest))
-
-
 def newest_entries(targets: Sequence[Target]) -> dict[int, int]:
     """rank → the newest entry of its Flight Recorder. Ranks that don't answer in time are left out."""
+    return ask_each(targets, lambda target: newest_entry(str(target.socket)), deadline_s=ENTRIES_DEADLINE_S)
+
+
+def ask_each(targets: Iterable[Target], question: Callable[[Target], T | None], *, deadline_s: float) -> dict[int, T]:
+    """rank → the answer of its worker server; all are asked at once. Ranks that don't answer in time are left out."""
     asked = [target for target in targets if target.socket is not None]
-    calls = [partial(newest_entry, str(target.socket)) for target in asked]
-    answers = gather(calls, deadline_s=ENTRIES_DEADLINE_S)
-    return {target.rank: number for target, number in zip(asked, answers, strict=True) if number is not None}
+    answers = gather([partial(question, target) for target in asked], deadline_s=deadline_s)
+    return {target.rank: answer for target, answer in zip(asked, answers, strict=True) if answer is not None}
+
+
+def main_thread(look: ProcessLook | None) -> Thread | None:
+    """The main thread of a process, as its stack was read."""
+    return look.stack.value.main_thread if look is not None and look.stack.value is not None else None
 
 
 def with_the_late(looks: Looks) -> Looks:
@@ -199,9 +240,9 @@ def _is_unclear(look: RankLook | None) -> bool:
     from safelaunch.verdict.reading.kernel import kind_of
 
     main = look.main if look is not None else None
-    if main is None or main.state is None or main.stack.value is None:
+    if main is None or main.state is None:
         return False
-    kernel, thread = main.state.main_thread, main.stack.value.main_thread
+    kernel, thread = main.state.main_thread, main_thread(main)
     # A stack reader that stopped a wait with a time limit leaves ``restart_syscall`` behind.
     rests = kernel is not None and kernel.state == "S" and (kind_of(kernel) == "lock" or not kernel.syscall_name)
     polls = any(lock.pid != main.pid for lock in main.state.locks)  # or sleeps beside a file that somebody has locked

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safelaunch.capture import command
 from safelaunch.capture.pages import AgentEvent, Roster
@@ -27,25 +28,22 @@ from safelaunch.job.job import (
 )
 from safelaunch.job.paths import sweep, sweep_unfinished
 from safelaunch.model import RankExit
-from safelaunch.settings.options import STALL_CEILING_S, Settings
-from safelaunch.supervise import incident
+from safelaunch.supervise import publishing
 from safelaunch.supervise.consistency import Consistency
-from safelaunch.supervise.contract import Contracts
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.early import EarlyLooks
-from safelaunch.supervise.incident import Report
 from safelaunch.supervise.job_context import job_context
 from safelaunch.supervise.live import Live
-from safelaunch.supervise.notices import Notices
-from safelaunch.supervise.pollers import GroupTimeout, Health, PulseTaker, WorkTaker
+from safelaunch.supervise.notices import Contracts, Notices
+from safelaunch.supervise.pollers import GroupTimeout, Health, Poller, PulseTaker, WorkTaker
+from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.respond import Incident, JobView, interrupted
 from safelaunch.supervise.stall import StallCase
-from safelaunch.supervise.watch.job import Glance, Watch
+from safelaunch.supervise.watch.job import Glance, Watch, bounds_of, policy_of
 from safelaunch.supervise.watch.quiet import frozen_s as frozen_s_of
 from safelaunch.supervise.watch.restart import Failure, failure_of, why_give_up
-from safelaunch.supervise.watch.rhythm import Bounds
-from safelaunch.supervise.watch.stall import Policy, Status, confirm_after_s
+from safelaunch.supervise.watch.stall import Status
 from safelaunch.system.console import redact, say
 from safelaunch.system.errors import internal_error
 from safelaunch.system.task import Task
@@ -62,30 +60,6 @@ OTHERS_END_S = 2.5  # in which other nodes read that the job is ended: the store
 READ_S = 0.5  # until they have read it, as a rule: all end at about the same time
 QUIET_END_S = 1.5  # a healthy job ends sooner
 SHOWN_AFTER_S = 10.0  # a verdict waits so long for the end of the job, whose last words would push it off the screen
-
-
-def policy_of(settings: Settings) -> Policy:
-    """The thresholds of a run until its rhythm is known."""
-    stall_s = settings.effective_stall_timeout_s
-    return Policy(
-        stall_s=stall_s,
-        startup_s=settings.startup_timeout_s,
-        max_stall_s=max(settings.effective_max_stall_s, stall_s),
-        confirm_s=confirm_after_s(stall_s),
-        stall_given=settings.stall_timeout_s is not None,
-        startup_given=settings.is_explicit("startup-timeout"),
-        max_stall_given=settings.is_explicit("max-stall"),
-        proved_s=settings.stall_timeout_s or settings.stall_floor_s,
-    )
-
-
-def bounds_of(settings: Settings) -> Bounds | None:
-    """The bounds of the learned threshold; None if the user gave a fixed one."""
-    if settings.stall_timeout_s is not None:
-        return None
-    floor_s = settings.stall_floor_s
-    ceiling_s = max(floor_s, STALL_CEILING_S)
-    return Bounds(floor_s, ceiling_s, min(ceiling_s, max(floor_s, settings.effective_stall_timeout_s)))
 
 
 def is_of_rendezvous(raised: AgentEvent) -> bool:
@@ -129,7 +103,6 @@ class Supervisor:
         settings = job.plan.settings
         bounds = bounds_of(settings)
         self._watch = Watch(Roster(job.run), policy_of(settings), time.monotonic(), bounds)
-        self._cap = GroupTimeout(self._watch, bounds.floor_s) if bounds is not None else None
         context = self._context = job_context(job)
         redact.use(context.redactor.text)
         self._notifier, self._suspects = context.notifier, context.suspects
@@ -152,9 +125,9 @@ class Supervisor:
         self._by_key = False  # somebody has pressed Ctrl-C, and does not know yet that a second one ends the job
         self._restarting = -1  # the attempt whose ranks we ended for a hang
         self._ending: Task[tuple[process.ProcessId, ...]] | None = None
-        self._health = Health(self._watch, lambda: [one.pid for one in self._processes.all()])
-        self._pulse = PulseTaker(self._watch)
-        self._work = WorkTaker(self._watch)
+        self._pollers: list[Poller[Any]] = [GroupTimeout(self._watch, bounds.floor_s)] if bounds is not None else []
+        self._pollers.append(Health(self._watch, lambda: [one.pid for one in self._processes.all()]))
+        self._pollers += PulseTaker(self._watch), WorkTaker(self._watch)
         self._notices = Notices(
             self._watch,
             self._watch.policy,
@@ -220,14 +193,21 @@ class Supervisor:
             self._touch_at_s = now + TOUCH_EVERY_S
             self._touch()
 
+    def _wait_while(self, waits: Callable[[], bool], patience_s: float, *, ticks: bool = False) -> None:
+        """``ticks``: what the loop does goes on meanwhile."""
+        until = time.monotonic() + patience_s
+        while waits() and time.monotonic() < until:
+            self._forwarder.wait(BUSY_TICK_S)
+            if ticks:
+                self._guarded_tick()
+
     def _end_survivors(self, status: int) -> None:
         """Ends the ranks of a torchrun that was killed, once their evidence is taken: nobody else would end them."""
-        deadline = time.monotonic() + CAPTURE_PATIENCE_S
-        while self._watching and self._stall.writing and self._forwarder.stops < 2:
-            if time.monotonic() > deadline:
-                break
-            self._forwarder.wait(BUSY_TICK_S)
-            self._guarded_tick()
+
+        def is_writing() -> bool:
+            return self._watching and self._stall.writing and self._forwarder.stops < 2
+
+        self._wait_while(is_writing, CAPTURE_PATIENCE_S, ticks=True)
         survivors = self._processes.all()
         if survivors:
             number = os.WTERMSIG(status)
@@ -274,11 +254,8 @@ class Supervisor:
         self._on_stall(glance, now)
         if self._early is not None:
             self._early.advance(now, free=not (self._stall.busy or self._crash.busy or self._crash.begun))
-        if self._cap is not None:
-            self._cap.advance(now)
-        self._health.advance(now)
-        self._pulse.advance(now)
-        self._work.advance(now)
+        for poller in self._pollers:
+            poller.advance(now)
         self._on_consistency()
         self._live.tick(now)
         self._notices.tick(now)
@@ -383,8 +360,12 @@ class Supervisor:
             self._say_of_end("waiting for the ranks to end (up to 30 s under torchrun)")
 
     @property
-    def _is_finishing(self) -> bool:
-        """Whether something that was begun before the stop is not written yet."""
+    def _is_unfinished(self) -> bool:
+        """Whether the end of the job waits for a bundle; where somebody stops it, for one that was begun before."""
+        if not self._watching or self._ending is not None:
+            return False
+        if not self._forwarder.stop_requested:
+            return self._crash.busy or self._stall.writing or self._live.owes
         crash = self._failed_before_stop and self._crash.unfinished
         writing = self._interrupt is not None or self._stall.writing or self._live.writing
         return self._forwarder.stops == 1 and (crash or writing)
@@ -421,7 +402,7 @@ class Supervisor:
         elif self._on_stall_is("restart"):
             self._show(report)
             if self._give_up_or_go_on(report):
-                self._restart(report)
+                self._restart()
         else:
             self._council.rounds.trouble(f"the job hangs; ending it: {report.verdict.summary}")
             self._end(report, EXIT_HUNG)
@@ -435,9 +416,9 @@ class Supervisor:
         if report.action == "restart" and self._give_up_or_go_on(report) and self._agent_lives():
             if self._stall.attempt != self._watch.attempt:
                 return  # torchrun has started the ranks again: those of another node were ended before ours
-            self._restart(report)
+            self._restart()
 
-    def _restart(self, report: Report) -> None:
+    def _restart(self) -> None:
         """Ends the ranks of this attempt, so that torchrun starts others."""
         again = "torchrun starts the script from its beginning, which must load its own checkpoint"
         say(f"ending the ranks of this attempt; if --max-restarts allows it, {again}")
@@ -512,33 +493,26 @@ class Supervisor:
 
     def _finish(self, status: int) -> None:
         """After the agent's end: reads its last events, and finishes the bundle that is being written."""
-        deadline = time.monotonic() + WRITE_PATIENCE_S
+        until = time.monotonic() + WRITE_PATIENCE_S
         self._has_ended = True
         self._guarded_tick()
         if status == 0:
-            self._stall.ended_well(time.monotonic())
+            self._stall.note_recovery(time.monotonic())
         if self._watching:
             self._on_last_checks(status)
             self._contracts.finish()
         stopped = self._forwarder.stop_requested and not self._failed_before_stop
         if self._watching and not (stopped or self._ending or self._stall.agreed):
             self._note_end(status)
-            self._note_rendezvous(time.monotonic())
-        while self._watching and self._ending is None and time.monotonic() < deadline:
-            stopping = self._forwarder.stop_requested
-            if not (self._is_finishing if stopping else self._crash.busy or self._stall.writing or self._live.owes):
-                break
-            self._forwarder.wait(BUSY_TICK_S)
-            self._guarded_tick()
+            self._note_rendezvous()
+        self._wait_while(lambda: self._is_unfinished, until - time.monotonic(), ticks=True)
         if self._forwarder.stop_requested and self._watching and self._ending is None:
             self._guarded_tick()
             self._show_what_was_found()
 
     def _finish_writing(self) -> None:
         """Finishes the half-written bundle of a crash when the job has ended for a hang, or removes it."""
-        deadline = time.monotonic() + WRITE_PATIENCE_S
-        while self._crash.writing and not self._forwarder.stop_requested and time.monotonic() < deadline:
-            self._forwarder.wait(BUSY_TICK_S)
+        self._wait_while(lambda: self._crash.writing and not self._forwarder.stop_requested, WRITE_PATIENCE_S)
         if self._crash.writing or self._stall.writing or self._interrupt is not None:
             self._context.unfinished.discard()
         self._stall.abandon()
@@ -551,10 +525,10 @@ class Supervisor:
                 if progress.pid == self._job.agent.pid:
                     self._exit_events.setdefault(rank, RankExit(code, time.time()))
             if code and self._watch.last_progress and not self._crash.begun:
-                self._crash.begin_late()
+                self._crash.begin()
         self._crash.on_end()
 
-    def _note_rendezvous(self, now: float) -> None:
+    def _note_rendezvous(self) -> None:
         """Writes who has not come to a rendezvous that torchrun has given up; or what to do about a known error."""
         rendezvous, raised = self._council.rendezvous, self._raised
         if raised is None or not self.began_nothing:
@@ -564,9 +538,8 @@ class Supervisor:
         if rendezvous is None or not is_of_rendezvous(raised):
             return
         nodes, error = self._council.nodes(probing=False), f"{raised.error}: {raised.message}"
-        writing = Task("bundle", lambda: incident.of_rendezvous(rendezvous, error, nodes, self._context))
-        while not (writing.done or self._forwarder.stop_requested) and time.monotonic() < now + WRITE_PATIENCE_S:
-            self._forwarder.wait(BUSY_TICK_S)
+        writing = Task("bundle", lambda: publishing.of_rendezvous(rendezvous, error, nodes, self._context))
+        self._wait_while(lambda: not (writing.done or self._forwarder.stop_requested), WRITE_PATIENCE_S)
         if writing.done:
             self._show(writing.result())
         else:
@@ -586,12 +559,14 @@ class Supervisor:
 
         And a moment for --on-suspect's: a job that ends well has not to wait for what was feared of it.
         """
-        begin, longest_s, stops = time.monotonic(), self._notifier.patience_s, self._forwarder.stops
-        hurry = stops > 1 or (stops == 1 and not self._found_at_stop)
-        while not hurry and self._forwarder.stops == stops and (waited_s := time.monotonic() - begin) < longest_s:
-            if not (self._notifier.busy or (self._suspects.busy and waited_s < SUSPECT_PATIENCE_S)):
-                break
-            self._forwarder.wait(BUSY_TICK_S)
+        begin, stops = time.monotonic(), self._forwarder.stops
+
+        def runs() -> bool:
+            is_feared = self._suspects.busy and time.monotonic() - begin < SUSPECT_PATIENCE_S
+            return self._forwarder.stops == stops and (self._notifier.busy or is_feared)
+
+        if stops == 0 or (stops == 1 and self._found_at_stop):
+            self._wait_while(runs, self._notifier.patience_s)
         self._notifier.end()
         self._suspects.end()
 
@@ -607,4 +582,4 @@ class Supervisor:
         if judged is not None and not judged.whole and Path(judged.path).name != published.path.name:
             place = "bundle of this node"
             say(f"the bundle with the evidence of all nodes is on {judged.host}: {judged.path}")
-        incident.show(result, self._job.plan.env, place)
+        publishing.show(result, self._job.plan.env, place)

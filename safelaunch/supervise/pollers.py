@@ -6,7 +6,7 @@ The worker servers' C++ threads answer without the GIL and without running a fra
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -16,12 +16,11 @@ from safelaunch.capture.counters import Counters
 from safelaunch.capture.flight_recorder import arrivals_of, default_timeout_s
 from safelaunch.capture.gpu import gpus
 from safelaunch.capture.look import Target
-from safelaunch.capture.result import gather
 from safelaunch.leases.inventory import has_driver
 from safelaunch.model import Gpu
 from safelaunch.model.words import size
-from safelaunch.supervise.looks import newest_entries
-from safelaunch.supervise.watch import rhythm, stragglers, work
+from safelaunch.supervise.looks import ask_each, newest_entries
+from safelaunch.supervise.watch import rhythm, work
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.work import Background
 from safelaunch.system.console import say
@@ -176,10 +175,7 @@ class Health(Poller[tuple[Note, ...]]):
 def look(targets: Collection[Target], own: Collection[int]) -> tuple[Note, ...]:
     """Looks once at all ranks of this node and their GPUs; leaves out what does not answer."""
     found: list[Note] = []
-    asked = [target for target in targets if target.socket is not None]
-    answers = gather([partial(arrivals_of, str(target.socket)) for target in asked], deadline_s=5.0)
-    arrivals = {target.rank: answer for target, answer in zip(asked, answers, strict=True) if answer}
-    straggler = stragglers.find(arrivals)
+    straggler = find_straggler(ask_each(targets, lambda target: arrivals_of(str(target.socket)), deadline_s=5.0))
     if straggler is not None:
         found.append(Note(("straggler", straggler.rank), straggler.words))
     driver = gpus().value if has_driver(os.environ) else None  # without one, finding that out starts nothing
@@ -263,3 +259,87 @@ class WorkTaker(Poller[Counters]):
 
     def _is_quiet(self, now: float) -> bool:
         return now - self._mark_s(now) > max(QUIET_AFTER_S, QUIET_TIMES * self._watch.usual_step_s)
+
+
+# --- stragglers -------------------------------------------------------------------------------------------------------
+
+
+LEAST_COLLECTIVES = 20
+LEAST_WINDOW_S = 5.0
+LAST_SHARE = 0.8
+WAITED_SHARE = 0.1
+
+Arrivals = Mapping[int, Mapping[tuple[str, int], int]]  # rank → (group, number) → CLOCK_REALTIME in nanoseconds
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """``last``: the share of ``collectives`` to which ``rank`` came last.
+
+    ``waited``: the share of ``window_s`` in which the median peer had arrived and it had not.
+    """
+
+    rank: int
+    last: float
+    waited: float
+    collectives: int
+    window_s: float
+
+    @property
+    def words(self) -> str:
+        return (
+            f"rank {self.rank} is slower than its peers: it came last to {self.last:.0%} of {self.collectives}"
+            f" collectives, and they waited for it {self.waited:.0%} of {self.window_s:.0f} s"
+        )
+
+
+def find_straggler(arrivals: Arrivals) -> Straggler | None:
+    """The straggler that costs its peers most, over all groups; None where nobody is late all the time.
+
+    In a synchronous job all ranks step together, at the pace of the slowest, so step counts do not show it. Who comes
+    last to nearly every collective, and how much of the time the others have been there already, does.
+    """
+    groups = {group for numbers in arrivals.values() for group, _ in numbers}
+    found = [straggler for group in sorted(groups) if (straggler := _in_group(arrivals, group)) is not None]
+    return max(found, key=lambda straggler: straggler.waited, default=None)
+
+
+def _in_group(arrivals: Arrivals, group: str) -> Straggler | None:
+    members = {
+        rank: {number: at for (name, number), at in numbers.items() if name == group}
+        for rank, numbers in arrivals.items()
+    }
+    members = {rank: numbers for rank, numbers in members.items() if numbers}
+    common = sorted(set.intersection(*(set(numbers) for numbers in members.values()))) if len(members) > 1 else []
+    if len(common) < LEAST_COLLECTIVES:
+        return None
+    late: dict[int, list[tuple[int, int]]] = {}
+    for number in common:
+        times = {rank: numbers[number] for rank, numbers in members.items()}
+        last = max(times, key=lambda rank: times[rank])
+        others = [at for rank, at in times.items() if rank != last]
+        late.setdefault(last, []).append((_median(others), times[last]))
+    begin = min(numbers[common[0]] for numbers in members.values())
+    window = max(numbers[common[-1]] for numbers in members.values()) - begin
+    if window < LEAST_WINDOW_S * 1e9:
+        return None
+    rank = max(late, key=lambda rank: len(late[rank]))
+    share = len(late[rank]) / len(common)
+    waited = _length_of_union(late[rank]) / window
+    if share < LAST_SHARE or waited < WAITED_SHARE:
+        return None
+    return Straggler(rank, share, waited, len(common), window / 1e9)
+
+
+def _length_of_union(spans: Iterable[tuple[int, int]]) -> int:
+    """The collectives of one backward pass overlap: time is counted once."""
+    total, end = 0, 0
+    for begin, stop in sorted(spans):
+        total += max(0, stop - max(begin, end))
+        end = max(end, stop)
+    return total
+
+
+def _median(values: list[int]) -> int:
+    """The lower one of two: ``statistics`` would bring fractions into a process that lives as long as the job."""
+    return sorted(values)[(len(values) - 1) // 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import stat
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from safelaunch.job.mistakes import is_given
 from safelaunch.settings.options import OPTION_GROUPS, Settings
 from safelaunch.system.errors import UsageError
 
-_MOST_BYTES = 1 << 20
+LARGEST_SCRIPT = 1 << 20
+SHORTEST_KEY, LONGEST_KEY = 16, 4096  # bytes
 
 
 def check(settings: Settings) -> None:
@@ -33,14 +35,9 @@ def check(settings: Settings) -> None:
 def without_effect(settings: Settings) -> list[str]:
     """A line about each preset that does nothing here, and about options that need the watch where there is none."""
     idle = [option.flag for option in OPTION_GROUPS["Watching"] if _is_idle(settings, option.name)]
-    return [
-        *(
-            [f"--no-watch: {', '.join(idle)}: no effect, because nothing of safelaunch runs in the ranks"]
-            if idle
-            else []
-        ),
-        *_idle_presets(settings),
-    ]
+    unwatched = f"--no-watch: {', '.join(idle)}: no effect, because nothing of safelaunch runs in the ranks"
+    preset = "preset {0} sets nothing with the installed torch: safelaunch presets show {0}"
+    return [*([unwatched] if idle else []), *(preset.format(name) for name in settings.idle_presets)]
 
 
 def mistakes_of_torchrun(
@@ -73,7 +70,7 @@ def _source_of(script: str) -> ast.Module | None:
         if not (script.endswith(".py") and Path(script).is_file()):
             return None
         with open(script, "rb") as file:
-            text = file.read(_MOST_BYTES)
+            text = file.read(LARGEST_SCRIPT)
         return ast.parse(text) if mistakes.may_be_a_rank(text) else None
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return None
@@ -96,16 +93,9 @@ def _is_idle(settings: Settings, name: str) -> bool:
     return not settings.watch and settings.origin(name) == "command line" and name not in ("no-watch", "preset")
 
 
-def _idle_presets(settings: Settings) -> list[str]:
-    text = "preset {0} sets nothing with the installed torch: safelaunch presets show {0}"
-    return [text.format(name) for name in settings.idle_presets]
-
-
 def _check_key(settings: Settings) -> None:
     if settings.cluster_key_file is None:
         return
-    from safelaunch.supervise.cluster.keyfile import BadKeyFile, read_key
-
     try:
         read_key(settings.cluster_key_file)
     except BadKeyFile as error:
@@ -113,3 +103,23 @@ def _check_key(settings: Settings) -> None:
             f"--cluster-key-file {settings.cluster_key_file}: {error}.",
             "Put the same random text there on every node, readable only by you: openssl rand -hex 32 > FILE",
         ) from error
+
+
+class BadKeyFile(ValueError):
+    """Why the file holds no key: a clause."""
+
+
+def read_key(path: Path) -> bytes:
+    """The job's key, which the supervisors of all nodes know and nobody else: the file's content, without white space
+    at its ends. Raises BadKeyFile.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise BadKeyFile("it is not a file")
+            key = file.read(LONGEST_KEY + 1).strip()
+    except OSError as error:
+        raise BadKeyFile(error.strerror or str(error)) from error
+    if not SHORTEST_KEY <= len(key) <= LONGEST_KEY:
+        raise BadKeyFile(f"a key has {SHORTEST_KEY} to {LONGEST_KEY} bytes")
+    return key

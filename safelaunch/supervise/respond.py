@@ -12,18 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from msgspec import structs
-
 from safelaunch.capture.counters import Counters
-from safelaunch.supervise import incident
+from safelaunch.model import NodeEvidence
+from safelaunch.supervise import incident, publishing
 from safelaunch.supervise.answer import proves, work_in
 from safelaunch.supervise.council import Council
-from safelaunch.supervise.incident import Collected, Exits, JobContext, JobSnapshot, Report, Timeline
-from safelaunch.supervise.kinds import ENDED, INTERRUPT, Kind
-from safelaunch.supervise.looks import Looks, look_at
+from safelaunch.supervise.incident import Collected, Exits, JobSnapshot, Timeline
+from safelaunch.supervise.job_context import JobContext
+from safelaunch.supervise.looks import ENDED, INTERRUPT, Kind, Looks, look_at
+from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.quiet import FROZEN_TIMES
-from safelaunch.supervise.watch.rhythm import Threshold
+from safelaunch.supervise.watch.rhythm import NONE, Threshold
 from safelaunch.system.console import say
 from safelaunch.system.task import Task
 
@@ -102,6 +102,10 @@ class JobView:
         """Whether every rank of the job is on this node."""
         return not self.watch.unseen
 
+    def nodes(self, *, probing: bool = True) -> tuple[NodeEvidence, ...]:
+        """What is known of the job's nodes; empty where every rank is on this one. ``probing``: as in ``Council``."""
+        return () if self.is_whole else self.council.nodes(probing=probing)
+
     def snapshot(self) -> JobSnapshot:
         return incident.known_of(self.watch, self.exits())
 
@@ -139,7 +143,7 @@ def observe(
     at: Incident[T],
     *,
     stall_s: float | None = None,
-    threshold: Threshold | None = None,
+    threshold: Threshold = NONE,
     timeline: Timeline | None = None,
     for_finding: bool = False,
 ) -> Collected:
@@ -166,16 +170,11 @@ def observe(
         looks,
         known,
         job.context,
-        stall_s=stall_s,
-        threshold=threshold,
-        moving=moving,
         ranks_seen=at.ranks_seen,
         timeline=timeline,
     )
-    evidence = structs.replace(found.evidence, for_finding=for_finding)
-    if kind.outcome == "hang":
-        evidence = structs.replace(evidence, answer="dead" if proves(evidence) else "unknown")
-    return replace(found, evidence=evidence)
+    found = found.knowing(stall_s=stall_s, moving=moving, for_finding=for_finding, **threshold.facts)
+    return found.knowing(answer="dead" if proves(found.evidence) else "unknown") if kind.outcome == "hang" else found
 
 
 def interrupted(job: JobView, frozen_s: float, usual_s: float, now: float) -> Incident[Report | None]:
@@ -187,15 +186,15 @@ def interrupted(job: JobView, frozen_s: float, usual_s: float, now: float) -> In
     mark_s = now - frozen_s
     timeline = Timeline().plus("last progress", mark_s).plus("interrupted", now)
     times = f"{FROZEN_TIMES:g} x its usual step, when Ctrl-C was pressed"
-    threshold = Threshold(FROZEN_TIMES * usual_s, times) if usual_s else None
+    threshold = Threshold(FROZEN_TIMES * usual_s, times) if usual_s else NONE
 
     def respond(at: Incident[Report | None]) -> Report | None:
         steps = job.watch.steps()
         found = observe(INTERRUPT, job, at, stall_s=now - mark_s, threshold=threshold, timeline=timeline)
         if job.watch.steps() != steps:
-            incident.discard(found)
+            found.discard()
             say(ADVANCED)
             return None
-        return incident.finish(found if job.is_whole else incident.with_nodes(found, job.council.nodes(probing=False)))
+        return publishing.finish(found.knowing(nodes=job.nodes(probing=False)))
 
     return Incident("interrupt", respond)

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from safelaunch.bundle.staging import name_of
-from safelaunch.capture.redaction import without_secrets
-from safelaunch.model import BundlePlace, Evidence, NodeEvidence
+from safelaunch.model import BundlePlace, Evidence, NodeEvidence, NodeFiles, node_file
 from safelaunch.model.recording import Recording, bounded, check
 from safelaunch.supervise.answer import proves
 from safelaunch.supervise.cluster.channel import Channel
@@ -29,22 +28,25 @@ from safelaunch.supervise.cluster.evidence import Others, Shared, aged, condense
 from safelaunch.supervise.cluster.messages import (
     LONGEST_TEXT,
     MOST_RANKS,
+    NOTHING,
     Action,
     BadMessage,
     Decision,
+    Gathered,
     Page,
+    PeerStatus,
     Question,
     Round,
+    Seen,
     ask_round,
     node_count,
     packed,
+    parsed,
     share_of,
     unpacked,
 )
-from safelaunch.supervise.cluster.seen import NOTHING, Gathered, PeerStatus, Seen
-from safelaunch.supervise.incident import Agreement, JobContext, judged
-from safelaunch.supervise.small_files import apart, small_files
-from safelaunch.system.decoding import from_msgpack
+from safelaunch.supervise.job_context import JobContext
+from safelaunch.supervise.publishing import Agreement, judged
 
 SETTLE_S = 75.0  # from a node's evidence of a hang to the leader's decision
 EVIDENCE_S = 25.0  # for that of the others
@@ -57,6 +59,8 @@ HOSTS_S = 1.0  # the others read the verdict where this node's agent hosts the s
 CROWD = 64  # nodes; of more, not every one reads what all others know
 ANSWER_S = 30.0  # for what the other nodes are asked
 ASKED_EVERY_S = 5.0  # between two questions of others
+MOST_PICKLES, LARGEST_PICKLE = 4 << 20, 512 << 10  # bytes of a node's files that travel
+LARGEST_TEXT = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +79,11 @@ class _Course:
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """What this node has made of the evidence of all."""
+    """What this node has made of the evidence of all, and writes itself; ``is_whole``: no rank is missing."""
 
     decision: Decision
-    evidence: Evidence
-    others: Others
+    agreed: Agreement
+    is_whole: bool
 
 
 class Rounds:
@@ -126,7 +130,7 @@ class Rounds:
         """
         nodes = node_count(self._channel.seen.page)
         files = small_files(root, records=1 < nodes <= FEW) if root is not None else {}
-        own = without_secrets(evidence, self._context.redactor)
+        own = self._context.cleaned(evidence)
 
         def over(seen: Seen) -> bool:
             page = seen.page
@@ -208,10 +212,10 @@ class Rounds:
         if self._past is None:
             return Agreement()
         now = time.time()
-        local = aged(without_secrets(local, self._context.redactor), now)
+        local = aged(self._context.cleaned(local), now)
 
         def own() -> Evidence:
-            return replace(local, nodes=without_secrets(self._nodes(), self._context.redactor))
+            return replace(local, nodes=self._context.cleaned(self._nodes()))
 
         def over(seen: Seen) -> bool:
             status = seen.status
@@ -289,24 +293,22 @@ class Rounds:
         steps = [rank.progress.step for rank in whole.ranks if rank.progress and rank.progress.step]
         action: Action = course.action if verdict.outcome == "hang" else "dump"
         decision = Decision(verdict, action, self._context.host[:255], path[:4096], min(steps, default=None))
-        return _Judged(decision, whole, others)
+        return _Judged(decision, Agreement(name=name, others=others, answer=whole.answer), not whole.missing_ranks)
 
     def _agreement(self, decision: Decision, mine: _Judged | None, status: PeerStatus) -> Agreement:
-        ours = mine is not None and (decision.host, decision.path) == (mine.decision.host, mine.decision.path)
-        whole = ours and mine is not None and not mine.evidence.missing_ranks
-        verdict = replace(decision.verdict, bundle=BundlePlace(decision.host, decision.path, whole))
-        agreed = Agreement(
-            verdict,
-            name_of(f"{self._context.run_name}-{self._context.host}", time.time(), verdict.outcome),
+        outcome, whole = decision.verdict.outcome, False
+        if mine is not None and (decision.host, decision.path) == (mine.decision.host, mine.decision.path):
+            agreed, whole = mine.agreed, mine.is_whole
+        else:
+            agreed = Agreement(name=name_of(f"{self._context.run_name}-{self._context.host}", time.time(), outcome))
+        return dataclasses.replace(
+            agreed,
+            verdict=replace(decision.verdict, bundle=BundlePlace(decision.host, decision.path, whole)),
             action=decision.action,
             step=decision.step,
-            outcome=verdict.outcome,
+            outcome=outcome,
             status=status,
         )
-        if mine is None or not ours:
-            return agreed
-        name = Path(decision.path).name
-        return dataclasses.replace(agreed, name=name, others=mine.others, answer=mine.evidence.answer)
 
     # --- what somebody asks for -------------------------------------------------------------------------------------
 
@@ -363,7 +365,7 @@ class Rounds:
 
     def answer(self, round_: Round, evidence: Evidence) -> None:
         """This node's evidence, for another one that asks for it."""
-        own = without_secrets(evidence, self._context.redactor)
+        own = self._context.cleaned(evidence)
         self._channel.submit(round_, condensed(own, share=share_of(node_count(self.page))))
 
     def answer_recording(self, round_: Round, recording: Recording) -> None:
@@ -403,10 +405,10 @@ def recordings_of(found: Gathered) -> tuple[list[Recording], list[str]]:
 
 
 def _recording(chunks: list[bytes]) -> Recording:
+    found = parsed(unpacked(chunks), Recording)
     try:
-        found = from_msgpack(unpacked(chunks), Recording)
         check(found)
-    except (msgspec.DecodeError, RecursionError, OverflowError) as error:
+    except msgspec.ValidationError as error:
         raise BadMessage(str(error)) from error
     if not all(0 <= rank.rank < MOST_RANKS for rank in found.ranks):
         raise BadMessage("samples of impossible ranks")
@@ -424,3 +426,38 @@ def with_answer(evidence: Evidence, *, overdue: bool) -> Evidence:
     if evidence.missing_ranks and evidence.answer in (None, "unknown"):
         evidence = replace(evidence, answer="unseen", ends=overdue)
     return replace(evidence, outcome="hang" if evidence.ends else "suspect")
+
+
+_OF_THE_NODE = {node_file(field) for field in NodeFiles.__struct_fields__}
+
+
+def small_files(root: Path, *, records: bool) -> dict[str, bytes]:
+    """The files of a node's bundle that travel to the node that writes the whole: those about the node, small pickles.
+
+    Path in the bundle → content, without secrets, as it is written there. ``records``: Flight Recorders as well.
+
+    Of a kernel log that is long, the end.
+    """
+    found: dict[str, bytes] = {}
+    for path in sorted(root.glob("node/*/*")):
+        if path.name in _OF_THE_NODE:
+            with suppress(OSError):
+                content = path.read_bytes()
+                if path.suffix == ".txt":
+                    content = content[-LARGEST_TEXT:]
+                if len(content) <= LARGEST_TEXT:
+                    found[path.relative_to(root).as_posix()] = content
+    left = MOST_PICKLES
+    for path in sorted(root.glob("ranks/*/flight_recorder.pickle")) if records else ():
+        with suppress(OSError):
+            size = path.stat().st_size
+            if size <= min(LARGEST_PICKLE, left):
+                found[path.relative_to(root).as_posix()] = path.read_bytes()
+                left -= size
+    return found
+
+
+def apart(name: str, slot: int, taken: set[str]) -> str:
+    """``node/<host>/...`` of a node whose host name another one has as well: with its number."""
+    parts = name.split("/")
+    return "/".join([parts[0], f"{parts[1]}-{slot}", *parts[2:]]) if parts[0] == "node" and parts[1] in taken else name

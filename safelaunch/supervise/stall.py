@@ -6,18 +6,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from msgspec import structs
-
 from safelaunch.model import format_ranks
-from safelaunch.supervise import answer, incident
+from safelaunch.supervise import answer, incident, publishing
 from safelaunch.supervise.answer import Judged
 from safelaunch.supervise.cluster.messages import Vote
 from safelaunch.supervise.council import OPEN_S
 from safelaunch.supervise.council import Outcome as Joint
 from safelaunch.supervise.early import without_the_gil
-from safelaunch.supervise.incident import Agreement, Collected, JobSnapshot, Report, Timeline
-from safelaunch.supervise.kinds import HANG, LOOK_S, SUSPECT, Kind
-from safelaunch.supervise.looks import Looks, Starvation
+from safelaunch.supervise.incident import Collected, JobSnapshot, Timeline
+from safelaunch.supervise.looks import HANG, LOOK_S, SUSPECT, Kind, Looks, Starvation
+from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import ADVANCED, STEP_S, Incident, JobView, look
 from safelaunch.supervise.watch.job import Glance
 from safelaunch.supervise.watch.rhythm import Threshold
@@ -122,10 +120,6 @@ class StallCase:
         if suspicion.own:
             self._council.withdraw()
 
-    def ended_well(self, now: float) -> None:
-        """The job has ended by itself, with success."""
-        self._note_recovery(now)
-
     def advance(self, glance: Glance, now: float) -> Report | None:
         """One tick; returns the report once a bundle is written."""
         event = glance.event
@@ -134,7 +128,7 @@ class StallCase:
         elif event is not None and event.kind == "clock-restarted":
             self.abandon()
         elif event is not None and event.kind == "recovered":
-            self._note_recovery(now)
+            self.note_recovery(now)
         if self.looking and self._looked_at not in (None, self._watch.attempt):
             self.abandon()  # what was suspected is no more
         self._looked_at = self._watch.attempt if self.looking else None
@@ -249,7 +243,7 @@ class StallCase:
             closer,
             quiet=self._watch.quiet,
             network=suspicion.incident > 0,
-            between=lambda: Task("prepare", incident.prepare),
+            between=lambda: Task("prepare", publishing.prepare),
         )
         closer.pause(0.0)
         self._look_s = min(2 * self._look_s, MOST_LOOK_S) if looks.is_late else LOOK_S
@@ -321,7 +315,7 @@ class StallCase:
         if event.kind == "undecided":
             self._say_waiting(stall, judged, now)
         elif event.kind == "recovered":
-            self._note_recovery(now)
+            self.note_recovery(now)
         return event.kind
 
     def _is_worth_a_bundle(self, stall: Stall, judged: Judged, now: float) -> bool:
@@ -346,7 +340,7 @@ class StallCase:
         def write(writing: Incident[Report | None]) -> Report | None:
             found = collect(writing)
             if kind is HANG and self._watch.stepped_since(suspicion.stall):
-                incident.discard(found)
+                found.discard()
                 say(ADVANCED)
                 return None
             found = incident.with_nccl(found, spare=spare) if queries else found
@@ -355,11 +349,10 @@ class StallCase:
                 say("the evidence in full does not prove that the job hangs: it continues")
                 if bundled:
                     self._goes_on = True
-                    incident.discard(found)
+                    found.discard()
                     return None
-                found = replace(found, evidence=structs.replace(found.evidence, answer="unseen"))
-                return incident.finish(found, Agreement(outcome=SUSPECT.outcome))
-            return incident.finish(found, Agreement(outcome=kind.outcome))
+                return publishing.finish(found.knowing(answer="unseen"), Agreement(outcome=SUSPECT.outcome))
+            return publishing.finish(found, Agreement(outcome=kind.outcome))
 
         self._writing = Incident("bundle", write)
 
@@ -375,17 +368,17 @@ class StallCase:
         def write(writing: Incident[Report | None]) -> Report | None:
             found = collect(writing)
             found = incident.with_nccl(found, spare=spare) if queries else found
-            found = replace(found, evidence=structs.replace(found.evidence, ends=ends))
+            found = found.knowing(ends=ends)
             moves = lambda: self._watch.stepped_since(suspicion.stall)  # noqa: E731
             agreed = rounds.hang(number, found.evidence, found.staging.root, moves, overdue=overdue)
             void = agreed is None or (agreed.verdict is not None and not rounds.all_agree(number, moves))
             self._goes_on = not void and agreed is not None and agreed.outcome == "suspect" and bundled
             if agreed is None or void or self._goes_on:
-                incident.discard(found)
+                found.discard()
                 return None
             if agreed.outcome == "hang":
                 self._say_hang(suspicion.stall, judged, now)
-            return incident.finish(found, agreed)
+            return publishing.finish(found, agreed)
 
         self._writing = Incident("bundle", write)
 
@@ -398,7 +391,7 @@ class StallCase:
         first, second = looks.taken[-2:]
         timeline = suspicion.timeline.plus("first look", first.end_s).plus("second look", second.end_s)
         timeline = timeline.plus("confirmed")
-        stalled_s, patience = now - suspicion.stall.mark_s, self._patience
+        stall_s, patience = now - suspicion.stall.mark_s, self._patience
 
         def collect(writing: Incident[Report | None]) -> Collected:
             found = incident.take_evidence(
@@ -406,26 +399,24 @@ class StallCase:
                 looks,
                 known,
                 self._job.context,
-                stall_s=stalled_s,
-                threshold=suspicion.threshold,
                 ranks_seen=writing.ranks_seen,
                 timeline=timeline,
                 patience=patience,
             )
             work = tuple(one.words for one in judged.work[:8])
-            evidence = structs.replace(found.evidence, answer=judged.answer, work=work)
-            found = replace(found, evidence=evidence)
-            return found if self._job.is_whole else incident.with_nodes(found, self._council.nodes())
+            facts = {"stall_s": stall_s, "answer": judged.answer, "work": work, "nodes": self._job.nodes()}
+            return found.knowing(**facts, **suspicion.threshold.facts)
 
         return collect
 
-    def _note_recovery(self, now: float) -> None:
+    def note_recovery(self, now: float) -> None:
+        """The job has made progress, or has ended by itself with success."""
         suspect, self._suspect_bundle = self._suspect_bundle, None
         said, self._said_waiting = self._said_waiting, ""
         if suspect is not None:
             lasted_s = now - suspect.mark_s
             self._waited_s = max(self._waited_s, lasted_s)
-            incident.mark_recovered(suspect.report)
+            publishing.mark_recovered(suspect.report)
             say(f"the job made progress after {lasted_s:.0f} s: it did not hang ({suspect.report.published.shown})")
         elif said:
             say("progress resumed; still watching")

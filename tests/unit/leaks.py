@@ -30,9 +30,9 @@ from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.model import EarlyLook, Frame, GilTest, ProcessState, Progress, StackSample, Thread, ThreadState
 from safelaunch.report import report
-from safelaunch.supervise import incident
-from safelaunch.supervise.kinds import HANG
-from safelaunch.supervise.looks import Looks
+from safelaunch.supervise import incident, publishing
+from safelaunch.supervise.job_context import JobContext
+from safelaunch.supervise.looks import HANG, Looks
 from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redact import shown_env
 from safelaunch.system.redaction.redactor import Redactor
@@ -225,7 +225,7 @@ DEADLINES = (
     (collect, "RANK_DEADLINE_S"),
     (node, "DEADLINE_S"),
     (incident, "EVIDENCE_DEADLINE_S"),
-    (incident, "PUBLISH_DEADLINE_S"),
+    (publishing, "PUBLISH_DEADLINE_S"),
 )
 EXPECTED = {
     "verdict.json", "report.md", "report.html", "manifest.json", "launch.json", "early.json", "(screen)", "(on-bundle)",
@@ -300,7 +300,7 @@ def write(text: str, scratch: Path) -> Written:
         def tell(self, verdict: Any, bundle: Path, run_name: str) -> None:
             told["on-bundle"] = "\n".join(onbundle.variables(verdict, bundle, run_name).values())
 
-    about = incident.JobContext(
+    about = JobContext(
         run_name="leaky",
         run_dir=run_dir,
         bundle_dir=scratch / "bundles",
@@ -320,7 +320,8 @@ def write(text: str, scratch: Path) -> Written:
     with ExitStack() as patience:  # so many secrets, in so many encodings, take seconds to find: nothing may be late
         for module, name in DEADLINES:
             patience.enter_context(patch.object(module, name, 300.0))
-        result = incident.finish(incident.take_evidence(replace(HANG, asks=False), looks, known, about, stall_s=30.0))
+        found = incident.take_evidence(replace(HANG, asks=False), looks, known, about)
+        result = publishing.finish(found.knowing(stall_s=30.0))
     told["screen"] = redactor.text(report.screen(result.verdict, bundle_path="", read_line=lambda *_: text))
     return Written(result.published.path, told)
 

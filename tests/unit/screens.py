@@ -9,7 +9,7 @@ import msgspec
 from safelaunch.cli.status_screen import screen
 from safelaunch.job.process import ProcessId
 from safelaunch.model import EarlyLook, Frame, Place
-from safelaunch.supervise.control.discover import Found, Run
+from safelaunch.supervise.control.discover import Run
 from safelaunch.supervise.control.protocol import NodeStatus, RankStatus, RunStatus
 
 NOW = 1_800_000_000.0
@@ -38,7 +38,7 @@ def run(pid: int, ranks: list[RankStatus], **known: object) -> Run:
         usual_step_s=0.05,
         history=[(ago, 10_470 - 38 * ago) for ago in range(170, -1, -10)],
     )
-    return Run(Found(Path(f"/tmp/s/r{pid}"), ProcessId(pid, 5)), msgspec.structs.replace(plain, **known))
+    return Run(Path(f"/tmp/s/r{pid}"), ProcessId(pid, 5), msgspec.structs.replace(plain, **known))
 
 
 def healthy() -> tuple[Run, ...]:
@@ -58,7 +58,7 @@ def frozen(count: int) -> tuple[Run, ...]:
 
 def several(count: int) -> tuple[Run, ...]:
     runs = [run(3000 + number, [rank(0), rank(1)], name=f"sweep-{number}") for number in range(count)]
-    lost = Run(Found(Path("/tmp/s/r9"), ProcessId(9, 5)), None, "gone: its supervisor was killed")
+    lost = Run(Path("/tmp/s/r9"), ProcessId(9, 5), None, "gone: its supervisor was killed")
     return (*runs, *frozen(64), lost)
 
 

@@ -17,7 +17,7 @@ from safelaunch.cli.api.supervisor import from_the_start
 from safelaunch.cli.api.wire import Done, Ended, FromCaller, FromSupervisor, Line, Ready, Stop, Stopping
 from safelaunch.settings.config import resolve
 from safelaunch.settings.options import OWN_OPTIONS
-from safelaunch.supervise.loop import policy_of
+from safelaunch.supervise.watch.job import policy_of
 
 IMPORTS = """
 import sys

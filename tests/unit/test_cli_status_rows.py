@@ -19,10 +19,10 @@ from safelaunch.cli import dump, status
 from safelaunch.cli.status_rows import COLUMNS, rate, rows, since, stragglers, told
 from safelaunch.job.process import ProcessId
 from safelaunch.model import Progress
-from safelaunch.supervise import live
 from safelaunch.supervise.control import discover
-from safelaunch.supervise.control.discover import Found, Run, select
+from safelaunch.supervise.control.discover import Run, select
 from safelaunch.supervise.control.protocol import DumpAnswer, NodeStatus, RankStatus, RunStatus
+from safelaunch.supervise.status import state_of
 from safelaunch.system.errors import SafelaunchError, UsageError
 
 
@@ -37,7 +37,7 @@ def test_the_nodes_of_a_job() -> None:
         NodeStatus("n2", "8-15", None, "silent", doing="watching"),
         NodeStatus("n3", "16", 12, "ended", doing="ended", trouble="rank 16 was ended by SIGKILL"),
     ]
-    shown = status.text([Run(Found(Path("/r10"), ProcessId(10, 1)), run_status(rank(0), nodes=nodes))], 0.0)
+    shown = status.text([Run(Path("/r10"), ProcessId(10, 1), run_status(rank(0), nodes=nodes))], 0.0)
     assert shown.splitlines()[-4:] == [
         "  node  ranks  step  state   doing     note",
         "  n1    0-7    1047  heard   watching  this node, leads",
@@ -70,8 +70,7 @@ def run_status(*ranks: RankStatus, **known: object) -> RunStatus:
 
 
 def run(pid: int, said: RunStatus | None = None, **known: object) -> Run:
-    found = Found(Path(f"/tmp/s/r{pid}"), ProcessId(pid, 5))
-    return replace(Run(found, said), **known)  # type: ignore[arg-type]
+    return replace(Run(Path(f"/tmp/s/r{pid}"), ProcessId(pid, 5), said), **known)  # type: ignore[arg-type]
 
 
 def cell(found: RunStatus, number: int, column: str) -> str:
@@ -91,7 +90,7 @@ def cell(found: RunStatus, number: int, column: str) -> str:
     ],
 )
 def test_the_state_of_a_rank(page: dict[str, Any], state: str) -> None:
-    assert live.state_of(msgspec.structs.replace(Progress(0, 0, 1, 0, 7, 5, "started"), **page)) == state
+    assert state_of(msgspec.structs.replace(Progress(0, 0, 1, 0, 7, 5, "started"), **page)) == state
 
 
 # --- one rank ---------------------------------------------------------------------------------------------------------

@@ -191,10 +191,10 @@ def test_a_place_that_somebody_else_has_taken(what: str, tmp: Path) -> None:
     assert run_root({}, UID) == found, "one for all"
     assert found in discover.roots({}, UID)
     run = create_run(found, os.getpid(), UID)
-    assert [one.run for one in discover.find(discover.roots({}, UID))] == [run.root.name]
+    assert [one.id for one in discover.find(discover.roots({}, UID))] == [run.root.name]
     (tmp / f"safelaunch-{UID}").rename(tmp / "gone")
     assert run_root({}, UID).name == f"safelaunch-{UID}"
-    assert [one.run for one in discover.find(discover.roots({}, UID))] == [run.root.name]
+    assert [one.id for one in discover.find(discover.roots({}, UID))] == [run.root.name]
     dies(run)
 
 

@@ -19,10 +19,10 @@ from safelaunch.supervise.cluster import channel as channels
 from safelaunch.supervise.cluster import election
 from safelaunch.supervise.cluster import session as sessions
 from safelaunch.supervise.cluster.channel import Channel
-from safelaunch.supervise.cluster.messages import Decision, Node, Question, ask_round
-from safelaunch.supervise.cluster.seen import NOTHING, Gathered, Neighbour
+from safelaunch.supervise.cluster.messages import NOTHING, Decision, Gathered, Node, Question, ask_round
 from safelaunch.supervise.cluster.store import Address, Store
 from safelaunch.supervise.cluster.where import Meeting
+from safelaunch.supervise.control.protocol import NodeStatus
 
 pytestmark = pytest.mark.torch
 VERDICT = Verdict(1, "hang", "busy-loop", "low", "It spins.", (), "", (), (), (), ())
@@ -75,7 +75,7 @@ def join(address: Address, prefix: str) -> Iterator[Callable[..., Channel]]:
         one.close()
 
 
-def until(reached: Callable[[], object], what: str, patience_s: float = 90.0) -> None:
+def until(reached: Callable[[], object], what: str = "it", patience_s: float = 90.0) -> None:
     deadline = time.monotonic() + patience_s
     while not reached():
         assert time.monotonic() < deadline, f"waited for {what}"
@@ -163,15 +163,15 @@ def test_every_node_can_be_shown_on_each(join: Callable[..., Channel]) -> None:
     for asks in (one, other):
         until(lambda: [found.step for found in again(asks)] == [None, 12], "both")  # noqa: B023
         first, second = asks.seen.around[1]
-        assert (first.host, first.ranks, first.doing, first.here) == ("host0", (0, 1), "watching", asks is one)
-        assert (second.host, second.ranks, second.trouble) == ("host2", (2, 3), "rank 3 was ended")
-        assert (second.doing, second.heard, second.here) == ("suspecting", True, asks is other)
+        assert (first.host, first.ranks, first.doing, first.here) == ("host0", "0-1", "watching", asks is one)
+        assert (second.host, second.ranks, second.trouble) == ("host2", "2-3", "rank 3 was ended")
+        assert (second.doing, second.state, second.here) == ("suspecting", "heard", asks is other)
         assert [first.leads, second.leads] == [one.seen.leads, other.seen.leads]
     other.close()
     until(lambda: again(one)[-1].doing == "ended", "its end")
 
 
-def again(one: Channel) -> tuple[Neighbour, ...]:
+def again(one: Channel) -> tuple[NodeStatus, ...]:
     """Every node, as known after now."""
     begin = time.monotonic()
     one.look_around()

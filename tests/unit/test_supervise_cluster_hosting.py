@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from test_supervise_cluster_channel import until
 
 from safelaunch.job import process
 from safelaunch.leases.ports import listening
@@ -52,13 +52,6 @@ def port() -> int:
     return next(number for number in iter(lambda: random.randrange(20_000, 32_000), 0) if number not in taken)
 
 
-def gone(one: process.ProcessId) -> bool:
-    deadline = time.monotonic() + 20.0
-    while one.is_alive() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not one.is_alive()
-
-
 @pytest.mark.torch
 @pytest.mark.parametrize("host", [pytest.param("127.0.0.1", marks=pytest.mark.rare), "localhost"])
 def test_of_two_on_one_host_the_first_starts_it(make: Callable[..., StoreHost], host: str) -> None:
@@ -85,7 +78,7 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path, stopped: bool) -> 
         if not stopped:  # else it has not even begun to import torch
             Store(Address("127.0.0.1", int(words[3])), deadline_s=STARTS_S).close()
         parent.send_signal(signal.SIGKILL)
-    assert gone(helper)
+    until(lambda: not helper.is_alive(), "its end")
 
 
 @pytest.mark.torch
@@ -113,9 +106,7 @@ def test_an_interpreter_without_torch_says_so(make: Callable[..., StoreHost], tm
     without.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
     without.chmod(0o700)
     one = make("127.0.0.1", port(), os.fspath(without))
-    deadline = time.monotonic() + 30.0
-    while not one.problem and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: one.problem, "its end")
     assert "No module named 'torch'" in one.problem
 
 

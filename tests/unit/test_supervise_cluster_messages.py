@@ -33,7 +33,6 @@ from safelaunch.supervise.cluster.evidence import (
     Shared,
     aged,
     condensed,
-    expanded,
     merged,
     received,
 )
@@ -193,7 +192,7 @@ def node(*ranks: int, world: int = 4, count: int = 50) -> Evidence:
 
 def test_evidence_travels() -> None:
     sent = node(2, 3)
-    found = expanded(condensed(sent))
+    found = received(condensed(sent))[0]
     assert found.ranks[0].flight_record == sent.ranks[0].flight_record
     assert found.ranks[1].log_tail == "x" * MOST_LOG
     assert (found.world_size, found.missing_ranks, found.stall_s) == (4, (), 2.0)  # which is for the leader to know
@@ -213,7 +212,7 @@ def test_the_members_of_a_group_travel_once_and_short(members: tuple[int, ...]) 
     chunks = condensed(replace(sent, ranks=ranks))
     assert len(msgspec.msgpack.decode(unpacked(chunks))["groups"]) == 1
     shared = Shared()
-    one, other = expanded(chunks, shared), expanded(chunks, shared)
+    one, other = (received(chunks, shared)[0] for _ in range(2))
     groups = [side.flight_record.groups["7"] for side in (*one.ranks, *other.ranks) if side.flight_record is not None]
     assert groups == [members] * 4
     assert all(found is groups[0] for found in groups), "the leader keeps it once"
@@ -235,7 +234,7 @@ def test_the_evidence_of_a_crowd_has_room() -> None:
 
 
 def test_of_long_records_the_newest_entries_travel() -> None:
-    found = expanded(condensed(node(0, count=9000)))
+    found = received(condensed(node(0, count=9000)))[0]
     assert found.ranks[0].flight_record is not None
     entries = found.ranks[0].flight_record.entries
     assert (len(entries), entries[0].seq, entries[-1].seq) == (4096, 9000 - 4096, 8999)
@@ -246,7 +245,7 @@ def test_of_a_history_of_steps_some_travel_and_the_newest_with_them() -> None:
     history = tuple((step * 1000, step) for step in range(1, 101))
     paged = Progress(sent.ranks[0].rank, 0, 4, 0, 10, 5, "torch", 100, history=history)
     ranks = (replace(sent.ranks[0], progress=paged), *sent.ranks[1:])
-    found = expanded(condensed(replace(sent, ranks=ranks))).ranks[0].progress
+    found = received(condensed(replace(sent, ranks=ranks)))[0].ranks[0].progress
     assert found is not None
     assert len(found.history) <= MOST_STEPS and found.history[-1] == history[-1]
     assert set(found.history) <= set(history)
@@ -276,7 +275,7 @@ def test_evidence_that_does_not_fit_together_is_refused() -> None:
         chunks = packed(msgspec.msgpack.encode(bad))
         assert chunks is not None
         with pytest.raises(BadMessage):
-            expanded(chunks)
+            received(chunks)
 
 
 def test_times_of_failures_travel_as_ages_so_that_no_clock_does() -> None:

@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 from safelaunch.supervise.cluster import session as sessions
 from safelaunch.supervise.cluster.election import SILENT_S
-from safelaunch.supervise.cluster.messages import Beat, Codec, Node
-from safelaunch.supervise.cluster.seen import Saying, Seen
+from safelaunch.supervise.cluster.messages import Beat, Codec, Node, Saying, Seen
 from safelaunch.supervise.cluster.session import Session
 
 PREFIX = "safelaunch/1/test"

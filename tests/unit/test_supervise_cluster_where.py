@@ -6,7 +6,7 @@ import pytest
 
 from safelaunch.job.argv import CommandLine
 from safelaunch.supervise.cluster.store import Address
-from safelaunch.supervise.cluster.where import MOST_HOSTS, Alone, Meeting, first_host, hosts_of, meeting
+from safelaunch.supervise.cluster.where import MOST_HOSTS, Alone, Meeting, hosts_of, meeting
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
 MASTER = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
@@ -98,24 +98,8 @@ def test_a_command_that_exec_starts_is_no_torchrun() -> None:
     assert "torchrun does not start this job" in where.why
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("n1", "n1"),
-        ("n1,n2", "n1"),
-        ("n[1-4]", "n1"),
-        ("n[001-016,20],login", "n001"),
-        ("rack[2,4]n[07-09]", "rack2n07"),
-        ("gpu[3]-ib.cluster,n1", "gpu3-ib.cluster"),
-        ("", ""),
-    ],
-)
-def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
-    assert first_host({"SLURM_JOB_NODELIST": nodes}) == first
-
-
 def test_the_nodes_of_a_step_are_not_those_of_the_job() -> None:
-    assert first_host({"SLURM_JOB_NODELIST": "n[1-8]", "SLURM_STEP_NODELIST": "n[3-4]"}) == "n3"
+    assert hosts_of({"SLURM_JOB_NODELIST": "n[1-8]", "SLURM_STEP_NODELIST": "n[3-4]"}) == ("n3", "n4")
 
 
 def test_steps_do_not_meet() -> None:
@@ -154,7 +138,10 @@ def test_how_many_nodes_are_awaited_and_which_one_this_is(
     [
         ("", ()),
         ("login", ("login",)),
+        ("n1,n2", ("n1", "n2")),
         ("n[1-3,7],login", ("n1", "n2", "n3", "n7", "login")),
+        ("n[008-010,20]", ("n008", "n009", "n010", "n20")),
+        ("gpu[3]-ib.cluster,n1", ("gpu3-ib.cluster", "n1")),
         ("rack[1-2]n[09-10]-ib", ("rack1n09-ib", "rack1n10-ib", "rack2n09-ib", "rack2n10-ib")),
         ("n[a-b]", ("n",)),
     ],

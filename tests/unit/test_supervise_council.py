@@ -16,13 +16,13 @@ from safelaunch.job.plan import Plan
 from safelaunch.settings.options import Settings
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.election import SILENT_S
-from safelaunch.supervise.cluster.messages import Node, Page, Result
-from safelaunch.supervise.cluster.seen import Neighbour, PeerStatus, Seen
+from safelaunch.supervise.cluster.messages import Node, Page, PeerStatus, Result, Seen
 from safelaunch.supervise.cluster.store import Address
 from safelaunch.supervise.cluster.where import Meeting
+from safelaunch.supervise.control.protocol import NodeStatus
 from safelaunch.supervise.council import SUCCEED_S, Council, Outcome
-from safelaunch.supervise.incident import JobContext
-from safelaunch.supervise.node_notices import NodeNotices
+from safelaunch.supervise.job_context import JobContext
+from safelaunch.supervise.peers import NodeNotices
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.stall import Policy
 
@@ -103,7 +103,7 @@ def test_an_incident_that_was_over_before_this_node_looked(node: Council, result
 
 
 def test_what_is_known_of_all_nodes_has_to_be_new(node: Council) -> None:
-    here = Neighbour("here", (0, 1), 7, "watching", here=True)
+    here = NodeStatus("here", "0-1", 7, doing="watching", here=True)
     say(node, around=(5.0, (here,)))
     assert node.look_around()
     assert (node.around(4.0), node.around(5.0)) == ((here,), None)

@@ -20,11 +20,10 @@ from safelaunch.capture.flight_recorder import Questions
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.model import EarlyLook, FirstWord, Place, StackSample, Thread
-from safelaunch.supervise import answer, early, early_verdict, incident, respond
+from safelaunch.supervise import answer, early, incident, respond
 from safelaunch.supervise.early import EarlyLooks, without_the_gil
-from safelaunch.supervise.incident import JobContext
-from safelaunch.supervise.kinds import FIRST_WORD, Kind
-from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.job_context import JobContext
+from safelaunch.supervise.looks import FIRST_WORD, Kind, Looks
 from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.watch.quiet import Spell
 from safelaunch.supervise.watch.stall import Policy, Status
@@ -101,7 +100,7 @@ class Job:
             job.proves.append(prove)
             return replace(job.word, proved=prove and job.word.proved)
 
-        monkeypatch.setattr(early_verdict, "ask", ask)
+        monkeypatch.setattr(answer, "ask", ask)
         about = JobContext("train", tmp_path, tmp_path, tmp_path, {}, host="here", suspects=Suspects())
         self.early = EarlyLooks(JobView(cast("Any", self.watch), about, dict, cast("Any", None)))
         self.now = self.watch.mark_s
@@ -284,17 +283,17 @@ def test_another_process_finds_the_words(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "msgspec.py").write_text("raise SystemExit('a stranger')")
     monkeypatch.chdir(tmp_path)
     evidence = with_culprit(rank(1, in_user(7, "load"), "sleep", flight=behind()), 3)
-    found = early_verdict.ask(evidence, None, tmp_path / "question")
+    found = answer.ask(evidence, None, tmp_path / "question")
     assert found.words.startswith("rank 1 is asleep in train.py:7 (load), while ranks 0,2 wait in all_reduce")
     assert (found.cause, found.places) == ("stuck-in-user-code", (Place(1, at(7, "load")),))
     computing = with_culprit(rank(1, in_user(33, "evaluate"), "run", flight=behind()), 3)
-    assert early_verdict.ask(computing, [1], tmp_path / "question").words.startswith("rank 1 is active at train.py:33")
+    assert answer.ask(computing, [1], tmp_path / "question").words.startswith("rank 1 is active at train.py:33")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["msgspec.py"]
 
 
 def test_a_process_that_fails_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_verdict, "DEADLINE_S", 0.01)
+    monkeypatch.setattr(answer, "DEADLINE_S", 0.01)
     begin = time.monotonic()
-    assert early_verdict.ask(with_culprit(rank(1), 2), None, tmp_path / "question").words == ""
+    assert answer.ask(with_culprit(rank(1), 2), None, tmp_path / "question").words == ""
     assert time.monotonic() - begin < 60
-    assert early_verdict.ask(with_culprit(rank(1), 2), None, tmp_path / "no" / "question").words == ""
+    assert answer.ask(with_culprit(rank(1), 2), None, tmp_path / "no" / "question").words == ""

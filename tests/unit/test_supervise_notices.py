@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from safelaunch.capture.pages import Worker
+from safelaunch.beacon import layout, rank
+from safelaunch.capture.pages import Noted, Worker, read_contract
 from safelaunch.model import Progress
-from safelaunch.supervise.notices import Notices
+from safelaunch.supervise.notices import Notices, elsewhere
 from safelaunch.supervise.watch.rhythm import Threshold
 from safelaunch.supervise.watch.stall import Policy
 
@@ -19,6 +21,13 @@ FRESH = Progress(0, 0, 1, 0, 10, 1, "torch")
 START = Threshold(100.0, "before the first step")
 POLICY = Policy(60.0, 100.0, 1800.0)
 ALONE: Any = SimpleNamespace(is_covered=False, why_alone="no answer", others="")
+
+
+def watching(*workers: Worker, **known: Any) -> Any:
+    """As much of a watch as is asked."""
+    roster = SimpleNamespace(workers={one.rank: one for one in workers}, pages=known.pop("pages", dict))
+    plain = {"last_progress": {}, "without_beacon": tuple, "unseen": (), "world_size": 2}
+    return SimpleNamespace(roster=roster, **{**plain, **known})
 
 
 def said(
@@ -34,14 +43,13 @@ def said(
     policy: Policy = POLICY,
 ) -> str:
     worker = Worker(0, 0, 10, 0)
-    roster = SimpleNamespace(workers={0: worker}, pages=lambda: {0: SimpleNamespace(server_up=server)})
-    watch: Any = SimpleNamespace(
-        roster=roster,
+    watch = watching(
+        worker,
+        pages=lambda: {0: SimpleNamespace(server_up=server)},
         last_progress={0: progress} if progress else {},
         without_beacon=lambda: () if beacon else (worker,),
         threshold_without_steps=lambda: limit,
         unseen=unseen,
-        world_size=2,
     )
     notices = Notices(watch, policy, 0.0, council, why=lambda pid: why)
     for now in (1.0, 19.0, 49.0, 51.0, 400.0):
@@ -78,11 +86,9 @@ def test_a_rank_that_is_only_slow_to_start_is_not_said_to_be_unwatched(capfd: py
 
 
 def test_a_beacon_that_appears_after_all_is_said(capfd: pytest.CaptureFixture[str]) -> None:
-    workers = {rank: Worker(rank, rank, 10 + rank, 0) for rank in range(2)}
-    watch: Any = SimpleNamespace(
-        roster=SimpleNamespace(workers=workers, pages=dict), last_progress={}, unseen=(), world_size=2
-    )
-    watch.without_beacon = lambda: [one for one in workers.values() if one.rank not in watch.last_progress]
+    workers = [Worker(rank, rank, 10 + rank, 0) for rank in range(2)]
+    watch = watching(*workers)
+    watch.without_beacon = lambda: [one for one in workers if one.rank not in watch.last_progress]
     notices = Notices(watch, Policy(60.0, 1e6, 1800.0), 0.0, ALONE, why=lambda pid: "bash is not Python")
     for now, seen in ((30.0, ()), (40.0, (0,)), (50.0, (0,)), (60.0, (0, 1)), (70.0, (0, 1))):
         watch.last_progress = dict.fromkeys(seen, FRESH)
@@ -108,10 +114,7 @@ def test_a_node_without_any_beacon_is_looked_at_with_the_others(
 def test_a_command_without_ranks_is_told_that_it_is_not_watched(
     capfd: pytest.CaptureFixture[str], by_torchrun: bool, progress: Progress | None, told: int
 ) -> None:
-    roster = SimpleNamespace(workers={}, pages=dict)
-    watch: Any = SimpleNamespace(
-        roster=roster, last_progress={0: progress} if progress else {}, without_beacon=lambda: (), unseen=()
-    )
+    watch = watching(last_progress={0: progress} if progress else {})
     notices = Notices(watch, Policy(60.0, 1000.0, 1800.0), 0.0, ALONE, by_torchrun=by_torchrun)
     for now in (1.0, 59.0, 61.0, 400.0):
         notices.tick(now)
@@ -120,10 +123,8 @@ def test_a_command_without_ranks_is_told_that_it_is_not_watched(
 
 def told_of_nodes(capfd: pytest.CaptureFixture[str], *unseen: tuple[int, ...], by_agent: bool = True) -> list[str]:
     """What is said of other nodes while the ranks not seen are ``unseen``, one tick after another, of a world of 4."""
-    roster = SimpleNamespace(workers={0: Worker(0, 0, 10, 0)} if by_agent else {}, pages=dict)
-    watch: Any = SimpleNamespace(
-        roster=roster, last_progress={0: FRESH}, without_beacon=lambda: (), unseen=(), world_size=4
-    )
+    workers = [Worker(0, 0, 10, 0)] if by_agent else []
+    watch = watching(*workers, last_progress={0: FRESH}, world_size=4)
     notices = Notices(watch, Policy(60.0, 1e6, 1800.0), 0.0, ALONE)
     for now, watch.unseen in enumerate(unseen, 1):
         notices.tick(9.0 * now)  # the nodes have had time to meet
@@ -138,3 +139,21 @@ def test_which_ranks_are_watched_is_told_once_and_again_when_it_changes(capfd: p
         "safelaunch: watching rank 2 of 4",
     ]
     assert told_of_nodes(capfd, (0, 1), (0, 1), by_agent=False) == [], "the others may only not have started yet"
+
+
+def test_ranks_on_another_device_than_their_own_are_named() -> None:
+    local = {8: 0, 9: 1, 10: 2}
+    assert elsewhere({8: Noted(device=0), 9: Noted(device=1), 10: Noted()}, local) == ""
+    text = elsewhere({8: Noted(device=0), 9: Noted(device=0), 10: Noted(device=0)}, local)
+    assert text.startswith("ranks 9-10 compute on cuda:0, which is not the device of the rank's LOCAL_RANK")
+
+
+def test_what_a_rank_notes_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_contract(tmp_path / "page") is None
+    monkeypatch.setattr(rank, "_batch", lambda: 16)
+    monkeypatch.setattr(rank, "_device", lambda: None)
+    rank._note_contract(str(tmp_path / "page"))
+    assert read_contract(tmp_path / "page") == Noted(16, None)
+    for damaged in (b'{"batch":-3}', b'{"device":"\xff"}', b"nonsense", b'{"device":' + b"9" * 50 + b"}"):
+        (tmp_path / f"page{layout.CONTRACT_SUFFIX}").write_bytes(damaged)
+        assert read_contract(tmp_path / "page") is None

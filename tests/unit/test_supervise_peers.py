@@ -9,16 +9,15 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from test_supervise_cluster_channel import until
 
-from safelaunch.model import AgentState, Lost, NodeEvidence
-from safelaunch.supervise.cluster.messages import Beat, Node, Page
-from safelaunch.supervise.cluster.seen import Peer, Seen
+from safelaunch.model import Lost, NodeEvidence
+from safelaunch.supervise.cluster.messages import Beat, Node, Page, Peer, Seen
 from safelaunch.supervise.cluster.store import probe
 from safelaunch.supervise.peers import agent_state, digest_of, nodes_of
 
@@ -100,18 +99,12 @@ def test_a_probe_takes_addresses_alone_and_a_refusal_for_an_answer() -> None:
 
 
 def test_how_an_agent_is() -> None:
-    def until(state: AgentState) -> None:
-        deadline = time.monotonic() + 20.0
-        while agent_state(process.pid) != state:
-            assert time.monotonic() < deadline, f"waited for {state}"
-            time.sleep(0.01)
-
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        until("running")
+        until(lambda: agent_state(process.pid) == "running")
         os.kill(process.pid, signal.SIGSTOP)
-        until("stopped")
+        until(lambda: agent_state(process.pid) == "stopped")
         process.kill()
-        until("gone")
+        until(lambda: agent_state(process.pid) == "gone")
     assert agent_state(process.pid) == "gone"
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_supervise_cluster_channel import until
 
 from safelaunch.capture.look import Target
-from safelaunch.supervise import kinds, respond
-from safelaunch.supervise.kinds import Kind
-from safelaunch.supervise.looks import Looks
+from safelaunch.supervise import looks, respond
+from safelaunch.supervise.looks import Kind, Looks
 from safelaunch.supervise.respond import Incident, JobView, look
 
 
@@ -56,7 +54,7 @@ def test_an_error_of_its_work_is_raised_where_its_result_is_taken() -> None:
         (Kind("hang", between_s=0.0), False, [6.0, 6.0]),
         (Kind("hang", between_s=0.0), True, [6.0]),
         (Kind("hang", between_s=0.0, budget_s=0.0), False, [6.0]),
-        (kinds.CRASH, False, [6.0]),
+        (looks.CRASH, False, [6.0]),
     ],
     ids=["two", "cancelled", "no time for another", "crash"],
 )
@@ -81,10 +79,3 @@ def test_how_often_the_ranks_are_looked_at(
 
     assert Incident("test", work).wait(30)
     assert taken == expected
-
-
-def until(reached: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

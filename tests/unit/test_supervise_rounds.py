@@ -13,26 +13,20 @@ from typing import Any
 import pytest
 from dict_store import DictStore
 from msgspec.structs import replace
+from test_supervise_cluster_channel import until
 
 from safelaunch.model import BundlePlace, Evidence, Frame, Progress, RankEvidence, RankException
 from safelaunch.model.recording import RankRecord, Recording
 from safelaunch.supervise import rounds as module
 from safelaunch.supervise.cluster import channel as channels
 from safelaunch.supervise.cluster.channel import Channel
-from safelaunch.supervise.cluster.messages import Node, Question
-from safelaunch.supervise.cluster.seen import PeerStatus
+from safelaunch.supervise.cluster.messages import Node, PeerStatus, Question
 from safelaunch.supervise.cluster.store import Address, StoreError
 from safelaunch.supervise.cluster.where import Meeting
 from safelaunch.supervise.crash import notes_of, own_failure
-from safelaunch.supervise.incident import Agreement, JobContext
-from safelaunch.supervise.rounds import Rounds, others_of, recordings_of
-
-
-def until(reached: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 60.0
-    while not reached():
-        assert time.monotonic() < deadline, f"waited for {what}"
-        time.sleep(0.01)
+from safelaunch.supervise.job_context import JobContext
+from safelaunch.supervise.publishing import Agreement
+from safelaunch.supervise.rounds import LARGEST_TEXT, Rounds, apart, others_of, recordings_of, small_files
 
 
 class Job:
@@ -250,15 +244,12 @@ def test_a_node_that_is_stopped_ends_the_search(job: Job) -> None:
 
 
 def test_who_has_met_nobody_or_lost_them_judges_alone(job: Job) -> None:
-    alone = Rounds(Channel(Node("", "here", 1, "0.1", "2.13")), job_about(job), lambda: (), "kill")
+    about = JobContext("train", job.place, job.place, job.place, {}, host="here")
+    alone = Rounds(Channel(Node("", "here", 1, "0.1", "2.13")), about, lambda: (), "kill")
     assert alone.crash(crashed(0, 1)) == Agreement()
     leader, _ = job.meet()
     job.lose()
     assert leader.crash(crashed(0, 1)).verdict is None
-
-
-def job_about(job: Job) -> JobContext:
-    return JobContext("train", job.place, job.place, job.place, {}, host="here")
 
 
 def test_a_crash_of_an_earlier_attempt_is_not_taken_for_this_one(job: Job) -> None:
@@ -385,3 +376,42 @@ def test_where_nobody_is_heard_nobody_is_asked(job: Job) -> None:
         assert answers(Event()).is_complete and job.channels[0].beat.asks is None
     job.lose()
     assert not alone.of_several
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name, content in {
+        "node/a/resources.json": "{}",
+        "node/a/kernel_log.txt": "x" * LARGEST_TEXT + "end",
+        "node/a/gpus.json": "x" * (LARGEST_TEXT + 1),
+        "node/a/beacon.log": "no",
+        "ranks/3/flight_recorder.pickle": "p" * 10,
+        "ranks/4/flight_recorder.pickle": "q" * 10,
+        "ranks/3/stack.txt": "no",
+        "verdict.json": "{}",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return tmp_path
+
+
+def test_what_is_small_travels_and_of_a_log_the_end(root: Path) -> None:
+    found = small_files(root, records=True)
+    recorders = {f"ranks/{rank}/flight_recorder.pickle" for rank in (3, 4)}
+    assert set(found) == {"node/a/resources.json", "node/a/kernel_log.txt", *recorders}
+    assert len(found["node/a/kernel_log.txt"]) == LARGEST_TEXT
+    assert found["node/a/kernel_log.txt"].endswith(b"end")
+    assert set(small_files(root, records=False)) == {"node/a/resources.json", "node/a/kernel_log.txt"}
+    assert small_files(root / "none", records=True) == {}
+
+
+def test_recorders_travel_as_long_as_there_is_room(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_PICKLES", 15)
+    assert [name for name in small_files(root, records=True) if "pickle" in name] == ["ranks/3/flight_recorder.pickle"]
+
+
+def test_nodes_of_one_host_name_are_kept_apart() -> None:
+    assert apart("node/a/x.json", 2, {"a"}) == "node/a-2/x.json"
+    assert apart("node/b/x.json", 2, {"a"}) == "node/b/x.json"
+    assert apart("ranks/1/flight_recorder.pickle", 2, {"a", "1"}) == "ranks/1/flight_recorder.pickle"

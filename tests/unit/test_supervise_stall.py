@@ -25,12 +25,12 @@ from safelaunch.job.process import identify
 from safelaunch.model import Evidence
 from safelaunch.settings.options import Settings
 from safelaunch.supervise.answer import Judged
-from safelaunch.supervise.cluster.messages import Page
-from safelaunch.supervise.cluster.seen import Seen
+from safelaunch.supervise.cluster.messages import Page, Seen
 from safelaunch.supervise.council import Council
-from safelaunch.supervise.incident import Agreement, Collected, JobContext, Report, Timeline
-from safelaunch.supervise.kinds import HANG
-from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.incident import Collected, Timeline
+from safelaunch.supervise.job_context import JobContext
+from safelaunch.supervise.looks import HANG, Looks
+from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.stall import StallCase, _Suspicion
 from safelaunch.supervise.watch.job import Glance, Watch
@@ -178,8 +178,8 @@ def writing(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return None
 
     monkeypatch.setattr("safelaunch.supervise.incident.with_nccl", lambda found, **_: found)
-    monkeypatch.setattr("safelaunch.supervise.incident.discard", lambda _: found.append("discarded"))
-    monkeypatch.setattr("safelaunch.supervise.incident.finish", finish)
+    monkeypatch.setattr("safelaunch.supervise.incident.Collected.discard", lambda _: found.append("discarded"))
+    monkeypatch.setattr("safelaunch.supervise.publishing.finish", finish)
     job.council.channel.seen = Seen(why="one node")
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_supervise_watch_threshold import BOUNDS, train, watched
+from test_supervise_watch_job import BOUNDS, train, watched
 
 from safelaunch.supervise.watch import quiet
 from safelaunch.supervise.watch.quiet import (
@@ -25,13 +25,14 @@ TICK_S = 0.25
 
 
 class Job:
-    """Ticks a job's quiet; ``looks`` are the times of the early looks, since the last mark."""
+    """Ticks a job's quiet, from its first step on; ``looks`` are the times of the early looks, since the last mark."""
 
     def __init__(self, longest_s: float = 0.1, stage: Stage = "steps") -> None:
         self.now = self.mark_s = 1000.0
         self.quiet = Quiet()
         self.longest_s, self.stage = longest_s, stage
         self.looks: list[float] = []
+        self.step()
 
     def spell(self, *, made: bool = True) -> Spell:
         known_s = self.longest_s if self.stage == "steps" else 0.0
@@ -65,14 +66,12 @@ def first_look(job: Job) -> float:
 )
 def test_it_comes_after_a_few_of_the_longest_steps(longest_s: float, after_s: float) -> None:
     job = Job(longest_s)
-    job.step()
     assert after_s <= first_look(job) <= after_s + TICK_S
 
 
 @pytest.mark.parametrize("stage", ["start", "first steps"])
 def test_without_a_usual_step_it_comes_a_little_later(stage: Stage) -> None:
     job = Job(stage=stage)
-    job.step()
     assert UNKNOWN_S <= first_look(job) <= UNKNOWN_S + TICK_S
 
 
@@ -85,7 +84,6 @@ def test_a_job_that_steps_is_never_looked_at() -> None:
 
 def test_looks_at_one_spell_follow_at_growing_distances() -> None:
     job = Job()
-    job.step()
     first, second, third = job.wait(60)
     assert (first, second, third) == pytest.approx((LEAST_S, GROWTH * LEAST_S, GROWTH**2 * LEAST_S), abs=1.0)
 
@@ -104,7 +102,6 @@ def test_an_evaluation_of_each_epoch_is_looked_at_once() -> None:
 
 def test_a_spell_of_long_ago_is_forgotten() -> None:
     job = Job()
-    job.step()
     job.wait(100)
     job.step()
     assert job.wait(100) == []
@@ -116,7 +113,6 @@ def test_a_spell_of_long_ago_is_forgotten() -> None:
 
 def test_how_long_a_start_takes_says_nothing_about_training() -> None:
     job = Job(stage="start")
-    job.step()
     job.wait(50)
     job.stage = "first steps"
     job.step()
@@ -129,7 +125,6 @@ def test_how_long_a_start_takes_says_nothing_about_training() -> None:
 def test_quiet_that_was_announced_does_not_count() -> None:
     """A pause, a phase with a timeout, nobody to judge: the peers' marks are as old as it lasted when it is over."""
     job = Job()
-    job.step()
     assert job.wait(100, judged=False) == []
     begin_s = job.now
     looks = job.wait(20)
@@ -138,7 +133,6 @@ def test_quiet_that_was_announced_does_not_count() -> None:
 
 def test_where_the_clock_was_started_again_no_spell_ended_by_itself() -> None:
     job = Job()
-    job.step()
     job.wait(60)
     job.step(made=False)
     assert first_look(job) == pytest.approx(LEAST_S, abs=1.0)
@@ -212,7 +206,6 @@ def test_when_a_job_counts_as_frozen(usual_s: float, longest_s: float, quiet_s: 
 
 def test_an_evaluation_as_long_as_the_last_one_is_not_frozen() -> None:
     job = Job(longest_s=0.1)
-    job.step()
     job.wait(20.0)
     assert quiet.frozen_s(job.quiet, job.spell(), job.now)
     job.step()
@@ -224,7 +217,6 @@ def test_an_evaluation_as_long_as_the_last_one_is_not_frozen() -> None:
 
 def test_time_that_a_rank_has_asked_for_is_not_counted() -> None:
     job = Job(longest_s=0.1)
-    job.step()
     job.wait(20.0, judged=False)
     job.wait(1.0)
     assert not quiet.frozen_s(job.quiet, job.spell(), job.now)

@@ -80,7 +80,7 @@ WRITERS = {
     "bundle.reading.rundirs": "copies of dumps, to read them",
     "job.process": "an errno, and a go, through pipes",
     "supervise.early": "early looks, already cleaned, for status",
-    "supervise.early_verdict": "evidence, already cleaned, for a process of ours, and its answer through a pipe",
+    "supervise.answer": "evidence, already cleaned, for a process of ours, and its answer through a pipe",
     "leases.*": "locks and who holds them: a command line that redact_argv has cleaned",
     "bundle.reading.locate": "unpacks somebody's bundle to read it",
     "beacon.*": "inside the ranks: what they say, before anything is taken out",

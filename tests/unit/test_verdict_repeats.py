@@ -11,7 +11,7 @@ from evidence import MODULE, SITE, at, in_c10d, job, rank
 from msgspec import UNSET, structs
 
 from safelaunch.model import Evidence, Frame, RankException, RankExit
-from safelaunch.supervise.recall import blamed_in
+from safelaunch.supervise.publishing import blamed_in
 from safelaunch.verdict.diagnose import diagnose
 
 SYNCHRONIZE = Frame(f"{SITE}/torch/cuda/__init__.py", 1108, "synchronize")

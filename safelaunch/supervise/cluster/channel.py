@@ -16,8 +16,7 @@ from typing import Any
 from msgspec import structs
 
 from safelaunch.supervise.cluster.hosting import StoreHost
-from safelaunch.supervise.cluster.messages import Beat, Codec, Decision, Node, Round, node_count
-from safelaunch.supervise.cluster.seen import Saying, Seen
+from safelaunch.supervise.cluster.messages import Beat, Codec, Decision, Node, Round, Saying, Seen, node_count
 from safelaunch.supervise.cluster.session import CROWD, GOODBYE_S, Session
 from safelaunch.supervise.cluster.store import CONNECT_S, Store, StoreError, ValueTooLarge
 from safelaunch.supervise.cluster.where import Meeting

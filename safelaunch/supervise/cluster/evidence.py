@@ -27,8 +27,7 @@ from safelaunch.model import (
 )
 from safelaunch.model.entries import Entries, Kinds
 from safelaunch.model.evidence import all_nodes
-from safelaunch.supervise.cluster.messages import MOST_OF_NODE, MOST_RANKS, BadMessage, packed, unpacked
-from safelaunch.system.decoding import from_msgpack
+from safelaunch.supervise.cluster.messages import MOST_OF_NODE, MOST_RANKS, BadMessage, packed, parsed, unpacked
 
 MOST_ENTRIES = 4096  # of a rank
 MOST_LOG = 8 << 10  # characters
@@ -138,22 +137,16 @@ def _thinned(progress: Progress | None) -> Progress | None:
     return replace(progress, history=progress.history[::-1][::every][::-1])
 
 
-def expanded(chunks: list[bytes], shared: Shared | None = None) -> Evidence:
-    """Raises BadMessage for what ``condensed`` did not make."""
-    return received(chunks, shared)[0]
-
-
 def received(chunks: list[bytes], shared: Shared | None = None) -> tuple[Evidence, dict[str, bytes]]:
-    """The evidence, and the files of the bundle that came with it. Raises BadMessage.
+    """The evidence, and the bundle's files that came with it. Raises BadMessage for what ``condensed`` has not made.
 
     ``shared``: one for all nodes.
     """
-    shared = shared or Shared()
+    shared, found = shared or Shared(), parsed(unpacked(chunks), _Travelling)
     try:
-        found = from_msgpack(unpacked(chunks), _Travelling)
         groups = [shared.members(runs) for runs in found.groups[:MOST_GROUPS]]
         records = {rank: _record(columns, groups, shared.kinds) for rank, columns in found.records.items()}
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError, IndexError, ValueError) as error:
+    except (IndexError, OverflowError, ValueError) as error:
         raise BadMessage(str(error)) from error
     numbers = [rank.rank for rank in found.rest.ranks]
     if len(set(numbers)) != len(numbers) or not all(0 <= number < MOST_RANKS for number in numbers):

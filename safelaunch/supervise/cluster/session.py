@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from msgspec import structs
 
+from safelaunch.model import format_ranks
 from safelaunch.supervise.cluster.election import QUIET_S, SILENT_S, Given, Hearing, Leader, Succession
 from safelaunch.supervise.cluster.messages import (
     MOST_MEMBERS,
@@ -23,13 +24,18 @@ from safelaunch.supervise.cluster.messages import (
     Beat,
     Codec,
     Decision,
+    Gathered,
     Members,
     Node,
     Page,
+    Peer,
+    PeerStatus,
     Round,
+    Saying,
+    Seen,
 )
-from safelaunch.supervise.cluster.seen import Gathered, Neighbour, Peer, PeerStatus, Saying, Seen
 from safelaunch.supervise.cluster.store import LARGEST_VALUE, Store
+from safelaunch.supervise.control.protocol import NodeStatus
 
 ANSWER_S = 15.0  # the store's only thread may be resolving a name
 GOODBYE_S = 1.0
@@ -73,7 +79,7 @@ class Session:
         self._members_bytes, self._edition = b"", 0
         self._page: Page | None = None
         self._page_s = 0.0
-        self._around: tuple[float, tuple[Neighbour, ...]] = (0.0, ())
+        self._around: tuple[float, tuple[NodeStatus, ...]] = (0.0, ())
         self._quiet_since: dict[int, float] = {}
         self._submitted: dict[str, tuple[Round, int]] = {}  # by kind, what is in the store, and its chunks
         self._gathered: dict[str, dict[int, tuple[Round, list[bytes]]]] = {}
@@ -243,18 +249,18 @@ class Session:
         self, saying: Saying, page: Page, beats: Mapping[int, Beat], heard: Mapping[int, Beat], now: float
     ) -> None:
         if saying.looks_around:
-            self._around = now, self._neighbours(page, beats, heard)
+            self._around = now, self._all_nodes(page, beats, heard)
 
-    def _neighbours(self, page: Page, beats: Mapping[int, Beat], heard: Mapping[int, Beat]) -> tuple[Neighbour, ...]:
+    def _all_nodes(self, page: Page, beats: Mapping[int, Beat], heard: Mapping[int, Beat]) -> tuple[NodeStatus, ...]:
         self._learn(sorted(beats.keys() - self._known.keys()))
         heard_ranks = {rank for beat in heard.values() for rank in beat.ranks}
         return tuple(
-            Neighbour(
+            NodeStatus(
                 host=self._known[slot].host,
-                ranks=beat.ranks,
+                ranks=format_ranks(beat.ranks),
                 step=beat.step if beat.step >= 0 else None,
+                state="ended" if beat.doing == "ended" else "heard" if slot in heard else "silent",
                 doing=beat.doing,
-                heard=slot in heard,
                 leads=slot == page.leader,
                 here=slot == self._slot,
                 trouble=beat.trouble,

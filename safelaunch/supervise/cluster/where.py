@@ -108,7 +108,8 @@ def meeting(command: CommandLine | None, environ: Mapping[str, str], named: str 
         return agents
     host, port = _host_and_port(named)
     if not host:
-        host = agents.host if isinstance(agents, Address) else first_host(environ) or environ.get("MASTER_ADDR", "")
+        first = next(iter(hosts_of(environ)), environ.get("MASTER_ADDR", ""))
+        host = agents.host if isinstance(agents, Address) else first
     address = Address(host, int(port)) if host else None
     if address is None:
         return Alone(f"--cluster-store {named} names no host, and the job's first host is unknown")
@@ -136,15 +137,10 @@ def _scheduled_port(environ: Mapping[str, str]) -> str | None:
     return found[1] if found is not None and 0 < int(found[1]) < 65536 else None
 
 
-def first_host(environ: Mapping[str, str]) -> str:
-    """The step's first node in Slurm, from a list such as ``rack[1-2]n[001-016,20],login``; empty elsewhere."""
-    nodes = next((environ[name] for name in NODE_LISTS if environ.get(name)), "")
-    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first is not None else ""
-
-
 def hosts_of(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """All nodes of the step in Slurm, from such a list; empty elsewhere, and where the list is none."""
+    """All nodes of the step in Slurm, from a list such as ``rack[1-2]n[001-016,20],login``; empty elsewhere, and where
+    the list is none.
+    """
     nodes = next((environ[name] for name in NODE_LISTS if environ.get(name)), "")
     found: list[str] = []
     for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodes):

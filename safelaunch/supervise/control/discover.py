@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -21,38 +21,27 @@ ASK_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A run directory and its supervisor (None: its owner file is missing or unreadable).
+class Run:
+    """A run directory and its supervisor (None: its owner file is missing or unreadable), and what that has answered.
 
     ``supervisor`` is valid in its own pid namespace; ``alive``: some process, in any namespace, holds the directory.
+    ``status`` None: not asked, or no answer, for the reason in ``problem``.
     """
 
     directory: Path
     supervisor: ProcessId | None
-    alive: bool = True
-
-    @property
-    def run(self) -> str:
-        return self.directory.name
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A run and its supervisor's answer. ``status`` None: no answer, for the reason in ``problem``."""
-
-    found: Found
     status: RunStatus | None = None
     problem: str = ""
     alive: bool = True
 
     @property
     def id(self) -> str:
-        return self.found.run
+        return self.directory.name
 
     @property
     def pid(self) -> int | None:
         """The supervisor's pid."""
-        return self.found.supervisor.pid if self.found.supervisor is not None else None
+        return self.supervisor.pid if self.supervisor is not None else None
 
     @property
     def name(self) -> str:
@@ -76,11 +65,11 @@ def roots(environ: Mapping[str, str], uid: int) -> tuple[Path, ...]:
     return tuple(path for path in dict.fromkeys(candidates) if is_private(path, uid))
 
 
-def find(places: Sequence[Path]) -> tuple[Found, ...]:
+def find(places: Sequence[Path]) -> tuple[Run, ...]:
     """Every run directory below ``places``, including those of dead runs, oldest first."""
-    found = [Found(entry, _owner(entry), is_held(entry)) for place in places for entry in place.glob("r[0-9]*")]
+    found = [Run(entry, _owner(entry), alive=is_held(entry)) for place in places for entry in place.glob("r[0-9]*")]
     # Start times count from boot, so they give the supervisors' order.
-    return tuple(sorted(found, key=lambda item: (item.supervisor.start_ticks if item.supervisor else 0, item.run)))
+    return tuple(sorted(found, key=lambda item: (item.supervisor.start_ticks if item.supervisor else 0, item.id)))
 
 
 def _owner(directory: Path) -> ProcessId | None:
@@ -97,28 +86,28 @@ def look(places: Sequence[Path], *, deadline_s: float = STATUS_DEADLINE_S) -> tu
     if not found:
         return ()
     with ThreadPoolExecutor(min(ASK_AT_ONCE, len(found))) as pool:
-        runs = list(pool.map(lambda item: _ask(item, deadline_s), found))
-    return tuple(run for run in runs if run.found.directory.exists())
+        runs = list(pool.map(lambda run: _asked(run, deadline_s), found))
+    return tuple(run for run in runs if run.directory.exists())
 
 
-def _ask(found: Found, deadline_s: float) -> Run:
-    supervisor = found.supervisor
+def _asked(run: Run, deadline_s: float) -> Run:
+    supervisor = run.supervisor
     if supervisor is None:
-        return Run(found, problem="starting, or not a run directory: it has no owner file", alive=found.alive)
-    if not found.alive:
-        return Run(found, problem="gone: its supervisor was killed; the next run removes its directory", alive=False)
-    path = RunPaths(found.directory).control
+        return replace(run, problem="starting, or not a run directory: it has no owner file")
+    if not run.alive:
+        return replace(run, problem="gone: its supervisor was killed; the next run removes its directory")
+    path = RunPaths(run.directory).control
     if not path.exists():
-        return Run(found, problem="starting, or without a control socket: see its first messages")
+        return replace(run, problem="starting, or without a control socket: see its first messages")
     try:
-        return Run(found, from_json(ask(path, Request("status"), deadline_s=deadline_s), RunStatus))
+        return replace(run, status=from_json(ask(path, Request("status"), deadline_s=deadline_s), RunStatus))
     except msgspec.DecodeError as error:
-        return Run(found, problem=f"it runs under another version of safelaunch: {error}")
+        return replace(run, problem=f"it runs under another version of safelaunch: {error}")
     except SafelaunchError as error:
         # The supervisor no longer listens: its guardian holds the directory.
         if isinstance(error.__cause__, ConnectionRefusedError) and not supervisor.is_alive():
-            return Run(found, problem="gone: its supervisor was killed; its guardian ends the job", alive=False)
-        return Run(found, problem=_why_silent(found.directory, supervisor, error.message))
+            return replace(run, problem="gone: its supervisor was killed; its guardian ends the job", alive=False)
+        return replace(run, problem=_why_silent(run.directory, supervisor, error.message))
 
 
 def _why_silent(directory: Path, supervisor: ProcessId, said: str) -> str:
@@ -152,11 +141,8 @@ def describe(runs: Sequence[Run]) -> str:
     """The existing runs, for an error's last line."""
     if not runs:
         return "You have no runs on this node."
-    return f"Your runs: {', '.join(map(_with_directory, runs))}."
-
-
-def _with_directory(run: Run) -> str:
-    return f"{run.id} ({run.name} in {run.status.cwd})" if run.status is not None else run.label
+    named = [f"{run.id} ({run.name} in {run.status.cwd})" if run.status is not None else run.label for run in runs]
+    return f"Your runs: {', '.join(named)}."
 
 
 def our_roots() -> tuple[Path, ...]:

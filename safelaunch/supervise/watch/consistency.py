@@ -2,16 +2,25 @@
 
 Only tensors that are known to be replicated are compared: those of DDP, and those of DTensors along replicated
 dimensions. Each kind of finding is made once.
+
+On several nodes, checks travel to the one that compares those of all: typed, bounded, and no more than it needs.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Annotated, Literal
 
-from safelaunch.capture.checks import Check
+import msgspec
+from msgspec import Meta
+
+from safelaunch.capture.checks import MOST_TENSORS, About, Check
 from safelaunch.model import Inconsistency, rank_words
+from safelaunch.supervise.cluster.messages import MOST_RANKS, BadMessage, Message, packed, parsed, unpacked
 
 KEPT = 64  # positions of a series that wait for the last rank
 FEWEST_LOSSES = 20
@@ -255,3 +264,179 @@ def _bad_loss(checks: Mapping[int, Check], unix_s: float) -> Inconsistency | Non
     ranks = tuple(sorted(rank for rank, at in starts.items() if at == step))
     words = f"loss: not finite on {rank_words(ranks)} since step {step}"
     return Inconsistency("loss", unix_s, step=step, ranks=ranks, words=words)
+
+
+# --- checks as they travel --------------------------------------------------------------------------------------------
+
+
+MOST_BYTES, LEAST_BYTES, MOST_OF_ALL = 256 << 10, 8 << 10, 16 << 20  # of one node; of all, whom one node reads
+MOST_POSITIONS = 32
+MOST_FOUND = 16
+
+_Rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
+_Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
+_Since = Annotated[int, Meta(ge=-1, lt=1 << 48)]
+_Name = Annotated[str, Meta(max_length=1000)]
+_Indexes = Annotated[tuple[_Count, ...], Meta(max_length=MOST_TENSORS)]
+
+
+class _About(Message, frozen=True):
+    key: _Name
+    kind: Literal["parameters", "buffers"]
+    every: _Count
+    groups: tuple[Annotated[tuple[_Rank, ...], Meta(max_length=MOST_RANKS)], ...]
+    tensors: Annotated[tuple[tuple[_Name, _Count], ...], Meta(max_length=MOST_TENSORS)]
+
+
+class _Check(Message, frozen=True):
+    """``about``, ``prints``: numbers in ``_Shared``. ``bad_since``: of the sentinel; -1: its gradients were finite."""
+
+    rank: _Rank
+    position: _Count
+    about: _Count
+    prints: _Count
+    bad_values: _Indexes = ()
+    bad_gradients: _Indexes = ()
+    bad_since: _Since = -1
+    losses: Annotated[tuple[tuple[_Count, float], ...], Meta(max_length=64)] = ()
+    rounds: _Count = 0
+
+
+class _Shared(Message, frozen=True):
+    abouts: tuple[_About, ...]
+    prints: tuple[bytes, ...]
+    checks: tuple[_Check, ...]
+
+
+class Found(Message, frozen=True):
+    """What is wrong in the checks of all nodes. ``stops``: the job is ended for it; ``place``: where the bundle is."""
+
+    found: Annotated[tuple[Inconsistency, ...], Meta(max_length=MOST_FOUND)] = ()
+    stops: bool = False
+    place: Annotated[str, Meta(max_length=4096)] = ""
+
+
+def share_of(nodes: int) -> int:
+    """How many bytes each of so many nodes may send at a time."""
+    return max(LEAST_BYTES, min(MOST_BYTES, MOST_OF_ALL // max(nodes, 1)))
+
+
+def encode(checks: Iterable[Check], share: int) -> bytes:
+    """The newest checks of a node's ranks. Those of a rank that bears another number in its job stay here.
+
+    Where tensors are too many, neighbours with the same replicas share one fingerprint, and a name that tells from
+    which to which.
+    """
+    mine = [one for one in checks if one.about.rank in (one.rank, -1)]
+    moments = sorted({one.moment for one in mine})[-MOST_POSITIONS:]
+    width = 1
+    while True:
+        kept = set(moments)
+        chunks = packed(_packed([one for one in mine if one.moment in kept], width), share)
+        if chunks is not None:
+            return b"".join(chunks)
+        if len(moments) > 1:
+            moments = moments[len(moments) // 2 :]
+        elif width > MOST_TENSORS:
+            return b""
+        else:
+            width *= 4
+
+
+def decode(data: bytes) -> list[Check]:
+    """Raises BadMessage for what ``encode`` did not make."""
+    found = parsed(unpacked([data]), _Shared)
+    try:
+        abouts = [About(one.key, one.kind, one.every, -1, one.groups, one.tensors) for one in found.abouts]
+        if any(group >= len(one.groups) for one in abouts for _, group in one.tensors):
+            raise BadMessage("checks of an unknown group")
+        return [_check(one, abouts[one.about], found.prints[one.prints]) for one in found.checks]
+    except (IndexError, struct.error) as error:
+        raise BadMessage(str(error)) from error
+
+
+def _check(one: _Check, about: About, prints: bytes) -> Check:
+    count = len(about.tensors)
+    return Check(
+        rank=one.rank,
+        about=about,
+        position=one.position,
+        prints=struct.unpack(f"<{count}q", prints),
+        sizes=_magnitudes(count, one.bad_values),
+        gradients=_magnitudes(count, one.bad_gradients),
+        sentinel=((one.bad_since, math.nan),) if one.bad_since >= 0 else (),
+        losses=one.losses,
+        rounds=one.rounds,
+    )
+
+
+def _magnitudes(count: int, bad: Sequence[int]) -> tuple[float, ...]:
+    found = [0.0] * count
+    for number in bad:
+        found[number] = math.nan
+    return tuple(found)
+
+
+def _packed(checks: Sequence[Check], width: int) -> bytes:
+    abouts: dict[_About, int] = {}
+    prints: dict[bytes, int] = {}
+    travelling = []
+    for one in checks:
+        runs = _runs(one.about, width)
+        values = [_mixed(one.prints[begin:end]) for begin, end in runs]
+        data = struct.pack(f"<{len(values)}q", *values)
+        travelling.append(
+            _Check(
+                rank=one.rank,
+                position=one.position,
+                about=abouts.setdefault(_about(one.about, runs), len(abouts)),
+                prints=prints.setdefault(data, len(prints)),
+                bad_values=_bad(one.sizes, runs),
+                bad_gradients=_bad(one.gradients, runs),
+                bad_since=next((step for step, value in one.sentinel if not math.isfinite(value)), -1),
+                losses=_telling(one.losses),
+                rounds=one.rounds,
+            )
+        )
+    return msgspec.msgpack.encode(_Shared(tuple(abouts), tuple(prints), tuple(travelling)))
+
+
+def _telling(losses: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """The newest ones, and the first that is not finite."""
+    bad = next((one for one in losses if not math.isfinite(one[1])), None)
+    newest = tuple(losses[-32:])
+    return newest if bad is None or bad in newest else (bad, *newest)
+
+
+def _runs(about: About, width: int) -> list[tuple[int, int]]:
+    """Neighbours with the same replicas, ``width`` of them at most: from, to."""
+    runs = []
+    group: Callable[[int], int] = lambda number: about.tensors[number][1]  # noqa: E731
+    for _, found in groupby(range(len(about.tensors)), group):
+        numbers = list(found)
+        runs += [(numbers[at], numbers[min(at + width, len(numbers)) - 1] + 1) for at in range(0, len(numbers), width)]
+    return runs
+
+
+def _about(about: About, runs: Sequence[tuple[int, int]]) -> _About:
+    tensors = []
+    for begin, end in runs:
+        name, group = about.tensors[begin]
+        last = about.tensors[end - 1][0]
+        tensors.append((name[:400] if end == begin + 1 else f"{name[:400]} to {last[:400]}", group))
+    kind: Literal["parameters", "buffers"] = "buffers" if about.kind == "buffers" else "parameters"
+    return _About(about.key, kind, about.every, about.groups, tuple(tensors))
+
+
+def _mixed(prints: Sequence[int]) -> int:
+    """One fingerprint of several; of one, that one."""
+    if len(prints) == 1:
+        return prints[0]
+    mixed = 0
+    for one in prints:
+        mixed = (mixed * 0x9E3779B97F4A7C15 + one) & (1 << 64) - 1
+    return mixed - (1 << 64) if mixed >> 63 else mixed
+
+
+def _bad(values: Sequence[float], runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(n for n, (begin, end) in enumerate(runs) if not all(map(math.isfinite, values[begin:end])))

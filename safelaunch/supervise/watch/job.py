@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,13 +14,37 @@ from safelaunch.capture.look import Target
 from safelaunch.capture.pages import AgentEvent, Page, Roster, Worker
 from safelaunch.job.process import identify
 from safelaunch.model import EarlyLook, Inconsistency, Progress
-from safelaunch.supervise.watch import pulse, quiet, rhythm, stall
-from safelaunch.supervise.watch.strides import Strides
+from safelaunch.settings.options import STALL_CEILING_S, Settings
+from safelaunch.supervise.watch import quiet, rhythm, stall
 from safelaunch.supervise.watch.work import Background
 
 # Longer than this, and this many times longer than a usual step: the job was stalled.
 QUIET_S, QUIET_TIMES = 2.0, 5.0
 MISSED_S = 30.0  # after a gap, for so long what has ended may have ended during it
+
+
+def policy_of(settings: Settings) -> stall.Policy:
+    """The thresholds of a run until its rhythm is known."""
+    stall_s = settings.effective_stall_timeout_s
+    return stall.Policy(
+        stall_s=stall_s,
+        startup_s=settings.startup_timeout_s,
+        max_stall_s=max(settings.effective_max_stall_s, stall_s),
+        confirm_s=stall.confirm_after_s(stall_s),
+        stall_given=settings.stall_timeout_s is not None,
+        startup_given=settings.is_explicit("startup-timeout"),
+        max_stall_given=settings.is_explicit("max-stall"),
+        proved_s=settings.stall_timeout_s or settings.stall_floor_s,
+    )
+
+
+def bounds_of(settings: Settings) -> rhythm.Bounds | None:
+    """The bounds of the learned threshold; None if the user gave a fixed one."""
+    if settings.stall_timeout_s is not None:
+        return None
+    floor_s = settings.stall_floor_s
+    ceiling_s = max(floor_s, STALL_CEILING_S)
+    return rhythm.Bounds(floor_s, ceiling_s, min(ceiling_s, max(floor_s, settings.effective_stall_timeout_s)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +75,8 @@ class Watch:
         self.state = stall.started(now)
         self._bounds = bounds
         self._given_start = policy.startup_given
-        self._limits = pulse.Limits(policy.startup_s, policy.stall_s, bounds)
-        self._pulse = pulse.Pulse()
+        self._limits = rhythm.PulseLimits(policy.startup_s, policy.stall_s, bounds)
+        self._pulse = rhythm.Pulse()
         self._learned = rhythm.Learned()
         self.last_progress: dict[int, Progress] = {}
         self._strides: dict[int, Strides] = {}
@@ -77,7 +102,7 @@ class Watch:
             self._strides.clear()
             self.early = ()
             self._learned = rhythm.Learned()
-            self._pulse = pulse.Pulse()
+            self._pulse = rhythm.Pulse()
             self.background, self._quiet = Background(), None
             self.policy = replace(self.policy, startup_s=self._limits.startup_s, startup_given=self._given_start)
         damaged = self.roster.damaged()
@@ -153,7 +178,7 @@ class Watch:
     @property
     def is_in_loop(self) -> bool:
         """Whether a job that marks no step has called collectives for a good while."""
-        return self.has_pulse_only and pulse.is_in_loop(self._pulse, self._limits)
+        return self.has_pulse_only and self._pulse.is_in_loop(self._limits)
 
     @property
     def pulse_period_s(self) -> float:
@@ -161,7 +186,7 @@ class Watch:
 
     def hear(self, newest: Mapping[int, int], now: float) -> None:
         """Records how far the ranks' collectives are: rank → number of the newest."""
-        self._pulse = pulse.heard(self._pulse, newest, now)
+        self._pulse = self._pulse.heard(newest, now)
         given = self._given_start or (not self.learns and self.is_in_loop)  # the threshold is that of steps then
         self.policy = replace(self.policy, startup_s=self.threshold_without_steps().seconds, startup_given=given)
 
@@ -171,7 +196,7 @@ class Watch:
 
     def threshold_without_steps(self) -> rhythm.Threshold:
         """How long a job that has marked no step may currently go without a sign of progress, and why."""
-        return pulse.threshold(self._pulse, self._limits, self.cap_s)
+        return self._pulse.threshold(self._limits, self.cap_s)
 
     def _use(self, threshold: rhythm.Threshold) -> None:
         if threshold.seconds != self.policy.stall_s:
@@ -396,3 +421,41 @@ class Watch:
 def _lives(pid: int) -> bool:
     found = identify(pid)
     return found is not None and found.is_alive()
+
+
+MOST_POINTS = 128
+
+
+class Strides:
+    """When a rank marked which step. However long the job runs, at most ``most`` points are kept, the newest with them.
+
+    Full, it forgets every second point, and takes half as many from then on, so that the points stay evenly spread over
+    the steps.
+    """
+
+    __slots__ = ("_every", "_most", "_newest", "_points")
+
+    def __init__(self, most: int = MOST_POINTS) -> None:
+        self._most = most
+        self._every = 1  # so many steps apart
+        self._points = array("q")  # time, step, time, step, ...
+        self._newest = (0, 0)
+
+    def saw(self, at_ns: int, step: int) -> None:
+        """Takes what a progress page says now; most of the time, nothing is new."""
+        if at_ns <= self._newest[0]:
+            return
+        self._newest = (at_ns, step)
+        if self._points and step - self._points[-1] < self._every:
+            return
+        self._points.extend((at_ns, step))
+        if len(self._points) >= 2 * self._most:
+            pairs = [self._points[at : at + 2] for at in range(0, len(self._points), 4)]
+            self._points = array("q", [number for pair in pairs for number in pair])
+            first, last = self._points[1], self._points[-1]
+            self._every = max(2 * self._every, (last - first) // self._most)
+
+    def points(self) -> tuple[tuple[int, int], ...]:
+        """Oldest first, as ``(nanoseconds of CLOCK_MONOTONIC, step)``."""
+        kept = [(self._points[at], self._points[at + 1]) for at in range(0, len(self._points), 2)]
+        return tuple(kept if kept and kept[-1] == self._newest else [*kept, *([self._newest] if kept else [])])

@@ -1,4 +1,4 @@
-"""How long may this job go without a step? Learned from its own steps. Pure: values in, values out.
+"""How long may this job go without a step? Learned from its own steps, or, where it marks none, its collectives. Pure.
 
 What is learned is exactly what the watch thresholds: how long the slowest stepping rank's mark stands still. Ordinary
 steps go into a histogram that forgets (a curriculum, a growing batch); pauses much longer than an ordinary step are
@@ -13,7 +13,8 @@ Times are seconds of CLOCK_MONOTONIC.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import combinations
 
 import msgspec
@@ -92,6 +93,14 @@ class Threshold:
 
     seconds: float
     why: str
+
+    @property
+    def facts(self) -> dict[str, float | str]:
+        """As the evidence of an incident states it."""
+        return {"threshold_s": self.seconds, "threshold_why": self.why}
+
+
+NONE = Threshold(0.0, "")
 
 
 def learn(known: Learned, step: int, mark_s: float, now: float, *, excused: bool = False) -> Learned:
@@ -209,15 +218,9 @@ def _stands_out(known: Learned, seconds: float) -> bool:
 
 def expected(known: Learned, step: int, at_s: float) -> tuple[float, str] | None:
     """The pause that the rhythm lets expect after ``step``, made at ``at_s``: its length, and the rhythm in words."""
-    return _expected(known.pauses, known.begun_step, known.begun_s, step, at_s)
-
-
-def _expected(
-    pauses: tuple[Pause, ...], begun_step: int, begun_s: float, step: int, at_s: float
-) -> tuple[float, str] | None:
-    origin = Pause(begun_step, begun_s, 0.0)
+    origin = Pause(known.begun_step, known.begun_s, 0.0)
     best: tuple[float, str] | None = None
-    for first, second in combinations((origin, *pauses), 2):
+    for first, second in combinations((origin, *known.pauses), 2):
         lasted_s = max(first.lasted_s, second.lasted_s) if first is not origin else second.lasted_s
         if first is not origin and not 1 / 3 <= first.lasted_s / second.lasted_s <= 3:
             continue
@@ -253,7 +256,7 @@ def _second_irregular_s(known: Learned, pauses: tuple[Pause, ...]) -> float:
     irregular = []
     for number, pause in enumerate(pauses):
         before, after = pauses[:number], pauses[number + 1 :]
-        if _expected(before, known.begun_step, known.begun_s, pause.step, pause.at_s) or _leads_on(pause, after):
+        if expected(replace(known, pauses=before), pause.step, pause.at_s) or _leads_on(pause, after):
             continue
         irregular.append(pause.lasted_s)
     return sorted(irregular)[-2] if len(irregular) > 1 else 0.0
@@ -266,3 +269,83 @@ def _leads_on(pause: Pause, after: tuple[Pause, ...]) -> bool:
         for second, third in combinations(after, 2)
         if 1 / 3 <= pause.lasted_s / second.lasted_s <= 3
     )
+
+
+# --- the pulse of a job that marks no step ----------------------------------------------------------------------------
+
+
+LOOP_AFTER = 10
+LOOP_AFTER_EXPLICIT = 5
+TIMES_FLOOR = 10.0  # of the floor between steps: 600 s by default
+TIMES_LONGEST = 3.0
+LOOKS_PER_THRESHOLD = 8
+PERIOD_S = (0.5, 15.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Of a job that marks no step: are there collectives again and again, and how far apart?
+
+    A start, too, has collectives (parameters are broadcast, a dataset is prepared behind a barrier) and may then be
+    silent for long; so only a job that has called them in many looks, some time apart, is taken to be in its loop.
+
+    ``newest``: rank → the number of its newest collective; ``heard_s``: when a look first found that
+    (CLOCK_MONOTONIC). ``beats``: how many looks found a newer one on some rank. ``longest_s``: the longest wait between
+    two such looks.
+    """
+
+    newest: Mapping[int, int] = field(default_factory=dict)
+    heard_s: Mapping[int, float] = field(default_factory=dict)
+    beats: int = 0
+    longest_s: float = 0.0
+
+    @property
+    def last_s(self) -> float | None:
+        """When some rank was last found in a new collective; None: no look has found any."""
+        return max(self.heard_s.values(), default=None)
+
+    def heard(self, newest: Mapping[int, int], now: float) -> Pulse:
+        """After one more look, which found ``newest``; ranks that did not answer are left out of it."""
+        news = {rank: number for rank, number in newest.items() if number > self.newest.get(rank, -1)}
+        if not news:
+            return self
+        last_s = self.last_s
+        waited_s = 0.0 if last_s is None else now - last_s
+        heard_s = {**self.heard_s, **dict.fromkeys(news, now)}
+        return Pulse({**self.newest, **news}, heard_s, self.beats + 1, max(self.longest_s, waited_s))
+
+    def is_in_loop(self, limits: PulseLimits) -> bool:
+        """Where a --stall-timeout was given, that is to hold soon."""
+        return self.beats >= (LOOP_AFTER if limits.bounds is not None else LOOP_AFTER_EXPLICIT)
+
+    def threshold(self, limits: PulseLimits, cap_s: float | None) -> Threshold:
+        """How long the job may go without a collective, and why. ``cap_s``: see ``cap_of``."""
+        if not self.is_in_loop(limits):
+            return Threshold(limits.startup_s, "before the first step")
+        seconds = limits.least_s
+        if limits.bounds is not None:
+            seconds = min(limits.bounds.ceiling_s, max(seconds, TIMES_LONGEST * self.longest_s))
+        seconds = min(seconds, limits.startup_s, cap_s or seconds)
+        return Threshold(seconds, f"no steps; so far at least one collective every {self.longest_s:.0f} s")
+
+
+@dataclass(frozen=True, slots=True)
+class PulseLimits:
+    """In seconds. ``startup_s`` holds until the job is known to be in its loop, and bounds everything.
+
+    ``bounds``: of what is learned; None where ``stall_s`` was given (--stall-timeout).
+    """
+
+    startup_s: float
+    stall_s: float
+    bounds: Bounds | None
+
+    @property
+    def least_s(self) -> float:
+        return self.stall_s if self.bounds is None else TIMES_FLOOR * self.bounds.floor_s
+
+    @property
+    def period_s(self) -> float:
+        """How often to look: a look costs each rank's worker server a dump."""
+        least, most = PERIOD_S
+        return min(most, max(least, min(self.startup_s, self.least_s) / LOOKS_PER_THRESHOLD))

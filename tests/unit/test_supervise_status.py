@@ -14,7 +14,7 @@ from safelaunch.capture.look import Look, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.model import Gpu, GpuProcess, Gpus
 from safelaunch.supervise.looks import Looks
-from safelaunch.supervise.on_request import AGAIN_S, GpuMemory, SilentRanks, memory_by_process, words_of
+from safelaunch.supervise.status import AGAIN_S, GpuMemory, SilentRanks, memory_by_process, words_of
 from tests.nvml import stub
 
 TARGETS = tuple(Target(rank, rank, 1000 + rank, 1) for rank in range(3))

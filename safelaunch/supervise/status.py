@@ -1,0 +1,316 @@
+"""The status of a live run; and what is found out only while somebody asks for it: what silent ranks do, GPU memory.
+
+These take a moment, so threads do it: an answer has what is known by then, and the next one has the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from safelaunch.capture import gpu
+from safelaunch.capture.look import Look, RankLook, Target
+from safelaunch.capture.result import Result
+from safelaunch.job.job import Job
+from safelaunch.job.paths import working_directory
+from safelaunch.model import Gpus, Progress
+from safelaunch.supervise.control.protocol import Client, RankStatus, RunStatus
+from safelaunch.supervise.looks import Looks, look_at, main_thread
+from safelaunch.supervise.respond import JobView
+from safelaunch.supervise.watch.quiet import UNKNOWN_S, is_quiet
+from safelaunch.system.task import Task
+
+AGAIN_S = 30.0  # a rank that stays silent is looked at again after that
+GPUS_EVERY_S = 10.0
+RATE_OVER_S = 10.0
+SAMPLE_EVERY_S = 2.0
+NEWEST = 64  # points of the history of a status
+AROUND_S, AROUND_OLD_S = 1.5, 10.0  # for the other nodes' lines in an answer, and how old they may be then
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """``words``: what a rank did at ``at_s``, when its newest progress was from ``mark_s``."""
+
+    words: str
+    at_s: float
+    mark_s: float
+
+
+class SilentRanks:
+    """What silent ranks do, by a look at these alone."""
+
+    def __init__(self, look: Callable[[Sequence[Target]], Looks] = lambda targets: look_at(targets, None)) -> None:
+        self._look = look
+        self._seen: dict[int, _Sight] = {}
+        self._looking: tuple[Task[Looks], Mapping[int, float]] | None = None
+
+    @property
+    def busy(self) -> bool:
+        self._take()
+        return self._looking is not None
+
+    def ask(self, silent: Mapping[int, float], targets: Sequence[Target], now: float) -> None:
+        """Looks at those that were not seen yet. ``silent``: rank → the time of its newest progress."""
+        if self.busy:
+            return
+        new = {
+            rank: mark_s
+            for rank, mark_s in silent.items()
+            if not self.words(rank, mark_s) or now - self._seen[rank].at_s > AGAIN_S
+        }
+        wanted = [target for target in targets if target.rank in new]
+        if wanted:
+            self._looking = (Task("silent ranks", lambda: self._look(wanted)), new)
+
+    def words(self, rank: int, mark_s: float) -> str:
+        """What it does; empty where that is not known, or it has got on since."""
+        self._take()
+        sight = self._seen.get(rank)
+        return sight.words if sight is not None and sight.mark_s == mark_s else ""
+
+    def _take(self) -> None:
+        if self._looking is None or not self._looking[0].done:
+            return
+        (task, marks), self._looking = self._looking, None
+        try:
+            look = task.result().taken[-1]
+        except Exception:  # noqa: BLE001 - what a rank does is not known then, and the watch goes on
+            look = Look(0.0, 0.0)
+        at_s = time.monotonic()
+        self._seen.update({rank: _Sight(words_of(look.ranks.get(rank)), at_s, mark) for rank, mark in marks.items()})
+
+
+_HELD = {"T": "is stopped", "t": "is stopped by a tracer", "D": "is blocked in the kernel (state D)"}
+
+
+def words_of(look: RankLook | None) -> str:
+    """``waits in all_reduce at train.py:18``; what keeps it from running comes first."""
+    from safelaunch.verdict.reading.calls import torch_wait
+    from safelaunch.verdict.reading.frames import Stack, at, place, python_frames
+
+    main = look.main if look is not None else None
+    if main is None or main.state is None:
+        return "not seen"
+    kernel = main.state.main_thread
+    thread = main_thread(main)
+    stack = Stack(python_frames(thread)) if thread is not None else Stack(())
+    held = _HELD.get(kernel.state, "") if kernel is not None else ""
+    if held:
+        return f"{held}{at(stack.user_frame)}"
+    if thread is None:
+        return f"no stack: {main.stack.missing}"
+    wait = torch_wait(stack)
+    return f"waits in {wait.op}{at(stack.user_frame)}" if wait is not None else place(stack.user_frame)
+
+
+class GpuMemory:
+    """The GPU memory of processes by NVML, as it was at most some seconds ago."""
+
+    def __init__(self, ask: Callable[[], Result[Gpus]] = gpu.gpus) -> None:
+        self._ask = ask
+        self._bytes: dict[int, int] = {}
+        self._asking: Task[Result[Gpus]] | None = None
+        self._next_s: float | None = 0.0  # None: there is no driver to ask
+
+    def ask(self, now: float) -> None:
+        """Asks the driver, unless it has just answered, or is not there."""
+        self._take()
+        if self._asking is None and self._next_s is not None and now >= self._next_s:
+            self._next_s = now + GPUS_EVERY_S
+            self._asking = Task("GPU memory", self._ask)
+
+    def of(self, pid: int) -> int:
+        """What the process holds of all GPUs together; 0 where that is not known."""
+        self._take()
+        return self._bytes.get(pid, 0)
+
+    def _take(self) -> None:
+        if self._asking is None or not self._asking.done:
+            return
+        task, self._asking = self._asking, None
+        try:
+            self._bytes = memory_by_process(task.result())
+        except Exception:  # noqa: BLE001 - no GPUs, no driver, no answer
+            self._bytes, self._next_s = {}, None
+
+
+def memory_by_process(answer: Result[Gpus]) -> dict[int, int]:
+    """pid → bytes. Raises ValueError if there are no GPUs."""
+    if answer.value is None:
+        raise ValueError(answer.missing)
+    found: dict[int, int] = {}
+    for one in answer.value.gpus:
+        for process in one.processes or ():
+            found[process.pid] = found.get(process.pid, 0) + (process.size or 0)
+    return found
+
+
+# --- the answer -------------------------------------------------------------------------------------------------------
+
+
+class Statuses:
+    """Answers who asks for the status of a run. Call ``tick`` on each tick of the supervisor; nothing here blocks."""
+
+    def __init__(self, job: Job, view: JobView) -> None:
+        self._job = job
+        self._watch, self._context, self._council = view.watch, view.context, view.council
+        self._asking: list[tuple[Client, float]] = []  # since when
+        self._silent_ranks = SilentRanks()
+        self._gpu_memory = GpuMemory()
+        self._cwd = os.fspath(working_directory())
+        self._attempt = -1
+        self._samples: deque[tuple[float, dict[int, int]]] = deque()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._asking)
+
+    def ask(self, client: Client) -> None:
+        now = time.monotonic()
+        self._gpu_memory.ask(now)
+        self._silent_ranks.ask(self._silent_since(now), self._watch.targets(), now)
+        self._asking.append((client, now if self._council.look_around() else now - AROUND_S))
+        self.tick(now)
+
+    def tick(self, now: float) -> None:
+        """Answers who asks for the status: at once, or as soon as the other nodes' lines and a look are there."""
+        self._sample(now)
+        waiting = []
+        for client, since_s in self._asking:
+            unknown = self._council.around(since_s) is None or self._silent_ranks.busy
+            if unknown and now - since_s < AROUND_S:
+                waiting.append((client, since_s))
+            else:
+                client.answer(self._context.redactor.tree(msgspec.to_builtins(self.status(now))))
+        self._asking = waiting
+
+    def _sample(self, now: float) -> None:
+        """Records the steps of the last seconds, for the rate."""
+        if self._watch.roster.attempt != self._attempt:
+            self._attempt = self._watch.roster.attempt
+            self._samples.clear()
+        if self._samples and now - self._samples[-1][0] < SAMPLE_EVERY_S:
+            return
+        steps = {rank: p.step for rank, p in self._watch.last_progress.items() if p.step is not None}
+        self._samples.append((now, steps))
+        while now - self._samples[0][0] > RATE_OVER_S + SAMPLE_EVERY_S:
+            self._samples.popleft()
+
+    def status(self, now: float) -> RunStatus:
+        """The run's state at ``now`` (CLOCK_MONOTONIC, seconds)."""
+        plan, settings = self._job.plan, self._job.plan.settings
+        stepping = any(p.step is not None for p in self._watch.last_progress.values())
+        threshold = self._watch.threshold() if stepping else self._watch.threshold_without_steps()
+        threshold_s, why = round(threshold.seconds, 1), threshold.why
+        if stepping:
+            why = f"auto: {why}" if settings.stall_timeout_s is None else settings.origin("stall-timeout")
+        elif threshold_s == settings.startup_timeout_s:
+            why = f"before the first step: {settings.origin('startup-timeout')}"
+        return RunStatus(
+            run=self._context.run_dir.name,
+            name=plan.run_name,
+            supervisor_pid=os.getpid(),
+            cwd=self._cwd,
+            command=self._context.redactor.argv(plan.script),
+            started_unix_s=self._job.started_unix_s,
+            attempt=self._watch.roster.attempt,
+            world_size=self._watch.world_size,
+            watch=self._watch.state.status.value,
+            threshold_s=threshold_s,
+            threshold_why=why,
+            usual_step_s=round(self._watch.usual_step_s, 4),
+            ranks=[
+                *(self._rank(rank, p, now) for rank, p in sorted(self._watch.last_progress.items())),
+                *self._silent(),
+            ],
+            notes=[*self._watch.notes],
+            early=[*self._watch.early],
+            inconsistent=[*self._watch.inconsistent],
+            history=self._history(now),
+            job=self._council.job,
+            nodes=[*(self._council.around(now - AROUND_OLD_S) or ())],  # only answers to ``status`` ask for it
+            alone=self._council.why_alone if self._watch.unseen and not self._council.is_covered else "",
+        )
+
+    def _history(self, now: float) -> list[tuple[float, int]]:
+        stepping = [p for p in self._watch.last_progress.values() if p.step is not None]
+        slowest = min(stepping, key=lambda p: p.step or 0, default=None)
+        points = self._watch.steps_of(slowest.rank) if slowest is not None else ()
+        return [(round(max(0.0, now - at_ns / 1e9), 2), step) for at_ns, step in points[-NEWEST:]]
+
+    def _silent_since(self, now: float) -> dict[int, float]:
+        """The ranks that are silent for longer than any step, and have not said so: rank → its newest progress."""
+        usual_s = self._watch.usual_step_s
+        pages = [one for one in self._watch.last_progress.values() if not (one.paused or one.phase)]
+        ages = {one.rank: self._watch.age_s(one, now) for one in pages}
+        return {
+            one.rank: self._watch.mark_s(one)
+            for one in pages
+            if is_quiet(ages[one.rank], usual_s) or (not usual_s and ages[one.rank] > UNKNOWN_S)
+        }
+
+    def _rank(self, rank: int, progress: Progress, now: float) -> RankStatus:
+        signals = ["beacon"]
+        if progress.optimizer_steps:
+            signals.append("optimizer steps")
+        elif progress.step is not None:
+            signals.append("safelaunch.step()")
+        if self._watch.heard_s(rank) is not None:
+            signals.append("collectives")
+        pages = self._watch.roster.pages()
+        if rank in pages and pages[rank].server_up:
+            signals.append("worker server")
+        return RankStatus(
+            rank=rank,
+            pid=progress.pid,
+            state=state_of(progress),
+            step=progress.step,
+            steps_per_s=self._rate(rank, progress, now),
+            age_s=round(self._watch.age_s(progress, now), 3),
+            phase=self._context.redactor.said(progress.phase),
+            signals=", ".join(signals),
+            rss_bytes=rss_bytes(progress.pid),
+            gpu_bytes=self._gpu_memory.of(progress.pid),
+            doing=self._context.redactor.said(self._silent_ranks.words(rank, self._watch.mark_s(progress))),
+        )
+
+    def _rate(self, rank: int, progress: Progress, now: float) -> float | None:
+        then, steps = self._samples[0] if self._samples else (now, {})
+        if progress.step is None or rank not in steps or now - then < SAMPLE_EVERY_S / 2:
+            return None
+        return round((progress.step - steps[rank]) / (now - then), 3)
+
+    def _silent(self) -> list[RankStatus]:
+        return [
+            RankStatus(worker.rank, worker.pid, "no beacon", signals="none") for worker in self._watch.without_beacon()
+        ]
+
+
+# The stages that a page names, in words for the user.
+_STATES = {"started": "starting", "torch": "running", "exception": "failed"}
+
+
+def state_of(progress: Progress) -> str:
+    """What the rank is doing, by its page: ``starting``, ``running``, ``paused``, ``failed`` or ``exited``.
+
+    A rank without torch counts as running once it steps or names a phase.
+    """
+    if progress.paused:
+        return "paused"
+    runs = progress.state == "started" and (progress.step is not None or progress.phase)
+    return "running" if runs else _STATES.get(progress.state, progress.state)
+
+
+def rss_bytes(pid: int) -> int:
+    """The resident memory of a process; 0 if it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
