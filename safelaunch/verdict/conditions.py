@@ -28,9 +28,18 @@ from safelaunch.verdict.causes import (
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.innermost import Poll, StoreKey, poll_at, store_key_at
+from safelaunch.verdict.reading.innermost import (
+    LockHeld,
+    LockTaken,
+    Poll,
+    StoreKey,
+    lock_at,
+    locks_held,
+    poll_at,
+    store_key_at,
+)
 from safelaunch.verdict.reading.kernel import POLL_S, KernelWait, kernel_wait, polled_lock, wait_words
-from safelaunch.verdict.reading.source import LockHeld, LockTaken, ReadSource, lock_at, locks_held
+from safelaunch.verdict.reading.source import ReadSource
 
 
 @dataclass(frozen=True)

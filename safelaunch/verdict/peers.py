@@ -20,7 +20,7 @@ from safelaunch.verdict.exits import kernel_claim
 from safelaunch.verdict.processes import Inside
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.source import calls_method
+from safelaunch.verdict.reading.innermost import calls_method
 
 Place = tuple[str, str]  # file and function
 

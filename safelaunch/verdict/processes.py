@@ -33,8 +33,8 @@ from safelaunch.verdict.exits import signal_name
 from safelaunch.verdict.graph import Edge, Graph, Kind, Node
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading.innermost import LockHeld
 from safelaunch.verdict.reading.kernel import wait_words
-from safelaunch.verdict.reading.source import LockHeld
 
 _HELPERS = ("resource tracker", "forkserver")  # roles, as capture/proc.py tells them
 _CANNOT_RUN = ("stopped", "dead", "disk")

@@ -33,8 +33,8 @@ from safelaunch.verdict.graph import Need, Node, stuck
 from safelaunch.verdict.peers import PeerWait, line_before_c10d, peer_wait
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading.innermost import is_given_by
 from safelaunch.verdict.reading.kernel import kind_of
-from safelaunch.verdict.reading.source import is_given_by
 from safelaunch.verdict.waits import Case
 
 MOST_EDGES = 24

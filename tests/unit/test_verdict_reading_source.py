@@ -6,7 +6,9 @@ import pytest
 from evidence import C10D, MODULE, at
 
 from safelaunch.model import Frame
-from safelaunch.verdict.reading.source import LockTaken, Loop, is_given_by, lock_at, loop_left
+from safelaunch.verdict.reading.innermost import LockTaken, is_given_by, lock_at
+from safelaunch.verdict.reading.parting import loop_left
+from safelaunch.verdict.reading.source import Loop
 
 LOOP = """
 def train():

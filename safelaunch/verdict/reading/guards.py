@@ -17,7 +17,20 @@ from typing import Any
 
 from safelaunch.model import Frame
 from safelaunch.verdict.reading.frames import basename
-from safelaunch.verdict.reading.source import ReadSource, name_called, names_in, runs_aside, scope_of, text_of, tree_of
+from safelaunch.verdict.reading.source import (
+    ReadSource,
+    calls_in,
+    holds,
+    loops_around,
+    name_called,
+    names_in,
+    runs_aside,
+    scope_of,
+    spans,
+    text_of,
+    tree_in,
+    tree_of,
+)
 
 # The words of torch, accelerate, transformers, Lightning and DeepSpeed for "which process am I".
 _OF_THE_RANK = re.compile(
@@ -87,7 +100,7 @@ def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, .
     """
     found = []
     for frame, into in zip(stack, (None, *stack), strict=False):
-        guards = _guards_of_line(frame, read_source)
+        guards = [step.guard for step in reversed(way_to(frame, read_source)) if step.asks_for_rank and not step.loop]
         if any(guard.beside for guard in guards):
             called = _called_at(frame, read_source) if into is None else into.function.rpartition(".")[2]
             guards = [replace(one, test=None) if called and called in one.beside else one for one in guards]
@@ -95,15 +108,6 @@ def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, .
         if runs_aside(frame, read_source):
             break
     return tuple(found)
-
-
-def _guards_of_line(frame: Frame, read_source: ReadSource) -> list[Guard]:
-    text = read_source(frame.file)
-    return [] if not text else _in_source(text, frame.file, frame.line)
-
-
-def _in_source(text: str, file: str, line: int) -> list[Guard]:
-    return [step.guard for step in reversed(_way(text, file, line)) if step.asks_for_rank and not step.loop]
 
 
 @dataclass(frozen=True)
@@ -119,15 +123,12 @@ class Step:
 
 def way_to(frame: Frame, read_source: ReadSource) -> tuple[Step, ...]:
     """All conditions and loops around the line of ``frame``, in the order of their lines, whatever they ask for."""
-    text = read_source(frame.file)
-    return _way(text, frame.file, frame.line) if text else ()
+    return _way(read_source(frame.file) or "", frame.file, frame.line)
 
 
 @lru_cache(256)
 def _way(text: str, file: str, line: int) -> tuple[Step, ...]:
     tree = tree_of(text)
-    if tree is None:
-        return ()
     scope = scope_of(tree, line)
     names = _assigned(tree) | _assigned(scope)
     found = [
@@ -144,27 +145,25 @@ def _beside(scope: ast.AST, test: ast.expr | None, taken: bool) -> frozenset[str
     """The names of what the other branch of this ``if`` calls."""
     ifs = (node for node in ast.walk(scope) if isinstance(node, ast.If) and node.test is test)
     other = next((node.orelse if taken else node.body for node in ifs), [])
-    calls = (node.func for one in other for node in ast.walk(one) if isinstance(node, ast.Call))
-    return frozenset(map(name_called, calls))
+    return frozenset(name_called(call.func) for one in other for call in calls_in(one))
 
 
 def _called_at(frame: Frame, read_source: ReadSource) -> str:
     """The name of what the statement at the line of ``frame`` calls; "" where it is no plain call."""
-    tree = tree_of(read_source(frame.file) or "")
-    for node in ast.walk(tree) if tree is not None else ():
+    for node in ast.walk(tree_in(frame.file, read_source)):
         if not isinstance(node, (ast.Expr, ast.Assign, ast.Return)) or not isinstance(node.value, ast.Call):
             continue
-        if node.lineno <= frame.line <= (node.end_lineno or 0):
+        if spans(node, frame.line):
             return name_called(node.value.func)
     return ""
 
 
 def _loops(scope: ast.AST, file: str, line: int, names: Mapping[str, ast.expr]) -> Iterator[Step]:
     """The heads of ``for`` loops around the line: of a ``while``, the condition is on the way anyhow."""
-    for node in ast.walk(scope):
-        if isinstance(node, (ast.For, ast.AsyncFor)) and _holds(node.body, line):
-            shown = f"for {text_of(node.target)} in {text_of(node.iter)}"
-            yield Step(Guard(file, node.lineno, shown, True), asks_for_the_rank(node.iter, names), loop=True)
+    for loop in loops_around(scope, line):
+        if not isinstance(loop, ast.While) and holds(loop.body, line):
+            shown = f"for {text_of(loop.target)} in {text_of(loop.iter)}"
+            yield Step(Guard(file, loop.lineno, shown, True), asks_for_the_rank(loop.iter, names), loop=True)
 
 
 _Step = tuple[int, str, bool, "ast.expr | None"]  # line, text, taken, condition
@@ -177,7 +176,7 @@ def _on_the_way(scope: ast.AST, line: int) -> Iterator[_Step]:
             yield decorator.lineno, f"@{text_of(decorator)}", True, None
     block: Sequence[ast.stmt] | None = getattr(scope, "body", None)
     while block is not None:
-        inside = next((one for one in block if _begin(one) <= line <= (one.end_lineno or one.lineno)), None)
+        inside = next((one for one in block if holds([one], line)), None)
         for before in block:
             if inside is None or before is inside:
                 break
@@ -186,11 +185,6 @@ def _on_the_way(scope: ast.AST, line: int) -> Iterator[_Step]:
             return
         yield from _within_statement(inside, line)
         block = _inner_block(inside, line)
-
-
-def _begin(statement: ast.stmt) -> int:
-    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
-    return min([statement.lineno, *(one.lineno for one in decorators)])
 
 
 def _left_before(statement: ast.stmt) -> Iterator[_Step]:
@@ -215,13 +209,13 @@ def _leaves(block: Sequence[ast.stmt]) -> bool:
 
 def _within_statement(statement: ast.stmt, line: int) -> Iterator[_Step]:
     if isinstance(statement, ast.If):
-        if _holds(statement.body, line):
+        if holds(statement.body, line):
             yield statement.lineno, f"if {text_of(statement.test)}", True, statement.test
-        elif _holds(statement.orelse, line):
+        elif holds(statement.orelse, line):
             yield statement.lineno, f"else of if {text_of(statement.test)}", False, statement.test
         else:
             yield from _within_expression(statement.test)
-    elif isinstance(statement, ast.While) and _holds(statement.body, line):
+    elif isinstance(statement, ast.While) and holds(statement.body, line):
         yield statement.lineno, f"while {text_of(statement.test)}", True, statement.test
     elif isinstance(statement, (ast.Expr, ast.Assign, ast.Return)):
         yield from _within_expression(statement.value)
@@ -243,11 +237,7 @@ def _inner_block(statement: ast.stmt, line: int) -> Sequence[ast.stmt] | None:
     blocks = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
     blocks += [handler.body for handler in getattr(statement, "handlers", [])]
     blocks += [case.body for case in getattr(statement, "cases", [])]
-    return next((block for block in blocks if isinstance(block, list) and _holds(block, line)), None)
-
-
-def _holds(block: Sequence[ast.stmt], line: int) -> bool:
-    return bool(block) and _begin(block[0]) <= line <= (block[-1].end_lineno or 0)
+    return next((block for block in blocks if isinstance(block, list) and holds(block, line)), None)
 
 
 # --- what a condition asks for ----------------------------------------------------------------------------------------
@@ -418,15 +408,11 @@ def _named(node: ast.expr, one: Whereabouts, names: Mapping[str, ast.expr], step
     if isinstance(node, ast.Subscript):
         key = node.slice.value if isinstance(node.slice, ast.Constant) else None
         return _of_environ(key, one) if "environ" in set(_words(node.value)) else _unknown()
-    word = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-    return _of_word(word, one)
+    return _of_word(name_called(node), one)
 
 
 def _called(node: ast.Call, one: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> Any:
-    function = node.func
-    word = (
-        function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
-    )
+    word = name_called(node.func)
     if word in ("int", "str", "bool") and len(node.args) == 1:
         return _value(node.args[0], one, names, steps)
     if word == "range" and node.args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile, zip_longest
 
 from safelaunch.model import Frame
@@ -12,18 +12,22 @@ from safelaunch.verdict.reading.frames import short, spot
 from safelaunch.verdict.reading.guards import Guard, way_to
 from safelaunch.verdict.reading.source import (
     LOOPS,
+    AnyLoop,
     Loop,
     ReadSource,
     attempts_of,
     calls_at,
+    calls_in,
+    end_of,
     handler_of,
+    holds,
     ifs_with,
+    loops_around,
     loops_at,
     name_called,
     names_called_at,
     names_in,
-    scope_of,
-    tree_of,
+    scope_at,
 )
 
 _CACHES = frozenset({"cache", "lru_cache", "cached", "cached_property", "memoize"})
@@ -98,11 +102,35 @@ def loop_of_both(
 
 def _loops_with_names(frame: Frame, read_source: ReadSource) -> Iterator[tuple[Guard, set[str]]]:
     """The ``for`` loops around the line, the outermost first, each with the names of what it gives."""
-    tree = tree_of(read_source(frame.file) or "")
-    for node in ast.walk(scope_of(tree, frame.line)) if tree is not None else ():
-        if isinstance(node, (ast.For, ast.AsyncFor)) and node.lineno < frame.line <= (node.end_lineno or 0):
-            text = ast.unparse(node).split("\n")[0].rstrip(":")
-            yield Guard(frame.file, node.lineno, text, taken=True), set(names_in(node.target))
+    for loop in loops_around(scope_at(frame, read_source), frame.line):
+        if not isinstance(loop, ast.While) and loop.lineno < frame.line:
+            text = ast.unparse(loop).split("\n")[0].rstrip(":")
+            yield Guard(frame.file, loop.lineno, text, taken=True), set(names_in(loop.target))
+
+
+def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> Loop | None:
+    """The loop that ``behind`` is inside of and ``ahead`` is past, in the same function; None if there is none. Stacks
+    are innermost first.
+
+    Where they part, one function is at two lines. If one line lies in the body of a ``for`` or ``while`` and the other
+    after that loop's end, the rank has left the loop. A collective under ``if rank == 0`` inside the loop has both
+    lines inside.
+    """
+    stacks = _parted(ahead, behind)
+    if not stacks:
+        return None
+    past, inside = stacks[0][0], stacks[1][0]
+    scope, callers = scope_at(inside, read_source), ahead[len(stacks[0]) :]
+    around = loops_around(scope, inside.line)
+    left = [loop for loop in around if end_of(loop) < past.line and not attempts_of(loop)]
+    if not left or scope is not scope_at(past, read_source):
+        return None
+    again = left[0] is not around[0] or any(loops_at(caller, read_source) for caller in callers)
+    return _left(left[0], inside, again, (ast.Break,))
+
+
+def _left(loop: AnyLoop, inside: Frame, enclosed: bool, ends: tuple[type[ast.stmt], ...]) -> Loop:
+    return Loop(loop.lineno, enclosed, inside, ifs_with(ends, loop), end_of(loop))
 
 
 def loop_returned_from(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> Loop | None:
@@ -114,13 +142,12 @@ def loop_returned_from(ahead: Sequence[Frame], behind: Sequence[Frame], read_sou
         return None
     (past, *_), (caller, *below) = inner
     to_call, to_past = ({step.guard for step in way_to(one, read_source)} for one in (caller, past))
-    loops = [loop for frame in below for loop in loops_at(frame, read_source)]
-    if past.line <= caller.line or not to_call <= to_past or not loops:
+    loops = ((one, frame) for frame in below for one in loops_around(scope_at(frame, read_source), frame.line))
+    first = next(loops, None)
+    if past.line <= caller.line or not to_call <= to_past or first is None:
         return None
-    outside, first = behind[len(below) :], loops[0]
-    tree = tree_of(read_source(first.inside.file) or "")
-    ends = ifs_with((ast.Break, ast.Return), scope_of(tree, first.line), first.line) if tree is not None else ()
-    return replace(first, breaks=ends, enclosed=any(loops_at(frame, read_source) for frame in outside))
+    again = any(loops_at(frame, read_source) for frame in behind[len(below) :])
+    return _left(*first, again, (ast.Break, ast.Return))
 
 
 def _shared(one: Sequence[Frame], other: Sequence[Frame]) -> int:
@@ -154,8 +181,7 @@ def _conditions_on(stack: Sequence[Frame], read_source: ReadSource) -> Iterator[
     """Of a stack, outermost first. What counts rounds does so in a function that it is passed to as well."""
     counters = frozenset[str]()
     for frame, into in zip_longest(stack, stack[1:]):
-        tree = tree_of(read_source(frame.file) or "")
-        scope = scope_of(tree, frame.line) if tree is not None else ast.Module([], [])
+        scope = scope_at(frame, read_source)
         counters |= frozenset(_counters(scope))
         yield from _conditions(frame, into, scope, counters, read_source)
         counters = frozenset(_passed(frame, into, counters, read_source) if into is not None else ())
@@ -163,8 +189,7 @@ def _conditions_on(stack: Sequence[Frame], read_source: ReadSource) -> Iterator[
 
 def _passed(frame: Frame, into: Frame, names: frozenset[str], read_source: ReadSource) -> Iterator[str]:
     """The parameters of the function that the line calls which get one of these names."""
-    tree = tree_of(read_source(into.file) or "")
-    function = scope_of(tree, into.line) if tree is not None else None
+    function = scope_at(into, read_source)
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return
     parameters = [one.arg for one in function.args.args]
@@ -203,19 +228,15 @@ def _generated_by(given: Sequence[ast.expr]) -> Iterator[str]:
     """The names of what runs as items are asked of these arguments."""
     for one in given:
         if isinstance(one, ast.GeneratorExp):
-            yield from (
-                "<genexpr>",
-                *(name_called(call.func) for call in ast.walk(one.elt) if isinstance(call, ast.Call)),
-            )
+            yield from ("<genexpr>", *(name_called(call.func) for call in calls_in(one.elt)))
         elif isinstance(one, ast.Call):
             yield name_called(one.func)
 
 
 def _of_further_attempts(scope: ast.AST, line: int) -> Iterator[ast.ExceptHandler]:
     """Of each ``try`` around the line that ends its loop when it succeeds: what catches its failures and goes on."""
-    loops = (node for node in ast.walk(scope) if isinstance(node, LOOPS))
-    for one in (one for loop in loops for one in attempts_of(loop)):
-        if one.body[0].lineno <= line <= (one.body[-1].end_lineno or 0):
+    for one in (one for loop in loops_around(scope, line) for one in attempts_of(loop)):
+        if holds(one.body, line):
             yield from (each for each in one.handlers if not isinstance(each.body[-1], _ENDS))
 
 

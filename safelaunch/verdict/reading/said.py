@@ -12,7 +12,16 @@ from dataclasses import dataclass, replace
 
 from safelaunch.model import Frame
 from safelaunch.verdict.reading.frames import basename
-from safelaunch.verdict.reading.source import LOOPS, ReadSource, loops_around, scope_of, text_of, tree_of
+from safelaunch.verdict.reading.source import (
+    LOOPS,
+    ReadSource,
+    calls_in,
+    end_of,
+    loops_around,
+    name_called,
+    scope_at,
+    text_of,
+)
 
 _FIELD = re.compile(r"%(?:\(\w+\))?[-+ #0-9.]*[a-zA-Z]|\{[^{}]*\}")
 _LEAST = 6  # letters of a text that tells one statement from others
@@ -62,8 +71,7 @@ def left_by(frames: Iterable[Frame], read_source: ReadSource) -> Iterator[Left]:
     """Those in the functions of ``frames``."""
     seen = set()
     for frame in frames:
-        tree = tree_of(read_source(frame.file) or "")
-        scope = scope_of(tree, frame.line) if tree is not None else None
+        scope = scope_at(frame, read_source)
         if isinstance(scope, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)) and scope not in seen:
             seen.add(scope)
             yield from _in_block(scope.body, _Around(frame, getattr(scope, "end_lineno", None) or 1 << 30))
@@ -73,10 +81,9 @@ def ways_around(frames: Sequence[Frame], begin: int, read_source: ReadSource) ->
     """How a round of the loop that begins at ``begin`` may end, or compute its gradients alone, without the call that
     ``frames`` led to (innermost first; the last of them is in that loop); in words. Ways out of the loop are none.
     """
-    tree = tree_of(read_source(frames[-1].file) or "") if frames else None
-    scope = scope_of(tree, frames[-1].line) if tree is not None else None
+    scope = scope_at(frames[-1], read_source)
     loops = loops_around(scope, frames[-1].line)
-    body = next((range(one.lineno, (one.end_lineno or 0) + 1) for one in loops if one.lineno == begin), ())
+    body = next((range(one.lineno, end_of(one) + 1) for one in loops if one.lineno == begin), ())
     lefts = [
         left
         for left in left_by(frames, read_source)
@@ -84,8 +91,8 @@ def ways_around(frames: Sequence[Frame], begin: int, read_source: ReadSource) ->
     ]
     last = {left.skips: left for left in lefts if left.goes in ("continue", "behind the `try`")}
     found = [f"`{one.words}` at {basename(one.frame.file)}:{one.frame.line}" for one in last.values()]
-    calls = (node for node in ast.walk(scope) if isinstance(node, ast.Call) and node.lineno in body) if scope else ()
-    unsynced = (node.lineno for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr == "no_sync")
+    calls = (call for call in calls_in(scope) if call.lineno in body and isinstance(call.func, ast.Attribute))
+    unsynced = (call.lineno for call in calls if name_called(call.func) == "no_sync")
     return found + [f"`no_sync()` at line {line}" for line in sorted(unsynced)[:1]]
 
 
@@ -124,7 +131,7 @@ def _in_block(block: Sequence[ast.stmt], around: _Around) -> Iterator[Left]:
 def _handling(statement: ast.stmt, handler: ast.ExceptHandler, around: _Around) -> _Around:
     what = f"except {ast.unparse(handler.type)}" if handler.type is not None else "except"
     body: Sequence[ast.stmt] = getattr(statement, "body", [])
-    return replace(around, trial=range(body[0].lineno, (body[-1].end_lineno or 0) + 1), after=what)
+    return replace(around, trial=range(body[0].lineno, end_of(body[-1]) + 1), after=what)
 
 
 def _way_out(last: ast.stmt, around: _Around) -> str:
@@ -139,7 +146,7 @@ def _skipped(last: ast.stmt, around: _Around) -> Iterator[range]:
         yield around.trial
     if isinstance(last, (ast.Continue, ast.Break)) and around.loop is not None:
         begin = last if isinstance(last, ast.Continue) else around.loop
-        yield range(begin.lineno, (around.loop.end_lineno or 0) + 1)
+        yield range(begin.lineno, end_of(around.loop) + 1)
     elif isinstance(last, ast.Return):
         yield range(around.loop.lineno if around.loop is not None else last.lineno, around.end + 1)
 
