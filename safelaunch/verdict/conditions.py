@@ -6,6 +6,7 @@ it is not asked here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -77,6 +78,11 @@ class Condition:
     for_good: bool = False
     """it will not go on, whatever any other process does or sends, and no time limit ends it soon; without that, it may
     be waiting for a rank that nobody saw"""
+
+    def with_clause(self, words: str, *claims: Claim, advice: Iterable[Advice] = ()) -> Condition:
+        """The same, with something more to tell, what shows it, and what to do about it."""
+        reason, advised = f"{self.reason}; {words}", self.advice.union(advice)
+        return replace(self, reason=reason, claims=(*self.claims, *claims), advice=advised)
 
 
 def record_claim(rank: int, text: str) -> Claim:

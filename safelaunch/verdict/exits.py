@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -25,7 +24,6 @@ from safelaunch.verdict.conditions import Condition, View
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.reading import calls, failures, tracebacks
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.device_memory import shortage
 
 GONE_CAUSES = (*FAILURES, "uneven-batches")
 
@@ -287,10 +285,10 @@ def exception_condition(rank: RankEvidence, exception: RankException) -> Conditi
         claims = (claim, logged_claim(rank))
     elif told is not None:
         text += f" ({told.means})"
-    remote = remote_error(exception.text)
-    inside = fr.stack_of(rank, remote.frames).user_frame if remote is not None else None
-    if remote is not None and inside is not None:
-        process = remote.process
+    worker, remote = tracebacks.of_worker(exception.text)
+    inside = fr.stack_of(rank, remote.frames).user_frame
+    if inside is not None:
+        process = worker
         text = f"raised {exception.type} in a {process}: {one_line(remote.message or exception.message)}"
         where, frame = fr.at(inside), inside
     text, advice = text + where, frozenset[Advice]()
@@ -309,7 +307,7 @@ def logged_claim(rank: RankEvidence) -> Claim:
 
 def _essence(message: str) -> str:
     """Without what is told better elsewhere: NCCL's general words before its last error, an allocator's sizes."""
-    if shortage(message) is not None:
+    if failures.shortage(message) is not None:
         return message.partition(".")[0]
     return message.rpartition("Last error:\n")[2] or message
 
@@ -436,37 +434,3 @@ def _abort_words(rank: RankEvidence) -> str:
     if found is None:
         return ""
     return f"; it printed: {one_line(found.words)}{f' ({found.means})' if found.means else ''}"
-
-
-# --- exceptions that crossed a process boundary -------------------------------------------------------------------
-
-# torch's ExceptionWrapper, and the two pools of the standard library.
-_REMOTE = (
-    re.compile(r"Caught \w+ in (?P<who>DataLoader worker)(?: process)?(?P<number> \d+)?\.\nOriginal (?=Traceback)"),
-    re.compile(
-        r"(?P<who>)(?P<number>)(?:multiprocessing\.pool\.RemoteTraceback|concurrent\.futures\.process\._RemoteTraceback)"
-        r": \n\"\"\"\n"
-    ),
-)
-
-
-@dataclass(frozen=True)
-class RemoteError:
-    """What a worker process raised. ``frames`` innermost first; ``message``: its last line, type included."""
-
-    process: str
-    message: str
-    frames: tuple[Frame, ...]
-
-
-def remote_error(text: str) -> RemoteError | None:
-    """The traceback of a worker process inside the text of the rank's own; None where it has none."""
-    for pattern in _REMOTE:
-        begin = pattern.search(text)
-        if begin is None:
-            continue
-        inner = tracebacks.parse(text[begin.end() :].splitlines())
-        who = begin["who"].replace("DataLoader", "dataloader") or "worker process"
-        frames, message = (inner.frames, inner.message) if inner is not None else ((), "")
-        return RemoteError(f"{who}{begin['number'] or ''}", message, frames)
-    return None

@@ -31,8 +31,7 @@ from safelaunch.verdict.findings import Annotation, Branch, Finding, capital, ra
 from safelaunch.verdict.rank_state import Facts, user_stack_of
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.guards import Guard, Whereabouts, guards_of, way_to
-from safelaunch.verdict.reading.parting import Condition, Parting, loop_of_both, parting
-from safelaunch.verdict.reading.said import ways_around
+from safelaunch.verdict.reading.parting import Condition, Parting, loop_of_both, parting, ways_around
 from safelaunch.verdict.reading.source import Loop, loops_at, names_called_at
 from safelaunch.verdict.remarks import says_why
 

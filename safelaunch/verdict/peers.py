@@ -50,6 +50,11 @@ class PeerWait:
     target: int | None = None
     tag: int | None = None
 
+    @classmethod
+    def unnumbered(cls, kind: str, op: str, frame: Frame | None, claim: Claim, where: str = "") -> PeerWait:
+        """Of which no record tells group and number. ``where``: words for a place that is more than the frame's."""
+        return cls(kind, op, None, None, (op,), frame, where or f"{op} at {fr.place(frame)}", (claim,))
+
     @property
     def peer(self) -> int | None:
         """The rank that a send or receive waits for."""
@@ -74,9 +79,8 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
     seen = view.awaited.peers
     mine = view.user_frame
     if seen is not None and seen.kind == "init":
-        claim = view.stack_claim(f"{view.words} is in init_process_group")
-        text = f"init_process_group at {fr.place(mine)}"
-        return PeerWait("init", seen.op, None, None, ("init",), mine, text, (claim,))
+        found = PeerWait.unnumbered("init", seen.op, mine, view.stack_claim(f"{view.words} is in {seen.op}"))
+        return replace(found, signature=("init",))
     if seen is not None:
         entry = _entry_for(seen, pending, mine, rank)
         found = _from_entry(rank, entry, view) if entry else _from_stack(view, seen)
@@ -172,9 +176,9 @@ def _at_rest(view: View) -> PeerWait:
     what, why = "the backward pass", "as when gradients are reduced"
     if not calls.in_backward(view.stack):
         what, why = "work.wait()", "as for a call of torch.distributed"
-    where, op = f"{what} at {view.place}", "a collective"
+    where = f"{what} at {view.place}"
     claim = view.stack_claim(f"{view.words} rests in {where}, {why}")
-    return PeerWait("collective", op, None, None, (op,), view.user_frame, where, (claim,))
+    return PeerWait.unnumbered("collective", "a collective", view.user_frame, claim, where)
 
 
 def kernel_says_busy(view: View | None) -> bool:
@@ -223,10 +227,8 @@ def _called_op(rank: RankEvidence, entry: Collective) -> str:
 
 
 def _from_stack(view: View, seen: calls.TorchWait) -> PeerWait:
-    mine = view.user_frame
-    claim = view.stack_claim(f"{view.words} waits in {seen.op} at {fr.place(mine)}")
-    words = f"{seen.op} at {fr.place(mine)}"
-    return PeerWait(seen.kind, seen.op, None, None, (seen.op,), mine, words, (claim,))
+    claim = view.stack_claim(f"{view.words} waits in {seen.op} at {view.place}")
+    return PeerWait.unnumbered(seen.kind, seen.op, view.user_frame, claim)
 
 
 def _with_arguments(wait: PeerWait, view: View, alignment: Alignment) -> PeerWait:

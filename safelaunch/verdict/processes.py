@@ -274,8 +274,7 @@ class Inside:
         if kept is None or calls.TAKES_ITEM.on(view.stack.called):  # who takes from a queue has both its ends
             return own
         advice, words = kept
-        claims = (*own.claims, view.kernel_claim(words))
-        return replace(own, reason=f"{own.reason}; {words}", claims=claims, advice=own.advice | {advice})
+        return own.with_clause(words, view.kernel_claim(words), advice=[advice])
 
     def _kept_open(self, view: View) -> tuple[Advice, str] | None:
         """Who of this rank has the other end of the pipe open, where that is nobody who would use it."""
@@ -316,8 +315,7 @@ class Inside:
         takers = [one for one in (*view.beside(), *self._children) if _takes_items(one)] if lock.of_items else []
         if takers:
             who = "its worker waits" if len(takers) == 1 else f"each of its {len(takers)} workers waits"
-            reason = f"{own.reason}; {who} for the next item at {takers[0].place}"
-            return replace(own, reason=reason, advice=own.advice | {TASK_DONE})
+            return own.with_clause(f"{who} for the next item at {takers[0].place}", advice=[TASK_DONE])
         if lock.of_pool:
             return self._of_a_pool(own)
         if lock.on == "work" and others:
@@ -338,7 +336,7 @@ class Inside:
         log = f"node/{self.main.rank.host}/kernel_log.txt"
         deaths = (Claim(f"the kernel log: {line}", log) for line in self.main.rank.deaths)
         forked = self.main.stack_claim(f"processes forked by Pool._maintain_pool: {', '.join(map(str, late[:3]))}")
-        return replace(own, reason=f"{own.reason}; {words}", claims=(*own.claims, forked, *deaths))
+        return own.with_clause(words, forked, *deaths)
 
     def _along(self, edge: Edge, found: Condition) -> Condition:
         """``found`` is at the end of ``edge``: told from where the edge begins."""
@@ -449,11 +447,8 @@ def _with_dead(view: View, own: Condition, dead: Sequence[View]) -> Condition:
     else:
         words = f"{len(dead)} of its child processes are zombies"
         words += f", {one.pid}{_how_ended(one)}" if _how_ended(one) else ""
-    claims = tuple(
-        view.kernel_claim(f"child process {v.process.pid}: state Z{_how_ended(v.process)}") for v in dead[:4]
-    )
-    advice = own.advice | {DEAD_CHILD} if view.awaited.processes == "message" else own.advice
-    return replace(own, reason=f"{own.reason}; {words}", claims=own.claims + claims, advice=advice)
+    claims = (view.kernel_claim(f"child process {v.process.pid}: state Z{_how_ended(v.process)}") for v in dead[:4])
+    return own.with_clause(words, *claims, advice=[DEAD_CHILD] if view.awaited.processes == "message" else [])
 
 
 def _how_ended(process: ProcessEvidence) -> str:

@@ -199,8 +199,7 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
         words = (
             "no process that was seen has a file locked: another one has it, or a dead one left its lock file behind"
         )
-        claims = (*own.claims, Claim(words, f"ranks/{one.rank}/proc.json"))
-        return replace(own, reason=f"{own.reason}; {words}", claims=claims, advice=own.advice | {LOCK_FILE})
+        return own.with_clause(words, Claim(words, f"{one.folder}/proc.json"), advice=[LOCK_FILE])
     if len(others) != 1 or others[0][1] == one.rank:
         return own
     ((host, rank, (lock, *_)),) = others
@@ -242,8 +241,7 @@ def _locked_elsewhere(facts: Facts, one: RankFacts, own: Condition) -> Condition
 
 def _at_the_other_end(facts: Facts, one: RankFacts, own: Condition) -> Condition:
     """Whose the other end of its pipe or connection is: another rank's, or a process's of no rank."""
-    host, folder = one.evidence.host, f"ranks/{one.rank}"
-    owners = {end.pid: facts.processes.get((host, end.pid), (None, ()))[0] for end in own.ends}
+    owners = {end.pid: facts.processes.get((one.evidence.host, end.pid), (None, ()))[0] for end in own.ends}
     if len(set(owners.values())) > 1 or one.rank in owners.values():
         return own
     pid, owner = next(iter(owners.items()))
@@ -251,17 +249,12 @@ def _at_the_other_end(facts: Facts, one: RankFacts, own: Condition) -> Condition
         who = ", ".join(f"{end.pid} ({end.name})" if end.name else f"{end.pid}" for end in own.ends[:3])
         are, none = ("is process", "not one") if len(own.ends) == 1 else ("is open in processes", "none")
         words = f"the other end {are} {who}, {none} of this job's ranks"
-        return replace(own, reason=f"{own.reason}; {words}", claims=(*own.claims, Claim(words, f"{folder}/proc.json")))
+        return own.with_clause(words, Claim(words, f"{one.folder}/proc.json"))
     main = facts.ranks[owner].evidence.pid  # the children that it has forked have inherited it
+    pid = main if main in owners else pid
     words = f"the other end is rank {owner}'s"
-    claim = Claim(f"{words}, process {main if main in owners else pid}", f"{folder}/proc.json")
-    return replace(
-        own,
-        reason=f"{own.reason}; {words}",
-        awaits_message_from=main if main in owners else pid,
-        claims=(*own.claims, claim),
-        advice=own.advice | {OWED},
-    )
+    told = own.with_clause(words, Claim(f"{words}, process {pid}", f"{one.folder}/proc.json"), advice=[OWED])
+    return replace(told, awaits_message_from=pid)
 
 
 def _absent_thread(facts: Facts, one: RankFacts) -> Condition | None:
@@ -441,5 +434,4 @@ def _raised_wait(rank: RankEvidence) -> PeerWait | None:
         f"{rank.exception.type} reports what happened to a peer: {one_line(rank.exception.message)}",
         f"ranks/{rank.rank}/exception.json",
     )
-    words = f"{seen.op} at {fr.place(mine)}"
-    return PeerWait(seen.kind, seen.op, None, None, (seen.op,), mine, words, (claim,))
+    return PeerWait.unnumbered(seen.kind, seen.op, mine, claim)

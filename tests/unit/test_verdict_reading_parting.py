@@ -1,12 +1,14 @@
-"""The conditions by which one rank has come to a line and another has not."""
+"""The conditions by which one rank has come to a line and another has not; loops that one has left; what code prints as
+it goes on elsewhere.
+"""
 
 from __future__ import annotations
 
 import pytest
-from evidence import MODULE, at
+from evidence import C10D, MODULE, at
 
 from safelaunch.model import Frame
-from safelaunch.verdict.reading.parting import loop_of_both, loop_returned_from, parting
+from safelaunch.verdict.reading.parting import Left, left_by, loop_left, loop_of_both, loop_returned_from, parting
 from safelaunch.verdict.reading.source import Loop
 
 SOURCE = """\
@@ -249,3 +251,109 @@ def test_a_counter_of_rounds_is_one_where_it_is_passed_to(given: str, by_round: 
     source += f"for step in range(9):\n    log.add({given})\n    average()\n"
     found = parting((at(5, "Log.add"), at(8, "<module>")), (at(9, "<module>"),), lambda path: source)
     assert found is not None and [[one.by_round for one in way] for way in found.ways] == [[by_round], []]
+
+
+# --- a loop that one has left -----------------------------------------------------------------------------------------
+
+ROUNDS = """
+def train():
+    setup()
+    for batch in loader:
+        if rank == 0:
+            log(batch)
+        step(batch)
+    finish()
+
+def other():
+    finish()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ahead", "behind", "loop"),
+    [(8, 7, 4), (6, 7, None), (7, 8, None), (3, 7, None), (11, 7, None), (7, 7, None)],
+)
+def test_loop_left(ahead: int, behind: int, loop: int | None) -> None:
+    stacks = [(Frame(C10D, 1, "barrier"), at(line, "train"), MODULE) for line in (ahead, behind)]
+    assert loop_left(stacks[0], stacks[1], lambda path: ROUNDS) == (Loop(loop, False, MODULE) if loop else None)
+
+
+@pytest.mark.parametrize(
+    ("source", "ahead", "behind", "caller"),
+    [
+        ("for epoch in e:\n    for x in y:\n        step()\n    barrier()\n", 4, 3, None),
+        ("for x in y:\n    step()\nbarrier()\nwhile more:\n    main()\n", 3, 2, 5),
+    ],
+)
+def test_a_loop_in_a_loop(source: str, ahead: int, behind: int, caller: int | None) -> None:
+    callers = (at(caller, "<module>"),) if caller else ()
+    found = loop_left((at(ahead, "f"), *callers), (at(behind, "f"), *callers), lambda path: source)
+    assert found is not None and found.enclosed
+
+
+def test_loop_left_without_a_source() -> None:
+    stacks = [(at(line, "train"), MODULE) for line in (8, 7)]
+    assert loop_left(stacks[0], stacks[1], lambda path: None) is None
+    assert loop_left(stacks[0], stacks[1], lambda path: "def broken(:") is None
+
+
+# --- where code goes on elsewhere, and what it prints -----------------------------------------------------------------
+
+PRINTS = """\
+def train(loader, log):
+    for step, batch in loader:
+        try:
+            loss = model(batch)
+            loss.backward()
+        except RuntimeError as error:
+            if "out of memory" in str(error):
+                log.warning("rank %d: out of memory, skipping", rank)
+                continue
+            raise
+        except ValueError:
+            print(f"step {step}: a bad {batch} was dropped")
+        if not finite(loss):
+            print("loss is", loss, "so this batch is left out")
+            continue
+        if step == 7:
+            print("stopping early")
+            break
+        print("a line of every step")
+        opt.step()
+    print("done with everything")
+    return step
+"""
+
+
+def of_line(number: int) -> Left | None:
+    found = left_by([Frame("/train.py", 20, "train")], lambda path: PRINTS)
+    return next((one for one in found if one.frame.line == number), None)
+
+
+@pytest.mark.parametrize(
+    ("line", "printed", "goes", "after", "left_out", "kept"),
+    [
+        (8, "WARNING:root:rank 3: out of memory, skipping", "continue", "except RuntimeError", (5, 20), (21,)),
+        (12, "step 4: a bad tensor([1.]) was dropped", "behind the `try`", "except ValueError", (5,), (14, 20)),
+        (14, "loss is nan so this batch is left out", "continue", "if not finite(loss)", (20,), (5, 21)),
+        (17, "stopping early", "break", "if step == 7", (5, 20), (21,)),
+    ],
+)
+def test_a_statement_behind_which_the_code_goes_on_elsewhere(
+    line: int, printed: str, goes: str, after: str, left_out: tuple[int, ...], kept: tuple[int, ...]
+) -> None:
+    left = of_line(line)
+    assert left is not None and (left.goes, left.after) == (goes, after)
+    assert left.has_printed(printed) and not left.has_printed("a line of every step")
+    for expected, numbers in ((True, left_out), (False, kept)):
+        assert [left.leaves_out(Frame("/train.py", number, "train")) for number in numbers] == [expected] * len(numbers)
+    assert not left.leaves_out(Frame("/other.py", left_out[0], "train"))
+
+
+@pytest.mark.parametrize("line", [19, 21])
+def test_what_is_printed_on_the_usual_way_tells_nothing(line: int) -> None:
+    assert of_line(line) is None
+
+
+def test_without_a_source_nothing_is_found() -> None:
+    assert not list(left_by([Frame("/train.py", 20, "train")], lambda path: None))
