@@ -11,21 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from safelaunch.model import Claim, Frame, OtherEnd, ProcessEvidence, RankEvidence, StackSample, Thread
-from safelaunch.verdict.causes import (
-    ATTEMPTS,
-    BUILD_LOCK,
-    CONNECTION,
-    LOCK,
-    OWN_FILE_LOCK,
-    OWN_LOCK,
-    OWN_LOOP,
-    POLLS,
-    POOL,
-    SIGNAL,
-    STORE_KEY,
-    TIMED,
-    Advice,
-)
+from safelaunch.verdict import causes
+from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
@@ -307,14 +294,14 @@ def _lock(view: View) -> Condition | None:
         text += f", which it has taken itself at {fr.basename(view.user_frame.file)}:{taken.held_at}"
         lock = replace(lock, own=True)
     if lock.of_pool:  # its workers are to end that, and no lock is held
-        return Condition("stuck-in-user-code", text, lock=lock, advice=frozenset({POOL}))
-    advice = frozenset({SIGNAL}) if lock.on == "signal" and not lock.shared else frozenset[Advice]()
+        return Condition("stuck-in-user-code", text, lock=lock, advice=frozenset({causes.POOL}))
+    advice = frozenset({causes.SIGNAL}) if lock.on == "signal" and not lock.shared else frozenset[Advice]()
     if lock.on == "lock":
-        advice = frozenset({OWN_LOCK}) if lock.own else LOCK
+        advice = frozenset({causes.OWN_LOCK}) if lock.own else causes.LOCK
     if lock.what == "Future.result" and calls.RUNS_LOOP.on(view.stack.frames):
         text += ", on the thread of an event loop, which is blocked too"
-        advice = frozenset({OWN_LOOP})
-    advice = frozenset({TIMED}) if wait.left_s is not None else advice
+        advice = frozenset({causes.OWN_LOOP})
+    advice = frozenset({causes.TIMED}) if wait.left_s is not None else advice
     at_own_line = all(frame.file.endswith("/threading.py") for frame in inner)  # a library's may be held for a while
     for_good = not doubts and lock.on == "lock" and at_own_line and wait.left_s is None
     return Condition("lock-deadlock", text, doubts=doubts, lock=lock, advice=advice, for_good=for_good)
@@ -351,13 +338,13 @@ def _io_or_sleep(view: View) -> Condition | None:
         key = view.store_key if wait.target.startswith("tcp") or _in_store(view) else None
         if key is not None:
             text = f"waits at {where} for the key {key.words} of the store"
-            return Condition("blocking-io", text, key=key, advice=frozenset({STORE_KEY}))
+            return Condition("blocking-io", text, key=key, advice=frozenset({causes.STORE_KEY}))
         others = tuple(one for one in wait.ends or () if one.pid != view.process.pid)
         text = f"is blocked in I/O at {where}{call}"
-        advice = frozenset() if wait.wanted_lock or wait.locked_by else frozenset({CONNECTION})
+        advice = frozenset() if wait.wanted_lock or wait.locked_by else frozenset({causes.CONNECTION})
         if wait.locked_by == view.process.pid:
             text = f"waits at {where} for a lock that it holds itself, by another open file{call}"
-            advice = frozenset({OWN_FILE_LOCK})
+            advice = frozenset({causes.OWN_FILE_LOCK})
         return Condition(
             "blocking-io",
             text,
@@ -380,17 +367,17 @@ def _polls_at(view: View) -> Condition:
         file = view.thread.lock_file if view.thread is not None else ""
         text = f"waits at {where} for another process to build a C++ extension: the lock file {file or 'of that build'}"
         text += " is still there"
-        return Condition("stuck-in-user-code", text, doubts=(Doubt.MAY_END,), advice=frozenset({BUILD_LOCK}))
+        return Condition("stuck-in-user-code", text, doubts=(Doubt.MAY_END,), advice=frozenset({causes.BUILD_LOCK}))
     if poll is None:
         does = "keeps asking for a file lock" if calls.FILE_LOCK.on(view.stack.called) else "wakes up and sleeps again"
         return Condition("stuck-in-user-code", f"{does} at {where}", doubts=(Doubt.MAY_END,))
     claim = view.stack_claim(f"the loop that it is in says {poll.words}")
     if poll.of == "attempt":
         text = f"tries {poll.words} again and again, asleep at {where} in between"
-        return Condition("stuck-in-user-code", text, claims=(claim,), poll=poll, advice=frozenset({ATTEMPTS}))
+        return Condition("stuck-in-user-code", text, claims=(claim,), poll=poll, advice=frozenset({causes.ATTEMPTS}))
     text = f"polls at {where}: {poll.words}"
-    doubts = () if poll.of == "process" else (Doubt.MAY_END,)
-    return Condition("stuck-in-user-code", text, doubts=doubts, claims=(claim,), poll=poll, advice=frozenset({POLLS}))
+    doubts, advice = () if poll.of == "process" else (Doubt.MAY_END,), frozenset({causes.POLLS})
+    return Condition("stuck-in-user-code", text, doubts=doubts, claims=(claim,), poll=poll, advice=advice)
 
 
 def _unexplained(view: View) -> Condition:

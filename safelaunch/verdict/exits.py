@@ -9,23 +9,14 @@ from collections.abc import Iterable, Iterator
 from msgspec import structs
 
 from safelaunch.model import Claim, Evidence, Frame, NcclLog, RankEvidence, RankException
-from safelaunch.verdict.causes import (
-    ABORTED,
-    AFTER_THE_END,
-    EXIT_CALLED,
-    FAILURES,
-    FATAL_SIGNAL,
-    KILLED_FROM_OUTSIDE,
-    OPTIONS_REFUSED,
-    OUT_OF_MEMORY,
-    Advice,
-)
+from safelaunch.verdict import causes
+from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.conditions import Condition, View
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.reading import calls, failures, tracebacks
 from safelaunch.verdict.reading import frames as fr
 
-GONE_CAUSES = (*FAILURES, "uneven-batches")
+GONE_CAUSES = (*causes.FAILURES, "uneven-batches")
 
 OF_ITS_OWN = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # no launcher sends these
 # Those that faulthandler catches.
@@ -238,7 +229,7 @@ def failure_kind(exception: RankException) -> str:
 def failed_by_itself(rank: RankEvidence) -> bool:
     """It has ended, and no peer's end explains that."""
     found = gone_condition(rank, None)
-    return found is not None and found.cause in FAILURES
+    return found is not None and found.cause in causes.FAILURES
 
 
 def _gave_up(rank: RankEvidence) -> bool:
@@ -324,7 +315,7 @@ def _killed_condition(rank: RankEvidence) -> Condition:
     number = -rank.exit.returncode
     by_itself = rank.fatal is not None and not rank.beacon  # no launcher says more than its own last words
     claims, said, frame = [] if by_itself else [_claim_of_status(rank)], "", None
-    advice: set[Advice] = {FATAL_SIGNAL} if number not in (signal.SIGKILL, signal.SIGTERM) else set()
+    advice: set[Advice] = {causes.FATAL_SIGNAL} if number not in (signal.SIGKILL, signal.SIGTERM) else set()
     doubts: tuple[Doubt, ...] = ()
     within = aborted_in(rank)
     if number in _FATAL_SIGNALS and rank.fatal is not None:
@@ -338,7 +329,7 @@ def _killed_condition(rank: RankEvidence) -> Condition:
     if number in _FATAL_SIGNALS and rank.progress is not None and rank.progress.state == "exited":
         said += " after its script had ended, while Python shut down"
         if number == signal.SIGABRT:
-            advice.add(AFTER_THE_END)
+            advice.add(causes.AFTER_THE_END)
         claims.append(Claim("its progress page says that the script had ended", f"ranks/{rank.rank}/progress.json"))
     words = _abort_words(rank)
     if words:
@@ -354,7 +345,7 @@ def _killed_condition(rank: RankEvidence) -> Condition:
             (Doubt.ABORTED_IN_COLLECTIVE,),
             f", by its communication library in the middle of a collective{said}",
         )
-        advice |= ABORTED
+        advice |= causes.ABORTED
     text = f"was killed by {signal_name(rank.exit.returncode)}{fr.at(frame)}{said}"
     return Condition(
         "rank-killed", text, frame, rank.pid, doubts=doubts, claims=tuple(claims), advice=frozenset(advice)
@@ -381,7 +372,7 @@ def _memory_words(rank: RankEvidence) -> tuple[str, list[Claim], frozenset[Advic
     """What is known of a SIGKILL, and what to do, by whether it was the out-of-memory killer's: its own words, else its
     counts since the job's start.
     """
-    taken, outside = frozenset({OUT_OF_MEMORY}), frozenset({KILLED_FROM_OUTSIDE})
+    taken, outside = frozenset({causes.OUT_OF_MEMORY}), frozenset({causes.KILLED_FROM_OUTSIDE})
     kills, node = rank.memory_kills, f"node/{rank.host}"
     if kills.kernel_line:
         claim = kernel_claim(rank, kills.kernel_line)
@@ -414,10 +405,10 @@ def _exit_condition(rank: RankEvidence) -> Condition:
             text += f"; it printed: {one_line(said)}"
             claims.append(Claim("the end of its output", f"ranks/{rank.rank}/log_tail.txt"))
         refused = said or (call is not None and any(_is_of_parser(one) for one in call.frames))
-        advice = frozenset({OPTIONS_REFUSED}) if refused else frozenset[Advice]()
+        advice = frozenset({causes.OPTIONS_REFUSED}) if refused else frozenset[Advice]()
         return Condition("rank-exited", text, frame, rank.pid, claims=tuple(claims), advice=advice)
     early = frame is not None and frame.function != "<module>"  # `sys.exit(main())` is how scripts end
-    advice = frozenset({EXIT_CALLED}) if early else frozenset()
+    advice = frozenset({causes.EXIT_CALLED}) if early else frozenset()
     text, cause = f"has left the training loop: it exited cleanly (code 0{where})", "uneven-batches"
     if call is not None and call.function == "os._exit" and early:
         text, cause = f"ended itself with code 0{where}", "rank-exited"

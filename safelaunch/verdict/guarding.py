@@ -14,17 +14,8 @@ from math import comb
 
 from safelaunch.model import Claim, Culprit, Frame
 from safelaunch.model.entries import Entries
-from safelaunch.verdict.causes import (
-    DRAWN,
-    GROUPS_MADE,
-    GUARDED,
-    LEFT_OUT,
-    OTHER_ITEMS,
-    SIZES_DIFFER,
-    TRIED_AGAIN,
-    UNUSUAL_GROUP,
-    Advice,
-)
+from safelaunch.verdict import causes
+from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.collectives import signature
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Branch, Finding, capital, ranks_do, ranks_word
@@ -62,7 +53,7 @@ def guards(facts: Facts, finding: Finding) -> Iterator[Annotation]:
         cause=cause,
         branches=tuple(found),
     )
-    if not told and cause == "collective-mismatch" and GROUPS_MADE not in finding.advice:
+    if not told and cause == "collective-mismatch" and causes.GROUPS_MADE not in finding.advice:
         yield _unless_drawn(facts, finding, found)
 
 
@@ -82,7 +73,7 @@ def _advice(facts: Facts, finding: Finding, found: Sequence[Branch]) -> frozense
         if named <= {rank for one in found for rank in one.kept}:
             return frozenset()
     advice = frozenset[Advice]().union(*(_advice_on(facts, one, named) for one in found))
-    return frozenset({GUARDED}) if GUARDED in advice else advice
+    return frozenset({causes.GUARDED}) if causes.GUARDED in advice else advice
 
 
 def _advice_on(facts: Facts, one: Branch, named: frozenset[int]) -> frozenset[Advice]:
@@ -94,8 +85,8 @@ def _advice_on(facts: Facts, one: Branch, named: frozenset[int]) -> frozenset[Ad
         return frozenset()
     if came and kept:
         admitted = [one.guard.admits(whereabouts(facts, rank)) for rank in facts.world]
-        return frozenset({LEFT_OUT if 2 * admitted.count(True) > len(admitted) else GUARDED})
-    return frozenset({GUARDED if came else LEFT_OUT})
+        return frozenset({causes.LEFT_OUT if 2 * admitted.count(True) > len(admitted) else causes.GUARDED})
+    return frozenset({causes.GUARDED if came else causes.LEFT_OUT})
 
 
 def _may_have_admitted(facts: Facts, one: Branch) -> bool:
@@ -165,7 +156,7 @@ def _unless_drawn(facts: Facts, finding: Finding, found: Iterable[Branch]) -> An
         return Annotation(doubts=doubts)
     if any(named.issuperset(one.ranks) for one in found):
         return Annotation(doubts=(Doubt.RANK_AND_MORE,))
-    return Annotation(_DRAWN, doubts=doubts, culprits=(), advice=DRAWN)
+    return Annotation(_DRAWN, doubts=doubts, culprits=(), advice=causes.DRAWN)
 
 
 _DRAWN = (
@@ -289,7 +280,8 @@ def parted(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     round alone, who is in the later one has made fewer calls; and where there are none, a loop has ended for one side.
     """
     is_told = any(one.kept for one in finding.branches) or Doubt.MAY_SKIP_CALLS in finding.doubts
-    is_told |= finding.advice >= DRAWN or UNUSUAL_GROUP in finding.advice  # by its own words, or by its group
+    # by its own words, or by its group
+    is_told |= finding.advice >= causes.DRAWN or causes.UNUSUAL_GROUP in finding.advice
     if finding.cause != "collective-mismatch" or is_told:
         return
     waits = _where_they_wait(facts, finding)
@@ -314,7 +306,7 @@ def parted(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     ]
     later = [n for n, way in enumerate(found.ways) if any(one.by_round for one in way)]
     if told := [one for part in parts for one in part[-_MOST:]]:
-        advice = frozenset({TRIED_AGAIN}) if all(one.again for one in told) else DRAWN
+        advice = frozenset({causes.TRIED_AGAIN}) if all(one.again for one in told) else causes.DRAWN
         words = " and ".join(f"`{one.guard.words}`" for one in told)
         yield Annotation(f"Which way a rank goes depends on {words}.", advice=advice)
     elif ended is None and len(later) == 1:
@@ -329,7 +321,7 @@ def _sides(facts: Facts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]
     """
     named = {one.rank for one in finding.culprits}
     places = by_stack(stacks)
-    if len(places) == 1 and SIZES_DIFFER in finding.advice:
+    if len(places) == 1 and causes.SIZES_DIFFER in finding.advice:
         return [*places.items()] * 2
     odd = [(place, [rank for rank in ranks if rank in named]) for place, ranks in places.items() if named & {*ranks}]
     rest = [(place, ranks) for place, ranks in places.items() if not named & {*ranks}]
@@ -363,7 +355,7 @@ def _of_other_items(facts: Facts, loop: Guard, around: Sequence[Frame]) -> Annot
     """Both sides are in the call that the loop makes with each of its items, by the way ``around``, innermost first."""
     skips = ways_around(around, loop.line, facts.read_source)
     text = f"Both sides come from one line of `{loop.words}`: they go through different items, or in another order"
-    return Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({OTHER_ITEMS}))
+    return Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({causes.OTHER_ITEMS}))
 
 
 def _in_another_round(facts: Facts, found: Parting, sides: Sequence[Side]) -> tuple[Loop, Annotation] | None:
@@ -383,7 +375,7 @@ def _in_another_round(facts: Facts, found: Parting, sides: Sequence[Side]) -> tu
         ):
             text = f"{capital(ranks_do(others, 'has', 'have'))} called last from {fr.place(way[0])}, too: the loop at "
             text += f"{loops[0].place} has ended there, and goes on for {ranks_word(ranks)}"
-            return loops[0], Annotation(f"{text}.", advice=frozenset({OTHER_ITEMS}))
+            return loops[0], Annotation(f"{text}.", advice=frozenset({causes.OTHER_ITEMS}))
     return None
 
 
@@ -417,4 +409,4 @@ def _in_a_later_round(facts: Facts, found: Parting, sides: Sequence[Side], later
     ahead, behind = sides[later][1], sides[1 - later][1]
     text = f"All ranks get to {fr.place(way[-1])} in the same rounds (`{found.ways[later][-1].guard.words}`), so "
     text += f"{ranks_do(ahead, 'has', 'have')} left out calls before, or {ranks_do(behind, 'has', 'have')} made more"
-    yield Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({LEFT_OUT}))
+    yield Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({causes.LEFT_OUT}))

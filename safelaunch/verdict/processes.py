@@ -14,19 +14,8 @@ from functools import cached_property
 from msgspec import structs
 
 from safelaunch.model import Claim, ProcessEvidence, Thread
-from safelaunch.verdict.causes import (
-    CAUSES,
-    DEAD_CHILD,
-    FORKED_LOCK,
-    FULL_PIPE,
-    HELD,
-    INHERITED_END,
-    LOCK,
-    OWN_END,
-    TASK_DONE,
-    WAITS_IN_TURN,
-    Advice,
-)
+from safelaunch.verdict import causes
+from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.conditions import Condition, View, thread_condition
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.exits import signal_name
@@ -250,7 +239,7 @@ class Inside:
         """The workers that have work, or cannot do any; one that waits for the next index owes nobody anything."""
         found = [v for v in _workers(children) if not calls.worker_idle(v.frames) or v.wait.kind in _CANNOT_RUN]
         seen = [v for v in found if v.frames or v.wait.kind in _CANNOT_RUN]
-        return sorted(seen, key=lambda v: (-CAUSES[self._told(v).cause].worker, v.process.pid))
+        return sorted(seen, key=lambda v: (-causes.CAUSES[self._told(v).cause].worker, v.process.pid))
 
     def _told(self, child: View) -> Condition:
         """What holds a child."""
@@ -288,11 +277,11 @@ class Inside:
             sure = (
                 f"process {pid} itself alone has" if wait.ends_closed else f"of those in sight, only process {pid} has"
             )
-            return OWN_END, f"{sure} the {end} end open"
+            return causes.OWN_END, f"{sure} the {end} end open"
         if not others or wait.writes:
             return None
         who = ", ".join(f"{one.pid} ({one.name})" if one.name else f"{one.pid}" for one in others[:3])
-        return INHERITED_END, f"the {end} end is still open in process{'es' * (len(others) > 1)} {who}"
+        return causes.INHERITED_END, f"the {end} end is still open in process{'es' * (len(others) > 1)} {who}"
 
     def _of_a_lock(self, view: View, own: Condition, lock: calls.LockWait) -> Condition:
         """The wait itself is the finding, and the other threads are told as evidence: any of them may hold the lock.
@@ -311,11 +300,11 @@ class Inside:
         busy = [f"thread {o.name} {c.reason}" for o, c in others if c.cause == "busy-loop"]
         claims = own.claims + tuple(view.stack_claim(f"thread {o.name} {c.reason}") for o, c in others)
         for_good = own.for_good and all(c.for_good for _, c in others)
-        own = replace(own, claims=claims, for_good=for_good, advice=own.advice | ({HELD} if held else set()))
+        own = replace(own, claims=claims, for_good=for_good, advice=own.advice | ({causes.HELD} if held else set()))
         takers = [one for one in (*view.beside(), *self._children) if _takes_items(one)] if lock.of_items else []
         if takers:
             who = "its worker waits" if len(takers) == 1 else f"each of its {len(takers)} workers waits"
-            return own.with_clause(f"{who} for the next item at {takers[0].place}", advice=[TASK_DONE])
+            return own.with_clause(f"{who} for the next item at {takers[0].place}", advice=[causes.TASK_DONE])
         if lock.of_pool:
             return self._of_a_pool(own)
         if lock.on == "work" and others:
@@ -348,13 +337,14 @@ class Inside:
         process = found.process if is_thread else f"{other.process.role} (pid {other.process.pid})"
         held = other.holds(waiter) if edge.kind == "lock" else None
         if held is not None:
-            who, found = f"{who} has held it since line {held.line} and", replace(found, advice=found.advice | {HELD})
+            who = f"{who} has held it since line {held.line} and"
+            found = replace(found, advice=found.advice | {causes.HELD})
         reason = f"{own.reason}; {who} {found.reason}" if own.frame is not None else found.reason
         told = replace(found, reason=reason, process=process, claims=own.claims + found.claims)
         if not is_thread and edge.kind in ("work", "child"):
             told = _noted(told)
         if edge.kind == "child" and other.wait.writes and other.wait.ends is None:  # the waiter's, as a rule
-            told = replace(told, advice=told.advice | {FULL_PIPE})
+            told = replace(told, advice=told.advice | {causes.FULL_PIPE})
         if own.frame is not None and (found.frame is None or fr.is_pseudo(found.frame.file)):
             told = replace(told, frame=own.frame, process=own.process, pid=own.pid)  # the nearest line in a file
         if edge.may_end:
@@ -382,7 +372,7 @@ class Inside:
             reason=f"{own.reason}; child process {last.process.pid} {how}",
             doubts=(*own.doubts, *those({Doubt.MAY_END: any(edge.may_end for edge in self.circle)})),
             claims=(*claims, *there.claims, last.kernel_claim(ends)),
-            advice=own.advice | {FULL_PIPE if last.wait.writes else WAITS_IN_TURN},
+            advice=own.advice | {causes.FULL_PIPE if last.wait.writes else causes.WAITS_IN_TURN},
             for_good=False,
         )
 
@@ -398,7 +388,7 @@ class Inside:
             claims += [*edge.claims, *([other.stack_claim(f"{other.words} {since}")] if since else [])]
         for_good = all(self._condition(self._views[edge.of]).for_good for edge in self.circle)
         reason = "; ".join([own.reason, *words])
-        advice = LOCK if all(edge.kind == "lock" for edge in self.circle) else frozenset({HELD})
+        advice = causes.LOCK if all(edge.kind == "lock" for edge in self.circle) else frozenset({causes.HELD})
         return replace(
             own, cause="lock-deadlock", reason=reason, doubts=(), claims=tuple(claims), advice=advice, for_good=for_good
         )
@@ -434,8 +424,8 @@ def _of_several(own: Condition, others: Sequence[tuple[View, Condition]]) -> Con
     if all(does.lock is not None and does.lock.on == "lock" for _, does in others):
         reason = "has threads that wait for each other's locks: " + ", ".join(told[:4])
         return replace(others[0][1], reason=reason, claims=own.claims, for_good=for_good)
-    causes = {does.cause for _, does in others}
-    cause = causes.pop() if len(causes) == 1 else "stuck-in-user-code"
+    alike = {does.cause for _, does in others}
+    cause = alike.pop() if len(alike) == 1 else "stuck-in-user-code"
     return replace(own, cause=cause, reason=f"{own.reason} while {', '.join(told[:4])}", doubts=(Doubt.STATE_INFERRED,))
 
 
@@ -448,7 +438,7 @@ def _with_dead(view: View, own: Condition, dead: Sequence[View]) -> Condition:
         words = f"{len(dead)} of its child processes are zombies"
         words += f", {one.pid}{_how_ended(one)}" if _how_ended(one) else ""
     claims = (view.kernel_claim(f"child process {v.process.pid}: state Z{_how_ended(v.process)}") for v in dead[:4])
-    return own.with_clause(words, *claims, advice=[DEAD_CHILD] if view.awaited.processes == "message" else [])
+    return own.with_clause(words, *claims, advice=[causes.DEAD_CHILD] if view.awaited.processes == "message" else [])
 
 
 def _how_ended(process: ProcessEvidence) -> str:
@@ -472,7 +462,7 @@ def _noted(found: Condition) -> Condition:
         return found
     if lock.by_processes:
         return replace(found, reason=found.reason + _SHARED_NOTE)
-    return replace(found, reason=found.reason + _FORK_NOTE, advice=found.advice | {FORKED_LOCK})
+    return replace(found, reason=found.reason + _FORK_NOTE, advice=found.advice | {causes.FORKED_LOCK})
 
 
 def _waits_for_loader(view: View) -> Claim:

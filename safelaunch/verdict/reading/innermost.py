@@ -14,21 +14,9 @@ from functools import lru_cache
 from typing import Literal
 
 from safelaunch.model import Frame
+from safelaunch.verdict.reading import source as src
 from safelaunch.verdict.reading.frames import basename
-from safelaunch.verdict.reading.source import (
-    ReadSource,
-    calls_at,
-    calls_in,
-    end_of,
-    holds,
-    loops_around,
-    name_called,
-    names_in,
-    scope_at,
-    scope_of,
-    spans,
-    tree_of,
-)
+from safelaunch.verdict.reading.source import ReadSource
 
 # A file; a call of c10d under way; a child process; a key of c10d's store; the same call, which raises each time.
 Kind = Literal["file", "work", "process", "key", "attempt", ""]
@@ -85,12 +73,12 @@ def poll_at(stack: Sequence[Frame], read_source: ReadSource, *, asleep: bool = T
 
 @lru_cache(256)
 def _in_source(text: str, file: str, line: int, sleeping: bool) -> Poll | Literal["no loop", "not here"]:
-    tree = tree_of(text)
-    scope = scope_of(tree, line)
-    here = (one for one in calls_in(scope) if spans(one, line))
-    if sleeping and not any(_SLEEPS in name for one in here for name in names_in(one)):
+    tree = src.tree_of(text)
+    scope = src.scope_of(tree, line)
+    here = (one for one in src.calls_in(scope) if src.spans(one, line))
+    if sleeping and not any(_SLEEPS in name for one in here for name in src.names_in(one)):
         return "not here"
-    loops = [one for one in loops_around(scope, line) if isinstance(one, _Loop) and holds(one.body, line)]
+    loops = [one for one in src.loops_around(scope, line) if isinstance(one, _Loop) and src.holds(one.body, line)]
     return (_of_loop(loops[-1], file, line, tree) or "not here") if loops else "no loop"
 
 
@@ -114,8 +102,8 @@ def _made_at(test: ast.expr, file: str, tree: ast.Module) -> tuple[Frame, ...]:
     """The other calls that name, as their argument or object, the file that ``test`` asks for: in the same function, as
     its variables may be other ones elsewhere.
     """
-    asked = [name for one in calls_in(test) if _kind(one.func) == "file" for name in _named(one)]
-    calls = calls_in(scope_of(tree, test.lineno)) if asked else ()
+    asked = [name for one in src.calls_in(test) if _kind(one.func) == "file" for name in _named(one)]
+    calls = src.calls_in(src.scope_of(tree, test.lineno)) if asked else ()
     found = {one.lineno for one in calls if _kind(one.func) != "file" and set(_named(one)) & set(asked)}
     return tuple(Frame(file, line, "") for line in sorted(found))
 
@@ -128,9 +116,9 @@ def _named(call: ast.Call) -> list[str]:
 
 def _comes_after(tried: ast.Try, line: int) -> bool:
     """Whether ``line`` is reached by an exception of what is tried: without one the loop would be left before it."""
-    if any(holds(handler.body, line) for handler in tried.handlers):
+    if any(src.holds(handler.body, line) for handler in tried.handlers):
         return True
-    return line > end_of(tried) and (_leaves(tried.body) or _leaves(tried.orelse))
+    return line > src.end_of(tried) and (_leaves(tried.body) or _leaves(tried.orelse))
 
 
 def _head(statement: ast.stmt) -> ast.AST:
@@ -144,7 +132,7 @@ def _leaves(block: Sequence[ast.stmt]) -> bool:
 
 
 def _kind(test: ast.AST) -> Kind:
-    names = set(names_in(test))
+    names = set(src.names_in(test))
     return next((kind for kind, asks in _ASKS if names & asks), "")
 
 
@@ -188,9 +176,9 @@ def store_key_at(frame: Frame, read_source: ReadSource, values: Mapping[str, str
 
 @lru_cache(256)
 def _key_in_source(text: str, file: str, line: int) -> tuple[ast.expr, tuple[Frame, ...]] | None:
-    tree = tree_of(text)
-    calls = list(calls_in(tree))
-    here = (one for one in calls if spans(one, line))
+    tree = src.tree_of(text)
+    calls = list(src.calls_in(tree))
+    here = (one for one in calls if src.spans(one, line))
     bound = (one for one in ast.walk(tree) if isinstance(one, ast.Assign))
     stores = {
         target.id for one in bound if _is_store(one.value) for target in one.targets if isinstance(target, ast.Name)
@@ -204,7 +192,7 @@ def _key_in_source(text: str, file: str, line: int) -> tuple[ast.expr, tuple[Fra
 
 
 def _is_store(value: ast.expr) -> bool:
-    return any("store" in name.lower() for name in names_in(value))
+    return any("store" in name.lower() for name in src.names_in(value))
 
 
 def _keys(call: ast.Call, functions: frozenset[str], stores: Set[str]) -> Iterator[ast.expr]:
@@ -212,7 +200,7 @@ def _keys(call: ast.Call, functions: frozenset[str], stores: Set[str]) -> Iterat
     function = call.func
     if not (isinstance(function, ast.Attribute) and function.attr in functions and call.args):
         return
-    if _is_store(function.value) or not stores.isdisjoint(names_in(function.value)):
+    if _is_store(function.value) or not stores.isdisjoint(src.names_in(function.value)):
         key = call.args[0]
         yield key.elts[0] if isinstance(key, (ast.List, ast.Tuple)) and len(key.elts) == 1 else key
 
@@ -254,7 +242,7 @@ class LockTaken:
 
 def lock_at(frame: Frame, read_source: ReadSource) -> LockTaken | None:
     """The one lock that the line takes, by ``with`` or ``acquire()``; None where it takes none, or several."""
-    scope = scope_at(frame, read_source)
+    scope = src.scope_at(frame, read_source)
     taken = list(_takings(scope))
     here = [name for (line, _), name in taken if line == frame.line]
     if len(here) != 1:
@@ -305,7 +293,7 @@ def locks_held(stack: Sequence[Frame], read_source: ReadSource) -> tuple[LockHel
     """
     found = []
     for depth, frame in enumerate(stack):
-        scope = scope_at(frame, read_source)
+        scope = src.scope_at(frame, read_source)
         released = _waited_on(scope, frame.line) if depth == 0 else set()
         for (line, end), name in _takings(scope):
             if line < frame.line <= end and name not in released:
@@ -314,7 +302,7 @@ def locks_held(stack: Sequence[Frame], read_source: ReadSource) -> tuple[LockHel
 
 
 def _waited_on(scope: ast.AST, line: int) -> set[str]:
-    here = (one.func for one in calls_in(scope) if one.lineno == line)
+    here = (one.func for one in src.calls_in(scope) if one.lineno == line)
     return {ast.unparse(f.value) for f in here if isinstance(f, ast.Attribute) and f.attr in ("wait", "wait_for")}
 
 
@@ -329,11 +317,11 @@ def _takings(scope: ast.AST) -> Iterator[tuple[tuple[int, int], str]]:
                 for item in one.items:
                     if isinstance(item.context_expr, (ast.Name, ast.Attribute, ast.Subscript)):
                         line = item.context_expr.lineno
-                        yield (line, end_of(one)), ast.unparse(item.context_expr)
+                        yield (line, src.end_of(one)), ast.unparse(item.context_expr)
             name = _calls_on(one, "acquire")
             if name:
                 ends = (each.lineno - 1 for each in block[number + 1 :] if name in _released_in(each))
-                yield (one.lineno, next(ends, end_of(block[-1]))), name
+                yield (one.lineno, next(ends, src.end_of(block[-1]))), name
 
 
 def _blocks(scope: ast.AST) -> Iterator[list[ast.stmt]]:
@@ -359,7 +347,7 @@ def _released_in(statement: ast.stmt) -> set[str]:
 
 def calls_method(frame: Frame, name: str, read_source: ReadSource) -> bool:
     """The line calls a method of this name without arguments, and none other but for the object: ``f(x).wait()``."""
-    here = calls_at(frame, read_source)
+    here = src.calls_at(frame, read_source)
     if not here or not isinstance(here[0].func, ast.Attribute):
         return False
     of_object = set(ast.walk(here[0].func))
@@ -370,8 +358,8 @@ def is_given_by(frame: Frame, names: Collection[str], read_source: ReadSource) -
     """Whether the line calls a method of something that only calls of these names can have given: ``f(x).wait()``, or
     ``work.wait()`` where its function binds ``work`` to nothing but results of ``f``, or to items of a list of them.
     """
-    called = [one.func.value for one in calls_at(frame, read_source) if isinstance(one.func, ast.Attribute)]
-    return called != [] and _is_of(called[0], names, scope_at(frame, read_source), frozenset())
+    called = [one.func.value for one in src.calls_at(frame, read_source) if isinstance(one.func, ast.Attribute)]
+    return called != [] and _is_of(called[0], names, src.scope_at(frame, read_source), frozenset())
 
 
 _ITEMS, _ADDING = frozenset({"reversed", "list", "tuple", "iter"}), frozenset({"append", "extend", "insert"})
@@ -379,7 +367,7 @@ _ITEMS, _ADDING = frozenset({"reversed", "list", "tuple", "iter"}), frozenset({"
 
 def _is_of(node: ast.AST, names: Collection[str], scope: ast.AST, asked: frozenset[str]) -> bool:
     if isinstance(node, ast.Call):
-        called = name_called(node.func)
+        called = src.name_called(node.func)
         of_items = called in _ITEMS and isinstance(node.func, ast.Name) and len(node.args) == 1
         return called in names or (of_items and _is_of(node.args[0], names, scope, asked))
     if isinstance(node, (ast.List, ast.Tuple)):

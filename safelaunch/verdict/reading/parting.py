@@ -13,28 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import takewhile, zip_longest
 
 from safelaunch.model import Frame
+from safelaunch.verdict.reading import source as src
 from safelaunch.verdict.reading.frames import basename, short, spot
 from safelaunch.verdict.reading.guards import Guard, way_to
-from safelaunch.verdict.reading.source import (
-    LOOPS,
-    AnyLoop,
-    Loop,
-    ReadSource,
-    attempts_of,
-    calls_at,
-    calls_in,
-    end_of,
-    handler_of,
-    holds,
-    ifs_with,
-    loops_around,
-    loops_at,
-    name_called,
-    names_called_at,
-    names_in,
-    scope_at,
-    text_of,
-)
+from safelaunch.verdict.reading.source import ReadSource
 
 _CACHES = frozenset({"cache", "lru_cache", "cached", "cached_property", "memoize"})
 _COUNTING = frozenset({"range", "trange", "enumerate", "count"})
@@ -85,7 +67,7 @@ def _leads_to(guard: Guard, there: Frame, read_source: ReadSource) -> bool:
     """
     if not guard.text.endswith(": continue"):
         return True
-    loops = loops_at(Frame(guard.file, guard.line, ""), read_source)
+    loops = src.loops_at(Frame(guard.file, guard.line, ""), read_source)
     return not loops or loops[-1].has(there)
 
 
@@ -98,8 +80,8 @@ def loop_of_both(
     same = one[::-1][: _shared(one, other)]
     alike = len(same) == len(one) == len(other)
     for depth, frame in reversed([*enumerate(same)] if alike else [*enumerate(same)][-1:]):
-        here = calls_at(frame, read_source)
-        used = {name for call in here for name in names_in(call if alike else call.func)}
+        here = src.calls_at(frame, read_source)
+        used = {name for call in here for name in src.names_in(call if alike else call.func)}
         found = [loop for loop, given in _loops_with_names(frame, read_source) if used & given]
         if found:
             return found[-1], one[: len(one) - depth]
@@ -108,13 +90,13 @@ def loop_of_both(
 
 def _loops_with_names(frame: Frame, read_source: ReadSource) -> Iterator[tuple[Guard, set[str]]]:
     """The ``for`` loops around the line, the outermost first, each with the names of what it gives."""
-    for loop in loops_around(scope_at(frame, read_source), frame.line):
+    for loop in src.loops_around(src.scope_at(frame, read_source), frame.line):
         if not isinstance(loop, ast.While) and loop.lineno < frame.line:
             text = ast.unparse(loop).split("\n")[0].rstrip(":")
-            yield Guard(frame.file, loop.lineno, text, taken=True), set(names_in(loop.target))
+            yield Guard(frame.file, loop.lineno, text, taken=True), set(src.names_in(loop.target))
 
 
-def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> Loop | None:
+def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> src.Loop | None:
     """The loop that ``behind`` is inside of and ``ahead`` is past, in the same function; None if there is none. Stacks
     are innermost first.
 
@@ -126,20 +108,20 @@ def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: Read
     if not stacks:
         return None
     past, inside = stacks[0][0], stacks[1][0]
-    scope, callers = scope_at(inside, read_source), ahead[len(stacks[0]) :]
-    around = loops_around(scope, inside.line)
-    left = [loop for loop in around if end_of(loop) < past.line and not attempts_of(loop)]
-    if not left or scope is not scope_at(past, read_source):
+    scope, callers = src.scope_at(inside, read_source), ahead[len(stacks[0]) :]
+    around = src.loops_around(scope, inside.line)
+    left = [loop for loop in around if src.end_of(loop) < past.line and not src.attempts_of(loop)]
+    if not left or scope is not src.scope_at(past, read_source):
         return None
-    again = left[0] is not around[0] or any(loops_at(caller, read_source) for caller in callers)
+    again = left[0] is not around[0] or any(src.loops_at(caller, read_source) for caller in callers)
     return _left(left[0], inside, again, (ast.Break,))
 
 
-def _left(loop: AnyLoop, inside: Frame, enclosed: bool, ends: tuple[type[ast.stmt], ...]) -> Loop:
-    return Loop(loop.lineno, enclosed, inside, ifs_with(ends, loop), end_of(loop))
+def _left(loop: src.AnyLoop, inside: Frame, enclosed: bool, ends: tuple[type[ast.stmt], ...]) -> src.Loop:
+    return src.Loop(loop.lineno, enclosed, inside, src.ifs_with(ends, loop), src.end_of(loop))
 
 
-def loop_returned_from(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> Loop | None:
+def loop_returned_from(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> src.Loop | None:
     """The loop that ``behind`` is inside of, in a function that both have called and from which ``ahead`` has returned:
     it stands behind that call, and everything that leads to the call leads there as well.
     """
@@ -148,11 +130,11 @@ def loop_returned_from(ahead: Sequence[Frame], behind: Sequence[Frame], read_sou
         return None
     (past, *_), (caller, *below) = inner
     to_call, to_past = ({step.guard for step in way_to(one, read_source)} for one in (caller, past))
-    loops = ((one, frame) for frame in below for one in loops_around(scope_at(frame, read_source), frame.line))
+    loops = ((one, frame) for frame in below for one in src.loops_around(src.scope_at(frame, read_source), frame.line))
     first = next(loops, None)
     if past.line <= caller.line or not to_call <= to_past or first is None:
         return None
-    again = any(loops_at(frame, read_source) for frame in behind[len(below) :])
+    again = any(src.loops_at(frame, read_source) for frame in behind[len(below) :])
     return _left(*first, again, (ast.Break, ast.Return))
 
 
@@ -173,7 +155,7 @@ def _parted_on_a_line(
 ) -> tuple[Sequence[Frame], ...]:
     """Both stacks, outermost first, below a line that calls the functions of both by their names; else empty."""
     stacks, at = _below(one, other), _shared(one, other)
-    called = names_called_at(one[-at], read_source) if stacks and at else set()
+    called = src.names_called_at(one[-at], read_source) if stacks and at else set()
     return stacks if called and called >= {short(stack[0].function) for stack in stacks} else ()
 
 
@@ -187,7 +169,7 @@ def _conditions_on(stack: Sequence[Frame], read_source: ReadSource) -> Iterator[
     """Of a stack, outermost first. What counts rounds does so in a function that it is passed to as well."""
     counters = frozenset[str]()
     for frame, into in zip_longest(stack, stack[1:]):
-        scope = scope_at(frame, read_source)
+        scope = src.scope_at(frame, read_source)
         counters |= frozenset(_counters(scope))
         yield from _conditions(frame, into, scope, counters, read_source)
         counters = frozenset(_passed(frame, into, counters, read_source) if into is not None else ())
@@ -195,12 +177,12 @@ def _conditions_on(stack: Sequence[Frame], read_source: ReadSource) -> Iterator[
 
 def _passed(frame: Frame, into: Frame, names: frozenset[str], read_source: ReadSource) -> Iterator[str]:
     """The parameters of the function that the line calls which get one of these names."""
-    function = scope_at(into, read_source)
+    function = src.scope_at(into, read_source)
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return
     parameters = [one.arg for one in function.args.args]
-    for call in calls_at(frame, read_source):
-        if name_called(call.func) == function.name:
+    for call in src.calls_at(frame, read_source):
+        if src.name_called(call.func) == function.name:
             own = parameters[1:] if parameters[:1] in (["self"], ["cls"]) else parameters
             pairs = [*zip(own, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)]
             yield from (name for name, value in pairs if name is not None and ast.unparse(value) in names)
@@ -210,19 +192,19 @@ def _conditions(
     frame: Frame, into: Frame | None, scope: ast.AST, counters: frozenset[str], read_source: ReadSource
 ) -> Iterator[Condition]:
     for decorator in getattr(scope, "decorator_list", []):
-        if _CACHES.intersection(names_in(decorator)):
+        if _CACHES.intersection(src.names_in(decorator)):
             yield Condition(Guard(frame.file, decorator.lineno, f"@{ast.unparse(decorator)}", taken=False))
     for step in way_to(frame, read_source):
         if not step.loop and step.guard.test is not None:
             yield Condition(step.guard, counters.issuperset(_asked(step.guard.test)))
-    if (handler := handler_of(frame, read_source)) is not None:
+    if (handler := src.handler_of(frame, read_source)) is not None:
         yield Condition(Guard(frame.file, handler.lineno, _caught(handler), taken=True))
     for handler in _of_further_attempts(scope, frame.line):
         words = f"{_caught(handler)}, then another attempt"
         yield Condition(Guard(frame.file, handler.lineno, words, taken=False), again=True)
     item = short(into.function) if into is not None else ""
-    for call in calls_at(frame, read_source) if item else ():
-        if name_called(call.func) in _UP_TO_THE_FIRST and item in {*_generated_by(call.args)}:
+    for call in src.calls_at(frame, read_source) if item else ():
+        if src.name_called(call.func) in _UP_TO_THE_FIRST and item in {*_generated_by(call.args)}:
             yield Condition(Guard(frame.file, call.lineno, ast.unparse(call), taken=True))
 
 
@@ -234,15 +216,15 @@ def _generated_by(given: Sequence[ast.expr]) -> Iterator[str]:
     """The names of what runs as items are asked of these arguments."""
     for one in given:
         if isinstance(one, ast.GeneratorExp):
-            yield from ("<genexpr>", *(name_called(call.func) for call in calls_in(one.elt)))
+            yield from ("<genexpr>", *(src.name_called(call.func) for call in src.calls_in(one.elt)))
         elif isinstance(one, ast.Call):
-            yield name_called(one.func)
+            yield src.name_called(one.func)
 
 
 def _of_further_attempts(scope: ast.AST, line: int) -> Iterator[ast.ExceptHandler]:
     """Of each ``try`` around the line that ends its loop when it succeeds: what catches its failures and goes on."""
-    for one in (one for loop in loops_around(scope, line) for one in attempts_of(loop)):
-        if holds(one.body, line):
+    for one in (one for loop in src.loops_around(scope, line) for one in src.attempts_of(loop)):
+        if src.holds(one.body, line):
             yield from (each for each in one.handlers if not isinstance(each.body[-1], _ENDS))
 
 
@@ -260,9 +242,9 @@ def _asked(test: ast.expr) -> Iterator[str]:
 
 def _counters(scope: ast.AST) -> Iterator[str]:
     """What counts rounds in this function: ``step`` of ``for step in range(n)``, and of ``step += 1`` in each round."""
-    loops = (node for node in ast.walk(scope) if isinstance(node, LOOPS))
+    loops = (node for node in ast.walk(scope) if isinstance(node, src.LOOPS))
     for loop in loops:
-        if not isinstance(loop, ast.While) and _COUNTING.intersection(names_in(loop.iter)):
+        if not isinstance(loop, ast.While) and _COUNTING.intersection(src.names_in(loop.iter)):
             yield ast.unparse(loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target)
         each_round = [] if any(isinstance(node, ast.Continue) for node in ast.walk(loop)) else loop.body
         added = (one for one in each_round if isinstance(one, ast.AugAssign) and isinstance(one.value, ast.Constant))
@@ -319,7 +301,7 @@ def left_by(frames: Iterable[Frame], read_source: ReadSource) -> Iterator[Left]:
     """Those in the functions of ``frames``."""
     seen = set()
     for frame in frames:
-        scope = scope_at(frame, read_source)
+        scope = src.scope_at(frame, read_source)
         if isinstance(scope, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)) and scope not in seen:
             seen.add(scope)
             yield from _in_block(scope.body, _Around(frame, getattr(scope, "end_lineno", None) or 1 << 30))
@@ -329,9 +311,9 @@ def ways_around(frames: Sequence[Frame], begin: int, read_source: ReadSource) ->
     """How a round of the loop that begins at ``begin`` may end, or compute its gradients alone, without the call that
     ``frames`` led to (innermost first; the last of them is in that loop); in words. Ways out of the loop are none.
     """
-    scope = scope_at(frames[-1], read_source)
-    loops = loops_around(scope, frames[-1].line)
-    body = next((range(one.lineno, end_of(one) + 1) for one in loops if one.lineno == begin), ())
+    scope = src.scope_at(frames[-1], read_source)
+    loops = src.loops_around(scope, frames[-1].line)
+    body = next((range(one.lineno, src.end_of(one) + 1) for one in loops if one.lineno == begin), ())
     lefts = [
         left
         for left in left_by(frames, read_source)
@@ -339,8 +321,8 @@ def ways_around(frames: Sequence[Frame], begin: int, read_source: ReadSource) ->
     ]
     last = {left.skips: left for left in lefts if left.goes in ("continue", "behind the `try`")}
     found = [f"`{one.words}` at {basename(one.frame.file)}:{one.frame.line}" for one in last.values()]
-    calls = (call for call in calls_in(scope) if call.lineno in body and isinstance(call.func, ast.Attribute))
-    unsynced = (call.lineno for call in calls if name_called(call.func) == "no_sync")
+    calls = (call for call in src.calls_in(scope) if call.lineno in body and isinstance(call.func, ast.Attribute))
+    unsynced = (call.lineno for call in calls if src.name_called(call.func) == "no_sync")
     return found + [f"`no_sync()` at line {line}" for line in sorted(unsynced)[:1]]
 
 
@@ -359,12 +341,13 @@ def _in_block(block: Sequence[ast.stmt], around: _Around) -> Iterator[Left]:
     for statement in block:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             continue
-        is_loop = isinstance(statement, LOOPS)
+        is_loop = isinstance(statement, src.LOOPS)
         inside = replace(around, loop=statement, trial=None, after="") if is_loop else around
         for name in ("body", "orelse", "finalbody"):
             nested = getattr(statement, name, None) or []
             if isinstance(statement, ast.If) and not around.trial:
-                inside = replace(around, after=f"{'' if name == 'body' else 'else of '}if {text_of(statement.test)}")
+                head = f"if {src.text_of(statement.test)}"
+                inside = replace(around, after=head if name == "body" else f"else of {head}")
             yield from _in_block(nested, inside)
         for handler in getattr(statement, "handlers", ()):
             yield from _in_block(handler.body, _handling(statement, handler, around))
@@ -377,9 +360,8 @@ def _in_block(block: Sequence[ast.stmt], around: _Around) -> Iterator[Left]:
 
 
 def _handling(statement: ast.stmt, handler: ast.ExceptHandler, around: _Around) -> _Around:
-    what = f"except {ast.unparse(handler.type)}" if handler.type is not None else "except"
     body: Sequence[ast.stmt] = getattr(statement, "body", [])
-    return replace(around, trial=range(body[0].lineno, end_of(body[-1]) + 1), after=what)
+    return replace(around, trial=range(body[0].lineno, src.end_of(body[-1]) + 1), after=_caught(handler))
 
 
 def _way_out(last: ast.stmt, around: _Around) -> str:
@@ -394,7 +376,7 @@ def _skipped(last: ast.stmt, around: _Around) -> Iterator[range]:
         yield around.trial
     if isinstance(last, (ast.Continue, ast.Break)) and around.loop is not None:
         begin = last if isinstance(last, ast.Continue) else around.loop
-        yield range(begin.lineno, end_of(around.loop) + 1)
+        yield range(begin.lineno, src.end_of(around.loop) + 1)
     elif isinstance(last, ast.Return):
         yield range(around.loop.lineno if around.loop is not None else last.lineno, around.end + 1)
 
