@@ -115,10 +115,9 @@ class View:
         return self.stack.frames
 
     @property
-    def all_frames(self) -> tuple[Frame, ...]:
-        """Of all its threads: those of a forked child go on into what its parent did."""
-        threads = self.sample.threads if self.sample else ()
-        return tuple(frame for thread in threads for frame in thread.frames)
+    def threads(self) -> tuple[Thread, ...]:
+        """All of its process."""
+        return tuple(self.sample.threads) if self.sample else ()
 
     @property
     def user_frame(self) -> Frame | None:
@@ -200,8 +199,7 @@ class View:
 
         Pools that wait for work and library threads do not.
         """
-        threads = self.sample.threads if self.sample else ()
-        found = [thread for thread in threads if thread is not self.thread and self.stack_of(thread).user_frame]
+        found = [one for one in self.threads if one is not self.thread and self.stack_of(one).user_frame]
         return [replace(self, other=thread) for thread in sorted(found, key=lambda thread: thread.os_tid or 0)]
 
     def stack_claim(self, text: str) -> Claim:

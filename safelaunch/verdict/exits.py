@@ -360,7 +360,7 @@ def aborted_in(rank: RankEvidence) -> fr.Stack | None:
     if not is_aborted(rank) or rank.fatal is None:
         return None
     stacks = (fr.stack_of(rank, frames) for frames in (rank.fatal.frames, *rank.fatal.threads))
-    return next((stack for stack in stacks if calls.torch_wait(stack) is not None or calls.under_c10d(stack)), None)
+    return next((stack for stack in stacks if calls.torch_wait(stack) is not None or calls.C10D.on(stack.called)), None)
 
 
 def kernel_claim(rank: RankEvidence, line: str, whose: str = "") -> Claim:

@@ -18,7 +18,7 @@ from safelaunch.verdict import causes
 from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.collectives import signature
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.findings import Annotation, Branch, Finding, capital, ranks_do, ranks_word
+from safelaunch.verdict.findings import Annotation, Branch, Finding, by_place, capital, ranks_do, ranks_word
 from safelaunch.verdict.rank_state import Facts, user_stack_of
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.guards import Guard, Whereabouts, guards_of, way_to
@@ -112,12 +112,11 @@ def _drawn(facts: Facts, finding: Finding) -> tuple[Doubt, ...]:
     few ranks a draw may do so as well. Who waits in a send or receive has decided nothing: it has a peer. Nor has
     anybody where the source shows no condition that ranks have passed on one side alone.
     """
-    sides: dict[tuple[str, int], set[int]] = {}
-    for one in finding.culprits:
-        sides.setdefault((one.frame.file, one.frame.line) if one.frame else ("", 0), set()).add(one.rank)
+    places = {one.rank: (one.frame.file, one.frame.line) if one.frame else ("", 0) for one in finding.culprits}
+    sides = by_place(places)
     if Doubt.EITHER_SIDE in finding.doubts or (Doubt.NO_MAJORITY not in finding.doubts and len(sides) > 1):
         return ()
-    chances = [_chance(facts, side) for side in sides.values()]
+    chances = [_chance(facts, {*side}) for _, side in sides]
     if any(_is_in_a_transfer(facts, one) for one in finding.culprits):
         return (Doubt.MAY_BE_OWED,) if 1.0 in chances else ()
     if not _may_have_decided(facts, finding):
@@ -187,11 +186,9 @@ def _patterns(facts: Facts, size: int) -> Iterator[Iterable[int]]:
     yield from (world[:size], world[-size:])
     for step in range(2, len(world) // size + 2):
         yield from (found for first in range(step) if len(found := world[first::step]) == size)
-    hosts: dict[str, list[int]] = {}
-    for rank, one in facts.ranks.items():
-        hosts.setdefault(one.evidence.host, []).append(rank)
+    hosts = [ranks for _, ranks in by_place({rank: one.evidence.host for rank, one in facts.ranks.items()})]
     groups = (members for record in facts.alignment.records.values() for members in record.groups.values())
-    yield from (found for found in (*hosts.values(), *set(groups)) if len(found) == size)
+    yield from (found for found in (*hosts, *set(groups)) if len(found) == size)
 
 
 def _where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, ...]]:
@@ -202,10 +199,8 @@ def _where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, .
 
 def by_stack(stacks: Mapping[int, Sequence[Frame]]) -> dict[tuple[Frame, ...], list[int]]:
     """The ranks with each stack. Those of exceptions have no names of classes."""
-    found: dict[tuple[fr.Spot, ...], list[int]] = {}
-    for rank, stack in sorted(stacks.items()):
-        found.setdefault(tuple(map(fr.spot, stack)), []).append(rank)
-    return {tuple(stacks[ranks[0]]): ranks for ranks in found.values()}
+    places = by_place({rank: tuple(map(fr.spot, stack)) for rank, stack in sorted(stacks.items())})
+    return {tuple(stacks[ranks[0]]): ranks for _, ranks in places}
 
 
 def branches(facts: Facts, stacks: Mapping[int, Sequence[Frame]], named: frozenset[int]) -> list[Branch]:

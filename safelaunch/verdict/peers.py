@@ -210,7 +210,7 @@ def _from_entry(rank: RankEvidence, entry: Collective, view: View | None = None)
     site, number, op = mine or called, number_of(entry), _called_op(rank, entry)
     words = f"{op} at {fr.place(site)}" if site else f"{op} #{number}"
     elsewhere = mine is not None and called is not None and (mine.file, mine.line) != (called.file, called.line)
-    if elsewhere and view is not None and not calls.under_c10d(view.stack):  # in ``work.wait()``, or a synchronize
+    if elsewhere and view is not None and not calls.C10D.on(view.stack.called):  # in ``work.wait()``, or a synchronize
         words = f"{op} of {fr.place(called)} at {fr.place(mine)}"
     text = f"pending: {described(entry)}"
     claim = record_claim(rank.rank, text)
@@ -284,8 +284,7 @@ def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
     if not where:
         return None
     rank = view.rank.rank
-    pending = [entry for entry in alignment.pending(rank) if not entry.by_gloo]
-    with_peers = [entry for entry in pending if _has_peers(rank, entry, alignment)]
+    with_peers = [entry for entry in _on_device(rank, alignment) if _has_peers(rank, entry, alignment)]
     if any(entry.started is not False and not alignment.is_over_elsewhere(rank, entry) for entry in with_peers):
         return None  # it waits for peers, or may do so
     frame = view.user_frame
@@ -304,8 +303,7 @@ def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
 def lost_condition(view: View, alignment: Alignment) -> Condition | None:
     """``gpu-lost`` where the driver reports an error of the GPU that the rank waits for, or computes on with peers."""
     rank = view.rank
-    on_device = [entry for entry in alignment.pending(rank.rank) if not entry.by_gloo]
-    if not rank.gpu_errors or not (view.device or on_device):
+    if not rank.gpu_errors or not (view.device or _on_device(rank.rank, alignment)):
         return None
     claims = tuple(kernel_claim(rank, line) for line in rank.gpu_errors)
     frame, number = view.user_frame, re.search(r"\): (\d+)", rank.gpu_errors[-1])
@@ -319,7 +317,7 @@ def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | No
     Either the device has begun nothing of what is queued, while peers' devices have; or all peers have completed what
     it is in.
     """
-    pending = [entry for entry in alignment.pending(rank.rank) if not entry.by_gloo]
+    pending = _on_device(rank.rank, alignment)
     if not pending:
         return None
     first = next((entry for entry in pending if entry.started), pending[0])
@@ -333,6 +331,10 @@ def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | No
     text = f"waits for its GPU: {what}" + (f", at {fr.place(frame)}" if frame else "")
     claim = record_claim(rank.rank, f"{op_name(first)} #{first.seq} of group {first.group!r}: {what}")
     return Condition("gpu-kernel", text, frame, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
+
+
+def _on_device(rank: int, alignment: Alignment) -> list[Collective]:
+    return [entry for entry in alignment.pending(rank) if not entry.by_gloo]
 
 
 def _done_elsewhere(entry: Collective) -> str:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from msgspec import structs
 
-from safelaunch.model import Claim, ProcessEvidence, Thread
+from safelaunch.model import Claim, ProcessEvidence
 from safelaunch.verdict import causes
 from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.conditions import Condition, View, thread_condition
@@ -161,7 +161,7 @@ class Inside:
         pids = {one.pid for one in own.ends}
         if view is self.main and any(child.wait.kind == "dead" for child in self._children):
             return None  # it may have been the one that died
-        if calls.is_loader_worker(view.frames):
+        if calls.LOADER_WORKER.on(view.frames):
             return None  # whoever it waits for, it is what its rank waits for
         users = (self.main, *_running_users_code(self._children))
         may = [one for one in users if one.process.pid in pids and not one.beside()]
@@ -216,8 +216,7 @@ class Inside:
 
     def _waiting_for_peers(self, view: View) -> list[View]:
         """The other threads that are in a call of c10d's, the user's and a library's (one that writes a checkpoint)."""
-        threads = view.sample.threads if view.sample else ()
-        others = (replace(view, other=thread) for thread in threads if thread is not view.thread)
+        others = (replace(view, other=thread) for thread in view.threads if thread is not view.thread)
         return [other for other in others if other.awaited.peers is not None or self.has_called(other)]
 
     def has_called(self, view: View) -> bool:
@@ -318,7 +317,7 @@ class Inside:
     def _of_a_pool(self, own: Condition) -> Condition:
         """A worker that was put in place of another one: what the dead one was to return will not come."""
         workers = [one for one in self._children if _parent(one) == self.main.process.pid]
-        late = [one.process.pid for one in workers if calls.REPLACED.on(one.all_frames)]
+        late = [one.process.pid for one in workers if any(calls.REPLACED.on(t.frames) for t in one.threads)]
         if not late:
             return own
         words = f"process {late[0]} has replaced a worker that ended, whose task a pool never returns"
@@ -474,7 +473,7 @@ def _parent(view: View) -> int:
 
 
 def _workers(children: Sequence[View]) -> list[View]:
-    return [v for v in children if v.process.role == "dataloader worker" or calls.is_loader_worker(v.frames)]
+    return [v for v in children if v.process.role == "dataloader worker" or calls.LOADER_WORKER.on(v.frames)]
 
 
 def _running_users_code(children: Sequence[View]) -> list[View]:
@@ -482,14 +481,13 @@ def _running_users_code(children: Sequence[View]) -> list[View]:
     return [
         v
         for v in children
-        if v.user_frame is not None and v.process.role not in _HELPERS and not calls.is_loader_worker(v.frames)
+        if v.user_frame is not None and v.process.role not in _HELPERS and not calls.LOADER_WORKER.on(v.frames)
     ]
 
 
 def _feeding(view: View) -> list[View]:
     """The threads that still write what was put into queues of multiprocessing: a process ends only after them."""
-    threads = view.sample.threads if view.sample else ()
-    found = [replace(view, other=thread) for thread in threads if calls.FEEDS_QUEUE.on(thread.frames)]
+    found = [replace(view, other=thread) for thread in view.threads if calls.FEEDS_QUEUE.on(thread.frames)]
     return [one for one in found if one.wait.kind == "io"]
 
 
@@ -504,7 +502,7 @@ _TRAINING = tuple(f"/torch/{part}" for part in ("distributed/", "autograd/", "nn
 def may_train_elsewhere(view: View) -> bool:
     """Whether another thread than the main one may be the one that trains, or computes: then where the main thread
     rests says little."""
-    others: list[Thread] = [t for t in (view.sample.threads if view.sample else ()) if t is not view.thread]
-    if any(part in fr.normal(frame.file) for t in others for frame in fr.python_frames(t) for part in _TRAINING):
+    others = (frame for thread in view.threads if thread is not view.thread for frame in fr.python_frames(thread))
+    if any(part in fr.normal(frame.file) for frame in others for part in _TRAINING):
         return True
     return any(thread_condition(other).cause == "busy-loop" for other in view.beside())

@@ -375,8 +375,7 @@ def _left(view: View) -> Condition | None:
         return None
     frame = view.user_frame
     if frame is None:  # the interpreter waits for a thread of the user's
-        threads = view.sample.threads if view.sample else ()
-        inside = (view.stack_of(thread).user_frame for thread in threads)
+        inside = (view.stack_of(thread).user_frame for thread in view.threads)
         frame = next((found for found in inside if found is not None), None)
     where = f", now at {fr.place(frame)}" if frame else ""
     text = f"has left the training loop: {why}{where}"
@@ -398,26 +397,23 @@ def _own(rank: RankEvidence, inside: Inside | None, alignment: Alignment) -> Con
 
 def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
     """No stack: the Flight Recorder alone says how far the rank came."""
-    record = alignment.records.get(rank.rank)
-    unended = alignment.unended(rank.rank)
+    record, unended = alignment.records.get(rank.rank), alignment.unended(rank.rank)
+    last = unended or (record.entries[-1] if record is not None and record.entries else None)
+    site = fr.stack_of(rank, last.frames).user_frame if last is not None else None
     if unended is not None:
-        site = fr.stack_of(rank, unended.frames).user_frame
         text = f"has begun a group of operations that it has not ended: {op_name(unended)}{fr.at(site)}"
-        claim = record_claim(rank.rank, f"its newest entries belong to no launch: {text}")
-        return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
-    if record is None or not (record.entries or (record.groups and alignment.has_collectives)):
+        shown = f"its newest entries belong to no launch: {text}"
+    elif last is not None:
+        text = f"made no call after {op_name(last)} #{number_of(last)} of group {last.group!r}{fr.at(site)}"
+        shown = f"last recorded call: {described(last)}"
+    elif record is not None and record.groups and alignment.has_collectives:
+        text = "did not take part: by its record, no call of it is pending; no stack says where it is"
+        shown = "its record holds no pending call"
+    else:
         text = "did not take part; neither a stack nor a Flight Recorder entry says why"
         return Condition("missing-from-collective", text, None, rank.pid, doubts=(Doubt.STATE_UNKNOWN,))
-    if not record.entries:
-        text = "did not take part: by its record, no call of it is pending; no stack says where it is"
-        claim = record_claim(rank.rank, "its record holds no pending call")
-        return Condition("missing-from-collective", text, None, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
-    last = record.entries[-1]
-    site = fr.stack_of(rank, last.frames).user_frame
-    number = f"#{number_of(last)} of group {last.group!r}"
-    text = f"made no call after {op_name(last)} {number}{fr.at(site)}"
-    claim = record_claim(rank.rank, f"last recorded call: {described(last)}")
-    return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
+    claims = (record_claim(rank.rank, shown),)
+    return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=claims)
 
 
 def _raised_wait(rank: RankEvidence) -> PeerWait | None:

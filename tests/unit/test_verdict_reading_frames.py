@@ -148,10 +148,10 @@ def test_no_torch_wait(frames: tuple[Frame, ...]) -> None:
 
 
 def test_loader_and_idle_worker() -> None:
-    assert calls.loader_wait(fr.Stack(in_loader(5)))
-    assert not calls.loader_wait(fr.Stack(in_c10d("all_reduce", 5)))
+    assert calls.LOADER_WAIT.on(fr.Stack(in_loader(5)).called)
+    assert not calls.LOADER_WAIT.on(fr.Stack(in_c10d("all_reduce", 5)).called)
     own = (at(9, "Data.__getitem__"), Frame(LOADER, 785, "_SingleProcessDataLoaderIter._next_data"), at(5))
-    assert not calls.loader_wait(fr.Stack(own))
+    assert not calls.LOADER_WAIT.on(fr.Stack(own).called)
     assert calls.worker_idle(WORKER_IDLE)
     assert not calls.worker_idle(in_worker(12))
 
