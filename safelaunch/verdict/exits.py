@@ -101,11 +101,10 @@ def _blames_a_peer(exception: RankException, log: NcclLog | None) -> bool:
     """Only an error that came out of torch's communication counts; a user's own ``requests`` call may well have its
     connection reset on its own account.
     """
-    kind = exception.type.rsplit(".", 1)[-1]
-    inner = _in_communication(exception)
+    kind, inner = failure_kind(exception), _in_communication(exception)
     told = failure_of(exception)
-    logged = _logged(log) if told is not None and told.general else None
-    if told is not None and (logged[1] if logged is not None else told).own:
+    told = (_logged(log) or told) if told is not None and told.general else told
+    if told is not None and told.own:
         return False
     if kind in ("DistStoreError", "DistNetworkError"):
         return True
@@ -130,7 +129,7 @@ def _in_communication(exception: RankException) -> bool:
 def failure_of(exception: RankException) -> failures.Failure | None:
     """What an error that came out of torch's communication or of a device mesh means."""
     inside = any("/torch/distributed/" in fr.normal(frame.file) for frame in exception.frames)
-    kind = exception.type.rsplit(".", 1)[-1]
+    kind = failure_kind(exception)
     theirs = kind in (*_DIST_TYPES, "RuntimeError") and _THEIR_WORDS.search(exception.message) is not None
     named = theirs or kind in _DIST_TYPES[:3]
     found = failures.failure(exception.message)
@@ -141,15 +140,15 @@ def failure_of_rank(rank: RankEvidence) -> failures.Failure | None:
     """What ended its communication: its exception's words, else those of NCCL's log where these are general or none."""
     told = failure_of(rank.exception) if rank.exception is not None else None
     logged = nccl_failure(rank) if (told.general if told is not None else is_aborted(rank)) else None
-    return logged[1] if logged is not None else told
+    return logged or told
 
 
-def nccl_failure(rank: RankEvidence) -> tuple[str, failures.Failure] | None:
-    """The warning in its NCCL's log that began it, and what that means."""
+def nccl_failure(rank: RankEvidence) -> failures.Failure | None:
+    """The warning in its NCCL's log that began it."""
     return _logged(rank.nccl_log)
 
 
-def _logged(log: NcclLog | None) -> tuple[str, failures.Failure] | None:
+def _logged(log: NcclLog | None) -> failures.Failure | None:
     return failures.first_failure(log.warnings) if log is not None else None
 
 
@@ -197,7 +196,7 @@ def _aborted_for_a_peer(rank: RankEvidence) -> bool:
     if not is_aborted(rank):
         return False
     logged = nccl_failure(rank)
-    return not logged[1].own if logged is not None else _WATCHDOG.search(rank.log_tail) is not None
+    return not logged.own if logged is not None else _WATCHDOG.search(rank.log_tail) is not None
 
 
 def was_a_hang(ranks: Iterable[RankEvidence]) -> bool:
@@ -236,7 +235,7 @@ def _gave_up(rank: RankEvidence) -> bool:
     if rank.exception is not None:
         return is_timeout(rank.exception)
     logged = nccl_failure(rank)
-    return _aborted_for_a_peer(rank) and (logged is None or logged[1].kind == "infiniband")
+    return _aborted_for_a_peer(rank) and (logged is None or logged.kind == "infiniband")
 
 
 def failed_at(rank: RankEvidence) -> float:
@@ -250,7 +249,7 @@ def gone_condition(rank: RankEvidence, view: View | None) -> Condition | None:
     """A rank that raised, was killed or exited, on its own account; None for a live one and for consequences."""
     if rank.exception is not None and is_consequence(rank.exception, rank.nccl_log):
         return None
-    if rank.exception is not None and rank.exception.type.rsplit(".", 1)[-1] != "SystemExit":
+    if rank.exception is not None and failure_kind(rank.exception) != "SystemExit":
         return exception_condition(rank, rank.exception)
     if rank.exit is None:
         dead = view is not None and bool(view.process.states) and view.process.states[-1].state in "ZX"
@@ -272,9 +271,8 @@ def exception_condition(rank: RankEvidence, exception: RankException) -> Conditi
     told, logged = failure_of(exception), nccl_failure(rank)
     claims: tuple[Claim, ...] = (claim,)
     if told is not None and told.general and logged is not None:
-        text += f" ({logged[1].means})"
-        claims = (claim, logged_claim(rank))
-    elif told is not None:
+        told, claims = logged, (claim, logged_claim(rank))
+    if told is not None:
         text += f" ({told.means})"
     worker, remote = tracebacks.of_worker(exception.text)
     inside = fr.stack_of(rank, remote.frames).user_frame
@@ -293,7 +291,7 @@ def logged_claim(rank: RankEvidence) -> Claim:
     """What NCCL warned of in a rank that has such a failure."""
     found = nccl_failure(rank)
     assert rank.nccl_log is not None and found is not None
-    return Claim(f"NCCL warns: {one_line(found[0])}", rank.nccl_log.file)
+    return Claim(f"NCCL warns: {one_line(found.text)}", rank.nccl_log.file)
 
 
 def _essence(message: str) -> str:
@@ -337,7 +335,7 @@ def _killed_condition(rank: RankEvidence) -> Condition:
         claims.append(Claim("the end of its output", f"ranks/{rank.rank}/log_tail.txt"))
     logged = nccl_failure(rank) if number in _FATAL_SIGNALS else None
     if logged is not None:
-        said += f"; NCCL had failed ({logged[1].means})"
+        said += f"; NCCL had failed ({logged.means})"
         claims.append(logged_claim(rank))
     if within is not None:
         # What a peer sent may be the reason; nothing here can tell.

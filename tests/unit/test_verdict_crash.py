@@ -36,7 +36,7 @@ from safelaunch.model import (
     Verdict,
 )
 from safelaunch.verdict.diagnose import diagnose
-from safelaunch.verdict.exits import remote_error
+from safelaunch.verdict.reading.tracebacks import of_worker
 
 OLD_TORCH = Launched(torch="2.9.1")  # in which DETAIL works with DDP
 RESET = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
@@ -252,7 +252,7 @@ def test_a_dataloader_worker_without_shared_memory() -> None:
 
 
 def test_an_ordinary_traceback_has_no_remote_part() -> None:
-    assert remote_error("Traceback (most recent call last):\nValueError: x") is None
+    assert not of_worker("Traceback (most recent call last):\nValueError: x")[1].frames
 
 
 def of_a_checkpoint(failed: int) -> RankException:

@@ -116,9 +116,9 @@ def test_of_many_warnings_the_first_of_its_own_began_it() -> None:
     own = "Cuda failure 700 'an illegal memory access was encountered'"
     ending = "Cuda failure 'driver shutting down'"
     found = first_failure(["Failed to open libibverbs.so[.1]", peer, own, ending])
-    assert found is not None and (found[0], found[1].kind) == (own, "nccl-cuda")
+    assert found is not None and (found.text, found.kind) == (own, "nccl-cuda")
     found = first_failure([ending, peer])
-    assert found is not None and found[0] == peer
+    assert found is not None and found.text == peer
     assert first_failure(["Failed to open libibverbs.so[.1]", ending]) is None
 
 

@@ -8,7 +8,7 @@ GPU had left, by those of the allocator.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,11 +20,12 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Failure:
-    """``means``: in a clause. ``own``: this rank itself failed, whatever its peers do."""
+    """``means``: in a clause. ``own``: this rank itself failed, whatever its peers do. ``text``: that says so."""
 
     kind: Kind
     means: str
     own: bool
+    text: str
 
     @property
     def general(self) -> bool:
@@ -222,14 +223,14 @@ def failure(text: str) -> Failure | None:
         found = re.search(pattern, text, re.IGNORECASE)
         if found is not None:
             told = {name: value or _UNTOLD.get(name, "") for name, value in found.groupdict().items()}
-            return Failure(kind, means.format(**told), own)
+            return Failure(kind, means.format(**told), own, text)
     return None
 
 
-def first_failure(messages: Iterable[str]) -> tuple[str, Failure] | None:
+def first_failure(messages: Iterable[str]) -> Failure | None:
     """Of the warnings of one process, in their order: the first of the process's own, else the first of any."""
-    told = [(text, found) for text in messages if (found := failure(text)) is not None and found.kind != "nccl-ending"]
-    return next((one for one in told if one[1].own), told[0] if told else None)
+    told = [found for text in messages if (found := failure(text)) is not None and found.kind != "nccl-ending"]
+    return next((one for one in told if one.own), told[0] if told else None)
 
 
 # --- what a process that was aborted wrote last -----------------------------------------------------------------------
@@ -281,9 +282,12 @@ _ABORTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 def last_abort(log: str) -> Abort | None:
     """The last such message at the end of a process's output; None where there is none."""
     lines = [line.strip() for line in log.splitlines()[-_MOST_LINES:]]
-    for at in reversed(range(len(lines))):
-        if any(pattern.search(lines[at]) for pattern, _ in _ABORTS):
-            return _abort(" ".join(_with_type(lines, at)))
+    for before, line in reversed([*zip(["", *lines], lines, strict=False)]):
+        # The line before it names the type of the C++ exception that it is about.
+        words = f"{before} {line}" if line.startswith("what(): ") and before.startswith("terminate called") else line
+        for pattern, means in _ABORTS:
+            if found := pattern.search(words):
+                return Abort(words, means.format(**found.groupdict()))
     return None
 
 
@@ -295,18 +299,6 @@ def options_refused(log: str) -> str:
     """The last line at the end of a process's output that says what was wrong with its command; "" without one."""
     lines = [line.strip() for line in log.splitlines()[-_MOST_LINES:]]
     return next((line for line in reversed(lines) if _OPTIONS.match(line)), "")
-
-
-def _with_type(lines: list[str], at: int) -> Iterator[str]:
-    """The line, behind the one that names the type of the C++ exception that it is about."""
-    if at and lines[at].startswith("what(): ") and lines[at - 1].startswith("terminate called"):
-        yield lines[at - 1]
-    yield lines[at]
-
-
-def _abort(words: str) -> Abort:
-    found = next((match, means) for pattern, means in _ABORTS if (match := pattern.search(words)))
-    return Abort(words, found[1].format(**found[0].groupdict()))
 
 
 # --- the memory of a GPU, used up: the error of torch's CUDA allocator ----------------------------------------------
