@@ -45,10 +45,9 @@ def guards(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     if Doubt.ROUND_UNKNOWN in finding.doubts and any(one.kept and named.issuperset(one.ranks) for one in found):
         cause = "collective-mismatch"  # they are there by this, not as a loop has ended
     told = [one for one in found if one.kept][:_MOST]
-    rest = (one for one in found if one not in told)
     yield Annotation(
         " ".join(map(_sentence, told)),
-        tuple(claim_of(facts, one) for one in (*told, *rest)),
+        tuple(claim_of(facts, one) for one in found),
         advice=_advice(facts, finding, found),
         cause=cause,
         branches=tuple(found),

@@ -10,30 +10,13 @@ from typing import TypeVar
 from msgspec import structs
 
 from safelaunch.model import Claim, Evidence, FileLock, Frame, ProcessEvidence, RankEvidence
+from safelaunch.verdict import exits, peers
 from safelaunch.verdict.causes import BY_ITSELF, FOREIGN_LOCK, LOCK_FILE, OUTLIVES, OWED, STORE_NOT_REACHED
 from safelaunch.verdict.collectives import Alignment, described, number_of, op_name
 from safelaunch.verdict.conditions import Condition, View, gil_condition, record_claim, thread_condition
 from safelaunch.verdict.divergence import Histories
 from safelaunch.verdict.doubts import Doubt, those
-from safelaunch.verdict.exits import (
-    aborted_in,
-    ended_by_others,
-    exception_condition,
-    gone_condition,
-    is_consequence,
-    missed_the_store,
-    one_line,
-)
-from safelaunch.verdict.peers import (
-    PeerWait,
-    begins_at,
-    device_condition,
-    gpu_condition,
-    kernel_says_busy,
-    lost_condition,
-    peer_wait,
-    through_a_thread,
-)
+from safelaunch.verdict.peers import PeerWait, begins_at
 from safelaunch.verdict.processes import Inside, may_train_elsewhere
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
@@ -73,7 +56,7 @@ class RankFacts:
         name = "stack.txt" if one.main is not None and one.main.stacks else "flight_recorder.json"
         if one.exception is not None:
             name = "exception.json"
-        elif aborted_in(one) is not None:
+        elif exits.aborted_in(one) is not None:
             name = "fault.txt"
         return Claim(text, f"{self.folder}/{name}")
 
@@ -147,9 +130,9 @@ def _locks_of(process: ProcessEvidence) -> tuple[FileLock, ...]:
 def _seen_from_the_others(facts: Facts, rank: int) -> RankFacts | None:
     """A rank as the others' evidence shows it, where that says more than its own."""
     one = facts.ranks[rank]
-    if one.evidence.exception is not None and (peers := missed_the_store(one.evidence, facts.evidence.ranks)):
-        failed = exception_condition(one.evidence, one.evidence.exception)
-        doubts = those({Doubt.STATE_INFERRED: all(calls.makes_store(peer.stack) for peer in peers)})
+    if one.evidence.exception is not None and (others := exits.missed_the_store(one.evidence, facts.evidence.ranks)):
+        failed = exits.exception_condition(one.evidence, one.evidence.exception)
+        doubts = those({Doubt.STATE_INFERRED: all(calls.makes_store(other.stack) for other in others)})
         failed = replace(failed, advice=frozenset({STORE_NOT_REACHED}), doubts=doubts, for_good=True)
         return replace(one, wait=None, condition=failed)
     absent = _absent_thread(facts, one)
@@ -303,7 +286,7 @@ def user_stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
     """
     if rank.exception is not None:
         return fr.stack_of(rank, rank.exception.frames).user_frames
-    aborted, view = aborted_in(rank), view_of(rank)
+    aborted, view = exits.aborted_in(rank), view_of(rank)
     if aborted is not None:
         return aborted.user_frames
     return view.stack.user_frames if view is not None else ()
@@ -321,21 +304,21 @@ def rank_facts(rank: RankEvidence, alignment: Alignment, read_source: ReadSource
     """
     view = view_of(rank, read_source)
     frame = view.user_frame if view else None
-    condition = gone_condition(rank, view)
+    condition = exits.gone_condition(rank, view)
     condition = replace(condition, for_good=True) if condition is not None else None
     if condition is None and view is not None:
         condition = _held(view) or _left(view)
     if condition is None and view is not None and rank.exception is None:  # else its handler waits, for our look
-        condition = gil_condition(view) or lost_condition(view, alignment) or gpu_condition(view, alignment)
-    if condition is None and (view is None or not view.frames) and not kernel_says_busy(view):
-        condition = device_condition(rank, alignment)
+        condition = gil_condition(view) or peers.lost_condition(view, alignment) or peers.gpu_condition(view, alignment)
+    if condition is None and (view is None or not view.frames) and not peers.kernel_says_busy(view):
+        condition = peers.device_condition(rank, alignment)
     wait = None
     if condition is None:
-        wait = _raised_wait(rank) or peer_wait(rank, view, alignment)
-    if condition is None and wait is None and (view is not None or not ended_by_others(rank)):
+        wait = _raised_wait(rank) or peers.peer_wait(rank, view, alignment)
+    if condition is None and wait is None and (view is not None or not exits.ended_by_others(rank)):
         callers = {entry.thread for entry in alignment.pending(rank.rank)} - {0}
         inside = Inside(view, child_views(rank, read_source), callers) if view is not None else None
-        wait = through_a_thread(rank, inside, alignment) if inside is not None else None
+        wait = peers.through_a_thread(rank, inside, alignment) if inside is not None else None
         condition = _own(rank, inside, alignment) if wait is None else None
     if wait is not None and frame is None:
         frame = wait.frame
@@ -418,7 +401,7 @@ def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
 
 def _raised_wait(rank: RankEvidence) -> PeerWait | None:
     """The communication reported a peer's absence: the traceback shows what this rank was waiting in."""
-    if rank.exception is None or not is_consequence(rank.exception, rank.nccl_log):
+    if rank.exception is None or not exits.is_consequence(rank.exception, rank.nccl_log):
         return None
     stack = fr.stack_of(rank, rank.exception.frames)
     mine = stack.user_frame
@@ -427,7 +410,7 @@ def _raised_wait(rank: RankEvidence) -> PeerWait | None:
     unknown = calls.TorchWait("collective", UNKNOWN_OP if own else "a remote call" if remote else "a collective")
     seen = calls.torch_wait(stack) or unknown
     claim = Claim(
-        f"{rank.exception.type} reports what happened to a peer: {one_line(rank.exception.message)}",
+        f"{rank.exception.type} reports what happened to a peer: {exits.one_line(rank.exception.message)}",
         f"ranks/{rank.rank}/exception.json",
     )
     return PeerWait.unnumbered(seen.kind, seen.op, mine, claim)

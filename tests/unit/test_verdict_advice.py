@@ -4,7 +4,23 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from evidence import C10D, SITE, WRAPPER, at, behind, calls, entry, in_c10d, in_user, job, past, rank, record, waiting
+from evidence import (
+    C10D,
+    SITE,
+    WRAPPER,
+    at,
+    behind,
+    calls,
+    entry,
+    in_backward,
+    in_c10d,
+    in_user,
+    job,
+    past,
+    rank,
+    record,
+    waiting,
+)
 from msgspec.structs import replace
 
 from safelaunch.model import Evidence, Frame, Launched, RankException, RankExit, Verdict
@@ -26,11 +42,6 @@ def in_ddp_forward(line: int) -> tuple[Frame, ...]:
     """A broadcast of DDP's buffers, under ``model(batch)``."""
     inner = [(1900, "_default_broadcast_coalesced"), (2100, "_sync_buffers"), (1600, "_pre_forward"), (1700, "forward")]
     return (*(Frame(DDP, number, function) for number, function in inner), at(line), at(100, "<module>"))
-
-
-def in_backward(line: int) -> tuple[Frame, ...]:
-    engine = Frame(f"{SITE}/torch/autograd/graph.py", 979, "_engine_run_backward")
-    return (engine, Frame(f"{SITE}/torch/_tensor.py", 623, "backward"), at(line), at(100, "<module>"))
 
 
 def in_full_state_dict(line: int) -> tuple[Frame, ...]:

@@ -84,13 +84,11 @@ def _in_source(text: str, file: str, line: int, sleeping: bool) -> Poll | Litera
 
 def _of_loop(loop: _Loop, file: str, line: int, tree: ast.Module) -> Poll | None:
     """Its condition; else that of the branch by which it is left; else what it tries."""
-    if isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant):
-        made_at = _made_at(loop.test, file, tree)
-        return Poll(file, loop.lineno, _shown("while ", loop.test), _kind(loop.test), made_at)
-    for statement in loop.body:
-        if isinstance(statement, ast.If) and _leaves(statement.body):
-            made_at = _made_at(statement.test, file, tree)
-            return Poll(file, statement.lineno, _shown("if ", statement.test), _kind(statement.test), made_at)
+    asks = isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant)
+    for one in (loop,) if asks else loop.body:
+        if isinstance(one, ast.While) or (isinstance(one, ast.If) and _leaves(one.body)):
+            text = _shown("if " if isinstance(one, ast.If) else "while ", one.test)
+            return Poll(file, one.lineno, text, _kind(one.test), _made_at(one.test, file, tree))
     for statement in loop.body:
         tried = next(iter(statement.body), None) if isinstance(statement, ast.Try) else None
         if isinstance(statement, ast.Try) and tried is not None and _comes_after(statement, line):
