@@ -22,7 +22,7 @@ from safelaunch.verdict.findings import Annotation, Branch, Finding, by_place, c
 from safelaunch.verdict.rank_state import Facts, user_stack_of
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.guards import Guard, Whereabouts, guards_of, way_to
-from safelaunch.verdict.reading.parting import Condition, Parting, loop_of_both, parting, ways_around
+from safelaunch.verdict.reading.parting import Parting, loop_of_both, parting, ways_around
 from safelaunch.verdict.reading.source import Loop, loops_at, names_called_at
 from safelaunch.verdict.remarks import says_why
 
@@ -137,7 +137,7 @@ def _may_have_decided(facts: Facts, finding: Finding) -> bool:
         if not stack or any(not facts.read_source(frame.file) for frame in stack):
             return True
         steps = (step for frame in stack for step in way_to(frame, facts.read_source) if not step.loop)
-        ways.add(frozenset((step.guard.file, step.guard.line, step.guard.taken) for step in steps))
+        ways.add(frozenset((step.file, step.line, step.taken) for step in steps))
     return len(ways) != 1
 
 
@@ -295,13 +295,13 @@ def parted(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     if ended is not None:
         yield ended[1]
     parts = [
-        [one for one in way if _may_part(facts, one, waits) and (ended is None or ended[0].has(one.guard))]
+        [one for one in way if _may_part(facts, one, waits) and (ended is None or ended[0].has(one))]
         for way in found.ways
     ]
     later = [n for n, way in enumerate(found.ways) if any(one.by_round for one in way)]
     if told := [one for part in parts for one in part[-_MOST:]]:
         advice = frozenset({causes.TRIED_AGAIN}) if all(one.again for one in told) else causes.DRAWN
-        words = " and ".join(f"`{one.guard.words}`" for one in told)
+        words = " and ".join(f"`{one.words}`" for one in told)
         yield Annotation(f"Which way a rank goes depends on {words}.", advice=advice)
     elif ended is None and len(later) == 1:
         yield from _in_a_later_round(facts, found, sides, later[0])
@@ -340,9 +340,9 @@ def _members_of_waits(facts: Facts, ranks: Iterable[int]) -> frozenset[int]:
     return frozenset[int]().union(*(facts.alignment.members(str(wait.group))[0] for wait in waits))
 
 
-def _may_part(facts: Facts, one: Condition, ranks: Iterable[int]) -> bool:
+def _may_part(facts: Facts, one: Guard, ranks: Iterable[int]) -> bool:
     """Neither what is the same on all ranks in one round, nor what the rank alone decides: that is known already."""
-    return not one.by_round and any(one.guard.admits(whereabouts(facts, rank)) is None for rank in ranks)
+    return not one.by_round and any(one.admits(whereabouts(facts, rank)) is None for rank in ranks)
 
 
 def _of_other_items(facts: Facts, loop: Guard, around: Sequence[Frame]) -> Annotation:
@@ -401,6 +401,6 @@ def _in_a_later_round(facts: Facts, found: Parting, sides: Sequence[Side], later
     loops = loops_at(stack[0], facts.read_source)
     skips = ways_around(stack[::-1], loops[-1].line, facts.read_source) if loops else []
     ahead, behind = sides[later][1], sides[1 - later][1]
-    text = f"All ranks get to {fr.place(way[-1])} in the same rounds (`{found.ways[later][-1].guard.words}`), so "
+    text = f"All ranks get to {fr.place(way[-1])} in the same rounds (`{found.ways[later][-1].words}`), so "
     text += f"{ranks_do(ahead, 'has', 'have')} left out calls before, or {ranks_do(behind, 'has', 'have')} made more"
     yield Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({causes.LEFT_OUT}))

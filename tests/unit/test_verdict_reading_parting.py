@@ -60,7 +60,7 @@ def test_the_conditions_on_one_way_alone(
     one: tuple[object, ...], other: tuple[object, ...], ways: tuple[list[str], list[str]]
 ) -> None:
     found = parting(one, other, lambda path: SOURCE)  # type: ignore[arg-type]
-    assert found is not None and tuple([each.guard.words for each in way] for way in found.ways) == ways
+    assert found is not None and tuple([each.words for each in way] for way in found.ways) == ways
     again = parting(other, one, lambda path: SOURCE)  # type: ignore[arg-type]
     assert again is not None and again.ways == found.ways[::-1]
 
@@ -97,7 +97,7 @@ def test_two_calls_of_one_line_part_in_their_functions() -> None:
     source = "def fill():\n    while len(rows) < size:\n        gather()\n\ndef fit():\n    reduce()\n\nfit(fill())\n"
     inside, past = (at(3, "fill"), at(8, "<module>")), (at(6, "Agent.fit"), at(8, "<module>"))
     found = parting(inside, past, lambda path: source)
-    assert found is not None and [[one.guard.text for one in way] for way in found.ways] == [
+    assert found is not None and [[one.text for one in way] for way in found.ways] == [
         ["while len(rows) < size"],
         [],
     ]
@@ -143,7 +143,7 @@ def test_what_may_be_done_again_and_what_stops_at_the_first(
     source: str, stack: tuple[Frame, ...], condition: str | None
 ) -> None:
     found = parting(stack, (at(15, "<module>"),), lambda path: source)
-    assert found is not None and [[one.guard.text for one in way] for way in found.ways] == [
+    assert found is not None and [[one.text for one in way] for way in found.ways] == [
         [condition] if condition is not None else [],
         [],
     ]
@@ -194,7 +194,7 @@ def test_a_cache_keeps_ranks_from_what_its_function_calls() -> None:
     source = "@functools.lru_cache(maxsize=None)\ndef padded(n):\n    reduce(n)\n\ndef step():\n"
     source += "    padded(3)\n    reduce(4)\n"
     found = parting((at(3, "padded"), at(6, "step")), (at(7, "step"),), lambda path: source)
-    assert found is not None and [[one.guard.text for one in way] for way in found.ways] == [
+    assert found is not None and [[one.text for one in way] for way in found.ways] == [
         ["@functools.lru_cache(maxsize=None)"],
         [],
     ]

@@ -49,8 +49,14 @@ class Whereabouts:
 
 @dataclass(frozen=True)
 class Guard:
-    """A line is reached only where the condition ``text`` at ``line`` is ``taken``. ``beside``: what those call who go
-    the other way.
+    """A condition or a loop that is passed before a line is reached: that comes only where ``text``, at ``line``, is
+    ``taken``. A cache, and the ``except`` of an exception, are such conditions, too.
+
+    - ``beside``: what those call who go the other way
+    - ``asks_for_rank``: it depends on which process this is, so that ranks may part here
+    - ``loop``: it is the head of a ``for`` loop
+    - ``by_round``: it asks for the number of the round alone, so in one round all ranks answer alike
+    - ``again``: by that, what failed is tried once more
     """
 
     file: str
@@ -60,6 +66,10 @@ class Guard:
     test: ast.expr | None = field(default=None, compare=False, repr=False)
     names: Mapping[str, ast.expr] = field(default_factory=dict, compare=False, repr=False)
     beside: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    asks_for_rank: bool = field(default=False, compare=False)
+    loop: bool = field(default=False, compare=False)
+    by_round: bool = False
+    again: bool = False
 
     @property
     def words(self) -> str:
@@ -88,7 +98,7 @@ def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, .
     """
     found = []
     for frame, into in zip(stack, (None, *stack), strict=False):
-        guards = [step.guard for step in reversed(way_to(frame, read_source)) if step.asks_for_rank and not step.loop]
+        guards = [one for one in reversed(way_to(frame, read_source)) if one.asks_for_rank and not one.loop]
         if any(guard.beside for guard in guards):
             called = _called_at(frame, read_source) if into is None else into.function.rpartition(".")[2]
             guards = [replace(one, test=None) if called and called in one.beside else one for one in guards]
@@ -98,35 +108,21 @@ def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, .
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class Step:
-    """A condition or a loop that was passed before a line was reached. ``asks_for_rank``: it depends on which process
-    this is, so that ranks may part here. ``loop``: it is a loop's head.
-    """
-
-    guard: Guard
-    asks_for_rank: bool
-    loop: bool = False
-
-
-def way_to(frame: Frame, read_source: ReadSource) -> tuple[Step, ...]:
+def way_to(frame: Frame, read_source: ReadSource) -> tuple[Guard, ...]:
     """All conditions and loops around the line of ``frame``, in the order of their lines, whatever they ask for."""
     return _way(read_source(frame.file) or "", frame.file, frame.line)
 
 
 @lru_cache(256)
-def _way(text: str, file: str, line: int) -> tuple[Step, ...]:
+def _way(text: str, file: str, line: int) -> tuple[Guard, ...]:
     tree = src.tree_of(text)
     scope = src.scope_of(tree, line)
     names = _assigned(tree) | _assigned(scope)
-    found = [
-        Step(
-            Guard(file, at, shown, taken, test, names, _beside(scope, test, taken)),
-            test is None or asks_for_the_rank(test, names),
-        )
-        for at, shown, taken, test in _on_the_way(scope, line)
-    ]
-    return tuple(sorted([*found, *_loops(scope, file, line, names)], key=lambda step: step.guard.line))
+    found = []
+    for at, shown, taken, test in _on_the_way(scope, line):
+        asks = test is None or asks_for_the_rank(test, names)
+        found.append(Guard(file, at, shown, taken, test, names, _beside(scope, test, taken), asks))
+    return tuple(sorted([*found, *_loops(scope, file, line, names)], key=lambda one: one.line))
 
 
 def _beside(scope: ast.AST, test: ast.expr | None, taken: bool) -> frozenset[str]:
@@ -146,12 +142,13 @@ def _called_at(frame: Frame, read_source: ReadSource) -> str:
     return next((src.name_called(value.func) for value in values if isinstance(value, ast.Call)), "")
 
 
-def _loops(scope: ast.AST, file: str, line: int, names: Mapping[str, ast.expr]) -> Iterator[Step]:
+def _loops(scope: ast.AST, file: str, line: int, names: Mapping[str, ast.expr]) -> Iterator[Guard]:
     """The heads of ``for`` loops around the line: of a ``while``, the condition is on the way anyhow."""
     for loop in src.loops_around(scope, line):
         if not isinstance(loop, ast.While) and src.holds(loop.body, line):
             shown = f"for {src.text_of(loop.target)} in {src.text_of(loop.iter)}"
-            yield Step(Guard(file, loop.lineno, shown, True), asks_for_the_rank(loop.iter, names), loop=True)
+            asks = asks_for_the_rank(loop.iter, names)
+            yield Guard(file, loop.lineno, shown, taken=True, asks_for_rank=asks, loop=True)
 
 
 _Step = tuple[int, str, bool, "ast.expr | None"]  # line, text, taken, condition

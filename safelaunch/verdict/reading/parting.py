@@ -26,24 +26,13 @@ _SETTINGS = frozenset({"args", "cfg", "config", "conf", "opt", "opts", "hparams"
 
 
 @dataclass(frozen=True)
-class Condition:
-    """A guard, a cache, or the ``except`` of an exception. ``by_round``: it asks for the number of the round alone, so
-    in one round all ranks answer alike. ``again``: by that, what failed is tried once more.
-    """
-
-    guard: Guard
-    by_round: bool = False
-    again: bool = False
-
-
-@dataclass(frozen=True)
 class Parting:
     """Two stacks of the user's frames, outermost first, from the function on in which they part. ``ways``: of each, the
     conditions on the way to its lines that are none on the other's way, the outermost first.
     """
 
     stacks: tuple[Sequence[Frame], ...]
-    ways: tuple[list[Condition], ...]
+    ways: tuple[list[Guard], ...]
 
 
 def parting(one: Sequence[Frame], other: Sequence[Frame], read_source: ReadSource) -> Parting | None:
@@ -55,7 +44,7 @@ def parting(one: Sequence[Frame], other: Sequence[Frame], read_source: ReadSourc
         return None
     ways = [list(_conditions_on(stack, read_source)) for stack in stacks]
     own = (
-        [step for step in way if step not in others and _leads_to(step.guard, there[0], read_source)]
+        [one for one in way if one not in others and _leads_to(one, there[0], read_source)]
         for way, others, there in zip(ways, reversed(ways), reversed(stacks), strict=True)
     )
     return Parting(stacks, tuple(own))
@@ -129,7 +118,7 @@ def loop_returned_from(ahead: Sequence[Frame], behind: Sequence[Frame], read_sou
     if not inner:
         return None
     (past, *_), (caller, *below) = inner
-    to_call, to_past = ({step.guard for step in way_to(one, read_source)} for one in (caller, past))
+    to_call, to_past = ({*way_to(one, read_source)} for one in (caller, past))
     loops = ((one, frame) for frame in below for one in src.loops_around(src.scope_at(frame, read_source), frame.line))
     first = next(loops, None)
     if past.line <= caller.line or not to_call <= to_past or first is None:
@@ -165,7 +154,7 @@ def _below(one: Sequence[Frame], other: Sequence[Frame]) -> tuple[Sequence[Frame
     return (one[::-1][at:], other[::-1][at:]) if at < min(len(one), len(other)) else ()
 
 
-def _conditions_on(stack: Sequence[Frame], read_source: ReadSource) -> Iterator[Condition]:
+def _conditions_on(stack: Sequence[Frame], read_source: ReadSource) -> Iterator[Guard]:
     """Of a stack, outermost first. What counts rounds does so in a function that it is passed to as well."""
     counters = frozenset[str]()
     for frame, into in zip_longest(stack, stack[1:]):
@@ -190,22 +179,22 @@ def _passed(frame: Frame, into: Frame, names: frozenset[str], read_source: ReadS
 
 def _conditions(
     frame: Frame, into: Frame | None, scope: ast.AST, counters: frozenset[str], read_source: ReadSource
-) -> Iterator[Condition]:
+) -> Iterator[Guard]:
     for decorator in getattr(scope, "decorator_list", []):
         if _CACHES.intersection(src.names_in(decorator)):
-            yield Condition(Guard(frame.file, decorator.lineno, f"@{ast.unparse(decorator)}", taken=False))
+            yield Guard(frame.file, decorator.lineno, f"@{ast.unparse(decorator)}", taken=False)
     for step in way_to(frame, read_source):
-        if not step.loop and step.guard.test is not None:
-            yield Condition(step.guard, counters.issuperset(_asked(step.guard.test)))
+        if not step.loop and step.test is not None:
+            yield replace(step, by_round=counters.issuperset(_asked(step.test)))
     if (handler := src.handler_of(frame, read_source)) is not None:
-        yield Condition(Guard(frame.file, handler.lineno, _caught(handler), taken=True))
+        yield Guard(frame.file, handler.lineno, _caught(handler), taken=True)
     for handler in _of_further_attempts(scope, frame.line):
         words = f"{_caught(handler)}, then another attempt"
-        yield Condition(Guard(frame.file, handler.lineno, words, taken=False), again=True)
+        yield Guard(frame.file, handler.lineno, words, taken=False, again=True)
     item = short(into.function) if into is not None else ""
     for call in src.calls_at(frame, read_source) if item else ():
         if src.name_called(call.func) in _UP_TO_THE_FIRST and item in {*_generated_by(call.args)}:
-            yield Condition(Guard(frame.file, call.lineno, ast.unparse(call), taken=True))
+            yield Guard(frame.file, call.lineno, ast.unparse(call), taken=True)
 
 
 def _caught(handler: ast.ExceptHandler) -> str:
