@@ -27,7 +27,7 @@ from safelaunch.verdict.reading.innermost import (
     store_key_at,
 )
 from safelaunch.verdict.reading.kernel import POLL_S, KernelWait, kernel_wait, polled_lock, wait_words
-from safelaunch.verdict.reading.source import ReadSource
+from safelaunch.verdict.reading.source import NO_SOURCE, ReadSource
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class View:
     process: ProcessEvidence
     rank: RankEvidence
     other: Thread | None = None
-    read_source: ReadSource | None = None
+    read_source: ReadSource = NO_SOURCE
 
     @cached_property
     def sample(self) -> StackSample | None:
@@ -144,7 +144,7 @@ class View:
     @cached_property
     def poll(self) -> Poll | None:
         """What the loop of its innermost line asks for again and again: a sleep is the line's own call, or it spins."""
-        if self.read_source is None or self.stack.called or not (self.wait.again or self.wait.busy):
+        if self.stack.called or not (self.wait.again or self.wait.busy):
             return None
         found = poll_at(self.stack.user_frames, self.read_source, asleep=self.wait.again)
         return found if self.wait.again or (found is not None and found.of == "work") else None
@@ -152,18 +152,18 @@ class View:
     @cached_property
     def store_key(self) -> StoreKey | None:
         """What its innermost line would wait for in a store, whose calls have no Python frames."""
-        if self.read_source is None or self.user_frame is None or self.stack.called or self.thread is None:
+        if self.user_frame is None or self.stack.called or self.thread is None:
             return None
         return store_key_at(self.user_frame, self.read_source, dict(self.thread.names))
 
     @cached_property
     def takes(self) -> LockTaken | None:
         """The lock that its innermost line takes, by the source."""
-        return lock_at(self.user_frame, self.read_source) if self.user_frame and self.read_source else None
+        return lock_at(self.user_frame, self.read_source) if self.user_frame else None
 
     def holds(self, other: View) -> LockHeld | None:
         """The lock that ``other`` takes, where by the source this thread has it."""
-        if other.takes is None or other.user_frame is None or self.read_source is None:
+        if other.takes is None or other.user_frame is None:
             return None
         held = locks_held(self.stack.user_frames, self.read_source)
         return next((one for one in held if one.is_that(other.takes, other.user_frame)), None)

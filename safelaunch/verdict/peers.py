@@ -152,7 +152,7 @@ def _calls_wait(view: View) -> bool:
     """Where its line, or one of torch.distributed's, calls ``wait()`` and rests in it without a Python frame, that is
     c10d's: those of the standard library have frames."""
     inner = line_before_c10d(view)
-    return inner is not None and view.read_source is not None and calls_method(inner, "wait", view.read_source)
+    return inner is not None and calls_method(inner, "wait", view.read_source)
 
 
 def line_before_c10d(view: View) -> Frame | None:

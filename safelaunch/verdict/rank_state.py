@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ from safelaunch.verdict.peers import PeerWait, begins_at
 from safelaunch.verdict.processes import Inside, may_train_elsewhere
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.source import ReadSource
+from safelaunch.verdict.reading.source import NO_SOURCE, ReadSource
 from safelaunch.verdict.transfers import Transfers
 
 UNKNOWN_OP = "communication"  # where ``work.wait()`` raised, on the user's own line: of what work, no frame tells
@@ -70,17 +70,18 @@ class Facts:
     ranks: Mapping[int, RankFacts]
     alignment: Alignment
     histories: Histories
-    read_source: ReadSource = field(default=lambda path: None)
+    read_source: ReadSource = NO_SOURCE
 
     @classmethod
     def of(cls: type[F], evidence: Evidence, read_source: ReadSource | None = None) -> F:
+        read_source = read_source or NO_SOURCE
         if evidence.outcome in ("hang", "suspect"):
             evidence = structs.replace(evidence, ranks=tuple(map(_before_its_end, evidence.ranks)))
         alignment = Alignment(evidence.ranks, evidence.world_size)
         ordered = sorted(evidence.ranks, key=lambda r: r.rank)
         ranks = {r.rank: rank_facts(r, alignment, read_source) for r in ordered}
         histories = Histories(alignment)
-        facts = cls(evidence, ranks, alignment, histories, read_source or (lambda path: None))
+        facts = cls(evidence, ranks, alignment, histories, read_source)
         changed = {rank: one for rank in ranks if (one := _seen_from_the_others(facts, rank)) is not None}
         return replace(facts, ranks={**ranks, **changed}) if changed else facts
 
@@ -276,7 +277,7 @@ def _before_its_end(rank: RankEvidence) -> RankEvidence:
     return structs.replace(rank, main=structs.replace(rank.main, states=living), exit=None)
 
 
-def view_of(rank: RankEvidence, read_source: ReadSource | None = None) -> View | None:
+def view_of(rank: RankEvidence, read_source: ReadSource = NO_SOURCE) -> View | None:
     return View(rank.main, rank, read_source=read_source) if rank.main else None
 
 
@@ -292,11 +293,11 @@ def user_stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
     return view.stack.user_frames if view is not None else ()
 
 
-def child_views(rank: RankEvidence, read_source: ReadSource | None = None) -> list[View]:
+def child_views(rank: RankEvidence, read_source: ReadSource = NO_SOURCE) -> list[View]:
     return [View(child, rank, read_source=read_source) for child in rank.children]
 
 
-def rank_facts(rank: RankEvidence, alignment: Alignment, read_source: ReadSource | None = None) -> RankFacts:
+def rank_facts(rank: RankEvidence, alignment: Alignment, read_source: ReadSource) -> RankFacts:
     """The surest reading first.
 
     Gone or raised; held by the kernel (stopped, D state); holding the GIL; leaving the script; waiting for its GPU;

@@ -12,6 +12,7 @@ from safelaunch.model import Frame
 from safelaunch.verdict.reading.frames import basename, short
 
 ReadSource = Callable[[str], "str | None"]  # path → text of the file, or None
+NO_SOURCE: ReadSource = lambda path: None  # noqa: E731
 
 
 class Located(Protocol):
