@@ -576,7 +576,7 @@ class InitNotJoined(Cause, name="init-not-joined"):
         Advice(
             "Check that the job was started on every node, with the same `--nnodes` and endpoint, and that each node "
             "reaches that; if nodes join late, make torchrun wait longer: `--rdzv-conf=join_timeout=SECONDS`.",
-            when=lambda case: case.nodes_absent,
+            when=lambda case: not case.facts.unseen and case.facts.evidence.rendezvous is not None,
         ),
         STORE_NOT_REACHED,
         Advice(

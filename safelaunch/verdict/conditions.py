@@ -406,13 +406,14 @@ def gil_condition(view: View) -> Condition | None:
     owner = _steady_owner(view)
     if rank.gil.python is True or not (failed or owner):
         return None
+    shown = (view.kernel_claim("its worker server answers, and what needs the GIL does not"),) if failed else ()
     if owner is None:
         samples = [s for s in view.process.stacks if not s.native]
         if any(t.owns_gil for s in samples for t in s.threads):
             return None  # owned, but moving: busy, not held
         text = "holds the GIL in native code; no stack could be read"
         doubts = (Doubt.STATE_INFERRED,)
-        return Condition("gil-held", text, None, view.process.pid, doubts=doubts, claims=_gil_claims(view, True))
+        return Condition("gil-held", text, None, view.process.pid, doubts=doubts, claims=shown)
     stack = view.stack_of(owner)
     if calls.torch_wait(stack) is not None:
         return None
@@ -428,15 +429,8 @@ def gil_condition(view: View) -> Condition | None:
         mine,
         view.process.pid,
         doubts=() if failed else (Doubt.STATE_INFERRED,),
-        claims=(*_gil_claims(view, failed), view.stack_claim(f"the thread that owns the GIL is at {fr.place(mine)}")),
+        claims=(*shown, view.stack_claim(f"the thread that owns the GIL is at {fr.place(mine)}")),
     )
-
-
-def _gil_claims(view: View, failed: bool) -> tuple[Claim, ...]:
-    if not failed:
-        return ()
-    text = "its worker server answers, and what needs the GIL does not"
-    return (Claim(text, f"{view.folder}/proc.json"),)
 
 
 def _steady_owner(view: View) -> Thread | None:

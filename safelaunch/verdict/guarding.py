@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise, takewhile
 from math import comb
 
-from safelaunch.model import Claim, Culprit, Frame
+from safelaunch.model import Claim, Frame
 from safelaunch.model.entries import Entries
 from safelaunch.verdict import causes
 from safelaunch.verdict.causes import Advice
@@ -40,7 +40,9 @@ def guards(facts: Facts, finding: Finding) -> Iterator[Annotation]:
         return
     stacks = finding.calls or _where_they_wait(facts, finding)
     named = frozenset(one.rank for one in finding.culprits)
-    found = [one for one in branches(facts, stacks, named) if not _is_of_a_transfer(facts, one)]
+    found = branches(facts, stacks, named)
+    # Nobody expects the other end of a send or receive at the same line.
+    found = [one for one in found if not all(_is_in_a_transfer(facts, rank, one.call) for rank in one.ranks)]
     cause = finding.cause
     if Doubt.ROUND_UNKNOWN in finding.doubts and any(one.kept and named.issuperset(one.ranks) for one in found):
         cause = "collective-mismatch"  # they are there by this, not as a loop has ended
@@ -54,12 +56,6 @@ def guards(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     )
     if not told and cause == "collective-mismatch" and causes.GROUPS_MADE not in finding.advice:
         yield _unless_drawn(facts, finding, found)
-
-
-def _is_of_a_transfer(facts: Facts, one: Branch) -> bool:
-    """Nobody expects the other end of a send or receive at the same line."""
-    waits = (facts.ranks[rank].wait for rank in one.ranks)
-    return all(wait is not None and wait.kind == "p2p" and wait.frame == one.call for wait in waits)
 
 
 def _advice(facts: Facts, finding: Finding, found: Sequence[Branch]) -> frozenset[Advice]:
@@ -116,7 +112,7 @@ def _drawn(facts: Facts, finding: Finding) -> tuple[Doubt, ...]:
     if Doubt.EITHER_SIDE in finding.doubts or (Doubt.NO_MAJORITY not in finding.doubts and len(sides) > 1):
         return ()
     chances = [_chance(facts, {*side}) for _, side in sides]
-    if any(_is_in_a_transfer(facts, one) for one in finding.culprits):
+    if any(_is_in_a_transfer(facts, one.rank, one.frame) for one in finding.culprits):
         return (Doubt.MAY_BE_OWED,) if 1.0 in chances else ()
     if not _may_have_decided(facts, finding):
         return (Doubt.SEVERAL_PLACES,) if 1.0 in chances else ()
@@ -125,9 +121,9 @@ def _drawn(facts: Facts, finding: Finding) -> tuple[Doubt, ...]:
     return (Doubt.PATTERN_BY_CHANCE,) if max(chances, default=0.0) > CHANCE else ()
 
 
-def _is_in_a_transfer(facts: Facts, one: Culprit) -> bool:
-    wait = facts.ranks[one.rank].wait
-    return wait is not None and wait.kind == "p2p" and wait.frame == one.frame
+def _is_in_a_transfer(facts: Facts, rank: int, frame: Frame | None) -> bool:
+    wait = facts.ranks[rank].wait
+    return wait is not None and wait.kind == "p2p" and wait.frame == frame
 
 
 def _may_have_decided(facts: Facts, finding: Finding) -> bool:
