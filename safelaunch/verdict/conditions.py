@@ -117,7 +117,7 @@ class View:
     @property
     def threads(self) -> tuple[Thread, ...]:
         """All of its process."""
-        return tuple(self.sample.threads) if self.sample else ()
+        return self.sample.threads if self.sample else ()
 
     @property
     def user_frame(self) -> Frame | None:
@@ -262,7 +262,7 @@ def _waits_for_outside(view: View) -> Condition | None:
     wait, inner, where = view.wait, view.stack.called, view.place
     if wait.kind == "child" or calls.CHILD.on(inner):
         return Condition("stuck-in-user-code", f"waits for a subprocess at {where}")
-    if wait.kind == "io" and wait.fd == 0 and wait.call == "read":
+    if wait.kind == "io" and wait.thread.fd == 0 and wait.call == "read":
         return Condition("stuck-in-user-code", f"waits for standard input at {where}")
     if calls.EVENT_LOOP.on(inner):
         text = f"runs an idle asyncio event loop at {where}: what its coroutines await does not come"
@@ -333,21 +333,21 @@ def _io_or_sleep(view: View) -> Condition | None:
         return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
     if wait.kind in ("io", "poll"):
         call = f" ({wait_words(wait)})" if wait_words(wait) else ""
-        key = view.store_key if wait.target.startswith("tcp") or _in_store(view) else None
+        key = view.store_key if wait.thread.fd_target.startswith("tcp") or _in_store(view) else None
         if key is not None:
             text = f"waits at {where} for the key {key.words} of the store"
             return Condition("blocking-io", text, key=key, advice=frozenset({causes.STORE_KEY}))
         others = tuple(one for one in wait.ends or () if one.pid != view.process.pid)
         text = f"is blocked in I/O at {where}{call}"
-        advice = frozenset() if wait.wanted_lock or wait.locked_by else frozenset({causes.CONNECTION})
-        if wait.locked_by == view.process.pid:
+        advice = frozenset() if wait.wanted_lock or wait.thread.locked_by else frozenset({causes.CONNECTION})
+        if wait.thread.locked_by == view.process.pid:
             text = f"waits at {where} for a lock that it holds itself, by another open file{call}"
             advice = frozenset({causes.OWN_FILE_LOCK})
         return Condition(
             "blocking-io",
             text,
             locks=wait.wanted_lock,
-            locked_by=wait.locked_by,
+            locked_by=wait.thread.locked_by,
             ends=others,
             advice=advice,
         )

@@ -130,7 +130,7 @@ class Inside:
 
         One that runs none (a shell, an encoder) is followed where it waits for somebody in turn.
         """
-        pid = view.wait.child
+        pid = view.wait.thread.child
         if pid is not None:
             own = [one for one in self._children if one.process.pid == pid]
         else:
@@ -267,15 +267,15 @@ class Inside:
     def _kept_open(self, view: View) -> tuple[Advice, str] | None:
         """Who of this rank has the other end of the pipe open, where that is nobody who would use it."""
         ends, wait = view.wait.ends or (), view.wait
-        if not (is_pipe := wait.target.startswith("pipe:")) and "unnamed" not in wait.target:
+        target = wait.thread.fd_target
+        if not (is_pipe := target.startswith("pipe:")) and "unnamed" not in target:
             return None
         end = "other" if not is_pipe else "read" if wait.writes else "write"
         pid, family = view.process.pid, {one.process.pid for one in self._family}
         others = [one for one in ends if one.pid != pid and one.pid in family]
         if ends and all(one.pid == pid for one in ends):
-            sure = (
-                f"process {pid} itself alone has" if wait.ends_closed else f"of those in sight, only process {pid} has"
-            )
+            alone = f"process {pid} itself alone has"
+            sure = alone if wait.thread.ends_closed else f"of those in sight, only process {pid} has"
             return causes.OWN_END, f"{sure} the {end} end open"
         if not others or wait.writes:
             return None
