@@ -28,14 +28,14 @@ class Mark:
     def _folders(self) -> tuple[str, ...]:
         return tuple(file for file in self.files if file.endswith("/"))
 
-    def fits(self, frame: Frame) -> bool:
-        path = normal(frame.file)
-        if not path.endswith(self.files) and not any(folder in path for folder in self._folders):
+    def fits(self, path: str, function: str) -> bool:
+        """A frame's, by its normal path and its short function."""
+        if self.functions and function not in self.functions:
             return False
-        return not self.functions or short(frame.function) in self.functions
+        return path.endswith(self.files) or (bool(self._folders) and any(one in path for one in self._folders))
 
     def on(self, frames: Iterable[Frame]) -> bool:
-        return any(map(self.fits, frames))
+        return any(self.fits(normal(one.file), short(one.function)) for one in frames)
 
 
 _C10D_FILES = (
@@ -80,7 +80,11 @@ def torch_wait(stack: Stack) -> TorchWait | None:
         return TorchWait("collective", "new_group")
     if not C10D.on(inner[:1]):
         return None
-    calls = [short(f.function) for f in inner if C10D.fits(f) and short(f.function) not in _C10D_NOISE]
+    calls = [
+        short(f.function)
+        for f in inner
+        if normal(f.file).endswith(_C10D_FILES) and short(f.function) not in _C10D_NOISE
+    ]
     if not calls:
         return None
     if _TEARDOWN.intersection(calls):
@@ -151,7 +155,8 @@ _PURPOSES: tuple[tuple[Purpose, Mark], ...] = (
 
 def purpose(stack: Stack) -> Purpose:
     """What torch makes the collective for that the user's line led to; empty where the user called it."""
-    return next((found for found, mark in _PURPOSES if mark.on(stack.called)), "")
+    inner = [(normal(frame.file), short(frame.function)) for frame in stack.called]
+    return next((found for found, mark in _PURPOSES for one in inner if mark.fits(*one)), "")
 
 
 def in_torch(stack: Stack) -> bool:
