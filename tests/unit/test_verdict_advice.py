@@ -23,7 +23,7 @@ from evidence import (
 )
 from msgspec.structs import replace
 
-from safelaunch.model import Evidence, Frame, Launched, RankException, RankExit, Verdict
+from safelaunch.model import Evidence, Frame, Launched, RankEvidence, RankException, RankExit, Verdict
 from safelaunch.settings.presets import find_builtin_dir, list_presets
 from safelaunch.verdict import causes
 from safelaunch.verdict.advice import Scene, again
@@ -50,7 +50,7 @@ def in_full_state_dict(line: int) -> tuple[Frame, ...]:
     return (*inner, where, at(line, "save"), at(100, "<module>"))
 
 
-def stuck(number: int, op: str, frames: tuple[Frame, ...], seq: int = 4):  # type: ignore[no-untyped-def]
+def stuck(number: int, op: str, frames: tuple[Frame, ...], seq: int = 4) -> RankEvidence:
     pending = replace(entry(op, seq), frames=frames)
     return rank(number, frames, flight=record(*past(seq - 1), pending))
 
@@ -59,7 +59,7 @@ def suggestions(evidence: Evidence, source: str = "") -> tuple[str, ...]:
     return diagnose(evidence, read_source=lambda path: source or None).suggestions
 
 
-def raised(number: int, kind: str, message: str, line: int = 41) -> object:
+def raised(number: int, kind: str, message: str, line: int = 41) -> RankEvidence:
     frames = (at(line, "step"), at(100, "<module>"))
     error = RankException(kind, message, 100.0, frames, f"{kind}: {message}")
     return rank(number, in_user(line), "sleep", more={"exception": error, "exit": RankExit(1, 101.0)})
@@ -107,14 +107,14 @@ def test_a_rank_that_left_a_call_out_is_not_told_to_gate_a_side_effect() -> None
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_an_exception_that_all_ranks_raised_alike(world: int) -> None:
-    found = suggestions(job(*(raised(n, "ImportError", "no module") for n in range(world)), outcome="crash"))  # type: ignore[arg-type]
+    found = suggestions(job(*(raised(n, "ImportError", "no module") for n in range(world)), outcome="crash"))
     assert any("Every rank raised it" in text for text in found)
     assert not any("follow from it" in text for text in found)
 
 
 def test_an_exception_of_one_rank() -> None:
     ranks = [raised(0, "ValueError", "bad sample"), waiting(1), waiting(2)]
-    found = suggestions(job(*ranks, outcome="crash"))  # type: ignore[arg-type]
+    found = suggestions(job(*ranks, outcome="crash"))
     assert any("follow from it" in text for text in found)
     assert not any("alike" in text for text in found)
 
@@ -133,7 +133,7 @@ def test_an_exception_of_one_rank() -> None:
 )
 def test_errors_that_torch_words_itself(kind: str, message: str, advice: str) -> None:
     ranks = [raised(n, kind, message) for n in range(2)]
-    assert any(advice in text for text in suggestions(job(*ranks, outcome="crash")))  # type: ignore[arg-type]
+    assert any(advice in text for text in suggestions(job(*ranks, outcome="crash")))
 
 
 @pytest.mark.parametrize("peers_in", ["ddp", "plain"])

@@ -4,6 +4,8 @@ it goes on elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from evidence import C10D, MODULE, at
 
@@ -34,35 +36,32 @@ def evaluate():
 def average():
     reduce()
 """
+
+
+def ways(one: Sequence[Frame], other: Sequence[Frame], source: str, what: str = "text") -> list[list[object]]:
+    """Of the conditions on each way alone, their words or another property."""
+    found = parting(one, other, lambda path: source)
+    assert found is not None
+    return [[getattr(each, what) for each in way] for way in found.ways]
+
+
 LOOP = (at(4, "train"), MODULE)
 CLEAN_UP, EVALUATES, BEHIND = (at(6, "train"), MODULE), (at(8, "train"), MODULE), (at(10, "train"), MODULE)
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "ways"),
+    ("one", "other", "condition"),
     [
-        (BEHIND, LOOP, (["if step % EVERY == 0 and loss < best (train.py:9)"], [])),
-        (EVALUATES, LOOP, (["if step % args.every == 0 (train.py:7)"], [])),
-        (CLEAN_UP, LOOP, (["except StopIteration (train.py:5)"], [])),
-        (
-            (at(16, "evaluate"), *EVALUATES),
-            (at(21, "average"), *LOOP),
-            (["if step % args.every == 0 (train.py:7)"], []),
-        ),
-        (
-            (at(18, "evaluate"), *EVALUATES),
-            (at(16, "evaluate"), *EVALUATES),
-            (["if score < best (train.py:17)"], []),
-        ),
+        (BEHIND, LOOP, "if step % EVERY == 0 and loss < best (train.py:9)"),
+        (EVALUATES, LOOP, "if step % args.every == 0 (train.py:7)"),
+        (CLEAN_UP, LOOP, "except StopIteration (train.py:5)"),
+        ((at(16, "evaluate"), *EVALUATES), (at(21, "average"), *LOOP), "if step % args.every == 0 (train.py:7)"),
+        ((at(18, "evaluate"), *EVALUATES), (at(16, "evaluate"), *EVALUATES), "if score < best (train.py:17)"),
     ],
 )
-def test_the_conditions_on_one_way_alone(
-    one: tuple[object, ...], other: tuple[object, ...], ways: tuple[list[str], list[str]]
-) -> None:
-    found = parting(one, other, lambda path: SOURCE)  # type: ignore[arg-type]
-    assert found is not None and tuple([each.words for each in way] for way in found.ways) == ways
-    again = parting(other, one, lambda path: SOURCE)  # type: ignore[arg-type]
-    assert again is not None and again.ways == found.ways[::-1]
+def test_the_conditions_on_one_way_alone(one: tuple[Frame, ...], other: tuple[Frame, ...], condition: str) -> None:
+    assert ways(one, other, SOURCE, "words") == [[condition], []]
+    assert ways(other, one, SOURCE, "words") == [[], [condition]]
 
 
 @pytest.mark.parametrize(
@@ -82,8 +81,7 @@ def test_the_conditions_on_one_way_alone(
 def test_what_asks_for_the_number_of_the_round_alone(condition: str, by_round: bool) -> None:
     body = "self.seen += 1\n    self.total += len(batch)\n    if batch.bad:\n        self.bad += 1\n    wait()"
     source = f"for step, batch in enumerate(loader):\n    {body}\n    if {condition}:\n        barrier()\n"
-    found = parting((at(8, "<module>"),), (at(6, "<module>"),), lambda path: source)
-    assert found is not None and [[one.by_round for one in way] for way in found.ways] == [[by_round], []]
+    assert ways((at(8, "<module>"),), (at(6, "<module>"),), source, "by_round") == [[by_round], []]
 
 
 def test_stacks_that_part_in_no_function_of_both_tell_nothing() -> None:
@@ -96,11 +94,7 @@ def test_stacks_that_part_in_no_function_of_both_tell_nothing() -> None:
 def test_two_calls_of_one_line_part_in_their_functions() -> None:
     source = "def fill():\n    while len(rows) < size:\n        gather()\n\ndef fit():\n    reduce()\n\nfit(fill())\n"
     inside, past = (at(3, "fill"), at(8, "<module>")), (at(6, "Agent.fit"), at(8, "<module>"))
-    found = parting(inside, past, lambda path: source)
-    assert found is not None and [[one.text for one in way] for way in found.ways] == [
-        ["while len(rows) < size"],
-        [],
-    ]
+    assert ways(inside, past, source) == [["while len(rows) < size"], []]
     assert parting(inside, past, lambda path: source.replace("fit(fill())", "each(m)")) is None
 
 
@@ -142,11 +136,7 @@ more()
 def test_what_may_be_done_again_and_what_stops_at_the_first(
     source: str, stack: tuple[Frame, ...], condition: str | None
 ) -> None:
-    found = parting(stack, (at(15, "<module>"),), lambda path: source)
-    assert found is not None and [[one.text for one in way] for way in found.ways] == [
-        [condition] if condition is not None else [],
-        [],
-    ]
+    assert ways(stack, (at(15, "<module>"),), source) == [[condition] if condition is not None else [], []]
 
 
 ITEMS = """\
@@ -193,11 +183,8 @@ def test_the_loop_whose_items_both_are_called_with(
 def test_a_cache_keeps_ranks_from_what_its_function_calls() -> None:
     source = "@functools.lru_cache(maxsize=None)\ndef padded(n):\n    reduce(n)\n\ndef step():\n"
     source += "    padded(3)\n    reduce(4)\n"
-    found = parting((at(3, "padded"), at(6, "step")), (at(7, "step"),), lambda path: source)
-    assert found is not None and [[one.text for one in way] for way in found.ways] == [
-        ["@functools.lru_cache(maxsize=None)"],
-        [],
-    ]
+    cached = ways((at(3, "padded"), at(6, "step")), (at(7, "step"),), source)
+    assert cached == [["@functools.lru_cache(maxsize=None)"], []]
 
 
 RETURNED = """\
@@ -249,8 +236,7 @@ def test_a_return_ends_the_loop_of_a_function_that_has_returned() -> None:
 def test_a_counter_of_rounds_is_one_where_it_is_passed_to(given: str, by_round: bool) -> None:
     source = "class Log:\n    def add(self, n):\n        if n % 3:\n            return\n        gather()\n\n"
     source += f"for step in range(9):\n    log.add({given})\n    average()\n"
-    found = parting((at(5, "Log.add"), at(8, "<module>")), (at(9, "<module>"),), lambda path: source)
-    assert found is not None and [[one.by_round for one in way] for way in found.ways] == [[by_round], []]
+    assert ways((at(5, "Log.add"), at(8, "<module>")), (at(9, "<module>"),), source, "by_round") == [[by_round], []]
 
 
 # --- a loop that one has left -----------------------------------------------------------------------------------------
