@@ -173,6 +173,10 @@ class View:
         """The call in which it waits for its GPU; empty where it is elsewhere."""
         return calls.device_wait(self.stack, self.process.stacks, self.os_tid)
 
+    def native(self, answers: calls.Answers = calls.WAITS) -> str:
+        """What its C frames show of it."""
+        return calls.native(self.process.stacks, self.os_tid, answers)
+
     @property
     def os_tid(self) -> int | None:
         """The kernel's number of the thread, as native samples have it."""
@@ -279,7 +283,7 @@ def _lock(view: View) -> Condition | None:
     known = calls.lock_wait(inner)
     if wait.kind not in ("lock", "unknown") or (wait.kind == "unknown" and known is None):
         return None
-    native = calls.native_wait(view.process.stacks, view.os_tid)
+    native = view.native()
     if known is None and (native not in ("", "lock") or calls.in_torch(view.stack)):
         return None
     lock = known or calls.LockWait("a lock")
@@ -312,7 +316,7 @@ def _polls(view: View) -> Condition | None:
     frames.
     """
     lock = polled_lock(view.process, view.wait) if view.other is None else None
-    native = calls.native_sleep(view.process.stacks, view.os_tid) if lock is not None else ""
+    native = view.native(calls.SLEEPS) if lock is not None else ""
     if lock is None or (native == "python" and not view.stack.called):
         return None
     text = f"keeps asking at {view.place} for a lock on {lock.path}, locked by pid {lock.pid}{lock.program}"
@@ -333,7 +337,7 @@ def _io_or_sleep(view: View) -> Condition | None:
         return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
     if wait.kind in ("io", "poll"):
         call = f" ({wait_words(wait)})" if wait_words(wait) else ""
-        key = view.store_key if wait.thread.fd_target.startswith("tcp") or _in_store(view) else None
+        key = view.store_key if wait.thread.fd_target.startswith("tcp") or view.native() == "store" else None
         if key is not None:
             text = f"waits at {where} for the key {key.words} of the store"
             return Condition("blocking-io", text, key=key, advice=frozenset({causes.STORE_KEY}))
@@ -352,10 +356,6 @@ def _io_or_sleep(view: View) -> Condition | None:
             advice=advice,
         )
     return None
-
-
-def _in_store(view: View) -> bool:
-    return calls.native_wait(view.process.stacks, view.os_tid) == "store"
 
 
 def _polls_at(view: View) -> Condition:

@@ -126,8 +126,8 @@ def begins_at(stack: fr.Stack) -> Place | None:
 def _quiet_wait(view: View, pending: list[Collective], alignment: Alignment) -> PeerWait | None:
     """No c10d frame: a backward pass with its hooks in C++, or ``work.wait()`` called from the user's line."""
     wait = view.wait
-    native = calls.native_wait(view.process.stacks, view.os_tid)
-    seen = calls.native_peer_wait(view.process.stacks, view.os_tid)
+    native = view.native()
+    seen = calls.PEER_WAITS.get(native)
     if seen is not None and seen.kind == "store" and view.store_key is not None and view.store_key.set_at:
         return None  # it waits for whoever is to set that, and not for all
     if seen is not None and not wait.busy:
@@ -249,7 +249,7 @@ def _with_arguments(wait: PeerWait, view: View, alignment: Alignment) -> PeerWai
 
 def _with_batch(wait: PeerWait, view: View) -> PeerWait:
     """The same with the peer that the thread's batch (``batch_isend_irecv``) names, where it is the only one."""
-    op = calls.native_transfer(view.process.stacks, view.os_tid) if wait.kind == "p2p" else ""
+    op = view.native(calls.TRANSFERS) if wait.kind == "p2p" else ""
     mine = _batch(view)
     ends = {(one.sends, one.peer, one.tag) for one in mine if not op or one.sends == (op == "send")}
     if wait.kind != "p2p" or len(ends) != 1:

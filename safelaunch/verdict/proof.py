@@ -302,7 +302,7 @@ class _Prover:
 
     def _of_open_calls(self, view: View, process: _Process) -> tuple[Need, ...] | None:
         """``work.wait()`` and a backward pass show no frame of c10d: it may be any of the calls that are under way."""
-        if view.wait.kind != "lock" and calls.native_wait(view.process.stacks, view.os_tid) != "peers":
+        if view.wait.kind != "lock" and view.native() != "peers":
             return None
         if self._has_own_limit(view, is_usual=not self._pending(view)):
             return None

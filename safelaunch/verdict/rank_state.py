@@ -174,7 +174,7 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
     other rank's process alone, it is what is waited for."""
     view = view_of(one.evidence)
     library = view is not None and calls.FILE_LOCK.on(view.stack.called)
-    sqlite = view is not None and calls.native_sleep(view.process.stacks, view.os_tid) == "sqlite"
+    sqlite = view is not None and view.native(calls.SLEEPS) == "sqlite"
     if not library and not sqlite:
         return own
     holders = [(host, rank, locks) for (host, _), (rank, locks) in facts.processes.items() if locks]

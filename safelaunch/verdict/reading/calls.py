@@ -306,44 +306,25 @@ _STORE_SYMBOLS = ("TCPStore", "FileStore", "PrefixStore")
 _P2P_SYMBOLS = ("RecvWork", "SendWork")
 
 
-_NATIVE_WAITS = (("p2p", _P2P_SYMBOLS), ("store", _STORE_SYMBOLS), ("peers", _PEER_SYMBOLS), ("lock", _LOCK_SYMBOLS))
-_PEER_WAITS = {
+Answers = tuple[tuple[str, tuple[str, ...]], ...]  # each with the symbols that show it; the first one that fits counts
+WAITS: Answers = (("p2p", _P2P_SYMBOLS), ("store", _STORE_SYMBOLS), ("peers", _PEER_SYMBOLS), ("lock", _LOCK_SYMBOLS))
+TRANSFERS: Answers = (("send", ("SendWork",)), ("recv", ("RecvWork",)))
+SLEEPS: Answers = (("sqlite", ("sqlite3",)), ("python", ("time_sleep", "pysleep")))  # sqlite asks for a lock each time
+# The waits for other ranks that only C frames show: ``work.wait()``, ``store.get()`` on the user's own line.
+PEER_WAITS = {
     "p2p": TorchWait("p2p", "a send or receive"),
     "store": TorchWait("store", "a key of the store"),
     "peers": TorchWait("collective", "a collective"),
 }
 
 
-def native_peer_wait(samples: Iterable[StackSample], os_tid: int | None) -> TorchWait | None:
-    """The wait for other ranks that only C frames show: ``work.wait()``, ``store.get()`` on the user's own line."""
-    return _PEER_WAITS.get(native_wait(samples, os_tid))
-
-
-def native_transfer(samples: Iterable[StackSample], os_tid: int | None) -> str:
-    """``"send"`` or ``"recv"``: of these two, the one that the C frames of a thread wait for."""
-    return _native(samples, os_tid, (("send", ("SendWork",)), ("recv", ("RecvWork",))))
-
-
-def native_wait(samples: Iterable[StackSample], os_tid: int | None) -> str:
-    """``"lock"``, ``"peers"``, ``"p2p"`` or ``"store"``, by the C frames inside a thread's innermost Python frame.
-
-    ``""`` where no native sample has them.
+def native(samples: Iterable[StackSample], os_tid: int | None, answers: Answers) -> str:
+    """Which of ``answers`` the C frames inside a thread's innermost Python frame show; empty where no native sample
+    has them.
 
     ``with lock:`` and ``work.wait()`` look alike without it: both are C functions called from the user's own line,
     and both rest in ``futex``.
     """
-    return _native(samples, os_tid, _NATIVE_WAITS)
-
-
-def native_sleep(samples: Iterable[StackSample], os_tid: int | None) -> str:
-    """``"sqlite"``, which asks for a lock again and again, or ``"python"``, by the C frames of a thread that sleeps."""
-    return _native(samples, os_tid, _NATIVE_SLEEPS)
-
-
-_NATIVE_SLEEPS = (("sqlite", ("sqlite3",)), ("python", ("time_sleep", "pysleep")))
-
-
-def _native(samples: Iterable[StackSample], os_tid: int | None, answers: Sequence[tuple[str, tuple[str, ...]]]) -> str:
     for frames in _native_frames(samples, os_tid):
         for answer, symbols in answers:
             if any(symbol in frame.function for frame in frames for symbol in symbols):
