@@ -151,10 +151,10 @@ def _loops(scope: ast.AST, file: str, line: int, names: Mapping[str, ast.expr]) 
             yield Guard(file, loop.lineno, shown, taken=True, asks_for_rank=asks, loop=True)
 
 
-_Step = tuple[int, str, bool, "ast.expr | None"]  # line, text, taken, condition
+_Met = tuple[int, str, bool, "ast.expr | None"]  # a condition: its line, its text, whether it was taken, its test
 
 
-def _on_the_way(scope: ast.AST, line: int) -> Iterator[_Step]:
+def _on_the_way(scope: ast.AST, line: int) -> Iterator[_Met]:
     """The conditions that were met before ``line`` was reached, from outside to inside."""
     for decorator in getattr(scope, "decorator_list", []):
         if any(_DECORATORS.search(name) for name in _words(decorator)):
@@ -170,7 +170,7 @@ def _on_the_way(scope: ast.AST, line: int) -> Iterator[_Step]:
         block = _inner_block(block[at], line)
 
 
-def _left_before(statement: ast.stmt) -> Iterator[_Step]:
+def _left_before(statement: ast.stmt) -> Iterator[_Met]:
     """``if rank != 0: return`` before the line: only the others come there."""
     if not isinstance(statement, ast.If):
         return
@@ -185,7 +185,7 @@ def _leaves(block: Sequence[ast.stmt]) -> bool:
     return bool(block) and isinstance(block[-1], (ast.Return, ast.Continue, ast.Break, ast.Raise))
 
 
-def _within_statement(statement: ast.stmt, line: int) -> Iterator[_Step]:
+def _within_statement(statement: ast.stmt, line: int) -> Iterator[_Met]:
     if isinstance(statement, ast.If):
         if src.holds(statement.body, line):
             yield statement.lineno, f"if {src.text_of(statement.test)}", True, statement.test
@@ -199,7 +199,7 @@ def _within_statement(statement: ast.stmt, line: int) -> Iterator[_Step]:
         yield from _within_expression(statement.value)
 
 
-def _within_expression(value: ast.expr | None) -> Iterator[_Step]:
+def _within_expression(value: ast.expr | None) -> Iterator[_Met]:
     """``rank == 0 and dist.barrier()``, ``dist.barrier() if rank == 0 else None``."""
     if isinstance(value, ast.BoolOp) and isinstance(value.values[-1], ast.Call):
         test, taken = value.values[0], isinstance(value.op, ast.And)
