@@ -308,7 +308,7 @@ _P2P_SYMBOLS = ("RecvWork", "SendWork")
 
 Answers = tuple[tuple[str, tuple[str, ...]], ...]  # each with the symbols that show it; the first one that fits counts
 WAITS: Answers = (("p2p", _P2P_SYMBOLS), ("store", _STORE_SYMBOLS), ("peers", _PEER_SYMBOLS), ("lock", _LOCK_SYMBOLS))
-TRANSFERS: Answers = (("send", ("SendWork",)), ("recv", ("RecvWork",)))
+TRANSFERS: Answers = (("send", ("SendWork",)), ("recv", ("RecvWork",)))  # of these two, the one that is waited for
 SLEEPS: Answers = (("sqlite", ("sqlite3",)), ("python", ("time_sleep", "pysleep")))  # sqlite asks for a lock each time
 # The waits for other ranks that only C frames show: ``work.wait()``, ``store.get()`` on the user's own line.
 PEER_WAITS = {

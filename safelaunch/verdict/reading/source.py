@@ -43,11 +43,12 @@ def tree_in(path: str, read_source: ReadSource) -> ast.Module:
 
 
 def scope_at(frame: Located, read_source: ReadSource) -> ast.AST:
-    """The innermost function (or the module) that holds the line."""
+    """The innermost function (or the module) that the line is in."""
     return scope_of(tree_in(frame.file, read_source), frame.line)
 
 
 def scope_of(tree: ast.Module, line: int) -> ast.AST:
+    """The innermost function (or the module) that holds ``line``."""
     found: ast.AST = tree
     for node in ast.walk(tree):  # breadth first: inner functions come later
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and spans(node, line):
@@ -56,6 +57,7 @@ def scope_of(tree: ast.Module, line: int) -> ast.AST:
 
 
 def spans(node: ast.stmt | ast.expr | ast.ExceptHandler, line: int) -> bool:
+    """Whether ``line`` is one of its lines."""
     return node.lineno <= line <= end_of(node)
 
 
@@ -65,6 +67,7 @@ def end_of(node: ast.stmt | ast.expr | ast.ExceptHandler) -> int:
 
 
 def holds(block: Sequence[ast.stmt], line: int) -> bool:
+    """Whether ``line`` is in the block, decorators included."""
     return bool(block) and begin_of(block[0]) <= line <= end_of(block[-1])
 
 
