@@ -293,8 +293,8 @@ def _numbered(thread: OneThread, numbers: Numbers) -> list[tuple[int, float]]:
 def role_of(process: Sampled, threads: Threads) -> str:
     if process.role == "main":
         return "main"
-    from safelaunch.verdict.reading.calls import is_loader_worker
+    from safelaunch.verdict.reading.calls import LOADER_WORKER
 
     main: Iterable[tuple[Frame, ...]] = threads.get(process.pid, OneThread()).seconds
-    worker = any(is_loader_worker(frames) for frames in main)
+    worker = any(map(LOADER_WORKER.on, main))
     return "dataloader worker" if worker else "child process"

@@ -7,7 +7,6 @@ missed it is not retried.
 
 from __future__ import annotations
 
-import ast
 import os
 import stat
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from safelaunch.model.entries import Entries
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.redaction.redactor import Redactor
 from safelaunch.verdict.reading.guards import assignments_of_the_rank
-from safelaunch.verdict.reading.source import tree_of
+from safelaunch.verdict.reading.source import begin_of, end_of, tree_of
 
 DEADLINE_S = 1.0
 MOST_BYTES = 4 << 20
@@ -102,11 +101,9 @@ def excerpt(source: str, lines: set[int]) -> str:
     """
     tree = tree_of(source)
     kept: set[int] = set()
-    asked = assignments_of_the_rank(tree) if tree is not None and lines else []
-    for statement in tree.body if tree is not None else ():
-        decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
-        first = min([statement.lineno, *(one.lineno for one in decorators)])
-        whole = range(first, (statement.end_lineno or first) + 1)
+    asked = assignments_of_the_rank(tree) if lines else []
+    for statement in tree.body:
+        whole = range(begin_of(statement), end_of(statement) + 1)
         if lines.intersection(whole) or statement in asked:
             kept.update(whole)
     last = max(kept, default=0)

@@ -11,7 +11,7 @@ from safelaunch.report.overview import frames_at_fault
 from safelaunch.verdict.guarding import whereabouts
 from safelaunch.verdict.rank_state import Facts, child_views, user_stack_of, view_of
 from safelaunch.verdict.reading.frames import place, stack_of
-from safelaunch.verdict.reading.guards import Step, way_to
+from safelaunch.verdict.reading.guards import Guard, way_to
 
 MOST_SIDES = 6
 MOST_PLACES = 3  # of one side, with source: its line and the callers that lead to it
@@ -232,12 +232,14 @@ class _Reader:
         if not 0 < frame.line <= len(source):
             return Place(frame, ())
         steps = way_to(frame, self.facts.read_source)
-        marked = {step.guard.line: step for step in steps if "__name__" not in step.guard.text}
+        marked = {step.line: step for step in steps if "__name__" not in step.text}
         return Place(
             frame, tuple(self._lines(source, frame.line, marked, _wanted(source, frame.line, steps, set(marked))))
         )
 
-    def _lines(self, source: Sequence[str], here: int, marked: Mapping[int, Step], wanted: Sequence[int]) -> list[Line]:
+    def _lines(
+        self, source: Sequence[str], here: int, marked: Mapping[int, Guard], wanted: Sequence[int]
+    ) -> list[Line]:
         made: list[Line] = []
         for number in wanted:
             mark, note = "", ""
@@ -257,7 +259,7 @@ def _went_elsewhere(frame: Frame, other: Sequence[Frame]) -> bool:
     return frame not in other and any(one.function == "<module>" for one in other)
 
 
-def _wanted(source: Sequence[str], here: int, steps: Sequence[Step], marked: Set[int]) -> list[int]:
+def _wanted(source: Sequence[str], here: int, steps: Sequence[Guard], marked: Set[int]) -> list[int]:
     """The numbers of the lines to show: around ``here`` in its function, and what is marked."""
     first, last = _function_around(source, here)
     wanted = set(range(max(first, here - BEFORE), min(last, here + AFTER) + 1)) | marked | set(_headed(source, steps))
@@ -283,13 +285,13 @@ def _function_around(source: Sequence[str], here: int) -> tuple[int, int]:
     return 1, len(source)
 
 
-def _headed(source: Sequence[str], steps: Sequence[Step]) -> list[int]:
+def _headed(source: Sequence[str], steps: Sequence[Guard]) -> list[int]:
     """The ``else`` lines of conditions that were not met: that is where the ranks went."""
     found = []
     for step in steps:
-        if step.guard.text.startswith("else of "):
-            indent = _indent(source[step.guard.line - 1]) if step.guard.line <= len(source) else -1
-            below = range(step.guard.line, min(len(source), step.guard.line + 200))
+        if step.text.startswith("else of "):
+            indent = _indent(source[step.line - 1]) if step.line <= len(source) else -1
+            below = range(step.line, min(len(source), step.line + 200))
             found += [
                 number + 1
                 for number in below
@@ -302,13 +304,13 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip()) if line.strip() else -1
 
 
-def _note(facts: Facts, step: Step) -> str:
+def _note(facts: Facts, step: Guard) -> str:
     """``leads rank 0 here; keeps ranks 1-3 from here`` where the rank decides."""
     if step.loop or not step.asks_for_rank:
         return ""
     admitted: dict[bool | None, list[int]] = {}
     for rank in facts.ranks:
-        admitted.setdefault(step.guard.admits(whereabouts(facts, rank)), []).append(rank)
+        admitted.setdefault(step.admits(whereabouts(facts, rank)), []).append(rank)
     if not admitted.get(True) and not admitted.get(False):
         return "depends on the rank"
     parts = [f"leads {rank_words(admitted[True])} here"] if admitted.get(True) else []

@@ -27,6 +27,7 @@ from safelaunch.model import (
     format_ranks,
     rank_words,
 )
+from safelaunch.model.words import size as words
 from safelaunch.report.early import in_status
 from safelaunch.report.overview import (
     Alike,
@@ -47,7 +48,6 @@ from safelaunch.system.printable import clean, clean_lines, is_clean
 from safelaunch.verdict.belonging import mesh
 from safelaunch.verdict.gpu_memory import of_rank
 from safelaunch.verdict.rank_state import Facts
-from safelaunch.verdict.reading.device_memory import words
 
 MAX_LINES = 22
 _LOG_LINES = 15

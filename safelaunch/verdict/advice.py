@@ -135,10 +135,6 @@ class Scene:
         return self._whole and somewhere and not self._waits
 
     @property
-    def nodes_absent(self) -> bool:
-        return not self.facts.unseen and self.facts.evidence.rendezvous is not None
-
-    @property
     def all_alike(self) -> bool:
         """Every rank is named."""
         return len(self.named) > 1 and self.named == self.facts.world

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from safelaunch.settings.presets import version_matches
@@ -46,16 +47,8 @@ class Advice:
         return self.preset not in run.presets and (not self.torch or version_matches(self.torch, run.torch))
 
 
-def _sub_case(
-    text: str,
-    when: Callable[[Scene], bool] = lambda case: False,
-    unless: tuple[Advice, ...] = (),
-    preset: str = "",
-    torch: str = "",
-) -> Advice:
-    """Advice that fits where it is attached to a finding, or to the condition of a rank at fault."""
-    return Advice(text, when, unless, preset, torch)
-
+# Advice that fits where it is attached to a finding, or to the condition of a rank at fault.
+_sub_case = partial(Advice, when=lambda case: False)
 
 CAUSES: dict[str, type[Cause]] = {}
 
@@ -583,7 +576,7 @@ class InitNotJoined(Cause, name="init-not-joined"):
         Advice(
             "Check that the job was started on every node, with the same `--nnodes` and endpoint, and that each node "
             "reaches that; if nodes join late, make torchrun wait longer: `--rdzv-conf=join_timeout=SECONDS`.",
-            when=lambda case: case.nodes_absent,
+            when=lambda case: not case.facts.unseen and case.facts.evidence.rendezvous is not None,
         ),
         STORE_NOT_REACHED,
         Advice(

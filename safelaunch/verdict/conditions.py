@@ -6,31 +6,28 @@ it is not asked here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from safelaunch.model import Claim, Frame, OtherEnd, ProcessEvidence, RankEvidence, StackSample, Thread
-from safelaunch.verdict.causes import (
-    ATTEMPTS,
-    BUILD_LOCK,
-    CONNECTION,
-    LOCK,
-    OWN_FILE_LOCK,
-    OWN_LOCK,
-    OWN_LOOP,
-    POLLS,
-    POOL,
-    SIGNAL,
-    STORE_KEY,
-    TIMED,
-    Advice,
-)
+from safelaunch.verdict import causes
+from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.innermost import Poll, StoreKey, poll_at, store_key_at
+from safelaunch.verdict.reading.innermost import (
+    LockHeld,
+    LockTaken,
+    Poll,
+    StoreKey,
+    lock_at,
+    locks_held,
+    poll_at,
+    store_key_at,
+)
 from safelaunch.verdict.reading.kernel import POLL_S, KernelWait, kernel_wait, polled_lock, wait_words
-from safelaunch.verdict.reading.source import LockHeld, LockTaken, ReadSource, lock_at, locks_held
+from safelaunch.verdict.reading.source import NO_SOURCE, ReadSource
 
 
 @dataclass(frozen=True)
@@ -69,6 +66,11 @@ class Condition:
     """it will not go on, whatever any other process does or sends, and no time limit ends it soon; without that, it may
     be waiting for a rank that nobody saw"""
 
+    def with_clause(self, words: str, *claims: Claim, advice: Iterable[Advice] = ()) -> Condition:
+        """The same, with something more to tell, what shows it, and what to do about it."""
+        reason, advised = f"{self.reason}; {words}", self.advice.union(advice)
+        return replace(self, reason=reason, claims=(*self.claims, *claims), advice=advised)
+
 
 def record_claim(rank: int, text: str) -> Claim:
     return Claim(text, f"ranks/{rank}/flight_recorder.json")
@@ -88,7 +90,7 @@ class View:
     process: ProcessEvidence
     rank: RankEvidence
     other: Thread | None = None
-    read_source: ReadSource | None = None
+    read_source: ReadSource = NO_SOURCE
 
     @cached_property
     def sample(self) -> StackSample | None:
@@ -113,10 +115,9 @@ class View:
         return self.stack.frames
 
     @property
-    def all_frames(self) -> tuple[Frame, ...]:
-        """Of all its threads: those of a forked child go on into what its parent did."""
-        threads = self.sample.threads if self.sample else ()
-        return tuple(frame for thread in threads for frame in thread.frames)
+    def threads(self) -> tuple[Thread, ...]:
+        """All of its process."""
+        return self.sample.threads if self.sample else ()
 
     @property
     def user_frame(self) -> Frame | None:
@@ -143,7 +144,7 @@ class View:
     @cached_property
     def poll(self) -> Poll | None:
         """What the loop of its innermost line asks for again and again: a sleep is the line's own call, or it spins."""
-        if self.read_source is None or self.stack.called or not (self.wait.again or self.wait.busy):
+        if self.stack.called or not (self.wait.again or self.wait.busy):
             return None
         found = poll_at(self.stack.user_frames, self.read_source, asleep=self.wait.again)
         return found if self.wait.again or (found is not None and found.of == "work") else None
@@ -151,18 +152,18 @@ class View:
     @cached_property
     def store_key(self) -> StoreKey | None:
         """What its innermost line would wait for in a store, whose calls have no Python frames."""
-        if self.read_source is None or self.user_frame is None or self.stack.called or self.thread is None:
+        if self.user_frame is None or self.stack.called or self.thread is None:
             return None
         return store_key_at(self.user_frame, self.read_source, dict(self.thread.names))
 
     @cached_property
     def takes(self) -> LockTaken | None:
         """The lock that its innermost line takes, by the source."""
-        return lock_at(self.user_frame, self.read_source) if self.user_frame and self.read_source else None
+        return lock_at(self.user_frame, self.read_source) if self.user_frame else None
 
     def holds(self, other: View) -> LockHeld | None:
         """The lock that ``other`` takes, where by the source this thread has it."""
-        if other.takes is None or other.user_frame is None or self.read_source is None:
+        if other.takes is None or other.user_frame is None:
             return None
         held = locks_held(self.stack.user_frames, self.read_source)
         return next((one for one in held if one.is_that(other.takes, other.user_frame)), None)
@@ -171,6 +172,10 @@ class View:
     def device(self) -> str:
         """The call in which it waits for its GPU; empty where it is elsewhere."""
         return calls.device_wait(self.stack, self.process.stacks, self.os_tid)
+
+    def native(self, answers: calls.Answers = calls.WAITS) -> str:
+        """What its C frames show of it."""
+        return calls.native(self.process.stacks, self.os_tid, answers)
 
     @property
     def os_tid(self) -> int | None:
@@ -198,8 +203,7 @@ class View:
 
         Pools that wait for work and library threads do not.
         """
-        threads = self.sample.threads if self.sample else ()
-        found = [thread for thread in threads if thread is not self.thread and self.stack_of(thread).user_frame]
+        found = [one for one in self.threads if one is not self.thread and self.stack_of(one).user_frame]
         return [replace(self, other=thread) for thread in sorted(found, key=lambda thread: thread.os_tid or 0)]
 
     def stack_claim(self, text: str) -> Claim:
@@ -262,7 +266,7 @@ def _waits_for_outside(view: View) -> Condition | None:
     wait, inner, where = view.wait, view.stack.called, view.place
     if wait.kind == "child" or calls.CHILD.on(inner):
         return Condition("stuck-in-user-code", f"waits for a subprocess at {where}")
-    if wait.kind == "io" and wait.fd == 0 and wait.call == "read":
+    if wait.kind == "io" and wait.thread.fd == 0 and wait.call == "read":
         return Condition("stuck-in-user-code", f"waits for standard input at {where}")
     if calls.EVENT_LOOP.on(inner):
         text = f"runs an idle asyncio event loop at {where}: what its coroutines await does not come"
@@ -279,7 +283,7 @@ def _lock(view: View) -> Condition | None:
     known = calls.lock_wait(inner)
     if wait.kind not in ("lock", "unknown") or (wait.kind == "unknown" and known is None):
         return None
-    native = calls.native_wait(view.process.stacks, view.os_tid)
+    native = view.native()
     if known is None and (native not in ("", "lock") or calls.in_torch(view.stack)):
         return None
     lock = known or calls.LockWait("a lock")
@@ -292,14 +296,14 @@ def _lock(view: View) -> Condition | None:
         text += f", which it has taken itself at {fr.basename(view.user_frame.file)}:{taken.held_at}"
         lock = replace(lock, own=True)
     if lock.of_pool:  # its workers are to end that, and no lock is held
-        return Condition("stuck-in-user-code", text, lock=lock, advice=frozenset({POOL}))
-    advice = frozenset({SIGNAL}) if lock.on == "signal" and not lock.shared else frozenset[Advice]()
+        return Condition("stuck-in-user-code", text, lock=lock, advice=frozenset({causes.POOL}))
+    advice = frozenset({causes.SIGNAL}) if lock.on == "signal" and not lock.shared else frozenset[Advice]()
     if lock.on == "lock":
-        advice = frozenset({OWN_LOCK}) if lock.own else LOCK
+        advice = frozenset({causes.OWN_LOCK}) if lock.own else causes.LOCK
     if lock.what == "Future.result" and calls.RUNS_LOOP.on(view.stack.frames):
         text += ", on the thread of an event loop, which is blocked too"
-        advice = frozenset({OWN_LOOP})
-    advice = frozenset({TIMED}) if wait.left_s is not None else advice
+        advice = frozenset({causes.OWN_LOOP})
+    advice = frozenset({causes.TIMED}) if wait.left_s is not None else advice
     at_own_line = all(frame.file.endswith("/threading.py") for frame in inner)  # a library's may be held for a while
     for_good = not doubts and lock.on == "lock" and at_own_line and wait.left_s is None
     return Condition("lock-deadlock", text, doubts=doubts, lock=lock, advice=advice, for_good=for_good)
@@ -312,7 +316,7 @@ def _polls(view: View) -> Condition | None:
     frames.
     """
     lock = polled_lock(view.process, view.wait) if view.other is None else None
-    native = calls.native_sleep(view.process.stacks, view.os_tid) if lock is not None else ""
+    native = view.native(calls.SLEEPS) if lock is not None else ""
     if lock is None or (native == "python" and not view.stack.called):
         return None
     text = f"keeps asking at {view.place} for a lock on {lock.path}, locked by pid {lock.pid}{lock.program}"
@@ -333,29 +337,25 @@ def _io_or_sleep(view: View) -> Condition | None:
         return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
     if wait.kind in ("io", "poll"):
         call = f" ({wait_words(wait)})" if wait_words(wait) else ""
-        key = view.store_key if wait.target.startswith("tcp") or _in_store(view) else None
+        key = view.store_key if wait.thread.fd_target.startswith("tcp") or view.native() == "store" else None
         if key is not None:
             text = f"waits at {where} for the key {key.words} of the store"
-            return Condition("blocking-io", text, key=key, advice=frozenset({STORE_KEY}))
+            return Condition("blocking-io", text, key=key, advice=frozenset({causes.STORE_KEY}))
         others = tuple(one for one in wait.ends or () if one.pid != view.process.pid)
         text = f"is blocked in I/O at {where}{call}"
-        advice = frozenset() if wait.wanted_lock or wait.locked_by else frozenset({CONNECTION})
-        if wait.locked_by == view.process.pid:
+        advice = frozenset() if wait.wanted_lock or wait.thread.locked_by else frozenset({causes.CONNECTION})
+        if wait.thread.locked_by == view.process.pid:
             text = f"waits at {where} for a lock that it holds itself, by another open file{call}"
-            advice = frozenset({OWN_FILE_LOCK})
+            advice = frozenset({causes.OWN_FILE_LOCK})
         return Condition(
             "blocking-io",
             text,
             locks=wait.wanted_lock,
-            locked_by=wait.locked_by,
+            locked_by=wait.thread.locked_by,
             ends=others,
             advice=advice,
         )
     return None
-
-
-def _in_store(view: View) -> bool:
-    return calls.native_wait(view.process.stacks, view.os_tid) == "store"
 
 
 def _polls_at(view: View) -> Condition:
@@ -365,17 +365,17 @@ def _polls_at(view: View) -> Condition:
         file = view.thread.lock_file if view.thread is not None else ""
         text = f"waits at {where} for another process to build a C++ extension: the lock file {file or 'of that build'}"
         text += " is still there"
-        return Condition("stuck-in-user-code", text, doubts=(Doubt.MAY_END,), advice=frozenset({BUILD_LOCK}))
+        return Condition("stuck-in-user-code", text, doubts=(Doubt.MAY_END,), advice=frozenset({causes.BUILD_LOCK}))
     if poll is None:
         does = "keeps asking for a file lock" if calls.FILE_LOCK.on(view.stack.called) else "wakes up and sleeps again"
         return Condition("stuck-in-user-code", f"{does} at {where}", doubts=(Doubt.MAY_END,))
     claim = view.stack_claim(f"the loop that it is in says {poll.words}")
     if poll.of == "attempt":
         text = f"tries {poll.words} again and again, asleep at {where} in between"
-        return Condition("stuck-in-user-code", text, claims=(claim,), poll=poll, advice=frozenset({ATTEMPTS}))
+        return Condition("stuck-in-user-code", text, claims=(claim,), poll=poll, advice=frozenset({causes.ATTEMPTS}))
     text = f"polls at {where}: {poll.words}"
-    doubts = () if poll.of == "process" else (Doubt.MAY_END,)
-    return Condition("stuck-in-user-code", text, doubts=doubts, claims=(claim,), poll=poll, advice=frozenset({POLLS}))
+    doubts, advice = () if poll.of == "process" else (Doubt.MAY_END,), frozenset({causes.POLLS})
+    return Condition("stuck-in-user-code", text, doubts=doubts, claims=(claim,), poll=poll, advice=advice)
 
 
 def _unexplained(view: View) -> Condition:
@@ -406,13 +406,14 @@ def gil_condition(view: View) -> Condition | None:
     owner = _steady_owner(view)
     if rank.gil.python is True or not (failed or owner):
         return None
+    shown = (view.kernel_claim("its worker server answers, and what needs the GIL does not"),) if failed else ()
     if owner is None:
         samples = [s for s in view.process.stacks if not s.native]
         if any(t.owns_gil for s in samples for t in s.threads):
             return None  # owned, but moving: busy, not held
         text = "holds the GIL in native code; no stack could be read"
         doubts = (Doubt.STATE_INFERRED,)
-        return Condition("gil-held", text, None, view.process.pid, doubts=doubts, claims=_gil_claims(view, True))
+        return Condition("gil-held", text, None, view.process.pid, doubts=doubts, claims=shown)
     stack = view.stack_of(owner)
     if calls.torch_wait(stack) is not None:
         return None
@@ -428,15 +429,8 @@ def gil_condition(view: View) -> Condition | None:
         mine,
         view.process.pid,
         doubts=() if failed else (Doubt.STATE_INFERRED,),
-        claims=(*_gil_claims(view, failed), view.stack_claim(f"the thread that owns the GIL is at {fr.place(mine)}")),
+        claims=(*shown, view.stack_claim(f"the thread that owns the GIL is at {fr.place(mine)}")),
     )
-
-
-def _gil_claims(view: View, failed: bool) -> tuple[Claim, ...]:
-    if not failed:
-        return ()
-    text = "its worker server answers, and what needs the GIL does not"
-    return (Claim(text, f"{view.folder}/proc.json"),)
 
 
 def _steady_owner(view: View) -> Thread | None:

@@ -5,29 +5,18 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from msgspec import structs
 
 from safelaunch.model import Claim, Evidence, Frame, NcclLog, RankEvidence, RankException
-from safelaunch.verdict.causes import (
-    ABORTED,
-    AFTER_THE_END,
-    EXIT_CALLED,
-    FAILURES,
-    FATAL_SIGNAL,
-    KILLED_FROM_OUTSIDE,
-    OPTIONS_REFUSED,
-    OUT_OF_MEMORY,
-    Advice,
-)
+from safelaunch.verdict import causes
+from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.conditions import Condition, View
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.reading import calls, failures, tracebacks
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.device_memory import shortage
 
-GONE_CAUSES = (*FAILURES, "uneven-batches")
+GONE_CAUSES = (*causes.FAILURES, "uneven-batches")
 
 OF_ITS_OWN = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # no launcher sends these
 # Those that faulthandler catches.
@@ -112,11 +101,10 @@ def _blames_a_peer(exception: RankException, log: NcclLog | None) -> bool:
     """Only an error that came out of torch's communication counts; a user's own ``requests`` call may well have its
     connection reset on its own account.
     """
-    kind = exception.type.rsplit(".", 1)[-1]
-    inner = _in_communication(exception)
+    kind, inner = failure_kind(exception), _in_communication(exception)
     told = failure_of(exception)
-    logged = _logged(log) if told is not None and told.general else None
-    if told is not None and (logged[1] if logged is not None else told).own:
+    told = (_logged(log) or told) if told is not None and told.general else told
+    if told is not None and told.own:
         return False
     if kind in ("DistStoreError", "DistNetworkError"):
         return True
@@ -141,7 +129,7 @@ def _in_communication(exception: RankException) -> bool:
 def failure_of(exception: RankException) -> failures.Failure | None:
     """What an error that came out of torch's communication or of a device mesh means."""
     inside = any("/torch/distributed/" in fr.normal(frame.file) for frame in exception.frames)
-    kind = exception.type.rsplit(".", 1)[-1]
+    kind = failure_kind(exception)
     theirs = kind in (*_DIST_TYPES, "RuntimeError") and _THEIR_WORDS.search(exception.message) is not None
     named = theirs or kind in _DIST_TYPES[:3]
     found = failures.failure(exception.message)
@@ -152,15 +140,15 @@ def failure_of_rank(rank: RankEvidence) -> failures.Failure | None:
     """What ended its communication: its exception's words, else those of NCCL's log where these are general or none."""
     told = failure_of(rank.exception) if rank.exception is not None else None
     logged = nccl_failure(rank) if (told.general if told is not None else is_aborted(rank)) else None
-    return logged[1] if logged is not None else told
+    return logged or told
 
 
-def nccl_failure(rank: RankEvidence) -> tuple[str, failures.Failure] | None:
-    """The warning in its NCCL's log that began it, and what that means."""
+def nccl_failure(rank: RankEvidence) -> failures.Failure | None:
+    """The warning in its NCCL's log that began it."""
     return _logged(rank.nccl_log)
 
 
-def _logged(log: NcclLog | None) -> tuple[str, failures.Failure] | None:
+def _logged(log: NcclLog | None) -> failures.Failure | None:
     return failures.first_failure(log.warnings) if log is not None else None
 
 
@@ -208,7 +196,7 @@ def _aborted_for_a_peer(rank: RankEvidence) -> bool:
     if not is_aborted(rank):
         return False
     logged = nccl_failure(rank)
-    return not logged[1].own if logged is not None else _WATCHDOG.search(rank.log_tail) is not None
+    return not logged.own if logged is not None else _WATCHDOG.search(rank.log_tail) is not None
 
 
 def was_a_hang(ranks: Iterable[RankEvidence]) -> bool:
@@ -240,14 +228,14 @@ def failure_kind(exception: RankException) -> str:
 def failed_by_itself(rank: RankEvidence) -> bool:
     """It has ended, and no peer's end explains that."""
     found = gone_condition(rank, None)
-    return found is not None and found.cause in FAILURES
+    return found is not None and found.cause in causes.FAILURES
 
 
 def _gave_up(rank: RankEvidence) -> bool:
     if rank.exception is not None:
         return is_timeout(rank.exception)
     logged = nccl_failure(rank)
-    return _aborted_for_a_peer(rank) and (logged is None or logged[1].kind == "infiniband")
+    return _aborted_for_a_peer(rank) and (logged is None or logged.kind == "infiniband")
 
 
 def failed_at(rank: RankEvidence) -> float:
@@ -261,7 +249,7 @@ def gone_condition(rank: RankEvidence, view: View | None) -> Condition | None:
     """A rank that raised, was killed or exited, on its own account; None for a live one and for consequences."""
     if rank.exception is not None and is_consequence(rank.exception, rank.nccl_log):
         return None
-    if rank.exception is not None and rank.exception.type.rsplit(".", 1)[-1] != "SystemExit":
+    if rank.exception is not None and failure_kind(rank.exception) != "SystemExit":
         return exception_condition(rank, rank.exception)
     if rank.exit is None:
         dead = view is not None and bool(view.process.states) and view.process.states[-1].state in "ZX"
@@ -283,14 +271,13 @@ def exception_condition(rank: RankEvidence, exception: RankException) -> Conditi
     told, logged = failure_of(exception), nccl_failure(rank)
     claims: tuple[Claim, ...] = (claim,)
     if told is not None and told.general and logged is not None:
-        text += f" ({logged[1].means})"
-        claims = (claim, logged_claim(rank))
-    elif told is not None:
+        told, claims = logged, (claim, logged_claim(rank))
+    if told is not None:
         text += f" ({told.means})"
-    remote = remote_error(exception.text)
-    inside = fr.stack_of(rank, remote.frames).user_frame if remote is not None else None
-    if remote is not None and inside is not None:
-        process = remote.process
+    worker, remote = tracebacks.of_worker(exception.text)
+    inside = fr.stack_of(rank, remote.frames).user_frame
+    if inside is not None:
+        process = worker
         text = f"raised {exception.type} in a {process}: {one_line(remote.message or exception.message)}"
         where, frame = fr.at(inside), inside
     text, advice = text + where, frozenset[Advice]()
@@ -304,12 +291,12 @@ def logged_claim(rank: RankEvidence) -> Claim:
     """What NCCL warned of in a rank that has such a failure."""
     found = nccl_failure(rank)
     assert rank.nccl_log is not None and found is not None
-    return Claim(f"NCCL warns: {one_line(found[0])}", rank.nccl_log.file)
+    return Claim(f"NCCL warns: {one_line(found.text)}", rank.nccl_log.file)
 
 
 def _essence(message: str) -> str:
     """Without what is told better elsewhere: NCCL's general words before its last error, an allocator's sizes."""
-    if shortage(message) is not None:
+    if failures.shortage(message) is not None:
         return message.partition(".")[0]
     return message.rpartition("Last error:\n")[2] or message
 
@@ -326,7 +313,7 @@ def _killed_condition(rank: RankEvidence) -> Condition:
     number = -rank.exit.returncode
     by_itself = rank.fatal is not None and not rank.beacon  # no launcher says more than its own last words
     claims, said, frame = [] if by_itself else [_claim_of_status(rank)], "", None
-    advice: set[Advice] = {FATAL_SIGNAL} if number not in (signal.SIGKILL, signal.SIGTERM) else set()
+    advice: set[Advice] = {causes.FATAL_SIGNAL} if number not in (signal.SIGKILL, signal.SIGTERM) else set()
     doubts: tuple[Doubt, ...] = ()
     within = aborted_in(rank)
     if number in _FATAL_SIGNALS and rank.fatal is not None:
@@ -340,7 +327,7 @@ def _killed_condition(rank: RankEvidence) -> Condition:
     if number in _FATAL_SIGNALS and rank.progress is not None and rank.progress.state == "exited":
         said += " after its script had ended, while Python shut down"
         if number == signal.SIGABRT:
-            advice.add(AFTER_THE_END)
+            advice.add(causes.AFTER_THE_END)
         claims.append(Claim("its progress page says that the script had ended", f"ranks/{rank.rank}/progress.json"))
     words = _abort_words(rank)
     if words:
@@ -348,7 +335,7 @@ def _killed_condition(rank: RankEvidence) -> Condition:
         claims.append(Claim("the end of its output", f"ranks/{rank.rank}/log_tail.txt"))
     logged = nccl_failure(rank) if number in _FATAL_SIGNALS else None
     if logged is not None:
-        said += f"; NCCL had failed ({logged[1].means})"
+        said += f"; NCCL had failed ({logged.means})"
         claims.append(logged_claim(rank))
     if within is not None:
         # What a peer sent may be the reason; nothing here can tell.
@@ -356,7 +343,7 @@ def _killed_condition(rank: RankEvidence) -> Condition:
             (Doubt.ABORTED_IN_COLLECTIVE,),
             f", by its communication library in the middle of a collective{said}",
         )
-        advice |= ABORTED
+        advice |= causes.ABORTED
     text = f"was killed by {signal_name(rank.exit.returncode)}{fr.at(frame)}{said}"
     return Condition(
         "rank-killed", text, frame, rank.pid, doubts=doubts, claims=tuple(claims), advice=frozenset(advice)
@@ -371,7 +358,7 @@ def aborted_in(rank: RankEvidence) -> fr.Stack | None:
     if not is_aborted(rank) or rank.fatal is None:
         return None
     stacks = (fr.stack_of(rank, frames) for frames in (rank.fatal.frames, *rank.fatal.threads))
-    return next((stack for stack in stacks if calls.torch_wait(stack) is not None or calls.under_c10d(stack)), None)
+    return next((stack for stack in stacks if calls.torch_wait(stack) is not None or calls.C10D.on(stack.called)), None)
 
 
 def kernel_claim(rank: RankEvidence, line: str, whose: str = "") -> Claim:
@@ -383,7 +370,7 @@ def _memory_words(rank: RankEvidence) -> tuple[str, list[Claim], frozenset[Advic
     """What is known of a SIGKILL, and what to do, by whether it was the out-of-memory killer's: its own words, else its
     counts since the job's start.
     """
-    taken, outside = frozenset({OUT_OF_MEMORY}), frozenset({KILLED_FROM_OUTSIDE})
+    taken, outside = frozenset({causes.OUT_OF_MEMORY}), frozenset({causes.KILLED_FROM_OUTSIDE})
     kills, node = rank.memory_kills, f"node/{rank.host}"
     if kills.kernel_line:
         claim = kernel_claim(rank, kills.kernel_line)
@@ -416,10 +403,10 @@ def _exit_condition(rank: RankEvidence) -> Condition:
             text += f"; it printed: {one_line(said)}"
             claims.append(Claim("the end of its output", f"ranks/{rank.rank}/log_tail.txt"))
         refused = said or (call is not None and any(_is_of_parser(one) for one in call.frames))
-        advice = frozenset({OPTIONS_REFUSED}) if refused else frozenset[Advice]()
+        advice = frozenset({causes.OPTIONS_REFUSED}) if refused else frozenset[Advice]()
         return Condition("rank-exited", text, frame, rank.pid, claims=tuple(claims), advice=advice)
     early = frame is not None and frame.function != "<module>"  # `sys.exit(main())` is how scripts end
-    advice = frozenset({EXIT_CALLED}) if early else frozenset()
+    advice = frozenset({causes.EXIT_CALLED}) if early else frozenset()
     text, cause = f"has left the training loop: it exited cleanly (code 0{where})", "uneven-batches"
     if call is not None and call.function == "os._exit" and early:
         text, cause = f"ended itself with code 0{where}", "rank-exited"
@@ -436,37 +423,3 @@ def _abort_words(rank: RankEvidence) -> str:
     if found is None:
         return ""
     return f"; it printed: {one_line(found.words)}{f' ({found.means})' if found.means else ''}"
-
-
-# --- exceptions that crossed a process boundary -------------------------------------------------------------------
-
-# torch's ExceptionWrapper, and the two pools of the standard library.
-_REMOTE = (
-    re.compile(r"Caught \w+ in (?P<who>DataLoader worker)(?: process)?(?P<number> \d+)?\.\nOriginal (?=Traceback)"),
-    re.compile(
-        r"(?P<who>)(?P<number>)(?:multiprocessing\.pool\.RemoteTraceback|concurrent\.futures\.process\._RemoteTraceback)"
-        r": \n\"\"\"\n"
-    ),
-)
-
-
-@dataclass(frozen=True)
-class RemoteError:
-    """What a worker process raised. ``frames`` innermost first; ``message``: its last line, type included."""
-
-    process: str
-    message: str
-    frames: tuple[Frame, ...]
-
-
-def remote_error(text: str) -> RemoteError | None:
-    """The traceback of a worker process inside the text of the rank's own; None where it has none."""
-    for pattern in _REMOTE:
-        begin = pattern.search(text)
-        if begin is None:
-            continue
-        inner = tracebacks.parse(text[begin.end() :].splitlines())
-        who = begin["who"].replace("DataLoader", "dataloader") or "worker process"
-        frames, message = (inner.frames, inner.message) if inner is not None else ((), "")
-        return RemoteError(f"{who}{begin['number'] or ''}", message, frames)
-    return None

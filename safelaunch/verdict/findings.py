@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from safelaunch.model import Claim, Culprit, Frame, NodeAtFault, rank_words
 from safelaunch.verdict.causes import Advice
@@ -185,9 +186,14 @@ def _told_best(text: str, at_that_line: Mapping[str, str]) -> str:
     return known[0] if call == _UNTOLD and len(known) == 1 else at_that_line[call]
 
 
-def by_place(words: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """``words``: rank → where it is. The places in the order of their first ranks, with the ranks in each."""
-    places: dict[str, list[int]] = {}
+P = TypeVar("P", bound=Hashable)
+
+
+def by_place(words: Mapping[int, P]) -> list[tuple[P, list[int]]]:
+    """``words``: rank → where it is, in words or as a key. The places in the order of their first ranks, with the ranks
+    in each.
+    """
+    places: dict[P, list[int]] = {}
     for rank, place in words.items():
         places.setdefault(place, []).append(rank)
     return list(places.items())

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from safelaunch.model import Allocations, Claim, DeviceMemory, RankEvidence
+from safelaunch.model.words import size as words
 from safelaunch.verdict.causes import GPU_FRAGMENTED, GPU_FULL, GPU_OF_TWO_RANKS, GPU_SHARED, GPU_UNSHARDED, Advice
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.rank_state import Facts
-from safelaunch.verdict.reading import device_memory
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.device_memory import Shortage, words
+from safelaunch.verdict.reading.failures import Shortage, shortage
 
 _MOST = 4
 _BLOCKS = 5
@@ -30,7 +30,7 @@ def gpu_memory(facts: Facts, finding: Finding) -> Iterator[Annotation]:
 
 
 def of_rank(rank: RankEvidence) -> Shortage | None:
-    return device_memory.shortage(rank.exception.message) if rank.exception is not None else None
+    return shortage(rank.exception.message) if rank.exception is not None else None
 
 
 def _sizes(told: Shortage) -> str:

@@ -12,27 +12,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise, takewhile
 from math import comb
 
-from safelaunch.model import Claim, Culprit, Frame
+from safelaunch.model import Claim, Frame
 from safelaunch.model.entries import Entries
-from safelaunch.verdict.causes import (
-    DRAWN,
-    GROUPS_MADE,
-    GUARDED,
-    LEFT_OUT,
-    OTHER_ITEMS,
-    SIZES_DIFFER,
-    TRIED_AGAIN,
-    UNUSUAL_GROUP,
-    Advice,
-)
+from safelaunch.verdict import causes
+from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.collectives import signature
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.findings import Annotation, Branch, Finding, capital, ranks_do, ranks_word
+from safelaunch.verdict.findings import Annotation, Branch, Finding, by_place, capital, ranks_do, ranks_word
 from safelaunch.verdict.rank_state import Facts, user_stack_of
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.guards import Guard, Whereabouts, guards_of, way_to
-from safelaunch.verdict.reading.parting import Condition, Parting, loop_of_both, parting
-from safelaunch.verdict.reading.said import ways_around
+from safelaunch.verdict.reading.parting import Parting, loop_of_both, parting, ways_around
 from safelaunch.verdict.reading.source import Loop, loops_at, names_called_at
 from safelaunch.verdict.remarks import says_why
 
@@ -50,27 +40,22 @@ def guards(facts: Facts, finding: Finding) -> Iterator[Annotation]:
         return
     stacks = finding.calls or _where_they_wait(facts, finding)
     named = frozenset(one.rank for one in finding.culprits)
-    found = [one for one in branches(facts, stacks, named) if not _is_of_a_transfer(facts, one)]
+    found = branches(facts, stacks, named)
+    # Nobody expects the other end of a send or receive at the same line.
+    found = [one for one in found if not all(_is_in_a_transfer(facts, rank, one.call) for rank in one.ranks)]
     cause = finding.cause
     if Doubt.ROUND_UNKNOWN in finding.doubts and any(one.kept and named.issuperset(one.ranks) for one in found):
         cause = "collective-mismatch"  # they are there by this, not as a loop has ended
     told = [one for one in found if one.kept][:_MOST]
-    rest = (one for one in found if one not in told)
     yield Annotation(
         " ".join(map(_sentence, told)),
-        tuple(claim_of(facts, one) for one in (*told, *rest)),
+        tuple(claim_of(facts, one) for one in found),
         advice=_advice(facts, finding, found),
         cause=cause,
         branches=tuple(found),
     )
-    if not told and cause == "collective-mismatch" and GROUPS_MADE not in finding.advice:
+    if not told and cause == "collective-mismatch" and causes.GROUPS_MADE not in finding.advice:
         yield _unless_drawn(facts, finding, found)
-
-
-def _is_of_a_transfer(facts: Facts, one: Branch) -> bool:
-    """Nobody expects the other end of a send or receive at the same line."""
-    waits = (facts.ranks[rank].wait for rank in one.ranks)
-    return all(wait is not None and wait.kind == "p2p" and wait.frame == one.call for wait in waits)
 
 
 def _advice(facts: Facts, finding: Finding, found: Sequence[Branch]) -> frozenset[Advice]:
@@ -83,7 +68,7 @@ def _advice(facts: Facts, finding: Finding, found: Sequence[Branch]) -> frozense
         if named <= {rank for one in found for rank in one.kept}:
             return frozenset()
     advice = frozenset[Advice]().union(*(_advice_on(facts, one, named) for one in found))
-    return frozenset({GUARDED}) if GUARDED in advice else advice
+    return frozenset({causes.GUARDED}) if causes.GUARDED in advice else advice
 
 
 def _advice_on(facts: Facts, one: Branch, named: frozenset[int]) -> frozenset[Advice]:
@@ -95,8 +80,8 @@ def _advice_on(facts: Facts, one: Branch, named: frozenset[int]) -> frozenset[Ad
         return frozenset()
     if came and kept:
         admitted = [one.guard.admits(whereabouts(facts, rank)) for rank in facts.world]
-        return frozenset({LEFT_OUT if 2 * admitted.count(True) > len(admitted) else GUARDED})
-    return frozenset({GUARDED if came else LEFT_OUT})
+        return frozenset({causes.LEFT_OUT if 2 * admitted.count(True) > len(admitted) else causes.GUARDED})
+    return frozenset({causes.GUARDED if came else causes.LEFT_OUT})
 
 
 def _may_have_admitted(facts: Facts, one: Branch) -> bool:
@@ -122,13 +107,12 @@ def _drawn(facts: Facts, finding: Finding) -> tuple[Doubt, ...]:
     few ranks a draw may do so as well. Who waits in a send or receive has decided nothing: it has a peer. Nor has
     anybody where the source shows no condition that ranks have passed on one side alone.
     """
-    sides: dict[tuple[str, int], set[int]] = {}
-    for one in finding.culprits:
-        sides.setdefault((one.frame.file, one.frame.line) if one.frame else ("", 0), set()).add(one.rank)
+    places = {one.rank: (one.frame.file, one.frame.line) if one.frame else ("", 0) for one in finding.culprits}
+    sides = by_place(places)
     if Doubt.EITHER_SIDE in finding.doubts or (Doubt.NO_MAJORITY not in finding.doubts and len(sides) > 1):
         return ()
-    chances = [_chance(facts, side) for side in sides.values()]
-    if any(_is_in_a_transfer(facts, one) for one in finding.culprits):
+    chances = [_chance(facts, {*side}) for _, side in sides]
+    if any(_is_in_a_transfer(facts, one.rank, one.frame) for one in finding.culprits):
         return (Doubt.MAY_BE_OWED,) if 1.0 in chances else ()
     if not _may_have_decided(facts, finding):
         return (Doubt.SEVERAL_PLACES,) if 1.0 in chances else ()
@@ -137,9 +121,9 @@ def _drawn(facts: Facts, finding: Finding) -> tuple[Doubt, ...]:
     return (Doubt.PATTERN_BY_CHANCE,) if max(chances, default=0.0) > CHANCE else ()
 
 
-def _is_in_a_transfer(facts: Facts, one: Culprit) -> bool:
-    wait = facts.ranks[one.rank].wait
-    return wait is not None and wait.kind == "p2p" and wait.frame == one.frame
+def _is_in_a_transfer(facts: Facts, rank: int, frame: Frame | None) -> bool:
+    wait = facts.ranks[rank].wait
+    return wait is not None and wait.kind == "p2p" and wait.frame == frame
 
 
 def _may_have_decided(facts: Facts, finding: Finding) -> bool:
@@ -149,7 +133,7 @@ def _may_have_decided(facts: Facts, finding: Finding) -> bool:
         if not stack or any(not facts.read_source(frame.file) for frame in stack):
             return True
         steps = (step for frame in stack for step in way_to(frame, facts.read_source) if not step.loop)
-        ways.add(frozenset((step.guard.file, step.guard.line, step.guard.taken) for step in steps))
+        ways.add(frozenset((step.file, step.line, step.taken) for step in steps))
     return len(ways) != 1
 
 
@@ -166,7 +150,7 @@ def _unless_drawn(facts: Facts, finding: Finding, found: Iterable[Branch]) -> An
         return Annotation(doubts=doubts)
     if any(named.issuperset(one.ranks) for one in found):
         return Annotation(doubts=(Doubt.RANK_AND_MORE,))
-    return Annotation(_DRAWN, doubts=doubts, culprits=(), advice=DRAWN)
+    return Annotation(_DRAWN, doubts=doubts, culprits=(), advice=causes.DRAWN)
 
 
 _DRAWN = (
@@ -197,11 +181,9 @@ def _patterns(facts: Facts, size: int) -> Iterator[Iterable[int]]:
     yield from (world[:size], world[-size:])
     for step in range(2, len(world) // size + 2):
         yield from (found for first in range(step) if len(found := world[first::step]) == size)
-    hosts: dict[str, list[int]] = {}
-    for rank, one in facts.ranks.items():
-        hosts.setdefault(one.evidence.host, []).append(rank)
+    hosts = [ranks for _, ranks in by_place({rank: one.evidence.host for rank, one in facts.ranks.items()})]
     groups = (members for record in facts.alignment.records.values() for members in record.groups.values())
-    yield from (found for found in (*hosts.values(), *set(groups)) if len(found) == size)
+    yield from (found for found in (*hosts, *set(groups)) if len(found) == size)
 
 
 def _where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, ...]]:
@@ -212,10 +194,8 @@ def _where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, .
 
 def by_stack(stacks: Mapping[int, Sequence[Frame]]) -> dict[tuple[Frame, ...], list[int]]:
     """The ranks with each stack. Those of exceptions have no names of classes."""
-    found: dict[tuple[fr.Spot, ...], list[int]] = {}
-    for rank, stack in sorted(stacks.items()):
-        found.setdefault(tuple(map(fr.spot, stack)), []).append(rank)
-    return {tuple(stacks[ranks[0]]): ranks for ranks in found.values()}
+    places = by_place({rank: tuple(map(fr.spot, stack)) for rank, stack in sorted(stacks.items())})
+    return {tuple(stacks[ranks[0]]): ranks for _, ranks in places}
 
 
 def branches(facts: Facts, stacks: Mapping[int, Sequence[Frame]], named: frozenset[int]) -> list[Branch]:
@@ -290,7 +270,8 @@ def parted(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     round alone, who is in the later one has made fewer calls; and where there are none, a loop has ended for one side.
     """
     is_told = any(one.kept for one in finding.branches) or Doubt.MAY_SKIP_CALLS in finding.doubts
-    is_told |= finding.advice >= DRAWN or UNUSUAL_GROUP in finding.advice  # by its own words, or by its group
+    # by its own words, or by its group
+    is_told |= finding.advice >= causes.DRAWN or causes.UNUSUAL_GROUP in finding.advice
     if finding.cause != "collective-mismatch" or is_told:
         return
     waits = _where_they_wait(facts, finding)
@@ -310,13 +291,13 @@ def parted(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     if ended is not None:
         yield ended[1]
     parts = [
-        [one for one in way if _may_part(facts, one, waits) and (ended is None or ended[0].has(one.guard))]
+        [one for one in way if _may_part(facts, one, waits) and (ended is None or ended[0].has(one))]
         for way in found.ways
     ]
     later = [n for n, way in enumerate(found.ways) if any(one.by_round for one in way)]
     if told := [one for part in parts for one in part[-_MOST:]]:
-        advice = frozenset({TRIED_AGAIN}) if all(one.again for one in told) else DRAWN
-        words = " and ".join(f"`{one.guard.words}`" for one in told)
+        advice = frozenset({causes.TRIED_AGAIN}) if all(one.again for one in told) else causes.DRAWN
+        words = " and ".join(f"`{one.words}`" for one in told)
         yield Annotation(f"Which way a rank goes depends on {words}.", advice=advice)
     elif ended is None and len(later) == 1:
         yield from _in_a_later_round(facts, found, sides, later[0])
@@ -330,7 +311,7 @@ def _sides(facts: Facts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]
     """
     named = {one.rank for one in finding.culprits}
     places = by_stack(stacks)
-    if len(places) == 1 and SIZES_DIFFER in finding.advice:
+    if len(places) == 1 and causes.SIZES_DIFFER in finding.advice:
         return [*places.items()] * 2
     odd = [(place, [rank for rank in ranks if rank in named]) for place, ranks in places.items() if named & {*ranks}]
     rest = [(place, ranks) for place, ranks in places.items() if not named & {*ranks}]
@@ -355,16 +336,16 @@ def _members_of_waits(facts: Facts, ranks: Iterable[int]) -> frozenset[int]:
     return frozenset[int]().union(*(facts.alignment.members(str(wait.group))[0] for wait in waits))
 
 
-def _may_part(facts: Facts, one: Condition, ranks: Iterable[int]) -> bool:
+def _may_part(facts: Facts, one: Guard, ranks: Iterable[int]) -> bool:
     """Neither what is the same on all ranks in one round, nor what the rank alone decides: that is known already."""
-    return not one.by_round and any(one.guard.admits(whereabouts(facts, rank)) is None for rank in ranks)
+    return not one.by_round and any(one.admits(whereabouts(facts, rank)) is None for rank in ranks)
 
 
 def _of_other_items(facts: Facts, loop: Guard, around: Sequence[Frame]) -> Annotation:
     """Both sides are in the call that the loop makes with each of its items, by the way ``around``, innermost first."""
     skips = ways_around(around, loop.line, facts.read_source)
     text = f"Both sides come from one line of `{loop.words}`: they go through different items, or in another order"
-    return Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({OTHER_ITEMS}))
+    return Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({causes.OTHER_ITEMS}))
 
 
 def _in_another_round(facts: Facts, found: Parting, sides: Sequence[Side]) -> tuple[Loop, Annotation] | None:
@@ -384,7 +365,7 @@ def _in_another_round(facts: Facts, found: Parting, sides: Sequence[Side]) -> tu
         ):
             text = f"{capital(ranks_do(others, 'has', 'have'))} called last from {fr.place(way[0])}, too: the loop at "
             text += f"{loops[0].place} has ended there, and goes on for {ranks_word(ranks)}"
-            return loops[0], Annotation(f"{text}.", advice=frozenset({OTHER_ITEMS}))
+            return loops[0], Annotation(f"{text}.", advice=frozenset({causes.OTHER_ITEMS}))
     return None
 
 
@@ -416,6 +397,6 @@ def _in_a_later_round(facts: Facts, found: Parting, sides: Sequence[Side], later
     loops = loops_at(stack[0], facts.read_source)
     skips = ways_around(stack[::-1], loops[-1].line, facts.read_source) if loops else []
     ahead, behind = sides[later][1], sides[1 - later][1]
-    text = f"All ranks get to {fr.place(way[-1])} in the same rounds (`{found.ways[later][-1].guard.words}`), so "
+    text = f"All ranks get to {fr.place(way[-1])} in the same rounds (`{found.ways[later][-1].words}`), so "
     text += f"{ranks_do(ahead, 'has', 'have')} left out calls before, or {ranks_do(behind, 'has', 'have')} made more"
-    yield Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({LEFT_OUT}))
+    yield Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({causes.LEFT_OUT}))

@@ -20,7 +20,7 @@ from safelaunch.verdict.exits import kernel_claim
 from safelaunch.verdict.processes import Inside
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.source import calls_method
+from safelaunch.verdict.reading.innermost import calls_method
 
 Place = tuple[str, str]  # file and function
 
@@ -50,6 +50,11 @@ class PeerWait:
     target: int | None = None
     tag: int | None = None
 
+    @classmethod
+    def unnumbered(cls, kind: str, op: str, frame: Frame | None, claim: Claim, where: str = "") -> PeerWait:
+        """Of which no record tells group and number. ``where``: words for a place that is more than the frame's."""
+        return cls(kind, op, None, None, (op,), frame, where or f"{op} at {fr.place(frame)}", (claim,))
+
     @property
     def peer(self) -> int | None:
         """The rank that a send or receive waits for."""
@@ -74,9 +79,8 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
     seen = view.awaited.peers
     mine = view.user_frame
     if seen is not None and seen.kind == "init":
-        claim = view.stack_claim(f"{view.words} is in init_process_group")
-        text = f"init_process_group at {fr.place(mine)}"
-        return PeerWait("init", seen.op, None, None, ("init",), mine, text, (claim,))
+        found = PeerWait.unnumbered("init", seen.op, mine, view.stack_claim(f"{view.words} is in {seen.op}"))
+        return replace(found, signature=("init",))
     if seen is not None:
         entry = _entry_for(seen, pending, mine, rank)
         found = _from_entry(rank, entry, view) if entry else _from_stack(view, seen)
@@ -122,8 +126,8 @@ def begins_at(stack: fr.Stack) -> Place | None:
 def _quiet_wait(view: View, pending: list[Collective], alignment: Alignment) -> PeerWait | None:
     """No c10d frame: a backward pass with its hooks in C++, or ``work.wait()`` called from the user's line."""
     wait = view.wait
-    native = calls.native_wait(view.process.stacks, view.os_tid)
-    seen = calls.native_peer_wait(view.process.stacks, view.os_tid)
+    native = view.native()
+    seen = calls.PEER_WAITS.get(native)
     if seen is not None and seen.kind == "store" and view.store_key is not None and view.store_key.set_at:
         return None  # it waits for whoever is to set that, and not for all
     if seen is not None and not wait.busy:
@@ -148,7 +152,7 @@ def _calls_wait(view: View) -> bool:
     """Where its line, or one of torch.distributed's, calls ``wait()`` and rests in it without a Python frame, that is
     c10d's: those of the standard library have frames."""
     inner = line_before_c10d(view)
-    return inner is not None and view.read_source is not None and calls_method(inner, "wait", view.read_source)
+    return inner is not None and calls_method(inner, "wait", view.read_source)
 
 
 def line_before_c10d(view: View) -> Frame | None:
@@ -172,9 +176,9 @@ def _at_rest(view: View) -> PeerWait:
     what, why = "the backward pass", "as when gradients are reduced"
     if not calls.in_backward(view.stack):
         what, why = "work.wait()", "as for a call of torch.distributed"
-    where, op = f"{what} at {view.place}", "a collective"
+    where = f"{what} at {view.place}"
     claim = view.stack_claim(f"{view.words} rests in {where}, {why}")
-    return PeerWait("collective", op, None, None, (op,), view.user_frame, where, (claim,))
+    return PeerWait.unnumbered("collective", "a collective", view.user_frame, claim, where)
 
 
 def kernel_says_busy(view: View | None) -> bool:
@@ -206,7 +210,7 @@ def _from_entry(rank: RankEvidence, entry: Collective, view: View | None = None)
     site, number, op = mine or called, number_of(entry), _called_op(rank, entry)
     words = f"{op} at {fr.place(site)}" if site else f"{op} #{number}"
     elsewhere = mine is not None and called is not None and (mine.file, mine.line) != (called.file, called.line)
-    if elsewhere and view is not None and not calls.under_c10d(view.stack):  # in ``work.wait()``, or a synchronize
+    if elsewhere and view is not None and not calls.C10D.on(view.stack.called):  # in ``work.wait()``, or a synchronize
         words = f"{op} of {fr.place(called)} at {fr.place(mine)}"
     text = f"pending: {described(entry)}"
     claim = record_claim(rank.rank, text)
@@ -223,10 +227,8 @@ def _called_op(rank: RankEvidence, entry: Collective) -> str:
 
 
 def _from_stack(view: View, seen: calls.TorchWait) -> PeerWait:
-    mine = view.user_frame
-    claim = view.stack_claim(f"{view.words} waits in {seen.op} at {fr.place(mine)}")
-    words = f"{seen.op} at {fr.place(mine)}"
-    return PeerWait(seen.kind, seen.op, None, None, (seen.op,), mine, words, (claim,))
+    claim = view.stack_claim(f"{view.words} waits in {seen.op} at {view.place}")
+    return PeerWait.unnumbered(seen.kind, seen.op, view.user_frame, claim)
 
 
 def _with_arguments(wait: PeerWait, view: View, alignment: Alignment) -> PeerWait:
@@ -247,7 +249,7 @@ def _with_arguments(wait: PeerWait, view: View, alignment: Alignment) -> PeerWai
 
 def _with_batch(wait: PeerWait, view: View) -> PeerWait:
     """The same with the peer that the thread's batch (``batch_isend_irecv``) names, where it is the only one."""
-    op = calls.native_transfer(view.process.stacks, view.os_tid) if wait.kind == "p2p" else ""
+    op = view.native(calls.TRANSFERS) if wait.kind == "p2p" else ""
     mine = _batch(view)
     ends = {(one.sends, one.peer, one.tag) for one in mine if not op or one.sends == (op == "send")}
     if wait.kind != "p2p" or len(ends) != 1:
@@ -282,8 +284,7 @@ def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
     if not where:
         return None
     rank = view.rank.rank
-    pending = [entry for entry in alignment.pending(rank) if not entry.by_gloo]
-    with_peers = [entry for entry in pending if _has_peers(rank, entry, alignment)]
+    with_peers = [entry for entry in _on_device(rank, alignment) if _has_peers(rank, entry, alignment)]
     if any(entry.started is not False and not alignment.is_over_elsewhere(rank, entry) for entry in with_peers):
         return None  # it waits for peers, or may do so
     frame = view.user_frame
@@ -302,8 +303,7 @@ def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
 def lost_condition(view: View, alignment: Alignment) -> Condition | None:
     """``gpu-lost`` where the driver reports an error of the GPU that the rank waits for, or computes on with peers."""
     rank = view.rank
-    on_device = [entry for entry in alignment.pending(rank.rank) if not entry.by_gloo]
-    if not rank.gpu_errors or not (view.device or on_device):
+    if not rank.gpu_errors or not (view.device or _on_device(rank.rank, alignment)):
         return None
     claims = tuple(kernel_claim(rank, line) for line in rank.gpu_errors)
     frame, number = view.user_frame, re.search(r"\): (\d+)", rank.gpu_errors[-1])
@@ -317,7 +317,7 @@ def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | No
     Either the device has begun nothing of what is queued, while peers' devices have; or all peers have completed what
     it is in.
     """
-    pending = [entry for entry in alignment.pending(rank.rank) if not entry.by_gloo]
+    pending = _on_device(rank.rank, alignment)
     if not pending:
         return None
     first = next((entry for entry in pending if entry.started), pending[0])
@@ -331,6 +331,10 @@ def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | No
     text = f"waits for its GPU: {what}" + (f", at {fr.place(frame)}" if frame else "")
     claim = record_claim(rank.rank, f"{op_name(first)} #{first.seq} of group {first.group!r}: {what}")
     return Condition("gpu-kernel", text, frame, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
+
+
+def _on_device(rank: int, alignment: Alignment) -> list[Collective]:
+    return [entry for entry in alignment.pending(rank) if not entry.by_gloo]
 
 
 def _done_elsewhere(entry: Collective) -> str:

@@ -13,28 +13,17 @@ from functools import cached_property
 
 from msgspec import structs
 
-from safelaunch.model import Claim, ProcessEvidence, Thread
-from safelaunch.verdict.causes import (
-    CAUSES,
-    DEAD_CHILD,
-    FORKED_LOCK,
-    FULL_PIPE,
-    HELD,
-    INHERITED_END,
-    LOCK,
-    OWN_END,
-    TASK_DONE,
-    WAITS_IN_TURN,
-    Advice,
-)
+from safelaunch.model import Claim, ProcessEvidence
+from safelaunch.verdict import causes
+from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.conditions import Condition, View, thread_condition
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.exits import signal_name
 from safelaunch.verdict.graph import Edge, Graph, Kind, Node
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading.innermost import LockHeld
 from safelaunch.verdict.reading.kernel import wait_words
-from safelaunch.verdict.reading.source import LockHeld
 
 _HELPERS = ("resource tracker", "forkserver")  # roles, as capture/proc.py tells them
 _CANNOT_RUN = ("stopped", "dead", "disk")
@@ -141,7 +130,7 @@ class Inside:
 
         One that runs none (a shell, an encoder) is followed where it waits for somebody in turn.
         """
-        pid = view.wait.child
+        pid = view.wait.thread.child
         if pid is not None:
             own = [one for one in self._children if one.process.pid == pid]
         else:
@@ -172,7 +161,7 @@ class Inside:
         pids = {one.pid for one in own.ends}
         if view is self.main and any(child.wait.kind == "dead" for child in self._children):
             return None  # it may have been the one that died
-        if calls.is_loader_worker(view.frames):
+        if calls.LOADER_WORKER.on(view.frames):
             return None  # whoever it waits for, it is what its rank waits for
         users = (self.main, *_running_users_code(self._children))
         may = [one for one in users if one.process.pid in pids and not one.beside()]
@@ -227,8 +216,7 @@ class Inside:
 
     def _waiting_for_peers(self, view: View) -> list[View]:
         """The other threads that are in a call of c10d's, the user's and a library's (one that writes a checkpoint)."""
-        threads = view.sample.threads if view.sample else ()
-        others = (replace(view, other=thread) for thread in threads if thread is not view.thread)
+        others = (replace(view, other=thread) for thread in view.threads if thread is not view.thread)
         return [other for other in others if other.awaited.peers is not None or self.has_called(other)]
 
     def has_called(self, view: View) -> bool:
@@ -250,7 +238,7 @@ class Inside:
         """The workers that have work, or cannot do any; one that waits for the next index owes nobody anything."""
         found = [v for v in _workers(children) if not calls.worker_idle(v.frames) or v.wait.kind in _CANNOT_RUN]
         seen = [v for v in found if v.frames or v.wait.kind in _CANNOT_RUN]
-        return sorted(seen, key=lambda v: (-CAUSES[self._told(v).cause].worker, v.process.pid))
+        return sorted(seen, key=lambda v: (-causes.CAUSES[self._told(v).cause].worker, v.process.pid))
 
     def _told(self, child: View) -> Condition:
         """What holds a child."""
@@ -274,26 +262,25 @@ class Inside:
         if kept is None or calls.TAKES_ITEM.on(view.stack.called):  # who takes from a queue has both its ends
             return own
         advice, words = kept
-        claims = (*own.claims, view.kernel_claim(words))
-        return replace(own, reason=f"{own.reason}; {words}", claims=claims, advice=own.advice | {advice})
+        return own.with_clause(words, view.kernel_claim(words), advice=[advice])
 
     def _kept_open(self, view: View) -> tuple[Advice, str] | None:
         """Who of this rank has the other end of the pipe open, where that is nobody who would use it."""
         ends, wait = view.wait.ends or (), view.wait
-        if not (is_pipe := wait.target.startswith("pipe:")) and "unnamed" not in wait.target:
+        target = wait.thread.fd_target
+        if not (is_pipe := target.startswith("pipe:")) and "unnamed" not in target:
             return None
         end = "other" if not is_pipe else "read" if wait.writes else "write"
         pid, family = view.process.pid, {one.process.pid for one in self._family}
         others = [one for one in ends if one.pid != pid and one.pid in family]
         if ends and all(one.pid == pid for one in ends):
-            sure = (
-                f"process {pid} itself alone has" if wait.ends_closed else f"of those in sight, only process {pid} has"
-            )
-            return OWN_END, f"{sure} the {end} end open"
+            alone = f"process {pid} itself alone has"
+            sure = alone if wait.thread.ends_closed else f"of those in sight, only process {pid} has"
+            return causes.OWN_END, f"{sure} the {end} end open"
         if not others or wait.writes:
             return None
         who = ", ".join(f"{one.pid} ({one.name})" if one.name else f"{one.pid}" for one in others[:3])
-        return INHERITED_END, f"the {end} end is still open in process{'es' * (len(others) > 1)} {who}"
+        return causes.INHERITED_END, f"the {end} end is still open in process{'es' * (len(others) > 1)} {who}"
 
     def _of_a_lock(self, view: View, own: Condition, lock: calls.LockWait) -> Condition:
         """The wait itself is the finding, and the other threads are told as evidence: any of them may hold the lock.
@@ -312,12 +299,11 @@ class Inside:
         busy = [f"thread {o.name} {c.reason}" for o, c in others if c.cause == "busy-loop"]
         claims = own.claims + tuple(view.stack_claim(f"thread {o.name} {c.reason}") for o, c in others)
         for_good = own.for_good and all(c.for_good for _, c in others)
-        own = replace(own, claims=claims, for_good=for_good, advice=own.advice | ({HELD} if held else set()))
+        own = replace(own, claims=claims, for_good=for_good, advice=own.advice | ({causes.HELD} if held else set()))
         takers = [one for one in (*view.beside(), *self._children) if _takes_items(one)] if lock.of_items else []
         if takers:
             who = "its worker waits" if len(takers) == 1 else f"each of its {len(takers)} workers waits"
-            reason = f"{own.reason}; {who} for the next item at {takers[0].place}"
-            return replace(own, reason=reason, advice=own.advice | {TASK_DONE})
+            return own.with_clause(f"{who} for the next item at {takers[0].place}", advice=[causes.TASK_DONE])
         if lock.of_pool:
             return self._of_a_pool(own)
         if lock.on == "work" and others:
@@ -331,14 +317,14 @@ class Inside:
     def _of_a_pool(self, own: Condition) -> Condition:
         """A worker that was put in place of another one: what the dead one was to return will not come."""
         workers = [one for one in self._children if _parent(one) == self.main.process.pid]
-        late = [one.process.pid for one in workers if calls.REPLACED.on(one.all_frames)]
+        late = [one.process.pid for one in workers if any(calls.REPLACED.on(t.frames) for t in one.threads)]
         if not late:
             return own
         words = f"process {late[0]} has replaced a worker that ended, whose task a pool never returns"
         log = f"node/{self.main.rank.host}/kernel_log.txt"
         deaths = (Claim(f"the kernel log: {line}", log) for line in self.main.rank.deaths)
         forked = self.main.stack_claim(f"processes forked by Pool._maintain_pool: {', '.join(map(str, late[:3]))}")
-        return replace(own, reason=f"{own.reason}; {words}", claims=(*own.claims, forked, *deaths))
+        return own.with_clause(words, forked, *deaths)
 
     def _along(self, edge: Edge, found: Condition) -> Condition:
         """``found`` is at the end of ``edge``: told from where the edge begins."""
@@ -350,13 +336,14 @@ class Inside:
         process = found.process if is_thread else f"{other.process.role} (pid {other.process.pid})"
         held = other.holds(waiter) if edge.kind == "lock" else None
         if held is not None:
-            who, found = f"{who} has held it since line {held.line} and", replace(found, advice=found.advice | {HELD})
+            who = f"{who} has held it since line {held.line} and"
+            found = replace(found, advice=found.advice | {causes.HELD})
         reason = f"{own.reason}; {who} {found.reason}" if own.frame is not None else found.reason
         told = replace(found, reason=reason, process=process, claims=own.claims + found.claims)
         if not is_thread and edge.kind in ("work", "child"):
             told = _noted(told)
         if edge.kind == "child" and other.wait.writes and other.wait.ends is None:  # the waiter's, as a rule
-            told = replace(told, advice=told.advice | {FULL_PIPE})
+            told = replace(told, advice=told.advice | {causes.FULL_PIPE})
         if own.frame is not None and (found.frame is None or fr.is_pseudo(found.frame.file)):
             told = replace(told, frame=own.frame, process=own.process, pid=own.pid)  # the nearest line in a file
         if edge.may_end:
@@ -384,7 +371,7 @@ class Inside:
             reason=f"{own.reason}; child process {last.process.pid} {how}",
             doubts=(*own.doubts, *those({Doubt.MAY_END: any(edge.may_end for edge in self.circle)})),
             claims=(*claims, *there.claims, last.kernel_claim(ends)),
-            advice=own.advice | {FULL_PIPE if last.wait.writes else WAITS_IN_TURN},
+            advice=own.advice | {causes.FULL_PIPE if last.wait.writes else causes.WAITS_IN_TURN},
             for_good=False,
         )
 
@@ -400,7 +387,7 @@ class Inside:
             claims += [*edge.claims, *([other.stack_claim(f"{other.words} {since}")] if since else [])]
         for_good = all(self._condition(self._views[edge.of]).for_good for edge in self.circle)
         reason = "; ".join([own.reason, *words])
-        advice = LOCK if all(edge.kind == "lock" for edge in self.circle) else frozenset({HELD})
+        advice = causes.LOCK if all(edge.kind == "lock" for edge in self.circle) else frozenset({causes.HELD})
         return replace(
             own, cause="lock-deadlock", reason=reason, doubts=(), claims=tuple(claims), advice=advice, for_good=for_good
         )
@@ -436,8 +423,8 @@ def _of_several(own: Condition, others: Sequence[tuple[View, Condition]]) -> Con
     if all(does.lock is not None and does.lock.on == "lock" for _, does in others):
         reason = "has threads that wait for each other's locks: " + ", ".join(told[:4])
         return replace(others[0][1], reason=reason, claims=own.claims, for_good=for_good)
-    causes = {does.cause for _, does in others}
-    cause = causes.pop() if len(causes) == 1 else "stuck-in-user-code"
+    alike = {does.cause for _, does in others}
+    cause = alike.pop() if len(alike) == 1 else "stuck-in-user-code"
     return replace(own, cause=cause, reason=f"{own.reason} while {', '.join(told[:4])}", doubts=(Doubt.STATE_INFERRED,))
 
 
@@ -449,11 +436,8 @@ def _with_dead(view: View, own: Condition, dead: Sequence[View]) -> Condition:
     else:
         words = f"{len(dead)} of its child processes are zombies"
         words += f", {one.pid}{_how_ended(one)}" if _how_ended(one) else ""
-    claims = tuple(
-        view.kernel_claim(f"child process {v.process.pid}: state Z{_how_ended(v.process)}") for v in dead[:4]
-    )
-    advice = own.advice | {DEAD_CHILD} if view.awaited.processes == "message" else own.advice
-    return replace(own, reason=f"{own.reason}; {words}", claims=own.claims + claims, advice=advice)
+    claims = (view.kernel_claim(f"child process {v.process.pid}: state Z{_how_ended(v.process)}") for v in dead[:4])
+    return own.with_clause(words, *claims, advice=[causes.DEAD_CHILD] if view.awaited.processes == "message" else [])
 
 
 def _how_ended(process: ProcessEvidence) -> str:
@@ -477,7 +461,7 @@ def _noted(found: Condition) -> Condition:
         return found
     if lock.by_processes:
         return replace(found, reason=found.reason + _SHARED_NOTE)
-    return replace(found, reason=found.reason + _FORK_NOTE, advice=found.advice | {FORKED_LOCK})
+    return replace(found, reason=found.reason + _FORK_NOTE, advice=found.advice | {causes.FORKED_LOCK})
 
 
 def _waits_for_loader(view: View) -> Claim:
@@ -489,7 +473,7 @@ def _parent(view: View) -> int:
 
 
 def _workers(children: Sequence[View]) -> list[View]:
-    return [v for v in children if v.process.role == "dataloader worker" or calls.is_loader_worker(v.frames)]
+    return [v for v in children if v.process.role == "dataloader worker" or calls.LOADER_WORKER.on(v.frames)]
 
 
 def _running_users_code(children: Sequence[View]) -> list[View]:
@@ -497,14 +481,13 @@ def _running_users_code(children: Sequence[View]) -> list[View]:
     return [
         v
         for v in children
-        if v.user_frame is not None and v.process.role not in _HELPERS and not calls.is_loader_worker(v.frames)
+        if v.user_frame is not None and v.process.role not in _HELPERS and not calls.LOADER_WORKER.on(v.frames)
     ]
 
 
 def _feeding(view: View) -> list[View]:
     """The threads that still write what was put into queues of multiprocessing: a process ends only after them."""
-    threads = view.sample.threads if view.sample else ()
-    found = [replace(view, other=thread) for thread in threads if calls.FEEDS_QUEUE.on(thread.frames)]
+    found = [replace(view, other=thread) for thread in view.threads if calls.FEEDS_QUEUE.on(thread.frames)]
     return [one for one in found if one.wait.kind == "io"]
 
 
@@ -519,7 +502,7 @@ _TRAINING = tuple(f"/torch/{part}" for part in ("distributed/", "autograd/", "nn
 def may_train_elsewhere(view: View) -> bool:
     """Whether another thread than the main one may be the one that trains, or computes: then where the main thread
     rests says little."""
-    others: list[Thread] = [t for t in (view.sample.threads if view.sample else ()) if t is not view.thread]
-    if any(part in fr.normal(frame.file) for t in others for frame in fr.python_frames(t) for part in _TRAINING):
+    others = (frame for thread in view.threads if thread is not view.thread for frame in fr.python_frames(thread))
+    if any(part in fr.normal(frame.file) for frame in others for part in _TRAINING):
         return True
     return any(thread_condition(other).cause == "busy-loop" for other in view.beside())

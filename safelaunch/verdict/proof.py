@@ -33,8 +33,8 @@ from safelaunch.verdict.graph import Need, Node, stuck
 from safelaunch.verdict.peers import PeerWait, line_before_c10d, peer_wait
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading.innermost import is_given_by
 from safelaunch.verdict.reading.kernel import kind_of
-from safelaunch.verdict.reading.source import is_given_by
 from safelaunch.verdict.waits import Case
 
 MOST_EDGES = 24
@@ -302,7 +302,7 @@ class _Prover:
 
     def _of_open_calls(self, view: View, process: _Process) -> tuple[Need, ...] | None:
         """``work.wait()`` and a backward pass show no frame of c10d: it may be any of the calls that are under way."""
-        if view.wait.kind != "lock" and calls.native_wait(view.process.stacks, view.os_tid) != "peers":
+        if view.wait.kind != "lock" and view.native() != "peers":
             return None
         if self._has_own_limit(view, is_usual=not self._pending(view)):
             return None
@@ -337,8 +337,8 @@ class _Prover:
         shared = rests_in.startswith("_multiprocessing")
         if shared and (lock is None or not lock.shared):
             lock = calls.LockWait("a multiprocessing lock", shared=True)
-        sharers = [(view.rank.host, end.pid) for end in view.wait.ends or ()]
-        if shared and (_is_public(view.wait.target) or not sharers or not self._processes.keys() >= set(sharers)):
+        sharers, target = [(view.rank.host, end.pid) for end in view.wait.ends or ()], view.wait.thread.fd_target
+        if shared and (_is_public(target) or not sharers or not self._processes.keys() >= set(sharers)):
             return None
         if rests_in not in ("lock", "gil") and not shared and (lock is None or rests_in):
             return None  # what others have built with the same frames may be ended by somebody else
@@ -364,7 +364,7 @@ class _Prover:
         return {self._actor(process, thread) for thread in process.python if thread is not view.thread}
 
     def _of_child(self, view: View, process: _Process) -> tuple[Need, ...] | None:
-        pid, host = view.wait.child, view.rank.host
+        pid, host = view.wait.thread.child, view.rank.host
         parent = process.evidence.pid
         children = [
             (host, one.pid)
@@ -377,11 +377,11 @@ class _Prover:
         return (Need(givers, f"a child process to end ({view.place})", _stack_claim(view)),)
 
     def _of_descriptor(self, view: View, process: _Process) -> tuple[Need, ...] | None:
-        wait, host = view.wait, view.rank.host
-        if wait.locked_by is not None and wait.ends_closed:
-            pids = [*self._sharing(host, wait.locked_by), *wait.lock_sharers]
-        elif wait.ends is not None and wait.ends_closed and wait.kind == "io" and not wait.times_out:
-            pids = [*(end.pid for end in wait.ends), *wait.lock_sharers]
+        wait, thread, host = view.wait, view.wait.thread, view.rank.host
+        if thread.locked_by is not None and thread.ends_closed:
+            pids = [*self._sharing(host, thread.locked_by), *thread.lock_sharers]
+        elif wait.ends is not None and thread.ends_closed and wait.kind == "io" and not thread.times_out:
+            pids = [*(end.pid for end in wait.ends), *thread.lock_sharers]
         else:
             return None
         owners = {(host, pid) for pid in (*pids, process.evidence.pid)}
@@ -391,7 +391,7 @@ class _Prover:
         if any(one.evidence.states[-1].handles_signals or _serves_a_store(one.evidence) for one in others):
             return None  # a handler may write, or unlock; anybody may set a key
         givers = (self._threads_of(owners) | self._children_heard(others)) - self._own(process, view)
-        return (Need(givers, f"an answer to {wait.call} on {wait.target} at {view.place}", _stack_claim(view)),)
+        return (Need(givers, f"an answer to {wait.call} on {thread.fd_target} at {view.place}", _stack_claim(view)),)
 
     def _threads_of(self, owners: Iterable[tuple[str, int]]) -> frozenset[Node]:
         """All threads of these processes, native ones, too: they may write, close, or end their process."""

@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
 from msgspec import structs
 
 from safelaunch.model import Claim, Evidence, FileLock, Frame, ProcessEvidence, RankEvidence
+from safelaunch.verdict import exits, peers
 from safelaunch.verdict.causes import BY_ITSELF, FOREIGN_LOCK, LOCK_FILE, OUTLIVES, OWED, STORE_NOT_REACHED
 from safelaunch.verdict.collectives import Alignment, described, number_of, op_name
 from safelaunch.verdict.conditions import Condition, View, gil_condition, record_claim, thread_condition
 from safelaunch.verdict.divergence import Histories
 from safelaunch.verdict.doubts import Doubt, those
-from safelaunch.verdict.exits import (
-    aborted_in,
-    ended_by_others,
-    exception_condition,
-    gone_condition,
-    is_consequence,
-    missed_the_store,
-    one_line,
-)
-from safelaunch.verdict.peers import (
-    PeerWait,
-    begins_at,
-    device_condition,
-    gpu_condition,
-    kernel_says_busy,
-    lost_condition,
-    peer_wait,
-    through_a_thread,
-)
+from safelaunch.verdict.peers import PeerWait, begins_at
 from safelaunch.verdict.processes import Inside, may_train_elsewhere
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.source import ReadSource
+from safelaunch.verdict.reading.source import NO_SOURCE, ReadSource
 from safelaunch.verdict.transfers import Transfers
 
 UNKNOWN_OP = "communication"  # where ``work.wait()`` raised, on the user's own line: of what work, no frame tells
@@ -73,7 +56,7 @@ class RankFacts:
         name = "stack.txt" if one.main is not None and one.main.stacks else "flight_recorder.json"
         if one.exception is not None:
             name = "exception.json"
-        elif aborted_in(one) is not None:
+        elif exits.aborted_in(one) is not None:
             name = "fault.txt"
         return Claim(text, f"{self.folder}/{name}")
 
@@ -87,17 +70,18 @@ class Facts:
     ranks: Mapping[int, RankFacts]
     alignment: Alignment
     histories: Histories
-    read_source: ReadSource = field(default=lambda path: None)
+    read_source: ReadSource = NO_SOURCE
 
     @classmethod
     def of(cls: type[F], evidence: Evidence, read_source: ReadSource | None = None) -> F:
+        read_source = read_source or NO_SOURCE
         if evidence.outcome in ("hang", "suspect"):
             evidence = structs.replace(evidence, ranks=tuple(map(_before_its_end, evidence.ranks)))
         alignment = Alignment(evidence.ranks, evidence.world_size)
         ordered = sorted(evidence.ranks, key=lambda r: r.rank)
         ranks = {r.rank: rank_facts(r, alignment, read_source) for r in ordered}
         histories = Histories(alignment)
-        facts = cls(evidence, ranks, alignment, histories, read_source or (lambda path: None))
+        facts = cls(evidence, ranks, alignment, histories, read_source)
         changed = {rank: one for rank in ranks if (one := _seen_from_the_others(facts, rank)) is not None}
         return replace(facts, ranks={**ranks, **changed}) if changed else facts
 
@@ -147,9 +131,9 @@ def _locks_of(process: ProcessEvidence) -> tuple[FileLock, ...]:
 def _seen_from_the_others(facts: Facts, rank: int) -> RankFacts | None:
     """A rank as the others' evidence shows it, where that says more than its own."""
     one = facts.ranks[rank]
-    if one.evidence.exception is not None and (peers := missed_the_store(one.evidence, facts.evidence.ranks)):
-        failed = exception_condition(one.evidence, one.evidence.exception)
-        doubts = those({Doubt.STATE_INFERRED: all(calls.makes_store(peer.stack) for peer in peers)})
+    if one.evidence.exception is not None and (others := exits.missed_the_store(one.evidence, facts.evidence.ranks)):
+        failed = exits.exception_condition(one.evidence, one.evidence.exception)
+        doubts = those({Doubt.STATE_INFERRED: all(calls.makes_store(other.stack) for other in others)})
         failed = replace(failed, advice=frozenset({STORE_NOT_REACHED}), doubts=doubts, for_good=True)
         return replace(one, wait=None, condition=failed)
     absent = _absent_thread(facts, one)
@@ -190,7 +174,7 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
     other rank's process alone, it is what is waited for."""
     view = view_of(one.evidence)
     library = view is not None and calls.FILE_LOCK.on(view.stack.called)
-    sqlite = view is not None and calls.native_sleep(view.process.stacks, view.os_tid) == "sqlite"
+    sqlite = view is not None and view.native(calls.SLEEPS) == "sqlite"
     if not library and not sqlite:
         return own
     holders = [(host, rank, locks) for (host, _), (rank, locks) in facts.processes.items() if locks]
@@ -199,8 +183,7 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
         words = (
             "no process that was seen has a file locked: another one has it, or a dead one left its lock file behind"
         )
-        claims = (*own.claims, Claim(words, f"ranks/{one.rank}/proc.json"))
-        return replace(own, reason=f"{own.reason}; {words}", claims=claims, advice=own.advice | {LOCK_FILE})
+        return own.with_clause(words, Claim(words, f"{one.folder}/proc.json"), advice=[LOCK_FILE])
     if len(others) != 1 or others[0][1] == one.rank:
         return own
     ((host, rank, (lock, *_)),) = others
@@ -242,8 +225,7 @@ def _locked_elsewhere(facts: Facts, one: RankFacts, own: Condition) -> Condition
 
 def _at_the_other_end(facts: Facts, one: RankFacts, own: Condition) -> Condition:
     """Whose the other end of its pipe or connection is: another rank's, or a process's of no rank."""
-    host, folder = one.evidence.host, f"ranks/{one.rank}"
-    owners = {end.pid: facts.processes.get((host, end.pid), (None, ()))[0] for end in own.ends}
+    owners = {end.pid: facts.processes.get((one.evidence.host, end.pid), (None, ()))[0] for end in own.ends}
     if len(set(owners.values())) > 1 or one.rank in owners.values():
         return own
     pid, owner = next(iter(owners.items()))
@@ -251,17 +233,12 @@ def _at_the_other_end(facts: Facts, one: RankFacts, own: Condition) -> Condition
         who = ", ".join(f"{end.pid} ({end.name})" if end.name else f"{end.pid}" for end in own.ends[:3])
         are, none = ("is process", "not one") if len(own.ends) == 1 else ("is open in processes", "none")
         words = f"the other end {are} {who}, {none} of this job's ranks"
-        return replace(own, reason=f"{own.reason}; {words}", claims=(*own.claims, Claim(words, f"{folder}/proc.json")))
+        return own.with_clause(words, Claim(words, f"{one.folder}/proc.json"))
     main = facts.ranks[owner].evidence.pid  # the children that it has forked have inherited it
+    pid = main if main in owners else pid
     words = f"the other end is rank {owner}'s"
-    claim = Claim(f"{words}, process {main if main in owners else pid}", f"{folder}/proc.json")
-    return replace(
-        own,
-        reason=f"{own.reason}; {words}",
-        awaits_message_from=main if main in owners else pid,
-        claims=(*own.claims, claim),
-        advice=own.advice | {OWED},
-    )
+    told = own.with_clause(words, Claim(f"{words}, process {pid}", f"{one.folder}/proc.json"), advice=[OWED])
+    return replace(told, awaits_message_from=pid)
 
 
 def _absent_thread(facts: Facts, one: RankFacts) -> Condition | None:
@@ -300,7 +277,7 @@ def _before_its_end(rank: RankEvidence) -> RankEvidence:
     return structs.replace(rank, main=structs.replace(rank.main, states=living), exit=None)
 
 
-def view_of(rank: RankEvidence, read_source: ReadSource | None = None) -> View | None:
+def view_of(rank: RankEvidence, read_source: ReadSource = NO_SOURCE) -> View | None:
     return View(rank.main, rank, read_source=read_source) if rank.main else None
 
 
@@ -310,17 +287,17 @@ def user_stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
     """
     if rank.exception is not None:
         return fr.stack_of(rank, rank.exception.frames).user_frames
-    aborted, view = aborted_in(rank), view_of(rank)
+    aborted, view = exits.aborted_in(rank), view_of(rank)
     if aborted is not None:
         return aborted.user_frames
     return view.stack.user_frames if view is not None else ()
 
 
-def child_views(rank: RankEvidence, read_source: ReadSource | None = None) -> list[View]:
+def child_views(rank: RankEvidence, read_source: ReadSource = NO_SOURCE) -> list[View]:
     return [View(child, rank, read_source=read_source) for child in rank.children]
 
 
-def rank_facts(rank: RankEvidence, alignment: Alignment, read_source: ReadSource | None = None) -> RankFacts:
+def rank_facts(rank: RankEvidence, alignment: Alignment, read_source: ReadSource) -> RankFacts:
     """The surest reading first.
 
     Gone or raised; held by the kernel (stopped, D state); holding the GIL; leaving the script; waiting for its GPU;
@@ -328,21 +305,21 @@ def rank_facts(rank: RankEvidence, alignment: Alignment, read_source: ReadSource
     """
     view = view_of(rank, read_source)
     frame = view.user_frame if view else None
-    condition = gone_condition(rank, view)
+    condition = exits.gone_condition(rank, view)
     condition = replace(condition, for_good=True) if condition is not None else None
     if condition is None and view is not None:
         condition = _held(view) or _left(view)
     if condition is None and view is not None and rank.exception is None:  # else its handler waits, for our look
-        condition = gil_condition(view) or lost_condition(view, alignment) or gpu_condition(view, alignment)
-    if condition is None and (view is None or not view.frames) and not kernel_says_busy(view):
-        condition = device_condition(rank, alignment)
+        condition = gil_condition(view) or peers.lost_condition(view, alignment) or peers.gpu_condition(view, alignment)
+    if condition is None and (view is None or not view.frames) and not peers.kernel_says_busy(view):
+        condition = peers.device_condition(rank, alignment)
     wait = None
     if condition is None:
-        wait = _raised_wait(rank) or peer_wait(rank, view, alignment)
-    if condition is None and wait is None and (view is not None or not ended_by_others(rank)):
+        wait = _raised_wait(rank) or peers.peer_wait(rank, view, alignment)
+    if condition is None and wait is None and (view is not None or not exits.ended_by_others(rank)):
         callers = {entry.thread for entry in alignment.pending(rank.rank)} - {0}
         inside = Inside(view, child_views(rank, read_source), callers) if view is not None else None
-        wait = through_a_thread(rank, inside, alignment) if inside is not None else None
+        wait = peers.through_a_thread(rank, inside, alignment) if inside is not None else None
         condition = _own(rank, inside, alignment) if wait is None else None
     if wait is not None and frame is None:
         frame = wait.frame
@@ -382,8 +359,7 @@ def _left(view: View) -> Condition | None:
         return None
     frame = view.user_frame
     if frame is None:  # the interpreter waits for a thread of the user's
-        threads = view.sample.threads if view.sample else ()
-        inside = (view.stack_of(thread).user_frame for thread in threads)
+        inside = (view.stack_of(thread).user_frame for thread in view.threads)
         frame = next((found for found in inside if found is not None), None)
     where = f", now at {fr.place(frame)}" if frame else ""
     text = f"has left the training loop: {why}{where}"
@@ -405,31 +381,28 @@ def _own(rank: RankEvidence, inside: Inside | None, alignment: Alignment) -> Con
 
 def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
     """No stack: the Flight Recorder alone says how far the rank came."""
-    record = alignment.records.get(rank.rank)
-    unended = alignment.unended(rank.rank)
+    record, unended = alignment.records.get(rank.rank), alignment.unended(rank.rank)
+    last = unended or (record.entries[-1] if record is not None and record.entries else None)
+    site = fr.stack_of(rank, last.frames).user_frame if last is not None else None
     if unended is not None:
-        site = fr.stack_of(rank, unended.frames).user_frame
         text = f"has begun a group of operations that it has not ended: {op_name(unended)}{fr.at(site)}"
-        claim = record_claim(rank.rank, f"its newest entries belong to no launch: {text}")
-        return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
-    if record is None or not (record.entries or (record.groups and alignment.has_collectives)):
+        shown = f"its newest entries belong to no launch: {text}"
+    elif last is not None:
+        text = f"made no call after {op_name(last)} #{number_of(last)} of group {last.group!r}{fr.at(site)}"
+        shown = f"last recorded call: {described(last)}"
+    elif record is not None and record.groups and alignment.has_collectives:
+        text = "did not take part: by its record, no call of it is pending; no stack says where it is"
+        shown = "its record holds no pending call"
+    else:
         text = "did not take part; neither a stack nor a Flight Recorder entry says why"
         return Condition("missing-from-collective", text, None, rank.pid, doubts=(Doubt.STATE_UNKNOWN,))
-    if not record.entries:
-        text = "did not take part: by its record, no call of it is pending; no stack says where it is"
-        claim = record_claim(rank.rank, "its record holds no pending call")
-        return Condition("missing-from-collective", text, None, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
-    last = record.entries[-1]
-    site = fr.stack_of(rank, last.frames).user_frame
-    number = f"#{number_of(last)} of group {last.group!r}"
-    text = f"made no call after {op_name(last)} {number}{fr.at(site)}"
-    claim = record_claim(rank.rank, f"last recorded call: {described(last)}")
-    return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
+    claims = (record_claim(rank.rank, shown),)
+    return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=claims)
 
 
 def _raised_wait(rank: RankEvidence) -> PeerWait | None:
     """The communication reported a peer's absence: the traceback shows what this rank was waiting in."""
-    if rank.exception is None or not is_consequence(rank.exception, rank.nccl_log):
+    if rank.exception is None or not exits.is_consequence(rank.exception, rank.nccl_log):
         return None
     stack = fr.stack_of(rank, rank.exception.frames)
     mine = stack.user_frame
@@ -438,8 +411,7 @@ def _raised_wait(rank: RankEvidence) -> PeerWait | None:
     unknown = calls.TorchWait("collective", UNKNOWN_OP if own else "a remote call" if remote else "a collective")
     seen = calls.torch_wait(stack) or unknown
     claim = Claim(
-        f"{rank.exception.type} reports what happened to a peer: {one_line(rank.exception.message)}",
+        f"{rank.exception.type} reports what happened to a peer: {exits.one_line(rank.exception.message)}",
         f"ranks/{rank.rank}/exception.json",
     )
-    words = f"{seen.op} at {fr.place(mine)}"
-    return PeerWait(seen.kind, seen.op, None, None, (seen.op,), mine, words, (claim,))
+    return PeerWait.unnumbered(seen.kind, seen.op, mine, claim)

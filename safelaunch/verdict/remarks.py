@@ -15,7 +15,7 @@ import msgspec
 from safelaunch.model import Claim, Culprit, Evidence, Frame, HandledException, RankEvidence, Verdict
 from safelaunch.verdict.causes import ASIDE, DETAIL_CRASH, HANDLES
 from safelaunch.verdict.exits import kernel_claim, one_line
-from safelaunch.verdict.findings import Annotation, Finding, capital, ranks_do
+from safelaunch.verdict.findings import Annotation, Finding, by_place, capital, ranks_do
 from safelaunch.verdict.peers import Place, begins_at
 from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
 from safelaunch.verdict.reading import calls, tracebacks
@@ -35,12 +35,13 @@ def frames_below(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     callbacks, metrics.
     """
     named = {one.rank for one in finding.culprits}
-    sides: dict[tuple[Frame, ...], list[int]] = {}
+    ways: dict[int, tuple[Frame, ...]] = {}
     for rank in sorted(named | {rank for rank, one in facts.ranks.items() if one.wait is not None}):
         stack = _stack_of(facts, rank)
         if stack is not None and stack.user_frame is not None:
             below = (frame for frame in reversed(stack.called) if fr.is_of_framework(frame.file))
-            sides.setdefault((stack.user_frame, *below), []).append(rank)
+            ways[rank] = (stack.user_frame, *below)
+    sides = dict(by_place(ways))
     lines = {side[0] for side, ranks in sides.items() if named.intersection(ranks)}
     if len(lines) != 1 or len(sides) < 2 or any(side[0] not in lines for side in sides):
         return
@@ -63,13 +64,9 @@ def frames_above(facts: Facts, finding: Finding) -> Iterator[Annotation]:
         there = {rank: stack for rank, stack in stacks.items() if fr.spot(stack[0]) == line}
         helper, *levels = zip(*there.values(), strict=False)
         parted = next((level for level in levels if len({*map(fr.spot, level)}) > 1), ())
-        ways: dict[str, list[int]] = {}
-        for rank, frame in zip(there, parted, strict=False):
-            ways.setdefault(fr.place(frame), []).append(rank)
-        if not all(way in finding.summary for way in ways):
-            parts = [
-                f"{ranks_do(ranks, 'comes', 'come')} from {way}" for way, ranks in list(ways.items())[:_MOST_SIDES]
-            ]
+        ways = by_place({rank: fr.place(frame) for rank, frame in zip(there, parted, strict=False)})
+        if not all(way in finding.summary for way, _ in ways):
+            parts = [f"{ranks_do(ranks, 'comes', 'come')} from {way}" for way, ranks in ways[:_MOST_SIDES]]
             yield Annotation(f"To {fr.place(helper[0])}, {' and '.join(parts)}.")
 
 

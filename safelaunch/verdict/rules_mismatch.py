@@ -28,9 +28,8 @@ from safelaunch.verdict.history import UNKNOWN
 from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.failures import Fingerprint, fingerprints
-from safelaunch.verdict.reading.parting import loop_returned_from
-from safelaunch.verdict.reading.said import ways_around
-from safelaunch.verdict.reading.source import Loop, loop_left, loops_at
+from safelaunch.verdict.reading.parting import loop_left, loop_returned_from, ways_around
+from safelaunch.verdict.reading.source import Loop, loops_at
 from safelaunch.verdict.remarks import is_aside, is_interrupted
 from safelaunch.verdict.rules_history import of_role, shifted
 from safelaunch.verdict.waits import Case, same_op

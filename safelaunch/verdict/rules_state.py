@@ -395,7 +395,7 @@ def nobody_stands_out(facts: Facts) -> Finding:
 def _who_would_set(facts: Facts, own: Condition) -> str:
     """Of a key of the store that all ranks wait for: the line that sets it, and what it stands behind."""
     for line in own.key.set_at if own.key is not None else ():
-        behind = [f"`{step.guard.words}`" for step in way_to(line, facts.read_source) if not step.loop]
+        behind = [f"`{step.words}`" for step in way_to(line, facts.read_source) if not step.loop]
         under = f", under {' and '.join(behind)}" if behind else ""
         return f" Nobody has set it: {fr.place(line)} does{under}."
     return ""

@@ -23,7 +23,7 @@ from safelaunch.verdict.exits import one_line
 from safelaunch.verdict.findings import Annotation, Finding, capital, ranks_word
 from safelaunch.verdict.rank_state import Facts, user_stack_of
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.said import Left, left_by
+from safelaunch.verdict.reading.parting import Left, left_by
 from safelaunch.verdict.reading.tracebacks import lines_of
 
 # Findings that say who is behind or went another way, and not why.

@@ -221,7 +221,7 @@ def _sets(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node]) ->
         kept = {other for other in facts.world if any(_is_kept(facts, other, guard) for guard in guards)}
         may = facts.world - kept
         if len(may) == 1 and rank in kept and (other := next(iter(may))) in facts.ranks:
-            behind = [f"`{step.guard.words}`" for step in way_to(line, facts.read_source) if not step.loop]
+            behind = [f"`{step.words}`" for step in way_to(line, facts.read_source) if not step.loop]
             does = f"sets it, at {fr.place(line)}"
             if own.key is None:
                 does = f"comes to {fr.place(line)}, which names that file"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -41,6 +41,13 @@ def at(line: int, function: str = "train", file: str = SCRIPT) -> Frame:
 
 
 MODULE = at(100, "<module>")
+
+
+def script(source: str, first: int = 40) -> Callable[[str], str | None]:
+    """Reads ``source`` as the script, whose line ``first`` is its first one."""
+    return {SCRIPT: "\n" * (first - 1) + source}.get
+
+
 WRAPPER = Frame(LOGGER, 83, "_exception_logger.<locals>.wrapper")
 
 
@@ -97,6 +104,7 @@ KERNEL: dict[str, dict[str, Any]] = {
     "sleep": {"wchan": "hrtimer_nanosleep", "syscall": 230, "syscall_name": "clock_nanosleep", "ends_s": 86_400.0},
     "nap": {"wchan": "hrtimer_nanosleep", "syscall": 230, "syscall_name": "clock_nanosleep", "ends_s": 3.0},
     "futex": {"wchan": "futex_do_wait", "syscall": 202, "syscall_name": "futex"},
+    "timed_futex": {"wchan": "futex_do_wait", "syscall": 202, "syscall_name": "futex", "ends_in_s": 0.5},
     "pipe": {"wchan": "anon_pipe_read", "syscall": 0, "syscall_name": "read", "fd": 7, "fd_target": "pipe:[1]"},
     "stdin": {"wchan": "anon_pipe_read", "syscall": 0, "syscall_name": "read", "fd": 0, "fd_target": "pipe:[1]"},
     "flock": {
@@ -142,17 +150,22 @@ def process(
     samples: int = 2,
     frozen: bool = False,
     call: CallArguments | None = None,
+    told: Mapping[str, Any] | None = None,
+    **thread: Any,
 ) -> ProcessEvidence:
     """``threads``: further threads as (name, frames, kernel). ``native``: C frames inside the main thread's. ``call``:
-    what its call of c10d names.
+    what its call of c10d names. ``told``: further fields of what the kernel says of the main thread. ``thread``: of the
+    threads on stacks (ident, names).
     """
     every = [("MainThread", tuple(frames), kernel), *((n, tuple(f), k) for n, f, k in threads)]
     states, stacks = [], []
     for number in range(samples):
         kernel_threads = []
         for offset, (name, _, how) in enumerate(every):
-            fields = dict(KERNEL[how])
+            fields = {**KERNEL[how], **(told or {} if offset == 0 else {})}
             cpu = fields.pop("cpu", 0) * number
+            if "ends_in_s" in fields:
+                fields["ends_s"] = 2.0 * number + fields.pop("ends_in_s")
             kernel_threads.append(
                 ThreadState(tid=pid + offset, name=name, state=fields.pop("state", "S"), cpu_ms=10 + cpu, **fields)
             )
@@ -160,9 +173,9 @@ def process(
         states.append(
             ProcessState(pid, 1, 5, 2.0 * number, "python", ("python",), letter, tuple(kernel_threads), frozen=frozen)
         )
-        stacks.append(_sample(pid, 2.0 * number, every, owns_gil, (), call))
+        stacks.append(_sample(pid, 2.0 * number, every, owns_gil, (), call, **thread))
     if native:
-        stacks.append(_sample(pid, 9.0, every, owns_gil, tuple(native)))
+        stacks.append(_sample(pid, 9.0, every, owns_gil, tuple(native), **thread))
     shown = [s for s in stacks if any(t.frames for t in s.threads)]
     return ProcessEvidence(role, tuple(states), tuple(shown))
 
@@ -181,6 +194,7 @@ def _sample(
     gil: bool,
     native: tuple[Frame, ...],
     call: CallArguments | None = None,
+    **thread: Any,
 ) -> StackSample:
     threads = tuple(
         Thread(
@@ -190,6 +204,7 @@ def _sample(
             active=kernel == "run",
             owns_gil=gil and i == 0,
             call=call if i == 0 else None,
+            **thread,
         )
         for i, (name, frames, kernel) in enumerate(every)
     )

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from evidence import C10D, SITE, WRAPPER, at, behind, calls, entry, in_c10d, in_user, job, past, rank, record, waiting
+from evidence import (
+    C10D,
+    SITE,
+    WRAPPER,
+    at,
+    behind,
+    calls,
+    entry,
+    in_backward,
+    in_c10d,
+    in_user,
+    job,
+    past,
+    rank,
+    record,
+    waiting,
+)
 from msgspec.structs import replace
 
-from safelaunch.model import Evidence, Frame, Launched, RankException, RankExit, Verdict
+from safelaunch.model import Evidence, Frame, Launched, RankEvidence, RankException, RankExit, Verdict
 from safelaunch.settings.presets import find_builtin_dir, list_presets
 from safelaunch.verdict import causes
 from safelaunch.verdict.advice import Scene, again
@@ -28,18 +44,13 @@ def in_ddp_forward(line: int) -> tuple[Frame, ...]:
     return (*(Frame(DDP, number, function) for number, function in inner), at(line), at(100, "<module>"))
 
 
-def in_backward(line: int) -> tuple[Frame, ...]:
-    engine = Frame(f"{SITE}/torch/autograd/graph.py", 979, "_engine_run_backward")
-    return (engine, Frame(f"{SITE}/torch/_tensor.py", 623, "backward"), at(line), at(100, "<module>"))
-
-
 def in_full_state_dict(line: int) -> tuple[Frame, ...]:
     inner = (Frame(C10D, 3000, "all_gather_into_tensor"), WRAPPER)
     where = Frame(f"{SITE}/torch/distributed/checkpoint/state_dict.py", 900, "get_model_state_dict")
     return (*inner, where, at(line, "save"), at(100, "<module>"))
 
 
-def stuck(number: int, op: str, frames: tuple[Frame, ...], seq: int = 4):  # type: ignore[no-untyped-def]
+def stuck(number: int, op: str, frames: tuple[Frame, ...], seq: int = 4) -> RankEvidence:
     pending = replace(entry(op, seq), frames=frames)
     return rank(number, frames, flight=record(*past(seq - 1), pending))
 
@@ -48,7 +59,7 @@ def suggestions(evidence: Evidence, source: str = "") -> tuple[str, ...]:
     return diagnose(evidence, read_source=lambda path: source or None).suggestions
 
 
-def raised(number: int, kind: str, message: str, line: int = 41) -> object:
+def raised(number: int, kind: str, message: str, line: int = 41) -> RankEvidence:
     frames = (at(line, "step"), at(100, "<module>"))
     error = RankException(kind, message, 100.0, frames, f"{kind}: {message}")
     return rank(number, in_user(line), "sleep", more={"exception": error, "exit": RankExit(1, 101.0)})
@@ -96,14 +107,14 @@ def test_a_rank_that_left_a_call_out_is_not_told_to_gate_a_side_effect() -> None
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_an_exception_that_all_ranks_raised_alike(world: int) -> None:
-    found = suggestions(job(*(raised(n, "ImportError", "no module") for n in range(world)), outcome="crash"))  # type: ignore[arg-type]
+    found = suggestions(job(*(raised(n, "ImportError", "no module") for n in range(world)), outcome="crash"))
     assert any("Every rank raised it" in text for text in found)
     assert not any("follow from it" in text for text in found)
 
 
 def test_an_exception_of_one_rank() -> None:
     ranks = [raised(0, "ValueError", "bad sample"), waiting(1), waiting(2)]
-    found = suggestions(job(*ranks, outcome="crash"))  # type: ignore[arg-type]
+    found = suggestions(job(*ranks, outcome="crash"))
     assert any("follow from it" in text for text in found)
     assert not any("alike" in text for text in found)
 
@@ -122,7 +133,7 @@ def test_an_exception_of_one_rank() -> None:
 )
 def test_errors_that_torch_words_itself(kind: str, message: str, advice: str) -> None:
     ranks = [raised(n, kind, message) for n in range(2)]
-    assert any(advice in text for text in suggestions(job(*ranks, outcome="crash")))  # type: ignore[arg-type]
+    assert any(advice in text for text in suggestions(job(*ranks, outcome="crash")))
 
 
 @pytest.mark.parametrize("peers_in", ["ddp", "plain"])

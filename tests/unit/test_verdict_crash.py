@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from evidence import (
     C10D,
-    SCRIPT,
     SITE,
     at,
     calls,
@@ -19,6 +18,7 @@ from evidence import (
     past,
     rank,
     record,
+    script,
 )
 from msgspec.structs import replace
 
@@ -36,16 +36,20 @@ from safelaunch.model import (
     Verdict,
 )
 from safelaunch.verdict.diagnose import diagnose
-from safelaunch.verdict.exits import remote_error
+from safelaunch.verdict.reading.tracebacks import of_worker
 
 OLD_TORCH = Launched(torch="2.9.1")  # in which DETAIL works with DDP
 RESET = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 
 
-def raised(number: int, kind: str, message: str, when: float, line: int = 41, **fields: Any) -> RankEvidence:
-    frames = (at(line, "step"), at(100, "<module>"))
-    if "peer" in message or "imed out" in message:
-        frames = (Frame(C10D, 3252, "all_reduce"), *frames)
+ALL_REDUCE = Frame(C10D, 3252, "all_reduce")
+
+
+def raised(
+    number: int, kind: str, message: str, when: float, line: int = 41, frames: tuple[Frame, ...] = (), **fields: Any
+) -> RankEvidence:
+    own = (at(line, "step"), at(100, "<module>"))
+    frames = frames or ((ALL_REDUCE, *own) if "peer" in message or "imed out" in message else own)
     exception = RankException(kind, message, when, frames)
     more = {"exception": exception, "exit": RankExit(1, when + 0.2)}
     return rank(number, seen=False, more=more, **fields)
@@ -105,10 +109,8 @@ def test_an_exit_code_without_an_exception() -> None:
 )
 def test_a_clean_exit_may_have_left_out_a_send(inner: tuple[Frame, ...], fits: bool) -> None:
     """Sends and receives are met by one peer, not by all: that it is gone says nothing about its batches."""
-    left = raised(0, "RuntimeError", RESET, 101.0)
-    assert left.exception is not None
-    error = replace(left.exception, frames=(*inner, at(41, "step"), at(100, "<module>")))
-    verdict = diagnose(job(replace(left, exception=error), ended(1, 0), outcome="crash"))
+    left = raised(0, "RuntimeError", RESET, 101.0, frames=(*inner, at(41, "step"), at(100, "<module>")))
+    verdict = diagnose(job(left, ended(1, 0), outcome="crash"))
     assert (verdict.cause, verdict.confidence) == ("uneven-batches", "medium" if fits else "low"), verdict.summary
     assert any("send or receive" in text for text in verdict.ruled_out) != fits
 
@@ -118,14 +120,12 @@ def _at_six(number: int, size: tuple[int, ...], dtype: str = "Float") -> RankEvi
     return rank(number, in_c10d("all_reduce", 50), flight=flight, more={"exit": RankExit(-15, 105.0, False)})
 
 
-def _aborted(number: int) -> RankEvidence:
-    fatal = FatalError("Aborted", in_c10d("all_reduce", 50))
-    return rank(number, seen=False, more={"exit": RankExit(-6, 100.0), "fatal": fatal})
+def _aborted(number: int, *frames: Frame, line: int = 50) -> RankEvidence:
+    return died(number, -6, fatal=FatalError("Aborted", frames or in_c10d("all_reduce", line)))
 
 
-def _aborted_at(number: int, line: int) -> RankEvidence:
-    fatal = FatalError("Aborted", in_c10d("all_reduce", line))
-    return rank(number, seen=False, more={"exit": RankExit(-6, 100.0), "fatal": fatal})
+def died(number: int, code: int, when: float = 100.0, **fields: Any) -> RankEvidence:
+    return rank(number, seen=False, more={"exit": RankExit(code, when), **fields})
 
 
 def test_what_did_not_fit_came_from_the_rank_that_took_another_group() -> None:
@@ -135,7 +135,7 @@ def test_what_did_not_fit_came_from_the_rank_that_took_another_group() -> None:
         return rank(number, in_c10d("all_reduce", line), flight=record(*calls(text), groups=groups))
 
     survivors = (of(0, "3@60x5 1@50*", 50), of(1, "4@60x5 4@60*", 60), of(3, "4@60x5 2@60*", 60))
-    verdict = diagnose(job(*survivors[:2], _aborted_at(2, 50), survivors[2], outcome="crash"))
+    verdict = diagnose(job(*survivors[:2], _aborted(2), survivors[2], outcome="crash"))
     assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
     assert [(c.rank, c.frame and c.frame.line) for c in verdict.culprits] == [(3, 60)]
     assert verdict.summary.startswith("Rank 3 made its 5 earlier calls at train.py:60 (train) in group '4': with group")
@@ -146,7 +146,7 @@ def test_the_condition_that_sent_an_aborted_rank_to_its_call() -> None:
     source = "def train():\n    if epoch % 2 == 1 and rank == 0:\n        evaluate()\n" + "    pass\n" * 60
     read = {at(3).file: source}.get
     peers = (_at_six(n, (16,)) for n in (1, 2))
-    verdict = diagnose(job(_aborted_at(0, 3), *peers, outcome="crash"), read_source=read)
+    verdict = diagnose(job(_aborted(0, line=3), *peers, outcome="crash"), read_source=read)
     assert (
         "Ranks 1-2 never reach train.py:3 (train) because of `if epoch % 2 == 1 and rank == 0 (train.py:2)`"
         in verdict.summary
@@ -170,8 +170,7 @@ def test_the_way_to_one_helper_says_on_which_side_an_aborted_rank_was() -> None:
         now = replace(entry("all_reduce", 6, line=50, size=(size,)), frames=way(line))
         return rank(number, way(line), flight=record(*past(5), now), more={"exit": RankExit(-15, 105.0, False)})
 
-    aborted = rank(1, seen=False, more={"exit": RankExit(-6, 100.0), "fatal": FatalError("Aborted", way(41))})
-    verdict = diagnose(job(of(0, 41, 145), aborted, of(2, 43, 193), outcome="crash"))
+    verdict = diagnose(job(of(0, 41, 145), _aborted(1, *way(41)), of(2, 43, 193), outcome="crash"))
     assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
     assert [one.rank for one in verdict.culprits] == [2]
 
@@ -187,8 +186,7 @@ def test_ways_tell_nothing_of_ranks_in_several_groups() -> None:
         now = replace(entry("all_reduce", 6, group=group, line=20), frames=way(line))
         return rank(number, way(line), flight=record(*past(5), now, groups=groups))
 
-    aborted = rank(2, seen=False, more={"exit": RankExit(-6, 100.0), "fatal": FatalError("Aborted", way(39))})
-    ranks = (of(0, 54, "3"), of(1, 54, "4"), aborted, of(3, 39, "2"))
+    ranks = (of(0, 54, "3"), of(1, 54, "4"), _aborted(2, *way(39)), of(3, 39, "2"))
     summary = diagnose(job(*ranks, outcome="crash")).summary
     assert "other frames than most" not in summary
     assert "ranks 0-1 come from train.py:54 (train) and ranks 2-3 come from train.py:39" in summary
@@ -201,7 +199,7 @@ def test_an_abort_in_the_operator_that_waits_for_a_collective_is_one_in_a_collec
         Frame(f"{SITE}/torch/distributed/_functional_collectives.py", 142, "wait_tensor"),
         Frame(f"{SITE}/torch/distributed/tensor/_api.py", 774, "full_tensor"),
     )
-    aborted = died(1, -6, fatal=FatalError("Aborted", (*inner, at(41, "save"), at(100, "<module>"))))
+    aborted = _aborted(1, *inner, at(41, "save"), at(100, "<module>"))
     verdict = diagnose(job(_at_six(0, (16,)), aborted, _at_six(2, (16,)), outcome="crash", launched=OLD_TORCH))
     assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
     assert verdict.culprits[0].frame == at(41, "save")
@@ -209,10 +207,6 @@ def test_an_abort_in_the_operator_that_waits_for_a_collective_is_one_in_a_collec
 
 
 # --- where it ended, and why ----------------------------------------------------------------------------------------
-
-
-def died(number: int, code: int, **fields: Any) -> RankEvidence:
-    return rank(number, seen=False, more={"exit": RankExit(code, 100.0), **fields})
 
 
 @pytest.mark.parametrize(("code", "message"), [(-11, "Segmentation fault"), (-6, "Aborted"), (-7, "Bus error")])
@@ -252,7 +246,7 @@ def test_a_dataloader_worker_without_shared_memory() -> None:
 
 
 def test_an_ordinary_traceback_has_no_remote_part() -> None:
-    assert remote_error("Traceback (most recent call last):\nValueError: x") is None
+    assert not of_worker("Traceback (most recent call last):\nValueError: x")[1].frames
 
 
 def of_a_checkpoint(failed: int) -> RankException:
@@ -277,16 +271,6 @@ def test_a_checkpoint_that_one_rank_could_not_write(raising: tuple[int, ...], cu
     assert "Every rank" not in " ".join(verdict.suggestions)
 
 
-# --- errors of communication ------------------------------------------------------------------------------------------
-
-
-def in_nccl(number: int, message: str, when: float) -> RankEvidence:
-    one = raised(number, "torch.distributed.DistBackendError", message, when)
-    assert one.exception is not None
-    frames = (Frame(C10D, 3252, "all_reduce"), *one.exception.frames)
-    return replace(one, exception=replace(one.exception, frames=frames))
-
-
 # --- NCCL's own log ---------------------------------------------------------------------------------------------------
 
 GENERAL = "NCCL error in: x.cpp:1, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.20.5\n"
@@ -300,8 +284,9 @@ def warned(one: RankEvidence, *warnings: str) -> RankEvidence:
     return replace(one, nccl_log=NcclLog(f"node/node1/nccl.node1.{one.pid}.log", (NOISE, *warnings)))
 
 
-def aborted_rank(number: int, when: float) -> RankEvidence:
-    return rank(number, seen=False, more={"exit": RankExit(-6, when)})
+def in_nccl(number: int, message: str, when: float) -> RankEvidence:
+    frames = (ALL_REDUCE, at(41, "step"), at(100, "<module>"))
+    return raised(number, "torch.distributed.DistBackendError", message, when, frames=frames)
 
 
 def test_the_log_says_what_a_general_error_leaves_open() -> None:
@@ -314,15 +299,13 @@ def test_the_log_says_what_a_general_error_leaves_open() -> None:
 
 
 def test_ranks_that_all_abort_over_a_dead_link_are_told_of_the_link() -> None:
-    verdict = diagnose(
-        job(*(warned(aborted_rank(number, 100.0 + number), RETRIES) for number in range(2)), outcome="crash")
-    )
+    verdict = diagnose(job(*(warned(died(n, -6, 100.0 + n), RETRIES) for n in range(2)), outcome="crash"))
     assert verdict.culprits == ()
     assert "transfer with 10.5.0.34 failed with status 12 (12: it did not answer" in verdict.summary
     assert any("`ibstat`" in one for one in verdict.suggestions)
 
 
-PATIENCE = "\n" * 39 + (
+PATIENCE = (
     "def train():\n"  # 40
     "    for step in range(5000):\n"
     "        if wait > 30:\n"
@@ -338,14 +321,9 @@ PATIENCE = "\n" * 39 + (
 def test_who_was_aborted_behind_the_loop_of_its_peers_has_left_it(
     line: int, cause: str, named: list[int], caller: str
 ) -> None:
-    inner = (Frame(C10D, 3252, "all_reduce"), at(line), at(100, "<module>"))
-    aborted = died(1, -6, fatal=FatalError("Aborted", inner))
-    lost = raised(0, "RuntimeError", RESET, 101.0)
-    assert lost.exception is not None
-    error = replace(lost.exception, frames=(Frame(C10D, 3252, "all_reduce"), at(45), at(100, "<module>")))
-    source = PATIENCE + "\n" * 52 + caller
-    read = lambda path: source if path == SCRIPT else None  # noqa: E731
-    verdict = diagnose(job(replace(lost, exception=error), aborted, outcome="crash"), read)
+    aborted = _aborted(1, ALL_REDUCE, at(line), at(100, "<module>"))
+    lost = raised(0, "RuntimeError", RESET, 101.0, frames=(ALL_REDUCE, at(45), at(100, "<module>")))
+    verdict = diagnose(job(lost, aborted, outcome="crash"), script(PATIENCE + "\n" * 52 + caller))
     named = [0, 1] if "while" in caller else named  # in a loop around it, either may be a round behind
     assert (verdict.cause, [one.rank for one in verdict.culprits]) == (cause, named), verdict.summary
     assert ("Rank 1 has left the loop at train.py:41" in verdict.summary) == (line == 46)
@@ -365,10 +343,10 @@ def test_who_was_aborted_behind_the_loop_of_its_peers_has_left_it(
 )
 def test_peers_that_end_are_innocent_of_a_call_in_another_group(mine: str, cause: str, culprits: list[int]) -> None:
     """Rank 1 has ended its program, so the connections of rank 0's call break: the record counts that as completed."""
-    lost = raised(0, "RuntimeError", RESET, 101.0, flight=record(*calls(mine), groups={"0": (0, 1), "1": (0,)}))
-    assert lost.exception is not None
-    error = replace(lost.exception, frames=(Frame(C10D, 3252, "all_reduce"), at(41), at(100, "<module>")))
-    verdict = diagnose(job(replace(lost, exception=error), ended(1, 0), outcome="crash"))
+    flight = record(*calls(mine), groups={"0": (0, 1), "1": (0,)})
+    frames = (ALL_REDUCE, at(41), at(100, "<module>"))
+    lost = raised(0, "RuntimeError", RESET, 101.0, frames=frames, flight=flight)
+    verdict = diagnose(job(lost, ended(1, 0), outcome="crash"))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == (cause, culprits), verdict.summary
     if culprits == [0]:
         assert verdict.confidence == "medium"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from evidence import at, job, rank
 from msgspec.structs import replace
-from test_verdict_reading_device_memory import FULL
+from test_verdict_reading_failures import FULL
 
 from safelaunch.model import (
     Allocations,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from evidence import C10D, MODULE, SCRIPT, at, entry, in_c10d, job, past, rank, record, waiting
+from evidence import C10D, MODULE, at, entry, in_c10d, job, past, rank, record, script, waiting
 from msgspec import structs
 
-from safelaunch.model import Collective, Frame, HandledException, RankEvidence, RankException, RankExit, Verdict
+from safelaunch.model import Collective, Frame, GilTest, HandledException, RankException, RankExit, Verdict
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Finding, annotated, waiting_culprits
@@ -17,8 +19,7 @@ from safelaunch.verdict.rank_state import Facts
 def verdict_of(source: str, *ranks: int, odd: int = 41, op: str = "all_gather", world: int = 2) -> Verdict:
     """``ranks`` wait in ``op`` at line ``odd``, the others in all_reduce at line 50. ``source`` begins at line 40."""
     sides = [rank(n, in_c10d(op, odd)) if n in ranks else waiting(n, flight=None) for n in range(world)]
-    text = "\n" * 39 + source
-    return diagnose(job(*sides), lambda path: text if path == SCRIPT else None)
+    return diagnose(job(*sides), script(source))
 
 
 def test_one_against_one_the_call_that_a_condition_keeps_the_other_from_is_at_fault() -> None:
@@ -66,13 +67,9 @@ def test_what_decides_the_way_is_told_whatever_it_asks_for(
 
 
 def test_who_goes_through_one_loop_in_another_order_is_told_so() -> None:
-    text = (
-        "\n" * 39
-        + "def sync():\n    for part in parts:\n        if part is None:\n            continue\n        part(m)\n"
-    )
-    read = lambda path: text if path == SCRIPT else None  # noqa: E731
+    source = "def sync():\n    for part in parts:\n        if part is None:\n            continue\n        part(m)\n"
     ways = [(*in_c10d(op, line, name)[:-1], at(44, "sync"), MODULE) for op, line, name in PARTS]
-    verdict = diagnose(job(*(rank(n, way) for n, way in enumerate(ways))), read)
+    verdict = diagnose(job(*(rank(n, way) for n, way in enumerate(ways))), script(source))
     loop = "Both sides come from one line of `for part in parts (train.py:41)`: they go through different items, or in"
     assert f"{loop} another order (`if part is None: continue` at train.py:43)." in verdict.summary
     assert any("sorted()" in one for one in verdict.suggestions)
@@ -103,8 +100,6 @@ def test_a_loop_that_goes_on_for_some_ranks_is_told(source: str, told: bool, rou
     """Rank 1 has gone round it three times, as all did before. Where steps may have none of the other calls, its calls
     may be those of several steps.
     """
-    text = "\n" * 39 + source
-    read = lambda path: text if path == SCRIPT else None  # noqa: E731
     inside = (*in_c10d("all_gather", 42, "evaluate")[:-1], at(48), MODULE)
     step = [entry("all_reduce", 0, line=46)]
     chunk = [replace_frames(entry("all_gather", 0), inside)]
@@ -114,7 +109,7 @@ def test_a_loop_that_goes_on_for_some_ranks_is_told(source: str, told: bool, rou
         rank(n, inside if n != 1 else in_c10d("all_reduce", 46), flight=record(*numbered(mine if n == 1 else its)))
         for n in range(4)
     ]
-    summary = diagnose(job(*ranks), read).summary
+    summary = diagnose(job(*ranks), script(source)).summary
     words = "Rank 1 has called last from train.py:42 (evaluate), too: the loop at train.py:41 has ended there, and goes"
     assert (f"{words} on for ranks 0,2-3." in summary) == (told and rounds == 4), summary
 
@@ -151,8 +146,7 @@ def test_who_is_in_a_later_round_after_as_many_calls_has_left_some_out(call: str
     """Unless a library has called what waits there: under conditions of its own, as a level of logging. In another
     group it may have made as many calls as all.
     """
-    text = "\n" * 39 + ROUNDS.replace("        save()\n", f"        {call}\n")
-    read = lambda path: text if path == SCRIPT else None  # noqa: E731
+    read = script(ROUNDS.replace("        save()\n", f"        {call}\n"))
     *waits, module = in_c10d("barrier", 41, "save")
     groups = {"0": (0, 1, 2), "1": (0, 1, 2)}
     mine = record(*past(3), entry("barrier", 4 if group == "0" else 1, group=group), groups=groups)
@@ -171,12 +165,10 @@ def test_who_takes_the_other_branch_to_the_same_function_is_not_kept_from_it() -
         "def sync():\n    gather()\n\nif rank == 1:\n    sync()\n    add()\nelse:\n    add()\n    sync()\n\nadd()\n"
     )
     frames = (Frame(C10D, 3252, "all_gather"), at(41, "sync"), at(44, "<module>"))
-    text = "\n" * 39 + source
     evidence = job(rank(1, frames), waiting(0, flight=None))
-    verdict = diagnose(evidence, lambda path: text if path == SCRIPT else None)
-    assert "never reach" not in verdict.summary
-    text = text.replace("    sync()\n\nadd()", "\nadd()")
-    assert "Rank 0 never reaches train.py:41" in diagnose(evidence, lambda path: text).summary
+    assert "never reach" not in diagnose(evidence, script(source)).summary
+    source = source.replace("    sync()\n\nadd()", "\nadd()")
+    assert "Rank 0 never reaches train.py:41" in diagnose(evidence, script(source)).summary
 
 
 def test_one_against_one_behind_either_side_of_a_condition() -> None:
@@ -194,8 +186,7 @@ def test_a_clean_exit_is_less_sure_where_a_peer_waits_alone_under_a_condition() 
     evidence = job(peer, gone, outcome="crash")
     sure = diagnose(evidence)
     assert (sure.cause, [c.rank for c in sure.culprits]) == ("uneven-batches", [1])
-    text = "\n" * 39 + "if rank == 0:\n    gather()\n"
-    verdict = diagnose(evidence, lambda path: text)
+    verdict = diagnose(evidence, script("if rank == 0:\n    gather()\n"))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("uneven-batches", [1])
     assert (sure.confidence, verdict.confidence) == ("medium", "low")
     assert any("if rank == 0 (train.py:40)" in text and "runner-up" in text for text in verdict.ruled_out)
@@ -204,43 +195,21 @@ def test_a_clean_exit_is_less_sure_where_a_peer_waits_alone_under_a_condition() 
 # --- several ranks, and what sets them apart --------------------------------------------------------------------------
 
 
-def verdict_of_odd(
-    odd: set[int],
-    world: int = 8,
-    groups: dict[str, tuple[int, ...]] | None = None,
-    handling: str = "",
-    source: str = "",
-) -> Verdict:
+def verdict_of_odd(odd: set[int], world: int = 8, *, handling: str = "", source: str = "") -> Verdict:
     """Of a job in which ``odd`` ranks wait in an all_gather, the others in an all_reduce.
 
     ``handling``: these do so in the handler of such an exception.
     """
-    flights = [
-        record(
-            *past(3), entry("all_gather" if n in odd else "all_reduce", 4, line=41 if n in odd else 50), groups=groups
-        )
-        for n in range(world)
-    ]
     ranks = [
-        rank(n, in_c10d("all_gather" if n in odd else "all_reduce", 41 if n in odd else 50), flight=flight)
-        for n, flight in enumerate(flights)
+        waiting(n, "all_gather", line=41, **in_handler(handling)) if n in odd else waiting(n) for n in range(world)
     ]
-    if handling:
-        ranks = [in_handler(one, handling) if n in odd else one for n, one in enumerate(ranks)]
-    text = "\n" * 39 + source
-    return diagnose(job(*ranks), lambda path: text if source and path == SCRIPT else None)
+    return diagnose(job(*ranks), script(source) if source else None)
 
 
-def in_handler(one: RankEvidence, exception: str) -> RankEvidence:
-    assert one.main is not None
-    stacks = tuple(
-        structs.replace(sample, threads=tuple(structs.replace(t, ident=1) for t in sample.threads))
-        for sample in one.main.stacks
-    )
+def in_handler(exception: str) -> dict[str, Any]:
+    """Of a rank that handles such an exception, if any."""
     handled = HandledException(1, exception, "a bad batch", (at(30),))
-    return structs.replace(
-        one, main=structs.replace(one.main, stacks=stacks), gil=structs.replace(one.gil, handling=(handled,))
-    )
+    return {"gil": GilTest(True, True, (handled,)), "ident": 1} if exception else {}
 
 
 @pytest.mark.parametrize(("op", "named"), [("recv", [1, 4, 6]), ("send", [1, 4, 6]), ("all_gather", [])])
@@ -310,7 +279,7 @@ def test_a_call_that_no_line_of_the_program_makes(line: int, function: str, what
     ]
     frames = (*in_c10d("barrier", line)[:2], at(line, function), at(12, "<module>"))
     odd = rank(1, frames, flight=record(*past(3), entry("barrier", 4)))
-    verdict = diagnose(job(odd, *others), lambda path: HANDLERS if path == SCRIPT else None)
+    verdict = diagnose(job(odd, *others), script(HANDLERS, first=1))
     assert verdict.cause == "collective-mismatch" and 1 in [one.rank for one in verdict.culprits]
     if what:
         assert [one.rank for one in verdict.culprits] == [1]
@@ -348,7 +317,7 @@ def test_a_condition_that_may_have_let_peers_pass_before_is_not_what_to_change()
              flight=record(*calls[n], entry("all_gather" if n == 0 else "all_reduce", 4)))
         for n in range(4)
     ]  # fmt: skip
-    read = lambda path: "\n" * 39 + source if path == SCRIPT else None  # noqa: E731
+    read = script(source)
     assert not any("gate the side effect" in text for text in diagnose(job(*ranks), read).suggestions)
     before = [structs.replace(one, flight_record=record(*past(3), entry("all_gather" if n == 0 else "all_reduce", 4)))
               for n, one in enumerate(ranks)]  # fmt: skip
@@ -358,9 +327,9 @@ def test_a_condition_that_may_have_let_peers_pass_before_is_not_what_to_change()
 @pytest.mark.parametrize(("earlier", "decides"), [(42, False), (50, True)])
 def test_a_fallback_that_a_rank_always_takes_is_not_beside_the_others(earlier: int, decides: bool) -> None:
     """It makes its calls from the body of an ``except``: by design, where it has made them there before."""
-    source = "\n" * 38 + "def reduce():\n    try: pass\n    except KeyError:\n        all_reduce()\n"
+    read = script("def reduce():\n    try: pass\n    except KeyError:\n        all_reduce()\n", first=39)
     calls = [entry("all_reduce", n, done=n < 4, line=earlier if n < 4 else 42) for n in range(1, 5)]
-    fallback = in_handler(rank(1, in_c10d("all_reduce", 42), flight=record(*calls)), "KeyError")
+    fallback = rank(1, in_c10d("all_reduce", 42), flight=record(*calls), **in_handler("KeyError"))
     peer = rank(0, in_c10d("barrier", 70), flight=record(*calls[:3], entry("barrier", 4, line=70)))
-    verdict = diagnose(job(peer, fallback), lambda path: source if path == SCRIPT else None)
+    verdict = diagnose(job(peer, fallback), read)
     assert any("Fix that exception first" in text for text in verdict.suggestions) == decides

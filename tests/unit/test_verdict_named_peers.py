@@ -5,7 +5,6 @@ gloo records neither. The stack reader sees them as local variables of c10d's ow
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from evidence import MODULE, at, entry, in_backward, in_c10d, in_user, job, past, rank, record, waiting
 
@@ -78,15 +77,8 @@ RECV, SEND = (Frame("libtorch_cpu.so", 0, f"c10d::ProcessGroupGloo::{name}::wait
 def in_batch(number: int, native: Frame | None, *posted: Posted) -> RankEvidence:
     """In ``work.wait()`` on the user's own line. No recorder of gloo's tells of the batch."""
     gil = GilTest(ping=True, python=True, posted=posted)
-    one = rank(
-        number, in_user(33, "exchange"), "futex", flight=record(*past(3)), gil=gil, native=[native] if native else []
-    )
-    assert one.main is not None
-    stacks = tuple(
-        msgspec.structs.replace(s, threads=tuple(msgspec.structs.replace(t, ident=77) for t in s.threads))
-        for s in one.main.stacks
-    )
-    return msgspec.structs.replace(one, main=msgspec.structs.replace(one.main, stacks=stacks))
+    here = in_user(33, "exchange")
+    return rank(number, here, "futex", flight=record(*past(3)), gil=gil, native=[native] if native else [], ident=77)
 
 
 def ring(number: int, to: int | None = None, source: int | None = None) -> RankEvidence:

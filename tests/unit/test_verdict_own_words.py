@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from evidence import MODULE, at, in_c10d, job, rank, waiting
 
@@ -26,13 +25,7 @@ LOG = """13:00:49.591 err| Exception in thread prefetch:
 
 def in_finally(thread: int, ident: int = MAIN) -> RankEvidence:
     handled = HandledException(thread, "ValueError", "label 17 out of range", RAISED)
-    one = rank(1, in_c10d("barrier", 24, "close"), gil=GilTest(True, True, (handled,)))
-    assert one.main is not None
-    stacks = tuple(
-        msgspec.structs.replace(sample, threads=(msgspec.structs.replace(sample.threads[0], ident=ident),))
-        for sample in one.main.stacks
-    )
-    return msgspec.structs.replace(one, main=msgspec.structs.replace(one.main, stacks=stacks))
+    return rank(1, in_c10d("barrier", 24, "close"), gil=GilTest(True, True, (handled,)), ident=ident)
 
 
 @pytest.mark.parametrize(("thread", "ident"), [(7002, MAIN), (MAIN, 0)])
@@ -60,6 +53,3 @@ def test_a_thread_that_all_peers_have_is_missed(mine: tuple[str, ...], its: tupl
     assert (words in diagnose(job(*ranks)).summary) == lacks
     others = [*ranks[:2], waiting(2, flight=None)]
     assert "has no thread" not in diagnose(job(*others)).summary
-
-
-# --- past the end of the script ---------------------------------------------------------------------------------------

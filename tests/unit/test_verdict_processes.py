@@ -20,25 +20,10 @@ SERVES = at(44, "serve", "/home/me/server.py")
 RANK = 1010  # the pid of rank 1
 
 
-def beside(
-    one: ProcessEvidence,
-    *pids: int,
-    thread: int = 0,
-    child: int | None = None,
-    call: str = "",
-    ends_closed: bool = False,
-) -> ProcessEvidence:
-    """``one``, where the pipe at which its thread waits has its other end in these processes. ``child``: whom its
-    ``wait4()`` names."""
-    states = []
-    for state in one.states:
-        threads = list(state.threads)
-        ends = tuple(OtherEnd(pid, f"name{pid}") for pid in pids) if pids else None
-        name = call or threads[thread].syscall_name
-        told = {"ends": ends, "ends_closed": ends_closed, "inode": 1, "child": child, "syscall_name": name}
-        threads[thread] = structs.replace(threads[thread], **told)
-        states.append(structs.replace(state, threads=tuple(threads)))
-    return structs.replace(one, states=tuple(states))
+def ends(*pids: int, **told: Any) -> dict[str, Any]:
+    """What the kernel says of a thread that waits at a pipe whose other end these processes have."""
+    others = tuple(OtherEnd(pid, f"name{pid}") for pid in pids) if pids else None
+    return {"ends": others, "inode": 1, **told}
 
 
 def below(one: ProcessEvidence, parent: int) -> ProcessEvidence:
@@ -56,7 +41,7 @@ def named(verdict: Verdict) -> tuple[str, int, int | None, str]:
 
 
 def waits_for(child: int, *frames: Frame, line: int = 7) -> ProcessEvidence:
-    return beside(process(RANK, (*frames, *in_user(line)), "wait4"), child=child)
+    return process(RANK, (*frames, *in_user(line)), "wait4", told={"child": child})
 
 
 # --- a full pipe ------------------------------------------------------------------------------------------------------
@@ -64,7 +49,7 @@ def waits_for(child: int, *frames: Frame, line: int = 7) -> ProcessEvidence:
 
 def test_a_child_that_fills_a_pipe_which_its_waiting_parent_is_to_read() -> None:
     """Also where the child's code is in no file: the line to change is the rank's."""
-    child = beside(process(70, (Frame("<string>", 1, "<module>"),), "pipe"), RANK, call="write")
+    child = process(70, (Frame("<string>", 1, "<module>"),), "pipe", told=ends(RANK, syscall_name="write"))
     verdict = parent(waits_for(70, POPEN), child)
     assert named(verdict) == ("stuck-in-user-code", 1, 7, "main")
     assert verdict.confidence == "high"
@@ -77,7 +62,7 @@ def test_a_child_that_fills_a_pipe_which_its_waiting_parent_is_to_read() -> None
 
 def test_processes_that_are_each_others_children_are_in_no_real_tree() -> None:
     """As in a bundle that somebody has made up."""
-    ring = [beside(process(pid, (), "wait4", role="child"), child=other) for pid, other in ((70, 71), (71, 70))]
+    ring = [process(pid, (), "wait4", role="child", told={"child": other}) for pid, other in ((70, 71), (71, 70))]
     assert named(parent(waits_for(70, POPEN), *ring)) == ("stuck-in-user-code", 1, 7, "main")
 
 
@@ -86,7 +71,7 @@ def test_processes_that_are_each_others_children_are_in_no_real_tree() -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_child_that_waits_for_what_its_joining_parent_is_to_send(world: int) -> None:
-    child = beside(process(70, (RECV, SERVES, MODULE), "pipe", role="child"), RANK)
+    child = process(70, (RECV, SERVES, MODULE), "pipe", role="child", told=ends(RANK))
     verdict = parent(waits_for(70, JOIN), child, world=world)
     assert named(verdict) == ("stuck-in-user-code", 1, 7, "main")
     assert "child process 70 waits at server.py:44 (serve) for what this process is to send" in verdict.summary
@@ -96,16 +81,13 @@ def test_a_child_that_waits_for_what_its_joining_parent_is_to_send(world: int) -
 # --- a pipe that never ends -------------------------------------------------------------------------------------------
 
 
-def reads(*pids: int, ends_closed: bool = False) -> ProcessEvidence:
-    return beside(process(RANK, in_user(7), "pipe"), *pids, ends_closed=ends_closed)
-
-
 @pytest.mark.parametrize(
     ("ends_closed", "who"),
     [(True, "process 1010 itself alone has"), (False, "of those in sight, only process 1010 has")],
 )
 def test_a_pipe_that_only_the_reader_has_open(ends_closed: bool, who: str) -> None:
-    verdict = parent(reads(RANK, ends_closed=ends_closed), process(70, (), "zombie", role="child"))
+    reads = process(RANK, in_user(7), "pipe", told=ends(RANK, ends_closed=ends_closed))
+    verdict = parent(reads, process(70, (), "zombie", role="child"))
     assert named(verdict) == ("blocking-io", 1, 7, "main")
     assert "its child process 70 has ended and not been reaped" in verdict.summary
     assert f"{who} the write end open" in verdict.summary
@@ -153,10 +135,14 @@ def test_the_kernel_says_how_a_worker_died() -> None:
 
 
 def test_a_child_that_writes_into_a_pipe_of_which_nothing_more_is_known() -> None:
-    child = process(70, (SERVES, MODULE), "pipe", role="child")
-    unknown = parent(waits_for(70, POPEN), beside(child, call="write"))
+    unknown, elsewhere = (
+        parent(
+            waits_for(70, POPEN),
+            process(70, (SERVES, MODULE), "pipe", role="child", told=ends(*pids, syscall_name="write")),
+        )
+        for pids in ((), (4711,))
+    )
     assert "communicate()" in unknown.suggestions[0]
-    elsewhere = parent(waits_for(70, POPEN), beside(child, 4711, call="write"))
     assert not any("communicate()" in one for one in elsewhere.suggestions)
 
 
@@ -181,24 +167,14 @@ def test_a_queue_that_nobody_fills_asks_for_who_should() -> None:
 
 @pytest.mark.parametrize(("fd", "name"), [(1, "standard output, "), (2, "standard error, "), (7, "")])
 def test_a_pipe_that_is_standard_output_is_called_so(fd: int, name: str) -> None:
-    one = process(RANK, in_user(7), "pipe")
-    states = tuple(
-        structs.replace(s, threads=tuple(structs.replace(t, fd=fd, syscall_name="write") for t in s.threads))
-        for s in one.states
-    )
-    verdict = parent(beside(structs.replace(one, states=states), 8, 9))
-    target = one.states[-1].threads[0].fd_target
-    assert f"(write on {name}{target})" in verdict.summary
+    verdict = parent(process(RANK, in_user(7), "pipe", told=ends(8, 9, fd=fd, syscall_name="write")))
+    assert f"(write on {name}pipe:[1])" in verdict.summary
     assert "is open in processes 8 (name8), 9 (name9), none of this job's ranks" in verdict.summary
 
 
 def test_a_lock_that_is_waited_for_with_a_time_limit_says_how_long() -> None:
-    one = process(RANK, (Frame(f"{STDLIB}/threading.py", 1, "_RLock.acquire"), *in_user(7)), "futex")
-    ends = [state.at_s + 38.0 for state in one.states]
-    states = tuple(
-        structs.replace(s, threads=tuple(structs.replace(t, ends_s=max(ends)) for t in s.threads)) for s in one.states
-    )
-    verdict = parent(structs.replace(one, states=states))
+    acquires = (Frame(f"{STDLIB}/threading.py", 1, "_RLock.acquire"), *in_user(7))
+    verdict = parent(process(RANK, acquires, "futex", told={"ends_s": 40.0}))
     assert "waits for a lock or semaphore at train.py:7 (train) (38 s more at most)" in verdict.summary
     assert verdict.suggestions[0].startswith("This wait has a time limit") and len(verdict.suggestions) == 1
 
@@ -206,11 +182,6 @@ def test_a_lock_that_is_waited_for_with_a_time_limit_says_how_long() -> None:
 def test_a_timer_beside_a_queue_that_nobody_fills_is_not_mentioned() -> None:
     beats = (Frame(f"{STDLIB}/threading.py", 355, "Condition.wait"), at(48, "beat"), MODULE)
     takes = (Frame(f"{STDLIB}/queue.py", 171, "Queue.get"), *in_user(7))
-    one = process(RANK, takes, "futex", threads=[("heartbeat", beats, "futex")])
-    states = tuple(
-        structs.replace(s, threads=(s.threads[0], structs.replace(s.threads[1], ends_s=s.at_s + 0.5)))
-        for s in one.states
-    )
-    verdict = parent(structs.replace(one, states=states))
+    verdict = parent(process(RANK, takes, "futex", threads=[("heartbeat", beats, "timed_futex")]))
     assert "Rank 1 waits for a queue at train.py:7 (train), while" in verdict.summary
     assert "heartbeat" not in verdict.summary

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from evidence import (
     C10D,
@@ -15,11 +17,9 @@ from evidence import (
     in_c10d,
     in_init,
     in_loader,
-    in_user,
     in_worker,
     process,
 )
-from msgspec import structs
 
 from safelaunch.model import Frame, ProcessEvidence, ProcessState, ThreadState
 from safelaunch.verdict.reading import calls
@@ -148,10 +148,10 @@ def test_no_torch_wait(frames: tuple[Frame, ...]) -> None:
 
 
 def test_loader_and_idle_worker() -> None:
-    assert calls.loader_wait(fr.Stack(in_loader(5)))
-    assert not calls.loader_wait(fr.Stack(in_c10d("all_reduce", 5)))
+    assert calls.LOADER_WAIT.on(fr.Stack(in_loader(5)).called)
+    assert not calls.LOADER_WAIT.on(fr.Stack(in_c10d("all_reduce", 5)).called)
     own = (at(9, "Data.__getitem__"), Frame(LOADER, 785, "_SingleProcessDataLoaderIter._next_data"), at(5))
-    assert not calls.loader_wait(fr.Stack(own))
+    assert not calls.LOADER_WAIT.on(fr.Stack(own).called)
     assert calls.worker_idle(WORKER_IDLE)
     assert not calls.worker_idle(in_worker(12))
 
@@ -188,76 +188,59 @@ def test_kernel_wait(kernel: str, kind: str) -> None:
     assert kernel_wait(process(10, (at(1),), kernel)).kind == kind
 
 
-def test_a_passing_state_is_not_a_wait() -> None:
-    def sample(at_s: float, letter: str) -> ProcessState:
-        thread = ThreadState(10, "python", letter, wchan="hrtimer_nanosleep")
-        return ProcessState(10, 1, 5, at_s, "python", (), letter, (thread,))
+def seen(at_s: float, call: str = "", wchan: str = "", letter: str = "S", **thread: Any) -> ProcessState:
+    one = ThreadState(10, "python", letter, wchan, syscall_name=call, **thread)
+    return ProcessState(10, 1, 5, at_s, "python", (), letter, (one,))
 
-    assert kernel_wait(ProcessEvidence("main", (sample(0, "D"), sample(1, "S")))).kind == "sleep"
-    assert kernel_wait(ProcessEvidence("main", (sample(0, "T"), sample(1, "S")))).kind == "sleep"
-    assert kernel_wait(ProcessEvidence("main", (sample(0, "D"), sample(1, "D")))).kind == "disk"
+
+SLEEP, POLL, FUTEX = "hrtimer_nanosleep", "poll_schedule_timeout", "futex_do_wait"
 
 
 @pytest.mark.parametrize(
     ("first", "second", "kind", "call"),
     [
-        (("poll", "poll_schedule_timeout"), ("clock_nanosleep", "hrtimer_nanosleep"), "sleep", "clock_nanosleep"),
-        (("poll", "poll_schedule_timeout"), ("", "hrtimer_nanosleep"), "sleep", "hrtimer_nanosleep"),
-        (("clock_nanosleep", "hrtimer_nanosleep"), ("", "hrtimer_nanosleep"), "sleep", "clock_nanosleep"),
-        (("select", "poll_schedule_timeout"), ("", "poll_schedule_timeout"), "select", "select"),
-        (("read", "pipe_read"), ("", ""), "io", "read"),
+        # a first look while the rank still connects to the store says nothing of its sleep of later
+        (seen(0, "poll", POLL), seen(1, "clock_nanosleep", SLEEP), "sleep", "clock_nanosleep"),
+        (seen(0, "poll", POLL), seen(1, "", SLEEP), "sleep", SLEEP),
+        (seen(0, "clock_nanosleep", SLEEP), seen(1, "", SLEEP), "sleep", "clock_nanosleep"),
+        (seen(0, "select", POLL), seen(1, "", POLL), "select", "select"),
+        (seen(0, "read", "pipe_read"), seen(1), "io", "read"),
+        # a passing state is no wait
+        (seen(0, "", SLEEP, "D"), seen(1, "", SLEEP), "sleep", SLEEP),
+        (seen(0, "", SLEEP, "T"), seen(1, "", SLEEP), "sleep", SLEEP),
+        (seen(0, "", SLEEP, "D"), seen(1, "", SLEEP, "D"), "disk", SLEEP),
+        # CPU time beats the moment of the look
+        (seen(0, "futex", FUTEX, cpu_ms=0), seen(2, "futex", FUTEX, cpu_ms=1500), "running", ""),
+        (seen(0, "futex", FUTEX, cpu_ms=0), seen(2, "futex", FUTEX, cpu_ms=20), "lock", "futex"),
+        # what would run and gets no core is busy: a spinning rank beside six others at nice 19
+        (seen(0, letter="R", cpu_ms=10), seen(2, letter="R", cpu_ms=13), "running", ""),
     ],
 )
-def test_the_newest_sample_says_what_a_thread_waits_for(
-    first: tuple[str, str], second: tuple[str, str], kind: str, call: str
-) -> None:
-    """A first look while the rank still connects to the store says nothing of its sleep of later."""
-    states = tuple(
-        ProcessState(10, 1, 5, at_s, "python", (), "S", (ThreadState(10, "python", "S", wchan=w, syscall_name=name),))
-        for at_s, (name, w) in enumerate((first, second))
-    )
-    wait = kernel_wait(ProcessEvidence("main", states))
-    assert (wait.kind, wait.call) == (kind, call)
+def test_what_two_looks_say_together(first: ProcessState, second: ProcessState, kind: str, call: str) -> None:
+    wait = kernel_wait(ProcessEvidence("main", (first, second)))
+    assert (wait.kind, wait.call, wait.busy) == (kind, call, kind == "running")
 
 
-def looked_at(at_s: float, slices: int, ends_s: float | None, *, awake: bool = False) -> ProcessState:
-    letter, call = ("R", "") if awake else ("S", "clock_nanosleep")
-    thread = ThreadState(10, "python", letter, syscall_name=call, slices=slices, ends_s=ends_s)
-    return ProcessState(10, 1, 5, at_s, "python", (), letter, (thread,))
+def asleep(at_s: float, slices: int, ends_s: float | None) -> ProcessState:
+    return seen(at_s, "clock_nanosleep", slices=slices, ends_s=ends_s)
+
+
+def awake(at_s: float, slices: int) -> ProcessState:
+    return seen(at_s, letter="R", slices=slices)
 
 
 @pytest.mark.parametrize(
     ("first", "second", "again"),
     [
-        (looked_at(5.0, 400, 5.1), looked_at(7.0, 420, 7.1), True),
-        (looked_at(5.0, 400, None, awake=True), looked_at(7.0, 420, 7.1), True),
-        (looked_at(5.0, 400, 5.1), looked_at(7.0, 420, None, awake=True), True),
-        (looked_at(5.0, 400, None), looked_at(7.0, 420, 7.1), True),
-        (looked_at(5.0, 400, None, awake=True), looked_at(7.0, 402, 7.1), False),
-        (looked_at(5.0, 400, None, awake=True), looked_at(7.0, 420, 9000.0), False),
-        (looked_at(5.0, 400, 9000.0), looked_at(7.0, 402, 9000.0), False),
+        (asleep(5.0, 400, 5.1), asleep(7.0, 420, 7.1), True),
+        (awake(5.0, 400), asleep(7.0, 420, 7.1), True),
+        (asleep(5.0, 400, 5.1), awake(7.0, 420), True),
+        (asleep(5.0, 400, None), asleep(7.0, 420, 7.1), True),
+        (awake(5.0, 400), asleep(7.0, 402, 7.1), False),
+        (awake(5.0, 400), asleep(7.0, 420, 9000.0), False),
+        (asleep(5.0, 400, 9000.0), asleep(7.0, 402, 9000.0), False),
     ],
 )
 def test_a_thread_that_sleeps_again_and_again(first: ProcessState, second: ProcessState, again: bool) -> None:
     """A look may find it awake between two sleeps: how often it has run since then tells."""
     assert kernel_wait(ProcessEvidence("main", (first, second))).again is again
-
-
-def test_cpu_time_beats_the_moment_of_the_look() -> None:
-    def sample(at_s: float, cpu_ms: int) -> ProcessState:
-        thread = ThreadState(10, "python", "S", wchan="futex_do_wait", syscall_name="futex", cpu_ms=cpu_ms)
-        return ProcessState(10, 1, 5, at_s, "python", (), "S", (thread,))
-
-    assert kernel_wait(ProcessEvidence("main", (sample(0, 0), sample(2, 1500)))).kind == "running"
-    assert kernel_wait(ProcessEvidence("main", (sample(0, 0), sample(2, 20)))).kind == "lock"
-
-
-def test_what_would_run_and_gets_no_core_is_busy() -> None:
-    """A spinning rank beside six others at nice 19: state R in both looks, and hardly any CPU."""
-    one = process(1000, in_user(7), "run")
-    starved = [
-        structs.replace(s, threads=tuple(structs.replace(t, cpu_ms=10 + 3 * n) for t in s.threads))
-        for n, s in enumerate(one.states)
-    ]
-    wait = kernel_wait(structs.replace(one, states=tuple(starved)))
-    assert (wait.kind, wait.busy) == ("running", True)

@@ -1,12 +1,16 @@
-"""The conditions by which one rank has come to a line and another has not."""
+"""The conditions by which one rank has come to a line and another has not; loops that one has left; what code prints as
+it goes on elsewhere.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
-from evidence import MODULE, at
+from evidence import C10D, MODULE, at
 
 from safelaunch.model import Frame
-from safelaunch.verdict.reading.parting import loop_of_both, loop_returned_from, parting
+from safelaunch.verdict.reading.parting import Left, left_by, loop_left, loop_of_both, loop_returned_from, parting
 from safelaunch.verdict.reading.source import Loop
 
 SOURCE = """\
@@ -32,35 +36,32 @@ def evaluate():
 def average():
     reduce()
 """
+
+
+def ways(one: Sequence[Frame], other: Sequence[Frame], source: str, what: str = "text") -> list[list[object]]:
+    """Of the conditions on each way alone, their words or another property."""
+    found = parting(one, other, lambda path: source)
+    assert found is not None
+    return [[getattr(each, what) for each in way] for way in found.ways]
+
+
 LOOP = (at(4, "train"), MODULE)
 CLEAN_UP, EVALUATES, BEHIND = (at(6, "train"), MODULE), (at(8, "train"), MODULE), (at(10, "train"), MODULE)
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "ways"),
+    ("one", "other", "condition"),
     [
-        (BEHIND, LOOP, (["if step % EVERY == 0 and loss < best (train.py:9)"], [])),
-        (EVALUATES, LOOP, (["if step % args.every == 0 (train.py:7)"], [])),
-        (CLEAN_UP, LOOP, (["except StopIteration (train.py:5)"], [])),
-        (
-            (at(16, "evaluate"), *EVALUATES),
-            (at(21, "average"), *LOOP),
-            (["if step % args.every == 0 (train.py:7)"], []),
-        ),
-        (
-            (at(18, "evaluate"), *EVALUATES),
-            (at(16, "evaluate"), *EVALUATES),
-            (["if score < best (train.py:17)"], []),
-        ),
+        (BEHIND, LOOP, "if step % EVERY == 0 and loss < best (train.py:9)"),
+        (EVALUATES, LOOP, "if step % args.every == 0 (train.py:7)"),
+        (CLEAN_UP, LOOP, "except StopIteration (train.py:5)"),
+        ((at(16, "evaluate"), *EVALUATES), (at(21, "average"), *LOOP), "if step % args.every == 0 (train.py:7)"),
+        ((at(18, "evaluate"), *EVALUATES), (at(16, "evaluate"), *EVALUATES), "if score < best (train.py:17)"),
     ],
 )
-def test_the_conditions_on_one_way_alone(
-    one: tuple[object, ...], other: tuple[object, ...], ways: tuple[list[str], list[str]]
-) -> None:
-    found = parting(one, other, lambda path: SOURCE)  # type: ignore[arg-type]
-    assert found is not None and tuple([each.guard.words for each in way] for way in found.ways) == ways
-    again = parting(other, one, lambda path: SOURCE)  # type: ignore[arg-type]
-    assert again is not None and again.ways == found.ways[::-1]
+def test_the_conditions_on_one_way_alone(one: tuple[Frame, ...], other: tuple[Frame, ...], condition: str) -> None:
+    assert ways(one, other, SOURCE, "words") == [[condition], []]
+    assert ways(other, one, SOURCE, "words") == [[], [condition]]
 
 
 @pytest.mark.parametrize(
@@ -80,8 +81,7 @@ def test_the_conditions_on_one_way_alone(
 def test_what_asks_for_the_number_of_the_round_alone(condition: str, by_round: bool) -> None:
     body = "self.seen += 1\n    self.total += len(batch)\n    if batch.bad:\n        self.bad += 1\n    wait()"
     source = f"for step, batch in enumerate(loader):\n    {body}\n    if {condition}:\n        barrier()\n"
-    found = parting((at(8, "<module>"),), (at(6, "<module>"),), lambda path: source)
-    assert found is not None and [[one.by_round for one in way] for way in found.ways] == [[by_round], []]
+    assert ways((at(8, "<module>"),), (at(6, "<module>"),), source, "by_round") == [[by_round], []]
 
 
 def test_stacks_that_part_in_no_function_of_both_tell_nothing() -> None:
@@ -94,11 +94,7 @@ def test_stacks_that_part_in_no_function_of_both_tell_nothing() -> None:
 def test_two_calls_of_one_line_part_in_their_functions() -> None:
     source = "def fill():\n    while len(rows) < size:\n        gather()\n\ndef fit():\n    reduce()\n\nfit(fill())\n"
     inside, past = (at(3, "fill"), at(8, "<module>")), (at(6, "Agent.fit"), at(8, "<module>"))
-    found = parting(inside, past, lambda path: source)
-    assert found is not None and [[one.guard.text for one in way] for way in found.ways] == [
-        ["while len(rows) < size"],
-        [],
-    ]
+    assert ways(inside, past, source) == [["while len(rows) < size"], []]
     assert parting(inside, past, lambda path: source.replace("fit(fill())", "each(m)")) is None
 
 
@@ -140,11 +136,7 @@ more()
 def test_what_may_be_done_again_and_what_stops_at_the_first(
     source: str, stack: tuple[Frame, ...], condition: str | None
 ) -> None:
-    found = parting(stack, (at(15, "<module>"),), lambda path: source)
-    assert found is not None and [[one.guard.text for one in way] for way in found.ways] == [
-        [condition] if condition is not None else [],
-        [],
-    ]
+    assert ways(stack, (at(15, "<module>"),), source) == [[condition] if condition is not None else [], []]
 
 
 ITEMS = """\
@@ -191,11 +183,8 @@ def test_the_loop_whose_items_both_are_called_with(
 def test_a_cache_keeps_ranks_from_what_its_function_calls() -> None:
     source = "@functools.lru_cache(maxsize=None)\ndef padded(n):\n    reduce(n)\n\ndef step():\n"
     source += "    padded(3)\n    reduce(4)\n"
-    found = parting((at(3, "padded"), at(6, "step")), (at(7, "step"),), lambda path: source)
-    assert found is not None and [[one.guard.text for one in way] for way in found.ways] == [
-        ["@functools.lru_cache(maxsize=None)"],
-        [],
-    ]
+    cached = ways((at(3, "padded"), at(6, "step")), (at(7, "step"),), source)
+    assert cached == [["@functools.lru_cache(maxsize=None)"], []]
 
 
 RETURNED = """\
@@ -247,5 +236,110 @@ def test_a_return_ends_the_loop_of_a_function_that_has_returned() -> None:
 def test_a_counter_of_rounds_is_one_where_it_is_passed_to(given: str, by_round: bool) -> None:
     source = "class Log:\n    def add(self, n):\n        if n % 3:\n            return\n        gather()\n\n"
     source += f"for step in range(9):\n    log.add({given})\n    average()\n"
-    found = parting((at(5, "Log.add"), at(8, "<module>")), (at(9, "<module>"),), lambda path: source)
-    assert found is not None and [[one.by_round for one in way] for way in found.ways] == [[by_round], []]
+    assert ways((at(5, "Log.add"), at(8, "<module>")), (at(9, "<module>"),), source, "by_round") == [[by_round], []]
+
+
+# --- a loop that one has left -----------------------------------------------------------------------------------------
+
+ROUNDS = """
+def train():
+    setup()
+    for batch in loader:
+        if rank == 0:
+            log(batch)
+        step(batch)
+    finish()
+
+def other():
+    finish()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ahead", "behind", "loop"),
+    [(8, 7, 4), (6, 7, None), (7, 8, None), (3, 7, None), (11, 7, None), (7, 7, None)],
+)
+def test_loop_left(ahead: int, behind: int, loop: int | None) -> None:
+    stacks = [(Frame(C10D, 1, "barrier"), at(line, "train"), MODULE) for line in (ahead, behind)]
+    assert loop_left(stacks[0], stacks[1], lambda path: ROUNDS) == (Loop(loop, False, MODULE) if loop else None)
+
+
+@pytest.mark.parametrize(
+    ("source", "ahead", "behind", "caller"),
+    [
+        ("for epoch in e:\n    for x in y:\n        step()\n    barrier()\n", 4, 3, None),
+        ("for x in y:\n    step()\nbarrier()\nwhile more:\n    main()\n", 3, 2, 5),
+    ],
+)
+def test_a_loop_in_a_loop(source: str, ahead: int, behind: int, caller: int | None) -> None:
+    callers = (at(caller, "<module>"),) if caller else ()
+    found = loop_left((at(ahead, "f"), *callers), (at(behind, "f"), *callers), lambda path: source)
+    assert found is not None and found.enclosed
+
+
+def test_loop_left_without_a_source() -> None:
+    stacks = [(at(line, "train"), MODULE) for line in (8, 7)]
+    assert loop_left(stacks[0], stacks[1], lambda path: None) is None
+    assert loop_left(stacks[0], stacks[1], lambda path: "def broken(:") is None
+
+
+# --- where code goes on elsewhere, and what it prints -----------------------------------------------------------------
+
+PRINTS = """\
+def train(loader, log):
+    for step, batch in loader:
+        try:
+            loss = model(batch)
+            loss.backward()
+        except RuntimeError as error:
+            if "out of memory" in str(error):
+                log.warning("rank %d: out of memory, skipping", rank)
+                continue
+            raise
+        except ValueError:
+            print(f"step {step}: a bad {batch} was dropped")
+        if not finite(loss):
+            print("loss is", loss, "so this batch is left out")
+            continue
+        if step == 7:
+            print("stopping early")
+            break
+        print("a line of every step")
+        opt.step()
+    print("done with everything")
+    return step
+"""
+
+
+def of_line(number: int) -> Left | None:
+    found = left_by([Frame("/train.py", 20, "train")], lambda path: PRINTS)
+    return next((one for one in found if one.frame.line == number), None)
+
+
+@pytest.mark.parametrize(
+    ("line", "printed", "goes", "after", "left_out", "kept"),
+    [
+        (8, "WARNING:root:rank 3: out of memory, skipping", "continue", "except RuntimeError", (5, 20), (21,)),
+        (12, "step 4: a bad tensor([1.]) was dropped", "behind the `try`", "except ValueError", (5,), (14, 20)),
+        (14, "loss is nan so this batch is left out", "continue", "if not finite(loss)", (20,), (5, 21)),
+        (17, "stopping early", "break", "if step == 7", (5, 20), (21,)),
+    ],
+)
+def test_a_statement_behind_which_the_code_goes_on_elsewhere(
+    line: int, printed: str, goes: str, after: str, left_out: tuple[int, ...], kept: tuple[int, ...]
+) -> None:
+    left = of_line(line)
+    assert left is not None and (left.goes, left.after) == (goes, after)
+    assert left.has_printed(printed) and not left.has_printed("a line of every step")
+    for expected, numbers in ((True, left_out), (False, kept)):
+        assert [left.leaves_out(Frame("/train.py", number, "train")) for number in numbers] == [expected] * len(numbers)
+    assert not left.leaves_out(Frame("/other.py", left_out[0], "train"))
+
+
+@pytest.mark.parametrize("line", [19, 21])
+def test_what_is_printed_on_the_usual_way_tells_nothing(line: int) -> None:
+    assert of_line(line) is None
+
+
+def test_without_a_source_nothing_is_found() -> None:
+    assert not list(left_by([Frame("/train.py", 20, "train")], lambda path: None))

@@ -153,12 +153,6 @@ def test_a_child_that_is_dead_sends_nothing() -> None:
     assert any(claim.claim.endswith("child process 72: state Z") for claim in verdict.evidence)
 
 
-# --- file locks between ranks -----------------------------------------------------------------------------------------
-
-
-# --- data loading -----------------------------------------------------------------------------------------------------
-
-
 # --- initialisation ---------------------------------------------------------------------------------------------------
 
 
@@ -168,18 +162,10 @@ def test_ranks_unseen_at_init_are_listed_not_blamed() -> None:
     assert any("1,3" in text for text in verdict.missing)
 
 
-def making_store(number: int, *, again_in_s: float = 3.0) -> RankEvidence:
+def making_store(number: int) -> RankEvidence:
     """A rank that sleeps between two attempts to reach the store of init_process_group."""
     store = Frame(f"{SITE}/torch/distributed/rendezvous.py", 190, "_create_c10d_store")
-    one = rank(number, (store, *in_init()[1:]), "sleep", step=None)
-    assert one.main is not None
-    states = tuple(
-        structs.replace(
-            state, threads=(structs.replace(state.threads[0], ends_s=state.at_s + again_in_s), *state.threads[1:])
-        )
-        for state in one.main.states
-    )
-    return structs.replace(one, main=structs.replace(one.main, states=states))
+    return rank(number, (store, *in_init()[1:]), "sleep", step=None, told={"ends_in_s": 3.0})
 
 
 def test_ranks_that_do_not_reach_the_store() -> None:
@@ -234,17 +220,9 @@ def test_a_future_that_is_awaited_on_the_thread_of_a_loop() -> None:
 
 def at_store(number: int, line: int, **values: str) -> RankEvidence:
     """A rank in a call of the store, at ``line``; ``values``: of its local variables."""
-    one = rank(number, in_user(line, "wait"), "poll", flight=behind())
-    assert one.main is not None
-    states = []
-    for state in one.main.states:
-        polls = structs.replace(state.threads[0], fd=3, fd_target="tcp6 [::1]:36420 -> [::1]:41283 (established)")
-        states.append(structs.replace(state, threads=(polls, *state.threads[1:])))
-    stacks = [
-        structs.replace(sample, threads=tuple(structs.replace(t, names=tuple(values.items())) for t in sample.threads))
-        for sample in one.main.stacks
-    ]
-    return structs.replace(one, main=structs.replace(one.main, states=tuple(states), stacks=tuple(stacks)))
+    polls = {"fd": 3, "fd_target": "tcp6 [::1]:36420 -> [::1]:41283 (established)"}
+    names = tuple(values.items())
+    return rank(number, in_user(line, "wait"), "poll", flight=behind(), told=polls, names=names)
 
 
 def test_a_key_of_the_store_that_all_ranks_wait_for() -> None:

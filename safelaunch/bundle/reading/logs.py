@@ -108,8 +108,8 @@ def _found(job: Printed, names: Sequence[str], count: int) -> Found:
 def _nccl_words(job: Printed) -> str:
     """What NCCL has said that means something, the first of its own process's first."""
     found = first_failure(text for _, text in job.nccl_told)
-    where = next((line.where for line, text in job.nccl_told if found is not None and text == found[0]), "")
-    return f"{one_line(found[0])} ({found[1].means}) [{where}]" if found is not None else ""
+    where = next((line.where for line, text in job.nccl_told if found is not None and text == found.text), "")
+    return f"{one_line(found.text)} ({found.means}) [{where}]" if found is not None else ""
 
 
 def _failed(one: RankEvidence) -> bool:
@@ -197,7 +197,7 @@ def _give_warnings(unsigned: Sequence[Heard], found: dict[int, Heard], job: Prin
         rank = rank if rank is not None else next(alike, None)
         if rank in found:
             found[rank].warnings.append((line, text))
-        elif rank is not None and job.nccl_failed and (means := first_failure([text])) and means[1].own:
+        elif rank is not None and job.nccl_failed and (told := first_failure([text])) and told.own:
             found[rank] = Heard(line, warnings=[(line, text)])
             found[rank].fail(line, "NCCL error", text)
     return found.keys() & places.values()

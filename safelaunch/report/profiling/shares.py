@@ -10,7 +10,7 @@ from typing import Literal
 
 from safelaunch.model import Frame
 from safelaunch.model.recording import ProcessRecord, RankRecord, Recording, ThreadRecord
-from safelaunch.verdict.reading.calls import leaving, loader_on_stack, loader_wait, torch_wait, under_c10d, worker_idle
+from safelaunch.verdict.reading.calls import C10D, LOADER_WAIT, leaving, loader_on_stack, torch_wait, worker_idle
 from safelaunch.verdict.reading.frames import Stack, normal, short
 
 # --- What a sampled main thread is about: it computes, waits for its peers, waits for data ----------------------------
@@ -68,10 +68,10 @@ def _kind(stack: Stack) -> tuple[Kind, str]:
     wait = torch_wait(stack)
     if wait is not None:
         return ("send or receive" if wait.kind == "p2p" else "collective"), wait.op
-    if loader_wait(stack):
+    if LOADER_WAIT.on(stack.called):
         return "data loading", "DataLoader"
     found = _by_frame(stack.frames)
-    if found is None and under_c10d(stack):
+    if found is None and C10D.on(stack.called):
         return "collective", ""
     if found is None and loader_on_stack(stack.frames):
         return "data loading", "dataset"

@@ -7,11 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import takewhile
 from typing import Literal
 
 from safelaunch.model import Frame, StackSample
 from safelaunch.verdict.reading.frames import Stack, is_native, normal, own_part, short
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A call of a library's, known by the end of its file's path, or a folder in it, and by its function; without
+    ``functions``, by any.
+    """
+
+    files: tuple[str, ...]
+    functions: frozenset[str] = frozenset()
+
+    @cached_property
+    def _folders(self) -> tuple[str, ...]:
+        return tuple(file for file in self.files if file.endswith("/"))
+
+    def fits(self, path: str, function: str) -> bool:
+        """A frame's, by its normal path and its short function."""
+        if self.functions and function not in self.functions:
+            return False
+        return path.endswith(self.files) or (bool(self._folders) and any(one in path for one in self._folders))
+
+    def on(self, frames: Iterable[Frame]) -> bool:
+        return any(self.fits(normal(one.file), short(one.function)) for one in frames)
+
 
 _C10D_FILES = (
     "torch/distributed/distributed_c10d.py",
@@ -22,13 +47,13 @@ _C10D_FILES = (
     "torch/distributed/rendezvous.py",
     "torch/distributed/constants.py",
 )
+C10D = Mark(_C10D_FILES)  # under way, whatever it calls inside: ``wait_tensor`` of a DTensor rests in an operator
 _C10D_NOISE = frozenset({"wrapper", "inner", "_time_logger", "_exception_logger"})
 _INIT_FUNCTIONS = frozenset({"init_process_group", "_init_process_group", "rendezvous", "_create_c10d_store"})
 _NEW_GROUP = frozenset({"new_group", "_new_group_with_tag", "_new_process_group_helper", "split_group"})
 _P2P = frozenset({"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv"})
 _TEARDOWN = frozenset({"destroy_process_group", "_shutdown_backend"})
 _RUNNERS = frozenset({"_run_code", "_run_module_code", "_run_module_as_main", "_bootstrap", "run_path", "run_module"})
-_LOADER_WAITS = frozenset({"_try_get_data", "_get_data", "_next_data", "_try_put_index", "_shutdown_workers"})
 
 
 @dataclass(frozen=True)
@@ -37,10 +62,6 @@ class TorchWait:
 
     kind: str  # "init" | "collective" | "p2p" | "teardown"
     op: str
-
-
-def _in(frame: Frame, *endings: str) -> bool:
-    return normal(frame.file).endswith(endings)
 
 
 def torch_wait(stack: Stack) -> TorchWait | None:
@@ -57,9 +78,13 @@ def torch_wait(stack: Stack) -> TorchWait | None:
         return TorchWait("init", "init_process_group")
     if _NEW_GROUP.intersection(names):
         return TorchWait("collective", "new_group")
-    if not inner or not _in(inner[0], *_C10D_FILES):
+    if not C10D.on(inner[:1]):
         return None
-    calls = [short(f.function) for f in inner if _in(f, *_C10D_FILES) and short(f.function) not in _C10D_NOISE]
+    calls = [
+        short(f.function)
+        for f in inner
+        if normal(f.file).endswith(_C10D_FILES) and short(f.function) not in _C10D_NOISE
+    ]
     if not calls:
         return None
     if _TEARDOWN.intersection(calls):
@@ -75,26 +100,9 @@ def makes_store(stack: Stack) -> bool:
     return bool(stack.called) and short(stack.called[0].function) == "_create_c10d_store"
 
 
-def under_c10d(stack: Stack) -> bool:
-    """A call of c10d is under way, whatever it calls inside: ``wait_tensor`` of a DTensor rests in an operator."""
-    return any(_in(f, *_C10D_FILES) for f in stack.called)
-
-
 def passes_objects(stack: Stack) -> bool:
     """``broadcast_object_list`` and its like, which call a collective for the sizes and one for the objects."""
-    return any(_in(f, _C10D_FILES[0]) and "_object" in short(f.function) for f in stack.called)
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A call of a library's, known by parts of its file's path and by its function; without ``functions``, by any."""
-
-    files: tuple[str, ...]
-    functions: frozenset[str] = frozenset()
-
-    def on(self, frames: Iterable[Frame]) -> bool:
-        inside = (one for one in frames if any(part in normal(one.file) for part in self.files))
-        return any(not self.functions or short(one.function) in self.functions for one in inside)
+    return any(normal(f.file).endswith(_C10D_FILES[0]) and "_object" in short(f.function) for f in stack.called)
 
 
 _MESSAGES = ("multiprocessing/queues.py", "multiprocessing/connection.py")
@@ -112,81 +120,69 @@ FEEDS_QUEUE = Mark(("multiprocessing/queues.py",), frozenset({"_feed"}))  # the 
 EVENT_LOOP = Mark(("/asyncio/",))
 RUNS_LOOP = Mark(("/asyncio/base_events.py",), frozenset({"_run_once"}))  # in one of its callbacks or coroutines
 POOL = Mark(("/concurrent/futures/thread.py", "/multiprocessing/pool.py"))
+# Waits for DataLoader workers (not: runs the dataset itself, as with ``num_workers=0``).
+LOADER_WAIT = Mark(
+    ("torch/utils/data/dataloader.py",),
+    frozenset({"_try_get_data", "_get_data", "_next_data", "_try_put_index", "_shutdown_workers"}),
+)
+_LOADER = Mark(("torch/utils/data/",))
+LOADER_WORKER = Mark(("torch/utils/data/_utils/worker.py",))
+_TORCH, _DISTRIBUTED = Mark(("/torch/",)), Mark(("/torch/distributed/",))
+_BACKWARD = Mark(("torch/autograd/graph.py", "torch/autograd/__init__.py"))
+_QUEUES = Mark(("multiprocessing/queues.py",))
+_SHUTDOWN = Mark(("/threading.py", "<frozen threading>"), frozenset({"_shutdown"}))
 
 
 Purpose = Literal[
     "", "state-dict", "sync-batchnorm", "fsdp-forward", "fsdp-backward", "ddp-forward", "ddp-constructor", "gradients"
 ]
-# By the file (its end, or a directory in its path) and the functions of a frame; no functions: any. The first row that
-# fits one of the frames counts.
-_PURPOSES: tuple[tuple[Purpose, str, frozenset[str]], ...] = (
-    ("state-dict", "torch/distributed/checkpoint/state_dict.py", frozenset()),
-    ("state-dict", "torch/distributed/_state_dict_utils.py", frozenset()),
-    ("state-dict", "torch/distributed/fsdp/_state_dict_utils.py", frozenset()),
-    ("state-dict", "torch/distributed/fsdp/_optim_utils.py", frozenset()),
-    ("state-dict", "torch/distributed/tensor/_api.py", frozenset({"full_tensor"})),
-    ("sync-batchnorm", "torch/nn/modules/_functions.py", frozenset({"forward"})),
-    (
-        "fsdp-backward",
-        "torch/distributed/fsdp/",
-        frozenset({"pre_backward", "post_backward", "_pre_backward", "_post_backward_hook", "_pre_backward_hook"}),
-    ),
-    ("fsdp-forward", "torch/distributed/fsdp/", frozenset({"_pre_forward", "pre_forward", "_pre_forward_unshard"})),
-    ("ddp-constructor", "torch/nn/parallel/distributed.py", frozenset({"__init__", "_ddp_init_helper"})),
-    ("ddp-forward", "torch/nn/parallel/distributed.py", frozenset({"forward", "_pre_forward", "_post_forward"})),
-    ("gradients", "torch/autograd/graph.py", frozenset({"_engine_run_backward"})),
-    ("gradients", "torch/autograd/__init__.py", frozenset({"backward"})),
+_FSDP, _DDP = ("torch/distributed/fsdp/",), ("torch/nn/parallel/distributed.py",)
+# The first row that fits one of the frames counts.
+_PURPOSES: tuple[tuple[Purpose, Mark], ...] = (
+    ("state-dict", Mark(("torch/distributed/checkpoint/state_dict.py", "torch/distributed/_state_dict_utils.py"))),
+    ("state-dict", Mark(("torch/distributed/fsdp/_state_dict_utils.py", "torch/distributed/fsdp/_optim_utils.py"))),
+    ("state-dict", Mark(("torch/distributed/tensor/_api.py",), frozenset({"full_tensor"}))),
+    ("sync-batchnorm", Mark(("torch/nn/modules/_functions.py",), frozenset({"forward"}))),
+    ("fsdp-backward", Mark(_FSDP, frozenset({"pre_backward", "post_backward", "_pre_backward"}))),
+    ("fsdp-backward", Mark(_FSDP, frozenset({"_post_backward_hook", "_pre_backward_hook"}))),
+    ("fsdp-forward", Mark(_FSDP, frozenset({"_pre_forward", "pre_forward", "_pre_forward_unshard"}))),
+    ("ddp-constructor", Mark(_DDP, frozenset({"__init__", "_ddp_init_helper"}))),
+    ("ddp-forward", Mark(_DDP, frozenset({"forward", "_pre_forward", "_post_forward"}))),
+    ("gradients", Mark(("torch/autograd/graph.py",), frozenset({"_engine_run_backward"}))),
+    ("gradients", Mark(("torch/autograd/__init__.py",), frozenset({"backward"}))),
 )
 
 
 def purpose(stack: Stack) -> Purpose:
     """What torch makes the collective for that the user's line led to; empty where the user called it."""
     inner = [(normal(frame.file), short(frame.function)) for frame in stack.called]
-    for found, part, functions in _PURPOSES:
-        for file, function in inner:
-            if (file.endswith(part) or (part.endswith("/") and part in file)) and (
-                not functions or function in functions
-            ):
-                return found
-    return ""
+    return next((found for found, mark in _PURPOSES for one in inner if mark.fits(*one)), "")
 
 
 def in_torch(stack: Stack) -> bool:
     """The innermost frame is torch's (a backward pass, an optimizer, a collective's wrapper)."""
-    inner = stack.called
-    return bool(inner) and "/torch/" in normal(inner[0].file) and not loader_wait(stack)
+    return _TORCH.on(stack.called[:1]) and not LOADER_WAIT.on(stack.called)
 
 
 def in_distributed(stack: Stack) -> Frame | None:
     """The innermost frame, if it is of torch.distributed: a pipeline's schedule, say."""
-    inner = stack.called
-    inside = bool(inner) and "/torch/distributed/" in normal(inner[0].file) and not RPC.on(stack.called)
-    return inner[0] if inside else None
+    inside = _DISTRIBUTED.on(stack.called[:1]) and not RPC.on(stack.called)
+    return stack.called[0] if inside else None
 
 
 def in_backward(stack: Stack) -> bool:
     """The thread is in C++ under ``backward()``: in no hook of Python's."""
-    inner = stack.called
-    return bool(inner) and _in(inner[0], "torch/autograd/graph.py", "torch/autograd/__init__.py")
-
-
-def loader_wait(stack: Stack) -> bool:
-    """The thread waits for DataLoader workers (not: runs the dataset itself, as with ``num_workers=0``)."""
-    return any(_in(f, "torch/utils/data/dataloader.py") and short(f.function) in _LOADER_WAITS for f in stack.called)
+    return _BACKWARD.on(stack.called[:1])
 
 
 def loader_on_stack(frames: Sequence[Frame]) -> bool:
     """The dataset's code runs in this very process, called by a DataLoader without workers."""
-    return any("torch/utils/data/" in normal(f.file) for f in own_part(frames))
-
-
-def is_loader_worker(frames: Sequence[Frame]) -> bool:
-    return any(_in(f, "torch/utils/data/_utils/worker.py") for f in frames)
+    return _LOADER.on(own_part(frames))
 
 
 def worker_idle(frames: Sequence[Frame]) -> bool:
     """A DataLoader worker that waits for the next index: it owes nobody anything."""
-    return is_loader_worker(frames) and any(_in(f, "multiprocessing/queues.py") for f in frames[:8])
+    return LOADER_WORKER.on(frames) and _QUEUES.on(frames[:8])
 
 
 def leaving(frames: Sequence[Frame]) -> str:
@@ -195,7 +191,7 @@ def leaving(frames: Sequence[Frame]) -> str:
     ``threading._shutdown`` joins the threads that are left. Exit handlers are called by the interpreter itself: under
     them there is no ``<module>`` and none of ``runpy``'s frames, which every running script has.
     """
-    if any(_in(f, "/threading.py", "<frozen threading>") and short(f.function) == "_shutdown" for f in frames):
+    if _SHUTDOWN.on(frames):
         return "its script has ended and the interpreter waits for the remaining threads"
     outer = own_part(frames)
     running = any(f.function == "<module>" or short(f.function) in _RUNNERS for f in outer)
@@ -267,7 +263,7 @@ def lock_wait(inner: Sequence[Frame]) -> LockWait | None:
     """
     for frame in reversed(inner):
         for ending, functions, wait in _LOCK_CALLS:
-            if _in(frame, ending) and short(frame.function) in functions:
+            if normal(frame.file).endswith(ending) and short(frame.function) in functions:
                 return replace(wait, shared=any("/multiprocessing/" in normal(one.file) for one in inner))
     return None
 
@@ -295,7 +291,7 @@ def awaited(stack: Stack, kind: str = "") -> Awaited:
     inner = stack.called
     lock, loop = lock_wait(inner), EVENT_LOOP.on(inner)
     of_threads = in_backward(stack) or (lock is not None and lock.on == "work")
-    if loader_wait(stack):
+    if LOADER_WAIT.on(inner):
         return Awaited(None, of_threads, "workers")
     if kind == "child" or CHILD.on(inner):
         return Awaited(None, of_threads, "child")
@@ -310,44 +306,25 @@ _STORE_SYMBOLS = ("TCPStore", "FileStore", "PrefixStore")
 _P2P_SYMBOLS = ("RecvWork", "SendWork")
 
 
-_NATIVE_WAITS = (("p2p", _P2P_SYMBOLS), ("store", _STORE_SYMBOLS), ("peers", _PEER_SYMBOLS), ("lock", _LOCK_SYMBOLS))
-_PEER_WAITS = {
+Answers = tuple[tuple[str, tuple[str, ...]], ...]  # each with the symbols that show it; the first one that fits counts
+WAITS: Answers = (("p2p", _P2P_SYMBOLS), ("store", _STORE_SYMBOLS), ("peers", _PEER_SYMBOLS), ("lock", _LOCK_SYMBOLS))
+TRANSFERS: Answers = (("send", ("SendWork",)), ("recv", ("RecvWork",)))  # of these two, the one that is waited for
+SLEEPS: Answers = (("sqlite", ("sqlite3",)), ("python", ("time_sleep", "pysleep")))  # sqlite asks for a lock each time
+# The waits for other ranks that only C frames show: ``work.wait()``, ``store.get()`` on the user's own line.
+PEER_WAITS = {
     "p2p": TorchWait("p2p", "a send or receive"),
     "store": TorchWait("store", "a key of the store"),
     "peers": TorchWait("collective", "a collective"),
 }
 
 
-def native_peer_wait(samples: Iterable[StackSample], os_tid: int | None) -> TorchWait | None:
-    """The wait for other ranks that only C frames show: ``work.wait()``, ``store.get()`` on the user's own line."""
-    return _PEER_WAITS.get(native_wait(samples, os_tid))
-
-
-def native_transfer(samples: Iterable[StackSample], os_tid: int | None) -> str:
-    """``"send"`` or ``"recv"``: of these two, the one that the C frames of a thread wait for."""
-    return _native(samples, os_tid, (("send", ("SendWork",)), ("recv", ("RecvWork",))))
-
-
-def native_wait(samples: Iterable[StackSample], os_tid: int | None) -> str:
-    """``"lock"``, ``"peers"``, ``"p2p"`` or ``"store"``, by the C frames inside a thread's innermost Python frame.
-
-    ``""`` where no native sample has them.
+def native(samples: Iterable[StackSample], os_tid: int | None, answers: Answers) -> str:
+    """Which of ``answers`` the C frames inside a thread's innermost Python frame show; empty where no native sample
+    has them.
 
     ``with lock:`` and ``work.wait()`` look alike without it: both are C functions called from the user's own line,
     and both rest in ``futex``.
     """
-    return _native(samples, os_tid, _NATIVE_WAITS)
-
-
-def native_sleep(samples: Iterable[StackSample], os_tid: int | None) -> str:
-    """``"sqlite"``, which asks for a lock again and again, or ``"python"``, by the C frames of a thread that sleeps."""
-    return _native(samples, os_tid, _NATIVE_SLEEPS)
-
-
-_NATIVE_SLEEPS = (("sqlite", ("sqlite3",)), ("python", ("time_sleep", "pysleep")))
-
-
-def _native(samples: Iterable[StackSample], os_tid: int | None, answers: Sequence[tuple[str, tuple[str, ...]]]) -> str:
     for frames in _native_frames(samples, os_tid):
         for answer, symbols in answers:
             if any(symbol in frame.function for frame in frames for symbol in symbols):
@@ -365,11 +342,9 @@ def _native_frames(samples: Iterable[StackSample], os_tid: int | None) -> Iterat
 
 # --- the own GPU ------------------------------------------------------------------------------------------------------
 
-_SYNCHRONIZE = (
-    "torch/cuda/__init__.py",
-    "torch/cuda/streams.py",
-    "torch/cuda/graphs.py",
-    "torch/accelerator/__init__.py",
+_SYNCHRONIZE = Mark(
+    ("torch/cuda/__init__.py", "torch/cuda/streams.py", "torch/cuda/graphs.py", "torch/accelerator/__init__.py"),
+    frozenset({"synchronize", "wait", "replay"}),
 )
 _DRIVER_CALLS = ("Synchronize", "cuMemcpy", "cudaMemcpy", "cuEventQuery", "cuStreamQuery")
 _DRIVER_LIBRARIES = ("libcuda.so", "libcudart", "libamdhip", "libhsa-runtime")
@@ -377,9 +352,8 @@ _DRIVER_LIBRARIES = ("libcuda.so", "libcudart", "libamdhip", "libhsa-runtime")
 
 def device_wait(stack: Stack, samples: Iterable[StackSample], os_tid: int | None) -> str:
     """``a synchronize`` of torch's, or the driver's call by name; empty where the thread is elsewhere."""
-    for frame in stack.called[:2]:
-        if _in(frame, *_SYNCHRONIZE) and short(frame.function) in ("synchronize", "wait", "replay"):
-            return "a synchronize"
+    if _SYNCHRONIZE.on(stack.called[:2]):
+        return "a synchronize"
     called = (_driver_call(frame) for frames in _native_frames(samples, os_tid) for frame in frames)
     return next(filter(None, called), "")
 

@@ -1,13 +1,14 @@
 """What the error of a communication library, of CUDA or of a device mesh means, by the fixed words of these libraries.
 
 An error may be the rank's ``own``, or report what became of a peer or of the way to it. What a process that was aborted
-wrote last is read by the fixed words of the C++ runtime, glibc, Python and the out-of-memory killer.
+wrote last is read by the fixed words of the C++ runtime, glibc, Python and the out-of-memory killer; how much memory a
+GPU had left, by those of the allocator.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,11 +20,12 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Failure:
-    """``means``: in a clause. ``own``: this rank itself failed, whatever its peers do."""
+    """``means``: in a clause. ``own``: this rank itself failed, whatever its peers do. ``text``: that says so."""
 
     kind: Kind
     means: str
     own: bool
+    text: str
 
     @property
     def general(self) -> bool:
@@ -221,14 +223,14 @@ def failure(text: str) -> Failure | None:
         found = re.search(pattern, text, re.IGNORECASE)
         if found is not None:
             told = {name: value or _UNTOLD.get(name, "") for name, value in found.groupdict().items()}
-            return Failure(kind, means.format(**told), own)
+            return Failure(kind, means.format(**told), own, text)
     return None
 
 
-def first_failure(messages: Iterable[str]) -> tuple[str, Failure] | None:
+def first_failure(messages: Iterable[str]) -> Failure | None:
     """Of the warnings of one process, in their order: the first of the process's own, else the first of any."""
-    told = [(text, found) for text in messages if (found := failure(text)) is not None and found.kind != "nccl-ending"]
-    return next((one for one in told if one[1].own), told[0] if told else None)
+    told = [found for text in messages if (found := failure(text)) is not None and found.kind != "nccl-ending"]
+    return next((one for one in told if one.own), told[0] if told else None)
 
 
 # --- what a process that was aborted wrote last -----------------------------------------------------------------------
@@ -280,9 +282,12 @@ _ABORTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 def last_abort(log: str) -> Abort | None:
     """The last such message at the end of a process's output; None where there is none."""
     lines = [line.strip() for line in log.splitlines()[-_MOST_LINES:]]
-    for at in reversed(range(len(lines))):
-        if any(pattern.search(lines[at]) for pattern, _ in _ABORTS):
-            return _abort(" ".join(_with_type(lines, at)))
+    for before, line in reversed([*zip(["", *lines], lines, strict=False)]):
+        # The line before it names the type of the C++ exception that it is about.
+        words = f"{before} {line}" if line.startswith("what(): ") and before.startswith("terminate called") else line
+        for pattern, means in _ABORTS:
+            if found := pattern.search(words):
+                return Abort(words, means.format(**found.groupdict()))
     return None
 
 
@@ -296,13 +301,63 @@ def options_refused(log: str) -> str:
     return next((line for line in reversed(lines) if _OPTIONS.match(line)), "")
 
 
-def _with_type(lines: list[str], at: int) -> Iterator[str]:
-    """The line, behind the one that names the type of the C++ exception that it is about."""
-    if at and lines[at].startswith("what(): ") and lines[at - 1].startswith("terminate called"):
-        yield lines[at - 1]
-    yield lines[at]
+# --- the memory of a GPU, used up: the error of torch's CUDA allocator ----------------------------------------------
+
+_SIZE = r"(?P<{}>\d+(?:\.\d+)?) ?(?P<{}_unit>bytes|KiB|MiB|GiB)"
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
-def _abort(words: str) -> Abort:
-    found = next((match, means) for pattern, means in _ABORTS if (match := pattern.search(words)))
-    return Abort(words, found[1].format(**found[0].groupdict()))
+def _pattern(before: str, name: str, after: str = "") -> re.Pattern[str]:
+    return re.compile(before + _SIZE.format(name, name) + after)
+
+
+_DEVICE = re.compile(r"\bGPU (?P<number>\d+)\b")
+_SIZES = {
+    "asked": _pattern(r"Tried to allocate ", "asked"),
+    "total": _pattern(r"total capaci?ty of ", "total"),
+    "free": _pattern(r"of which ", "free", " is free"),
+    "own": _pattern(r"this process has ", "own", " memory in use"),
+    "allocated": _pattern(r"Of the allocated memory ", "allocated", " is allocated by PyTorch"),
+    "unused": _pattern(r"and ", "unused", " is reserved by PyTorch but unallocated"),
+}
+_OTHER = _pattern(r"Process (?P<pid>\d+) has ", "of", " memory in use")
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Sizes in bytes, None where the error does not give them.
+
+    - ``device``: the rank's own number of the GPU; -1 unknown
+    - ``own``: what the process has of it, with CUDA's own part
+    - ``allocated``: in tensors; ``unused``: reserved from the GPU, and in no tensor
+    - ``others``: pid → what it has. In a container, where pids are others, the process itself may be among them: then
+      ``own`` is None, and they are left out.
+    """
+
+    device: int
+    asked: int | None
+    total: int | None
+    free: int | None
+    own: int | None
+    allocated: int | None
+    unused: int | None
+    others: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_fragmented(self) -> bool:
+        """What torch holds and does not use would have been enough."""
+        return bool(self.asked and self.unused and self.unused >= self.asked)
+
+
+def shortage(message: str) -> Shortage | None:
+    """None for the message of another error."""
+    if "out of memory. Tried to allocate" not in message:
+        return None
+    device = _DEVICE.search(message)
+    sizes = {name: _size(pattern.search(message), name) for name, pattern in _SIZES.items()}
+    others = tuple((int(found["pid"]), _size(found, "of") or 0) for found in _OTHER.finditer(message) if sizes["own"])
+    return Shortage(int(device["number"]) if device else -1, **sizes, others=others)
+
+
+def _size(found: re.Match[str] | None, name: str) -> int | None:
+    return int(float(found[name]) * _UNITS[found[f"{name}_unit"]]) if found is not None else None

@@ -16,8 +16,9 @@ from functools import lru_cache
 from typing import Any
 
 from safelaunch.model import Frame
+from safelaunch.verdict.reading import source as src
 from safelaunch.verdict.reading.frames import basename
-from safelaunch.verdict.reading.source import ReadSource, name_called, names_in, runs_aside, scope_of, text_of, tree_of
+from safelaunch.verdict.reading.source import ReadSource
 
 # The words of torch, accelerate, transformers, Lightning and DeepSpeed for "which process am I".
 _OF_THE_RANK = re.compile(
@@ -48,8 +49,14 @@ class Whereabouts:
 
 @dataclass(frozen=True)
 class Guard:
-    """A line is reached only where the condition ``text`` at ``line`` is ``taken``. ``beside``: what those call who go
-    the other way.
+    """A condition or a loop that is passed before a line is reached: that comes only where ``text``, at ``line``, is
+    ``taken``. A cache, and the ``except`` of an exception, are such conditions, too.
+
+    - ``beside``: what those call who go the other way
+    - ``asks_for_rank``: it depends on which process this is, so that ranks may part here
+    - ``loop``: it is the head of a ``for`` loop
+    - ``by_round``: it asks for the number of the round alone, so in one round all ranks answer alike
+    - ``again``: by that, what failed is tried once more
     """
 
     file: str
@@ -59,6 +66,10 @@ class Guard:
     test: ast.expr | None = field(default=None, compare=False, repr=False)
     names: Mapping[str, ast.expr] = field(default_factory=dict, compare=False, repr=False)
     beside: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    asks_for_rank: bool = field(default=False, compare=False)
+    loop: bool = field(default=False, compare=False)
+    by_round: bool = False
+    again: bool = False
 
     @property
     def words(self) -> str:
@@ -87,153 +98,114 @@ def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, .
     """
     found = []
     for frame, into in zip(stack, (None, *stack), strict=False):
-        guards = _guards_of_line(frame, read_source)
+        guards = [one for one in reversed(way_to(frame, read_source)) if one.asks_for_rank and not one.loop]
         if any(guard.beside for guard in guards):
             called = _called_at(frame, read_source) if into is None else into.function.rpartition(".")[2]
             guards = [replace(one, test=None) if called and called in one.beside else one for one in guards]
         found += guards
-        if runs_aside(frame, read_source):
+        if src.runs_aside(frame, read_source):
             break
     return tuple(found)
 
 
-def _guards_of_line(frame: Frame, read_source: ReadSource) -> list[Guard]:
-    text = read_source(frame.file)
-    return [] if not text else _in_source(text, frame.file, frame.line)
-
-
-def _in_source(text: str, file: str, line: int) -> list[Guard]:
-    return [step.guard for step in reversed(_way(text, file, line)) if step.asks_for_rank and not step.loop]
-
-
-@dataclass(frozen=True)
-class Step:
-    """A condition or a loop that was passed before a line was reached. ``asks_for_rank``: it depends on which process
-    this is, so that ranks may part here. ``loop``: it is a loop's head.
-    """
-
-    guard: Guard
-    asks_for_rank: bool
-    loop: bool = False
-
-
-def way_to(frame: Frame, read_source: ReadSource) -> tuple[Step, ...]:
+def way_to(frame: Frame, read_source: ReadSource) -> tuple[Guard, ...]:
     """All conditions and loops around the line of ``frame``, in the order of their lines, whatever they ask for."""
-    text = read_source(frame.file)
-    return _way(text, frame.file, frame.line) if text else ()
+    return _way(read_source(frame.file) or "", frame.file, frame.line)
 
 
 @lru_cache(256)
-def _way(text: str, file: str, line: int) -> tuple[Step, ...]:
-    tree = tree_of(text)
-    if tree is None:
-        return ()
-    scope = scope_of(tree, line)
+def _way(text: str, file: str, line: int) -> tuple[Guard, ...]:
+    tree = src.tree_of(text)
+    scope = src.scope_of(tree, line)
     names = _assigned(tree) | _assigned(scope)
-    found = [
-        Step(
-            Guard(file, at, shown, taken, test, names, _beside(scope, test, taken)),
-            test is None or asks_for_the_rank(test, names),
-        )
-        for at, shown, taken, test in _on_the_way(scope, line)
-    ]
-    return tuple(sorted([*found, *_loops(scope, file, line, names)], key=lambda step: step.guard.line))
+    found = []
+    for at, shown, taken, test in _on_the_way(scope, line):
+        asks = test is None or asks_for_the_rank(test, names)
+        found.append(Guard(file, at, shown, taken, test, names, _beside(scope, test, taken), asks))
+    return tuple(sorted([*found, *_loops(scope, file, line, names)], key=lambda one: one.line))
 
 
 def _beside(scope: ast.AST, test: ast.expr | None, taken: bool) -> frozenset[str]:
     """The names of what the other branch of this ``if`` calls."""
     ifs = (node for node in ast.walk(scope) if isinstance(node, ast.If) and node.test is test)
     other = next((node.orelse if taken else node.body for node in ifs), [])
-    calls = (node.func for one in other for node in ast.walk(one) if isinstance(node, ast.Call))
-    return frozenset(map(name_called, calls))
+    return frozenset(src.name_called(call.func) for one in other for call in src.calls_in(one))
+
+
+_PLAIN = (ast.Expr, ast.Assign, ast.Return)
 
 
 def _called_at(frame: Frame, read_source: ReadSource) -> str:
     """The name of what the statement at the line of ``frame`` calls; "" where it is no plain call."""
-    tree = tree_of(read_source(frame.file) or "")
-    for node in ast.walk(tree) if tree is not None else ():
-        if not isinstance(node, (ast.Expr, ast.Assign, ast.Return)) or not isinstance(node.value, ast.Call):
-            continue
-        if node.lineno <= frame.line <= (node.end_lineno or 0):
-            return name_called(node.value.func)
-    return ""
+    nodes = (node for node in ast.walk(src.tree_in(frame.file, read_source)) if isinstance(node, _PLAIN))
+    values = (node.value for node in nodes if src.spans(node, frame.line))
+    return next((src.name_called(value.func) for value in values if isinstance(value, ast.Call)), "")
 
 
-def _loops(scope: ast.AST, file: str, line: int, names: Mapping[str, ast.expr]) -> Iterator[Step]:
+def _loops(scope: ast.AST, file: str, line: int, names: Mapping[str, ast.expr]) -> Iterator[Guard]:
     """The heads of ``for`` loops around the line: of a ``while``, the condition is on the way anyhow."""
-    for node in ast.walk(scope):
-        if isinstance(node, (ast.For, ast.AsyncFor)) and _holds(node.body, line):
-            shown = f"for {text_of(node.target)} in {text_of(node.iter)}"
-            yield Step(Guard(file, node.lineno, shown, True), asks_for_the_rank(node.iter, names), loop=True)
+    for loop in src.loops_around(scope, line):
+        if not isinstance(loop, ast.While) and src.holds(loop.body, line):
+            shown = f"for {src.text_of(loop.target)} in {src.text_of(loop.iter)}"
+            asks = asks_for_the_rank(loop.iter, names)
+            yield Guard(file, loop.lineno, shown, taken=True, asks_for_rank=asks, loop=True)
 
 
-_Step = tuple[int, str, bool, "ast.expr | None"]  # line, text, taken, condition
+_Met = tuple[int, str, bool, "ast.expr | None"]  # a condition: its line, its text, whether it was taken, its test
 
 
-def _on_the_way(scope: ast.AST, line: int) -> Iterator[_Step]:
+def _on_the_way(scope: ast.AST, line: int) -> Iterator[_Met]:
     """The conditions that were met before ``line`` was reached, from outside to inside."""
     for decorator in getattr(scope, "decorator_list", []):
         if any(_DECORATORS.search(name) for name in _words(decorator)):
-            yield decorator.lineno, f"@{text_of(decorator)}", True, None
+            yield decorator.lineno, f"@{src.text_of(decorator)}", True, None
     block: Sequence[ast.stmt] | None = getattr(scope, "body", None)
     while block is not None:
-        inside = next((one for one in block if _begin(one) <= line <= (one.end_lineno or one.lineno)), None)
-        for before in block:
-            if inside is None or before is inside:
-                break
-            yield from _left_before(before)
-        if inside is None:
+        at = next((n for n, one in enumerate(block) if src.holds([one], line)), None)
+        if at is None:
             return
-        yield from _within_statement(inside, line)
-        block = _inner_block(inside, line)
+        for before in block[:at]:
+            yield from _left_before(before)
+        yield from _within_statement(block[at], line)
+        block = _inner_block(block[at], line)
 
 
-def _begin(statement: ast.stmt) -> int:
-    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
-    return min([statement.lineno, *(one.lineno for one in decorators)])
-
-
-def _left_before(statement: ast.stmt) -> Iterator[_Step]:
+def _left_before(statement: ast.stmt) -> Iterator[_Met]:
     """``if rank != 0: return`` before the line: only the others come there."""
     if not isinstance(statement, ast.If):
         return
-    if _leaves(statement.body) and not _leaves(statement.orelse):
-        last = statement.body[-1]
-        yield statement.lineno, f"if {text_of(statement.test)}: {text_of(last)}", False, statement.test
-    elif _leaves(statement.orelse):
-        yield (
-            statement.lineno,
-            f"if {text_of(statement.test)}: … else: {text_of(statement.orelse[-1])}",
-            True,
-            statement.test,
-        )
+    head = f"if {src.text_of(statement.test)}"
+    if _leaves(statement.orelse):
+        yield statement.lineno, f"{head}: … else: {src.text_of(statement.orelse[-1])}", True, statement.test
+    elif _leaves(statement.body):
+        yield statement.lineno, f"{head}: {src.text_of(statement.body[-1])}", False, statement.test
 
 
 def _leaves(block: Sequence[ast.stmt]) -> bool:
     return bool(block) and isinstance(block[-1], (ast.Return, ast.Continue, ast.Break, ast.Raise))
 
 
-def _within_statement(statement: ast.stmt, line: int) -> Iterator[_Step]:
+def _within_statement(statement: ast.stmt, line: int) -> Iterator[_Met]:
     if isinstance(statement, ast.If):
-        if _holds(statement.body, line):
-            yield statement.lineno, f"if {text_of(statement.test)}", True, statement.test
-        elif _holds(statement.orelse, line):
-            yield statement.lineno, f"else of if {text_of(statement.test)}", False, statement.test
+        if src.holds(statement.body, line):
+            yield statement.lineno, f"if {src.text_of(statement.test)}", True, statement.test
+        elif src.holds(statement.orelse, line):
+            yield statement.lineno, f"else of if {src.text_of(statement.test)}", False, statement.test
         else:
             yield from _within_expression(statement.test)
-    elif isinstance(statement, ast.While) and _holds(statement.body, line):
-        yield statement.lineno, f"while {text_of(statement.test)}", True, statement.test
-    elif isinstance(statement, (ast.Expr, ast.Assign, ast.Return)):
+    elif isinstance(statement, ast.While) and src.holds(statement.body, line):
+        yield statement.lineno, f"while {src.text_of(statement.test)}", True, statement.test
+    elif isinstance(statement, _PLAIN):
         yield from _within_expression(statement.value)
 
 
-def _within_expression(value: ast.expr | None) -> Iterator[_Step]:
+def _within_expression(value: ast.expr | None) -> Iterator[_Met]:
     """``rank == 0 and dist.barrier()``, ``dist.barrier() if rank == 0 else None``."""
     if isinstance(value, ast.BoolOp) and isinstance(value.values[-1], ast.Call):
         test, taken = value.values[0], isinstance(value.op, ast.And)
-        yield value.lineno, f"{text_of(test)} {'and' if taken else 'or'} …", taken, test
+        yield value.lineno, f"{src.text_of(test)} {'and' if taken else 'or'} …", taken, test
     elif isinstance(value, ast.IfExp) and isinstance(value.body, ast.Call) != isinstance(value.orelse, ast.Call):
-        yield value.lineno, f"… if {text_of(value.test)}", isinstance(value.body, ast.Call), value.test
+        yield value.lineno, f"… if {src.text_of(value.test)}", isinstance(value.body, ast.Call), value.test
 
 
 def _inner_block(statement: ast.stmt, line: int) -> Sequence[ast.stmt] | None:
@@ -243,11 +215,7 @@ def _inner_block(statement: ast.stmt, line: int) -> Sequence[ast.stmt] | None:
     blocks = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
     blocks += [handler.body for handler in getattr(statement, "handlers", [])]
     blocks += [case.body for case in getattr(statement, "cases", [])]
-    return next((block for block in blocks if isinstance(block, list) and _holds(block, line)), None)
-
-
-def _holds(block: Sequence[ast.stmt], line: int) -> bool:
-    return bool(block) and _begin(block[0]) <= line <= (block[-1].end_lineno or 0)
+    return next((block for block in blocks if isinstance(block, list) and src.holds(block, line)), None)
 
 
 # --- what a condition asks for ----------------------------------------------------------------------------------------
@@ -318,14 +286,14 @@ def asks_for_the_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int 
 def _plain(value: ast.expr) -> ast.expr | None:
     """The expression, unless it is computed from arguments: then the function alone, whose name may have the rank."""
     calls = [one for one in ast.walk(value) if isinstance(one, ast.Call) and (one.args or one.keywords)]
-    if all(_CASTS.intersection(names_in(one.func)) for one in calls):
+    if all(_CASTS.intersection(src.names_in(one.func)) for one in calls):
         return value
     return value.func if isinstance(value, ast.Call) and not isinstance(value.func, ast.Call) else None
 
 
 def _words(node: ast.AST) -> Iterator[str]:
     """Yields each name in ``node``, and the names of rank variables that are looked up as strings."""
-    yield from names_in(node)
+    yield from src.names_in(node)
     for part in ast.walk(node):
         if isinstance(part, ast.Constant) and part.value in ("RANK", "LOCAL_RANK"):
             yield str(part.value)
@@ -418,15 +386,11 @@ def _named(node: ast.expr, one: Whereabouts, names: Mapping[str, ast.expr], step
     if isinstance(node, ast.Subscript):
         key = node.slice.value if isinstance(node.slice, ast.Constant) else None
         return _of_environ(key, one) if "environ" in set(_words(node.value)) else _unknown()
-    word = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-    return _of_word(word, one)
+    return _of_word(src.name_called(node), one)
 
 
 def _called(node: ast.Call, one: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> Any:
-    function = node.func
-    word = (
-        function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
-    )
+    word = src.name_called(node.func)
     if word in ("int", "str", "bool") and len(node.args) == 1:
         return _value(node.args[0], one, names, steps)
     if word == "range" and node.args:

@@ -37,36 +37,32 @@ WRITES = frozenset({"write", "writev", "pwrite64", "pwritev", "send", "sendto", 
 BUSY_SHARE = 0.2  # of a core, over the time between the samples; cores may be shared, waits use under 0.02
 
 
+_NOT_SEEN = ThreadState(tid=0, name="", state="")
+
+
 @dataclass(frozen=True)
 class KernelWait:
     """``kind``: running | sleep | lock | child | select | poll | io | disk | stopped | dead | unknown.
 
-    ``call`` is the system call or wait channel as shown to people; ``target`` what a read or write is on.
-    ``cpu_share``: of one core between the first and the last sample; None with a single sample. ``left_s``: how long
-    after the last sample the call ends by itself; None where it has no limit. ``locked_by``: the process that holds the
-    file lock which the call waits for. ``ends``: who has the other end of the pipe or connection that it is on, None
-    where that is not known. ``child``: the process for whose end it waits. ``again``: it sleeps, and did so before.
-    ``lock_sharers``, ``times_out``, ``ends_closed``: as in ``ThreadState``.
+    ``call`` is the system call or wait channel as shown to people. ``cpu_share``: of one core between the first and the
+    last sample; None with a single sample. ``left_s``: how long after the last sample the call ends by itself; None
+    where it has no limit. ``ends``: who has the other end of the pipe or connection that it is on, as seen last; None
+    where that is not known. ``again``: it sleeps, and did so before. ``thread``: the sample that shows the wait, if one
+    does.
     """
 
     kind: str
     call: str = ""
-    target: str = ""
-    fd: int | None = None
     cpu_share: float | None = None
     left_s: float | None = None
-    locked_by: int | None = None
     ends: tuple[OtherEnd, ...] | None = None
-    child: int | None = None
     again: bool = False
-    lock_sharers: tuple[int, ...] = ()
-    times_out: bool = False
-    ends_closed: bool = False
+    thread: ThreadState = _NOT_SEEN
 
     @property
     def wanted_lock(self) -> str:
         """The file on which it waits for a lock."""
-        return self.target.partition(", locked by pid ")[0] if self.call in _LOCKS else ""
+        return self.thread.fd_target.partition(", locked by pid ")[0] if self.call in _LOCKS else ""
 
     @property
     def writes(self) -> bool:
@@ -127,17 +123,11 @@ def kernel_wait(process: ProcessEvidence, tid: int | None = None) -> KernelWait:
         return KernelWait(
             kind,
             thread.syscall_name or thread.wchan,
-            thread.fd_target,
-            thread.fd,
             share,
             _left_s(samples),
-            thread.locked_by,
             _ends(thread, samples),
-            thread.child,
             again=kind in ("sleep", "select") and _again(samples),
-            lock_sharers=thread.lock_sharers,
-            times_out=thread.times_out,
-            ends_closed=thread.ends_closed,
+            thread=thread,
         )
     running = bool(states) and all(state == "R" for state in states)  # in the one sample that there is
     return KernelWait("running" if running else "unknown", cpu_share=share)
@@ -221,8 +211,9 @@ def wait_words(wait: KernelWait) -> str:
     """The wait, to stand in brackets behind a sentence: ``read on pipe:[7]``, ``97% of a core``."""
     if wait.kind == "running":
         return "" if wait.cpu_share is None else f"{wait.cpu_share:.0%} of a core"
-    of_its_own = _STANDARD.get(wait.fd, "") if wait.fd is not None and wait.target else ""
-    target = f" on {of_its_own}{wait.target}" if wait.target else ""
+    fd, target = wait.thread.fd, wait.thread.fd_target
+    of_its_own = _STANDARD.get(fd, "") if fd is not None else ""
+    target = f" on {of_its_own}{target}" if target else ""
     return f"{wait.call}{target}" if wait.call else ""
 
 

@@ -1,30 +1,22 @@
-"""The conditions by which one rank has come to a line and another has not, whatever these ask for. Pure."""
+"""The conditions by which one rank has come to a line and another has not, whatever these ask for; the loops that one
+has left; the ways in which code leaves out what stands below, and what it prints as it does. Pure.
+
+``print("loss is nan, skipping batch"); continue`` tells why a rank did not come to what stands below in the loop.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile, zip_longest
 
 from safelaunch.model import Frame
-from safelaunch.verdict.reading.frames import short, spot
+from safelaunch.verdict.reading import source as src
+from safelaunch.verdict.reading.frames import basename, short, spot
 from safelaunch.verdict.reading.guards import Guard, way_to
-from safelaunch.verdict.reading.source import (
-    LOOPS,
-    Loop,
-    ReadSource,
-    attempts_of,
-    calls_at,
-    handler_of,
-    ifs_with,
-    loops_at,
-    name_called,
-    names_called_at,
-    names_in,
-    scope_of,
-    tree_of,
-)
+from safelaunch.verdict.reading.source import ReadSource
 
 _CACHES = frozenset({"cache", "lru_cache", "cached", "cached_property", "memoize"})
 _COUNTING = frozenset({"range", "trange", "enumerate", "count"})
@@ -34,24 +26,13 @@ _SETTINGS = frozenset({"args", "cfg", "config", "conf", "opt", "opts", "hparams"
 
 
 @dataclass(frozen=True)
-class Condition:
-    """A guard, a cache, or the ``except`` of an exception. ``by_round``: it asks for the number of the round alone, so
-    in one round all ranks answer alike. ``again``: by that, what failed is tried once more.
-    """
-
-    guard: Guard
-    by_round: bool = False
-    again: bool = False
-
-
-@dataclass(frozen=True)
 class Parting:
     """Two stacks of the user's frames, outermost first, from the function on in which they part. ``ways``: of each, the
     conditions on the way to its lines that are none on the other's way, the outermost first.
     """
 
     stacks: tuple[Sequence[Frame], ...]
-    ways: tuple[list[Condition], ...]
+    ways: tuple[list[Guard], ...]
 
 
 def parting(one: Sequence[Frame], other: Sequence[Frame], read_source: ReadSource) -> Parting | None:
@@ -63,7 +44,7 @@ def parting(one: Sequence[Frame], other: Sequence[Frame], read_source: ReadSourc
         return None
     ways = [list(_conditions_on(stack, read_source)) for stack in stacks]
     own = (
-        [step for step in way if step not in others and _leads_to(step.guard, there[0], read_source)]
+        [one for one in way if one not in others and _leads_to(one, there[0], read_source)]
         for way, others, there in zip(ways, reversed(ways), reversed(stacks), strict=True)
     )
     return Parting(stacks, tuple(own))
@@ -75,7 +56,7 @@ def _leads_to(guard: Guard, there: Frame, read_source: ReadSource) -> bool:
     """
     if not guard.text.endswith(": continue"):
         return True
-    loops = loops_at(Frame(guard.file, guard.line, ""), read_source)
+    loops = src.loops_at(Frame(guard.file, guard.line, ""), read_source)
     return not loops or loops[-1].has(there)
 
 
@@ -88,8 +69,8 @@ def loop_of_both(
     same = one[::-1][: _shared(one, other)]
     alike = len(same) == len(one) == len(other)
     for depth, frame in reversed([*enumerate(same)] if alike else [*enumerate(same)][-1:]):
-        here = calls_at(frame, read_source)
-        used = {name for call in here for name in names_in(call if alike else call.func)}
+        here = src.calls_at(frame, read_source)
+        used = {name for call in here for name in src.names_in(call if alike else call.func)}
         found = [loop for loop, given in _loops_with_names(frame, read_source) if used & given]
         if found:
             return found[-1], one[: len(one) - depth]
@@ -98,14 +79,38 @@ def loop_of_both(
 
 def _loops_with_names(frame: Frame, read_source: ReadSource) -> Iterator[tuple[Guard, set[str]]]:
     """The ``for`` loops around the line, the outermost first, each with the names of what it gives."""
-    tree = tree_of(read_source(frame.file) or "")
-    for node in ast.walk(scope_of(tree, frame.line)) if tree is not None else ():
-        if isinstance(node, (ast.For, ast.AsyncFor)) and node.lineno < frame.line <= (node.end_lineno or 0):
-            text = ast.unparse(node).split("\n")[0].rstrip(":")
-            yield Guard(frame.file, node.lineno, text, taken=True), set(names_in(node.target))
+    for loop in src.loops_around(src.scope_at(frame, read_source), frame.line):
+        if not isinstance(loop, ast.While) and loop.lineno < frame.line:
+            text = ast.unparse(loop).split("\n")[0].rstrip(":")
+            yield Guard(frame.file, loop.lineno, text, taken=True), set(src.names_in(loop.target))
 
 
-def loop_returned_from(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> Loop | None:
+def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> src.Loop | None:
+    """The loop that ``behind`` is inside of and ``ahead`` is past, in the same function; None if there is none. Stacks
+    are innermost first.
+
+    Where they part, one function is at two lines. If one line lies in the body of a ``for`` or ``while`` and the other
+    after that loop's end, the rank has left the loop. A collective under ``if rank == 0`` inside the loop has both
+    lines inside.
+    """
+    stacks = _parted(ahead, behind)
+    if not stacks:
+        return None
+    past, inside = stacks[0][0], stacks[1][0]
+    scope, callers = src.scope_at(inside, read_source), ahead[len(stacks[0]) :]
+    around = src.loops_around(scope, inside.line)
+    left = [loop for loop in around if src.end_of(loop) < past.line and not src.attempts_of(loop)]
+    if not left or scope is not src.scope_at(past, read_source):
+        return None
+    again = left[0] is not around[0] or any(src.loops_at(caller, read_source) for caller in callers)
+    return _left(left[0], inside, again, (ast.Break,))
+
+
+def _left(loop: src.AnyLoop, inside: Frame, enclosed: bool, ends: tuple[type[ast.stmt], ...]) -> src.Loop:
+    return src.Loop(loop.lineno, enclosed, inside, src.ifs_with(ends, loop), src.end_of(loop))
+
+
+def loop_returned_from(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> src.Loop | None:
     """The loop that ``behind`` is inside of, in a function that both have called and from which ``ahead`` has returned:
     it stands behind that call, and everything that leads to the call leads there as well.
     """
@@ -113,14 +118,13 @@ def loop_returned_from(ahead: Sequence[Frame], behind: Sequence[Frame], read_sou
     if not inner:
         return None
     (past, *_), (caller, *below) = inner
-    to_call, to_past = ({step.guard for step in way_to(one, read_source)} for one in (caller, past))
-    loops = [loop for frame in below for loop in loops_at(frame, read_source)]
-    if past.line <= caller.line or not to_call <= to_past or not loops:
+    to_call, to_past = ({*way_to(one, read_source)} for one in (caller, past))
+    loops = ((one, frame) for frame in below for one in src.loops_around(src.scope_at(frame, read_source), frame.line))
+    first = next(loops, None)
+    if past.line <= caller.line or not to_call <= to_past or first is None:
         return None
-    outside, first = behind[len(below) :], loops[0]
-    tree = tree_of(read_source(first.inside.file) or "")
-    ends = ifs_with((ast.Break, ast.Return), scope_of(tree, first.line), first.line) if tree is not None else ()
-    return replace(first, breaks=ends, enclosed=any(loops_at(frame, read_source) for frame in outside))
+    again = any(src.loops_at(frame, read_source) for frame in behind[len(below) :])
+    return _left(*first, again, (ast.Break, ast.Return))
 
 
 def _shared(one: Sequence[Frame], other: Sequence[Frame]) -> int:
@@ -140,7 +144,7 @@ def _parted_on_a_line(
 ) -> tuple[Sequence[Frame], ...]:
     """Both stacks, outermost first, below a line that calls the functions of both by their names; else empty."""
     stacks, at = _below(one, other), _shared(one, other)
-    called = names_called_at(one[-at], read_source) if stacks and at else set()
+    called = src.names_called_at(one[-at], read_source) if stacks and at else set()
     return stacks if called and called >= {short(stack[0].function) for stack in stacks} else ()
 
 
@@ -150,12 +154,11 @@ def _below(one: Sequence[Frame], other: Sequence[Frame]) -> tuple[Sequence[Frame
     return (one[::-1][at:], other[::-1][at:]) if at < min(len(one), len(other)) else ()
 
 
-def _conditions_on(stack: Sequence[Frame], read_source: ReadSource) -> Iterator[Condition]:
+def _conditions_on(stack: Sequence[Frame], read_source: ReadSource) -> Iterator[Guard]:
     """Of a stack, outermost first. What counts rounds does so in a function that it is passed to as well."""
     counters = frozenset[str]()
     for frame, into in zip_longest(stack, stack[1:]):
-        tree = tree_of(read_source(frame.file) or "")
-        scope = scope_of(tree, frame.line) if tree is not None else ast.Module([], [])
+        scope = src.scope_at(frame, read_source)
         counters |= frozenset(_counters(scope))
         yield from _conditions(frame, into, scope, counters, read_source)
         counters = frozenset(_passed(frame, into, counters, read_source) if into is not None else ())
@@ -163,13 +166,12 @@ def _conditions_on(stack: Sequence[Frame], read_source: ReadSource) -> Iterator[
 
 def _passed(frame: Frame, into: Frame, names: frozenset[str], read_source: ReadSource) -> Iterator[str]:
     """The parameters of the function that the line calls which get one of these names."""
-    tree = tree_of(read_source(into.file) or "")
-    function = scope_of(tree, into.line) if tree is not None else None
+    function = src.scope_at(into, read_source)
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return
     parameters = [one.arg for one in function.args.args]
-    for call in calls_at(frame, read_source):
-        if name_called(call.func) == function.name:
+    for call in src.calls_at(frame, read_source):
+        if src.name_called(call.func) == function.name:
             own = parameters[1:] if parameters[:1] in (["self"], ["cls"]) else parameters
             pairs = [*zip(own, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)]
             yield from (name for name, value in pairs if name is not None and ast.unparse(value) in names)
@@ -177,22 +179,22 @@ def _passed(frame: Frame, into: Frame, names: frozenset[str], read_source: ReadS
 
 def _conditions(
     frame: Frame, into: Frame | None, scope: ast.AST, counters: frozenset[str], read_source: ReadSource
-) -> Iterator[Condition]:
+) -> Iterator[Guard]:
     for decorator in getattr(scope, "decorator_list", []):
-        if _CACHES.intersection(names_in(decorator)):
-            yield Condition(Guard(frame.file, decorator.lineno, f"@{ast.unparse(decorator)}", taken=False))
+        if _CACHES.intersection(src.names_in(decorator)):
+            yield Guard(frame.file, decorator.lineno, f"@{ast.unparse(decorator)}", taken=False)
     for step in way_to(frame, read_source):
-        if not step.loop and step.guard.test is not None:
-            yield Condition(step.guard, counters.issuperset(_asked(step.guard.test)))
-    if (handler := handler_of(frame, read_source)) is not None:
-        yield Condition(Guard(frame.file, handler.lineno, _caught(handler), taken=True))
+        if not step.loop and step.test is not None:
+            yield replace(step, by_round=counters.issuperset(_asked(step.test)))
+    if (handler := src.handler_of(frame, read_source)) is not None:
+        yield Guard(frame.file, handler.lineno, _caught(handler), taken=True)
     for handler in _of_further_attempts(scope, frame.line):
         words = f"{_caught(handler)}, then another attempt"
-        yield Condition(Guard(frame.file, handler.lineno, words, taken=False), again=True)
+        yield Guard(frame.file, handler.lineno, words, taken=False, again=True)
     item = short(into.function) if into is not None else ""
-    for call in calls_at(frame, read_source) if item else ():
-        if name_called(call.func) in _UP_TO_THE_FIRST and item in {*_generated_by(call.args)}:
-            yield Condition(Guard(frame.file, call.lineno, ast.unparse(call), taken=True))
+    for call in src.calls_at(frame, read_source) if item else ():
+        if src.name_called(call.func) in _UP_TO_THE_FIRST and item in {*_generated_by(call.args)}:
+            yield Guard(frame.file, call.lineno, ast.unparse(call), taken=True)
 
 
 def _caught(handler: ast.ExceptHandler) -> str:
@@ -203,19 +205,15 @@ def _generated_by(given: Sequence[ast.expr]) -> Iterator[str]:
     """The names of what runs as items are asked of these arguments."""
     for one in given:
         if isinstance(one, ast.GeneratorExp):
-            yield from (
-                "<genexpr>",
-                *(name_called(call.func) for call in ast.walk(one.elt) if isinstance(call, ast.Call)),
-            )
+            yield from ("<genexpr>", *(src.name_called(call.func) for call in src.calls_in(one.elt)))
         elif isinstance(one, ast.Call):
-            yield name_called(one.func)
+            yield src.name_called(one.func)
 
 
 def _of_further_attempts(scope: ast.AST, line: int) -> Iterator[ast.ExceptHandler]:
     """Of each ``try`` around the line that ends its loop when it succeeds: what catches its failures and goes on."""
-    loops = (node for node in ast.walk(scope) if isinstance(node, LOOPS))
-    for one in (one for loop in loops for one in attempts_of(loop)):
-        if one.body[0].lineno <= line <= (one.body[-1].end_lineno or 0):
+    for one in (one for loop in src.loops_around(scope, line) for one in src.attempts_of(loop)):
+        if src.holds(one.body, line):
             yield from (each for each in one.handlers if not isinstance(each.body[-1], _ENDS))
 
 
@@ -233,10 +231,165 @@ def _asked(test: ast.expr) -> Iterator[str]:
 
 def _counters(scope: ast.AST) -> Iterator[str]:
     """What counts rounds in this function: ``step`` of ``for step in range(n)``, and of ``step += 1`` in each round."""
-    loops = (node for node in ast.walk(scope) if isinstance(node, LOOPS))
+    loops = (node for node in ast.walk(scope) if isinstance(node, src.LOOPS))
     for loop in loops:
-        if not isinstance(loop, ast.While) and _COUNTING.intersection(names_in(loop.iter)):
+        if not isinstance(loop, ast.While) and _COUNTING.intersection(src.names_in(loop.iter)):
             yield ast.unparse(loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target)
         each_round = [] if any(isinstance(node, ast.Continue) for node in ast.walk(loop)) else loop.body
         added = (one for one in each_round if isinstance(one, ast.AugAssign) and isinstance(one.value, ast.Constant))
         yield from (ast.unparse(one.target) for one in added)
+
+
+# --- where code goes on elsewhere, and what it prints as it does ------------------------------------------------------
+
+_FIELD = re.compile(r"%(?:\(\w+\))?[-+ #0-9.]*[a-zA-Z]|\{[^{}]*\}")
+_LEAST = 6  # letters of a text that tells one statement from others
+
+
+@dataclass(frozen=True)
+class Left:
+    """A statement at ``frame`` behind which the code goes on elsewhere; it prints a text with these ``parts``, if any.
+
+    ``goes``: how (``continue``, ``return``). ``after``: the ``except`` or ``if`` around it. ``skips``: the lines that
+    it leaves out.
+    """
+
+    frame: Frame
+    parts: tuple[str, ...]
+    goes: str
+    after: str
+    skips: tuple[range, ...]
+
+    @property
+    def words(self) -> str:
+        """``if bad(batch): continue``; ``except OSError``, behind whose ``try`` the code goes on."""
+        return f"{self.after}: {self.goes}" if self.goes == "continue" else self.after
+
+    @property
+    def swallows(self) -> bool:
+        return self.after.startswith("except")
+
+    def has_printed(self, line: str) -> bool:
+        at = 0
+        for part in self.parts:
+            at = line.find(part, at)
+            if at < 0:
+                return False
+            at += len(part)
+        return bool(self.parts)
+
+    def is_in(self, text: str) -> bool:
+        """Whether a line of ``text`` is one that it printed."""
+        return all(part in text for part in self.parts) and any(map(self.has_printed, text.splitlines()))
+
+    def leaves_out(self, frame: Frame) -> bool:
+        return frame.file == self.frame.file and any(frame.line in lines for lines in self.skips)
+
+
+def left_by(frames: Iterable[Frame], read_source: ReadSource) -> Iterator[Left]:
+    """Those in the functions of ``frames``."""
+    seen = set()
+    for frame in frames:
+        scope = src.scope_at(frame, read_source)
+        if isinstance(scope, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)) and scope not in seen:
+            seen.add(scope)
+            yield from _in_block(scope.body, _Around(frame, getattr(scope, "end_lineno", None) or 1 << 30))
+
+
+def ways_around(frames: Sequence[Frame], begin: int, read_source: ReadSource) -> list[str]:
+    """How a round of the loop that begins at ``begin`` may end, or compute its gradients alone, without the call that
+    ``frames`` led to (innermost first; the last of them is in that loop); in words. Ways out of the loop are none.
+    """
+    scope = src.scope_at(frames[-1], read_source)
+    loops = src.loops_around(scope, frames[-1].line)
+    body = next((range(one.lineno, src.end_of(one) + 1) for one in loops if one.lineno == begin), ())
+    lefts = [
+        left
+        for left in left_by(frames, read_source)
+        if any(map(left.leaves_out, frames)) and (left.frame.function != frames[-1].function or left.frame.line in body)
+    ]
+    last = {left.skips: left for left in lefts if left.goes in ("continue", "behind the `try`")}
+    found = [f"`{one.words}` at {basename(one.frame.file)}:{one.frame.line}" for one in last.values()]
+    calls = (call for call in src.calls_in(scope) if call.lineno in body and isinstance(call.func, ast.Attribute))
+    unsynced = (call.lineno for call in calls if src.name_called(call.func) == "no_sync")
+    return found + [f"`no_sync()` at line {line}" for line in sorted(unsynced)[:1]]
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What a block stands in. ``end``: of the function. ``trial``: of a handler, the lines that it has left."""
+
+    frame: Frame
+    end: int
+    loop: ast.stmt | None = None
+    trial: range | None = None
+    after: str = ""
+
+
+def _in_block(block: Sequence[ast.stmt], around: _Around) -> Iterator[Left]:
+    for statement in block:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        is_loop = isinstance(statement, src.LOOPS)
+        inside = replace(around, loop=statement, trial=None, after="") if is_loop else around
+        for name in ("body", "orelse", "finalbody"):
+            nested = getattr(statement, name, None) or []
+            if isinstance(statement, ast.If) and not around.trial:
+                head = f"if {src.text_of(statement.test)}"
+                inside = replace(around, after=head if name == "body" else f"else of {head}")
+            yield from _in_block(nested, inside)
+        for handler in getattr(statement, "handlers", ()):
+            yield from _in_block(handler.body, _handling(statement, handler, around))
+    goes = _way_out(block[-1], around) if block else ""
+    for statement in block if goes else ():
+        parts = _prints(statement)
+        if parts or statement is block[-1]:
+            frame = Frame(around.frame.file, statement.lineno, around.frame.function)
+            yield Left(frame, parts, goes, around.after, tuple(_skipped(block[-1], around)))
+
+
+def _handling(statement: ast.stmt, handler: ast.ExceptHandler, around: _Around) -> _Around:
+    body: Sequence[ast.stmt] = getattr(statement, "body", [])
+    return replace(around, trial=range(body[0].lineno, src.end_of(body[-1]) + 1), after=_caught(handler))
+
+
+def _way_out(last: ast.stmt, around: _Around) -> str:
+    """How the code goes on behind a block, where that is elsewhere."""
+    if isinstance(last, (ast.Continue, ast.Break, ast.Return)):
+        return type(last).__name__.lower() if around.after else ""
+    return "behind the `try`" if around.trial is not None and not isinstance(last, ast.Raise) else ""
+
+
+def _skipped(last: ast.stmt, around: _Around) -> Iterator[range]:
+    if around.trial is not None:
+        yield around.trial
+    if isinstance(last, (ast.Continue, ast.Break)) and around.loop is not None:
+        begin = last if isinstance(last, ast.Continue) else around.loop
+        yield range(begin.lineno, src.end_of(around.loop) + 1)
+    elif isinstance(last, ast.Return):
+        yield range(around.loop.lineno if around.loop is not None else last.lineno, around.end + 1)
+
+
+# --- what a statement prints ------------------------------------------------------------------------------------------
+
+
+def _prints(statement: ast.stmt) -> tuple[str, ...]:
+    """The literal parts of the text that a call has: loggers and wrappers of ``print`` have any name."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    parts = tuple(part for one in call.args for part in _literals(one)) if isinstance(call, ast.Call) else ()
+    return parts if sum(map(str.isalpha, "".join(parts))) >= _LEAST else ()
+
+
+def _literals(node: ast.expr) -> list[str]:
+    """The parts of a text that are the same each time, without those of which nobody knows what becomes of them."""
+    if isinstance(node, ast.Constant):
+        found = _FIELD.split(node.value) if isinstance(node.value, str) else []
+    elif isinstance(node, ast.JoinedStr):
+        found = [str(one.value) for one in node.values if isinstance(one, ast.Constant)]
+    elif isinstance(node, ast.BinOp):  # "..." % value, "..." + value
+        found = _literals(node.left) + (_literals(node.right) if isinstance(node.op, ast.Add) else [])
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        found = _literals(node.func.value)
+    else:
+        found = []
+    return [line for part in found for line in part.split("\n")[:1] if line.strip()]

@@ -59,6 +59,24 @@ def gathered(message: str) -> dict[int, Traceback]:
     return {rank: one for rank, one in read if one is not None and one.message}
 
 
+# torch's ExceptionWrapper, and the two pools of the standard library.
+_OF_A_WORKER = (
+    re.compile(r"Caught \w+ in DataLoader (?P<who>worker)(?: process)?(?P<number> \d+)?\.\nOriginal (?=Traceback)"),
+    re.compile(
+        r"(?P<who>)(?P<number>)(?:multiprocessing\.pool\.RemoteTraceback|concurrent\.futures\.process\._RemoteTraceback)"
+        r": \n\"\"\"\n"
+    ),
+)
+
+
+def of_worker(text: str) -> tuple[str, Traceback]:
+    """A worker process, and what it raised, inside the text of the rank's own; without frames where it has none."""
+    begin = next(filter(None, (pattern.search(text) for pattern in _OF_A_WORKER)), None)
+    inner = parse(text[begin.end() :].splitlines()) if begin is not None else None
+    who = f"dataloader worker{begin['number'] or ''}" if begin is not None and begin["who"] else "worker process"
+    return who, inner or Traceback((), "")
+
+
 def lines_of(log_tail: str) -> list[str]:
     """What a rank has printed, without the times."""
     return [_PREFIX.sub("", line) for line in log_tail.splitlines()]
