@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from safelaunch.model import Gpu, format_ranks
 from safelaunch.report.about import About, Link, NodeSummary
-from safelaunch.report.tables import hosts_word
+from safelaunch.report.tables import Numbers, hosts_word
 from safelaunch.system.printable import clean
 from safelaunch.verdict.rank_state import Facts
 
@@ -20,20 +20,6 @@ MOST_GPUS = 64
 MOST_LINKS = 24
 MOST_LOG_BYTES = 400_000  # of all nodes together
 _UP = ("up", "active", "unknown", "")  # "unknown" is what a virtual interface says
-
-
-@dataclass
-class _Table:
-    """What many nodes have alike, once: items by number."""
-
-    items: list[Any] = field(default_factory=list)
-    _numbers: dict[Hashable, int] = field(default_factory=dict)
-
-    def number(self, key: Hashable, item: Any) -> int:
-        if key not in self._numbers:
-            self._numbers[key] = len(self.items)
-            self.items.append(item)
-        return self._numbers[key]
 
 
 @dataclass(frozen=True)
@@ -59,7 +45,8 @@ def nodes(
     for node, notes in found:
         classes.setdefault(_class_of(node, notes), []).append((node, notes))
     ordered = sorted(classes.values(), key=lambda members: (not members[0][0].culprit, not members[0][1]))
-    versions, logs, names, environments = _Table(), _Table(), _Table(), _Table()
+    versions, environments = Numbers[tuple[tuple[str, str], ...]](), Numbers[tuple[tuple[str, str], ...]]()
+    logs, names = Numbers[tuple[str, ...]](), Numbers[str]()
     every: list[dict[str, Any]] = []
     left = MOST_LOG_BYTES
     for number, members in enumerate(ordered):
@@ -67,22 +54,20 @@ def nodes(
             told: dict[str, Any] = {"host": node.host, "row": number, "r": node.ranks, "state": node.state}
             if node.files is not None:
                 told |= _details(node.files, names)
-                told["v"] = versions.number(node.files.versions, [list(item) for item in node.files.versions[:40]])
-                told["e"] = environments.number(
-                    node.files.environment, [list(item) for item in node.files.environment[:60]]
-                )
+                told["v"] = versions[node.files.versions[:40]]
+                told["e"] = environments[node.files.environment[:60]]
                 log = tuple(line[:MOST_LINE] for line in node.files.kernel_log)
                 if log and (size := sum(map(len, log))) <= left:
                     left -= size
-                    told["log"] = logs.number(log, list(log))
+                    told["log"] = logs[log]
             every.append(told)
     return {
         "rows": [_row(members) for members in ordered],
         "every": every,
-        "versions": versions.items,
-        "environments": environments.items,
-        "logs": logs.items,
-        "names": names.items,
+        "versions": list(versions),
+        "environments": list(environments),
+        "logs": list(logs),
+        "names": list(names),
     }
 
 
@@ -186,7 +171,7 @@ def _network_words(links: Sequence[Link]) -> str:
     return ", ".join([*plain[:3], *more, *([f"{ports} InfiniBand port{'s' * (ports > 1)}"] if ports else [])])
 
 
-def _details(one: NodeSummary, names: _Table) -> dict[str, Any]:
+def _details(one: NodeSummary, names: Numbers[str]) -> dict[str, Any]:
     return {
         "gpus": [_gpu(gpu, names) for gpu in one.gpus[:MOST_GPUS]],
         "no_gpus": one.no_gpus,
@@ -198,11 +183,11 @@ def _details(one: NodeSummary, names: _Table) -> dict[str, Any]:
     }
 
 
-def _gpu(gpu: Gpu, names: _Table) -> list[Any]:
+def _gpu(gpu: Gpu, names: Numbers[str]) -> list[Any]:
     """``[index, name's number, % busy, used, total, °C, W, ECC errors, error]``."""
     numbers = (gpu.utilisation_percent, gpu.memory_used_bytes, gpu.memory_total_bytes, gpu.temperature_c, gpu.power_w)
     rounded = [None if number is None else round(number) for number in numbers]
-    return [gpu.index, names.number(gpu.name or "", gpu.name or ""), *rounded, gpu.ecc_errors or 0, gpu.error]
+    return [gpu.index, names[gpu.name or ""], *rounded, gpu.ecc_errors or 0, gpu.error]
 
 
 # --- devices ----------------------------------------------------------------------------------------------------------

@@ -145,13 +145,13 @@ def content(
         "schema": 1,
         "head": _head(verdict, facts, evidence, about),
         "code": [_side(side, frames) for side in code.sides(facts, verdict, said)],
-        "timeline": timeline.as_page(timeline.timeline(facts, culprits), frames),
+        "timeline": timeline.timeline(facts, culprits, frames),
         "steps": as_page(evidence, culprits),
         "tree": _branches(merged_stacks(facts), frames, evidence),
         "rows": shown.rows,
         "ranks": shown.every,
-        "logs": shown.logs,
-        "calls": shown.calls,
+        "logs": list(shown.logs),
+        "calls": list(shown.calls),
         "groups": ranks.groups(facts),
         "nodes": nodes.nodes(facts, about, _node_states(evidence), culprits),
         "nccl": nccl_lines(evidence.nccl),
@@ -160,7 +160,7 @@ def content(
         "missing": verdict.missing,
         "files": ranks.files(artifacts),
         "frames": frames.rows,
-        "stacks": frames.stacks,
+        "stacks": list(frames.stacks),
     }
     return page
 

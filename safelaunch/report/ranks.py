@@ -10,7 +10,7 @@ from typing import Any
 
 from safelaunch.model import Artifact, Collective, RankEvidence, Verdict, format_ranks
 from safelaunch.report.overview import Alike, alike, main_frames, row_of, without_ours
-from safelaunch.report.tables import Frames
+from safelaunch.report.tables import Frames, Numbers
 from safelaunch.system.printable import clean_lines, is_clean
 from safelaunch.verdict.collectives import describe, number_of
 from safelaunch.verdict.columns import Window
@@ -35,8 +35,8 @@ class Ranks:
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     every: list[dict[str, Any]] = field(default_factory=list)
-    logs: list[list[str]] = field(default_factory=list)
-    calls: list[list[str]] = field(default_factory=list)
+    logs: Numbers[tuple[str, ...]] = field(default_factory=Numbers)
+    calls: Numbers[tuple[str, ...]] = field(default_factory=Numbers)
 
 
 def ranks(facts: Facts, verdict: Verdict, frames: Frames) -> Ranks:
@@ -46,13 +46,10 @@ def ranks(facts: Facts, verdict: Verdict, frames: Frames) -> Ranks:
     for row in alike([row_of(one) for one in facts.ranks.values()], named):
         number_of |= dict.fromkeys(row.ranks, len(made.rows))
         made.rows.append(_row(row, facts, frames))
-    told: dict[tuple[str, ...], int] = {}
     for rank, one in facts.ranks.items():
         made.every.append({"r": rank, "row": number_of[rank], **_details(one, frames)})
         if calls := _calls(facts, rank):
-            number = told.setdefault(calls, len(made.calls))
-            made.calls += [list(calls)] if number == len(made.calls) else []
-            made.every[-1]["fr"] = number
+            made.every[-1]["fr"] = made.calls[calls]
     _add_logs(facts, made, named)
     return made
 
@@ -65,7 +62,7 @@ def _row(row: Alike, facts: Facts, frames: Frames) -> dict[str, Any]:
         "c": int(row.culprit),
         "state": row.state,
         "doing": row.doing,
-        "at": frames.number(frame, roots) if frame is not None else -1,
+        "at": frames.number(frame, roots),
         "step": row.step,
         "hosts": row.hosts,
     }
@@ -142,20 +139,17 @@ def _add_logs(facts: Facts, made: Ranks, named: set[int]) -> None:
         firsts.add(item["row"])
         order.append((item["r"] not in named, not is_first, item["r"], item))
     left = MOST_LOG_BYTES
-    numbers: dict[tuple[str, ...], int] = {}
     for *_, item in sorted(order, key=lambda one: one[:3]):
         text = facts.ranks[item["r"]].evidence.log_tail
         if not text:
             continue
         lines = tuple(line[:MOST_LINE] for line in clean_lines(text[-16_384:])[-MOST_LOG_LINES:])
-        if lines not in numbers:
+        if lines not in made.logs:
             size = sum(map(len, lines))
             if size > left:
                 continue
             left -= size
-            numbers[lines] = len(made.logs)
-            made.logs.append(list(lines))
-        item["log"] = numbers[lines]
+        item["log"] = made.logs[lines]
         if not is_clean(text):
             item["raw"] = 1
 

@@ -15,7 +15,7 @@ from safelaunch.model.recording import Recording
 from safelaunch.report.profiling.shares import KINDS, Place, RankTime, Stacks, frame_of, mean, place_share
 from safelaunch.report.profiling.verdict import Comparison, Finding, Slowness, percent
 from safelaunch.report.profiling.verdict import where as change_words
-from safelaunch.report.tables import Frames, Paths
+from safelaunch.report.tables import Frames, Numbers, Paths
 from safelaunch.system.printable import clean
 from safelaunch.verdict.reading.frames import place
 
@@ -227,7 +227,7 @@ def _row(members: list[RankTime], late: set[int]) -> dict[str, Any]:
 
 def _lines(times: Sequence[RankTime], frames: Frames, *, waits: bool) -> list[dict[str, Any]]:
     return [
-        {"f": frames.number(frame) if frame else -1, "what": what_of(one), "share": share, "ranks": ranks}
+        {"f": frames.number(frame), "what": what_of(one), "share": share, "ranks": ranks}
         for one, share, frame, ranks in places(times, waits=waits)[:40]
     ]
 
@@ -235,7 +235,7 @@ def _lines(times: Sequence[RankTime], frames: Frames, *, waits: bool) -> list[di
 def _changes(compared: Comparison | None, frames: Frames) -> list[dict[str, Any]]:
     return [
         {
-            "f": frames.number(one.frame) if one.frame is not None else -1,
+            "f": frames.number(one.frame),
             "what": what_of(one.place),
             "before": compared.amount(one.before),
             "now": compared.amount(one.now),
@@ -354,14 +354,7 @@ def speedscope(recording: Recording) -> dict[str, Any]:
     frames: list[dict[str, Any]] = [
         {"name": one.function or one.file or "?", "file": one.file, "line": one.line} for one in recording.frames
     ]
-    titles: dict[str, int] = {}
-
-    def title(text: str) -> int:
-        if text not in titles:
-            titles[text] = len(frames)
-            frames.append({"name": text})
-        return titles[text]
-
+    titles = Numbers[str]()
     mains: dict[tuple[int, ...], float] = {}
     everything: dict[tuple[int, ...], float] = {}
     for rank in recording.ranks:
@@ -370,7 +363,7 @@ def speedscope(recording: Recording) -> dict[str, Any]:
                 who = thread.name if process is rank.main else f"{process.role} {process.pid}" if process else ""
                 for number, seconds in thread.stacks:
                     stack = recording.stacks[number]
-                    key = (title(f"rank {rank.rank}"), title(who or "thread"), *stack)
+                    key = (*(len(frames) + titles[text] for text in (f"rank {rank.rank}", who or "thread")), *stack)
                     everything[key] = everything.get(key, 0.0) + seconds
                     if process is rank.main and thread.main:
                         own = (key[0], *key[2:])
@@ -380,7 +373,7 @@ def speedscope(recording: Recording) -> dict[str, Any]:
         "name": recording.name or "ranks",
         "exporter": f"safelaunch@{__version__}",
         "activeProfileIndex": 0,
-        "shared": {"frames": frames},
+        "shared": {"frames": [*frames, *({"name": text} for text in titles)]},
         "profiles": [
             profile("main threads", mains),
             profile("all threads and processes", everything),
