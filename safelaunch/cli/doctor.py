@@ -7,7 +7,7 @@ import socket
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal
 
 import msgspec
 
@@ -43,7 +43,7 @@ def parser() -> Parser:
     return found
 
 
-class Document(TypedDict):
+class Document(msgspec.Struct, frozen=True):
     """The --json document. ``result``: the worst of the checks'. ``user``: the uid for whom they hold."""
 
     schema: Literal[1]
@@ -56,14 +56,7 @@ class Document(TypedDict):
 
 def document(checks: tuple[Check, ...]) -> Document:
     """The --json document."""
-    return {
-        "schema": 1,
-        "safelaunch": __version__,
-        "host": socket.gethostname(),
-        "user": os.getuid(),
-        "result": worst(checks),
-        "checks": list(checks),
-    }
+    return Document(1, __version__, socket.gethostname(), os.getuid(), worst(checks), list(checks))
 
 
 def text(checks: Sequence[Check], *, width: int, colour: bool) -> str:

@@ -6,8 +6,10 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import msgspec
 
 from safelaunch.leases.choose import Gpu, Inventory, users_of
 from safelaunch.leases.holder import Holder, User, look, moment
@@ -92,7 +94,7 @@ def _state(gpu: Gpu, holder: Holder | None, users: Sequence[User], use: str) -> 
     return "unleased use" if use else "free"
 
 
-class LeaseDocument(TypedDict):
+class LeaseDocument(msgspec.Struct, frozen=True):
     """Who holds a GPU, or waits for one. ``alive``: the supervisor holds it, not only ranks that it left behind."""
 
     pid: int
@@ -105,7 +107,7 @@ class LeaseDocument(TypedDict):
     alive: bool
 
 
-class ProcessDocument(TypedDict):
+class ProcessDocument(msgspec.Struct, frozen=True):
     """A process that uses a GPU. ``left_over``: of a run whose supervisor is gone."""
 
     pid: int
@@ -116,7 +118,7 @@ class ProcessDocument(TypedDict):
     memory_bytes: int | None
 
 
-class GpuDocument(TypedDict):
+class GpuDocument(msgspec.Struct, frozen=True):
     """A GPU, or a MIG instance of one. ``parent``: the UUID of the GPU."""
 
     gpu: str
@@ -131,7 +133,7 @@ class GpuDocument(TypedDict):
     processes: list[ProcessDocument]
 
 
-class Document(TypedDict):
+class Document(msgspec.Struct, frozen=True):
     """The --json document. ``missing``: why there are no GPUs. ``waiting``: the jobs in the queue."""
 
     missing: str
@@ -141,50 +143,29 @@ class Document(TypedDict):
 
 def document(table: Sequence[Row], waiting: Sequence[Holder], missing: str) -> Document:
     """For ``--json``."""
-    return {
-        "missing": missing,
-        "gpus": [_gpu(row) for row in table],
-        "waiting": [_holder(one) for one in waiting],
-    }
+    return Document(missing, [_gpu(row) for row in table], [_holder(one) for one in waiting])
 
 
 def _gpu(row: Row) -> GpuDocument:
     gpu = row.gpu
-    return {
-        "gpu": gpu.label,
-        "uuid": gpu.uuid,
-        "name": gpu.name,
-        "parent": gpu.parent or None,
-        "memory_used_bytes": gpu.memory_used_bytes,
-        "memory_total_bytes": gpu.memory_total_bytes,
-        "state": row.state,
-        "note": gpu.error or row.note,
-        "lease": _holder(row.holder) if row.holder is not None else None,
-        "processes": [
-            {
-                "pid": user.pid,
-                "user": user.user,
-                "command": user.command,
-                "since_unix_s": user.since_unix_s,
-                "left_over": user.left_over,
-                "memory_bytes": process.memory_bytes,
-            }
-            for user, process in zip(row.users, gpu.processes, strict=True)
-        ],
-    }
+    seen = zip(row.users, gpu.processes, strict=True)
+    return GpuDocument(
+        gpu.label,
+        gpu.uuid,
+        gpu.name,
+        gpu.parent or None,
+        gpu.memory_used_bytes,
+        gpu.memory_total_bytes,
+        row.state,
+        gpu.error or row.note,
+        _holder(row.holder) if row.holder is not None else None,
+        [ProcessDocument(**asdict(user), memory_bytes=process.memory_bytes) for user, process in seen],
+    )
 
 
 def _holder(one: Holder) -> LeaseDocument:
-    return {
-        "pid": one.pid,
-        "user": one.user,
-        "uid": one.uid,
-        "run_name": one.name,
-        "command": one.command,
-        "since_unix_s": one.since_unix_s,
-        "by": one.by,
-        "alive": one.by != "ranks",  # by its lock: a pid says nothing from another pid namespace
-    }
+    alive = one.by != "ranks"  # by its lock: a pid says nothing from another pid namespace
+    return LeaseDocument(one.pid, one.user, one.uid, one.name, one.command, one.since_unix_s, one.by, alive)
 
 
 def waiting_line(one: Holder) -> str:
@@ -213,7 +194,7 @@ def main(argv: list[str]) -> int:
     held, waiting = _leases(found, store_of(os.environ))
     table = rows(found.gpus, held, _users(found))
     if words.json:
-        show_json(document(table, waiting, found.missing))
+        show_json(msgspec.to_builtins(document(table, waiting, found.missing)))
     elif not found.gpus:
         say(f"no GPUs to show: {found.missing}")
     elif sys.stdout.isatty():

@@ -7,7 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
+
+import msgspec
 
 from safelaunch import __version__
 from safelaunch.model import Frame, format_ranks
@@ -296,7 +298,7 @@ def _branches(node: _Node, into: list[dict[str, Any]], left: list[int], many: in
         _branches(last, branch["b"], left, many)
 
 
-class RankDocument(TypedDict):
+class RankDocument(msgspec.Struct, frozen=True):
     """Shares of a rank's time, 0 to 1. ``waits``: for its peers; ``gil``: holding the interpreter's lock."""
 
     rank: int
@@ -306,7 +308,7 @@ class RankDocument(TypedDict):
     shares: dict[str, float]
 
 
-class RecordDocument(TypedDict):
+class RecordDocument(msgspec.Struct, frozen=True):
     """The --json document: the verdict, what it rests on, and the folder with all samples."""
 
     run: str
@@ -322,25 +324,19 @@ class RecordDocument(TypedDict):
 def document(recorded: Recorded, run: str, folder: str) -> RecordDocument:
     """The --json document of a recording of ``run``, whose files are in ``folder``."""
     found, compared = recorded.slowness, recorded.compared
-    return {
-        "run": run,
-        "name": recorded.recording.name,
-        "folder": folder,
-        "summary": found.headline,
-        "findings": list(found.findings),
-        "ranks": [
-            {
-                "rank": one.rank,
-                "waits": round(one.waits, 4),
-                "gil": round(one.gil, 4),
-                "steps": one.steps,
-                "shares": {kind: round(share, 4) for kind, share in one.kinds.items()},
-            }
-            for one in found.times
-        ],
-        "missing": list(found.missing),
-        "compared": compared.text if compared is not None else "",
-    }
+    ranks = [
+        RankDocument(
+            one.rank,
+            round(one.waits, 4),
+            round(one.gil, 4),
+            one.steps,
+            {kind: round(share, 4) for kind, share in one.kinds.items()},
+        )
+        for one in found.times
+    ]
+    text = compared.text if compared is not None else ""
+    name = recorded.recording.name
+    return RecordDocument(run, name, folder, found.headline, list(found.findings), ranks, list(found.missing), text)
 
 
 # --- A recording's stacks for speedscope, in the format of its own schema ---------------------------------------------

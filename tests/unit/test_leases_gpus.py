@@ -314,10 +314,10 @@ ROWS = [
 def test_rows(gpu: Gpu, held: dict[str, Holder], users: dict[int, User], state: str, words: str) -> None:
     (row,) = gpus.rows([gpu], held, users)
     assert (row.state, row.cells[-1]) == (state, words)
-    (shown,) = gpus.document([row], [], "")["gpus"]
-    assert shown["state"] == state
+    (shown,) = gpus.document([row], [], "").gpus
+    assert shown.state == state
     # Whether a holder lives is known from its lock: pid 7 of these is no process of ours.
-    assert not held or shown["lease"]["alive"] == (state == "leased")
+    assert not held or (shown.lease is not None and shown.lease.alive == (state == "leased"))
 
 
 def test_plain_lines_are_aligned() -> None:
