@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -14,9 +13,10 @@ import msgspec
 from safelaunch import __version__
 from safelaunch.cli.health import RESULTS, Check, Result, examine, worst
 from safelaunch.cli.parsing import Parser
-from safelaunch.system.console import display, show, show_json
+from safelaunch.system.console import display, show, show_json, wrapped
 from safelaunch.system.printable import clean
 
+_LEAST_DETAIL = 30
 _COLOURS = {"ok": "32", "warning": "33", "failed": "31"}
 
 
@@ -66,28 +66,12 @@ def text(checks: Sequence[Check], *, width: int, colour: bool) -> str:
     lines: list[str] = []
     for check in checks:
         head = f"{check.result:<7}  {check.name:<{column}}  "
-        first, *more = _wrapped(clean(check.detail), width, " " * indent) or [""]
+        first, *more = wrapped(clean(check.detail), width, " " * indent, " " * indent) or [""]
         first = head + first[indent:] if indent == len(head) else f"{head.rstrip()}\n{first}"
         lines += [f"\x1b[{_COLOURS[check.result]}m{first[:7]}\x1b[0m{first[7:]}" if colour else first, *more]
         if check.fix and check.result != "ok":
             fix, *rest = check.fix.splitlines()
-            lines += _wrapped(fix, width, " " * 12, " " * 9 + "-> ")
-            lines += [part for line in rest for part in _wrapped(line, width, " " * 12)]
+            lines += wrapped(fix, width, " " * 9 + "-> ", " " * 12)
+            lines += [part for line in rest for part in wrapped(line, width, " " * 12, " " * 12)]
     counts = [f"{sum(check.result == result for check in checks)} {result}" for result in RESULTS]
     return "\n".join([*lines, "", f"{len(checks)} checks: {', '.join(counts)}"])
-
-
-_LEAST_DETAIL = 30
-
-
-def _wrapped(text: str, width: int, indent: str, first: str = "") -> list[str]:
-    """Between words alone: a path or an option is copied from the screen."""
-    lead = first or indent
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=lead,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

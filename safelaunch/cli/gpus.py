@@ -15,7 +15,7 @@ from safelaunch.leases.choose import Gpu, Inventory, users_of
 from safelaunch.leases.holder import Holder, User, look, moment
 from safelaunch.leases.inventory import inventory
 from safelaunch.leases.store import Store, store_of
-from safelaunch.system.console import redact, say, show, show_json
+from safelaunch.system.console import cut, redact, say, show, show_json
 from safelaunch.system.errors import StoreError
 from safelaunch.system.printable import clean
 
@@ -63,11 +63,11 @@ class Row:
     def _who(self) -> tuple[str, str, str, str]:
         if self.holder is not None:
             one = self.holder
-            return str(one.pid or "-"), one.user, moment(one.since_unix_s), _short(one.command)
+            return str(one.pid or "-"), one.user, moment(one.since_unix_s), cut(clean(one.command), 60)
         if not self.users:
             return "-", "-", "-", self.note or "-"
         first, others = self.users[0], self.users[1:]
-        command = _short(first.command) if first.command else "not visible from here"
+        command = cut(clean(first.command), 60) if first.command else "not visible from here"
         more = f" (and pid {', '.join(str(user.pid) for user in others)})" if others else ""
         return str(first.pid), first.user or "-", moment(first.since_unix_s), command + more
 
@@ -170,12 +170,7 @@ def _holder(one: Holder) -> LeaseDocument:
 
 def waiting_line(one: Holder) -> str:
     """One job in the queue."""
-    return f"waiting: pid {one.pid} ({one.user}) since {moment(one.since_unix_s)}: {_short(one.command)}"
-
-
-def _short(command: str) -> str:
-    text = clean(command)
-    return text if len(text) <= 60 else text[:59] + "…"
+    return f"waiting: pid {one.pid} ({one.user}) since {moment(one.since_unix_s)}: {cut(clean(one.command), 60)}"
 
 
 def _memory(gpu: Gpu) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ import msgspec
 from safelaunch.cli.parsing import Parser
 from safelaunch.settings.options import EnvSetting
 from safelaunch.settings.presets import Preset, builtin_names, find_builtin_dir, list_presets, preset_chain
-from safelaunch.system.console import display, show, show_json
+from safelaunch.system.console import display, show, show_json, wrapped
 from safelaunch.system.errors import UsageError
 
 _USAGE = "safelaunch presets [list] [--json] | safelaunch presets show NAME|FILE [--json]"
@@ -79,7 +78,7 @@ def render_preset(chain: tuple[Preset, ...], width: int) -> str:
     """One preset (the last of ``chain``) with those it extends: description, variables, watchdog settings."""
     preset = chain[-1]
     rest = preset.description.removeprefix(preset.summary).strip()
-    lines = [preset.name, *_wrapped(preset.summary, "  ", width), *_wrapped(rest, "  ", width), ""]
+    lines = [preset.name, *wrapped(preset.summary, width, "  ", "  "), *wrapped(rest, width, "  ", "  "), ""]
     if preset.extends:
         lines += [f"extends {', '.join(name for name, _ in preset.extends)}", ""]
     lines += [f"file {preset.path}", ""]
@@ -102,14 +101,8 @@ def _setting_lines(setting: EnvSetting, preset: Preset, width: int) -> list[str]
         notes.append(f"not if you export {' or '.join(setting.yields_to)}")
     if setting.origin != f"preset {preset.name}":
         notes.append(f"from {setting.origin.removeprefix('preset ')}")
-    lines = [f"  {setting.name}={setting.value}", *_wrapped(setting.why, " " * 6, width)]
-    return [*lines, *_wrapped(f"({'; '.join(notes)})", " " * 6, width)] if notes else lines
-
-
-def _wrapped(text: str, indent: str, width: int) -> list[str]:
-    return textwrap.wrap(
-        text, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    lines = [f"  {setting.name}={setting.value}", *wrapped(setting.why, width, " " * 6, " " * 6)]
+    return [*lines, *wrapped(f"({'; '.join(notes)})", width, " " * 6, " " * 6)] if notes else lines
 
 
 def _shown(value: object) -> str:

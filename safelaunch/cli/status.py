@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -17,7 +16,7 @@ import msgspec
 from safelaunch.report.early import in_status
 from safelaunch.supervise.control.discover import Run, describe, look, our_roots, select
 from safelaunch.supervise.control.protocol import RunStatus
-from safelaunch.system.console import display, redact, say, show, show_json
+from safelaunch.system.console import display, redact, say, show, show_json, wrapped
 from safelaunch.system.errors import UsageError
 from safelaunch.system.printable import clean
 
@@ -132,11 +131,7 @@ def _lines(run: Run, now_unix_s: float, width: int | None) -> list[str]:
 def _broken(lines: Sequence[str], width: int | None) -> list[str]:
     if width is None:
         return [*lines]
-    return [
-        part
-        for line in lines
-        for part in textwrap.wrap(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-    ]
+    return [part for line in lines for part in wrapped(line, width, others="    ")]
 
 
 def headline(status: RunStatus, now_unix_s: float) -> str:

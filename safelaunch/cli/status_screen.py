@@ -6,7 +6,6 @@ several runs, each has two lines.
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,10 +25,11 @@ from safelaunch.cli.status_rows import (
     stragglers,
 )
 from safelaunch.cli.table import Table
-from safelaunch.model import EarlyLook, duration, format_ranks
+from safelaunch.model import EarlyLook, duration, format_ranks, rank_words
 from safelaunch.supervise.control.discover import Run
 from safelaunch.supervise.control.protocol import NodeStatus, RankStatus, RunStatus
 from safelaunch.supervise.watch.quiet import is_quiet
+from safelaunch.system.console import wrapped
 from safelaunch.system.printable import clean
 from safelaunch.verdict.reading.frames import place
 
@@ -149,7 +149,7 @@ def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, s
         words, style = f"no step for {since(standing)}", "warn"
     slow = stragglers(status.ranks)
     if slow and style == "good":
-        words, style = f"watching; behind the others: {_ranks_word(slow)}", "warn"
+        words, style = f"watching; behind the others: {rank_words(slow)}", "warn"
     count = str(there) if there == status.world_size else f"{there} of {status.world_size}"
     parts = [words, f"{count} rank{'s' * (count != '1')}"]
     steps = [one.step or 0 for one in stepping(status)]
@@ -163,10 +163,6 @@ def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, s
     while len(kept) > 1 and len(name) + len(f" {glyphs.dot} ".join(kept)) > width - 2:
         kept = kept[:-1]
     return Line(name + f" {glyphs.dot} ".join(kept), "title" if style == "good" else style)  # type: ignore[arg-type]
-
-
-def _ranks_word(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(tuple(ranks))}"
 
 
 def _progress(status: RunStatus, width: int, glyphs: Glyphs) -> list[Line]:
@@ -237,7 +233,7 @@ def spark(rates: Sequence[float | None], glyphs: Glyphs) -> str:
 
 def _wrapped(text: str, width: int, style: Style = "warn", first: str = "  ") -> list[Line]:
     """At most three lines, below a progress line."""
-    lines = textwrap.wrap(clean(text), max(20, width - 4), break_on_hyphens=False, break_long_words=False)
+    lines = wrapped(clean(text), max(20, width - 4))
     return [Line(f"{first if not number else '    '}{line}", style) for number, line in enumerate(lines[:3])]
 
 

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from safelaunch.model import Culprit, Evidence, Frame, RankEvidence, format_ranks
+from safelaunch.model import Culprit, Evidence, Frame, RankEvidence, format_ranks, rank_words
 from safelaunch.report.tables import hosts_word
 from safelaunch.verdict.conditions import View
-from safelaunch.verdict.findings import ranks_word
 from safelaunch.verdict.rank_state import Facts, RankFacts, child_views, view_of
 from safelaunch.verdict.reading.frames import is_ours, own_part
 
@@ -100,9 +99,8 @@ def _lines_of(branch: Branch, indent: str, most: int, made: list[str]) -> None:
 
 def _who(branch: Branch) -> str:
     """``ranks 0-2,5 | missing 3-4``."""
-    ranks = f"rank {branch.ranks}" if branch.count == 1 else f"ranks {branch.ranks}"
     missing = f" | missing {branch.missing}" if branch.missing else ""
-    return f"{ranks}{'' if branch.frames else ': here'}{missing}"
+    return f"{rank_words(branch.ranks)}{'' if branch.frames else ': here'}{missing}"
 
 
 def _ranges(ranks: int) -> str:
@@ -141,10 +139,8 @@ def devices(evidence: Evidence) -> str:
         parts.append(f"rank {rank.rank} computed on cuda:{rank.device}")
     wrong = [rank for rank in evidence.ranks if _asked_in_vain(rank)]
     if wrong:
-        who = format_ranks([rank.rank for rank in wrong])
-        parts.append(
-            f"{'rank' if who.isdigit() else 'ranks'} {who} requested a device that does not exist{_why(wrong)}"
-        )
+        who = rank_words(rank.rank for rank in wrong)
+        parts.append(f"{who} requested a device that does not exist{_why(wrong)}")
     return "; ".join(parts)
 
 
@@ -340,7 +336,7 @@ def _merged(facts: Facts) -> tuple[tuple[StackGroup, ...], set[int]]:
                 groups.setdefault((is_main, each.process.role, frames), []).append((rank, each))
     merged = []
     for (is_main, role, frames), members in groups.items():
-        of = ranks_word(rank for rank, _ in members)
+        of = rank_words(rank for rank, _ in members)
         who = of if is_main else f"{len(members)} {role}{'s' * (len(members) > 1)} of {of}"
         merged.append((not is_main, -len(members), StackGroup(who, frames, members[0][1].user_frame, len(members))))
     merged.sort(key=lambda item: item[:2])

@@ -19,7 +19,7 @@ from importlib import resources
 from math import isfinite
 from typing import Any
 
-from safelaunch.model import Artifact, Evidence, RankEvidence, Verdict, format_ranks
+from safelaunch.model import Artifact, Evidence, RankEvidence, Verdict, format_ranks, rank_words
 from safelaunch.report import code, nodes, overview, ranks, timeline
 from safelaunch.report.about import About
 from safelaunch.report.overview import Branch, merged_stacks, range_of
@@ -220,7 +220,7 @@ def _facts(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> 
         "safelaunch": launch.safelaunch,
         "presets": ", ".join(launch.presets),
         "directory": launch.cwd,
-        "held up": f"{'rank' if verdict.victims.isdigit() else 'ranks'} {verdict.victims}" if verdict.victims else "",
+        "held up": rank_words(verdict.victims) if verdict.victims else "",
     }
     return ((label, value) for label, value in found.items() if value)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from safelaunch.report.profiling.shares import KINDS, Place, RankTime, Stacks, f
 from safelaunch.report.profiling.verdict import Comparison, Finding, Slowness, percent
 from safelaunch.report.profiling.verdict import where as change_words
 from safelaunch.report.tables import Frames, Numbers, Paths
+from safelaunch.system.console import cut, wrapped
 from safelaunch.system.printable import clean
 from safelaunch.verdict.reading.frames import place
 
@@ -88,23 +88,23 @@ def what_of(one: Place) -> str:
 def screen(recorded: Recorded, width: int) -> str:
     """The verdict first, then the ranks, the lines, and what was not seen; no line is longer than ``width``."""
     found, lines = recorded.slowness, list[str]()
-    lines += _wrapped(found.headline, width)
+    lines += wrapped(clean(found.headline), width)
     if found.findings and found.findings[0].advice:
-        lines += _wrapped(found.findings[0].advice, width, "  ")
+        lines += wrapped(clean(found.findings[0].advice), width, "  ", "  ")
     for finding in found.findings[1:]:
-        lines += _wrapped(f"also: {finding.text}", width, "  ")
+        lines += wrapped(clean(f"also: {finding.text}"), width, "  ", "  ")
     if recorded.compared is not None:
-        lines += _wrapped(f"against {recorded.earlier}: {recorded.compared.text}", width)
+        lines += wrapped(clean(f"against {recorded.earlier}: {recorded.compared.text}"), width)
         changed = [one for one in recorded.compared.changes if one.more][:MOST_LINES]
-        lines += [_cut(f"  {_signed(recorded.compared, one.more):>10}  {change_words(one)}", width) for one in changed]
+        lines += [cut(f"  {_signed(recorded.compared, one.more):>10}  {change_words(one)}", width) for one in changed]
     if found.times:
         lines += ["", *_table(found, width)]
         for title, waits in (("waits by line", True), ("everything else by line", False)):
             rows = places(found.times, waits=waits)[:MOST_LINES]
             lines += [f"{title}:"] if rows else []
-            lines += [_cut(f"  {percent(share):>5}  {_at(one, frame)}", width) for one, share, frame, _ in rows]
+            lines += [cut(f"  {percent(share):>5}  {_at(one, frame)}", width) for one, share, frame, _ in rows]
     for text in (*found.missing, *recorded.recording.notes):
-        lines += _wrapped(f"not seen: {text}" if text in found.missing else text, width, "  ")
+        lines += wrapped(clean(f"not seen: {text}" if text in found.missing else text), width, "  ", "  ")
     return "\n".join(clean(line).rstrip() for line in lines)
 
 
@@ -133,17 +133,6 @@ def _table(found: Slowness, width: int) -> list[str]:
         del kinds[least - 2]
     shown = [names, *rows[:MOST_ROWS]]
     return ["".join(f"{text:>{widths[at]}}  " for at, text in enumerate(row)).rstrip() for row in shown]
-
-
-def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        clean(text), width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False,
-        break_long_words=False,
-    )  # fmt: skip
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def markdown(recorded: Recorded) -> str:

@@ -7,7 +7,6 @@ reach the terminal, and Markdown is escaped.
 from __future__ import annotations
 
 import re
-import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ from safelaunch.report.overview import (
     tree_lines,
     world,
 )
-from safelaunch.system.console import PREFIX
+from safelaunch.system.console import PREFIX, cut, wrapped
 from safelaunch.system.printable import clean, clean_lines, is_clean
 from safelaunch.verdict.belonging import mesh
 from safelaunch.verdict.gpu_memory import of_rank
@@ -147,15 +146,8 @@ _SPACE = "\0"  # stands for one at which no line may break; ``clean`` leaves non
 
 
 def _wrap(text: str, room: int, indent: str = "") -> list[str]:
-    wrapped = textwrap.wrap(
-        text,
-        room,
-        initial_indent=indent,
-        subsequent_indent=indent + "  " * bool(indent),
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-    return [line.replace(_SPACE, " ") for line in wrapped]
+    lines = wrapped(text, room, indent, indent + "  " * bool(indent))
+    return [line.replace(_SPACE, " ") for line in lines]
 
 
 def _cut(lines: list[str], most: int, room: int) -> list[str]:
@@ -198,7 +190,7 @@ def _who(culprit: Culprit, room: int, read_line: ReadLine | None) -> list[Line]:
     lines = [Line(text, "strong") for text in _wrap(text, room, "  ")]
     source = read_line(frame.file, frame.line) if read_line else None
     if source:
-        lines.append(Line(_shorten(f"    > {clean(source).strip()}", room), "strong"))
+        lines.append(Line(cut(f"    > {clean(source).strip()}", room), "strong"))
     return lines
 
 
@@ -225,7 +217,7 @@ def _claims(verdict: Verdict, room: int, space: int) -> list[Line]:
         lines += whole if len(lines) + len(whole) < space else []
     if picked and not lines:
         text, (file, *_) = picked[0]
-        lines.append(_shorten(f"    {text}", room - len(file) - 4) + f"  [{file}]")
+        lines.append(cut(f"    {text}", room - len(file) - 4) + f"  [{file}]")
     return [Line("  evidence:"), *map(Line, lines)] if lines else []
 
 
@@ -273,9 +265,9 @@ def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
         parts.append(_cut(_wrap(f"unsure{of}: {clean(verdict.doubts[0])}", room, "  "), 2, room))
     if verdict.victims:
         what = "blocked by it" if verdict.culprits else "waiting"
-        parts.append([_shorten(f"  {what}: {rank_words(verdict.victims)}", room)])
+        parts.append([cut(f"  {what}: {rank_words(verdict.victims)}", room)])
     if verdict.missing:
-        parts.append([_shorten(f"  missing: {clean('; '.join(verdict.missing))}", room)])
+        parts.append([cut(f"  missing: {clean('; '.join(verdict.missing))}", room)])
     first, *second = [_wrap(f"next: {clean(text)}", room, "  ") for text in beside_next(verdict)[:2]] or [[]]
     lines: list[str] = []
     for part in parts:
@@ -330,10 +322,6 @@ def _place(place: str, path: str, room: int, cwd: str) -> list[Line]:
         if len(line) > room:
             return [Line(f"{place}:"), Line(short, whole=True)]
     return [Line(line, whole=True)]
-
-
-def _shorten(text: str, room: int) -> str:
-    return text if len(text) <= room else text[: max(room - 1, 0)] + "…"
 
 
 # --- report.md ----------------------------------------------------------------------------------------------------
