@@ -108,8 +108,8 @@ def _report(
     run: Run, recording: Recording, earlier: Recording | None, called: str, place: Path, *, as_json: bool
 ) -> int:
     # Imported while nobody waits for the samples any more.
-    from safelaunch.report.profiling.verdict import compare, verdict_of
     from safelaunch.report.recording import Recorded, document, screen
+    from safelaunch.report.slowness import compare, verdict_of
 
     slowness = verdict_of(recording)
     compared = compare(earlier, recording) if earlier is not None else None

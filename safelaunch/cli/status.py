@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from safelaunch.model.words import since
 from safelaunch.report.early import in_status
 from safelaunch.supervise.control.discover import Run, describe, look, our_roots, select
 from safelaunch.supervise.control.protocol import RunStatus
@@ -21,8 +22,7 @@ from safelaunch.system.errors import UsageError
 from safelaunch.system.printable import clean
 
 from .parsing import Parser
-from .status_rows import COLUMNS, NODE_COLUMNS, nodes, rows, since, told
-from .status_screen import ASCII, Glyphs, Line, drawn, screen
+from .status_screen import ASCII, COLUMNS, NODE_COLUMNS, Glyphs, Line, drawn, nodes, rows, screen, told
 from .table import ENDLESS, Table
 
 REFRESH_S = 1.0

@@ -13,9 +13,9 @@ import msgspec
 from safelaunch import __version__
 from safelaunch.model import Frame, format_ranks
 from safelaunch.model.recording import Recording
-from safelaunch.report.profiling.shares import KINDS, Place, RankTime, Stacks, frame_of, mean, place_share
-from safelaunch.report.profiling.verdict import Comparison, Finding, Slowness, percent
-from safelaunch.report.profiling.verdict import where as change_words
+from safelaunch.report.shares import KINDS, Place, RankTime, Stacks, frame_of, mean, place_share
+from safelaunch.report.slowness import Comparison, Finding, Slowness, percent
+from safelaunch.report.slowness import where as change_words
 from safelaunch.report.tables import Frames, Numbers, Paths
 from safelaunch.system.console import cut, wrapped
 from safelaunch.system.printable import clean

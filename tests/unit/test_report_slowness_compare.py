@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from recordings import ALL_REDUCE, AUGMENT, BACKWARD, FORWARD, recording
 
-from safelaunch.report.profiling.verdict import compare
+from safelaunch.report.slowness import compare
 
 BEFORE = recording(*[{FORWARD: 0.5, BACKWARD: 0.5}] * 2, steps=100)  # 0.1 s each
 

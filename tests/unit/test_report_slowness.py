@@ -19,7 +19,7 @@ from recordings import (
 )
 
 from safelaunch.model.recording import RankRecord, Recording
-from safelaunch.report.profiling.verdict import verdict_of
+from safelaunch.report.slowness import verdict_of
 
 EVEN = {FORWARD: 0.4, BACKWARD: 0.4, OPTIMIZER: 0.1, ALL_REDUCE: 0.1}
 WAITS = {FORWARD: 0.2, BACKWARD: 0.2, ALL_REDUCE: 0.6}

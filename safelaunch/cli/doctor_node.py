@@ -19,13 +19,7 @@ from safelaunch.beacon import layout
 from safelaunch.capture import command, stacks
 from safelaunch.capture import stacks as kernel
 from safelaunch.capture.result import within
-from safelaunch.job.paths import RunPaths
-from safelaunch.settings.config import INTERNAL_ENV
-from safelaunch.supervise.control.discover import find
-from safelaunch.system.errors import CaptureError
-from safelaunch.system.files import text_of
-
-from .rules import (
+from safelaunch.cli.doctor_rules import (
     Check,
     Disk,
     Place,
@@ -37,6 +31,11 @@ from .rules import (
     port_check,
     run_root_check,
 )
+from safelaunch.job.paths import RunPaths
+from safelaunch.settings.config import INTERNAL_ENV
+from safelaunch.supervise.control.discover import find
+from safelaunch.system.errors import CaptureError
+from safelaunch.system.files import text_of
 
 DISK_DEADLINE_S = 4.0
 NAME_DEADLINE_S = 8.0

@@ -14,7 +14,7 @@ from typing import Literal
 
 from safelaunch.model import Frame, rank_words
 from safelaunch.model.recording import Recording
-from safelaunch.report.profiling.shares import (
+from safelaunch.report.shares import (
     KINDS,
     Holder,
     Kind,

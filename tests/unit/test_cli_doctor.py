@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from safelaunch.capture import stacks
-from safelaunch.cli import doctor as command
-from safelaunch.cli import health
-from safelaunch.cli.health import node, rules
-from safelaunch.cli.health.rules import MIB, Check, Disk, Probe, Rights, Trial, failed, ok, warning
+from safelaunch.cli import doctor
+from safelaunch.cli import doctor_node as node
+from safelaunch.cli import doctor_rules as rules
+from safelaunch.cli.doctor_rules import MIB, Check, Disk, Probe, Rights, Trial, failed, ok, warning
 from safelaunch.system.console import Display
 from safelaunch.system.errors import Failure, UsageError
 
@@ -345,7 +345,7 @@ def test_a_probe_is_read_from_its_last_line() -> None:
     ],
 )
 def test_the_worst_result_counts(checks: tuple[Check, ...], result: str) -> None:
-    assert health.worst(checks) == result
+    assert doctor.worst(checks) == result
 
 
 CHECKS = (
@@ -355,7 +355,7 @@ CHECKS = (
 
 
 def test_text_aligns_wraps_and_keeps_the_lines_of_a_remedy() -> None:
-    lines = command.text(CHECKS, width=80, colour=False).splitlines()
+    lines = doctor.text(CHECKS, width=80, colour=False).splitlines()
     assert lines[0] == "ok       torch           2.13"
     assert lines[1].startswith("failed   reading stacks  permission denied")
     assert lines[2].startswith(" " * 25 + "because")
@@ -368,7 +368,7 @@ def test_text_aligns_wraps_and_keeps_the_lines_of_a_remedy() -> None:
 def test_every_line_fits_the_terminal_and_breaks_between_words(width: int) -> None:
     fix = "use --preset hang-debug, which compares what the ranks recorded once they hang; without DDP, DETAIL may work"
     checks = (warning("reading stacks of spawned children", "with a long detail " * 9, fix), *CHECKS)
-    lines = command.text(checks, width=width, colour=False).splitlines()
+    lines = doctor.text(checks, width=width, colour=False).splitlines()
     assert max(map(len, lines)) <= width
     assert {word for check in checks for word in f"{check.name} {check.detail} {check.fix}".split()} <= {
         word for line in lines for word in line.split()
@@ -376,13 +376,13 @@ def test_every_line_fits_the_terminal_and_breaks_between_words(width: int) -> No
 
 
 def test_colour_changes_nothing_but_colour() -> None:
-    coloured = command.text(CHECKS, width=80, colour=True)
+    coloured = doctor.text(CHECKS, width=80, colour=True)
     plain = coloured.replace("\x1b[32m", "").replace("\x1b[31m", "").replace("\x1b[0m", "")
-    assert coloured != plain == command.text(CHECKS, width=80, colour=False)
+    assert coloured != plain == doctor.text(CHECKS, width=80, colour=False)
 
 
 def test_the_json_document() -> None:
-    found = msgspec.to_builtins(command.document(CHECKS))
+    found = msgspec.to_builtins(doctor.document(CHECKS))
     assert (found["schema"], found["result"]) == (1, "failed")
     assert set(found["checks"][0]) == {"name", "result", "detail", "fix"}
 
@@ -391,8 +391,8 @@ def test_the_json_document() -> None:
 def test_exit_code(
     checks: tuple[Check, ...], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "examine", lambda *_: checks)
-    assert command.main([]) == code
+    monkeypatch.setattr(doctor, "examine", lambda *_: checks)
+    assert doctor.main([]) == code
     assert capsys.readouterr().out.endswith(f"{int(code == 1)} failed\n")
 
 
@@ -400,9 +400,9 @@ def test_exit_code(
 def test_the_results_are_coloured_where_they_are_read(
     color: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "examine", lambda *_: [ok("py-spy", "0.4.3"), failed("torch", "gone", "Install it.")])
-    monkeypatch.setattr(command, "display", lambda *_: Display(80, color))
-    assert command.main([]) == 1
+    monkeypatch.setattr(doctor, "examine", lambda *_: [ok("py-spy", "0.4.3"), failed("torch", "gone", "Install it.")])
+    monkeypatch.setattr(doctor, "display", lambda *_: Display(80, color))
+    assert doctor.main([]) == 1
     assert ("\x1b[32mok" in capfd.readouterr().out) is color
 
 
@@ -410,9 +410,9 @@ def test_without_torch_the_rest_is_examined_all_the_same(monkeypatch: pytest.Mon
     def none(_: object) -> None:
         raise UsageError("torch is not installed here", "pip install torch")
 
-    monkeypatch.setattr(health.torchrun, "find", none)
+    monkeypatch.setattr(doctor.torchrun, "find", none)
     environ = {"PATH": os.environ["PATH"], "XDG_RUNTIME_DIR": os.fspath(tmp_path)}
-    checks = {check.name: check for check in health.examine(environ, os.getuid(), tmp_path)}
+    checks = {check.name: check for check in doctor.examine(environ, os.getuid(), tmp_path)}
     assert checks["torch"].result == "failed" and checks["torch"].fix == "pip install torch"
     assert {"ports", "run directory", "py-spy"} <= set(checks)
 
@@ -422,15 +422,15 @@ def test_a_look_that_breaks_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_pa
         raise RuntimeError("the disk is on fire")
 
     for name in ("_tracing", "_torch", "_node"):
-        monkeypatch.setattr(health, name, lambda _: ())
-    monkeypatch.setattr(health.node, "run_root", broken)
-    checks = health.examine({"PATH": os.environ["PATH"]}, os.getuid(), tmp_path)
+        monkeypatch.setattr(doctor, name, lambda _: ())
+    monkeypatch.setattr(doctor.node, "run_root", broken)
+    checks = doctor.examine({"PATH": os.environ["PATH"]}, os.getuid(), tmp_path)
     assert warning("disks", "the check failed: RuntimeError: the disk is on fire") in checks
 
 
 def test_a_wrong_variable_of_ours_is_found(tmp_path: Path) -> None:
-    subject = health.Subject({"SAFELAUNCH_STALL": "3"}, os.getuid(), tmp_path, None, None)
-    (configuration,) = health._configuration(subject)
+    subject = doctor.Subject({"SAFELAUNCH_STALL": "3"}, os.getuid(), tmp_path, None, None)
+    (configuration,) = doctor._configuration(subject)
     assert configuration is not None
     assert configuration.result == "failed" and "SAFELAUNCH_STALL" in configuration.detail
 
@@ -446,8 +446,8 @@ def test_a_py_spy_that_is_denied_fails_for_real(tmp_path: Path, monkeypatch: pyt
     )
     denied.chmod(0o755)
     monkeypatch.setattr(stacks, "find_py_spy", lambda given=None: os.fspath(denied))
-    subject = health.Subject({}, os.getuid(), tmp_path, None, None)
-    py_spy, reading = health._tracing(subject)
+    subject = doctor.Subject({}, os.getuid(), tmp_path, None, None)
+    py_spy, reading = doctor._tracing(subject)
     assert py_spy is not None and reading is not None
     assert py_spy.result == "ok" and "0.4.3" in py_spy.detail
     assert reading.result == "failed" and "permission denied" in reading.detail and reading.fix
@@ -456,7 +456,7 @@ def test_a_py_spy_that_is_denied_fails_for_real(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.torch
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """The whole examination for real, torch and py-spy included."""
-    code = command.main(["--json"])
+    code = doctor.main(["--json"])
     found = json.loads(capsys.readouterr().out)
     results = {check["name"]: check["result"] for check in found["checks"]}
     assert code == int("failed" in results.values())
