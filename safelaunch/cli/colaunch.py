@@ -99,9 +99,9 @@ job succeeded, 1 if not, 2 for an error in the sweep (nothing started), 128+N if
 class Options:
     """Either ``spec``, or ``grid`` (which may be empty) and ``command``."""
 
-    spec: str | None
     grid: tuple[Axis, ...]
     command: tuple[str, ...]
+    spec: str | None = None
     gpus_per_job: int = 1
     ports_per_job: int = 0
     timeout_s: float | None = None
@@ -404,23 +404,9 @@ def parse(argv: list[str]) -> Options:
         raise UsageError(f"--grid {twice} occurs twice.", "Give all its values at once: --grid NAME=1,2,3")
     for pattern in words.metric:
         check_pattern(pattern)
-    return Options(
-        spec=words.spec,
-        grid=axes,
-        command=command,
-        gpus_per_job=1 if words.gpus_per_job is None else words.gpus_per_job,
-        ports_per_job=words.ports_per_job or 0,
-        timeout_s=words.timeout,
-        retries=words.retries or 0,
-        slots=words.slots,
-        max_parallel=words.max_parallel,
-        fail_fast=words.fail_fast,
-        resume=words.resume,
-        sweep_dir=words.sweep_dir or "",
-        metrics=tuple(words.metric),
-        dry_run=words.dry_run,
-        engine=words.engine,
-    )
+    given = {name: value for name, value in vars(words).items() if value is not None}
+    given |= {"grid": axes, "metrics": tuple(given.pop("metric")), "timeout_s": given.pop("timeout", None)}
+    return Options(command=command, **given)
 
 
 def _check_kind(words: argparse.Namespace, command: tuple[str, ...], *, has_command: bool) -> None:

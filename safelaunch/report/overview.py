@@ -224,24 +224,6 @@ class StackGroup:
     count: int
 
 
-@dataclass(frozen=True)
-class Overview:
-    """``tree``: the main threads of all ranks; empty where only one rank's was seen. ``without_stack``: ranges."""
-
-    rows: tuple[RankRow, ...]
-    tree: tuple[Branch, ...]
-    stacks: tuple[StackGroup, ...]
-    without_stack: str
-
-
-def overview(evidence: Evidence, facts: Facts | None = None) -> Overview:
-    facts = facts or Facts.of(evidence)
-    rows = tuple(row_of(one) for one in facts.ranks.values())
-    stacks, seen = _merged(facts)
-    without = set(facts.ranks) - seen | set(facts.unseen)
-    return Overview(rows, merged_stacks(facts), stacks, format_ranks(without))
-
-
 def merged_stacks(facts: Facts) -> tuple[Branch, ...]:
     """The main threads of all ranks as a tree; empty where only one rank's was seen."""
     found = {rank: main_frames(one.evidence) for rank, one in facts.ranks.items()}
@@ -325,8 +307,8 @@ def _state(one: RankFacts) -> str:
     return f"{view.process.states[-1].state} {view.wait.call or view.wait.kind}"
 
 
-def _merged(facts: Facts) -> tuple[tuple[StackGroup, ...], set[int]]:
-    """Groups of equal main-thread stacks, the largest first, ranks before their children."""
+def stack_groups(facts: Facts) -> tuple[list[StackGroup], set[int]]:
+    """Groups of equal stacks, the largest first, ranks before their children; and the ranks without any."""
     groups: dict[tuple[bool, str, tuple[Frame, ...]], list[tuple[int, View]]] = {}
     for rank, one in facts.ranks.items():
         view = view_of(one.evidence)
@@ -341,7 +323,7 @@ def _merged(facts: Facts) -> tuple[tuple[StackGroup, ...], set[int]]:
         merged.append((not is_main, -len(members), StackGroup(who, frames, members[0][1].user_frame, len(members))))
     merged.sort(key=lambda item: item[:2])
     seen = {rank for (is_main, _, _), members in groups.items() if is_main for rank, _ in members}
-    return tuple(group for _, _, group in merged), seen
+    return [group for _, _, group in merged], set(facts.ranks) - seen | set(facts.unseen)
 
 
 def frame_text(frame: Frame | None) -> str:

@@ -29,14 +29,15 @@ from safelaunch.model import (
 from safelaunch.report.early import in_status
 from safelaunch.report.overview import (
     Alike,
-    Overview,
     ReadLine,
     alike,
     batches,
     culprit_lines,
     devices,
     frame_text,
-    overview,
+    merged_stacks,
+    row_of,
+    stack_groups,
     stack_lines,
     tree_lines,
     world,
@@ -386,8 +387,8 @@ def markdown(
     ``facts``: those of ``evidence``, where they are known already.
     """
     facts = facts or Facts.of(evidence)
-    laid_out = overview(evidence, facts)
-    rows = alike(laid_out.rows, {one.rank for one in verdict.culprits})
+    rows = alike([row_of(one) for one in facts.ranks.values()], {one.rank for one in verdict.culprits})
+    tree = merged_stacks(facts)
     parts = [
         f"# {md(OUTCOMES[verdict.outcome].capitalize())}: {md(verdict.cause)}",
         f"{md(verdict.summary)}",
@@ -408,8 +409,8 @@ def markdown(
         _md_nodes(evidence.nodes),
         _md_list("What NCCL says", nccl_lines(evidence.nccl)),
         "## Ranks\n\n" + _md_table(rows),
-        "## Where the ranks diverge\n\n" + _fence(tree_lines(laid_out.tree)) if laid_out.tree else "",
-        _md_stacks(laid_out),
+        "## Where the ranks diverge\n\n" + _fence(tree_lines(tree)) if tree else "",
+        _md_stacks(facts),
         _md_list("Evidence", [f"{text} ({', '.join(files)})" for text, files in merged_claims(verdict.evidence)]),
         _md_list("Ruled out", verdict.ruled_out),
         _md_list("Not seen", verdict.missing),
@@ -518,16 +519,17 @@ def nccl_lines(witness: NcclWitness | None) -> list[str]:
     return [head, *lines, f"The raw answer: {witness.file}"]
 
 
-def _md_stacks(laid_out: Overview) -> str:
-    if not laid_out.stacks:
+def _md_stacks(facts: Facts) -> str:
+    groups, without = stack_groups(facts)
+    if not groups:
         return ""
     parts = ["## Stacks"]
-    for group in laid_out.stacks[:_STACK_GROUPS]:
+    for group in groups[:_STACK_GROUPS]:
         parts.append(f"**{md(group.who)}**\n\n" + _fence(stack_lines(group)))
-    if len(laid_out.stacks) > _STACK_GROUPS:
-        parts.append(f"{len(laid_out.stacks) - _STACK_GROUPS} more stacks: see ranks/*/stack.txt.")
-    if laid_out.without_stack:
-        parts.append(f"No stack: {md(rank_words(laid_out.without_stack))}.")
+    if len(groups) > _STACK_GROUPS:
+        parts.append(f"{len(groups) - _STACK_GROUPS} more stacks: see ranks/*/stack.txt.")
+    if without:
+        parts.append(f"No stack: {md(rank_words(without))}.")
     return "\n\n".join(parts)
 
 
