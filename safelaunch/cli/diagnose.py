@@ -279,7 +279,8 @@ def _files(verdict: Verdict, found: Found, names: Collection[str]) -> dict[str, 
     made: dict[str, str] = {}
     if HTML in names:
         elsewhere = replace(about, bundle="")  # the page has links to the files beside it, and there are none
-        made[HTML] = page.html(verdict, found.evidence, facts=facts, said=redactor.said, about=elsewhere)
+        data = page.content(verdict, found.evidence, facts=facts, said=redactor.said, about=elsewhere)
+        made[HTML] = page.render(data)
     if PERFETTO in names:
         made[PERFETTO] = exports.as_json(exports.perfetto(facts, about.bundle))
     return {name: redactor.markup(text) for name, text in made.items()}

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -95,9 +96,6 @@ def text(checks: Sequence[Check], *, width: int, colour: bool) -> str:
 # --- the checks -------------------------------------------------------------------------------------------------------
 
 
-Look = Callable[[], tuple[Check | None, ...]]
-
-
 @dataclass(frozen=True, slots=True)
 class Subject:
     """The subject of the checks. ``torch`` None: not found, for the reason ``no_torch``."""
@@ -121,17 +119,17 @@ def examine(environ: Mapping[str, str], uid: int, cwd: Path) -> tuple[Check, ...
     except SafelaunchError as error:
         problem = error
     subject = Subject(environ, uid, cwd, torch, problem)
-    looks: tuple[tuple[str, Callable[[Subject], tuple[Check | None, ...]]], ...] = (
-        ("reading stacks", _tracing),
-        ("torch", _torch),
-        ("disks", _disks),
-        ("node", _node),
-        ("configuration", _configuration),
-    )
-    calls = [_guarded(name, lambda look=look: look(subject)) for name, look in looks]  # type: ignore[misc]
+    looks: dict[str, Callable[[Subject], tuple[Check | None, ...]]] = {
+        "reading stacks": _tracing,
+        "torch": _torch,
+        "disks": _disks,
+        "node": _node,
+        "configuration": _configuration,
+    }
+    calls = [partial(_guarded, name, look, subject) for name, look in looks.items()]
     results = gather(calls, deadline_s=DEADLINE_S)
     found: list[Check] = []
-    for (name, _), checks in zip(looks, results, strict=True):
+    for name, checks in zip(looks, results, strict=True):
         found += checks if checks is not None else [warning(name, f"the check did not finish within {DEADLINE_S:g} s")]
     return tuple(found)
 
@@ -141,14 +139,11 @@ def worst(checks: tuple[Check, ...]) -> Result:
     return max((check.result for check in checks), key=RESULTS.index, default="ok")
 
 
-def _guarded(name: str, look: Look) -> Callable[[], list[Check]]:
-    def call() -> list[Check]:
-        try:
-            return [check for check in look() if check is not None]
-        except Exception as error:  # noqa: BLE001 - a failing check is reported, and the others run
-            return [warning(name, f"the check failed: {type(error).__name__}: {error}")]
-
-    return call
+def _guarded(name: str, look: Callable[[Subject], tuple[Check | None, ...]], subject: Subject) -> list[Check]:
+    try:
+        return [check for check in look(subject) if check is not None]
+    except Exception as error:  # noqa: BLE001 - a failing check is reported, and the others run
+        return [warning(name, f"the check failed: {type(error).__name__}: {error}")]
 
 
 def _tracing(subject: Subject) -> tuple[Check | None, ...]:

@@ -1,8 +1,8 @@
 """``report.html``: the picture of an incident, as one file that loads nothing.
 
 :func:`content` makes the page's data out of verdict and evidence. It is pure, and folds what is alike, so that a job of
-thousands of ranks makes a page of a few hundred kilobytes. :func:`html` puts the data, escaped, into the template. The
-scripts of the page write every text of the job as text: names and messages are a stranger's.
+thousands of ranks makes a page of a few hundred kilobytes. :func:`render` puts the data, escaped, into the template.
+The scripts of the page write every text of the job as text: names and messages are a stranger's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import re
+import shlex
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
@@ -234,13 +235,9 @@ def _version(about: About, package: str) -> str:
     return ", ".join(sorted(found)[:3])
 
 
-_PLAIN_WORD = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
-
-
 def _command(words: Sequence[str]) -> str:
     """A command line that a shell reads as these words."""
-    quoted = [word if _PLAIN_WORD.fullmatch(word) else "'" + word.replace("'", "'\"'\"'") + "'" for word in words]
-    text = " ".join(quoted)
+    text = shlex.join(words)
     return text if len(text) <= MOST_COMMAND else f"{text[:MOST_COMMAND]} …"
 
 
@@ -311,20 +308,6 @@ def prepare() -> None:
     """Reads the templates, which takes a moment on a slow disk."""
     for name in ("report.html", _STYLE, _COMMON, _SCRIPT):
         _part(name)
-
-
-def html(
-    verdict: Verdict,
-    evidence: Evidence,
-    artifacts: Sequence[Artifact] = (),
-    *,
-    facts: Facts | None = None,
-    read_source: ReadSource | None = None,
-    said: Callable[[str], str] = str,
-    about: About | None = None,
-) -> str:
-    """The page. See :func:`content` for the arguments."""
-    return render(content(verdict, evidence, artifacts, facts=facts, read_source=read_source, said=said, about=about))
 
 
 def render(page: dict[str, Any], script: str = _SCRIPT) -> str:

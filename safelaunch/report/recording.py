@@ -13,7 +13,7 @@ import msgspec
 from safelaunch import __version__
 from safelaunch.model import Frame, format_ranks
 from safelaunch.model.recording import Recording
-from safelaunch.report.shares import KINDS, Place, RankTime, Stacks, frame_of, mean, place_share
+from safelaunch.report.shares import KINDS, Place, RankTime, Stacks, frame_of, mean, place_share, share_of
 from safelaunch.report.slowness import Comparison, Finding, Slowness, percent
 from safelaunch.report.slowness import where as change_words
 from safelaunch.report.tables import Frames, Numbers, Paths
@@ -117,22 +117,18 @@ def _signed(compared: Comparison, value: float) -> str:
 
 
 def _table(found: Slowness, width: int) -> list[str]:
-    times = found.times
+    times, members = found.times, alike(found.times)
     kinds = [kind for kind in KINDS if any(one.kinds.get(kind, 0.0) >= 0.005 for one in times)]
-    names = ["rank", "waits", *kinds]
-    rows = []
-    for members in alike(times):
-        shares = [mean([one.kinds.get(kind, 0.0) for one in members]) for kind in kinds]
-        cells = [percent(mean([one.waits for one in members])), *map(percent, shares)]
-        rows.append([format_ranks([one.rank for one in members]), *cells])
-    widths = [max(len(row[at]) for row in (names, *rows)) for at in range(len(names))]
-    while sum(widths) + 2 * len(widths) > width and len(widths) > 2:  # the narrowest share of time goes first
-        least = min(range(2, len(names)), key=lambda at: mean([t.kinds.get(kinds[at - 2], 0.0) for t in times]))
-        for row in (names, widths, *rows):
-            del row[least]  # type: ignore[attr-defined]
-        del kinds[least - 2]
-    shown = [names, *rows[:MOST_ROWS]]
-    return ["".join(f"{text:>{widths[at]}}  " for at, text in enumerate(row)).rstrip() for row in shown]
+    while True:
+        rows = [["rank", "waits", *kinds]]
+        for these in members:
+            shares = [mean([one.waits for one in these]), *(share_of(these, kind) for kind in kinds)]
+            rows.append([format_ranks([one.rank for one in these]), *map(percent, shares)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        if not kinds or sum(widths) + 2 * len(widths) <= width:
+            break
+        kinds.remove(min(kinds, key=lambda kind: share_of(times, kind)))  # the narrowest share of time goes first
+    return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows[: MOST_ROWS + 1]]
 
 
 def markdown(recorded: Recorded) -> str:

@@ -52,7 +52,8 @@ def test_in_the_status() -> None:
 
 def test_in_the_reports() -> None:
     evidence = quiet(LOOK, replace(LOOK, words=EVIL))
-    for text in (report.markdown(diagnose(evidence), evidence, ()), page.html(diagnose(evidence), evidence)):
+    verdict = diagnose(evidence)
+    for text in (report.markdown(verdict, evidence, ()), page.render(page.content(verdict, evidence))):
         assert "quiet for 7 s: rank 1 is asleep" in text and "UTC" in text
         assert "<script>alert" not in re.sub("`[^`]*`", "", text) and "\x1b" not in text
 

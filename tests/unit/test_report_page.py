@@ -190,7 +190,7 @@ def test_a_job_that_was_seen_at_one_step_says_so_in_words(chromium: browser.Brow
     ranks = [replace(rank(0, in_user(7), "sleep"), progress=replace(one, last_step_ns=10**9)), waiting(1)]
     evidence = job(*ranks, threshold_s=2.0)
     path = tmp_path / "one.html"
-    path.write_text(page.html(diagnose(evidence), evidence), encoding="utf-8")
+    path.write_text(page.render(page.content(diagnose(evidence), evidence)), encoding="utf-8")
     chromium.open(path)
     assert "Rank 0: step 5" in chromium.text("#steps") and not chromium.texts("#steps svg")
     assert chromium.errors == []
@@ -314,7 +314,7 @@ def test_the_log_of_every_node_does_not_make_a_page_too_large() -> None:
     evidence = incidents.hang(2).evidence
     lines = tuple("x" * 300 for _ in range(40))
     files = tuple(NodeSummary(f"n{at}", kernel_log=(str(at), *lines)) for at in range(512))
-    made = page.html(diagnose(evidence), evidence, about=About(nodes=files))
+    made = page.render(page.content(diagnose(evidence), evidence, about=About(nodes=files)))
     assert len(made.encode()) < 5_000_000
 
 
@@ -409,7 +409,7 @@ def test_the_axis_of_the_steps_is_broken_where_its_scale_changes(chromium: brows
         ranks = [replace(waiting(n), progress=one) for n in range(2)]
         evidence = job(*map(incidents.late, ranks), threshold_s=2.0)
         path = tmp_path / "steps.html"
-        path.write_text(page.html(diagnose(evidence), evidence), encoding="utf-8")
+        path.write_text(page.render(page.content(diagnose(evidence), evidence)), encoding="utf-8")
         chromium.size(1280)
         chromium.open(path)
         assert chromium.value("document.querySelectorAll('#steps .break').length") == bool(words)
@@ -481,7 +481,7 @@ def test_the_timeline_is_walked_zoomed_and_switched_by_keyboard(show: Show) -> N
 def test_the_keys_of_the_timeline_skip_a_lane_without_calls(chromium: browser.Browser, tmp_path: Path) -> None:
     evidence = job(waiting(0), rank(1, in_user(7), "stop"), waiting(2, line=60))
     path = tmp_path / "stopped.html"
-    path.write_text(page.html(diagnose(evidence), evidence), encoding="utf-8")
+    path.write_text(page.render(page.content(diagnose(evidence), evidence)), encoding="utf-8")
     chromium.open(path)
     assert chromium.texts("[data-lane]")[0] == "rank 1"
     chromium.focus("#timeline canvas")
@@ -546,7 +546,7 @@ def test_hostile_names_stay_text(show: Show) -> None:
 def test_numbers_that_a_page_cannot_hold_are_left_out() -> None:
     evidence = replace(incidents.hang(2).evidence, stall_s=float("inf"), threshold_s=float("nan"))
     about = About(at_unix_s=float("inf"), nodes=(NodeSummary("a", load=(float("nan"), float("inf"))),))
-    text = page.html(diagnose(evidence), evidence, about=about)
+    text = page.render(page.content(diagnose(evidence), evidence, about=about))
     json.loads(data_of(text), parse_constant=pytest.fail)
 
 
