@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import msgspec
-
 from safelaunch.leases.choose import Gpu, Inventory, users_of
 from safelaunch.leases.holder import Holder, User, look, moment
 from safelaunch.leases.inventory import inventory
@@ -94,7 +92,8 @@ def _state(gpu: Gpu, holder: Holder | None, users: Sequence[User], use: str) -> 
     return "unleased use" if use else "free"
 
 
-class LeaseDocument(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class LeaseDocument:
     """Who holds a GPU, or waits for one. ``alive``: the supervisor holds it, not only ranks that it left behind."""
 
     pid: int
@@ -107,7 +106,8 @@ class LeaseDocument(msgspec.Struct, frozen=True):
     alive: bool
 
 
-class ProcessDocument(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class ProcessDocument:
     """A process that uses a GPU. ``left_over``: of a run whose supervisor is gone."""
 
     pid: int
@@ -118,7 +118,8 @@ class ProcessDocument(msgspec.Struct, frozen=True):
     memory_bytes: int | None
 
 
-class GpuDocument(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class GpuDocument:
     """A GPU, or a MIG instance of one. ``parent``: the UUID of the GPU."""
 
     gpu: str
@@ -133,7 +134,8 @@ class GpuDocument(msgspec.Struct, frozen=True):
     processes: list[ProcessDocument]
 
 
-class Document(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Document:
     """The --json document. ``missing``: why there are no GPUs. ``waiting``: the jobs in the queue."""
 
     missing: str
@@ -189,7 +191,7 @@ def main(argv: list[str]) -> int:
     held, waiting = _leases(found, store_of(os.environ))
     table = rows(found.gpus, held, _users(found))
     if words.json:
-        show_json(msgspec.to_builtins(document(table, waiting, found.missing)))
+        show_json(asdict(document(table, waiting, found.missing)))
     elif not found.gpus:
         say(f"no GPUs to show: {found.missing}")
     elif sys.stdout.isatty():

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-
-import msgspec
+from typing import TypedDict
 
 from safelaunch.cli.parsing import Parser
 from safelaunch.settings.options import EnvSetting
@@ -25,13 +23,13 @@ def main(argv: list[str]) -> int:
     if arguments.ref is None:
         found = list_presets()
         if arguments.json:
-            show_json(msgspec.to_builtins([SummaryDocument(one.name, one.summary) for one in found]))
+            show_json([_summary_document(p) for p in found])
         else:
             show(render_table(found).rstrip("\n"), fold=True)
         return 0
     chain = preset_chain([arguments.ref], cwd=Path.cwd())
     if arguments.json:
-        show_json(msgspec.to_builtins(_document(chain)))
+        show_json(_document(chain))
     else:
         show(render_preset(chain, _width()).rstrip("\n"))
     return 0
@@ -121,23 +119,20 @@ def _watchdog(chain: tuple[Preset, ...]) -> Mapping[str, object]:
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
-class SummaryDocument(msgspec.Struct, frozen=True):
+class SummaryDocument(TypedDict):
     """A shipped preset, in the --json list."""
 
     name: str
     description: str
 
 
-class SettingDocument(msgspec.Struct, frozen=True, rename={"yields_to": "yields-to", "origin": "from"}):
-    name: str
-    value: str
-    why: str
-    torch: str
-    yields_to: list[str]
-    origin: str
+SettingDocument = TypedDict(
+    "SettingDocument",
+    {"name": str, "value": str, "why": str, "torch": str, "yields-to": list[str], "from": str},
+)
 
 
-class PresetDocument(msgspec.Struct, frozen=True):
+class PresetDocument(TypedDict):
     """What ``show --json`` prints of a preset. ``watchdog``: safelaunch's options that it sets, with their values."""
 
     name: str
@@ -148,17 +143,32 @@ class PresetDocument(msgspec.Struct, frozen=True):
     watchdog: dict[str, str | float | bool | int]
 
 
+def _summary_document(preset: Preset) -> SummaryDocument:
+    return {"name": preset.name, "description": preset.summary}
+
+
 def _document(chain: tuple[Preset, ...]) -> PresetDocument:
     preset = chain[-1]
-    return PresetDocument(
-        preset.name,
-        str(preset.path),
-        preset.description,
-        [name for name, _ in preset.extends],
-        [SettingDocument(**asdict(setting)) for setting in _settings(chain).values()],
-        {key: "auto" if value is None else _plain(value) for key, value in _watchdog(chain).items()},
-    )
+    return {
+        "name": preset.name,
+        "file": str(preset.path),
+        "description": preset.description,
+        "extends": [name for name, _ in preset.extends],
+        "env": [_setting_document(setting) for setting in _settings(chain).values()],
+        "watchdog": {key: "auto" if value is None else _plain(value) for key, value in _watchdog(chain).items()},
+    }
 
 
 def _plain(value: object) -> str | float | bool | int:
     return value if isinstance(value, (int, float)) else str(value)
+
+
+def _setting_document(setting: EnvSetting) -> SettingDocument:
+    return {
+        "name": setting.name,
+        "value": setting.value,
+        "why": setting.why,
+        "torch": setting.torch,
+        "yields-to": list(setting.yields_to),
+        "from": setting.origin,
+    }
