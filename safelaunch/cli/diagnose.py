@@ -317,11 +317,8 @@ def _real_name(name: str, files: Mapping[str, str]) -> str:
     if name in files:
         return files[name]
     longest = max((start for start in files if name.startswith(start)), key=len, default=None)
-    return files[longest] + name[len(longest) :] if longest is not None and _is_folder(longest) else name
-
-
-def _is_folder(name: str) -> bool:
-    return name == "" or name.endswith("/")
+    is_folder = longest == "" or (longest is not None and longest.endswith("/"))
+    return files[longest] + name[len(longest) :] if longest is not None and is_folder else name
 
 
 def _notes(found: Found) -> list[str]:

@@ -142,6 +142,7 @@ def content(
     paths = Paths.of(evidence, about.launch.cwd, code.all_frames(evidence, verdict))
     frames = Frames(paths)
     shown = ranks.ranks(facts, verdict, frames)
+    states = {node.host: (format_ranks(node.ranks), node_state(node)) for node in evidence.nodes}
     page: dict[str, Any] = {
         "schema": 1,
         "head": _head(verdict, facts, evidence, about),
@@ -154,7 +155,7 @@ def content(
         "logs": list(shown.logs),
         "calls": list(shown.calls),
         "groups": ranks.groups(facts),
-        "nodes": nodes.nodes(facts, about, _node_states(evidence), culprits),
+        "nodes": nodes.nodes(facts, about, states, culprits),
         "nccl": nccl_lines(evidence.nccl),
         "claims": _claims(verdict),
         "ruled_out": verdict.ruled_out,
@@ -290,10 +291,6 @@ def _branches(branches: Sequence[Branch], frames: Frames, evidence: Evidence) ->
         )
         queue += [(further, below) for further in branch.branches]
     return made
-
-
-def _node_states(evidence: Evidence) -> dict[str, tuple[str, str]]:
-    return {node.host: (format_ranks(node.ranks), node_state(node)) for node in evidence.nodes}
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def _details(one: RankFacts, frames: Frames) -> dict[str, Any]:
         found["st"] = frames.stack(mine, evidence.code_roots)
     if evidence.exception is not None:
         found["raised"] = f"{evidence.exception.type}: {evidence.exception.message}"[:2000]
-        found["trace"] = _traceback(evidence)
+        found["trace"] = [line[:MOST_LINE] for line in clean_lines(evidence.exception.text)[-80:]]  # as it was printed
     if handled := [f"{one.type}: {one.message}"[:500] for one in evidence.gil.handling[:4]]:
         found["handles"] = handled
     if caught := [f"{one.type}: {one.message}"[:500] for one in evidence.caught[-4:]]:
@@ -112,12 +112,6 @@ def _child(child: View, rank: RankEvidence, frames: Frames) -> list[Any]:
         f"{states[-1].state} {child.wait.call or child.wait.kind}" if states else "",
         frames.stack(own, rank.code_roots) if own else -1,
     ]
-
-
-def _traceback(rank: RankEvidence) -> list[str]:
-    """The traceback as it was printed."""
-    text = rank.exception.text if rank.exception is not None else ""
-    return [line[:MOST_LINE] for line in clean_lines(text)[-80:]]
 
 
 def _calls(facts: Facts, rank: int) -> tuple[str, ...]:

@@ -445,26 +445,22 @@ def _md_culprit(culprit: Culprit, evidence: Evidence, read_line: ReadLine | None
     excerpt = culprit_lines(culprit, evidence, read_line)
     if excerpt:
         parts.append(_fence(excerpt))
-    log = log_lines(evidence, culprit.rank)
-    if log:
-        parts.append(f"{log_title(evidence, culprit.rank)}:\n\n" + _fence(log))
+    text = next((one.log_tail for one in evidence.ranks if one.rank == culprit.rank), "")
+    if log := clean_lines(text)[-_LOG_LINES:]:
+        raw = f"ranks/{culprit.rank}/log_tail.txt holds its terminal sequences raw, which cat would send on"
+        parts.append(f"The end of its output{'' if is_clean(text) else f' ({raw})'}:\n\n" + _fence(log))
     return "\n\n".join(parts)
 
 
 def _md_memory(rank: RankEvidence) -> str:
-    """What fills the GPU of a rank that ran out of its memory, the largest first."""
-    found = memory_lines(rank)
-    return f"## GPU memory of rank {rank.rank}\n\n" + _fence(found) if found else ""
-
-
-def memory_lines(rank: RankEvidence) -> list[str]:
-    """Each place that holds memory, with the stack that asked for it, innermost first."""
-    seen = rank.device_memory
+    """What fills the GPU of a rank that ran out of its memory, the largest first: each place that holds memory, with the
+    stack that asked for it, innermost first.
+    """
     lines = []
-    for block in seen.blocks if seen is not None else ():
+    for block in rank.device_memory.blocks if rank.device_memory is not None else ():
         lines.append(f"{words(block.size)} in {block.count} block{'s' * (block.count != 1)}")
         lines += [f"    {frame_text(frame)}" for frame in block.frames[:_MEMORY_FRAMES]]
-    return lines
+    return f"## GPU memory of rank {rank.rank}\n\n" + _fence(lines) if lines else ""
 
 
 def _md_table(rows: Sequence[Alike]) -> str:
@@ -545,19 +541,3 @@ def stalled_words(evidence: Evidence) -> str:
 def early_lines(evidence: Evidence) -> list[str]:
     """What was seen while the job was quiet, and when."""
     return [f"{time.strftime('%H:%M:%S', time.gmtime(one.unix_s))} UTC, {in_status(one)}" for one in evidence.early]
-
-
-def log_lines(evidence: Evidence, rank: int) -> list[str]:
-    return clean_lines(_log(evidence, rank))[-_LOG_LINES:]
-
-
-def log_title(evidence: Evidence, rank: int) -> str:
-    if is_clean(_log(evidence, rank)):
-        return "The end of its output"
-    return (
-        f"The end of its output (ranks/{rank}/log_tail.txt holds its terminal sequences raw, which cat would send on)"
-    )
-
-
-def _log(evidence: Evidence, rank: int) -> str:
-    return next((one.log_tail for one in evidence.ranks if one.rank == rank), "")

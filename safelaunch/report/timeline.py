@@ -164,9 +164,9 @@ def _parting(
     """Where the calls of the ranks part, as far as their records show it: the group's label and the call's number; and
     who never entered it.
     """
-    place = (
-        _shifted(facts, culprits) or _mismatched(facts) or _not_entered(facts, culprits) or _met(facts, set(culprits))
-    )
+    differs = facts.histories.first_mismatch
+    place = _shifted(facts, culprits) or ((differs.group, differs.seq) if differs is not None else None)
+    place = place or _not_entered(facts, culprits) or _met(facts, set(culprits))
     if place is None:
         return None, set()
     group, number = place
@@ -182,11 +182,6 @@ def _shifted(facts: Facts, culprits: Collection[int]) -> tuple[str, int] | None:
         if shift is not None and shift.agrees_again and set(shift.ranks) & set(culprits):
             return group, shift.number
     return None
-
-
-def _mismatched(facts: Facts) -> tuple[str, int] | None:
-    found = facts.histories.first_mismatch
-    return (found.group, found.seq) if found is not None else None
 
 
 def _not_entered(facts: Facts, culprits: Collection[int]) -> tuple[str, int] | None:
