@@ -453,9 +453,7 @@ def _md_culprit(culprit: Culprit, evidence: Evidence, read_line: ReadLine | None
 
 
 def _md_memory(rank: RankEvidence) -> str:
-    """What fills the GPU of a rank that ran out of its memory, the largest first: each place that holds memory, with the
-    stack that asked for it, innermost first.
-    """
+    """What fills the GPU of a rank that ran out of its memory, the largest first, with the stacks that asked for it."""
     lines = []
     for block in rank.device_memory.blocks if rank.device_memory is not None else ():
         lines.append(f"{words(block.size)} in {block.count} block{'s' * (block.count != 1)}")

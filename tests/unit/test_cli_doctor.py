@@ -15,6 +15,7 @@ from safelaunch.cli import doctor
 from safelaunch.cli import doctor_node as node
 from safelaunch.cli import doctor_rules as rules
 from safelaunch.cli.doctor_rules import MIB, Check, Disk, Probe, Rights, Trial, failed, ok, warning
+from safelaunch.job import torchrun
 from safelaunch.system.console import Display
 from safelaunch.system.errors import Failure, UsageError
 
@@ -93,23 +94,6 @@ def test_strangers_and_c_frames_are_only_warned_about() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "version", "python", "result"),
-    [
-        ("/bin/py-spy", "0.4.3", (3, 11), "ok"),
-        ("/bin/py-spy", "0.4.0", (3, 13), "ok"),
-        ("/bin/py-spy", "0.3.14", (3, 13), "failed"),
-        ("/bin/py-spy", "0.3.14", (3, 11), "ok"),
-        ("/bin/py-spy", "", (3, 11), "failed"),
-        ("", "", (3, 11), "failed"),
-    ],
-)
-def test_py_spy_itself(path: str, version: str, python: tuple[int, int], result: str) -> None:
-    check = rules.py_spy_check(path, version, python)
-    assert check.result == result
-    assert bool(check.fix) == (result == "failed")
-
-
-@pytest.mark.parametrize(
     ("environ", "container", "place"),
     [
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, True, "kubernetes"),
@@ -133,93 +117,77 @@ def disk(free: int, total: int = 100 * GIB, kind: str = "ext4") -> Disk:
     return Disk("/tmp", total, free, kind)
 
 
-@pytest.mark.parametrize(
-    ("found", "result"),
-    [
-        (disk(10 * GIB), "ok"),
-        (disk(64 * MIB), "ok"),
-        (disk(64 * MIB - 1), "warning"),
-        (disk(8 * MIB), "warning"),
-        (disk(8 * MIB - 1), "failed"),
-        (disk(0), "failed"),
-        (disk(10 * GIB, kind="nfs4"), "warning"),
-        (disk(10 * GIB, kind="fuse.sshfs"), "warning"),
-        (disk(10 * GIB, kind="tmpfs"), "ok"),
-        (Disk("/tmp", problem="no answer from the kernel within 4 s"), "failed"),
-    ],
-)
-def test_room(found: Disk, result: str) -> None:
-    check = rules.room_check("/tmp", found, "bundles")
-    assert check.result == result
-    assert bool(check.fix) == (result != "ok")
+NO_DRIVER = "no NVIDIA driver on this node (libnvidia-ml.so.1 not found)"
+NOT_PRIVATE = "not a private directory of yours (owner 0, mode 755)"
+JUDGED = [
+    # check, its result, words of its detail or fix
+    (rules.py_spy_check("/bin/py-spy", "0.4.3", (3, 11)), "ok", "0.4.3"),
+    (rules.py_spy_check("/bin/py-spy", "0.4.0", (3, 13)), "ok", ""),
+    (rules.py_spy_check("/bin/py-spy", "0.3.14", (3, 13)), "failed", "py-spy>=0.4.0"),
+    (rules.py_spy_check("/bin/py-spy", "0.3.14", (3, 11)), "ok", ""),
+    (rules.py_spy_check("/bin/py-spy", "", (3, 11)), "failed", "no answer"),
+    (rules.py_spy_check("", "", (3, 11)), "failed", "not installed"),
+    (rules.room_check("/tmp", disk(10 * GIB), "bundles"), "ok", "10.0 GiB free"),
+    (rules.room_check("/tmp", disk(64 * MIB), "bundles"), "ok", ""),
+    (rules.room_check("/tmp", disk(64 * MIB - 1), "bundles"), "warning", "little for bundles"),
+    (rules.room_check("/tmp", disk(8 * MIB), "bundles"), "warning", ""),
+    (rules.room_check("/tmp", disk(8 * MIB - 1), "bundles"), "failed", "no room for bundles"),
+    (rules.room_check("/tmp", disk(0), "bundles"), "failed", ""),
+    (rules.room_check("/tmp", disk(10 * GIB, kind="nfs4"), "bundles"), "warning", "a network disk"),
+    (rules.room_check("/tmp", disk(10 * GIB, kind="fuse.sshfs"), "bundles"), "warning", ""),
+    (rules.room_check("/tmp", disk(10 * GIB, kind="tmpfs"), "bundles"), "ok", ""),
+    (rules.room_check("/tmp", Disk("/tmp", problem="no answer within 4 s"), "bundles"), "failed", "within 4 s"),
+    (rules.bundle_check(disk(5 * GIB)), "ok", "on /tmp (ext4)"),
+    (rules.bundle_check(disk(5 * GIB, kind="nfs4")), "ok", "a network disk"),
+    (rules.bundle_check(disk(1 * MIB, kind="nfs4")), "failed", "no room"),
+    (rules.shm_check(disk(64 * MIB, 64 * MIB), "docker"), "warning", "--shm-size"),
+    (rules.shm_check(disk(64 * MIB, 64 * MIB), "kubernetes"), "warning", "emptyDir"),
+    (rules.shm_check(disk(64 * MIB, 64 * MIB), "host"), "warning", "remount"),
+    (rules.shm_check(disk(0, 16 * GIB), "docker"), "warning", "--shm-size"),
+    (rules.shm_check(disk(8 * GIB, 16 * GIB, "tmpfs"), "docker"), "ok", ""),
+    (rules.run_root_check(Disk("/tmp/safelaunch-7"), NOT_PRIVATE), "failed", "cannot watch jobs"),
+    (rules.run_root_check(Disk("/tmp/safelaunch-7"), NOT_PRIVATE), "failed", "XDG_RUNTIME_DIR"),
+    (rules.socket_check("/tmp/safelaunch-0", 53), "ok", ""),
+    (rules.socket_check("/tmp/safelaunch-0", 107), "ok", ""),
+    (rules.socket_check("/tmp/safelaunch-0", 108), "failed", "too long"),
+    (rules.port_check("", 32768, 60999), "ok", "32768-60999"),
+    (rules.port_check("", 0, 0), "ok", ""),
+    (rules.port_check("", 32768, 33000), "warning", "too few"),
+    (rules.port_check("", 1024, 65535), "warning", "29500"),
+    (rules.port_check("Cannot assign requested address", 32768, 60999), "failed", "ip link set lo up"),
+    (rules.hostname_check("node1", ("127.0.0.1",), 0.01, ""), "ok", "127.0.0.1"),
+    (rules.hostname_check("node1", ("10.0.0.1",), 5.0, ""), "warning", "/etc/hosts"),
+    (rules.hostname_check("node1", (), 0.1, "Name or service not known"), "warning", "/etc/hosts"),
+    (rules.hostname_check("node1", (), 8.0, "no answer within 8 s"), "warning", "/etc/hosts"),
+    (rules.leftover_check((), (), 0), "ok", "0 live runs"),
+    (rules.leftover_check(("/tmp/s/r1",), (), 2), "ok", "2 live runs"),
+    (rules.leftover_check(("/tmp/s/r1",), (), 2), "ok", "/tmp/s/r1"),
+    (rules.leftover_check((), ("/tmp/s/bundles/a-Z-hang",), 0), "warning", "/tmp/s/bundles/*"),
+    (rules.version_check("2.13.0+cpu", "/x/torch", 59), "ok", ""),
+    (rules.version_check("2.6.0", "/x/torch", 50), "ok", ""),
+    (rules.version_check("2.5.1", "/x/torch", 50), "failed", "older than 2.6"),
+    (rules.version_check("1.13", "/x/torch", 50), "failed", ""),
+    (rules.version_check("", "/x/torch", 50), "ok", "unknown version"),
+    (rules.version_check("3.0", "/x/torch", 0), "warning", "could not be read"),
+    (rules.gpu_check(8, "", "", "12.8", True), "ok", "NVML sees 8"),
+    (rules.gpu_check(0, NO_DRIVER, "", "", False), "ok", "for the CPU"),
+    (rules.gpu_check(0, NO_DRIVER, "", "12.8", False), "warning", "CUDA 12.8"),
+    (rules.gpu_check(0, NO_DRIVER, "", "", True), "warning", "/dev/nvidia"),
+    (rules.gpu_check(0, "nvidia-ml-py is not installed", "not installed", "", False), "warning", "pip install"),
+    (rules.gpu_check(0, "NVML: no answer within 5 s", "timeout", "12.8", True), "failed", "xid"),
+]
 
 
-@pytest.mark.parametrize(
-    ("total", "free", "place", "result", "fix"),
-    [
-        (64 * MIB, 64 * MIB, "docker", "warning", "--shm-size"),
-        (64 * MIB, 64 * MIB, "kubernetes", "warning", "emptyDir"),
-        (64 * MIB, 64 * MIB, "host", "warning", "remount"),
-        (16 * GIB, 0, "docker", "warning", "--shm-size"),
-        (16 * GIB, 8 * GIB, "docker", "ok", ""),
-    ],
-)
-def test_shared_memory(total: int, free: int, place: rules.Place, result: str, fix: str) -> None:
-    check = rules.shm_check(Disk("/dev/shm", total, free, "tmpfs"), place)
-    assert check.result == result and fix in check.fix
-
-
-def test_a_run_root_that_cannot_be_used_fails_with_what_to_do() -> None:
-    check = rules.run_root_check(Disk("/tmp/safelaunch-7"), "not a private directory of yours (owner 0, mode 755)")
-    assert check.result == "failed" and "cannot watch jobs" in check.detail and "XDG_RUNTIME_DIR" in check.fix
-
-
-@pytest.mark.parametrize(("longest", "result"), [(53, "ok"), (107, "ok"), (108, "failed")])
-def test_socket_paths(longest: int, result: str) -> None:
-    assert rules.socket_check("/tmp/safelaunch-0", longest).result == result
+@pytest.mark.parametrize(("check", "result", "words"), JUDGED)
+def test_each_fact_is_judged_and_what_is_not_well_has_a_fix(check: Check, result: str, words: str) -> None:
+    assert check.result == result and bool(check.fix) == (result != "ok")
+    assert words in f"{check.detail} {check.fix}"
 
 
 def test_the_longest_socket_path_counts_every_part() -> None:
     root = Path("/tmp/safelaunch-0")
     assert node.longest_socket(root) == node.longest_socket(Path("/tmp")) + len("/safelaunch-0")
     assert node.longest_socket(root) > len("/tmp/safelaunch-0/r1/pages/0-0-1.sock")
-
-
-@pytest.mark.parametrize(
-    ("problem", "low", "high", "result"),
-    [
-        ("", 32768, 60999, "ok"),
-        ("", 0, 0, "ok"),
-        ("", 32768, 33000, "warning"),
-        ("", 1024, 65535, "warning"),
-        ("Cannot assign requested address", 32768, 60999, "failed"),
-    ],
-)
-def test_ports(problem: str, low: int, high: int, result: str) -> None:
-    check = rules.port_check(problem, low, high)
-    assert check.result == result and bool(check.fix) == (result != "ok")
-
-
-@pytest.mark.parametrize(
-    ("addresses", "took_s", "problem", "result"),
-    [
-        (("127.0.0.1",), 0.01, "", "ok"),
-        (("10.0.0.1",), 5.0, "", "warning"),
-        ((), 0.1, "Name or service not known", "warning"),
-        ((), 8.0, "no answer within 8 s", "warning"),
-    ],
-)
-def test_host_name(addresses: tuple[str, ...], took_s: float, problem: str, result: str) -> None:
-    check = rules.hostname_check("node1", addresses, took_s, problem)
-    assert check.result == result and ("/etc/hosts" in check.fix) == (result != "ok")
-
-
-def test_left_behind() -> None:
-    assert rules.leftover_check((), (), 0).result == "ok"
-    dead = rules.leftover_check(("/tmp/s/r1",), (), 2)
-    assert dead.result == "ok" and "2 live runs" in dead.detail and "/tmp/s/r1" in dead.detail
-    kept = rules.leftover_check((), ("/tmp/s/bundles/a-Z-hang",), 0)
-    assert kept.result == "warning" and "/tmp/s/bundles/*" in kept.fix
 
 
 def test_the_kind_of_a_disk_is_that_of_the_deepest_mount() -> None:
@@ -273,45 +241,6 @@ def test_torch(probe: Probe, imported: str, beacon: str | None, server: str | No
 def test_the_users_own_sitecustomize_is_named() -> None:
     check = rules.beacon_check(replace(GOOD, chained="/usr/lib/python3/sitecustomize.py"))
     assert check is not None and check.result == "ok" and "/usr/lib/python3/sitecustomize.py" in check.detail
-
-
-@pytest.mark.parametrize(
-    ("version", "options", "result"),
-    [
-        ("2.13.0+cpu", 59, "ok"),
-        ("2.6.0", 50, "ok"),
-        ("2.5.1", 50, "failed"),
-        ("1.13", 50, "failed"),
-        ("", 50, "ok"),
-        ("3.0", 0, "warning"),
-    ],
-)
-def test_torch_version(version: str, options: int, result: str) -> None:
-    assert rules.version_check(version, "/x/torch", options).result == result
-
-
-@pytest.mark.parametrize(
-    ("missing", "kind", "cuda", "devices", "result"),
-    [
-        ("", "", "12.8", True, "ok"),
-        ("no NVIDIA driver on this node (libnvidia-ml.so.1 not found)", "", "", False, "ok"),
-        ("no NVIDIA driver on this node (libnvidia-ml.so.1 not found)", "", "12.8", False, "warning"),
-        ("no NVIDIA driver on this node (libnvidia-ml.so.1 not found)", "", "", True, "warning"),
-        ("the Python package nvidia-ml-py is not installed", "not installed", "", False, "warning"),
-        ("NVML: no answer within 5 s: the driver may be stuck", "timeout", "12.8", True, "failed"),
-    ],
-)
-def test_gpus(missing: str, kind: Failure, cuda: str, devices: bool, result: str) -> None:
-    assert rules.gpu_check(0 if missing else 8, missing, kind, cuda, devices).result == result
-
-
-@pytest.mark.parametrize(
-    ("kind", "free", "result"), [("ext4", 5 << 30, "ok"), ("nfs4", 5 << 30, "ok"), ("nfs4", 1 << 20, "failed")]
-)
-def test_bundles_may_go_to_a_network_disk_with_room(kind: str, free: int, result: str) -> None:
-    check = rules.bundle_check(rules.Disk("/b", 10 << 30, free, kind))
-    assert check.result == result
-    assert ("network disk" in check.detail) == ((kind, result) == ("nfs4", "ok"))
 
 
 @pytest.mark.parametrize(
@@ -410,7 +339,7 @@ def test_without_torch_the_rest_is_examined_all_the_same(monkeypatch: pytest.Mon
     def none(_: object) -> None:
         raise UsageError("torch is not installed here", "pip install torch")
 
-    monkeypatch.setattr(doctor.torchrun, "find", none)
+    monkeypatch.setattr(torchrun, "find", none)
     environ = {"PATH": os.environ["PATH"], "XDG_RUNTIME_DIR": os.fspath(tmp_path)}
     checks = {check.name: check for check in doctor.examine(environ, os.getuid(), tmp_path)}
     assert checks["torch"].result == "failed" and checks["torch"].fix == "pip install torch"
@@ -423,7 +352,7 @@ def test_a_look_that_breaks_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     for name in ("_tracing", "_torch", "_node"):
         monkeypatch.setattr(doctor, name, lambda _: ())
-    monkeypatch.setattr(doctor.node, "run_root", broken)
+    monkeypatch.setattr(node, "run_root", broken)
     checks = doctor.examine({"PATH": os.environ["PATH"]}, os.getuid(), tmp_path)
     assert warning("disks", "the check failed: RuntimeError: the disk is on fire") in checks
 

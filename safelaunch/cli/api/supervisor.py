@@ -103,9 +103,8 @@ def _serve(request: Request, line: Line) -> None:
         try:
             plan = in_directory(plan, directory.root)
             line.say(Ready(_changes(plan), os.fspath(directory.root)))
-            line.say(
-                _supervise(Job(plan, ProcessId(request.pid, request.start_ticks), directory, time.time()), line, given)
-            )
+            caller = ProcessId(request.pid, request.start_ticks)
+            line.say(_supervise(Job(plan, caller, directory, time.time()), line, given))
         finally:
             rmtree(directory.root, ignore_errors=True)
             os.close(directory.lock)
