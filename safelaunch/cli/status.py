@@ -22,7 +22,7 @@ from safelaunch.system.errors import UsageError
 from safelaunch.system.printable import clean
 
 from .parsing import Parser
-from .status_screen import ASCII, COLUMNS, NODE_COLUMNS, Glyphs, Line, drawn, nodes, rows, screen, told
+from .status_screen import ASCII, COLUMNS, NODE_COLUMNS, Glyphs, Line, drawn, node_cells, rows, screen, told
 from .table import ENDLESS, Table
 
 REFRESH_S = 1.0
@@ -124,7 +124,7 @@ def _lines(run: Run, now_unix_s: float, width: int | None) -> list[str]:
     else:  # a note goes on in its column, which is the last one then
         lines += table.without("signals").fitted(width - 2, NOTE_WIDTH).lines(width, "  ")
     if run.status.nodes:
-        lines += ["", *Table(NODE_COLUMNS, nodes(run.status), _RIGHT).lines(indent="  ")]
+        lines += ["", *Table(NODE_COLUMNS, [*map(node_cells, run.status.nodes)], _RIGHT).lines(indent="  ")]
     return lines
 
 

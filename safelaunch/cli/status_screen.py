@@ -31,12 +31,6 @@ LATE = 0.5
 
 Mood = Literal["good", "behind", "late", "quiet"]
 
-_WATCH = {
-    "watching": "watching",
-    "confirming": "hang suspected: looking closer",
-    "undecided": "undecided: no step, but something is computing, writing or serving",
-    "hung": "hung",
-}
 
 Style = Literal["plain", "bold", "dim", "warn", "alarm", "title", "good"]
 
@@ -73,13 +67,8 @@ def rows(status: RunStatus) -> tuple[Row, ...]:
     return tuple(_row(rank, furthest, status.threshold_s) for rank in sorted(status.ranks, key=lambda item: item.rank))
 
 
-def nodes(status: RunStatus) -> tuple[tuple[str, ...], ...]:
-    """The cells of each node of a job of several, below ``NODE_COLUMNS``."""
-    return tuple(node_cells(node) for node in status.nodes)
-
-
 def node_cells(node: NodeStatus) -> tuple[str, ...]:
-    """The same of one node."""
+    """The cells of a node of a job of several, below ``NODE_COLUMNS``."""
     return (
         clean(node.host),
         clean(node.ranks) or "-",
@@ -126,7 +115,8 @@ def _judge(rank: RankStatus, furthest: int | None, threshold_s: float) -> tuple[
 
 def told(status: RunStatus) -> str:
     """The watch's state in words, whether no rank makes a step, and which ranks are behind."""
-    words = _WATCH.get(status.watch, clean(status.watch)) + _standing(status)
+    words = _STATES[status.watch][0] if status.watch in _STATES else clean(status.watch)
+    words = f"{'undecided: ' if status.watch == 'undecided' else ''}{words}{_standing(status)}"
     slow = stragglers(status.ranks)
     if not slow:
         return words

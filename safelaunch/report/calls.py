@@ -51,12 +51,11 @@ class Row:
 class Table:
     """``kinds``: the calls that rows refer to, with where they were made. ``more``: whether ``last`` cut any off.
 
-    ``recorded``: the ranks shown; ``unrecorded``: those of the selection without a Flight Recorder.
+    ``unrecorded``: the ranks of the selection without a Flight Recorder.
     """
 
     rows: tuple[Row, ...]
     kinds: tuple[tuple[Collective, str], ...]
-    recorded: tuple[int, ...]
     unrecorded: tuple[int, ...]
     groups: tuple[str, ...]
     more: bool
@@ -80,7 +79,6 @@ def table(facts: Facts, chosen: Selection) -> Table:
     return Table(
         tuple(rows[slot] for slot in order),
         tuple(numbers),
-        tuple(sorted(records)),
         tuple(sorted({*(chosen.ranks or facts.ranks), *wanted} - set(records))),
         tuple(dict.fromkeys(_label(one) for one, _ in numbers)),
         any(0 < chosen.last < column.recorded for column in columns),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -27,31 +26,23 @@ MOST_STANDINGS = 40
 MOST_CALLS = 5
 
 
-@dataclass
-class Ranks:
-    """``rows``: one for each class of ranks that are alike. ``every``: each rank, with the numbers of its row, its
+def ranks(facts: Facts, verdict: Verdict, frames: Frames) -> dict[str, Any]:
+    """``rows``: one for each class of ranks that are alike. ``ranks``: each rank, with the numbers of its row, its
     output's end in ``logs``, and its last calls in ``calls``.
     """
-
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    every: list[dict[str, Any]] = field(default_factory=list)
-    logs: Numbers[tuple[str, ...]] = field(default_factory=Numbers)
-    calls: Numbers[tuple[str, ...]] = field(default_factory=Numbers)
-
-
-def ranks(facts: Facts, verdict: Verdict, frames: Frames) -> Ranks:
     named = {one.rank for one in verdict.culprits}
-    made = Ranks()
+    rows: list[dict[str, Any]] = []
     number_of: dict[int, int] = {}
     for row in alike([row_of(one) for one in facts.ranks.values()], named):
-        number_of |= dict.fromkeys(row.ranks, len(made.rows))
-        made.rows.append(_row(row, facts, frames))
+        number_of |= dict.fromkeys(row.ranks, len(rows))
+        rows.append(_row(row, facts, frames))
+    every: list[dict[str, Any]] = []
+    called = Numbers[tuple[str, ...]]()
     for rank, one in facts.ranks.items():
-        made.every.append({"r": rank, "row": number_of[rank], **_details(one, frames)})
+        every.append({"r": rank, "row": number_of[rank], **_details(one, frames)})
         if calls := _calls(facts, rank):
-            made.every[-1]["fr"] = made.calls[calls]
-    _add_logs(facts, made, named)
-    return made
+            every[-1]["fr"] = called[calls]
+    return {"rows": rows, "ranks": every, "logs": _add_logs(facts, every, named), "calls": list(called)}
 
 
 def _row(row: Alike, facts: Facts, frames: Frames) -> dict[str, Any]:
@@ -124,28 +115,30 @@ def _calls(facts: Facts, rank: int) -> tuple[str, ...]:
     return tuple(f"{describe(one)} · #{number_of(one)} of group {one.group!r} · {state[one.completed]}" for one in last)
 
 
-def _add_logs(facts: Facts, made: Ranks, named: set[int]) -> None:
+def _add_logs(facts: Facts, every: Sequence[dict[str, Any]], named: set[int]) -> list[tuple[str, ...]]:
     """The end of each rank's output, as far as there is room: those at fault first, then one of each class."""
     firsts: set[int] = set()
     order = []
-    for item in made.every:
+    for item in every:
         is_first = item["row"] not in firsts
         firsts.add(item["row"])
         order.append((item["r"] not in named, not is_first, item["r"], item))
     left = MOST_LOG_BYTES
+    logs = Numbers[tuple[str, ...]]()
     for *_, item in sorted(order, key=lambda one: one[:3]):
         text = facts.ranks[item["r"]].evidence.log_tail
         if not text:
             continue
         lines = tuple(line[:MOST_LINE] for line in clean_lines(text[-16_384:])[-MOST_LOG_LINES:])
-        if lines not in made.logs:
+        if lines not in logs:
             size = sum(map(len, lines))
             if size > left:
                 continue
             left -= size
-        item["log"] = made.logs[lines]
+        item["log"] = logs[lines]
         if not is_clean(text):
             item["raw"] = 1
+    return list(logs)
 
 
 def groups(facts: Facts) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from safelaunch.reproduce.program import (
 )
 from safelaunch.reproduce.programs import program_of
 from safelaunch.reproduce.recorded import Extent
-from safelaunch.reproduce.text import Head, records_tell, script
+from safelaunch.reproduce.text import records_tell, script
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.findings import ranks_word
 from safelaunch.verdict.rank_state import Facts
@@ -119,7 +119,7 @@ def reproduction_of(evidence: Evidence, wish: Wish, read_source: ReadSource | No
     program = with_sizes_that_gloo_checks(program)
     if any(text.startswith("calls before ") for text in verdict.missing):
         program = replace(program, notes=(*program.notes, LOST))
-    written = script(program, _head(verdict, kept, wish))
+    written = script(program, _recorded(verdict, kept), wish.name)
     return Reproduction(
         text=written.text,
         world_size=program.world_size,
@@ -142,12 +142,12 @@ def _program(facts: Facts, extent: Extent) -> Program:
     return next((one for one in (program, *longer) if records_tell(one) == wanted), every)
 
 
-def _head(verdict: Verdict, kept: Sequence[int], wish: Wish) -> Head:
+def _recorded(verdict: Verdict, kept: Sequence[int]) -> list[str]:
     recorded = [f"Recorded: {verdict.cause} ({verdict.confidence} confidence). {verdict.summary}"]
     if list(kept) != list(range(len(kept))):
         pairs = ", ".join(f"{place} was {rank}" for place, rank in enumerate(kept))
         recorded.append(f"Ranks are counted anew: {pairs}.")
-    return Head(recorded, wish.name)
+    return recorded
 
 
 # --- Whether a run of the script hangs as the job did: each rank in the same call, with the same verdict --------------

@@ -123,47 +123,39 @@ Item = Call | End
 
 
 @dataclass(frozen=True)
-class Head:
-    """What the script's head says: what was recorded, a paragraph each, and how the script is called."""
-
-    recorded: Sequence[str]
-    name: str = "repro.py"
-
-
-@dataclass(frozen=True)
 class Script:
     text: str
     command: str
     notes: tuple[str, ...]
 
 
-def script(program: Program, head: Head) -> Script:
-    """The whole script."""
+def script(program: Program, recorded: Sequence[str], name: str) -> Script:
+    """The whole script. ``recorded``: what was recorded, a paragraph each; ``name``: how the script is called."""
     named, families = in_families(program)
     items = {rank: _items(one) for rank, one in named.ranks.items()}
-    names = {dtype for one in program.ranks.values() for call in _flat(one) for dtype in call.dtypes}
+    dtypes = {dtype for one in program.ranks.values() for call in _flat(one) for dtype in call.dtypes}
     writer = _Writer(named, families)
     body = [*_before(named), *writer.groups()]
     nodes = fold.merged(items)
     listed = places_matter(named, nodes)
     body += writer.list_of_calls(nodes) if listed else writer.nodes(nodes, "")
     body.append(_CAME_BACK)
-    strange = (f"gloo has no {name[:40]}: float32 stands for it." for name in sorted(names - {*TYPES, ""}))
+    strange = (f"gloo has no {dtype[:40]}: float32 stands for it." for dtype in sorted(dtypes - {*TYPES, ""}))
     notes = [*program.notes, *_not_the_same(program), *strange]
-    command = f"safelaunch --startup-timeout=10 --nproc-per-node={program.world_size} {plain(quote(head.name))}"
-    lines = [*_head(head, command, notes), "", *_imports(body), "", *body]
+    command = f"safelaunch --startup-timeout=10 --nproc-per-node={program.world_size} {plain(quote(name))}"
+    lines = [*_head(recorded, command, notes), "", *_imports(body), "", *body]
     return Script("\n".join(lines) + "\n", command, tuple(notes))
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------
 
 
-def _head(head: Head, command: str, notes: Sequence[str]) -> Iterator[str]:
+def _head(recorded: Sequence[str], command: str, notes: Sequence[str]) -> Iterator[str]:
     yield "# A minimal reproduction, written by safelaunch reproduce from recorded calls. It needs torch, and no GPU:"
     yield "#"
     yield f"#     {command}"
     yield "#"
-    for text in head.recorded:
+    for text in recorded:
         yield from _comment(text)
     if notes:
         yield "#"
