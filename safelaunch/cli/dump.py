@@ -50,12 +50,14 @@ def main(argv: list[str]) -> int:
 
 
 def _dump_run(run: Run, words: Namespace) -> int:
+    say(f"collecting evidence from {run.label}, which continues")
+    request = Request("dump", os.fspath(working_directory() / words.bundle_dir) if words.bundle_dir else "")
     try:
-        answer = _dump(run, words.bundle_dir)
+        data = ask(RunPaths(run.found.directory).control, request, deadline_s=DUMP_DEADLINE_S)
     except KeyboardInterrupt:
         say("not waiting any longer; the run still writes the bundle")
         return INTERRUPTED
-    return _show(run, answer, as_json=words.json)
+    return _show(run, answer_of(run, data, DumpAnswer, "dump"), as_json=words.json)
 
 
 def parser() -> Parser:
@@ -104,13 +106,6 @@ def _of_this_directory(runs: Sequence[Run]) -> Sequence[Run]:
     here = os.fspath(working_directory())
     silent = [run for run in runs if run.status is None]
     return [run for run in runs if run.status is not None and run.status.cwd == here] or silent
-
-
-def _dump(run: Run, bundle_dir: str | None) -> DumpAnswer:
-    say(f"collecting evidence from {run.label}, which continues")
-    request = Request("dump", os.fspath(working_directory() / bundle_dir) if bundle_dir else "")
-    data = ask(RunPaths(run.found.directory).control, request, deadline_s=DUMP_DEADLINE_S)
-    return answer_of(run, data, DumpAnswer, "dump")
 
 
 def answer_of(run: Run, data: bytes, kind: type[T], command: str) -> T:

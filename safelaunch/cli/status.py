@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from safelaunch.model.words import since
-from safelaunch.report.early import in_status
+from safelaunch.report.about import in_status
 from safelaunch.supervise.control.discover import Run, describe, look, our_roots, select
 from safelaunch.supervise.control.protocol import RunStatus
 from safelaunch.system.console import display, redact, say, show, show_json, wrapped

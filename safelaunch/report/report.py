@@ -26,7 +26,7 @@ from safelaunch.model import (
     format_ranks,
     rank_words,
 )
-from safelaunch.report.early import in_status
+from safelaunch.report.about import in_status
 from safelaunch.report.overview import (
     Alike,
     ReadLine,
