@@ -7,7 +7,6 @@ import hashlib
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -46,7 +45,6 @@ from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redactor import Redactor
 
 T = TypeVar("T")
-INTERRUPTED = 130
 ENGINES = ("local", "slurm")  # each of the others is a module of safelaunch.sweep with a Queue
 TASK = "safelaunch.sweep.task"
 ENDLESS = 1 << 30  # a scheduler decides how many run at a time
@@ -124,21 +122,19 @@ def main(argv: list[str]) -> int:
     templates = _templates(options, cwd)
     paths = SweepPaths(cwd / (options.sweep_dir or f"{DEFAULT_PARENT}/{_sweep_name(options)}"))
     jobs = expand(templates, Places(os.fspath(paths.root), os.fspath(paths.jobs), os.fspath(cwd)))
-    with suppress(KeyboardInterrupt):
-        if options.engine == "local":
-            pool = make_pool(jobs, options.slots, options.max_parallel, environ)
-            check_jobs(jobs, pool.kind, environ)
-            if not options.dry_run:
-                return _on_this_node(options, jobs, pool, paths, environ)
-            show("\n".join(describe(jobs, paths, pool, room())), fold=True)
-        else:
-            queue = import_module(f"safelaunch.sweep.{options.engine}").Queue(environ)
-            check_jobs(jobs, queue, environ)
-            if not options.dry_run:
-                return _through(queue, options, jobs, paths)
-            show("\n".join(describe_batch(jobs, paths, _programs(queue), queue)))
-        return 0
-    return INTERRUPTED
+    if options.engine == "local":
+        pool = make_pool(jobs, options.slots, options.max_parallel, environ)
+        check_jobs(jobs, pool.kind, environ)
+        if not options.dry_run:
+            return _on_this_node(options, jobs, pool, paths, environ)
+        show("\n".join(describe(jobs, paths, pool, room())), fold=True)
+    else:
+        queue = import_module(f"safelaunch.sweep.{options.engine}").Queue(environ)
+        check_jobs(jobs, queue, environ)
+        if not options.dry_run:
+            return _through(queue, options, jobs, paths)
+        show("\n".join(describe_batch(jobs, paths, _programs(queue), queue)))
+    return 0
 
 
 def _programs(queue: Queue) -> Programs:

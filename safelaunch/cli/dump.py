@@ -104,8 +104,9 @@ def _of_this_directory(runs: Sequence[Run]) -> Sequence[Run]:
 
 
 def answer_of(run: Run, request: Request, kind: type[T], deadline_s: float, meanwhile: str) -> T:
-    """What the run's supervisor answers. Raises SafelaunchError if it is of another version. ``meanwhile``: what becomes
-    of the request if nobody waits for the answer any longer.
+    """What the run's supervisor answers. Raises SafelaunchError if it is of another version.
+
+    ``meanwhile``: what becomes of the request if nobody waits for the answer any longer.
     """
     try:
         data = ask(RunPaths(run.found.directory).control, request, deadline_s=deadline_s)
