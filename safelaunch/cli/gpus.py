@@ -197,7 +197,7 @@ def main(argv: list[str]) -> int:
     elif sys.stdout.isatty():
         _print_rich(table, waiting)
     else:
-        show("\n".join([*plain(table), *(waiting_line(one) for one in waiting)]), fold=True)
+        show("\n".join([*as_table(table).lines(), *(waiting_line(one) for one in waiting)]), fold=True)
     return 1 if found.trouble == "silent" else 0
 
 
@@ -231,11 +231,6 @@ def _users(found: Inventory) -> dict[int, User]:
 
 def as_table(found: Sequence[Row]) -> Table:
     return Table(COLUMNS, [row.cells for row in found], RIGHT, [STYLES[row.state] for row in found])
-
-
-def plain(found: Sequence[Row]) -> list[str]:
-    """Aligned lines."""
-    return as_table(found).lines()
 
 
 def picture(found: Sequence[Row], width: int) -> Any:

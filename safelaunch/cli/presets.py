@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     if arguments.ref is None:
         found = list_presets()
         if arguments.json:
-            show_json([_summary_document(p) for p in found])
+            show_json([SummaryDocument(name=one.name, description=one.summary) for one in found])
         else:
             show(render_table(found).rstrip("\n"), fold=True)
         return 0
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     if arguments.json:
         show_json(_document(chain))
     else:
-        show(render_preset(chain, _width()).rstrip("\n"))
+        show(render_preset(chain, min(120, display(1, os.environ).width)).rstrip("\n"))
     return 0
 
 
@@ -54,11 +54,6 @@ def parser() -> Parser:
     found.add_argument("words", nargs="*", metavar="show NAME|FILE", help="a shipped preset, or a file of your own")
     found.add_argument("--json", action="store_true", help="print JSON")
     return found
-
-
-def _width() -> int:
-    """Columns of the terminal, at most 120; 100 without one."""
-    return min(120, display(1, os.environ).width)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -141,10 +136,6 @@ class PresetDocument(TypedDict):
     extends: list[str]
     env: list[SettingDocument]
     watchdog: dict[str, str | float | bool | int]
-
-
-def _summary_document(preset: Preset) -> SummaryDocument:
-    return {"name": preset.name, "description": preset.summary}
 
 
 def _document(chain: tuple[Preset, ...]) -> PresetDocument:

@@ -137,7 +137,8 @@ def devices(evidence: Evidence) -> str:
     parts = [f"local rank {', '.join(pairs[:MOST])}{more}"] if pairs else []
     for rank in [one for one in evidence.ranks if one.device not in (None, one.local_rank)][:MOST]:
         parts.append(f"rank {rank.rank} computed on cuda:{rank.device}")
-    wrong = [rank for rank in evidence.ranks if _asked_in_vain(rank)]
+    raised = {rank.rank: rank.exception.message for rank in evidence.ranks if rank.exception is not None}
+    wrong = [rank for rank in evidence.ranks if NO_SUCH_DEVICE in raised.get(rank.rank, "")]
     if wrong:
         who = rank_words(rank.rank for rank in wrong)
         parts.append(f"{who} requested a device that does not exist{_why(wrong)}")
@@ -146,10 +147,6 @@ def devices(evidence: Evidence) -> str:
 
 def _name(gpu: str) -> str:
     return f"GPU {gpu}" if gpu.isdecimal() else gpu[:12]
-
-
-def _asked_in_vain(rank: RankEvidence) -> bool:
-    return rank.exception is not None and NO_SUCH_DEVICE in rank.exception.message
 
 
 def _why(wrong: list[RankEvidence]) -> str:

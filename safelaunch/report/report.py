@@ -404,7 +404,7 @@ def markdown(
         _md_list("Blamed before", verdict.blamed_before or ()),
         *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
         _md_list("What to do", beside_next(verdict)),
-        _md_next(verdict.next),
+        f"{md(verdict.next.why)}:\n\n{_fence([verdict.next.command])}" if verdict.next is not None else "",
         *(_md_memory(rank) for rank in evidence.ranks if of_rank(rank) is not None),
         _md_nodes(evidence.nodes),
         _md_list("What NCCL says", nccl_lines(evidence.nccl)),
@@ -428,10 +428,6 @@ def contract_words(evidence: Evidence, facts: Facts) -> str:
     )
     text = "; ".join(filter(None, found))
     return f"The job: {text}." if text else ""
-
-
-def _md_next(step: NextStep | None) -> str:
-    return f"{md(step.why)}:\n\n" + _fence([step.command]) if step is not None else ""
 
 
 def _md_list(title: str, items: Sequence[str]) -> str:

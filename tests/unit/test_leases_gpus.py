@@ -322,7 +322,7 @@ def test_rows(gpu: Gpu, held: dict[str, Holder], users: dict[int, User], state: 
 
 def test_plain_lines_are_aligned() -> None:
     gpu = Gpu("10", "GPU-0", "NVIDIA H100", memory_used_bytes=MIB, memory_total_bytes=80 << 30)
-    lines = gpus.plain(gpus.rows([gpu, replace(gpu, label="1")], {}, {}))
+    lines = gpus.as_table(gpus.rows([gpu, replace(gpu, label="1")], {}, {})).lines()
     assert [line.split()[0] for line in lines] == ["gpu", "10", "1"]
     assert len({line.index("H100") for line in lines[1:]}) == 1 and "0.0/80 GiB" in lines[1]
 
