@@ -58,11 +58,11 @@ def _branches(
         for _, theirs in members:
             ranks |= theirs
         count, others = ranks.bit_count(), whole & ~ranks
-        missing = _ranges(others) if others.bit_count() < count else ""
+        missing = ranges(others) if others.bit_count() < count else ""
         end = depth if frame is None else _common_end([frames for frames, _ in members], depth)
         further = len(members) > 1 and nesting < _DEEPEST
         branches = _branches(members, end, ranks, nesting + 1) if further else ()
-        made.append((ranks, Branch(members[0][0][depth:end], _ranges(ranks), missing, count, branches)))
+        made.append((ranks, Branch(members[0][0][depth:end], ranges(ranks), missing, count, branches)))
     made.sort(key=lambda item: (-item[1].count, item[0] & -item[0]))
     return tuple(branch for _, branch in made)
 
@@ -103,7 +103,8 @@ def _who(branch: Branch) -> str:
     return f"{rank_words(branch.ranks)}{'' if branch.frames else ': here'}{missing}"
 
 
-def _ranges(ranks: int) -> str:
+def ranges(ranks: int) -> str:
+    """Of ranks as bits."""
     found = []
     while ranks:
         lowest = ranks & -ranks

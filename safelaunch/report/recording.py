@@ -13,6 +13,7 @@ import msgspec
 from safelaunch import __version__
 from safelaunch.model import Frame, format_ranks
 from safelaunch.model.recording import Recording
+from safelaunch.report.overview import ranges
 from safelaunch.report.shares import KINDS, Place, RankTime, Stacks, frame_of, mean, place_share, share_of
 from safelaunch.report.slowness import Comparison, Finding, Slowness, percent
 from safelaunch.report.slowness import where as change_words
@@ -276,8 +277,8 @@ def _branches(node: _Node, into: list[dict[str, Any]], left: list[int], many: in
                 break
             run.append(only.frame)
             last = only
-        ranks = [at for at in range(below.ranks.bit_length()) if below.ranks >> at & 1]
-        branch: dict[str, Any] = {"f": run, "r": format_ranks(ranks), "k": len(ranks), "n": round(below.share * 10_000)}
+        ranks, many = ranges(below.ranks), below.ranks.bit_count()
+        branch: dict[str, Any] = {"f": run, "r": ranks, "k": many, "n": round(below.share * 10_000)}
         branch |= {"t": f"{100 * below.share:.1f}% of the time", "m": "", "b": []}
         into.append(branch)
         _branches(last, branch["b"], left, many)

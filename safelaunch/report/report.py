@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -245,12 +246,11 @@ def _of_ranks(text: str, files: Mapping[str, tuple[int, ...]]) -> str:
 
 def _spread(claims: Sequence[tuple[str, tuple[str, ...]]], count: int) -> list[tuple[str, tuple[str, ...]]]:
     """The first claim of each file before the second of any: a screen should show the breadth of the evidence."""
-    rounds: dict[str, int] = {}
+    seen = Counter[str]()
     order = []
     for index, (text, files) in enumerate(claims):
-        turn = rounds.get(files[0], 0)
-        rounds[files[0]] = turn + 1
-        order.append((turn, index, (text, files)))
+        order.append((seen[files[0]], index, (text, files)))
+        seen[files[0]] += 1
     return [claim for _, _, claim in sorted(order, key=lambda item: item[:2])[: max(count, 0)]]
 
 

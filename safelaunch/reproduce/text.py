@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, pairwise
+from math import prod
 from shlex import quote
 
 from msgspec import structs
@@ -17,7 +18,7 @@ from msgspec import structs
 from safelaunch.model import Evidence, FlightRecord, Frame, RankEvidence
 from safelaunch.reproduce import fold
 from safelaunch.reproduce.fold import Node, done
-from safelaunch.reproduce.program import BARE, TRANSFERS, TYPES, WORLD, Call, End, Program, RankProgram, Sizes
+from safelaunch.reproduce.program import BARE, TRANSFERS, TYPES, WORLD, Call, End, Program, RankProgram
 from safelaunch.system.redaction.redact import redact_text
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.reading.frames import basename, is_pseudo, short
@@ -342,9 +343,9 @@ class _Writer:
         elif call.op == "all_gather":
             yield from (f"[{given[0]} for _ in range({count})]", given[0])
         elif call.op == "all_gather_into_tensor":
-            yield from (self._zeros((count * _numel(call.sizes),), call), given[0])
+            yield from (self._zeros((count * sum(map(prod, call.sizes)),), call), given[0])
         elif call.op == "reduce_scatter_tensor":
-            part = -(-_numel(call.sizes) // count)
+            part = -(-sum(map(prod, call.sizes)) // count)
             yield from (self._zeros((part,), call), self._zeros((part * count,), call))
         elif call.op in ("gather", "scatter"):
             several = f"[{given[0]} for _ in range({count})]"
@@ -381,16 +382,6 @@ class _Writer:
 def _peer(call: Call) -> str:
     """A rank of the world: a stack then tells whom the call waits for, where gloo records nothing of it."""
     return f"dist.get_global_rank({call.group}, {call.peer})" if call.group != WORLD else str(call.peer)
-
-
-def _numel(sizes: Sizes) -> int:
-    total = 0
-    for size in sizes:
-        product = 1
-        for number in size:
-            product *= number
-        total += product
-    return total
 
 
 def _ending(end: End) -> list[str]:
