@@ -7,7 +7,7 @@ A difference counts if it is larger than the samples' own scatter.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Literal
@@ -115,7 +115,7 @@ def _late(times: Sequence[RankTime]) -> Finding | None:
         return None
     late, rest = groups
     difference = mean([one.waits for one in rest]) - mean([one.waits for one in late])
-    where = _most(rest, lambda one: one.waits)
+    where = _waits_most_in(rest)
     held = f"{_ranks(rest)} {_do(rest, 'waits', 'wait')} {percent(mean([one.waits for one in rest]))} of the time"
     waiting = f"{capital(held)}{_waited_in(where, rest)} for {_ranks(late)}"
     own = f"which {_do(late, 'waits', 'wait')} {percent(mean([one.waits for one in late]))}"
@@ -152,13 +152,13 @@ def _waited_in(where: Place | None, times: Sequence[RankTime]) -> str:
     return f", mostly in {call}{at(frame_of(times, where))},"
 
 
-def _most(times: Sequence[RankTime], total: Callable[[RankTime], float], waits: bool = True) -> Place | None:
+def _waits_most_in(times: Sequence[RankTime]) -> Place | None:
     shares: dict[Place, float] = defaultdict(float)
     for one in times:
         for each, share in one.places.items():
-            if each.waits == waits:
+            if each.waits:
                 shares[each] += share
-    return max(shares, key=lambda one: shares[one]) if shares and sum(map(total, times)) > 0 else None
+    return max(shares, key=lambda one: shares[one]) if shares and any(one.waits > 0 for one in times) else None
 
 
 def _reason(late: Sequence[RankTime], rest: Sequence[RankTime], difference: float) -> tuple[str, Frame | None, str]:
@@ -263,7 +263,7 @@ def _waiting(times: Sequence[RankTime], late: Finding | None, missing: Sequence[
     share = mean([one.waits for one in times])
     if share < WAITING or late is not None:
         return None
-    where = _most(times, lambda one: one.waits)
+    where = _waits_most_in(times)
     text = f"{capital(_ranks(times))} {_do(times, 'waits', 'all wait')} {percent(share)} of the time"
     text += _waited_in(where, times).removesuffix(",")
     if missing:
