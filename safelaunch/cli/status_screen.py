@@ -30,8 +30,6 @@ BEHIND_STEPS = 2
 LATE = 0.5
 
 Mood = Literal["good", "behind", "late", "quiet"]
-
-
 Style = Literal["plain", "bold", "dim", "warn", "alarm", "title", "good"]
 
 SPARK_CELLS, SPARK_CELL_S = 24, 5.0
