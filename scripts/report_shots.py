@@ -58,8 +58,10 @@ def main() -> int:
 def _made_up(name: str, out: Path) -> Path:
     incident = incidents.ALL[name]()
     verdict, begin = incident.verdict, time.process_time()
-    text = page.html(
-        verdict, incident.evidence, incident.artifacts, read_source=incidents.read_source, about=incident.about
+    text = page.render(
+        page.content(
+            verdict, incident.evidence, incident.artifacts, read_source=incidents.read_source, about=incident.about
+        )
     )
     return _written(out / f"{name}.html", text, begin)
 
@@ -69,7 +71,7 @@ def _of_bundle(path: Path, out: Path) -> Path:
     evidence = locate.read(root).evidence
     verdict, begin = diagnose(evidence, read_source=user_source.text_for_stranger), time.process_time()
     about = surroundings.about(root)
-    text = page.html(verdict, evidence, read_source=user_source.text_for_stranger, about=about)
+    text = page.render(page.content(verdict, evidence, read_source=user_source.text_for_stranger, about=about))
     return _written(out / f"{root.name}.html", text, begin)
 
 

@@ -7,7 +7,6 @@ import hashlib
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -46,7 +45,6 @@ from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redactor import Redactor
 
 T = TypeVar("T")
-INTERRUPTED = 130
 ENGINES = ("local", "slurm")  # each of the others is a module of safelaunch.sweep with a Queue
 TASK = "safelaunch.sweep.task"
 ENDLESS = 1 << 30  # a scheduler decides how many run at a time
@@ -99,9 +97,9 @@ job succeeded, 1 if not, 2 for an error in the sweep (nothing started), 128+N if
 class Options:
     """Either ``spec``, or ``grid`` (which may be empty) and ``command``."""
 
-    spec: str | None
     grid: tuple[Axis, ...]
     command: tuple[str, ...]
+    spec: str | None = None
     gpus_per_job: int = 1
     ports_per_job: int = 0
     timeout_s: float | None = None
@@ -124,21 +122,19 @@ def main(argv: list[str]) -> int:
     templates = _templates(options, cwd)
     paths = SweepPaths(cwd / (options.sweep_dir or f"{DEFAULT_PARENT}/{_sweep_name(options)}"))
     jobs = expand(templates, Places(os.fspath(paths.root), os.fspath(paths.jobs), os.fspath(cwd)))
-    with suppress(KeyboardInterrupt):
-        if options.engine == "local":
-            pool = make_pool(jobs, options.slots, options.max_parallel, environ)
-            check_jobs(jobs, pool.kind, environ)
-            if not options.dry_run:
-                return _on_this_node(options, jobs, pool, paths, environ)
-            show("\n".join(describe(jobs, paths, pool, room())), fold=True)
-        else:
-            queue = import_module(f"safelaunch.sweep.{options.engine}").Queue(environ)
-            check_jobs(jobs, queue, environ)
-            if not options.dry_run:
-                return _through(queue, options, jobs, paths)
-            show("\n".join(describe_batch(jobs, paths, _programs(queue), queue)))
-        return 0
-    return INTERRUPTED
+    if options.engine == "local":
+        pool = make_pool(jobs, options.slots, options.max_parallel, environ)
+        check_jobs(jobs, pool.kind, environ)
+        if not options.dry_run:
+            return _on_this_node(options, jobs, pool, paths, environ)
+        show("\n".join(describe(jobs, paths, pool, room())), fold=True)
+    else:
+        queue = import_module(f"safelaunch.sweep.{options.engine}").Queue(environ)
+        check_jobs(jobs, queue, environ)
+        if not options.dry_run:
+            return _through(queue, options, jobs, paths)
+        show("\n".join(describe_batch(jobs, paths, _programs(queue), queue)))
+    return 0
 
 
 def _programs(queue: Queue) -> Programs:
@@ -404,23 +400,9 @@ def parse(argv: list[str]) -> Options:
         raise UsageError(f"--grid {twice} occurs twice.", "Give all its values at once: --grid NAME=1,2,3")
     for pattern in words.metric:
         check_pattern(pattern)
-    return Options(
-        spec=words.spec,
-        grid=axes,
-        command=command,
-        gpus_per_job=1 if words.gpus_per_job is None else words.gpus_per_job,
-        ports_per_job=words.ports_per_job or 0,
-        timeout_s=words.timeout,
-        retries=words.retries or 0,
-        slots=words.slots,
-        max_parallel=words.max_parallel,
-        fail_fast=words.fail_fast,
-        resume=words.resume,
-        sweep_dir=words.sweep_dir or "",
-        metrics=tuple(words.metric),
-        dry_run=words.dry_run,
-        engine=words.engine,
-    )
+    given = {name: value for name, value in vars(words).items() if value is not None}
+    given |= {"grid": axes, "metrics": tuple(given.pop("metric")), "timeout_s": given.pop("timeout", None)}
+    return Options(command=command, **given)
 
 
 def _check_kind(words: argparse.Namespace, command: tuple[str, ...], *, has_command: bool) -> None:

@@ -13,9 +13,9 @@ from pathlib import PurePath
 from statistics import median
 from typing import Any
 
-from safelaunch.cli.status_rows import rate, since
 from safelaunch.cli.table import Table
 from safelaunch.job.paths import seen_from_here, working_directory
+from safelaunch.model.words import rate, since
 from safelaunch.sweep.batch import Programs, script, work_name
 from safelaunch.sweep.engine import JobView, Live, Queue, Screen, Snapshot, Work
 from safelaunch.sweep.jobs import Job, Track, port_names

@@ -7,7 +7,7 @@ import gc
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -35,6 +35,7 @@ LAST = 50
 MAX_RANKS = 1 << 20
 _SHOWN_PROBLEMS = 5
 _LISTED_PROBLEMS = 1000
+T = TypeVar("T")
 _Cited = TypeVar("_Cited", Claim, ProofEdge)
 
 
@@ -69,7 +70,9 @@ def main(argv: list[str]) -> int:
     collects = gc.isenabled()
     gc.disable()  # hundreds of dumps are millions of objects that live to the end: collecting would double the time
     try:
-        told = _diagnose(paths, called, wanted)
+        shown = " ".join(called)
+        path = str(paths[0]) if len(paths) == 1 else shown
+        told = read_in_child(paths, shown, "diagnose", lambda found: _tell(found, path, wanted))
     finally:
         if collects:
             gc.enable()
@@ -199,23 +202,23 @@ def _write(target: Path, text: str) -> None:
         raise SafelaunchError(f"diagnose: {clean(os.fspath(target))} could not be written: {why}") from error
 
 
-def _diagnose(paths: Sequence[Path], called: Sequence[str], wanted: _Wanted) -> _Told:
-    # Before the fork of the child, which would import them again for each archive.
+def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callable[[Found], T]) -> T:
+    """What ``work`` makes of the evidence at ``paths``, in a bounded child; what it needs is imported before. Raises
+    UsageError if nothing can be read there.
+    """
     from safelaunch.bundle.reading import locate
     from safelaunch.bundle.reading.guard import in_child
 
     try:
         with tempfile.TemporaryDirectory(prefix="safelaunch-") as scratch:
             if len(paths) > 1:
-                work = lambda: _tell(locate.read_several(paths), " ".join(called), wanted)  # noqa: E731 - what the child does
-                return in_child(work, locate.of_logs(paths))
+                return in_child(lambda: work(locate.read_several(paths)), locate.of_logs(paths))
             folder = locate.folder_of(paths[0], Path(scratch))
-            work = lambda: _tell(locate.read_folder(folder, Path(scratch)), str(paths[0]), wanted)  # noqa: E731
-            return in_child(work, locate.bounds_of(folder))
+            return in_child(lambda: work(locate.read_folder(folder, Path(scratch))), locate.bounds_of(folder))
     except Unreadable as error:
         why = clean(error.message)
         # With a colon between them, redaction would take path and reason for the name and the value of a setting.
-        raise UsageError(f"cannot diagnose {clean(' '.join(called))}. {why[:1].upper()}{why[1:]}.") from error
+        raise UsageError(f"cannot {command} {clean(called)}. {why[:1].upper()}{why[1:]}.") from error
 
 
 def _tell(found: Found, path: str, wanted: _Wanted) -> _Told:
@@ -279,7 +282,8 @@ def _files(verdict: Verdict, found: Found, names: Collection[str]) -> dict[str, 
     made: dict[str, str] = {}
     if HTML in names:
         elsewhere = replace(about, bundle="")  # the page has links to the files beside it, and there are none
-        made[HTML] = page.html(verdict, found.evidence, facts=facts, said=redactor.said, about=elsewhere)
+        data = page.content(verdict, found.evidence, facts=facts, said=redactor.said, about=elsewhere)
+        made[HTML] = page.render(data)
     if PERFETTO in names:
         made[PERFETTO] = exports.as_json(exports.perfetto(facts, about.bundle))
     return {name: redactor.markup(text) for name, text in made.items()}
@@ -316,11 +320,8 @@ def _real_name(name: str, files: Mapping[str, str]) -> str:
     if name in files:
         return files[name]
     longest = max((start for start in files if name.startswith(start)), key=len, default=None)
-    return files[longest] + name[len(longest) :] if longest is not None and _is_folder(longest) else name
-
-
-def _is_folder(name: str) -> bool:
-    return name == "" or name.endswith("/")
+    is_folder = longest == "" or (longest is not None and longest.endswith("/"))
+    return files[longest] + name[len(longest) :] if longest is not None and is_folder else name
 
 
 def _notes(found: Found) -> list[str]:

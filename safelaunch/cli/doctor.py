@@ -1,22 +1,38 @@
-"""``safelaunch doctor``: checks whether safelaunch can watch jobs here, and shows the fix for what fails."""
+"""``safelaunch doctor``: checks whether safelaunch can watch jobs here, and shows the fix for what fails.
+
+``doctor_node`` collects values, ``doctor_rules`` judges them (values in, a ``Check`` out), and ``examine`` runs all.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-import textwrap
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal
 
 import msgspec
 
 from safelaunch import __version__
-from safelaunch.cli.health import RESULTS, Check, Result, examine, worst
+from safelaunch.bundle.staging import check_directory
+from safelaunch.capture import gpu
+from safelaunch.capture.result import gather
+from safelaunch.cli import doctor_node as node
+from safelaunch.cli import doctor_rules as rules
+from safelaunch.cli.doctor_rules import RESULTS, Check, Result, failed, warning
 from safelaunch.cli.parsing import Parser
-from safelaunch.system.console import display, show, show_json
+from safelaunch.job import paths, torchrun
+from safelaunch.settings.config import INTERNAL_ENV, resolve
+from safelaunch.supervise.control.discover import roots
+from safelaunch.system.console import display, show, show_json, wrapped
+from safelaunch.system.errors import SafelaunchError
 from safelaunch.system.printable import clean
 
+DEADLINE_S = 90.0
+_LEAST_DETAIL = 30
 _COLOURS = {"ok": "32", "warning": "33", "failed": "31"}
 
 
@@ -43,7 +59,7 @@ def parser() -> Parser:
     return found
 
 
-class Document(TypedDict):
+class Document(msgspec.Struct, frozen=True):
     """The --json document. ``result``: the worst of the checks'. ``user``: the uid for whom they hold."""
 
     schema: Literal[1]
@@ -56,14 +72,7 @@ class Document(TypedDict):
 
 def document(checks: tuple[Check, ...]) -> Document:
     """The --json document."""
-    return {
-        "schema": 1,
-        "safelaunch": __version__,
-        "host": socket.gethostname(),
-        "user": os.getuid(),
-        "result": worst(checks),
-        "checks": list(checks),
-    }
+    return Document(1, __version__, socket.gethostname(), os.getuid(), worst(checks), list(checks))
 
 
 def text(checks: Sequence[Check], *, width: int, colour: bool) -> str:
@@ -73,28 +82,138 @@ def text(checks: Sequence[Check], *, width: int, colour: bool) -> str:
     lines: list[str] = []
     for check in checks:
         head = f"{check.result:<7}  {check.name:<{column}}  "
-        first, *more = _wrapped(clean(check.detail), width, " " * indent) or [""]
+        first, *more = wrapped(clean(check.detail), width, " " * indent, " " * indent) or [""]
         first = head + first[indent:] if indent == len(head) else f"{head.rstrip()}\n{first}"
         lines += [f"\x1b[{_COLOURS[check.result]}m{first[:7]}\x1b[0m{first[7:]}" if colour else first, *more]
         if check.fix and check.result != "ok":
             fix, *rest = check.fix.splitlines()
-            lines += _wrapped(fix, width, " " * 12, " " * 9 + "-> ")
-            lines += [part for line in rest for part in _wrapped(line, width, " " * 12)]
+            lines += wrapped(fix, width, " " * 9 + "-> ", " " * 12)
+            lines += [part for line in rest for part in wrapped(line, width, " " * 12, " " * 12)]
     counts = [f"{sum(check.result == result for check in checks)} {result}" for result in RESULTS]
     return "\n".join([*lines, "", f"{len(checks)} checks: {', '.join(counts)}"])
 
 
-_LEAST_DETAIL = 30
+# --- the checks -------------------------------------------------------------------------------------------------------
 
 
-def _wrapped(text: str, width: int, indent: str, first: str = "") -> list[str]:
-    """Between words alone: a path or an option is copied from the screen."""
-    lead = first or indent
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=lead,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The subject of the checks. ``torch`` None: not found, for the reason ``no_torch``."""
+
+    environ: Mapping[str, str]
+    uid: int
+    cwd: Path
+    torch: torchrun.Torch | None
+    no_torch: SafelaunchError | None
+
+    @property
+    def python(self) -> str:
+        return self.torch.python if self.torch is not None else sys.executable
+
+
+def examine(environ: Mapping[str, str], uid: int, cwd: Path) -> tuple[Check, ...]:
+    """All checks, in a fixed order. One that can't run becomes a warning. Takes some seconds."""
+    torch, problem = None, None
+    try:
+        torch = torchrun.find(environ)
+    except SafelaunchError as error:
+        problem = error
+    subject = Subject(environ, uid, cwd, torch, problem)
+    looks: dict[str, Callable[[Subject], tuple[Check | None, ...]]] = {
+        "reading stacks": _tracing,
+        "torch": _torch,
+        "disks": _disks,
+        "node": _node,
+        "configuration": _configuration,
+    }
+    calls = [partial(_guarded, name, look, subject) for name, look in looks.items()]
+    results = gather(calls, deadline_s=DEADLINE_S)
+    found: list[Check] = []
+    for name, checks in zip(looks, results, strict=True):
+        found += checks if checks is not None else [warning(name, f"the check did not finish within {DEADLINE_S:g} s")]
+    return tuple(found)
+
+
+def worst(checks: tuple[Check, ...]) -> Result:
+    """The worst result of the checks."""
+    return max((check.result for check in checks), key=RESULTS.index, default="ok")
+
+
+def _guarded(name: str, look: Callable[[Subject], tuple[Check | None, ...]], subject: Subject) -> list[Check]:
+    try:
+        return [check for check in look(subject) if check is not None]
+    except Exception as error:  # noqa: BLE001 - a failing check is reported, and the others run
+        return [warning(name, f"the check failed: {type(error).__name__}: {error}")]
+
+
+def _tracing(subject: Subject) -> tuple[Check | None, ...]:
+    path, version = node.py_spy()
+    installed = rules.py_spy_check(path, version, node.python_of(subject.python))
+    if not path:
+        return (installed,)
+    rights = node.rights(subject.environ)
+    rank, stranger, native = node.trials(subject.python)
+    checks = [installed, rules.attach_check(rank, rights)]
+    if not rank.problem:
+        checks += [rules.stranger_check(stranger, rights), rules.native_check(native)]
+    return tuple(checks)
+
+
+def _torch(subject: Subject) -> tuple[Check | None, ...]:
+    if subject.torch is None:
+        assert subject.no_torch is not None
+        return (failed("torch", subject.no_torch.message, subject.no_torch.fix), _gpus(""))
+    torch = subject.torch
+    try:
+        options = torchrun.parse_options((torch.package / "distributed" / "run.py").read_text("utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        options = {}
+    probe = node.ask(torch.python, subject.environ)
+    return (
+        rules.version_check(torch.version, os.fspath(torch.package), len(options)),
+        rules.import_check(probe),
+        rules.beacon_check(probe),
+        rules.server_check(probe),
+        rules.recorder_check(probe),
+        _gpus(probe.cuda),
     )
+
+
+def _gpus(cuda: str) -> Check:
+    found = gpu.gpus()
+    count = len(found.value.gpus) if found.value is not None else 0
+    return rules.gpu_check(count, found.missing, found.kind, cuda, node.has_gpu_devices())
+
+
+def _disks(subject: Subject) -> tuple[Check | None, ...]:
+    root = paths.run_root(subject.environ, subject.uid)
+    place = node.rights(subject.environ).place
+    return (
+        node.run_root(root),
+        rules.socket_check(os.fspath(root), node.longest_socket(root)),
+        rules.room_check("/tmp", node.disk(Path("/tmp")), "temporary files"),
+        rules.shm_check(node.disk(Path("/dev/shm")), place),
+        node.left_behind(roots(subject.environ, subject.uid)),
+    )
+
+
+def _node(subject: Subject) -> tuple[Check | None, ...]:
+    return node.ports(), node.host_name()
+
+
+def _configuration(subject: Subject) -> tuple[Check | None, ...]:
+    """The configuration of a run started here: its environment, configuration file and bundle directory."""
+    own = {name: value for name, value in subject.environ.items() if name not in INTERNAL_ENV}
+    try:
+        version = subject.torch.version if subject.torch is not None else None
+        settings = resolve([], own, subject.cwd, lambda: version)
+    except SafelaunchError as error:
+        return (failed("configuration", error.message, error.fix),)
+    problem = check_directory(settings.bundle_dir)
+    where = f"bundles go to {settings.bundle_dir}"
+    if problem:
+        fix = "choose another: --bundle-dir DIR, SAFELAUNCH_BUNDLE_DIR, or bundle-dir in safelaunch.yaml"
+        bundles = warning("bundle directory", f"{where}: {problem}; they would stay below the run directory", fix)
+    else:
+        bundles = rules.bundle_check(node.disk(settings.bundle_dir))
+    return (bundles,)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 # Two looks (6 s each at most), the evidence (20 s), and the copy to a slow disk (60 s).
 DUMP_DEADLINE_S = 150.0
-INTERRUPTED = 130
 T = TypeVar("T")
 
 
@@ -50,11 +49,9 @@ def main(argv: list[str]) -> int:
 
 
 def _dump_run(run: Run, words: Namespace) -> int:
-    try:
-        answer = _dump(run, words.bundle_dir)
-    except KeyboardInterrupt:
-        say("not waiting any longer; the run still writes the bundle")
-        return INTERRUPTED
+    say(f"collecting evidence from {run.label}, which continues")
+    request = Request("dump", os.fspath(working_directory() / words.bundle_dir) if words.bundle_dir else "")
+    answer = answer_of(run, request, DumpAnswer, DUMP_DEADLINE_S, "the run still writes the bundle")
     return _show(run, answer, as_json=words.json)
 
 
@@ -106,21 +103,21 @@ def _of_this_directory(runs: Sequence[Run]) -> Sequence[Run]:
     return [run for run in runs if run.status is not None and run.status.cwd == here] or silent
 
 
-def _dump(run: Run, bundle_dir: str | None) -> DumpAnswer:
-    say(f"collecting evidence from {run.label}, which continues")
-    request = Request("dump", os.fspath(working_directory() / bundle_dir) if bundle_dir else "")
-    data = ask(RunPaths(run.directory).control, request, deadline_s=DUMP_DEADLINE_S)
-    return answer_of(run, data, DumpAnswer, "dump")
+def answer_of(run: Run, request: Request, kind: type[T], deadline_s: float, meanwhile: str) -> T:
+    """What the run's supervisor answers. Raises SafelaunchError if it is of another version.
 
-
-def answer_of(run: Run, data: bytes, kind: type[T], command: str) -> T:
-    """What the run's supervisor has answered. Raises SafelaunchError if it is of another version."""
+    ``meanwhile``: what becomes of the request if nobody waits for the answer any longer.
+    """
     try:
+        data = ask(RunPaths(run.directory).control, request, deadline_s=deadline_s)
         return from_json(data, kind)
+    except KeyboardInterrupt:
+        say(f"not waiting any longer; {meanwhile}")
+        raise
     except msgspec.DecodeError as error:
         raise SafelaunchError(
-            f"{command}: {run.id} runs under another version of safelaunch: {error}.",
-            f"Use that version to {command} it.",
+            f"{request.command}: {run.id} runs under another version of safelaunch: {error}.",
+            f"Use that version to {request.command} it.",
         ) from error
 
 

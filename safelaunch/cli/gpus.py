@@ -6,14 +6,14 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from safelaunch.leases.choose import Gpu, Inventory, users_of
 from safelaunch.leases.holder import Holder, User, look, moment
 from safelaunch.leases.inventory import inventory
 from safelaunch.leases.store import Store, store_of
-from safelaunch.system.console import redact, say, show, show_json
+from safelaunch.system.console import cut, redact, say, show, show_json
 from safelaunch.system.errors import StoreError
 from safelaunch.system.printable import clean
 
@@ -61,11 +61,11 @@ class Row:
     def _who(self) -> tuple[str, str, str, str]:
         if self.holder is not None:
             one = self.holder
-            return str(one.pid or "-"), one.user, moment(one.since_unix_s), _short(one.command)
+            return str(one.pid or "-"), one.user, moment(one.since_unix_s), cut(clean(one.command), 60)
         if not self.users:
             return "-", "-", "-", self.note or "-"
         first, others = self.users[0], self.users[1:]
-        command = _short(first.command) if first.command else "not visible from here"
+        command = cut(clean(first.command), 60) if first.command else "not visible from here"
         more = f" (and pid {', '.join(str(user.pid) for user in others)})" if others else ""
         return str(first.pid), first.user or "-", moment(first.since_unix_s), command + more
 
@@ -92,7 +92,8 @@ def _state(gpu: Gpu, holder: Holder | None, users: Sequence[User], use: str) -> 
     return "unleased use" if use else "free"
 
 
-class LeaseDocument(TypedDict):
+@dataclass(frozen=True)
+class LeaseDocument:
     """Who holds a GPU, or waits for one. ``alive``: the supervisor holds it, not only ranks that it left behind."""
 
     pid: int
@@ -105,7 +106,8 @@ class LeaseDocument(TypedDict):
     alive: bool
 
 
-class ProcessDocument(TypedDict):
+@dataclass(frozen=True)
+class ProcessDocument:
     """A process that uses a GPU. ``left_over``: of a run whose supervisor is gone."""
 
     pid: int
@@ -116,7 +118,8 @@ class ProcessDocument(TypedDict):
     memory_bytes: int | None
 
 
-class GpuDocument(TypedDict):
+@dataclass(frozen=True)
+class GpuDocument:
     """A GPU, or a MIG instance of one. ``parent``: the UUID of the GPU."""
 
     gpu: str
@@ -131,7 +134,8 @@ class GpuDocument(TypedDict):
     processes: list[ProcessDocument]
 
 
-class Document(TypedDict):
+@dataclass(frozen=True)
+class Document:
     """The --json document. ``missing``: why there are no GPUs. ``waiting``: the jobs in the queue."""
 
     missing: str
@@ -141,60 +145,34 @@ class Document(TypedDict):
 
 def document(table: Sequence[Row], waiting: Sequence[Holder], missing: str) -> Document:
     """For ``--json``."""
-    return {
-        "missing": missing,
-        "gpus": [_gpu(row) for row in table],
-        "waiting": [_holder(one) for one in waiting],
-    }
+    return Document(missing, [_gpu(row) for row in table], [_holder(one) for one in waiting])
 
 
 def _gpu(row: Row) -> GpuDocument:
     gpu = row.gpu
-    return {
-        "gpu": gpu.label,
-        "uuid": gpu.uuid,
-        "name": gpu.name,
-        "parent": gpu.parent or None,
-        "memory_used_bytes": gpu.memory_used_bytes,
-        "memory_total_bytes": gpu.memory_total_bytes,
-        "state": row.state,
-        "note": gpu.error or row.note,
-        "lease": _holder(row.holder) if row.holder is not None else None,
-        "processes": [
-            {
-                "pid": user.pid,
-                "user": user.user,
-                "command": user.command,
-                "since_unix_s": user.since_unix_s,
-                "left_over": user.left_over,
-                "memory_bytes": process.memory_bytes,
-            }
-            for user, process in zip(row.users, gpu.processes, strict=True)
-        ],
-    }
+    seen = zip(row.users, gpu.processes, strict=True)
+    return GpuDocument(
+        gpu.label,
+        gpu.uuid,
+        gpu.name,
+        gpu.parent or None,
+        gpu.memory_used_bytes,
+        gpu.memory_total_bytes,
+        row.state,
+        gpu.error or row.note,
+        _holder(row.holder) if row.holder is not None else None,
+        [ProcessDocument(**asdict(user), memory_bytes=process.memory_bytes) for user, process in seen],
+    )
 
 
 def _holder(one: Holder) -> LeaseDocument:
-    return {
-        "pid": one.pid,
-        "user": one.user,
-        "uid": one.uid,
-        "run_name": one.name,
-        "command": one.command,
-        "since_unix_s": one.since_unix_s,
-        "by": one.by,
-        "alive": one.by != "ranks",  # by its lock: a pid says nothing from another pid namespace
-    }
+    alive = one.by != "ranks"  # by its lock: a pid says nothing from another pid namespace
+    return LeaseDocument(one.pid, one.user, one.uid, one.name, one.command, one.since_unix_s, one.by, alive)
 
 
 def waiting_line(one: Holder) -> str:
     """One job in the queue."""
-    return f"waiting: pid {one.pid} ({one.user}) since {moment(one.since_unix_s)}: {_short(one.command)}"
-
-
-def _short(command: str) -> str:
-    text = clean(command)
-    return text if len(text) <= 60 else text[:59] + "…"
+    return f"waiting: pid {one.pid} ({one.user}) since {moment(one.since_unix_s)}: {cut(clean(one.command), 60)}"
 
 
 def _memory(gpu: Gpu) -> str:
@@ -213,13 +191,13 @@ def main(argv: list[str]) -> int:
     held, waiting = _leases(found, store_of(os.environ))
     table = rows(found.gpus, held, _users(found))
     if words.json:
-        show_json(document(table, waiting, found.missing))
+        show_json(asdict(document(table, waiting, found.missing)))
     elif not found.gpus:
         say(f"no GPUs to show: {found.missing}")
     elif sys.stdout.isatty():
         _print_rich(table, waiting)
     else:
-        show("\n".join([*plain(table), *(waiting_line(one) for one in waiting)]), fold=True)
+        show("\n".join([*as_table(table).lines(), *(waiting_line(one) for one in waiting)]), fold=True)
     return 1 if found.trouble == "silent" else 0
 
 
@@ -253,11 +231,6 @@ def _users(found: Inventory) -> dict[int, User]:
 
 def as_table(found: Sequence[Row]) -> Table:
     return Table(COLUMNS, [row.cells for row in found], RIGHT, [STYLES[row.state] for row in found])
-
-
-def plain(found: Sequence[Row]) -> list[str]:
-    """Aligned lines."""
-    return as_table(found).lines()
 
 
 def picture(found: Sequence[Row], width: int) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
@@ -12,7 +11,7 @@ from typing import TypedDict
 from safelaunch.cli.parsing import Parser
 from safelaunch.settings.options import EnvSetting
 from safelaunch.settings.presets import Preset, builtin_names, find_builtin_dir, list_presets, preset_chain
-from safelaunch.system.console import display, show, show_json
+from safelaunch.system.console import display, show, show_json, wrapped
 from safelaunch.system.errors import UsageError
 
 _USAGE = "safelaunch presets [list] [--json] | safelaunch presets show NAME|FILE [--json]"
@@ -24,7 +23,7 @@ def main(argv: list[str]) -> int:
     if arguments.ref is None:
         found = list_presets()
         if arguments.json:
-            show_json([_summary_document(p) for p in found])
+            show_json([SummaryDocument(name=one.name, description=one.summary) for one in found])
         else:
             show(render_table(found).rstrip("\n"), fold=True)
         return 0
@@ -32,7 +31,7 @@ def main(argv: list[str]) -> int:
     if arguments.json:
         show_json(_document(chain))
     else:
-        show(render_preset(chain, _width()).rstrip("\n"))
+        show(render_preset(chain, min(120, display(1, os.environ).width)).rstrip("\n"))
     return 0
 
 
@@ -57,11 +56,6 @@ def parser() -> Parser:
     return found
 
 
-def _width() -> int:
-    """Columns of the terminal, at most 120; 100 without one."""
-    return min(120, display(1, os.environ).width)
-
-
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
@@ -77,7 +71,7 @@ def render_preset(chain: tuple[Preset, ...], width: int) -> str:
     """One preset (the last of ``chain``) with those it extends: description, variables, watchdog settings."""
     preset = chain[-1]
     rest = preset.description.removeprefix(preset.summary).strip()
-    lines = [preset.name, *_wrapped(preset.summary, "  ", width), *_wrapped(rest, "  ", width), ""]
+    lines = [preset.name, *wrapped(preset.summary, width, "  ", "  "), *wrapped(rest, width, "  ", "  "), ""]
     if preset.extends:
         lines += [f"extends {', '.join(name for name, _ in preset.extends)}", ""]
     lines += [f"file {preset.path}", ""]
@@ -100,14 +94,8 @@ def _setting_lines(setting: EnvSetting, preset: Preset, width: int) -> list[str]
         notes.append(f"not if you export {' or '.join(setting.yields_to)}")
     if setting.origin != f"preset {preset.name}":
         notes.append(f"from {setting.origin.removeprefix('preset ')}")
-    lines = [f"  {setting.name}={setting.value}", *_wrapped(setting.why, " " * 6, width)]
-    return [*lines, *_wrapped(f"({'; '.join(notes)})", " " * 6, width)] if notes else lines
-
-
-def _wrapped(text: str, indent: str, width: int) -> list[str]:
-    return textwrap.wrap(
-        text, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    lines = [f"  {setting.name}={setting.value}", *wrapped(setting.why, width, " " * 6, " " * 6)]
+    return [*lines, *wrapped(f"({'; '.join(notes)})", width, " " * 6, " " * 6)] if notes else lines
 
 
 def _shown(value: object) -> str:
@@ -148,10 +136,6 @@ class PresetDocument(TypedDict):
     extends: list[str]
     env: list[SettingDocument]
     watchdog: dict[str, str | float | bool | int]
-
-
-def _summary_document(preset: Preset) -> SummaryDocument:
-    return {"name": preset.name, "description": preset.summary}
 
 
 def _document(chain: tuple[Preset, ...]) -> PresetDocument:

@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
-from safelaunch.cli.dump import INTERRUPTED, answer_of, choose
+from safelaunch.cli.dump import answer_of, choose
 from safelaunch.cli.parsing import Parser
-from safelaunch.job.paths import RunPaths, working_directory
+from safelaunch.job.paths import working_directory
 from safelaunch.model.recording import Recording, decode
 from safelaunch.model.words import ranks_in
 from safelaunch.supervise.control.discover import Run, look, our_roots
-from safelaunch.supervise.control.protocol import RecordAnswer, Request, ask
+from safelaunch.supervise.control.protocol import RecordAnswer, Request
 from safelaunch.system.console import display, say, show, show_json
 from safelaunch.system.errors import SafelaunchError, UsageError
 from safelaunch.system.printable import clean
@@ -35,11 +35,7 @@ def main(argv: list[str]) -> int:
     words = parser().parse_args(argv)
     earlier = _earlier(words.compare) if words.compare else None
     run = choose(look(our_roots()), words.run, "record")
-    try:
-        answer = _record(run, words.duration, words.ranks)
-    except KeyboardInterrupt:
-        say("not waiting any longer; the samples are dropped")
-        return INTERRUPTED
+    answer = _record(run, words.duration, words.ranks)
     if answer.recording is None:
         raise SafelaunchError(f"record: no samples of {run.id}: {answer.problem or 'its supervisor gave no reason'}.")
     directory = working_directory() / (words.bundle_dir or answer.bundle_dir)
@@ -99,17 +95,16 @@ def _earlier(path: str) -> Recording:
 
 def _record(run: Run, duration_s: float, ranks: str) -> RecordAnswer:
     say(f"sampling {run.label} for {duration_s:g} s; the job continues")
-    control = RunPaths(run.directory).control
-    data = ask(control, Request("record", duration_s=duration_s, ranks=ranks), deadline_s=duration_s + ANSWER_S)
-    return answer_of(run, data, RecordAnswer, "record")
+    request = Request("record", duration_s=duration_s, ranks=ranks)
+    return answer_of(run, request, RecordAnswer, duration_s + ANSWER_S, "the samples are dropped")
 
 
 def _report(
     run: Run, recording: Recording, earlier: Recording | None, called: str, place: Path, *, as_json: bool
 ) -> int:
     # Imported while nobody waits for the samples any more.
-    from safelaunch.report.profiling.verdict import compare, verdict_of
     from safelaunch.report.recording import Recorded, document, screen
+    from safelaunch.report.slowness import compare, verdict_of
 
     slowness = verdict_of(recording)
     compared = compare(earlier, recording) if earlier is not None else None

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from safelaunch.bundle.reading.guard import Unreadable
+from safelaunch.bundle.reading.guard import Found
 from safelaunch.cli import program
 from safelaunch.cli.parsing import Parser
 from safelaunch.job.paths import working_directory
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     """
     words = parser().parse_args(argv)
     wish = Wish(Extent(words.all, words.last), fewest=words.ranks, shrink=words.shrink, name=_name(words.output))
-    found = _from(working_directory() / words.path, words.path, wish)
+    found = _from(words.path, wish)
     if not found.replays:
         raise SafelaunchError(
             f"reproduce: {clean(words.path)} contains no torch.distributed calls that can be replayed."
@@ -79,24 +79,15 @@ def _name(output: str | None) -> str:
     return Path(output).name if output is not None else "repro.py"
 
 
-def _from(path: Path, called: str, wish: Wish) -> Reproduction:
+def _from(called: str, wish: Wish) -> Reproduction:
     # Before the fork of the child, which would import them again.
-    from safelaunch.bundle.reading import locate
-    from safelaunch.bundle.reading.guard import in_child
-    from safelaunch.capture import user_source
+    from safelaunch.capture.user_source import text_for_stranger
+    from safelaunch.cli.diagnose import read_in_child
 
-    try:
-        with tempfile.TemporaryDirectory(prefix="safelaunch-") as scratch:
-            folder = locate.folder_of(path, Path(scratch))
+    def work(found: Found) -> Reproduction:
+        return reproduction_of(found.evidence, wish, text_for_stranger)
 
-            def work() -> Reproduction:
-                evidence = locate.read_folder(folder, Path(scratch)).evidence
-                return reproduction_of(evidence, wish, user_source.text_for_stranger)
-
-            return in_child(work, locate.bounds_of(folder))
-    except Unreadable as error:
-        why = clean(error.message)
-        raise UsageError(f"cannot reproduce {clean(called)}. {why[:1].upper()}{why[1:]}.") from error
+    return read_in_child([working_directory() / called], called, "reproduce", work)
 
 
 def _write(path: Path, text: str) -> None:

@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -14,16 +13,16 @@ from typing import Any
 
 import msgspec
 
-from safelaunch.report.early import in_status
+from safelaunch.model.words import since
+from safelaunch.report.about import in_status
 from safelaunch.supervise.control.discover import Run, describe, look, our_roots, select
 from safelaunch.supervise.control.protocol import RunStatus
-from safelaunch.system.console import display, redact, say, show, show_json
+from safelaunch.system.console import display, redact, say, show, show_json, wrapped
 from safelaunch.system.errors import UsageError
 from safelaunch.system.printable import clean
 
 from .parsing import Parser
-from .status_rows import COLUMNS, NODE_COLUMNS, nodes, rows, since, told
-from .status_screen import ASCII, Glyphs, Line, drawn, screen
+from .status_screen import ASCII, COLUMNS, NODE_COLUMNS, Glyphs, Line, drawn, node_cells, rows, screen, told
 from .table import ENDLESS, Table
 
 REFRESH_S = 1.0
@@ -125,18 +124,14 @@ def _lines(run: Run, now_unix_s: float, width: int | None) -> list[str]:
     else:  # a note goes on in its column, which is the last one then
         lines += table.without("signals").fitted(width - 2, NOTE_WIDTH).lines(width, "  ")
     if run.status.nodes:
-        lines += ["", *Table(NODE_COLUMNS, nodes(run.status), _RIGHT).lines(indent="  ")]
+        lines += ["", *Table(NODE_COLUMNS, [*map(node_cells, run.status.nodes)], _RIGHT).lines(indent="  ")]
     return lines
 
 
 def _broken(lines: Sequence[str], width: int | None) -> list[str]:
     if width is None:
         return [*lines]
-    return [
-        part
-        for line in lines
-        for part in textwrap.wrap(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-    ]
+    return [part for line in lines for part in wrapped(line, width, others="    ")]
 
 
 def headline(status: RunStatus, now_unix_s: float) -> str:

@@ -1,4 +1,4 @@
-"""The screen of ``safelaunch status --watch``: runs in, lines of a given size out; rich draws them.
+"""The ranks and nodes of a run as cells, and the screen of ``status --watch``: runs in, lines of a given size out.
 
 A screen is small and a job may be large: ranks that are alike share a line, and those that stand out come first. Of
 several runs, each has two lines.
@@ -6,33 +6,30 @@ several runs, each has two lines.
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from safelaunch.cli.status_rows import (
-    BEHIND_STEPS,
-    Mood,
-    Row,
-    node_cells,
-    rate,
-    rows,
-    since,
-    standing_s,
-    stepping,
-    stragglers,
-)
 from safelaunch.cli.table import Table
-from safelaunch.model import EarlyLook, duration, format_ranks
+from safelaunch.model import EarlyLook, duration, format_ranks, rank_words
+from safelaunch.model.words import rate, since
 from safelaunch.supervise.control.discover import Run
 from safelaunch.supervise.control.protocol import NodeStatus, RankStatus, RunStatus
 from safelaunch.supervise.watch.quiet import is_quiet
+from safelaunch.system.console import wrapped
 from safelaunch.system.printable import clean
 from safelaunch.verdict.reading.frames import place
 
+COLUMNS = ("rank", "pid", "state", "step", "rate", "age", "phase", "note", "signals")
+NODE_COLUMNS = ("node", "ranks", "step", "state", "doing", "note")
+# Ranks that meet in every step differ by at most one, because their pages are read one after the other.
+BEHIND_STEPS = 2
+# As a share of the threshold. Below this, an old step is normal: every job has pauses.
+LATE = 0.5
+
+Mood = Literal["good", "behind", "late", "quiet"]
 Style = Literal["plain", "bold", "dim", "warn", "alarm", "title", "good"]
 
 SPARK_CELLS, SPARK_CELL_S = 24, 5.0
@@ -51,6 +48,106 @@ _STATES = {
     "undecided": ("no step, but something is computing, writing or serving", "warn"),
     "hung": ("hung", "alarm"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The cells of one rank, in the order of ``COLUMNS``, and whether it stands out; ``note``: by what."""
+
+    cells: tuple[str, ...]
+    mood: Mood
+    note: str = ""
+
+
+def rows(status: RunStatus) -> tuple[Row, ...]:
+    """One row for each rank of this node."""
+    furthest = max((rank.step for rank in status.ranks if rank.step is not None), default=None)
+    return tuple(_row(rank, furthest, status.threshold_s) for rank in sorted(status.ranks, key=lambda item: item.rank))
+
+
+def node_cells(node: NodeStatus) -> tuple[str, ...]:
+    """The cells of a node of a job of several, below ``NODE_COLUMNS``."""
+    return (
+        clean(node.host),
+        clean(node.ranks) or "-",
+        "-" if node.step is None else str(node.step),
+        clean(node.state),
+        clean(node.doing) if node.state == "heard" else "-",
+        ", ".join(_about(node)) or "-",
+    )
+
+
+def _about(node: NodeStatus) -> list[str]:
+    words = [word for word, holds in (("this node", node.here), ("leads", node.leads)) if holds]
+    return [*words, *([clean(node.trouble)] if node.trouble else [])]
+
+
+def _row(rank: RankStatus, furthest: int | None, threshold_s: float) -> Row:
+    mood, note = _judge(rank, furthest, threshold_s)
+    cells = (
+        str(rank.rank),
+        str(rank.pid),
+        clean(rank.state),
+        "-" if rank.step is None else str(rank.step),
+        "-" if rank.steps_per_s is None else rate(rank.steps_per_s),
+        "-" if rank.age_s is None else since(rank.age_s),
+        clean(rank.phase) or "-",
+        ", ".join(part for part in (clean(rank.doing), note) if part) or "-",
+        clean(rank.signals) or "-",
+    )
+    return Row(cells, mood, note)
+
+
+def _judge(rank: RankStatus, furthest: int | None, threshold_s: float) -> tuple[Mood, str]:
+    """How far this rank is behind the furthest one, or the share of the threshold that passed without a step."""
+    if rank.age_s is None or rank.state in ("exited", "paused"):
+        return "quiet", ""
+    behind = (furthest or 0) - (rank.step or 0) if rank.step is not None else 0
+    spent = rank.age_s / threshold_s if threshold_s > 0 else 0.0
+    notes = [f"{behind} steps behind"] if behind >= BEHIND_STEPS else []
+    if spent >= LATE:
+        notes.append(f"{spent:.0%} of the threshold")
+    mood: Mood = "late" if spent >= LATE else "behind" if notes else "good"
+    return mood, ", ".join(notes)
+
+
+def told(status: RunStatus) -> str:
+    """The watch's state in words, whether no rank makes a step, and which ranks are behind."""
+    words = _STATES[status.watch][0] if status.watch in _STATES else clean(status.watch)
+    words = f"{'undecided: ' if status.watch == 'undecided' else ''}{words}{_standing(status)}"
+    slow = stragglers(status.ranks)
+    if not slow:
+        return words
+    names = ", ".join(str(rank) for rank in slow[:8]) + (", ..." if len(slow) > 8 else "")
+    return f"{words}; behind the others: rank {names}"
+
+
+def stepping(status: RunStatus) -> list[RankStatus]:
+    """The ranks that make steps."""
+    return [one for one in status.ranks if one.step is not None and one.state != "exited" and one.age_s is not None]
+
+
+def standing_s(status: RunStatus) -> float:
+    """Seconds since the newest step of any rank, if that is far longer than usual and no rank announced it; else 0."""
+    quiet_s = min((one.age_s for one in stepping(status) if one.age_s is not None), default=0.0)
+    announced = any(one.state == "paused" or one.phase for one in status.ranks)
+    return quiet_s if not announced and is_quiet(quiet_s, status.usual_step_s) else 0.0
+
+
+def _standing(status: RunStatus) -> str:
+    """A job that is merely watched may still stand: its threshold is not over yet."""
+    quiet_s = standing_s(status) if status.watch == "watching" else 0.0
+    return f"; no step for {since(quiet_s)} (usual {status.usual_step_s:.2g} s)" if quiet_s else ""
+
+
+def stragglers(ranks: Sequence[RankStatus]) -> tuple[int, ...]:
+    """Ranks that are steps behind the furthest one."""
+    steps = {rank.rank: rank.step for rank in ranks if rank.step is not None and rank.state != "exited"}
+    furthest = max(steps.values(), default=0)
+    return tuple(sorted(rank for rank, step in steps.items() if furthest - step >= BEHIND_STEPS))
+
+
+# --- the screen -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +246,7 @@ def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, s
         words, style = f"no step for {since(standing)}", "warn"
     slow = stragglers(status.ranks)
     if slow and style == "good":
-        words, style = f"watching; behind the others: {_ranks_word(slow)}", "warn"
+        words, style = f"watching; behind the others: {rank_words(slow)}", "warn"
     count = str(there) if there == status.world_size else f"{there} of {status.world_size}"
     parts = [words, f"{count} rank{'s' * (count != '1')}"]
     steps = [one.step or 0 for one in stepping(status)]
@@ -163,10 +260,6 @@ def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, s
     while len(kept) > 1 and len(name) + len(f" {glyphs.dot} ".join(kept)) > width - 2:
         kept = kept[:-1]
     return Line(name + f" {glyphs.dot} ".join(kept), "title" if style == "good" else style)  # type: ignore[arg-type]
-
-
-def _ranks_word(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(tuple(ranks))}"
 
 
 def _progress(status: RunStatus, width: int, glyphs: Glyphs) -> list[Line]:
@@ -237,7 +330,7 @@ def spark(rates: Sequence[float | None], glyphs: Glyphs) -> str:
 
 def _wrapped(text: str, width: int, style: Style = "warn", first: str = "  ") -> list[Line]:
     """At most three lines, below a progress line."""
-    lines = textwrap.wrap(clean(text), max(20, width - 4), break_on_hyphens=False, break_long_words=False)
+    lines = wrapped(clean(text), max(20, width - 4))
     return [Line(f"{first if not number else '    '}{line}", style) for number, line in enumerate(lines[:3])]
 
 

@@ -1,4 +1,4 @@
-"""How ranks, durations and sizes are written for people, and ranks read back."""
+"""How ranks, durations, rates and sizes are written for people, and ranks read back."""
 
 from __future__ import annotations
 
@@ -43,6 +43,30 @@ def duration(seconds: float) -> str:
     if seconds < 0.01:
         return f"{max(1.0, 1000 * seconds):.0f} ms"
     return f"{round(seconds, 2):.2g} s" if seconds < 9.95 else f"{seconds:.0f} s"
+
+
+def rate(steps_per_s: float) -> str:
+    """``12.3/s``; slow jobs by the minute or the hour."""
+    if steps_per_s <= 0:
+        return "0/s"
+    units = {"s": 1, "min": 60, "h": 3600}
+    unit = next((name for name, seconds in units.items() if steps_per_s * seconds >= 1), "h")
+    value = steps_per_s * units[unit]
+    return f"{value:.0f}/{unit}" if value >= 100 else f"{value:.3g}/{unit}"
+
+
+def since(seconds: float) -> str:
+    """``0.3s``, ``42s``, ``3m12s``, ``2h05m``, ``3d04h``."""
+    whole = int(seconds)
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f}s"
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
 def size(number: float) -> str:

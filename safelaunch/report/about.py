@@ -1,4 +1,6 @@
-"""What a report says of a job beside its verdict and its evidence: how it was started, and the nodes it ran on."""
+"""What a report says of a job beside its verdict and its evidence: how it was started, the nodes it ran on, and what
+early looks found.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from safelaunch.model import Gpu
+from safelaunch.model import EarlyLook, Gpu, duration
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -67,3 +69,24 @@ class About:
     at_unix_s: float = 0.0
     launch: Launch = field(default_factory=Launch)
     nodes: tuple[NodeSummary, ...] = ()
+
+
+# --- an early look, on the screen and in ``status`` -------------------------------------------------------------------
+
+
+def early_line(look: EarlyLook, before: EarlyLook | None = None, *, part: bool = False) -> str:
+    """The line on the screen. ``before``: the look before it at the same quiet, whose words are not repeated. ``part``:
+    other nodes have ranks.
+    """
+    found = (look.movement, look.cause, look.places)
+    if before is not None and (before.movement, before.cause, before.places) == found:
+        return f"quiet for {look.quiet_s:.0f} s: nothing has changed since {before.quiet_s:.0f} s"
+    usual = f"usual {duration(look.usual_s)}" if look.usual_s else "no usual step known"
+    where = ", on this node" if part else ""
+    return f"quiet for {look.quiet_s:.0f} s ({usual}){where}: {look.words}... watching"
+
+
+def in_status(look: EarlyLook) -> str:
+    """In ``status`` and in reports, where the time of the look stands before it."""
+    ended = f" (over after {look.lasted_s:.0f} s)" if look.lasted_s else ""
+    return f"quiet for {look.quiet_s:.0f} s{ended}: {look.words}"

@@ -6,19 +6,22 @@ A row is a call of a process group by its number, and what the ranks made of it:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypedDict
+from typing import Generic, TypedDict, TypeVar
 
-from safelaunch.model import Collective, FlightRecord, format_ranks
+from safelaunch.model import Collective, FlightRecord, Frame, RankEvidence, format_ranks
 from safelaunch.model.entries import Entries
+from safelaunch.report.tables import Numbers
 from safelaunch.system.printable import clean
 from safelaunch.verdict.collectives import describe, op_name
 from safelaunch.verdict.rank_state import Facts
 from safelaunch.verdict.reading.frames import place, stack_of
 
 NOT_CALLED = "not called"
+T = TypeVar("T")
 Slot = tuple[str, bool, int, int]  # group, whether it is a send or receive, number, which of those with that number
 
 
@@ -48,12 +51,11 @@ class Row:
 class Table:
     """``kinds``: the calls that rows refer to, with where they were made. ``more``: whether ``last`` cut any off.
 
-    ``recorded``: the ranks shown; ``unrecorded``: those of the selection without a Flight Recorder.
+    ``unrecorded``: the ranks of the selection without a Flight Recorder.
     """
 
     rows: tuple[Row, ...]
     kinds: tuple[tuple[Collective, str], ...]
-    recorded: tuple[int, ...]
     unrecorded: tuple[int, ...]
     groups: tuple[str, ...]
     more: bool
@@ -64,8 +66,8 @@ def table(facts: Facts, chosen: Selection) -> Table:
     wanted = [rank for rank in facts.ranks if chosen.ranks is None or rank in chosen.ranks]
     records = {rank: record for rank in wanted if (record := facts.ranks[rank].evidence.flight_record) is not None}
     rings = {rank: Entries.of(record.entries) for rank, record in records.items()}
-    kinds = _Kinds(facts)
-    columns = _columns(rings, kinds, chosen)
+    numbers = Numbers[tuple[Collective, str]]()
+    columns = _columns(facts, rings, chosen, numbers)
     rows: dict[Slot, Row] = {}
     for column in columns:
         for slot, kind, time_ns in zip(column.slots, column.kinds, column.at_ns, strict=True):
@@ -76,10 +78,9 @@ def table(facts: Facts, chosen: Selection) -> Table:
     order = in_order([column.slots for column in columns], {slot: row.at_ns for slot, row in rows.items()})
     return Table(
         tuple(rows[slot] for slot in order),
-        tuple(kinds.all),
-        tuple(sorted(records)),
+        tuple(numbers),
         tuple(sorted({*(chosen.ranks or facts.ranks), *wanted} - set(records))),
-        tuple(dict.fromkeys(_label(one) for one, _ in kinds.known)),
+        tuple(dict.fromkeys(_label(one) for one, _ in numbers)),
         any(0 < chosen.last < column.recorded for column in columns),
     )
 
@@ -95,66 +96,69 @@ class _Column:
     ranks: list[int] = field(default_factory=list)
 
 
-def _columns(rings: Mapping[int, Entries], kinds: _Kinds, chosen: Selection) -> list[_Column]:
+def _columns(
+    facts: Facts, rings: Mapping[int, Entries], chosen: Selection, numbers: Numbers[tuple[Collective, str]]
+) -> list[_Column]:
     """Ranks that called alike share a column."""
+
+    def number(rank: RankEvidence, call: Collective) -> int:
+        frame = called_at(rank, call)
+        return numbers[call, place(frame) if frame is not None else ""]
+
     folded: dict[Hashable, _Column] = {}
+    kinds = ByKind(number)
     for rank, ring in rings.items():
-        numbers = kinds.of(rank, ring, chosen)
+        used, known = ring.used(), kinds.of(facts.ranks[rank].evidence, ring)
         every: Sequence[int] = range(len(ring))
         if chosen.groups:
-            every = [position for position, kind in enumerate(ring.kind_of) if kind in numbers]
+            every = [position for position, kind in enumerate(ring.kind_of) if chosen.has(used[kind])]
         at = every[-chosen.last :]
-        called = [numbers[ring.kind_of[n]] for n in at]
-        seqs = [
-            ring.p2p_seqs[n] if kinds.all[kind][0].is_p2p else ring.seqs[n] for n, kind in zip(at, called, strict=True)
-        ]
+        called = [known[ring.kind_of[n]] for n in at]
+        seqs = [ring.p2p_seqs[n] if used[ring.kind_of[n]].is_p2p else ring.seqs[n] for n in at]
         key = (tuple(called), tuple(seqs))
         if key not in folded:
-            folded[key] = _Column(kinds.slots(called, seqs), called, [ring.created_ns[n] for n in at])
+            folded[key] = _Column(_slots(ring, at, seqs), called, [ring.created_ns[n] for n in at])
         folded[key].ranks.append(rank)
         folded[key].recorded = max(folded[key].recorded, len(every))
     return list(folded.values())
 
 
-class _Kinds:
-    """Numbers the kinds of call over all ranks. All rings outlive it: it knows their tables of kinds by their ids."""
+class ByKind(Generic[T]):
+    """What ``make`` makes of each kind of call, once for all ranks.
 
-    def __init__(self, facts: Facts) -> None:
-        self.all: list[tuple[Collective, str]] = []
-        self._facts = facts
-        self._numbers: dict[tuple[Collective, str], int] = {}
-        self._known: dict[tuple[int, int, tuple[str, ...]], tuple[Collective, str]] = {}
+    All rings outlive it: it knows their tables of kinds by their ids.
+    """
 
-    @property
-    def known(self) -> Iterable[tuple[Collective, str]]:
-        """Also those of groups that are not chosen."""
-        return self._known.values()
+    def __init__(self, make: Callable[[RankEvidence, Collective], T]) -> None:
+        self._make = make
+        self._known: dict[tuple[int, int, tuple[str, ...]], T] = {}
 
-    def of(self, rank: int, ring: Entries, chosen: Selection) -> Mapping[int, int]:
-        """The chosen kinds of one record → their numbers here."""
+    def of(self, rank: RankEvidence, ring: Entries) -> dict[int, T]:
+        """By the numbers of the kinds in this record."""
         found = {}
-        evidence = self._facts.ranks[rank].evidence
         for number, call in ring.used().items():
-            key = (id(ring.kinds), number, evidence.code_roots)
-            kind = self._known.get(key)
-            if kind is None:
-                frame = stack_of(evidence, call.frames).user_frame or next(iter(call.frames), None)
-                kind = self._known[key] = (call, place(frame) if frame is not None else "")
-            if chosen.has(call):
-                found[number] = self._numbers.setdefault(kind, len(self.all))
-                self.all += [kind] if found[number] == len(self.all) else []
+            key = (id(ring.kinds), number, rank.code_roots)
+            if key not in self._known:
+                self._known[key] = self._make(rank, call)
+            found[number] = self._known[key]
         return found
 
-    def slots(self, called: Sequence[int], numbers: Sequence[int]) -> list[Slot]:
-        """The places of a rank's calls in the table: calls that share a number (coalesced ones) have one each."""
-        seen: dict[tuple[str, bool, int], int] = {}
-        found = []
-        for kind, number in zip(called, numbers, strict=True):
-            call = self.all[kind][0]
-            key = (call.group, call.is_p2p, number)
-            found.append((*key, seen.get(key, 0)))
-            seen[key] = seen.get(key, 0) + 1
-        return found
+
+def called_at(rank: RankEvidence, call: Collective) -> Frame | None:
+    """The user's line that a recorded call was made at; where the record has none of the user's, its innermost."""
+    return stack_of(rank, call.frames).user_frame or next(iter(call.frames), None)
+
+
+def _slots(ring: Entries, at: Sequence[int], numbers: Sequence[int]) -> list[Slot]:
+    """The places of a rank's calls in the table: calls that share a number (coalesced ones) have one each."""
+    seen = Counter[tuple[str, bool, int]]()
+    found = []
+    for n, number in zip(at, numbers, strict=True):
+        call = ring.kinds.all[ring.kind_of[n]]
+        key = (call.group, call.is_p2p, number)
+        found.append((*key, seen[key]))
+        seen[key] += 1
+    return found
 
 
 def _note_absent(rows: Iterable[Row], records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -> None:

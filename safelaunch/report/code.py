@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from safelaunch.model import Culprit, Evidence, Frame, Verdict, rank_words
 from safelaunch.model.entries import Entries
 from safelaunch.report.overview import frames_at_fault
+from safelaunch.verdict.findings import capital
 from safelaunch.verdict.guarding import whereabouts
 from safelaunch.verdict.rank_state import Facts, child_views, user_stack_of, view_of
 from safelaunch.verdict.reading.frames import place, stack_of
@@ -145,7 +146,7 @@ def _groups_waited_in(ranks: Sequence[int], waits: Mapping[int, str | None]) -> 
         return []
     words = [f"in group {group!r} {rank_words(members)}" for group, members in list(groups.items())[:4]]
     text = f"{'; '.join(words)}{'; and more' * (len(groups) > 4)}."
-    return [text[:1].upper() + text[1:]]
+    return [capital(text)]
 
 
 def _stack(facts: Facts, rank: int) -> tuple[Frame, ...]:
@@ -190,7 +191,7 @@ def _does(facts: Facts, ranks: Sequence[int]) -> str:
     if one.wait is not None:
         return f"{'Waits' if len(ranks) == 1 else 'Wait'} in {one.wait.words}."
     if one.condition is not None:
-        return f"{one.condition.reason[:1].upper()}{one.condition.reason[1:]}."
+        return f"{capital(one.condition.reason)}."
     return ""
 
 

@@ -6,8 +6,6 @@ Perfetto reads the Trace Event Format that chrome://tracing defines; times there
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,7 +13,7 @@ import msgspec
 from safelaunch import __version__
 from safelaunch.model import Collective, RankEvidence
 from safelaunch.model.entries import Entries
-from safelaunch.report.calls import state
+from safelaunch.report.calls import ByKind, state
 from safelaunch.report.timeline import LONGEST_S
 from safelaunch.verdict.collectives import describe, op_name
 from safelaunch.verdict.rank_state import Facts
@@ -55,7 +53,7 @@ def perfetto(facts: Facts, name: str = "") -> dict[str, Any]:
     start = min((ring.created_ns[begins[rank]] for rank, ring in records.items() if ring), default=0)
     newest = max((ring.created_ns[len(ring) - 1] for ring in records.values() if ring), default=0)
     end = newest + int(min(facts.evidence.stall_s, LONGEST_S) * 1e9)
-    patterns: dict[Hashable, _Pattern] = {}
+    patterns = ByKind(_pattern)
     events: list[dict[str, Any]] = []
     for rank, ring in records.items():
         events += _of_rank(facts.ranks[rank].evidence, ring, begins[rank], patterns, (start, end))
@@ -66,38 +64,26 @@ def perfetto(facts: Facts, name: str = "") -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _Pattern:
-    """What the events of one kind of call have in common."""
-
-    group: str
-    description: str
-    completed: bool
-    is_p2p: bool
-    event: dict[str, Any]
-    arguments: dict[str, Any]
-
-
-def _pattern(rank: RankEvidence, call: Collective) -> _Pattern:
+def _pattern(rank: RankEvidence, call: Collective) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the events of one kind of call have in common: of the event, and of its arguments."""
     place = stack_of(rank, call.frames).user_frame
     arguments: dict[str, Any] = {"call": describe(call), "state": state(call)}
     arguments |= {"at": f"{place.file}:{place.line} {place.function}"} if place is not None else {}
     event = {"ph": "X", "name": op_name(call) or "unknown", "cat": "p2p" if call.is_p2p else "collective"}
-    event |= {} if call.completed else {"cname": "terrible"}
-    return _Pattern(call.group, call.description, call.completed, call.is_p2p, event, arguments)
+    return event if call.completed else {**event, "cname": "terrible"}, arguments
 
 
 def _of_rank(
-    rank: RankEvidence, ring: Entries, begin: int, patterns: dict[Hashable, _Pattern], span: tuple[int, int]
+    rank: RankEvidence,
+    ring: Entries,
+    begin: int,
+    patterns: ByKind[tuple[dict[str, Any], dict[str, Any]]],
+    span: tuple[int, int],
 ) -> list[dict[str, Any]]:
-    """The events of one rank. ``patterns``: those of the ranks before, by table of kinds; all rings outlive them."""
+    """The events of one rank."""
     start, end = span
-    used: dict[int, _Pattern] = {}
-    for kind in dict.fromkeys(ring.kind_of[begin:]):
-        key = (id(ring.kinds), kind, rank.code_roots)
-        if key not in patterns:
-            patterns[key] = _pattern(rank, ring.kinds.all[kind])
-        used[kind] = patterns[key]
+    known = patterns.of(rank, ring)
+    used = {kind: ring.kinds.all[kind] for kind in dict.fromkeys(ring.kind_of[begin:])}
     groups = dict.fromkeys(one.group for one in used.values())
     threads = {group: number for number, group in enumerate(groups, start=1)}
     titles = {one.group: f"group {one.group} {one.description}".strip() for one in used.values()}
@@ -114,14 +100,15 @@ def _of_rank(
     made = []
     for at in range(len(ring) - 1, begin - 1, -1):
         one, begins = used[ring.kind_of[at]], (ring.created_ns[at] - start) // 1000
+        event, arguments = known[ring.kind_of[at]]
         stops = following.get(one.group, begins if one.completed else (end - start) // 1000)
         following[one.group] = min(begins, stops)  # two threads may enqueue a call each at once
         made.append({
-            **one.event,
+            **event,
             "pid": rank.rank,
             "tid": threads[one.group],
             "ts": begins,
             "dur": max(0, stops - begins),
-            "args": {"number": ring.p2p_seqs[at] if one.is_p2p else ring.seqs[at], **one.arguments},
+            "args": {"number": ring.p2p_seqs[at] if one.is_p2p else ring.seqs[at], **arguments},
         })  # fmt: skip
     return [*events, *reversed(made)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from safelaunch.model import Gpu, format_ranks
 from safelaunch.report.about import About, Link, NodeSummary
-from safelaunch.report.tables import hosts_word
+from safelaunch.report.tables import Numbers, hosts_word
 from safelaunch.system.printable import clean
 from safelaunch.verdict.rank_state import Facts
 
@@ -22,29 +22,18 @@ MOST_LOG_BYTES = 400_000  # of all nodes together
 _UP = ("up", "active", "unknown", "")  # "unknown" is what a virtual interface says
 
 
-@dataclass
-class _Table:
-    """What many nodes have alike, once: items by number."""
-
-    items: list[Any] = field(default_factory=list)
-    _numbers: dict[Hashable, int] = field(default_factory=dict)
-
-    def number(self, key: Hashable, item: Any) -> int:
-        if key not in self._numbers:
-            self._numbers[key] = len(self.items)
-            self.items.append(item)
-        return self._numbers[key]
-
-
 @dataclass(frozen=True)
 class _Node:
-    """``state``: what the verdict's evidence knows of it. ``files``: None where the bundle has none of it."""
+    """``state``: what the verdict's evidence knows of it. ``files``: None where the bundle has none of it. ``notes``:
+    what of it is worth a look, without numbers.
+    """
 
     host: str
     ranks: str
     state: str
     culprit: bool
     files: NodeSummary | None
+    notes: tuple[str, ...]
 
 
 def nodes(
@@ -54,35 +43,33 @@ def nodes(
 
     ``every``: each node. ``states``: host → its ranks and what is known of it.
     """
-    found = [(node, _standing_out(node)) for node in _all(facts, about, states, set(culprits))]
-    classes: dict[Hashable, list[tuple[_Node, tuple[str, ...]]]] = {}
-    for node, notes in found:
-        classes.setdefault(_class_of(node, notes), []).append((node, notes))
-    ordered = sorted(classes.values(), key=lambda members: (not members[0][0].culprit, not members[0][1]))
-    versions, logs, names, environments = _Table(), _Table(), _Table(), _Table()
+    classes: dict[Hashable, list[_Node]] = {}
+    for node in _all(facts, about, states, set(culprits)):
+        classes.setdefault(_class_of(node), []).append(node)
+    ordered = sorted(classes.values(), key=lambda members: (not members[0].culprit, not members[0].notes))
+    versions, environments = Numbers[tuple[tuple[str, str], ...]](), Numbers[tuple[tuple[str, str], ...]]()
+    logs, names = Numbers[tuple[str, ...]](), Numbers[str]()
     every: list[dict[str, Any]] = []
     left = MOST_LOG_BYTES
     for number, members in enumerate(ordered):
-        for node, _ in members:
+        for node in members:
             told: dict[str, Any] = {"host": node.host, "row": number, "r": node.ranks, "state": node.state}
             if node.files is not None:
                 told |= _details(node.files, names)
-                told["v"] = versions.number(node.files.versions, [list(item) for item in node.files.versions[:40]])
-                told["e"] = environments.number(
-                    node.files.environment, [list(item) for item in node.files.environment[:60]]
-                )
+                told["v"] = versions[node.files.versions[:40]]
+                told["e"] = environments[node.files.environment[:60]]
                 log = tuple(line[:MOST_LINE] for line in node.files.kernel_log)
                 if log and (size := sum(map(len, log))) <= left:
                     left -= size
-                    told["log"] = logs.number(log, list(log))
+                    told["log"] = logs[log]
             every.append(told)
     return {
         "rows": [_row(members) for members in ordered],
         "every": every,
-        "versions": versions.items,
-        "environments": environments.items,
-        "logs": logs.items,
-        "names": names.items,
+        "versions": list(versions),
+        "environments": list(environments),
+        "logs": list(logs),
+        "names": list(names),
     }
 
 
@@ -94,20 +81,21 @@ def _all(facts: Facts, about: About, states: Mapping[str, tuple[str, str]], culp
     for host in dict.fromkeys([*states, *files, *of_host]):
         if host:
             told, state = states.get(host, ("", ""))
-            mine = of_host.get(host, [])
-            yield _Node(host, told or format_ranks(mine), state, bool(culprits & set(mine)), files.get(host))
+            mine, summary = of_host.get(host, []), files.get(host)
+            notes = _standing_out(summary) if summary is not None else ()
+            yield _Node(host, told or format_ranks(mine), state, bool(culprits & set(mine)), summary, notes)
 
 
-def _class_of(node: _Node, notes: tuple[str, ...]) -> Hashable:
+def _class_of(node: _Node) -> Hashable:
     """Nodes of one class differ in their numbers alone, but not in speed and MTU of their network."""
     state = re.sub(r"\d+", "", node.state)
     if node.files is None:
-        return node.culprit, state, notes
+        return node.culprit, state, node.notes
     one = node.files
     return (
         node.culprit,
         state,
-        notes,
+        node.notes,
         one.cpus,
         _gpu_words(one),
         one.versions,
@@ -115,11 +103,7 @@ def _class_of(node: _Node, notes: tuple[str, ...]) -> Hashable:
     )
 
 
-def _standing_out(node: _Node) -> tuple[str, ...]:
-    """What of a node is worth a look, without numbers."""
-    if node.files is None:
-        return ()
-    one = node.files
+def _standing_out(one: NodeSummary) -> tuple[str, ...]:
     found = [f"GPU {gpu.index} does not answer" for gpu in one.gpus if gpu.error]
     found += [f"GPU {gpu.index} counts ECC errors" for gpu in one.gpus if gpu.ecc_errors]
     found += [f"{place} is nearly full" for place, share in one.disks if share > FULL]
@@ -133,13 +117,13 @@ def _used(one: NodeSummary) -> float:
     return 1 - one.memory_available_bytes / one.memory_total_bytes if one.memory_total_bytes else 0.0
 
 
-def _row(members: Sequence[tuple[_Node, tuple[str, ...]]]) -> dict[str, Any]:
-    first, notes = members[0]
-    files = [node.files for node, _ in members if node.files is not None]
+def _row(members: Sequence[_Node]) -> dict[str, Any]:
+    first = members[0]
+    files = [node.files for node in members if node.files is not None]
     gpus = [gpu for one in files for gpu in one.gpus if not gpu.error]
-    ranks = ",".join(node.ranks for node, _ in members if node.ranks)
+    ranks = ",".join(node.ranks for node in members if node.ranks)
     return {
-        "hosts": hosts_word([node.host for node, _ in members]),
+        "hosts": hosts_word([node.host for node in members]),
         "n": len(members),
         "c": int(first.culprit),
         "r": format_ranks(_numbers(ranks)) if ranks else "",
@@ -154,7 +138,7 @@ def _row(members: Sequence[tuple[_Node, tuple[str, ...]]]) -> dict[str, Any]:
         "memory": _span([100 * _used(one) for one in files if one.memory_total_bytes]),
         "load": _span([one.load[0] for one in files if one.load]),
         "network": _network_words(files[0].network) if files else "",
-        "notes": list(notes),
+        "notes": list(first.notes),
     }  # fmt: skip
 
 
@@ -186,7 +170,7 @@ def _network_words(links: Sequence[Link]) -> str:
     return ", ".join([*plain[:3], *more, *([f"{ports} InfiniBand port{'s' * (ports > 1)}"] if ports else [])])
 
 
-def _details(one: NodeSummary, names: _Table) -> dict[str, Any]:
+def _details(one: NodeSummary, names: Numbers[str]) -> dict[str, Any]:
     return {
         "gpus": [_gpu(gpu, names) for gpu in one.gpus[:MOST_GPUS]],
         "no_gpus": one.no_gpus,
@@ -198,11 +182,11 @@ def _details(one: NodeSummary, names: _Table) -> dict[str, Any]:
     }
 
 
-def _gpu(gpu: Gpu, names: _Table) -> list[Any]:
+def _gpu(gpu: Gpu, names: Numbers[str]) -> list[Any]:
     """``[index, name's number, % busy, used, total, °C, W, ECC errors, error]``."""
     numbers = (gpu.utilisation_percent, gpu.memory_used_bytes, gpu.memory_total_bytes, gpu.temperature_c, gpu.power_w)
     rounded = [None if number is None else round(number) for number in numbers]
-    return [gpu.index, names.number(gpu.name or "", gpu.name or ""), *rounded, gpu.ecc_errors or 0, gpu.error]
+    return [gpu.index, names[gpu.name or ""], *rounded, gpu.ecc_errors or 0, gpu.error]
 
 
 # --- devices ----------------------------------------------------------------------------------------------------------

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from safelaunch.model import Culprit, Evidence, Frame, RankEvidence, format_ranks
+from safelaunch.model import Culprit, Evidence, Frame, RankEvidence, format_ranks, rank_words
 from safelaunch.report.tables import hosts_word
 from safelaunch.verdict.conditions import View
-from safelaunch.verdict.findings import ranks_word
 from safelaunch.verdict.rank_state import Facts, RankFacts, child_views, view_of
 from safelaunch.verdict.reading.frames import is_ours, own_part
 
@@ -59,11 +58,11 @@ def _branches(
         for _, theirs in members:
             ranks |= theirs
         count, others = ranks.bit_count(), whole & ~ranks
-        missing = _ranges(others) if others.bit_count() < count else ""
+        missing = ranges(others) if others.bit_count() < count else ""
         end = depth if frame is None else _common_end([frames for frames, _ in members], depth)
         further = len(members) > 1 and nesting < _DEEPEST
         branches = _branches(members, end, ranks, nesting + 1) if further else ()
-        made.append((ranks, Branch(members[0][0][depth:end], _ranges(ranks), missing, count, branches)))
+        made.append((ranks, Branch(members[0][0][depth:end], ranges(ranks), missing, count, branches)))
     made.sort(key=lambda item: (-item[1].count, item[0] & -item[0]))
     return tuple(branch for _, branch in made)
 
@@ -100,12 +99,12 @@ def _lines_of(branch: Branch, indent: str, most: int, made: list[str]) -> None:
 
 def _who(branch: Branch) -> str:
     """``ranks 0-2,5 | missing 3-4``."""
-    ranks = f"rank {branch.ranks}" if branch.count == 1 else f"ranks {branch.ranks}"
     missing = f" | missing {branch.missing}" if branch.missing else ""
-    return f"{ranks}{'' if branch.frames else ': here'}{missing}"
+    return f"{rank_words(branch.ranks)}{'' if branch.frames else ': here'}{missing}"
 
 
-def _ranges(ranks: int) -> str:
+def ranges(ranks: int) -> str:
+    """Of ranks as bits."""
     found = []
     while ranks:
         lowest = ranks & -ranks
@@ -139,21 +138,16 @@ def devices(evidence: Evidence) -> str:
     parts = [f"local rank {', '.join(pairs[:MOST])}{more}"] if pairs else []
     for rank in [one for one in evidence.ranks if one.device not in (None, one.local_rank)][:MOST]:
         parts.append(f"rank {rank.rank} computed on cuda:{rank.device}")
-    wrong = [rank for rank in evidence.ranks if _asked_in_vain(rank)]
+    raised = {rank.rank: rank.exception.message for rank in evidence.ranks if rank.exception is not None}
+    wrong = [rank for rank in evidence.ranks if NO_SUCH_DEVICE in raised.get(rank.rank, "")]
     if wrong:
-        who = format_ranks([rank.rank for rank in wrong])
-        parts.append(
-            f"{'rank' if who.isdigit() else 'ranks'} {who} requested a device that does not exist{_why(wrong)}"
-        )
+        who = rank_words(rank.rank for rank in wrong)
+        parts.append(f"{who} requested a device that does not exist{_why(wrong)}")
     return "; ".join(parts)
 
 
 def _name(gpu: str) -> str:
     return f"GPU {gpu}" if gpu.isdecimal() else gpu[:12]
-
-
-def _asked_in_vain(rank: RankEvidence) -> bool:
-    return rank.exception is not None and NO_SUCH_DEVICE in rank.exception.message
 
 
 def _why(wrong: list[RankEvidence]) -> str:
@@ -226,24 +220,6 @@ class StackGroup:
     frames: tuple[Frame, ...]
     user_frame: Frame | None
     count: int
-
-
-@dataclass(frozen=True)
-class Overview:
-    """``tree``: the main threads of all ranks; empty where only one rank's was seen. ``without_stack``: ranges."""
-
-    rows: tuple[RankRow, ...]
-    tree: tuple[Branch, ...]
-    stacks: tuple[StackGroup, ...]
-    without_stack: str
-
-
-def overview(evidence: Evidence, facts: Facts | None = None) -> Overview:
-    facts = facts or Facts.of(evidence)
-    rows = tuple(row_of(one) for one in facts.ranks.values())
-    stacks, seen = _merged(facts)
-    without = set(facts.ranks) - seen | set(facts.unseen)
-    return Overview(rows, merged_stacks(facts), stacks, format_ranks(without))
 
 
 def merged_stacks(facts: Facts) -> tuple[Branch, ...]:
@@ -329,8 +305,8 @@ def _state(one: RankFacts) -> str:
     return f"{view.process.states[-1].state} {view.wait.call or view.wait.kind}"
 
 
-def _merged(facts: Facts) -> tuple[tuple[StackGroup, ...], set[int]]:
-    """Groups of equal main-thread stacks, the largest first, ranks before their children."""
+def stack_groups(facts: Facts) -> tuple[list[StackGroup], set[int]]:
+    """Groups of equal stacks, the largest first, ranks before their children; and the ranks without any."""
     groups: dict[tuple[bool, str, tuple[Frame, ...]], list[tuple[int, View]]] = {}
     for rank, one in facts.ranks.items():
         view = view_of(one.evidence)
@@ -340,12 +316,12 @@ def _merged(facts: Facts) -> tuple[tuple[StackGroup, ...], set[int]]:
                 groups.setdefault((is_main, each.process.role, frames), []).append((rank, each))
     merged = []
     for (is_main, role, frames), members in groups.items():
-        of = ranks_word(rank for rank, _ in members)
+        of = rank_words(rank for rank, _ in members)
         who = of if is_main else f"{len(members)} {role}{'s' * (len(members) > 1)} of {of}"
         merged.append((not is_main, -len(members), StackGroup(who, frames, members[0][1].user_frame, len(members))))
     merged.sort(key=lambda item: item[:2])
     seen = {rank for (is_main, _, _), members in groups.items() if is_main for rank, _ in members}
-    return tuple(group for _, _, group in merged), seen
+    return [group for _, _, group in merged], set(facts.ranks) - seen | set(facts.unseen)
 
 
 def frame_text(frame: Frame | None) -> str:

@@ -1,8 +1,8 @@
 """``report.html``: the picture of an incident, as one file that loads nothing.
 
 :func:`content` makes the page's data out of verdict and evidence. It is pure, and folds what is alike, so that a job of
-thousands of ranks makes a page of a few hundred kilobytes. :func:`html` puts the data, escaped, into the template. The
-scripts of the page write every text of the job as text: names and messages are a stranger's.
+thousands of ranks makes a page of a few hundred kilobytes. :func:`render` puts the data, escaped, into the template.
+The scripts of the page write every text of the job as text: names and messages are a stranger's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import re
+import shlex
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
@@ -19,7 +20,7 @@ from importlib import resources
 from math import isfinite
 from typing import Any
 
-from safelaunch.model import Artifact, Evidence, RankEvidence, Verdict, format_ranks
+from safelaunch.model import Artifact, Evidence, RankEvidence, Verdict, format_ranks, rank_words
 from safelaunch.report import code, nodes, overview, ranks, timeline
 from safelaunch.report.about import About
 from safelaunch.report.overview import Branch, merged_stacks, range_of
@@ -141,26 +142,24 @@ def content(
     paths = Paths.of(evidence, about.launch.cwd, code.all_frames(evidence, verdict))
     frames = Frames(paths)
     shown = ranks.ranks(facts, verdict, frames)
+    states = {node.host: (format_ranks(node.ranks), node_state(node)) for node in evidence.nodes}
     page: dict[str, Any] = {
         "schema": 1,
         "head": _head(verdict, facts, evidence, about),
         "code": [_side(side, frames) for side in code.sides(facts, verdict, said)],
-        "timeline": timeline.as_page(timeline.timeline(facts, culprits), frames),
+        "timeline": timeline.timeline(facts, culprits, frames),
         "steps": as_page(evidence, culprits),
         "tree": _branches(merged_stacks(facts), frames, evidence),
-        "rows": shown.rows,
-        "ranks": shown.every,
-        "logs": shown.logs,
-        "calls": shown.calls,
+        **shown,
         "groups": ranks.groups(facts),
-        "nodes": nodes.nodes(facts, about, _node_states(evidence), culprits),
+        "nodes": nodes.nodes(facts, about, states, culprits),
         "nccl": nccl_lines(evidence.nccl),
         "claims": _claims(verdict),
         "ruled_out": verdict.ruled_out,
         "missing": verdict.missing,
         "files": ranks.files(artifacts),
         "frames": frames.rows,
-        "stacks": frames.stacks,
+        "stacks": list(frames.stacks),
     }
     return page
 
@@ -220,7 +219,7 @@ def _facts(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> 
         "safelaunch": launch.safelaunch,
         "presets": ", ".join(launch.presets),
         "directory": launch.cwd,
-        "held up": f"{'rank' if verdict.victims.isdigit() else 'ranks'} {verdict.victims}" if verdict.victims else "",
+        "held up": rank_words(verdict.victims) if verdict.victims else "",
     }
     return ((label, value) for label, value in found.items() if value)
 
@@ -234,13 +233,9 @@ def _version(about: About, package: str) -> str:
     return ", ".join(sorted(found)[:3])
 
 
-_PLAIN_WORD = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
-
-
 def _command(words: Sequence[str]) -> str:
     """A command line that a shell reads as these words."""
-    quoted = [word if _PLAIN_WORD.fullmatch(word) else "'" + word.replace("'", "'\"'\"'") + "'" for word in words]
-    text = " ".join(quoted)
+    text = shlex.join(words)
     return text if len(text) <= MOST_COMMAND else f"{text[:MOST_COMMAND]} …"
 
 
@@ -295,10 +290,6 @@ def _branches(branches: Sequence[Branch], frames: Frames, evidence: Evidence) ->
     return made
 
 
-def _node_states(evidence: Evidence) -> dict[str, tuple[str, str]]:
-    return {node.host: (format_ranks(node.ranks), node_state(node)) for node in evidence.nodes}
-
-
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
@@ -311,20 +302,6 @@ def prepare() -> None:
     """Reads the templates, which takes a moment on a slow disk."""
     for name in ("report.html", _STYLE, _COMMON, _SCRIPT):
         _part(name)
-
-
-def html(
-    verdict: Verdict,
-    evidence: Evidence,
-    artifacts: Sequence[Artifact] = (),
-    *,
-    facts: Facts | None = None,
-    read_source: ReadSource | None = None,
-    said: Callable[[str], str] = str,
-    about: About | None = None,
-) -> str:
-    """The page. See :func:`content` for the arguments."""
-    return render(content(verdict, evidence, artifacts, facts=facts, read_source=read_source, said=said, about=about))
 
 
 def render(page: dict[str, Any], script: str = _SCRIPT) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from typing import Any
 
 from safelaunch.model import Artifact, Collective, RankEvidence, Verdict, format_ranks
 from safelaunch.report.overview import Alike, alike, main_frames, row_of, without_ours
-from safelaunch.report.tables import Frames
+from safelaunch.report.tables import Frames, Numbers
 from safelaunch.system.printable import clean_lines, is_clean
 from safelaunch.verdict.collectives import describe, number_of
 from safelaunch.verdict.columns import Window
@@ -27,34 +26,23 @@ MOST_STANDINGS = 40
 MOST_CALLS = 5
 
 
-@dataclass
-class Ranks:
-    """``rows``: one for each class of ranks that are alike. ``every``: each rank, with the numbers of its row, its
+def ranks(facts: Facts, verdict: Verdict, frames: Frames) -> dict[str, Any]:
+    """``rows``: one for each class of ranks that are alike. ``ranks``: each rank, with the numbers of its row, its
     output's end in ``logs``, and its last calls in ``calls``.
     """
-
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    every: list[dict[str, Any]] = field(default_factory=list)
-    logs: list[list[str]] = field(default_factory=list)
-    calls: list[list[str]] = field(default_factory=list)
-
-
-def ranks(facts: Facts, verdict: Verdict, frames: Frames) -> Ranks:
     named = {one.rank for one in verdict.culprits}
-    made = Ranks()
+    rows: list[dict[str, Any]] = []
     number_of: dict[int, int] = {}
     for row in alike([row_of(one) for one in facts.ranks.values()], named):
-        number_of |= dict.fromkeys(row.ranks, len(made.rows))
-        made.rows.append(_row(row, facts, frames))
-    told: dict[tuple[str, ...], int] = {}
+        number_of |= dict.fromkeys(row.ranks, len(rows))
+        rows.append(_row(row, facts, frames))
+    every: list[dict[str, Any]] = []
+    called = Numbers[tuple[str, ...]]()
     for rank, one in facts.ranks.items():
-        made.every.append({"r": rank, "row": number_of[rank], **_details(one, frames)})
+        every.append({"r": rank, "row": number_of[rank], **_details(one, frames)})
         if calls := _calls(facts, rank):
-            number = told.setdefault(calls, len(made.calls))
-            made.calls += [list(calls)] if number == len(made.calls) else []
-            made.every[-1]["fr"] = number
-    _add_logs(facts, made, named)
-    return made
+            every[-1]["fr"] = called[calls]
+    return {"rows": rows, "ranks": every, "logs": _add_logs(facts, every, named), "calls": list(called)}
 
 
 def _row(row: Alike, facts: Facts, frames: Frames) -> dict[str, Any]:
@@ -65,7 +53,7 @@ def _row(row: Alike, facts: Facts, frames: Frames) -> dict[str, Any]:
         "c": int(row.culprit),
         "state": row.state,
         "doing": row.doing,
-        "at": frames.number(frame, roots) if frame is not None else -1,
+        "at": frames.number(frame, roots),
         "step": row.step,
         "hosts": row.hosts,
     }
@@ -80,7 +68,7 @@ def _details(one: RankFacts, frames: Frames) -> dict[str, Any]:
         found["st"] = frames.stack(mine, evidence.code_roots)
     if evidence.exception is not None:
         found["raised"] = f"{evidence.exception.type}: {evidence.exception.message}"[:2000]
-        found["trace"] = _traceback(evidence)
+        found["trace"] = [line[:MOST_LINE] for line in clean_lines(evidence.exception.text)[-80:]]  # as it was printed
     if handled := [f"{one.type}: {one.message}"[:500] for one in evidence.gil.handling[:4]]:
         found["handles"] = handled
     if caught := [f"{one.type}: {one.message}"[:500] for one in evidence.caught[-4:]]:
@@ -117,12 +105,6 @@ def _child(child: View, rank: RankEvidence, frames: Frames) -> list[Any]:
     ]
 
 
-def _traceback(rank: RankEvidence) -> list[str]:
-    """The traceback as it was printed."""
-    text = rank.exception.text if rank.exception is not None else ""
-    return [line[:MOST_LINE] for line in clean_lines(text)[-80:]]
-
-
 def _calls(facts: Facts, rank: int) -> tuple[str, ...]:
     """The last calls on its record, the newest first: ``all_reduce of (4,) Float · #31 of group '0' · pending``."""
     record = facts.ranks[rank].evidence.flight_record
@@ -133,31 +115,30 @@ def _calls(facts: Facts, rank: int) -> tuple[str, ...]:
     return tuple(f"{describe(one)} · #{number_of(one)} of group {one.group!r} · {state[one.completed]}" for one in last)
 
 
-def _add_logs(facts: Facts, made: Ranks, named: set[int]) -> None:
+def _add_logs(facts: Facts, every: Sequence[dict[str, Any]], named: set[int]) -> list[tuple[str, ...]]:
     """The end of each rank's output, as far as there is room: those at fault first, then one of each class."""
     firsts: set[int] = set()
     order = []
-    for item in made.every:
+    for item in every:
         is_first = item["row"] not in firsts
         firsts.add(item["row"])
         order.append((item["r"] not in named, not is_first, item["r"], item))
     left = MOST_LOG_BYTES
-    numbers: dict[tuple[str, ...], int] = {}
+    logs = Numbers[tuple[str, ...]]()
     for *_, item in sorted(order, key=lambda one: one[:3]):
         text = facts.ranks[item["r"]].evidence.log_tail
         if not text:
             continue
         lines = tuple(line[:MOST_LINE] for line in clean_lines(text[-16_384:])[-MOST_LOG_LINES:])
-        if lines not in numbers:
+        if lines not in logs:
             size = sum(map(len, lines))
             if size > left:
                 continue
             left -= size
-            numbers[lines] = len(made.logs)
-            made.logs.append(list(lines))
-        item["log"] = numbers[lines]
+        item["log"] = logs[lines]
         if not is_clean(text):
             item["raw"] = 1
+    return list(logs)
 
 
 def groups(facts: Facts) -> dict[str, Any]:

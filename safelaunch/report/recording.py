@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
+
+import msgspec
 
 from safelaunch import __version__
 from safelaunch.model import Frame, format_ranks
 from safelaunch.model.recording import Recording
-from safelaunch.report.profiling.shares import KINDS, Place, RankTime, Stacks, frame_of, mean, place_share
-from safelaunch.report.profiling.verdict import Comparison, Finding, Slowness, percent
-from safelaunch.report.profiling.verdict import where as change_words
-from safelaunch.report.tables import Frames, Paths
+from safelaunch.report.overview import ranges
+from safelaunch.report.shares import KINDS, Place, RankTime, Stacks, frame_of, mean, place_share, share_of
+from safelaunch.report.slowness import Comparison, Finding, Slowness, percent
+from safelaunch.report.slowness import where as change_words
+from safelaunch.report.tables import Frames, Numbers, Paths
+from safelaunch.system.console import cut, wrapped
 from safelaunch.system.printable import clean
 from safelaunch.verdict.reading.frames import place
 
@@ -86,23 +89,23 @@ def what_of(one: Place) -> str:
 def screen(recorded: Recorded, width: int) -> str:
     """The verdict first, then the ranks, the lines, and what was not seen; no line is longer than ``width``."""
     found, lines = recorded.slowness, list[str]()
-    lines += _wrapped(found.headline, width)
+    lines += wrapped(clean(found.headline), width)
     if found.findings and found.findings[0].advice:
-        lines += _wrapped(found.findings[0].advice, width, "  ")
+        lines += wrapped(clean(found.findings[0].advice), width, "  ", "  ")
     for finding in found.findings[1:]:
-        lines += _wrapped(f"also: {finding.text}", width, "  ")
+        lines += wrapped(clean(f"also: {finding.text}"), width, "  ", "  ")
     if recorded.compared is not None:
-        lines += _wrapped(f"against {recorded.earlier}: {recorded.compared.text}", width)
+        lines += wrapped(clean(f"against {recorded.earlier}: {recorded.compared.text}"), width)
         changed = [one for one in recorded.compared.changes if one.more][:MOST_LINES]
-        lines += [_cut(f"  {_signed(recorded.compared, one.more):>10}  {change_words(one)}", width) for one in changed]
+        lines += [cut(f"  {_signed(recorded.compared, one.more):>10}  {change_words(one)}", width) for one in changed]
     if found.times:
         lines += ["", *_table(found, width)]
         for title, waits in (("waits by line", True), ("everything else by line", False)):
             rows = places(found.times, waits=waits)[:MOST_LINES]
             lines += [f"{title}:"] if rows else []
-            lines += [_cut(f"  {percent(share):>5}  {_at(one, frame)}", width) for one, share, frame, _ in rows]
+            lines += [cut(f"  {percent(share):>5}  {_at(one, frame)}", width) for one, share, frame, _ in rows]
     for text in (*found.missing, *recorded.recording.notes):
-        lines += _wrapped(f"not seen: {text}" if text in found.missing else text, width, "  ")
+        lines += wrapped(clean(f"not seen: {text}" if text in found.missing else text), width, "  ", "  ")
     return "\n".join(clean(line).rstrip() for line in lines)
 
 
@@ -115,33 +118,18 @@ def _signed(compared: Comparison, value: float) -> str:
 
 
 def _table(found: Slowness, width: int) -> list[str]:
-    times = found.times
+    times, members = found.times, alike(found.times)
     kinds = [kind for kind in KINDS if any(one.kinds.get(kind, 0.0) >= 0.005 for one in times)]
-    names = ["rank", "waits", *kinds]
-    rows = []
-    for members in alike(times):
-        shares = [mean([one.kinds.get(kind, 0.0) for one in members]) for kind in kinds]
-        cells = [percent(mean([one.waits for one in members])), *map(percent, shares)]
-        rows.append([format_ranks([one.rank for one in members]), *cells])
-    widths = [max(len(row[at]) for row in (names, *rows)) for at in range(len(names))]
-    while sum(widths) + 2 * len(widths) > width and len(widths) > 2:  # the narrowest share of time goes first
-        least = min(range(2, len(names)), key=lambda at: mean([t.kinds.get(kinds[at - 2], 0.0) for t in times]))
-        for row in (names, widths, *rows):
-            del row[least]  # type: ignore[attr-defined]
-        del kinds[least - 2]
-    shown = [names, *rows[:MOST_ROWS]]
-    return ["".join(f"{text:>{widths[at]}}  " for at, text in enumerate(row)).rstrip() for row in shown]
-
-
-def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        clean(text), width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False,
-        break_long_words=False,
-    )  # fmt: skip
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+    while True:
+        rows = [["rank", "waits", *kinds]]
+        for these in members:
+            shares = [mean([one.waits for one in these]), *(share_of(these, kind) for kind in kinds)]
+            rows.append([format_ranks([one.rank for one in these]), *map(percent, shares)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        if not kinds or sum(widths) + 2 * len(widths) <= width:
+            break
+        kinds.remove(min(kinds, key=lambda kind: share_of(times, kind)))  # the narrowest share of time goes first
+    return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows[: MOST_ROWS + 1]]
 
 
 def markdown(recorded: Recorded) -> str:
@@ -227,7 +215,7 @@ def _row(members: list[RankTime], late: set[int]) -> dict[str, Any]:
 
 def _lines(times: Sequence[RankTime], frames: Frames, *, waits: bool) -> list[dict[str, Any]]:
     return [
-        {"f": frames.number(frame) if frame else -1, "what": what_of(one), "share": share, "ranks": ranks}
+        {"f": frames.number(frame), "what": what_of(one), "share": share, "ranks": ranks}
         for one, share, frame, ranks in places(times, waits=waits)[:40]
     ]
 
@@ -235,7 +223,7 @@ def _lines(times: Sequence[RankTime], frames: Frames, *, waits: bool) -> list[di
 def _changes(compared: Comparison | None, frames: Frames) -> list[dict[str, Any]]:
     return [
         {
-            "f": frames.number(one.frame) if one.frame is not None else -1,
+            "f": frames.number(one.frame),
             "what": what_of(one.place),
             "before": compared.amount(one.before),
             "now": compared.amount(one.now),
@@ -289,14 +277,14 @@ def _branches(node: _Node, into: list[dict[str, Any]], left: list[int], many: in
                 break
             run.append(only.frame)
             last = only
-        ranks = [at for at in range(below.ranks.bit_length()) if below.ranks >> at & 1]
-        branch: dict[str, Any] = {"f": run, "r": format_ranks(ranks), "k": len(ranks), "n": round(below.share * 10_000)}
+        ranks, many = ranges(below.ranks), below.ranks.bit_count()
+        branch: dict[str, Any] = {"f": run, "r": ranks, "k": many, "n": round(below.share * 10_000)}
         branch |= {"t": f"{100 * below.share:.1f}% of the time", "m": "", "b": []}
         into.append(branch)
         _branches(last, branch["b"], left, many)
 
 
-class RankDocument(TypedDict):
+class RankDocument(msgspec.Struct, frozen=True):
     """Shares of a rank's time, 0 to 1. ``waits``: for its peers; ``gil``: holding the interpreter's lock."""
 
     rank: int
@@ -306,7 +294,7 @@ class RankDocument(TypedDict):
     shares: dict[str, float]
 
 
-class RecordDocument(TypedDict):
+class RecordDocument(msgspec.Struct, frozen=True):
     """The --json document: the verdict, what it rests on, and the folder with all samples."""
 
     run: str
@@ -322,25 +310,19 @@ class RecordDocument(TypedDict):
 def document(recorded: Recorded, run: str, folder: str) -> RecordDocument:
     """The --json document of a recording of ``run``, whose files are in ``folder``."""
     found, compared = recorded.slowness, recorded.compared
-    return {
-        "run": run,
-        "name": recorded.recording.name,
-        "folder": folder,
-        "summary": found.headline,
-        "findings": list(found.findings),
-        "ranks": [
-            {
-                "rank": one.rank,
-                "waits": round(one.waits, 4),
-                "gil": round(one.gil, 4),
-                "steps": one.steps,
-                "shares": {kind: round(share, 4) for kind, share in one.kinds.items()},
-            }
-            for one in found.times
-        ],
-        "missing": list(found.missing),
-        "compared": compared.text if compared is not None else "",
-    }
+    ranks = [
+        RankDocument(
+            one.rank,
+            round(one.waits, 4),
+            round(one.gil, 4),
+            one.steps,
+            {kind: round(share, 4) for kind, share in one.kinds.items()},
+        )
+        for one in found.times
+    ]
+    text = compared.text if compared is not None else ""
+    name = recorded.recording.name
+    return RecordDocument(run, name, folder, found.headline, list(found.findings), ranks, list(found.missing), text)
 
 
 # --- A recording's stacks for speedscope, in the format of its own schema ---------------------------------------------
@@ -354,14 +336,7 @@ def speedscope(recording: Recording) -> dict[str, Any]:
     frames: list[dict[str, Any]] = [
         {"name": one.function or one.file or "?", "file": one.file, "line": one.line} for one in recording.frames
     ]
-    titles: dict[str, int] = {}
-
-    def title(text: str) -> int:
-        if text not in titles:
-            titles[text] = len(frames)
-            frames.append({"name": text})
-        return titles[text]
-
+    titles = Numbers[str]()
     mains: dict[tuple[int, ...], float] = {}
     everything: dict[tuple[int, ...], float] = {}
     for rank in recording.ranks:
@@ -370,7 +345,7 @@ def speedscope(recording: Recording) -> dict[str, Any]:
                 who = thread.name if process is rank.main else f"{process.role} {process.pid}" if process else ""
                 for number, seconds in thread.stacks:
                     stack = recording.stacks[number]
-                    key = (title(f"rank {rank.rank}"), title(who or "thread"), *stack)
+                    key = (*(len(frames) + titles[text] for text in (f"rank {rank.rank}", who or "thread")), *stack)
                     everything[key] = everything.get(key, 0.0) + seconds
                     if process is rank.main and thread.main:
                         own = (key[0], *key[2:])
@@ -380,7 +355,7 @@ def speedscope(recording: Recording) -> dict[str, Any]:
         "name": recording.name or "ranks",
         "exporter": f"safelaunch@{__version__}",
         "activeProfileIndex": 0,
-        "shared": {"frames": frames},
+        "shared": {"frames": [*frames, *({"name": text} for text in titles)]},
         "profiles": [
             profile("main threads", mains),
             profile("all threads and processes", everything),

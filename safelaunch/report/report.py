@@ -7,8 +7,8 @@ reach the terminal, and Markdown is escaped.
 from __future__ import annotations
 
 import re
-import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -28,22 +28,23 @@ from safelaunch.model import (
     rank_words,
 )
 from safelaunch.model.words import size as words
-from safelaunch.report.early import in_status
+from safelaunch.report.about import in_status
 from safelaunch.report.overview import (
     Alike,
-    Overview,
     ReadLine,
     alike,
     batches,
     culprit_lines,
     devices,
     frame_text,
-    overview,
+    merged_stacks,
+    row_of,
+    stack_groups,
     stack_lines,
     tree_lines,
     world,
 )
-from safelaunch.system.console import PREFIX
+from safelaunch.system.console import PREFIX, cut, wrapped
 from safelaunch.system.printable import clean, clean_lines, is_clean
 from safelaunch.verdict.belonging import mesh
 from safelaunch.verdict.gpu_memory import of_rank
@@ -147,15 +148,8 @@ _SPACE = "\0"  # stands for one at which no line may break; ``clean`` leaves non
 
 
 def _wrap(text: str, room: int, indent: str = "") -> list[str]:
-    wrapped = textwrap.wrap(
-        text,
-        room,
-        initial_indent=indent,
-        subsequent_indent=indent + "  " * bool(indent),
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-    return [line.replace(_SPACE, " ") for line in wrapped]
+    lines = wrapped(text, room, indent, indent + "  " * bool(indent))
+    return [line.replace(_SPACE, " ") for line in lines]
 
 
 def _cut(lines: list[str], most: int, room: int) -> list[str]:
@@ -198,7 +192,7 @@ def _who(culprit: Culprit, room: int, read_line: ReadLine | None) -> list[Line]:
     lines = [Line(text, "strong") for text in _wrap(text, room, "  ")]
     source = read_line(frame.file, frame.line) if read_line else None
     if source:
-        lines.append(Line(_shorten(f"    > {clean(source).strip()}", room), "strong"))
+        lines.append(Line(cut(f"    > {clean(source).strip()}", room), "strong"))
     return lines
 
 
@@ -225,7 +219,7 @@ def _claims(verdict: Verdict, room: int, space: int) -> list[Line]:
         lines += whole if len(lines) + len(whole) < space else []
     if picked and not lines:
         text, (file, *_) = picked[0]
-        lines.append(_shorten(f"    {text}", room - len(file) - 4) + f"  [{file}]")
+        lines.append(cut(f"    {text}", room - len(file) - 4) + f"  [{file}]")
     return [Line("  evidence:"), *map(Line, lines)] if lines else []
 
 
@@ -252,12 +246,11 @@ def _of_ranks(text: str, files: Mapping[str, tuple[int, ...]]) -> str:
 
 def _spread(claims: Sequence[tuple[str, tuple[str, ...]]], count: int) -> list[tuple[str, tuple[str, ...]]]:
     """The first claim of each file before the second of any: a screen should show the breadth of the evidence."""
-    rounds: dict[str, int] = {}
+    seen = Counter[str]()
     order = []
     for index, (text, files) in enumerate(claims):
-        turn = rounds.get(files[0], 0)
-        rounds[files[0]] = turn + 1
-        order.append((turn, index, (text, files)))
+        order.append((seen[files[0]], index, (text, files)))
+        seen[files[0]] += 1
     return [claim for _, _, claim in sorted(order, key=lambda item: item[:2])[: max(count, 0)]]
 
 
@@ -273,9 +266,9 @@ def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
         parts.append(_cut(_wrap(f"unsure{of}: {clean(verdict.doubts[0])}", room, "  "), 2, room))
     if verdict.victims:
         what = "blocked by it" if verdict.culprits else "waiting"
-        parts.append([_shorten(f"  {what}: {rank_words(verdict.victims)}", room)])
+        parts.append([cut(f"  {what}: {rank_words(verdict.victims)}", room)])
     if verdict.missing:
-        parts.append([_shorten(f"  missing: {clean('; '.join(verdict.missing))}", room)])
+        parts.append([cut(f"  missing: {clean('; '.join(verdict.missing))}", room)])
     first, *second = [_wrap(f"next: {clean(text)}", room, "  ") for text in beside_next(verdict)[:2]] or [[]]
     lines: list[str] = []
     for part in parts:
@@ -330,10 +323,6 @@ def _place(place: str, path: str, room: int, cwd: str) -> list[Line]:
         if len(line) > room:
             return [Line(f"{place}:"), Line(short, whole=True)]
     return [Line(line, whole=True)]
-
-
-def _shorten(text: str, room: int) -> str:
-    return text if len(text) <= room else text[: max(room - 1, 0)] + "…"
 
 
 # --- report.md ----------------------------------------------------------------------------------------------------
@@ -398,8 +387,8 @@ def markdown(
     ``facts``: those of ``evidence``, where they are known already.
     """
     facts = facts or Facts.of(evidence)
-    laid_out = overview(evidence, facts)
-    rows = alike(laid_out.rows, {one.rank for one in verdict.culprits})
+    rows = alike([row_of(one) for one in facts.ranks.values()], {one.rank for one in verdict.culprits})
+    tree = merged_stacks(facts)
     parts = [
         f"# {md(OUTCOMES[verdict.outcome].capitalize())}: {md(verdict.cause)}",
         f"{md(verdict.summary)}",
@@ -415,13 +404,13 @@ def markdown(
         _md_list("Blamed before", verdict.blamed_before or ()),
         *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
         _md_list("What to do", beside_next(verdict)),
-        _md_next(verdict.next),
+        f"{md(verdict.next.why)}:\n\n{_fence([verdict.next.command])}" if verdict.next is not None else "",
         *(_md_memory(rank) for rank in evidence.ranks if of_rank(rank) is not None),
         _md_nodes(evidence.nodes),
         _md_list("What NCCL says", nccl_lines(evidence.nccl)),
         "## Ranks\n\n" + _md_table(rows),
-        "## Where the ranks diverge\n\n" + _fence(tree_lines(laid_out.tree)) if laid_out.tree else "",
-        _md_stacks(laid_out),
+        "## Where the ranks diverge\n\n" + _fence(tree_lines(tree)) if tree else "",
+        _md_stacks(facts),
         _md_list("Evidence", [f"{text} ({', '.join(files)})" for text, files in merged_claims(verdict.evidence)]),
         _md_list("Ruled out", verdict.ruled_out),
         _md_list("Not seen", verdict.missing),
@@ -441,10 +430,6 @@ def contract_words(evidence: Evidence, facts: Facts) -> str:
     return f"The job: {text}." if text else ""
 
 
-def _md_next(step: NextStep | None) -> str:
-    return f"{md(step.why)}:\n\n" + _fence([step.command]) if step is not None else ""
-
-
 def _md_list(title: str, items: Sequence[str]) -> str:
     return f"## {title}\n\n" + "\n".join(f"- {md(item)}" for item in items) if items else ""
 
@@ -456,26 +441,20 @@ def _md_culprit(culprit: Culprit, evidence: Evidence, read_line: ReadLine | None
     excerpt = culprit_lines(culprit, evidence, read_line)
     if excerpt:
         parts.append(_fence(excerpt))
-    log = log_lines(evidence, culprit.rank)
-    if log:
-        parts.append(f"{log_title(evidence, culprit.rank)}:\n\n" + _fence(log))
+    text = next((one.log_tail for one in evidence.ranks if one.rank == culprit.rank), "")
+    if log := clean_lines(text)[-_LOG_LINES:]:
+        raw = f"ranks/{culprit.rank}/log_tail.txt holds its terminal sequences raw, which cat would send on"
+        parts.append(f"The end of its output{'' if is_clean(text) else f' ({raw})'}:\n\n" + _fence(log))
     return "\n\n".join(parts)
 
 
 def _md_memory(rank: RankEvidence) -> str:
-    """What fills the GPU of a rank that ran out of its memory, the largest first."""
-    found = memory_lines(rank)
-    return f"## GPU memory of rank {rank.rank}\n\n" + _fence(found) if found else ""
-
-
-def memory_lines(rank: RankEvidence) -> list[str]:
-    """Each place that holds memory, with the stack that asked for it, innermost first."""
-    seen = rank.device_memory
+    """What fills the GPU of a rank that ran out of its memory, the largest first, with the stacks that asked for it."""
     lines = []
-    for block in seen.blocks if seen is not None else ():
+    for block in rank.device_memory.blocks if rank.device_memory is not None else ():
         lines.append(f"{words(block.size)} in {block.count} block{'s' * (block.count != 1)}")
         lines += [f"    {frame_text(frame)}" for frame in block.frames[:_MEMORY_FRAMES]]
-    return lines
+    return f"## GPU memory of rank {rank.rank}\n\n" + _fence(lines) if lines else ""
 
 
 def _md_table(rows: Sequence[Alike]) -> str:
@@ -530,16 +509,17 @@ def nccl_lines(witness: NcclWitness | None) -> list[str]:
     return [head, *lines, f"The raw answer: {witness.file}"]
 
 
-def _md_stacks(laid_out: Overview) -> str:
-    if not laid_out.stacks:
+def _md_stacks(facts: Facts) -> str:
+    groups, without = stack_groups(facts)
+    if not groups:
         return ""
     parts = ["## Stacks"]
-    for group in laid_out.stacks[:_STACK_GROUPS]:
+    for group in groups[:_STACK_GROUPS]:
         parts.append(f"**{md(group.who)}**\n\n" + _fence(stack_lines(group)))
-    if len(laid_out.stacks) > _STACK_GROUPS:
-        parts.append(f"{len(laid_out.stacks) - _STACK_GROUPS} more stacks: see ranks/*/stack.txt.")
-    if laid_out.without_stack:
-        parts.append(f"No stack: {md(rank_words(laid_out.without_stack))}.")
+    if len(groups) > _STACK_GROUPS:
+        parts.append(f"{len(groups) - _STACK_GROUPS} more stacks: see ranks/*/stack.txt.")
+    if without:
+        parts.append(f"No stack: {md(rank_words(without))}.")
     return "\n\n".join(parts)
 
 
@@ -555,19 +535,3 @@ def stalled_words(evidence: Evidence) -> str:
 def early_lines(evidence: Evidence) -> list[str]:
     """What was seen while the job was quiet, and when."""
     return [f"{time.strftime('%H:%M:%S', time.gmtime(one.unix_s))} UTC, {in_status(one)}" for one in evidence.early]
-
-
-def log_lines(evidence: Evidence, rank: int) -> list[str]:
-    return clean_lines(_log(evidence, rank))[-_LOG_LINES:]
-
-
-def log_title(evidence: Evidence, rank: int) -> str:
-    if is_clean(_log(evidence, rank)):
-        return "The end of its output"
-    return (
-        f"The end of its output (ranks/{rank}/log_tail.txt holds its terminal sequences raw, which cat would send on)"
-    )
-
-
-def _log(evidence: Evidence, rank: int) -> str:
-    return next((one.log_tail for one in evidence.ranks if one.rank == rank), "")

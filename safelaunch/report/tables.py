@@ -1,4 +1,4 @@
-"""What a page says many times, once: frames and stacks by number; names of files and hosts as people write them."""
+"""What a page says many times, once: frames and other items by number; names of files and hosts as people say them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from safelaunch.model import Evidence, Frame, format_ranks
 from safelaunch.system.printable import clean
@@ -15,6 +15,14 @@ from safelaunch.verdict.reading.frames import is_library, is_ours, is_pseudo, no
 _INSTALLED = re.compile(r".*/(?:site-packages|dist-packages)/(?=[^/])")
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 _STANDARD = re.compile(r".*/lib(?:64)?/(?=python3(?:\.\d+)?t?/)")
+T = TypeVar("T")
+
+
+class Numbers(dict[T, int]):
+    """Numbers items in the order in which they are first asked for: equal ones have one number."""
+
+    def __missing__(self, item: T) -> int:
+        return self.setdefault(item, len(self))
 
 
 @dataclass(frozen=True)
@@ -47,30 +55,27 @@ class Frames:
     """All frames of a page, and all stacks as lists of their numbers."""
 
     paths: Paths
-    rows: list[list[Any]] = field(default_factory=list)
-    stacks: list[list[int]] = field(default_factory=list)
-    _frames: dict[tuple[Frame, bool], int] = field(default_factory=dict)
-    _stacks: dict[tuple[int, ...], int] = field(default_factory=dict)
+    stacks: Numbers[tuple[int, ...]] = field(default_factory=Numbers)
+    _frames: Numbers[tuple[Frame, bool]] = field(default_factory=Numbers)
 
-    def number(self, frame: Frame, code_roots: Sequence[str] = ()) -> int:
-        """Of the row ``[short name, line, function, is it a library's, whole name]``."""
-        library = is_pseudo(frame.file) or is_ours(frame.file) or is_library(frame.file, code_roots)
-        key = (frame, library)
-        if key not in self._frames:
-            self._frames[key] = len(self.rows)
-            short = self.paths.short(frame.file)
-            self.rows.append(
-                [short, frame.line, frame.function, int(library), "" if short == frame.file else frame.file]
-            )
-        return self._frames[key]
+    def number(self, frame: Frame | None, code_roots: Sequence[str] = ()) -> int:
+        """The number of its row; -1 without a frame."""
+        if frame is None:
+            return -1
+        return self._frames[frame, is_pseudo(frame.file) or is_ours(frame.file) or is_library(frame.file, code_roots)]
 
     def stack(self, frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> int:
         """The number of the stack, whose frames are innermost first."""
-        key = tuple(self.number(frame, code_roots) for frame in frames)
-        if key not in self._stacks:
-            self._stacks[key] = len(self.stacks)
-            self.stacks.append(list(key))
-        return self._stacks[key]
+        return self.stacks[tuple(self.number(frame, code_roots) for frame in frames)]
+
+    @property
+    def rows(self) -> list[list[Any]]:
+        """``[short name, line, function, is it a library's, whole name]``."""
+        return [self._row(*one) for one in self._frames]
+
+    def _row(self, frame: Frame, library: bool) -> list[Any]:
+        short = self.paths.short(frame.file)
+        return [short, frame.line, frame.function, int(library), "" if short == frame.file else frame.file]
 
 
 def hosts_word(hosts: Sequence[str]) -> str:

@@ -2,80 +2,67 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Collection, Hashable, Mapping, Set
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from safelaunch.model import Collective, FlightRecord, Frame, format_ranks
+from safelaunch.model import Collective, FlightRecord, Frame, RankEvidence, format_ranks
 from safelaunch.model.entries import Entries
-from safelaunch.report.tables import Frames
+from safelaunch.report.calls import ByKind, called_at
+from safelaunch.report.tables import Frames, Numbers
 from safelaunch.verdict.collectives import number_of, op_name
 from safelaunch.verdict.rank_state import Facts
-from safelaunch.verdict.reading.frames import stack_of
 
 MOST_CALLS = 96  # of a lane
 MOST_LANES = 160
 LONGEST_S = 1e8
 _FEW_GROUPS = 12
 _NAMELESS = ("", "undefined")
-State = str  # "done", "waits", "queued": entered by the CPU, not begun by the device
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What many calls have in common. ``group``: its label."""
+class _Kind:
+    """What many calls have in common. ``group``: its label. ``state``: ``queued`` where the CPU has entered the call,
+    and the device has not begun it.
+    """
 
     op: str
     group: str
     sizes: str
     dtypes: str
     frame: Frame | None
-    state: State
+    state: Literal["done", "waits", "queued"]
+
+    @classmethod
+    def of(cls, rank: RankEvidence, call: Collective, group: str) -> _Kind:
+        sizes = ", ".join("×".join(map(str, size)) or "scalar" for size in call.input_sizes[:4] if -1 not in size)
+        dtypes = ", ".join(dict.fromkeys(call.input_dtypes))
+        state: Literal["done", "waits", "queued"] = "queued" if call.started is False else "waits"
+        return cls(op_name(call), group, sizes, dtypes, called_at(rank, call), "done" if call.completed else state)
 
 
 @dataclass(frozen=True)
-class Lane:
+class _Lane:
     """The last calls of ``ranks``, oldest first, by column. ``at_ns``: of the first of these ranks.
 
     ``orders``: where a call stands among all calls of its rank. ``culprit``: these ranks are at fault.
     """
 
-    ranks: tuple[int, ...]
+    ranks: list[int]
     culprit: bool
-    kinds: tuple[int, ...]
-    numbers: tuple[int, ...]
-    orders: tuple[int, ...]
-    at_ns: tuple[int, ...]
+    kinds: Sequence[int] = ()
+    numbers: Sequence[int] = ()
+    orders: Sequence[int] = ()
+    at_ns: Sequence[int] = ()
 
 
-@dataclass(frozen=True)
-class Parting:
-    """Call ``number`` of the group with this label is where ranks part. ``absent``: those that never entered it."""
+def timeline(facts: Facts, culprits: Collection[int], frames: Frames) -> dict[str, Any]:
+    """The lanes of all ranks whose Flight Recorder holds any calls: those at fault first, then the largest.
 
-    group: str
-    number: int
-    absent: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """``end_ns``: when the evidence was taken, as far as it is known. ``recorded``: ranks with a record.
-
-    ``mixed``: those at fault wait in several groups.
+    Kinds are rows, times microseconds since the oldest call that is shown. ``part``: the call at which ranks part;
+    ``recorded``: ranks with a record; ``mixed``: those at fault wait in several groups.
     """
-
-    kinds: tuple[Kind, ...]
-    lanes: tuple[Lane, ...]
-    groups: Mapping[str, tuple[str, ...]]  # label → names of the groups that it stands for
-    parting: Parting | None
-    end_ns: int
-    recorded: int
-    mixed: bool
-
-
-def timeline(facts: Facts, culprits: Collection[int]) -> Timeline:
-    """The lanes of all ranks whose Flight Recorder holds any calls: those at fault first, then the largest."""
     records = {
         rank: one.evidence.flight_record
         for rank, one in facts.ranks.items()
@@ -83,89 +70,79 @@ def timeline(facts: Facts, culprits: Collection[int]) -> Timeline:
     }
     rings = {rank: Entries.of(record.entries) for rank, record in records.items()}
     labels = _labels(records, rings)
-    kinds = _Kinds(facts, labels)
-    folded: dict[Hashable, list[int]] = {}
+    groups = Counter(labels.values())  # how many groups a label stands for
+    kinds = Numbers[_Kind]()
+    every = _lanes(facts, rings, culprits, ByKind(lambda rank, call: kinds[_Kind.of(rank, call, labels[call.group])]))
+    lanes, left_out = every[:MOST_LANES], every[MOST_LANES:]
+    rows = list(kinds)
+    used = sorted({kind for lane in lanes for kind in lane.kinds})
+    places = {kind: number for number, kind in enumerate(used)}
+    counts = Counter(rows[kind].op for lane in lanes for kind in lane.kinds)
+    ops = sorted(counts, key=lambda op: -counts[op])
+    order = list(groups)
+    start = min((lane.at_ns[0] for lane in lanes if lane.at_ns), default=0)
+    newest = max((lane.at_ns[-1] for lane in every if lane.at_ns), default=0)
+    end = newest + int(min(max(facts.evidence.stall_s, 0.0), LONGEST_S) * 1e9)  # when the evidence was taken
+    part, absent = _parting(facts, labels, culprits)
+    return {
+        "ops": ops,
+        "groups": [[label, many] for label, many in groups.items()],
+        "kinds": [_row(rows[kind], ops, order, frames) for kind in used],
+        "lanes": [_lane(lane, places, start, absent) for lane in lanes],
+        "part": [order.index(part[0]), part[1]] if part is not None and part[0] in groups else None,
+        "end": max(0, (end - start) // 1000),
+        "start_ns": str(start),
+        "left_out": [len(left_out), sum(len(lane.ranks) for lane in left_out)],
+        "recorded": len(records),
+        "mixed": int(len(_groups_of(facts, culprits)) > 1),
+    }
+
+
+def _row(kind: _Kind, ops: list[str], groups: list[str], frames: Frames) -> list[Any]:
+    group = groups.index(kind.group) if kind.group in groups else -1
+    return [ops.index(kind.op), group, kind.sizes, kind.dtypes, frames.number(kind.frame), kind.state]
+
+
+def _lane(lane: _Lane, kinds: Mapping[int, int], start: int, absent: Set[int]) -> dict[str, Any]:
+    return {
+        "r": format_ranks(lane.ranks),
+        "n": len(lane.ranks),
+        "c": int(lane.culprit),
+        "k": [kinds[kind] for kind in lane.kinds],
+        "s": lane.numbers,
+        "o": lane.orders,
+        "t": [(at - start) // 1000 for at in lane.at_ns],
+        "a": int(lane.ranks[0] in absent),
+    }
+
+
+def _lanes(facts: Facts, rings: Mapping[int, Entries], culprits: Collection[int], kinds: ByKind[int]) -> list[_Lane]:
+    """Ranks that called alike share one: that of the first of them."""
+    folded: dict[Hashable, _Lane] = {}
     for rank, ring in rings.items():
-        begin = max(0, len(ring) - MOST_CALLS)
-        numbers = kinds.of(rank, ring)
-        called = tuple(numbers[number] for number in ring.kind_of[begin:])
-        key = (rank in culprits, called, tuple(ring.seqs[begin:]), tuple(ring.p2p_seqs[begin:]))
-        folded.setdefault(key, []).append(rank)
-    lanes = [_lane(tuple(ranks), rings[ranks[0]], kinds, culprits) for ranks in folded.values()]
-    without = sorted(rank for rank in culprits if rank in facts.ranks and rank not in records)
-    lanes += [Lane(tuple(without), True, (), (), (), ())] if without and lanes else []
-    lanes.sort(key=lambda lane: (not lane.culprit, -len(lane.ranks), lane.ranks[0]))
-    groups: dict[str, tuple[str, ...]] = {}
-    for name, label in labels.items():
-        groups[label] = (*groups.get(label, ()), name)
-    newest = max((lane.at_ns[-1] for lane in lanes if lane.at_ns), default=0)
-    end_ns = newest + int(min(max(facts.evidence.stall_s, 0.0), LONGEST_S) * 1e9)
-    parting, mixed = _parting(facts, labels, culprits), len(_groups_of(facts, culprits)) > 1
-    return Timeline(tuple(kinds.all), tuple(lanes), groups, parting, end_ns, len(records), mixed)
-
-
-class _Kinds:
-    """Numbers the kinds of call over all ranks. All rings outlive it: it knows their tables of kinds by their ids."""
-
-    def __init__(self, facts: Facts, labels: Mapping[str, str]) -> None:
-        self.all: list[Kind] = []
-        self._facts = facts
-        self._labels = labels
-        self._numbers: dict[Kind, int] = {}
-        self._known: dict[tuple[int, int, tuple[str, ...]], int] = {}
-
-    def of(self, rank: int, ring: Entries) -> Mapping[int, int]:
-        """The kinds of one record → their numbers here."""
-        roots = self._facts.ranks[rank].evidence.code_roots
-        found = {}
-        for number in set(ring.kind_of):
-            key = (id(ring.kinds), number, roots)
-            if key not in self._known:
-                kind = self._kind(rank, ring.kinds.all[number])
-                self._known[key] = self._numbers.setdefault(kind, len(self.all))
-                self.all += [kind] if self._known[key] == len(self.all) else []
-            found[number] = self._known[key]
-        return found
-
-    def _kind(self, rank: int, call: Collective) -> Kind:
-        evidence = self._facts.ranks[rank].evidence
-        place = stack_of(evidence, call.frames).user_frame or next(iter(call.frames), None)
-        state = "done" if call.completed else "queued" if call.started is False else "waits"
-        sizes = ", ".join("×".join(map(str, size)) or "scalar" for size in call.input_sizes[:4] if -1 not in size)
-        dtypes = ", ".join(dict.fromkeys(call.input_dtypes))
-        return Kind(op_name(call), self._labels.get(call.group, call.group), sizes, dtypes, place, state)
-
-
-def _lane(ranks: tuple[int, ...], ring: Entries, kinds: _Kinds, culprits: Collection[int]) -> Lane:
-    numbers = kinds.of(ranks[0], ring)
-    begin = max(0, len(ring) - MOST_CALLS)
-    calls: array[int] = ring.kind_of[begin:]
-    transfers = {number for number in set(calls) if ring.kinds.all[number].is_p2p}
-    return Lane(
-        ranks,
-        ranks[0] in culprits,
-        tuple(numbers[call] for call in calls),
-        tuple(
-            p2p if call in transfers else seq
-            for call, seq, p2p in zip(calls, ring.seqs[begin:], ring.p2p_seqs[begin:], strict=True)
-        ),
-        tuple(ring.record_ids[begin:]),
-        tuple(ring.created_ns[begin:]),
-    )
+        known = kinds.of(facts.ranks[rank].evidence, ring)
+        newest = range(max(0, len(ring) - MOST_CALLS), len(ring))
+        called = tuple(known[ring.kind_of[at]] for at in newest)
+        key = (rank in culprits, called, tuple(ring.seqs[newest.start :]), tuple(ring.p2p_seqs[newest.start :]))
+        if key not in folded:
+            transfers = {kind for kind, call in ring.used().items() if call.is_p2p}
+            numbers = [ring.p2p_seqs[at] if ring.kind_of[at] in transfers else ring.seqs[at] for at in newest]
+            orders, at_ns = ring.record_ids[newest.start :], ring.created_ns[newest.start :]
+            folded[key] = _Lane([], rank in culprits, called, numbers, list(orders), list(at_ns))
+        folded[key].ranks.append(rank)
+    lanes = list(folded.values())
+    without = sorted(rank for rank in culprits if rank in facts.ranks and rank not in rings)
+    lanes += [_Lane(without, culprit=True)] if without and lanes else []
+    return sorted(lanes, key=lambda lane: (not lane.culprit, -len(lane.ranks), lane.ranks[0]))
 
 
 def _labels(records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -> dict[str, str]:
     """Group → what people call it. Groups of one purpose (the data-parallel ones of a mesh) share a label."""
     described: dict[str, str] = {}
     members: dict[str, int] = {}
-    seen: set[tuple[int, int]] = set()
     for rank, record in records.items():
-        ring = rings[rank]
-        for number in set(ring.kind_of):
-            if (id(ring.kinds), number) not in seen:
-                seen.add((id(ring.kinds), number))
-                kind = ring.kinds.all[number]
-                described.setdefault(kind.group, kind.description)
+        for kind in rings[rank].used().values():
+            described.setdefault(kind.group, kind.description)
         for name, ranks in record.groups.items():
             members.setdefault(name, len(ranks))
     many = len(described) > _FEW_GROUPS
@@ -181,17 +158,21 @@ def _labels(records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -
     return labels
 
 
-def _parting(facts: Facts, labels: Mapping[str, str], culprits: Collection[int]) -> Parting | None:
-    """Where the calls of the ranks part, as far as their records show it."""
-    place = (
-        _shifted(facts, culprits) or _mismatched(facts) or _not_entered(facts, culprits) or _met(facts, set(culprits))
-    )
+def _parting(
+    facts: Facts, labels: Mapping[str, str], culprits: Collection[int]
+) -> tuple[tuple[str, int] | None, Set[int]]:
+    """Where the calls of the ranks part, as far as their records show it: the group's label and the call's number; and
+    who never entered it.
+    """
+    differs = facts.histories.first_mismatch
+    place = _shifted(facts, culprits) or ((differs.group, differs.seq) if differs is not None else None)
+    place = place or _not_entered(facts, culprits) or _met(facts, set(culprits))
     if place is None:
-        return None
+        return None, set()
     group, number = place
     members, known = facts.alignment.members(group)
-    absent = [r for r in members if r in facts.alignment.records and facts.alignment.last(r, group) < number]
-    return Parting(labels.get(group, group), number, tuple(sorted(absent)) if known else ())
+    absent = {r for r in members if r in facts.alignment.records and facts.alignment.last(r, group) < number}
+    return (labels.get(group, group), number), absent if known else set()
 
 
 def _shifted(facts: Facts, culprits: Collection[int]) -> tuple[str, int] | None:
@@ -201,11 +182,6 @@ def _shifted(facts: Facts, culprits: Collection[int]) -> tuple[str, int] | None:
         if shift is not None and shift.agrees_again and set(shift.ranks) & set(culprits):
             return group, shift.number
     return None
-
-
-def _mismatched(facts: Facts) -> tuple[str, int] | None:
-    found = facts.histories.first_mismatch
-    return (found.group, found.seq) if found is not None else None
 
 
 def _not_entered(facts: Facts, culprits: Collection[int]) -> tuple[str, int] | None:
@@ -251,50 +227,3 @@ def _groups_of(facts: Facts, ranks: Collection[int]) -> set[str]:
     """The groups that these ranks wait in."""
     waits = (facts.ranks[rank].wait for rank in ranks if rank in facts.ranks)
     return {wait.group for wait in waits if wait is not None and wait.group is not None}
-
-
-def as_page(shown: Timeline, frames: Frames) -> dict[str, Any]:
-    """The lanes for the page: kinds as rows, times in microseconds since the oldest call that is shown."""
-    lanes = shown.lanes[:MOST_LANES]
-    used = sorted({kind for lane in lanes for kind in lane.kinds})
-    places = {kind: number for number, kind in enumerate(used)}
-    counts: dict[str, int] = {}
-    for lane in lanes:
-        for kind in lane.kinds:
-            counts[shown.kinds[kind].op] = counts.get(shown.kinds[kind].op, 0) + 1
-    ops = sorted(counts, key=lambda op: -counts[op])
-    groups = list(shown.groups)
-    start = min((lane.at_ns[0] for lane in lanes if lane.at_ns), default=0)
-    left_out = shown.lanes[MOST_LANES:]
-    return {
-        "ops": ops,
-        "groups": [[label, len(shown.groups[label])] for label in groups],
-        "kinds": [_row(shown.kinds[kind], ops, groups, frames) for kind in used],
-        "lanes": [
-            {
-                "r": format_ranks(lane.ranks),
-                "n": len(lane.ranks),
-                "c": int(lane.culprit),
-                "k": [places[kind] for kind in lane.kinds],
-                "s": lane.numbers,
-                "o": lane.orders,
-                "t": [(at - start) // 1000 for at in lane.at_ns],
-                "a": int(shown.parting is not None and lane.ranks[0] in shown.parting.absent),
-            }
-            for lane in lanes
-        ],
-        "part": [groups.index(shown.parting.group), shown.parting.number]
-        if shown.parting is not None and shown.parting.group in groups
-        else None,
-        "end": max(0, (shown.end_ns - start) // 1000),
-        "start_ns": str(start),
-        "left_out": [len(left_out), sum(len(lane.ranks) for lane in left_out)],
-        "recorded": shown.recorded,
-        "mixed": int(shown.mixed),
-    }
-
-
-def _row(kind: Kind, ops: list[str], groups: list[str], frames: Frames) -> list[Any]:
-    place = frames.number(kind.frame) if kind.frame is not None else -1
-    group = groups.index(kind.group) if kind.group in groups else -1
-    return [ops.index(kind.op), group, kind.sizes, kind.dtypes, place, kind.state]

@@ -105,10 +105,9 @@ def _with_side(found: list[Step], side: list[Step]) -> list[Step]:
 
 def _with_the_stuck(steps: Sequence[Step]) -> list[Step]:
     last = {rank: at for at, step in enumerate(steps) for rank in step.ranks}
-    found = []
-    for at, step in enumerate(steps):
-        found.append(replace(step, beyond=frozenset(rank for rank, its in last.items() if its < at)))
-    return found
+    return [
+        replace(step, beyond=frozenset(rank for rank, its in last.items() if its < at)) for at, step in enumerate(steps)
+    ]
 
 
 # --- loops ------------------------------------------------------------------------------------------------------------

@@ -261,15 +261,17 @@ class _Reader:
     def _borrowed(self, rank: int) -> list[_Made]:
         """Of a rank without a record: what its peers cannot have completed without it, as one of them called it."""
         over = {one.key for calls in self._calls.values() for one in calls if one.entry.completed}
+        alignment = self._facts.alignment
         of_mine = {
-            peer: [one for one in calls if one.transfer is None and one.key in over and self._takes_part(rank, one)]
+            peer: [
+                one
+                for one in calls
+                if one.transfer is None and one.key in over and rank in alignment.members(one.entry.group)[0]
+            ]
             for peer, calls in self._calls.items()
         }
         peer = max(of_mine, key=lambda one: len(of_mine[one]), default=None)
         return [_Made(self._call(peer, one), ()) for one in of_mine[peer]] if peer is not None else []
-
-    def _takes_part(self, rank: int, one: Recorded) -> bool:
-        return rank in self._facts.alignment.members(one.entry.group)[0]
 
     # --- a call -------------------------------------------------------------------------------------------------------
 

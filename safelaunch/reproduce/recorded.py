@@ -58,7 +58,7 @@ def recorded(facts: Facts, extent: Extent) -> dict[int, list[Recorded]]:
         for meeting, place in _first_kept(calls, begins[rank]).items():
             first[meeting] = min(place, first.get(meeting, place))
     for rank, calls in every.items():  # what one side's ring has lost, nobody can replay
-        held = _first_held(calls)
+        held = {one.meeting: one.place for one in reversed(calls)}  # the first of each
         for meeting in first:
             first[meeting] = max(first[meeting], held.get(meeting) or _behind_lost(facts, rank, meeting))
     return {rank: [one for one in calls if one.place >= first[one.meeting]] for rank, calls in every.items()}
@@ -167,10 +167,3 @@ def _behind_lost(facts: Facts, rank: int, meeting: Meeting) -> int:
 def _last_over(window: Window) -> int:
     over = (number for number in reversed(window.numbers) if (entry := window.at(number)) and entry.completed)
     return next(over, 0)
-
-
-def _first_held(calls: Sequence[Recorded]) -> dict[Meeting, int]:
-    found: dict[Meeting, int] = {}
-    for one in calls:
-        found.setdefault(one.meeting, one.place)
-    return found

@@ -9,7 +9,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
+from math import prod
 from shlex import quote
 
 from msgspec import structs
@@ -17,7 +18,7 @@ from msgspec import structs
 from safelaunch.model import Evidence, FlightRecord, Frame, RankEvidence
 from safelaunch.reproduce import fold
 from safelaunch.reproduce.fold import Node, done
-from safelaunch.reproduce.program import BARE, TRANSFERS, TYPES, WORLD, Call, End, Program, RankProgram, Sizes
+from safelaunch.reproduce.program import BARE, TRANSFERS, TYPES, WORLD, Call, End, Program, RankProgram
 from safelaunch.system.redaction.redact import redact_text
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.reading.frames import basename, is_pseudo, short
@@ -30,7 +31,9 @@ Families = dict[str, list[tuple[int, ...]]]
 
 def in_families(program: Program) -> tuple[Program, Families]:
     """The program with the names of families for those of groups, and each family's groups."""
-    turn = {rank: _in_turn(one) for rank, one in program.ranks.items()}
+    # Rank → group → its place among the groups of this rank, in the order in which it first calls in them.
+    firsts = {rank: dict.fromkeys(call.group for call in one.calls) for rank, one in program.ranks.items()}
+    turn = {rank: {name: place for place, name in enumerate(names)} for rank, names in firsts.items()}
     parts: dict[object, list[str]] = {}
     for name, ranks in program.groups.items():
         part = (len(ranks), tuple({turn[rank].get(name, -1) for rank in ranks}))
@@ -38,27 +41,18 @@ def in_families(program: Program) -> tuple[Program, Families]:
     families: Families = {}
     name_of: dict[str, str] = {WORLD: WORLD}
     for names in parts.values():
+        alike: list[str] = []  # families
         for group in names:
             members = program.groups[group]
-            family = next(
-                (f for f in dict.fromkeys(name_of[n] for n in names if n in name_of) if _fits(families[f], members)),
-                None,
-            )
-            family = family or f"group_{len(families) + 1}"
+            apart = (one for one in alike if set(members).isdisjoint(chain(*families[one])))
+            family = next(apart, f"group_{len(families) + 1}")
+            if family not in families:
+                alike.append(family)
             families.setdefault(family, []).append(members)
             name_of[group] = family
     programs = {rank: _renamed(one, name_of) for rank, one in program.ranks.items()}
     makers = {name_of[name]: ranks for name, ranks in program.makers.items()}
     return replace(program, ranks=programs, makers=makers), {name: sorted(groups) for name, groups in families.items()}
-
-
-def _in_turn(program: RankProgram) -> dict[str, int]:
-    """Group → its place among the groups of this rank, in the order in which it first calls in them."""
-    return {name: place for place, name in enumerate(dict.fromkeys(call.group for call in program.calls))}
-
-
-def _fits(family: list[tuple[int, ...]], members: tuple[int, ...]) -> bool:
-    return not any(set(other) & set(members) for other in family)
 
 
 def _renamed(program: RankProgram, name_of: Mapping[str, str]) -> RankProgram:
@@ -130,46 +124,39 @@ Item = Call | End
 
 
 @dataclass(frozen=True)
-class Head:
-    """What the script's head says: what was recorded, a paragraph each, and how the script is called."""
-
-    recorded: Sequence[str]
-    name: str = "repro.py"
-
-
-@dataclass(frozen=True)
 class Script:
     text: str
     command: str
     notes: tuple[str, ...]
 
 
-def script(program: Program, head: Head) -> Script:
-    """The whole script."""
+def script(program: Program, recorded: Sequence[str], name: str) -> Script:
+    """The whole script. ``recorded``: what was recorded, a paragraph each; ``name``: how the script is called."""
     named, families = in_families(program)
     items = {rank: _items(one) for rank, one in named.ranks.items()}
-    names = {dtype for one in program.ranks.values() for call in _flat(one) for dtype in call.dtypes}
+    dtypes = {dtype for one in program.ranks.values() for call in _flat(one) for dtype in call.dtypes}
     writer = _Writer(named, families)
     body = [*_before(named), *writer.groups()]
     nodes = fold.merged(items)
     listed = places_matter(named, nodes)
     body += writer.list_of_calls(nodes) if listed else writer.nodes(nodes, "")
     body.append(_CAME_BACK)
-    notes = [*program.notes, *_not_the_same(program), *map(_of_type, sorted(names - {*TYPES, ""}))]
-    command = f"safelaunch --startup-timeout=10 --nproc-per-node={program.world_size} {plain(quote(head.name))}"
-    lines = [*_head(head, command, notes), "", *_imports(body), "", *body]
+    strange = (f"gloo has no {dtype[:40]}: float32 stands for it." for dtype in sorted(dtypes - {*TYPES, ""}))
+    notes = [*program.notes, *_not_the_same(program), *strange]
+    command = f"safelaunch --startup-timeout=10 --nproc-per-node={program.world_size} {plain(quote(name))}"
+    lines = [*_head(recorded, command, notes), "", *_imports(body), "", *body]
     return Script("\n".join(lines) + "\n", command, tuple(notes))
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------
 
 
-def _head(head: Head, command: str, notes: Sequence[str]) -> Iterator[str]:
+def _head(recorded: Sequence[str], command: str, notes: Sequence[str]) -> Iterator[str]:
     yield "# A minimal reproduction, written by safelaunch reproduce from recorded calls. It needs torch, and no GPU:"
     yield "#"
     yield f"#     {command}"
     yield "#"
-    for text in head.recorded:
+    for text in recorded:
         yield from _comment(text)
     if notes:
         yield "#"
@@ -188,10 +175,6 @@ def plain(text: str) -> str:
     """The text without secrets, in printable ASCII, on one line: nothing in it can end a comment."""
     flat = " ".join(redact_text(text).split())
     return "".join(c if " " <= c <= "~" else "?" for c in flat)
-
-
-def _of_type(name: str) -> str:
-    return f"gloo has no {name[:40]}: float32 stands for it."
 
 
 NO_SENDS = (
@@ -270,7 +253,8 @@ class _Writer:
                 continue
             for node in same:
                 if isinstance(node, fold.Loop):
-                    yield from self._loop(node, indent)
+                    yield f"{indent}for _ in range({node.times}):"
+                    yield from self.nodes(node.body, indent + _INDENT)
                 elif isinstance(node, fold.Branch):
                     yield from self._branch(node, indent)
 
@@ -300,10 +284,6 @@ class _Writer:
         yield from self.nodes(nodes, "")
         yield "for call in calls:"
         yield f"{_INDENT}call()"
-
-    def _loop(self, loop: fold.Loop, indent: str) -> Iterator[str]:
-        yield f"{indent}for _ in range({loop.times}):"
-        yield from self.nodes(loop.body, indent + _INDENT)
 
     def _condition(self, ranks: frozenset[int]) -> str:
         return condition(ranks, self._program.world_size)
@@ -363,9 +343,9 @@ class _Writer:
         elif call.op == "all_gather":
             yield from (f"[{given[0]} for _ in range({count})]", given[0])
         elif call.op == "all_gather_into_tensor":
-            yield from (self._zeros((count * _numel(call.sizes),), call), given[0])
+            yield from (self._zeros((count * sum(map(prod, call.sizes)),), call), given[0])
         elif call.op == "reduce_scatter_tensor":
-            part = -(-_numel(call.sizes) // count)
+            part = -(-sum(map(prod, call.sizes)) // count)
             yield from (self._zeros((part,), call), self._zeros((part * count,), call))
         elif call.op in ("gather", "scatter"):
             several = f"[{given[0]} for _ in range({count})]"
@@ -402,16 +382,6 @@ class _Writer:
 def _peer(call: Call) -> str:
     """A rank of the world: a stack then tells whom the call waits for, where gloo records nothing of it."""
     return f"dist.get_global_rank({call.group}, {call.peer})" if call.group != WORLD else str(call.peer)
-
-
-def _numel(sizes: Sizes) -> int:
-    total = 0
-    for size in sizes:
-        product = 1
-        for number in size:
-            product *= number
-        total += product
-    return total
 
 
 def _ending(end: End) -> list[str]:

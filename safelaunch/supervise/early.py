@@ -17,7 +17,7 @@ from safelaunch.bundle.onbundle import variables_of_look
 from safelaunch.capture.look import Look, Target
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import EarlyLook
-from safelaunch.report import early as shown
+from safelaunch.report.about import early_line
 from safelaunch.supervise import answer, incident
 from safelaunch.supervise.looks import FIRST_WORD, Looks
 from safelaunch.supervise.respond import Incident, JobView, look
@@ -144,7 +144,7 @@ class EarlyLooks:
         self._watch.early = (*self._watch.early, structs.replace(found, said=said))[-KEPT:]
         self._keep()
         if said:
-            say(shown.line(found, before, part=part))
+            say(early_line(found, before, part=part))
             self._say_limit(spell, is_first=before is None)
         if said and found.movement == "still":
             self._context.suspects.start(variables_of_look(found, self._context.run_name))

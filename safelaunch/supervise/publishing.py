@@ -413,7 +413,7 @@ def add_reports(
         return report.markdown(verdict, evidence, staging.settle(), facts=facts(), read_line=read_line)
 
     def html() -> str:
-        return page.html(verdict, evidence, staging.settle(), facts=facts(), said=said, about=about())
+        return page.render(page.content(verdict, evidence, staging.settle(), facts=facts(), said=said, about=about()))
 
     def perfetto() -> str:
         return exports.as_json(exports.perfetto(facts(), run_name))

@@ -150,17 +150,22 @@ def _folded(line: str, width: int) -> list[str]:
 
 def _wrapped(line: str, width: int, hang: int) -> list[str]:
     """Broken between words; all but the first part begin at column ``hang``."""
+    text = line.lstrip(" ")
+    return wrapped(text, width, " " * (len(line) - len(text)), " " * hang)
+
+
+def wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:
+    """A paragraph in lines that begin with ``first``, then with ``others``. No path and no option is broken."""
     import textwrap  # rarely needed, and this is imported before the job starts
 
-    indent = len(line) - len(line.lstrip(" "))
     return textwrap.wrap(
-        line.lstrip(" "),
-        width,
-        initial_indent=" " * indent,
-        subsequent_indent=" " * hang,
-        break_long_words=False,
-        break_on_hyphens=False,
+        text, width, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
     )
+
+
+def cut(text: str, width: int) -> str:
+    """At most so many characters of it, the last one ``…`` where that is not all."""
+    return text if len(text) <= width else f"{text[: max(width - 1, 0)]}…"
 
 
 def show_json(document: object) -> None:

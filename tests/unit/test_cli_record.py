@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from recordings import DATA, recorded
-from test_cli_status_rows import RUNS
+from test_cli_status import RUNS
 
 from safelaunch.cli import dump, main, record
 from safelaunch.model.recording import RankRecord

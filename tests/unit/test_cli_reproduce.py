@@ -88,25 +88,19 @@ def made(capfd: pytest.CaptureFixture[str], path: Path, world: int, *words: str)
     return replayed(text, world)
 
 
-def _calls(ranks: dict[int, Rank]) -> list[int]:
-    return [len(rank.calls) for rank in ranks.values()]
-
-
-def test_a_few_rounds_are_made(long: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert _calls(made(capfd, long, 4)) == [6, 7, 7, 7]
-
-
-def test_all_calls(long: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert _calls(made(capfd, long, 4, "--all")) == [30, 31, 31, 31]
-
-
-def test_the_last_calls(long: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Of each rank, and what these meet: rank 0 is a call behind, so the others make one more."""
-    assert _calls(made(capfd, long, 4, "--last", "3")) == [3, 4, 4, 4]
-
-
-def test_the_fewest_ranks(long: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert _calls(made(capfd, long, 2, "--ranks")) == [6, 7]
+@pytest.mark.parametrize(
+    ("words", "calls"),
+    [
+        ((), [6, 7, 7, 7]),  # a few rounds
+        (("--all",), [30, 31, 31, 31]),
+        (("--last", "3"), [3, 4, 4, 4]),  # rank 0 is a call behind, so the others make what meets its last 3
+        (("--ranks",), [6, 7]),
+    ],
+)
+def test_as_many_calls_and_ranks_as_wanted(
+    words: tuple[str, ...], calls: list[int], long: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert [len(rank.calls) for rank in made(capfd, long, len(calls), *words).values()] == calls
 
 
 def test_small_tensors(long: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -54,20 +54,17 @@ ORDER = {name: number for number, (name, _) in enumerate(chain.from_iterable(FLO
 # Parts of packages, in their order: of the package around them, each uses itself and those before it, nothing else.
 PARTS = (
     "verdict.reading",
-    "report.profiling",
     "bundle.reading",
     "supervise.control",
     "supervise.cluster",
     "supervise.watch",
-    "cli.health",
     "cli.api",
 )
 # Takes values and returns values: no clock, no process, no file, no environment.
 PURE = {"model.*", "verdict.*", "report.*", "reproduce.*", "supervise.watch.*", "job.argv", "leases.choose"}
 PURE |= {f"supervise.cluster.{name}" for name in ("where", "messages", "evidence", "election")}
 PURE |= {f"sweep.{name}" for name in ("jobs", "grid", "expand", "sweep", "engine")}
-PURE |= {"cli.health.rules"}
-PURE |= {"cli.status_rows"}
+PURE |= {"cli.doctor_rules"}
 READS_THE_CLOCK = {"report.page", "report.recording", "report.report"}
 IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil"}
 # Scripts that hang on purpose, run as jobs; what torchrun runs; what runs in the job's interpreter.

@@ -314,15 +314,15 @@ ROWS = [
 def test_rows(gpu: Gpu, held: dict[str, Holder], users: dict[int, User], state: str, words: str) -> None:
     (row,) = gpus.rows([gpu], held, users)
     assert (row.state, row.cells[-1]) == (state, words)
-    (shown,) = gpus.document([row], [], "")["gpus"]
-    assert shown["state"] == state
+    (shown,) = gpus.document([row], [], "").gpus
+    assert shown.state == state
     # Whether a holder lives is known from its lock: pid 7 of these is no process of ours.
-    assert not held or shown["lease"]["alive"] == (state == "leased")
+    assert not held or (shown.lease is not None and shown.lease.alive == (state == "leased"))
 
 
 def test_plain_lines_are_aligned() -> None:
     gpu = Gpu("10", "GPU-0", "NVIDIA H100", memory_used_bytes=MIB, memory_total_bytes=80 << 30)
-    lines = gpus.plain(gpus.rows([gpu, replace(gpu, label="1")], {}, {}))
+    lines = gpus.as_table(gpus.rows([gpu, replace(gpu, label="1")], {}, {})).lines()
     assert [line.split()[0] for line in lines] == ["gpu", "10", "1"]
     assert len({line.index("H100") for line in lines[1:]}) == 1 and "0.0/80 GiB" in lines[1]
 

@@ -72,7 +72,7 @@ def is_stalled(store: Store, said: Said) -> None:
     held, waiting = store.look([A, B]), store.waiting()
     shown = [holder.told(one) for one in (*held.values(), *waiting)]
     rows = command.rows([Gpu("0", A), Gpu("1", B)], held, {})
-    shown += [*command.plain(rows), *map(command.waiting_line, waiting)]
+    shown += [*command.as_table(rows).lines(), *map(command.waiting_line, waiting)]
     assert len(said) <= 1 and all(line.isprintable() for line in (*said, *shown))
     lease = take(store, B)
     assert lease is not None and set(store.look([B])) == {B}

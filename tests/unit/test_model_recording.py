@@ -9,7 +9,7 @@ from recordings import AUGMENT, BACKWARD, FORWARD, recorded, recording
 
 from safelaunch.model.recording import Recording, bounded, decode, merged
 from safelaunch.model.words import ranks_in
-from safelaunch.report.profiling.verdict import verdict_of
+from safelaunch.report.slowness import verdict_of
 
 
 def test_recordings_of_several_nodes_are_one() -> None:

@@ -13,19 +13,19 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
 from recordings import recorded
-from test_cli_status_rows import rank, run, run_status
+from test_cli_status import rank, run, run_status
 
 import safelaunch
 from safelaunch import schemas
 from safelaunch.cli import COMMANDS, doctor, dump, gpus, main, status
-from safelaunch.cli.health.rules import failed, ok
+from safelaunch.cli.doctor_rules import failed, ok
 from safelaunch.leases.choose import Gpu, GpuProcess
 from safelaunch.leases.holder import Holder, User
 from safelaunch.model import BundlePlace, NodeAtFault
 from safelaunch.report import calls
-from safelaunch.report.profiling.verdict import verdict_of
 from safelaunch.report.recording import Recorded
 from safelaunch.report.recording import document as record_document
+from safelaunch.report.slowness import verdict_of
 from safelaunch.supervise.control.protocol import NodeStatus
 from safelaunch.sweep.jobs import Job, Outcome, Track
 from safelaunch.sweep.summary import document

@@ -19,7 +19,7 @@ from evidence import behind, entry, in_user, job, past, progress, rank, record, 
 from msgspec.structs import replace
 
 from safelaunch.bundle.reading import locate
-from safelaunch.model import Culprit, Frame, Gpu, GpuProcess, Launched, RankException, RankExit
+from safelaunch.model import Culprit, Evidence, Frame, Gpu, GpuProcess, Launched, RankException, RankExit
 from safelaunch.report import page, report
 from safelaunch.report.about import About, Launch, Link, NodeSummary
 from safelaunch.report.overview import RankRow, alike
@@ -42,12 +42,12 @@ def chromium() -> Iterator[browser.Browser]:
 
 
 @pytest.fixture
-def show(chromium: browser.Browser, tmp_path: Path) -> Show:
-    """Opens the page of a made-up incident, on a screen of usual size."""
+def draw(chromium: browser.Browser, tmp_path: Path) -> Show:
+    """Opens a page, on a screen of usual size."""
 
-    def opened(name: str) -> browser.Browser:
-        path = tmp_path / f"{name}.html"
-        path.write_text(html_of(name), encoding="utf-8")
+    def opened(text: str) -> browser.Browser:
+        path = tmp_path / "page.html"
+        path.write_text(text, encoding="utf-8")
         chromium.size(1280)
         chromium.medium()
         chromium.open(path)
@@ -55,6 +55,16 @@ def show(chromium: browser.Browser, tmp_path: Path) -> Show:
         return chromium
 
     return opened
+
+
+@pytest.fixture
+def show(draw: Show) -> Show:
+    """Opens the page of a made-up incident."""
+    return lambda name: draw(html_of(name))
+
+
+def page_of(evidence: Evidence, about: About | None = None) -> str:
+    return page.render(page.content(diagnose(evidence), evidence, about=about))
 
 
 @cache
@@ -117,16 +127,14 @@ def test_the_head_has_the_command_as_it_was_typed(typed: tuple[str, ...], shown:
     assert page.content(diagnose(evidence), evidence, about=about)["head"]["command"] == shown
 
 
-def test_a_command_to_run_again_stands_there_once(chromium: browser.Browser, tmp_path: Path) -> None:
+def test_a_command_to_run_again_stands_there_once(draw: Show) -> None:
     typed = ("--nproc-per-node=2", "train.py")
     evidence = job(waiting(0), rank(1, in_user(7), "sleep"), launched=Launched(typed, (), "2.13.0"))
     made = page.content(diagnose(evidence), evidence, about=About(launch=Launch(command=(), typed=typed)))
     assert made["head"]["next"][1] == made["head"]["command"] == "safelaunch --nproc-per-node=2 train.py"
-    path = tmp_path / "again.html"
-    path.write_text(page.render(made), encoding="utf-8")
-    chromium.open(path)
-    assert chromium.value("document.querySelectorAll('.command').length") == 1
-    assert chromium.value("document.querySelector('.todo .why').textContent").endswith("the command below, again.")
+    opened = draw(page.render(made))
+    assert opened.value("document.querySelectorAll('.command').length") == 1
+    assert opened.value("document.querySelector('.todo .why').textContent").endswith("the command below, again.")
 
 
 def test_ranks_that_are_alike_are_one_lane_and_one_row() -> None:
@@ -185,15 +193,12 @@ def test_ranks_that_differ_in_an_argument_alone_part_at_the_call_they_share() ->
     assert page.content(named, evidence)["timeline"]["part"] == [0, 4]
 
 
-def test_a_job_that_was_seen_at_one_step_says_so_in_words(chromium: browser.Browser, tmp_path: Path) -> None:
+def test_a_job_that_was_seen_at_one_step_says_so_in_words(draw: Show) -> None:
     one = progress(0, 5)
     ranks = [replace(rank(0, in_user(7), "sleep"), progress=replace(one, last_step_ns=10**9)), waiting(1)]
-    evidence = job(*ranks, threshold_s=2.0)
-    path = tmp_path / "one.html"
-    path.write_text(page.html(diagnose(evidence), evidence), encoding="utf-8")
-    chromium.open(path)
-    assert "Rank 0: step 5" in chromium.text("#steps") and not chromium.texts("#steps svg")
-    assert chromium.errors == []
+    opened = draw(page_of(job(*ranks, threshold_s=2.0)))
+    assert "Rank 0: step 5" in opened.text("#steps") and not opened.texts("#steps svg")
+    assert opened.errors == []
 
 
 @pytest.mark.slow
@@ -314,8 +319,7 @@ def test_the_log_of_every_node_does_not_make_a_page_too_large() -> None:
     evidence = incidents.hang(2).evidence
     lines = tuple("x" * 300 for _ in range(40))
     files = tuple(NodeSummary(f"n{at}", kernel_log=(str(at), *lines)) for at in range(512))
-    made = page.html(diagnose(evidence), evidence, about=About(nodes=files))
-    assert len(made.encode()) < 5_000_000
+    assert len(page_of(evidence, About(nodes=files)).encode()) < 5_000_000
 
 
 @pytest.mark.parametrize(
@@ -401,20 +405,16 @@ def test_the_code_at_fault_is_on_the_first_screen_and_files_are_below(show: Show
         assert opened.value(f"{box.format(below)}.top") > code
 
 
-def test_the_axis_of_the_steps_is_broken_where_its_scale_changes(chromium: browser.Browser, tmp_path: Path) -> None:
+def test_the_axis_of_the_steps_is_broken_where_its_scale_changes(draw: Show) -> None:
     """However long nothing has moved, the steps keep half of the width; up to there the scale is one."""
     for stood_s, words in ((600.0, "from here on, time is drawn 25 times denser"), (5.0, "")):
         history = tuple((int((1000 - stood_s - 24 + step / 2.5) * 1e9), step) for step in range(61))
         one = replace(progress(0), step=60, history=history, last_step_ns=history[-1][0])
         ranks = [replace(waiting(n), progress=one) for n in range(2)]
-        evidence = job(*map(incidents.late, ranks), threshold_s=2.0)
-        path = tmp_path / "steps.html"
-        path.write_text(page.html(diagnose(evidence), evidence), encoding="utf-8")
-        chromium.size(1280)
-        chromium.open(path)
-        assert chromium.value("document.querySelectorAll('#steps .break').length") == bool(words)
-        assert words in chromium.value("document.querySelector('#steps').textContent")
-        assert chromium.errors == []
+        opened = draw(page_of(job(*map(incidents.late, ranks), threshold_s=2.0)))
+        assert opened.value("document.querySelectorAll('#steps .break').length") == bool(words)
+        assert words in opened.value("document.querySelector('#steps').textContent")
+        assert opened.errors == []
 
 
 def test_a_healthy_job_is_no_alarm(show: Show) -> None:
@@ -478,20 +478,17 @@ def test_the_timeline_is_walked_zoomed_and_switched_by_keyboard(show: Show) -> N
     assert opened.errors == []
 
 
-def test_the_keys_of_the_timeline_skip_a_lane_without_calls(chromium: browser.Browser, tmp_path: Path) -> None:
-    evidence = job(waiting(0), rank(1, in_user(7), "stop"), waiting(2, line=60))
-    path = tmp_path / "stopped.html"
-    path.write_text(page.html(diagnose(evidence), evidence), encoding="utf-8")
-    chromium.open(path)
-    assert chromium.texts("[data-lane]")[0] == "rank 1"
-    chromium.focus("#timeline canvas")
-    chromium.press("End")
-    assert "rank 0" in chromium.text("#timeline-said")
-    chromium.press("ArrowDown")
-    assert "rank 2" in chromium.text("#timeline-said")
-    chromium.press("ArrowUp", "ArrowUp")
-    assert "rank 0" in chromium.text("#timeline-said")
-    assert chromium.errors == []
+def test_the_keys_of_the_timeline_skip_a_lane_without_calls(draw: Show) -> None:
+    opened = draw(page_of(job(waiting(0), rank(1, in_user(7), "stop"), waiting(2, line=60))))
+    assert opened.texts("[data-lane]")[0] == "rank 1"
+    opened.focus("#timeline canvas")
+    opened.press("End")
+    assert "rank 0" in opened.text("#timeline-said")
+    opened.press("ArrowDown")
+    assert "rank 2" in opened.text("#timeline-said")
+    opened.press("ArrowUp", "ArrowUp")
+    assert "rank 0" in opened.text("#timeline-said")
+    assert opened.errors == []
 
 
 def test_stacks_fold_and_ranks_unfold_by_keyboard(show: Show) -> None:
@@ -546,8 +543,7 @@ def test_hostile_names_stay_text(show: Show) -> None:
 def test_numbers_that_a_page_cannot_hold_are_left_out() -> None:
     evidence = replace(incidents.hang(2).evidence, stall_s=float("inf"), threshold_s=float("nan"))
     about = About(at_unix_s=float("inf"), nodes=(NodeSummary("a", load=(float("nan"), float("inf"))),))
-    text = page.html(diagnose(evidence), evidence, about=about)
-    json.loads(data_of(text), parse_constant=pytest.fail)
+    json.loads(data_of(page_of(evidence, about)), parse_constant=pytest.fail)
 
 
 # --- for everybody ----------------------------------------------------------------------------------------------------

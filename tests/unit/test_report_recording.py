@@ -14,8 +14,8 @@ from recordings import ALL_REDUCE, AUGMENT, BACKWARD, FORWARD, recorded, recordi
 from safelaunch.model import Frame
 from safelaunch.model.recording import Recording
 from safelaunch.report import page
-from safelaunch.report.profiling.verdict import compare, verdict_of
 from safelaunch.report.recording import SCRIPT, Recorded, content, markdown, places, screen, speedscope
+from safelaunch.report.slowness import compare, verdict_of
 
 NAMES = ("straggler", "loader", "gil", "healthy", "nodes")
 WAITS = {FORWARD: 0.2, BACKWARD: 0.2, ALL_REDUCE: 0.6}

@@ -24,9 +24,10 @@ from evidence import (
 from msgspec import structs
 
 from safelaunch.model import Evidence, FileLock, Frame, ProcessEvidence, RankEvidence, Verdict
-from safelaunch.report.overview import overview
+from safelaunch.report.overview import row_of
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.graph import Edge, Graph
+from safelaunch.verdict.rank_state import Facts
 
 
 def graph(text: str) -> Graph:
@@ -183,7 +184,7 @@ def joins(number: int, frames: tuple[Frame, ...] = JOIN, thread: tuple[Frame, ..
 
 
 def test_the_overview_says_what_such_a_rank_waits_in() -> None:
-    rows = overview(job(joins(0), joins(1))).rows
+    rows = [row_of(one) for one in Facts.of(job(joins(0), joins(1))).ranks.values()]
     assert [row.doing for row in rows] == ["waits in all_reduce at train.py:31 (sync) in a thread of its own"] * 2
 
 

@@ -145,20 +145,15 @@ class Launch(Generic[T]):
         beside = _Supervisor.start(_request(self._config, self._entrypoint, args, self._own))
         if beside is None:
             return self._run(self._entrypoint, args)
-        failed = True
         try:
             with _environment(beside.env), beside.reported_to(workers):
                 results = self._run(beside.watched(self._entrypoint), args)
-            failed = False
-            return results
         except BaseException as error:
-            told = self._finish(beside, failed=True)
-            if told.hung:
+            if self._finish(beside, failed=True).hung:
                 raise HangError(self.verdict, self.bundle) from _cause(error)
             raise
-        finally:
-            if not failed:
-                self._finish(beside, failed=False)
+        self._finish(beside, failed=False)
+        return results
 
     def _run(self, entrypoint: Callable[..., T] | str | None, args: tuple[Any, ...]) -> dict[int, T]:
         from torch.distributed.launcher.api import elastic_launch

@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 
 from safelaunch.capture.pages import EventReader
 from safelaunch.cli.api.wire import Done, Ended, FromCaller, Line, Ready, Refused, Request, Stop, Stopping
@@ -102,9 +103,11 @@ def _serve(request: Request, line: Line) -> None:
         try:
             plan = in_directory(plan, directory.root)
             line.say(Ready(_changes(plan), os.fspath(directory.root)))
-            line.say(_supervise(Job(plan, _caller(request), directory, time.time()), line, given))
+            caller = ProcessId(request.pid, request.start_ticks)
+            line.say(_supervise(Job(plan, caller, directory, time.time()), line, given))
         finally:
-            _remove(directory)
+            rmtree(directory.root, ignore_errors=True)
+            os.close(directory.lock)
     finally:
         given.release()
 
@@ -133,20 +136,9 @@ def from_the_start(settings: Settings) -> Settings:
     return replace(settings, startup_timeout_s=settings.effective_stall_timeout_s, origins=origins)
 
 
-def _caller(request: Request) -> ProcessId:
-    return ProcessId(request.pid, request.start_ticks)
-
-
 def _changes(plan: Plan) -> dict[str, str]:
     """What the caller's environment has not, or has otherwise."""
     return {name: value for name, value in plan.env.items() if os.environ.get(name) != value}
-
-
-def _remove(directory: RunPaths) -> None:
-    from shutil import rmtree
-
-    rmtree(directory.root, ignore_errors=True)
-    os.close(directory.lock)
 
 
 def _wait_for_end(line: Line) -> None:

@@ -16,9 +16,10 @@ import pytest
 
 from safelaunch.beacon.page import start_ticks
 from safelaunch.cli import dump, status
-from safelaunch.cli.status_rows import COLUMNS, rate, rows, since, stragglers, told
+from safelaunch.cli.status_screen import COLUMNS, rows, stragglers, told
 from safelaunch.job.process import ProcessId
 from safelaunch.model import Progress
+from safelaunch.model.words import rate, since
 from safelaunch.supervise.control import discover
 from safelaunch.supervise.control.discover import Run, select
 from safelaunch.supervise.control.protocol import DumpAnswer, NodeStatus, RankStatus, RunStatus

@@ -12,8 +12,8 @@ from test_reproduce_programs import KINDS, generated
 from safelaunch.bundle.reading import locate
 from safelaunch.model import Evidence
 from safelaunch.reproduce import Extent, Wish, reproduction_of
+from safelaunch.reproduce.program import of_ranks
 from safelaunch.reproduce.programs import program_of
-from safelaunch.reproduce.smaller import of_ranks
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.rank_state import Facts
 

@@ -7,14 +7,14 @@ A difference counts if it is larger than the samples' own scatter.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Literal
 
-from safelaunch.model import Frame, format_ranks
+from safelaunch.model import Frame, rank_words
 from safelaunch.model.recording import Recording
-from safelaunch.report.profiling.shares import (
+from safelaunch.report.shares import (
     KINDS,
     Holder,
     Kind,
@@ -29,6 +29,7 @@ from safelaunch.report.profiling.shares import (
     times_of,
     workers_of,
 )
+from safelaunch.verdict.findings import capital
 from safelaunch.verdict.reading.frames import at, basename, place
 
 Slow = Literal["late-rank", "data-loading", "gil", "communication", "checkpoint", "script"]
@@ -98,8 +99,7 @@ def percent(share: float) -> str:
 
 
 def _ranks(times: Sequence[RankTime]) -> str:
-    numbers = [one.rank for one in times]
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {format_ranks(numbers)}"
+    return rank_words(one.rank for one in times)
 
 
 def _do(times: Sequence[RankTime], one: str, many: str) -> str:
@@ -115,9 +115,9 @@ def _late(times: Sequence[RankTime]) -> Finding | None:
         return None
     late, rest = groups
     difference = mean([one.waits for one in rest]) - mean([one.waits for one in late])
-    where = _most(rest, lambda one: one.waits)
+    where = _waits_most_in(rest)
     held = f"{_ranks(rest)} {_do(rest, 'waits', 'wait')} {percent(mean([one.waits for one in rest]))} of the time"
-    waiting = f"{held[0].upper()}{held[1:]}{_waited_in(where, rest)} for {_ranks(late)}"
+    waiting = f"{capital(held)}{_waited_in(where, rest)} for {_ranks(late)}"
     own = f"which {_do(late, 'waits', 'wait')} {percent(mean([one.waits for one in late]))}"
     reason, frame, advice = _reason(late, rest, difference)
     return Finding(
@@ -152,13 +152,13 @@ def _waited_in(where: Place | None, times: Sequence[RankTime]) -> str:
     return f", mostly in {call}{at(frame_of(times, where))},"
 
 
-def _most(times: Sequence[RankTime], total: Callable[[RankTime], float], waits: bool = True) -> Place | None:
+def _waits_most_in(times: Sequence[RankTime]) -> Place | None:
     shares: dict[Place, float] = defaultdict(float)
     for one in times:
         for each, share in one.places.items():
-            if each.waits == waits:
+            if each.waits:
                 shares[each] += share
-    return max(shares, key=lambda one: shares[one]) if shares and sum(map(total, times)) > 0 else None
+    return max(shares, key=lambda one: shares[one]) if shares and any(one.waits > 0 for one in times) else None
 
 
 def _reason(late: Sequence[RankTime], rest: Sequence[RankTime], difference: float) -> tuple[str, Frame | None, str]:
@@ -214,8 +214,7 @@ def _loading(times: Sequence[RankTime], workers: WorkerTime | None) -> Finding |
     )
     here = [time for time in times if time.kinds.get("data loading", 0.0) >= LOADING / 2]
     share, frame = share_of(here, "data loading"), frame_of(times, most)
-    who = _ranks(here)
-    text = f"{who[0].upper()}{who[1:]} {_do(here, 'spends', 'spend')} {percent(share)} of the time {_in(most, frame)}"
+    text = f"{capital(_ranks(here))} {_do(here, 'spends', 'spend')} {percent(share)} of the time {_in(most, frame)}"
     advice = "Load with worker processes (num_workers), or make the dataset cheaper."
     if workers is not None:
         busy = 1 - workers.idle
@@ -264,9 +263,8 @@ def _waiting(times: Sequence[RankTime], late: Finding | None, missing: Sequence[
     share = mean([one.waits for one in times])
     if share < WAITING or late is not None:
         return None
-    where = _most(times, lambda one: one.waits)
-    who = _ranks(times)
-    text = f"{who[0].upper()}{who[1:]} {_do(times, 'waits', 'all wait')} {percent(share)} of the time"
+    where = _waits_most_in(times)
+    text = f"{capital(_ranks(times))} {_do(times, 'waits', 'all wait')} {percent(share)} of the time"
     text += _waited_in(where, times).removesuffix(",")
     if missing:
         text += f", while other ranks were not seen ({missing[0]})"
@@ -325,9 +323,7 @@ def _missing(recording: Recording) -> list[str]:
         problem = rank.missing or (rank.main.problem if rank.main is not None else "")
         if problem:
             why.setdefault(problem, []).append(rank.rank)
-    return [
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}: {problem}" for problem, ranks in why.items()
-    ]
+    return [f"{rank_words(ranks)}: {problem}" for problem, ranks in why.items()]
 
 
 # --- Two recordings of one job: what takes longer now, by line --------------------------------------------------------
@@ -385,7 +381,7 @@ class Comparison:
     @property
     def on(self) -> str:
         """The ranks in words, if not all."""
-        return f" on {'rank' if len(self.ranks) == 1 else 'ranks'} {format_ranks(self.ranks)}" if self.ranks else ""
+        return f" on {rank_words(self.ranks)}" if self.ranks else ""
 
 
 _LOADING_WORDS = {"DataLoader": "waiting for data", "dataset": "loading data"}

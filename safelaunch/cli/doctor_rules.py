@@ -68,6 +68,13 @@ _NO_SECCOMP: dict[Place, str] = {
 }
 
 
+_OTHER_REMEDIES: dict[Failure, str] = {
+    "outdated": "pip install -U py-spy",
+    "timeout": "the machine is overloaded, or ptrace is emulated (gVisor): try again, then run py-spy by hand",
+}
+_BY_HAND = "run py-spy by hand on any Python process of yours: py-spy dump --pid PID"
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """An attempt to read a waiting child's stack, which took ``took_s`` seconds. ``problem`` empty: it succeeded."""
@@ -92,11 +99,6 @@ class Rights:
         capable = "with" if self.capable else "without"
         seccomp = ", under a seccomp filter" if self.seccomp == 2 else ""
         return f"{yama}, {capable} CAP_SYS_PTRACE{seccomp}, {'in ' * (self.place != 'host')}{self.place}"
-
-
-def add_capability(place: Place) -> str:
-    """How to give CAP_SYS_PTRACE to processes in this environment."""
-    return _ADD_CAPABILITY[place]
 
 
 def py_spy_check(path: str, version: str, python: tuple[int, int]) -> Check:
@@ -126,7 +128,7 @@ def attach_check(trial: Trial, rights: Rights) -> Check:
         note = "; you ran this as root: run it again as the user who runs the jobs" if rights.root else ""
         return ok(name, f"works for a child like a rank, in {1000 * trial.took_s:.0f} ms ({rights}){note}")
     if trial.kind != "denied":
-        return failed(name, f"{trial.problem} ({rights})", _other_remedy(trial.kind))
+        return failed(name, f"{trial.problem} ({rights})", _OTHER_REMEDIES.get(trial.kind, _BY_HAND))
     return failed(name, f"permission denied ({rights})", remedy(rights))
 
 
@@ -143,22 +145,14 @@ def remedy(rights: Rights) -> str:
     if rights.yama in (1, 2) and not rights.capable:
         # At 2, a rank's permission does not help. At 1 it does, but not for processes without a beacon.
         relax = f"{on_host}sudo sysctl kernel.yama.ptrace_scope={rights.yama - 1}"
-        ways = [relax, add_capability(rights.place)]
+        ways = [relax, _ADD_CAPABILITY[rights.place]]
         return "\nor ".join(ways if rights.place == "host" else ways[::-1])
     if not rights.capable:
-        return add_capability(rights.place)
+        return _ADD_CAPABILITY[rights.place]
     return (
         "Yama and capabilities allow it, so check SELinux (sudo setsebool deny_ptrace off) and AppArmor\n"
         "(sudo dmesg | grep DENIED)"
     )
-
-
-def _other_remedy(kind: Failure) -> str:
-    if kind == "outdated":
-        return "pip install -U py-spy"
-    if kind == "timeout":
-        return "the machine is overloaded, or ptrace is emulated (gVisor): try again, then run py-spy by hand"
-    return "run py-spy by hand on any Python process of yours: py-spy dump --pid PID"
 
 
 def stranger_check(trial: Trial, rights: Rights) -> Check:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,8 @@ from typing import Any
 from safelaunch import beacon
 from safelaunch.beacon import layout
 from safelaunch.capture import command, stacks
-from safelaunch.capture import stacks as kernel
 from safelaunch.capture.result import within
-from safelaunch.job.paths import RunPaths
-from safelaunch.settings.config import INTERNAL_ENV
-from safelaunch.supervise.control.discover import find
-from safelaunch.system.errors import CaptureError
-from safelaunch.system.files import text_of
-
-from .rules import (
+from safelaunch.cli.doctor_rules import (
     Check,
     Disk,
     Place,
@@ -37,6 +30,11 @@ from .rules import (
     port_check,
     run_root_check,
 )
+from safelaunch.job.paths import RunPaths
+from safelaunch.settings.config import INTERNAL_ENV
+from safelaunch.supervise.control.discover import find
+from safelaunch.system.errors import CaptureError
+from safelaunch.system.files import text_of
 
 DISK_DEADLINE_S = 4.0
 NAME_DEADLINE_S = 8.0
@@ -112,14 +110,14 @@ def ports() -> Check:
     return port_check(problem, low, high)
 
 
-def host_name(resolve: Callable[[str], list[str]] | None = None) -> Check:
+def host_name() -> Check:
     """Looks up our own host name, as every rank does."""
     host = socket.gethostname()
     begin = time.monotonic()
     addresses: list[str] = []
     problem = ""
     try:
-        addresses = within(NAME_DEADLINE_S, "the name service", lambda: (resolve or _addresses)(host))
+        addresses = within(NAME_DEADLINE_S, "the name service", lambda: _addresses(host))
     except CaptureError:
         problem = f"no answer within {NAME_DEADLINE_S:g} s"
     except OSError as error:
@@ -233,7 +231,7 @@ def python_of(python: str) -> tuple[int, int]:
 
 def rights(environ: Mapping[str, str]) -> Rights:
     """The kernel's settings for this process."""
-    facts = kernel.tracing_facts(os.getpid())
+    facts = stacks.tracing_facts(os.getpid())
     seccomp = re.search(r"^Seccomp:\s*(\d)", text_of("/proc/self/status"), re.MULTILINE)
     return Rights(
         yama=facts.yama,

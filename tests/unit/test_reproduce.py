@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from evidence import in_c10d, job, rank, waiting
 
-from safelaunch.reproduce.compare import Hang, Standing, differences, hang_of
+from safelaunch.reproduce import Hang, Standing, differences, hang_of
 
 WORLD = (0, 1, 2)
 JOB = Hang(

@@ -15,7 +15,7 @@ from test_report import EVIL
 from safelaunch.bundle.reading import locate
 from safelaunch.model import EarlyLook, Evidence, Place
 from safelaunch.report import page, report
-from safelaunch.report.early import in_status, line
+from safelaunch.report.about import early_line, in_status
 from safelaunch.verdict.diagnose import diagnose
 
 HERE = (Place(1, at(7, "load")),)
@@ -37,11 +37,11 @@ def quiet(*looks: EarlyLook) -> Evidence:
     ],
 )
 def test_the_line(look: EarlyLook, before: EarlyLook | None, part: bool, text: str) -> None:
-    assert line(look, before, part=part) == f"{text} asleep in train.py:7 (load)... watching"
+    assert early_line(look, before, part=part) == f"{text} asleep in train.py:7 (load)... watching"
 
 
 def test_the_same_words_are_not_repeated() -> None:
-    again = line(replace(LOOK, quiet_s=21.0), LOOK)
+    again = early_line(replace(LOOK, quiet_s=21.0), LOOK)
     assert again == "quiet for 21 s: nothing has changed since 7 s"
 
 
@@ -52,7 +52,8 @@ def test_in_the_status() -> None:
 
 def test_in_the_reports() -> None:
     evidence = quiet(LOOK, replace(LOOK, words=EVIL))
-    for text in (report.markdown(diagnose(evidence), evidence, ()), page.html(diagnose(evidence), evidence)):
+    verdict = diagnose(evidence)
+    for text in (report.markdown(verdict, evidence, ()), page.render(page.content(verdict, evidence))):
         assert "quiet for 7 s: rank 1 is asleep" in text and "UTC" in text
         assert "<script>alert" not in re.sub("`[^`]*`", "", text) and "\x1b" not in text
 
