@@ -28,17 +28,14 @@ from safelaunch.settings.yamlfile import read_yaml
 from safelaunch.sweep import summary
 from safelaunch.sweep.batch import BatchEngine, Programs, Site, adopted, end_strays
 from safelaunch.sweep.engine import Engine, Queue, QueueError
-from safelaunch.sweep.expand import Places, expand
-from safelaunch.sweep.grid import Axis, Matrix, Text, parse_grid
-from safelaunch.sweep.jobs import Job
+from safelaunch.sweep.jobs import DEFAULT_PARENT, Job, SweepPaths
 from safelaunch.sweep.journal import Attempt, Journal, attempts
 from safelaunch.sweep.local import Local, Place
 from safelaunch.sweep.metrics import check_pattern
-from safelaunch.sweep.paths import DEFAULT_PARENT, SweepPaths
 from safelaunch.sweep.pool import Gpus, Pool, Slots, check_fits, default_slots
 from safelaunch.sweep.resume import History, history, recovered, wait_for_remains
 from safelaunch.sweep.runner import Runner, Signals
-from safelaunch.sweep.spec import Template, templates_of
+from safelaunch.sweep.spec import Axis, Template, Text, expand, parse_grid, templates_of
 from safelaunch.sweep.sweep import Rules, Sweep
 from safelaunch.system.console import redact, room, say, show
 from safelaunch.system.errors import PresetError, SpecError, UsageError
@@ -123,7 +120,7 @@ def main(argv: list[str]) -> int:
     redact.use(Redactor(secret_values(environ, argv, [os.fspath(cwd)])).text)
     templates = _templates(options, cwd)
     paths = SweepPaths(cwd / (options.sweep_dir or f"{DEFAULT_PARENT}/{_sweep_name(options)}"))
-    jobs = expand(templates, Places(os.fspath(paths.root), os.fspath(paths.jobs), os.fspath(cwd)))
+    jobs = expand(templates, paths, os.fspath(cwd))
     with suppress(KeyboardInterrupt):
         if options.engine == "local":
             pool = make_pool(jobs, options.slots, options.max_parallel, environ)
@@ -206,18 +203,18 @@ def _templates(options: Options, cwd: Path) -> tuple[Template, ...]:
             )
             raise SpecError(error.message, error.fix or hint) from error
         return templates_of(root, options.metrics)
-    template = Template(
-        group="",
-        where="the command line",
-        command=tuple(Text(word, "the command line") for word in options.command),
-        matrix=Matrix(options.grid),
+    where = "the command line"
+    job = Job(
+        name="",
+        words=(),
+        where=where,
         gpus=options.gpus_per_job,
         ports=options.ports_per_job,
         timeout_s=options.timeout_s,
         retries=options.retries,
         metrics=options.metrics,
     )
-    return (template,)
+    return (Template(job, tuple(Text(word, where) for word in options.command), options.grid),)
 
 
 def _sweep_name(options: Options) -> str:

@@ -33,10 +33,11 @@ from safelaunch.settings.yamlfile import (
     Node,
     did_you_mean,
     known_entries,
-    mapping_entries,
+    not_boolean,
     read_yaml,
     text_of,
     texts_of,
+    variables_of,
 )
 from safelaunch.system.errors import PresetError
 
@@ -45,7 +46,6 @@ from safelaunch.system.errors import PresetError
 # What a preset may tell safelaunch in the ranks.
 OF_THE_BEACON = ("SAFELAUNCH_ALLOCATIONS",)
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*([0-9]+(?:\.[0-9]+)*)")
 _RELEASE = re.compile(r"[0-9]+(?:\.[0-9]+)*")
 
@@ -100,14 +100,8 @@ def _read_watchdog(node: Node) -> dict[str, object]:
 def read_env(node: Node, origin: str, *, reasons: bool) -> tuple[EnvSetting, ...]:
     """The ``env`` section of a preset, or of a configuration file (``reasons`` False: plain ``NAME: value``)."""
     settings = []
-    for key, value in mapping_entries(node, "env"):
-        if not _NAME.fullmatch(key.text):
-            raise PresetError(f"{key.where}: {key.text!r} is not the name of an environment variable")
-        if key.text.startswith("SAFELAUNCH_") and key.text not in OF_THE_BEACON:
-            raise PresetError(
-                f"{key.where}: {key.text} cannot be set here",
-                f"safelaunch's own settings go under 'watchdog' ({', '.join(WATCHDOG_KEYS)})",
-            )
+    fix = f"safelaunch's own settings go under 'watchdog' ({', '.join(WATCHDOG_KEYS)})"
+    for key, value in variables_of(node, fix, OF_THE_BEACON):
         if value.kind == "mapping":
             settings.append(_read_setting(key, value, origin, reasons))
         elif reasons:
@@ -139,12 +133,7 @@ def _read_setting(key: Node, node: Node, origin: str, reasons: bool) -> EnvSetti
 
 
 def _env_value(name: str, node: Node) -> str:
-    if node.kind == "boolean":
-        raise PresetError(
-            f"{node.where}: {name}: {node.text} is a boolean, but a variable's value must be text",
-            f'write "{node.text}" in quotes, or 1 or 0',
-        )
-    if node.kind not in ("text", "number"):
+    if not_boolean(node, name).kind not in ("text", "number"):
         raise PresetError(f"{node.where}: {name}: a value must be text or a number, not {node.describe()}", 'or ""')
     if "\0" in node.text:
         raise PresetError(f"{node.where}: {name}: a value cannot contain a NUL character")

@@ -22,9 +22,8 @@ from safelaunch.leases.store import Store
 from safelaunch.supervise.control.discover import our_roots
 from safelaunch.sweep import metrics, spawn
 from safelaunch.sweep.engine import Ended, Live, state_of
-from safelaunch.sweep.jobs import Job, Outcome, State, threads
+from safelaunch.sweep.jobs import Job, Outcome, State, SweepPaths, newest, threads, verdict_of
 from safelaunch.sweep.journal import Journal
-from safelaunch.sweep.paths import SweepPaths, newest, verdict_of
 from safelaunch.sweep.pool import Pool, Share
 from safelaunch.sweep.steps import Steps
 from safelaunch.sweep.sweep import Sweep

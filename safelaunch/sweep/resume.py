@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from safelaunch.job.process import ProcessId, descendants
 from safelaunch.sweep import metrics, spawn
-from safelaunch.sweep.jobs import Job, Outcome
+from safelaunch.sweep.jobs import Job, Outcome, SweepPaths
 from safelaunch.sweep.journal import Attempt
-from safelaunch.sweep.paths import SweepPaths
 from safelaunch.sweep.sweep import Before
 from safelaunch.system.errors import SafelaunchError
 

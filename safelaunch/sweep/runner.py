@@ -17,8 +17,8 @@ from typing import Any
 from safelaunch.job.paths import seen_from_here
 from safelaunch.sweep import summary
 from safelaunch.sweep.engine import Ended, Engine, JobView, Live, Screen, Snapshot
+from safelaunch.sweep.jobs import SweepPaths
 from safelaunch.sweep.journal import Journal
-from safelaunch.sweep.paths import SweepPaths
 from safelaunch.sweep.sweep import Sweep
 
 SUMMARY_EVERY_S = 2.0

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from safelaunch.sweep.jobs import Metric, Outcome, State, Track
-from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep.jobs import Metric, Outcome, State, SweepPaths, Track
 from safelaunch.system.files import replace_file
 from safelaunch.system.redaction.redact import redact_env
 

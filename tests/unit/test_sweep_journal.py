@@ -13,9 +13,8 @@ import pytest
 
 from safelaunch.job.process import ProcessId, identify
 from safelaunch.sweep import journal as module
-from safelaunch.sweep.jobs import Job, Outcome
+from safelaunch.sweep.jobs import Job, Outcome, SweepPaths
 from safelaunch.sweep.journal import Attempt, Journal, attempts, parse
-from safelaunch.sweep.paths import SweepPaths
 from safelaunch.sweep.resume import history, recovered, wait_for_remains
 from safelaunch.sweep.sweep import Rules, Sweep
 from safelaunch.system.errors import SafelaunchError, UsageError

@@ -22,10 +22,9 @@ from safelaunch.leases.holder import ourselves
 from safelaunch.leases.store import Store
 from safelaunch.sweep import spawn
 from safelaunch.sweep.engine import Snapshot
-from safelaunch.sweep.jobs import Job, port_marks
+from safelaunch.sweep.jobs import Job, SweepPaths, port_marks
 from safelaunch.sweep.journal import Journal, attempts, parse
 from safelaunch.sweep.local import Local, Place
-from safelaunch.sweep.paths import SweepPaths
 from safelaunch.sweep.pool import Gpus, Share, Slots
 from safelaunch.sweep.runner import Runner, Signals
 from safelaunch.sweep.spawn import Command

@@ -35,9 +35,8 @@ from safelaunch.leases.store import Store
 from safelaunch.model import Inconsistency, Progress, format_ranks
 from safelaunch.sweep import metrics, summary
 from safelaunch.sweep.engine import JobView, Live, Snapshot, state_of
-from safelaunch.sweep.jobs import Job, Outcome, Pace, Track, ranks, threads
+from safelaunch.sweep.jobs import Job, Outcome, Pace, SweepPaths, Track, newest, ranks, threads, verdict_of
 from safelaunch.sweep.local import exit_code
-from safelaunch.sweep.paths import SweepPaths, newest, verdict_of
 from safelaunch.sweep.pool import Gpus, Share, Slots, check_fits, default_slots
 from safelaunch.sweep.steps import slowest, wrong_cause
 from safelaunch.system.errors import UsageError
