@@ -18,7 +18,8 @@ from safelaunch.cli.table import Table
 from safelaunch.job.paths import seen_from_here, working_directory
 from safelaunch.sweep.batch import Programs, script, work_name
 from safelaunch.sweep.engine import JobView, Live, Queue, Screen, Snapshot, Work
-from safelaunch.sweep.jobs import Job, SweepPaths, Track, port_names
+from safelaunch.sweep.jobs import Job, Track, port_names
+from safelaunch.sweep.paths import SweepPaths
 from safelaunch.sweep.pool import Pool
 from safelaunch.system.console import PREFIX, command_lines, redact, say
 from safelaunch.system.printable import clean, clean_text

@@ -177,7 +177,7 @@ def _unleased(plain: Resources, settings: Settings, environ: Mapping[str, str]) 
 
 
 def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ranks: Ranks) -> Resources:
-    from safelaunch.leases.gpus import Claim, Patience, Terms, take
+    from safelaunch.leases.gpus import Claim, Patience, take
     from safelaunch.leases.store import store_of
 
     found, wish = _wish(settings, environ, ranks)
@@ -187,8 +187,7 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
         return plain
     for note in _about_one_process(plain.command, settings, wish, environ):
         say(note)
-    terms = Terms(wish, _about(plain.command, settings))
-    claim = Claim(store_of(environ), terms, _survey(found, environ))
+    claim = Claim(store_of(environ), wish, _about(plain.command, settings), _survey(found, environ))
     try:
         if settings.dry_run:
             return _foreseen(plain, claim)
@@ -221,7 +220,7 @@ def _about_one_process(command: CommandLine, settings: Settings, wish: Wish, env
 
 def _foreseen(plain: Resources, claim: Claim) -> Resources:
     """For --dry-run: the GPUs that a start would lease now."""
-    wish = claim.terms.wish
+    wish = claim.wish
     chosen = claim.foresee()
     if chosen is None:
         return replace(plain, note=f"not free now: this job needs {wish.count} of {len(wish.candidates)}")

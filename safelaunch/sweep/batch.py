@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 from safelaunch.sweep import metrics
 from safelaunch.sweep.engine import Ended, Listed, Live, Queue, QueueError, Work, state_of
-from safelaunch.sweep.jobs import Job, Outcome, Pace, State, SweepPaths, modified_ns, newest, verdict_of
-from safelaunch.sweep.journal import Attempt, Journal
-from safelaunch.sweep.resume import History
+from safelaunch.sweep.jobs import Job, Outcome, Pace, State
+from safelaunch.sweep.journal import Attempt, History, Journal
+from safelaunch.sweep.paths import SweepPaths, modified_ns, newest, verdict_of
 from safelaunch.sweep.sweep import Before, Sweep, was
 from safelaunch.sweep.task import FIRST_HOST, JOB_ID, RENDEZVOUS_PORT, AttemptFiles, Claim, End, port_token
 from safelaunch.system.errors import SafelaunchError

@@ -42,8 +42,9 @@ from safelaunch.settings.yamlfile import (
     variables_of,
 )
 from safelaunch.sweep import slurm
-from safelaunch.sweep.jobs import Job, SweepPaths, port_marks, port_names
+from safelaunch.sweep.jobs import Job, port_marks, port_names
 from safelaunch.sweep.metrics import check_pattern
+from safelaunch.sweep.paths import SweepPaths
 from safelaunch.system.errors import SpecError, UsageError
 from safelaunch.system.redaction.shapes import is_secret_name
 

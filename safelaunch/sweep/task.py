@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import msgspec
 
 from safelaunch.job.process import ProcessId, identify
-from safelaunch.sweep.jobs import Pace, SweepPaths, newest, threads
+from safelaunch.sweep.jobs import Pace, threads
+from safelaunch.sweep.paths import SweepPaths, newest
 from safelaunch.system.console import say
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import SafelaunchError

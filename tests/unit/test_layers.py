@@ -65,7 +65,7 @@ PARTS = (
 # Takes values and returns values: no clock, no process, no file, no environment.
 PURE = {"model.*", "verdict.*", "report.*", "reproduce.*", "supervise.watch.*", "job.argv", "leases.choose"}
 PURE |= {f"supervise.cluster.{name}" for name in ("where", "council", "messages", "evidence", "seen")}
-PURE |= {f"sweep.{name}" for name in ("jobs", "grid", "expand", "sweep", "engine")}
+PURE |= {f"sweep.{name}" for name in ("jobs", "spec", "sweep", "engine")}
 PURE |= {"cli.health.rules"}
 PURE |= {"cli.status_rows"}
 READS_THE_CLOCK = {"report.page", "report.recording", "report.report"}

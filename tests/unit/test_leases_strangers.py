@@ -20,7 +20,7 @@ from safelaunch.beacon import leases as beacon
 from safelaunch.cli import gpus as command
 from safelaunch.leases import gpus, holder, lease, ports
 from safelaunch.leases.choose import Gpu, Inventory, Wish
-from safelaunch.leases.gpus import Claim, Survey, Terms
+from safelaunch.leases.gpus import Claim, Survey
 from safelaunch.leases.holder import Holder, look, ourselves
 from safelaunch.leases.lease import Lease, is_locked
 from safelaunch.leases.store import MOST_EACH, Store
@@ -222,7 +222,7 @@ def test_a_stranger_who_writes_down_a_number_of_ours_is_shown(store: Store) -> N
     text = strangers.encoded(words(pid=os.getpid()))
     with stranger(lambda: strangers.locked(place(store) / f"{A}.{STRANGER}", text)):
         claim = Claim(
-            store, Terms(Wish(found.gpus, 1, "--gpus 1"), ourselves("", "")), Survey(found, lambda: found, lambda: 0.0)
+            store, Wish(found.gpus, 1, "--gpus 1"), ourselves("", ""), Survey(found, lambda: found, lambda: 0.0)
         )
         assert claim.advance() is None
         assert "theirs.py" in gpus.table(claim, {os.getpid()})

@@ -31,10 +31,10 @@ from safelaunch.sweep.batch import (
     work_name,
 )
 from safelaunch.sweep.engine import Listed, Live, QueueError, Work
-from safelaunch.sweep.jobs import Job, SweepPaths, port_marks
+from safelaunch.sweep.jobs import Job, port_marks
 from safelaunch.sweep.journal import Attempt as Past
-from safelaunch.sweep.journal import Journal, attempts, parse
-from safelaunch.sweep.resume import history
+from safelaunch.sweep.journal import Journal, attempts, history, parse
+from safelaunch.sweep.paths import SweepPaths
 from safelaunch.sweep.sweep import Rules, Sweep
 from safelaunch.sweep.task import AttemptFiles, Claim, End
 from safelaunch.system.errors import SpecError

@@ -13,9 +13,10 @@ import pytest
 
 from safelaunch.job.process import ProcessId, identify
 from safelaunch.sweep import journal as module
-from safelaunch.sweep.jobs import Job, Outcome, SweepPaths
-from safelaunch.sweep.journal import Attempt, Journal, attempts, parse
-from safelaunch.sweep.resume import history, recovered, wait_for_remains
+from safelaunch.sweep.jobs import Job, Outcome
+from safelaunch.sweep.journal import Attempt, Journal, attempts, history, parse
+from safelaunch.sweep.local import recovered, wait_for_remains
+from safelaunch.sweep.paths import SweepPaths
 from safelaunch.sweep.sweep import Rules, Sweep
 from safelaunch.system.errors import SafelaunchError, UsageError
 

@@ -11,7 +11,8 @@ import pytest
 from safelaunch.cli.colaunch import EPILOG
 from safelaunch.settings.yamlfile import parse_yaml
 from safelaunch.sweep import spec
-from safelaunch.sweep.jobs import Job, SweepPaths
+from safelaunch.sweep.jobs import Job
+from safelaunch.sweep.paths import SweepPaths
 from safelaunch.sweep.spec import Template, Text, axis, combinations, derive, expand, parse_grid, templates_of
 from safelaunch.system.errors import UsageError
 

@@ -66,7 +66,7 @@ WRITERS = {
     "cli.colaunch_screen": "rich, with cells that have passed",
     "cli.table": "rich, with cells that have passed",
     "cli": "an exit code",
-    "sweep.summary": "parameters and metrics, cleaned one by one",
+    "sweep.runner": "parameters and metrics, cleaned one by one",
     "sweep.journal": "names and outcomes of jobs",
     "sweep.task": "ids and outcomes of jobs",
     "sweep.batch": "what a job runs with, in private files of the sweep",

@@ -1,0 +1,105 @@
+"""All file names of one sweep, and what its jobs' bundles say."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DEFAULT_PARENT = "safelaunch-sweeps"
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPaths:
+    """The sweep directory (absolute): the journal, the summaries, and a directory for each job."""
+
+    root: Path
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal.jsonl"
+
+    @property
+    def summary_json(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def summary_csv(self) -> Path:
+        return self.root / "summary.csv"
+
+    @property
+    def batches(self) -> Path:
+        """The scripts that were handed to a scheduler, and what it said while it ran them."""
+        return self.root / "batches"
+
+    def batch_script(self, name: str) -> Path:
+        return self.batches / f"{name}.sbatch"
+
+    def batch_output(self, name: str) -> Path:
+        return self.batches / f"{name}.out"
+
+    @property
+    def jobs(self) -> Path:
+        return self.root / "jobs"
+
+    def job(self, name: str) -> Path:
+        """A job's own directory, ``{job_dir}`` in its command; the job may write there too."""
+        return self.jobs / name
+
+    def log(self, name: str, attempt: int) -> Path:
+        """The file with an attempt's stdout and stderr."""
+        return self.job(name) / f"attempt-{attempt}.log"
+
+    def exit_file(self, name: str, attempt: int) -> Path:
+        """The file in which the attempt's safelaunch leaves its exit code."""
+        return self.job(name) / f"attempt-{attempt}.exit"
+
+    def bundles(self, name: str) -> Path:
+        return self.job(name) / "bundles"
+
+    def bundles_of(self, name: str) -> set[str]:
+        """The paths of the job's published bundles."""
+        try:
+            with os.scandir(self.bundles(name)) as entries:
+                found = [e.path for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False)]
+        except OSError:
+            return set()
+        return {path for path in found if os.path.exists(os.path.join(path, "verdict.json"))}  # noqa: PTH110, PTH118
+
+
+def newest(bundles: Collection[str]) -> str:
+    """The path of the newest of these bundles, or empty. Of one job's nodes, one has the whole; it comes first."""
+    return max(bundles, key=lambda path: (_is_whole(path), modified_ns(path), path), default="")
+
+
+def verdict_of(bundle: str) -> tuple[str, str]:
+    """``hang``, ``crash`` or ``dump``, and the cause; both empty without a bundle or a readable verdict."""
+    document = _verdict(bundle) if bundle else None
+    if document is None or "outcome" not in document:
+        return "", ""
+    return str(document["outcome"]), str(document.get("cause", ""))
+
+
+def _is_whole(bundle: str) -> bool:
+    document = _verdict(bundle)
+    place = document.get("bundle") if document is not None else None
+    return document is not None and (not isinstance(place, dict) or bool(place.get("whole", True)))
+
+
+def _verdict(bundle: str) -> dict[str, Any] | None:
+    """What verdict.json says; None where it cannot be read."""
+    try:
+        document = json.loads((Path(bundle) / "verdict.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def modified_ns(path: str) -> int:
+    try:
+        return Path(path).stat().st_mtime_ns
+    except OSError:
+        return 0
