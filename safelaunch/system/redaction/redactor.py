@@ -20,8 +20,7 @@ from typing import Any
 from urllib.parse import quote
 
 from safelaunch.system.redaction.job_secrets import COMMON_WORDS, is_telling
-from safelaunch.system.redaction.readings import readings
-from safelaunch.system.redaction.redact import by_rule, encoded_in, merged, redact_argv, replaced
+from safelaunch.system.redaction.redact import by_rule, encoded_in, merged, readings, redact_argv, replaced
 from safelaunch.system.redaction.shapes import Span, shapes_in
 
 _EDGE = 6  # characters of a value that tell it where the text was cut there
