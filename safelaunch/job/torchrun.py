@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from safelaunch.system.errors import UsageError
@@ -188,30 +189,28 @@ class LazyOptions(Mapping[str, bool]):
 
     def __init__(self, package: Path) -> None:
         self._package = package
-        self._table: dict[str, bool] | None = None
-        self._certain = False
 
-    def _read(self) -> dict[str, bool]:
-        if self._table is None:
-            found = _installed_options(self._package)
-            self._certain = bool(found)
-            self._table = found or dict(KNOWN)
-        return self._table
+    @cached_property
+    def _installed(self) -> dict[str, bool]:
+        return _installed_options(self._package)
+
+    @property
+    def _table(self) -> Mapping[str, bool]:
+        return self._installed or KNOWN
 
     @property
     def is_certain(self) -> bool:
         """Whether the table is the installed version's: what it lacks, torchrun rejects."""
-        self._read()
-        return self._certain
+        return bool(self._installed)
 
     def __getitem__(self, option: str) -> bool:
-        return self._read()[option]
+        return self._table[option]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._read())
+        return iter(self._table)
 
     def __len__(self) -> int:
-        return len(self._read())
+        return len(self._table)
 
 
 def parse_options(source: str) -> dict[str, bool]:

@@ -1,6 +1,6 @@
 """The leases of a node: kernel locks on files in one directory that all its users share.
 
-An exclusive lock (``files``) on a file of the holder's user, ``<thing>.<uid>``, holds a thing (a GPU by its UUID,
+An exclusive lock on a file of the holder's user, ``<thing>.<uid>``, holds a thing (a GPU by its UUID,
 ``port-20000``). The supervisor has that lock, and its guardian shares it. The beacons of the ranks each lock a byte of
 ``<thing>.<uid>.ranks``. A thing is free when none of its files is locked, whoever owns them. So the death of the
 supervisor does not free a GPU that ranks still use, and once all of them are gone, the kernel has freed it. Nothing is
