@@ -204,16 +204,13 @@ class Sourced(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Several presets merged. ``names``: the requested ones; ``watchdog`` maps e.g. ``stall-timeout`` to its value.
+    """Several presets merged. ``watchdog`` maps e.g. ``stall-timeout`` to its value.
 
-    ``chain`` holds every preset that takes part, extended ones included, in the order of application. ``idle``: those
-    of them that set nothing of their own for this version of torch.
+    ``idle``: those of them that set nothing of their own for this version of torch.
     """
 
-    names: tuple[str, ...] = ()
     env: tuple[EnvSetting, ...] = ()
     watchdog: Mapping[str, Sourced] = field(default_factory=dict)
-    chain: tuple[Preset, ...] = ()
     idle: tuple[str, ...] = ()
 
 
@@ -228,43 +225,35 @@ def builtin_names(directory: Path) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in directory.glob("*.yaml")))
 
 
-def list_presets(builtin_dir: Path | None = None) -> tuple[Preset, ...]:
+def list_presets() -> tuple[Preset, ...]:
     """Every shipped preset, sorted by name. Raises PresetError for a damaged one."""
-    directory = builtin_dir or find_builtin_dir()
+    directory = find_builtin_dir()
     paths = [directory / f"{name}.yaml" for name in builtin_names(directory)]
     return tuple(read_preset(path.stem, path, str(path)) for path in paths)
 
 
-def load_presets(
-    refs: Sequence[str],
-    *,
-    cwd: Path,
-    torch_version: str | None,
-    builtin_dir: Path | None = None,
-    asked_by: str = "",
-) -> Composition:
+def load_presets(refs: Sequence[str], *, cwd: Path, torch_version: str | None, asked_by: str = "") -> Composition:
     """Reads presets, named or by path relative to ``cwd``, and composes them: later wins.
 
     Variables for other versions of torch are left out; ``torch_version`` None (unknown) counts as the newest.
     ``asked_by`` (e.g. ``safelaunch.yaml:3``) begins the message about an unknown name in ``refs``. Raises
     PresetError, naming file, line and the nearest known name.
     """
-    chain = preset_chain(refs, cwd=cwd, builtin_dir=builtin_dir, asked_by=asked_by)
     env: dict[str, EnvSetting] = {}
     watchdog: dict[str, Sourced] = {}
-    for preset in chain:
-        env.update({s.name: s for s in preset.env if version_matches(s.torch, torch_version)})
+    idle = []
+    for preset in preset_chain(refs, cwd=cwd, asked_by=asked_by):
+        fitting = {s.name: s for s in preset.env if version_matches(s.torch, torch_version)}
+        env.update(fitting)
         watchdog.update({key: Sourced(value, f"preset {preset.name}") for key, value in preset.watchdog.items()})
-    fitting = {preset.name: [s for s in preset.env if version_matches(s.torch, torch_version)] for preset in chain}
-    idle = tuple(p.name for p in chain if p.env and not fitting[p.name] and not p.watchdog)
-    return Composition(tuple(refs), tuple(env.values()), watchdog, chain, idle)
+        if preset.env and not fitting and not preset.watchdog:
+            idle.append(preset.name)
+    return Composition(tuple(env.values()), watchdog, tuple(idle))
 
 
-def preset_chain(
-    refs: Sequence[str], *, cwd: Path, builtin_dir: Path | None = None, asked_by: str = ""
-) -> tuple[Preset, ...]:
+def preset_chain(refs: Sequence[str], *, cwd: Path, asked_by: str = "") -> tuple[Preset, ...]:
     """The presets and all that they extend, in the order of application (depth first, extended ones before)."""
-    walk = _Walk(cwd, builtin_dir or find_builtin_dir())
+    walk = _Walk(cwd)
     order: dict[Path, Preset] = {}
     for ref in refs:
         _apply(order, walk.expand(ref, cwd, asked_by, ()))
@@ -283,9 +272,9 @@ def _apply(order: dict[Path, Preset], expanded: tuple[Preset, ...]) -> None:
 class _Walk:
     """A depth-first walk along ``extends`` that reads each file once."""
 
-    def __init__(self, cwd: Path, builtin_dir: Path) -> None:
+    def __init__(self, cwd: Path) -> None:
         self.cwd = cwd
-        self.builtin_dir = builtin_dir
+        self.builtin_dir = find_builtin_dir()
         self.done: dict[Path, tuple[Preset, ...]] = {}
 
     def expand(self, ref: str, base: Path, asked_by: str, ancestors: tuple[Path, ...]) -> tuple[Preset, ...]:
