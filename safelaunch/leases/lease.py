@@ -184,6 +184,7 @@ def write_small(fd: int, data: bytes, magic: bytes) -> None:
 
 
 HANDED_OVER = "SAFELAUNCH_HELD"
+PORT = "port-"
 _OTHER = re.compile(r"[^A-Za-z0-9_-]")
 
 
@@ -202,6 +203,11 @@ class Lease:
     @property
     def keys(self) -> tuple[str, ...]:
         return tuple(self.locks)
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """The numbers of the reserved ports."""
+        return tuple(int(key.removeprefix(PORT)) for key in self.sockets)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -304,6 +310,11 @@ def _name_of(fd: int, key: str, directory: str) -> str | None:
     same = (info.st_dev, info.st_ino) == (there.st_dev, there.st_ino)
     right = os.path.dirname(path) == os.path.realpath(directory) and name.partition(".")[0] == base_of(key)
     return name if ours and same and right and not name.endswith(RANKS) else None
+
+
+def port_key(port: int) -> str:
+    """The lease key of a port."""
+    return f"{PORT}{port}"
 
 
 def base_of(key: str) -> str:

@@ -12,10 +12,9 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from safelaunch.leases.holder import Holder
-from safelaunch.leases.lease import Lease
+from safelaunch.leases.lease import Lease, port_key
 from safelaunch.leases.store import Store
 from safelaunch.system.errors import ResourceError
 
@@ -28,25 +27,9 @@ LISTEN = "0A"
 WELL_KNOWN = (29400, 29500)  # torchrun's defaults
 
 
-@dataclass
-class Ports:
-    """Ports that are held until ``release``."""
-
-    numbers: tuple[int, ...]
-    lease: Lease
-
-    def release(self) -> None:
-        self.lease.release()
-
-
-def key_of(port: int) -> str:
-    """The lease key of a port."""
-    return f"port-{port}"
-
-
-def take(store: Store, count: int, about: Holder) -> Ports:
+def take(store: Store, count: int, about: Holder) -> Lease:
     """Leases ``count`` ports, outside the kernel's ephemeral range if possible. Raises ResourceError."""
-    wanted = {key_of(port): port for port in candidates(_read(EPHEMERAL), _read(RESERVED))}
+    wanted = {port_key(port): port for port in candidates(_read(EPHEMERAL), _read(RESERVED))}
     bound: dict[str, socket.socket] = {}
 
     def pick(held: Mapping[str, Holder]) -> list[str] | None:
@@ -68,10 +51,10 @@ def take(store: Store, count: int, about: Holder) -> Ports:
         _close(bound)
         raise _none_free(count)
     lease.sockets.update({key: one.detach() for key, one in bound.items()})
-    return Ports(tuple(wanted[key] for key in bound), lease)
+    return lease
 
 
-def take_unleased(count: int) -> Ports:
+def take_unleased(count: int) -> Lease:
     """``count`` free ports without a lease, for a node without a usable lease directory. Raises ResourceError."""
     found: dict[int, int] = {}
     for port in candidates(_read(EPHEMERAL), _read(RESERVED)):
@@ -79,11 +62,11 @@ def take_unleased(count: int) -> Ports:
             break
         if (one := bind(port)) is not None:
             found[port] = one.detach()
-    lease = Lease({}, sockets={key_of(port): fd for port, fd in found.items()})
+    lease = Lease({}, sockets={port_key(port): fd for port, fd in found.items()})
     if len(found) < count:
         lease.release()
         raise _none_free(count)
-    return Ports(tuple(found), lease)
+    return lease
 
 
 def _none_free(count: int) -> ResourceError:

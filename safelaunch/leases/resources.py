@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from safelaunch.leases.gpus import Claim, Survey
     from safelaunch.leases.holder import Holder
     from safelaunch.leases.lease import Lease
-    from safelaunch.leases.ports import Ports
     from safelaunch.settings.options import Settings
 
 HELD = "SAFELAUNCH_HELD"
@@ -41,15 +40,14 @@ class Resources:
     command: CommandLine
     visible_gpus: str | None = None
     lease: Lease | None = None
-    ports: Ports | None = None
+    ports: Lease | None = None
     handed: Lease | None = None
     rank_locks: tuple[str, ...] = ()
     note: str = ""
 
     @property
     def _leases(self) -> tuple[Lease, ...]:
-        found = (self.lease, self.ports.lease if self.ports is not None else None, self.handed)
-        return tuple(lease for lease in found if lease is not None)
+        return tuple(lease for lease in (self.lease, self.ports, self.handed) if lease is not None)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -64,7 +62,7 @@ class Resources:
     @property
     def port(self) -> int | None:
         """The job's own master port, or None if torchrun chooses."""
-        return self.ports.numbers[0] if self.ports is not None else None
+        return self.ports.ports[0] if self.ports is not None else None
 
     def lost_ports(self) -> tuple[int, ...]:
         """The job's ports that other programs serve; meaningful once no process of the job is alive."""
@@ -73,7 +71,7 @@ class Resources:
         if self.ports is None:
             return ()
         there = listening()
-        return tuple(port for port in self.ports.numbers if port in there)
+        return tuple(port for port in self.ports.ports if port in there)
 
     def release(self) -> None:
         """Frees everything: the job is over."""
@@ -291,7 +289,7 @@ def _with_port(found: Resources, settings: Settings, environ: Mapping[str, str],
     except ResourceError as error:
         say(f"no port could be leased, so this torchrun uses 29500, which other jobs may use too: {error}")
         return found
-    own = replace(command, torchrun=(f"{MASTER_PORT}={ports.numbers[0]}", *command.torchrun))
+    own = replace(command, torchrun=(f"{MASTER_PORT}={ports.ports[0]}", *command.torchrun))
     return replace(found, command=own, ports=ports)
 
 
@@ -304,18 +302,18 @@ def with_another_port(given: Resources, settings: Settings, environ: Mapping[str
     return replace(given, command=command, ports=ports)
 
 
-def _with_number(command: CommandLine, old: str, ports: Ports) -> CommandLine:
-    return command.with_value(MASTER_PORT, old, str(ports.numbers[0]), shortest="--master-p")
+def _with_number(command: CommandLine, old: str, ports: Lease) -> CommandLine:
+    return command.with_value(MASTER_PORT, old, str(ports.ports[0]), shortest="--master-p")
 
 
-def _take_port(found: Resources, settings: Settings, environ: Mapping[str, str]) -> Ports:
+def _take_port(found: Resources, settings: Settings, environ: Mapping[str, str]) -> Lease:
     from safelaunch.leases import ports
     from safelaunch.leases.store import store_of
 
     return ports.take(store_of(environ), 1, _about(found.command, settings))
 
 
-def _take_any_port(found: Resources, settings: Settings, environ: Mapping[str, str]) -> Ports:
+def _take_any_port(found: Resources, settings: Settings, environ: Mapping[str, str]) -> Lease:
     """A leased port; without a usable lease directory, one that is free now. Raises ResourceError if none is free."""
     from safelaunch.leases import ports
 
@@ -323,7 +321,7 @@ def _take_any_port(found: Resources, settings: Settings, environ: Mapping[str, s
         return _take_port(found, settings, environ)
     except StoreError as error:
         free = ports.take_unleased(1)
-        say(f"master port {free.numbers[0]} is free but not leased, so another job may take it too: {error.message}")
+        say(f"master port {free.ports[0]} is free but not leased, so another job may take it too: {error.message}")
         return free
 
 

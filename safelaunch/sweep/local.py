@@ -365,8 +365,9 @@ class Local:
         if not job.ports:
             return share
         taken = ports.take(self._place.store, job.ports, ourselves(job.name, PROGRAM))
-        share.lease.add(taken.lease)
-        return replace(share, ports=taken.numbers)
+        numbers = taken.ports
+        share.lease.add(taken)
+        return replace(share, ports=numbers)
 
     def _complain(self, why: str) -> None:
         if not self._waiting:
