@@ -6,7 +6,7 @@ On a node without an NVIDIA driver this imports nothing and starts nothing for G
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from safelaunch.system.errors import ResourceError, StoreError, UsageError
 if TYPE_CHECKING:
     from safelaunch.job.torchrun import Torch
     from safelaunch.leases.choose import Gpu, Inventory, Ranks, Wish
-    from safelaunch.leases.gpus import Claim, Survey
+    from safelaunch.leases.gpus import Claim
     from safelaunch.leases.holder import Holder
     from safelaunch.leases.lease import Lease
     from safelaunch.settings.options import Settings
@@ -175,7 +175,10 @@ def _unleased(plain: Resources, settings: Settings, environ: Mapping[str, str]) 
 
 
 def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ranks: Ranks) -> Resources:
-    from safelaunch.leases.gpus import Claim, Patience, take
+    from time import monotonic
+
+    from safelaunch.leases.gpus import Claim, Patience, Survey, take
+    from safelaunch.leases.inventory import inventory
     from safelaunch.leases.store import store_of
 
     found, wish = _wish(settings, environ, ranks)
@@ -185,7 +188,8 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
         return plain
     for note in _about_one_process(plain.command, settings, wish, environ):
         say(note)
-    claim = Claim(store_of(environ), wish, _about(plain.command, settings), _survey(found, environ))
+    survey = Survey(found, lambda: inventory(environ), monotonic)
+    claim = Claim(store_of(environ), wish, _about(plain.command, settings), survey)
     try:
         if settings.dry_run:
             return _foreseen(plain, claim)
@@ -234,16 +238,6 @@ def _wish(settings: Settings, environ: Mapping[str, str], ranks: Ranks) -> tuple
     if not found.gpus and settings.gpus in (None, "all"):
         return found, None
     return found, wish_of(settings.gpus, ranks, pool_of(environ, found.gpus), found)
-
-
-def _survey(found: Inventory, environ: Mapping[str, str]) -> Survey:
-    import time
-
-    from safelaunch.leases.gpus import Survey
-    from safelaunch.leases.inventory import inventory
-
-    query: Callable[[], Inventory] = lambda: inventory(environ)  # noqa: E731
-    return Survey(found, query, time.monotonic)
 
 
 def _visible(gpus: tuple[Gpu, ...], wish: Wish) -> str | None:
