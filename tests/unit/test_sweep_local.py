@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import stub
+from waiting import until
 
 from safelaunch.job import process
 from safelaunch.job.process import ProcessId
@@ -223,13 +224,6 @@ def on_gpus(scene: Scene, node: stub.Node, *sizes: int) -> Store:
 
 def log_of(scene: Scene, name: str) -> list[str]:
     return scene.paths.log(name, 1).read_text().splitlines()
-
-
-def until(reached: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 90
-    while not reached():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 HELD = 'echo $CUDA_VISIBLE_DEVICES; for f in /proc/self/fd/*; do readlink $f; done | grep -c "^$LEASES/GPU"; '
