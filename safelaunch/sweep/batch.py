@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from safelaunch.sweep import metrics
-from safelaunch.sweep.engine import Ended, Listed, Live, Queue, QueueError, Work, state_of
+from safelaunch.sweep.engine import Listed, Live, Queue, QueueError, Work, state_of
 from safelaunch.sweep.jobs import Job, Outcome, Pace, State
 from safelaunch.sweep.journal import Attempt, History, Journal
 from safelaunch.sweep.paths import SweepPaths, modified_ns, newest, verdict_of
@@ -454,7 +454,7 @@ class BatchEngine:
 
     # --- how they end -----------------------------------------------------------------------------------------------
 
-    def poll(self) -> Iterator[Ended]:
+    def poll(self) -> Iterator[tuple[Job, Outcome]]:
         self._advance()
         if self._sweep.stopped:
             self._withdraw()
@@ -466,7 +466,7 @@ class BatchEngine:
             outcome = Outcome("failed", cause="refused") if given.refused else self._judge(given)
             if outcome is not None:
                 self._forget(given)
-                yield Ended(given.job, given.attempt, outcome)
+                yield given.job, outcome
         self._advance()
 
     def _forget(self, given: Given) -> None:

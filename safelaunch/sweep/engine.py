@@ -17,15 +17,6 @@ from safelaunch.system.errors import SafelaunchError
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """The end of an attempt."""
-
-    job: Job
-    attempt: int
-    outcome: Outcome
-
-
-@dataclass(frozen=True, slots=True)
 class Live:
     """An attempt that runs, or that waits in a scheduler's queue.
 
@@ -60,8 +51,8 @@ class Engine(Protocol):
     def submit(self) -> None:
         """Starts, or hands over, the jobs that ``Sweep.next`` gives, and reports each with ``Sweep.began``."""
 
-    def poll(self) -> Iterable[Ended]:
-        """The attempts that have ended. The runner records each before it asks for the next."""
+    def poll(self) -> Iterable[tuple[Job, Outcome]]:
+        """The jobs whose attempt has ended. The runner records each before it asks for the next."""
 
     def cancel(self, *, kill: bool) -> None:
         """Asks all jobs to end; with ``kill``, ends them."""

@@ -32,7 +32,7 @@ from safelaunch.leases.holder import ourselves
 from safelaunch.leases.store import Store
 from safelaunch.supervise.control.discover import our_roots
 from safelaunch.sweep import metrics
-from safelaunch.sweep.engine import Ended, Live, state_of
+from safelaunch.sweep.engine import Live, state_of
 from safelaunch.sweep.jobs import Job, Outcome, State, threads
 from safelaunch.sweep.journal import Attempt, Journal
 from safelaunch.sweep.paths import SweepPaths, newest, verdict_of
@@ -171,7 +171,6 @@ class Active:
     """
 
     job: Job
-    attempt: int
     share: Share
     process: ProcessId
     log: Path
@@ -213,7 +212,7 @@ class Local:
         self._steps = Steps(our_roots, clock)
         self._waiting = False
         self._told = ""
-        self._not_started: list[Ended] = []
+        self._not_started: list[Job] = []
 
     @property
     def kind(self) -> str:
@@ -270,16 +269,16 @@ class Local:
 
     # --- the end of a job -------------------------------------------------------------------------------------------
 
-    def poll(self) -> Iterator[Ended]:
+    def poll(self) -> Iterator[tuple[Job, Outcome]]:
         while self._not_started:
-            yield self._not_started.pop()
+            yield self._not_started.pop(), Outcome("failed", CANNOT_START)
         now = self._clock()
         for active in list(self._active.values()):
             if active.status is None:
                 active.status, active.reaped_s = process.reap(active.process.pid), now
             if active.status is not None and not active.lingers(now):
                 del self._active[active.job.name]
-                yield Ended(active.job, active.attempt, self._outcome(active))
+                yield active.job, self._outcome(active)
                 self._place.pool.release(active.share)  # once its end has been recorded
         self._hurry()
 
@@ -353,8 +352,7 @@ class Local:
                 return False
             self._say(f"{job.name} could not be started: {error.strerror or error}")
             self._sweep.began(job)
-            attempt = self._sweep.tracks[job.name].attempts
-            self._not_started.append(Ended(job, attempt, Outcome("failed", CANNOT_START)))
+            self._not_started.append(job)
         return True
 
     def _is_of_an_active_job(self, share: Share) -> bool:
@@ -400,7 +398,7 @@ class Local:
         share.lease.forget()
         self._waiting = False
         self._sweep.began(job)
-        self._active[job.name] = Active(job, attempt, share, started, command.log, before, self._clock())
+        self._active[job.name] = Active(job, share, started, command.log, before, self._clock())
         self._say(f"{job.name}: started on {self._place.pool.kind} {share.label}")
 
     def _environment(self, job: Job, share: Share) -> dict[str, str]:

@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from safelaunch.job.paths import seen_from_here
-from safelaunch.sweep.engine import Ended, Engine, JobView, Live, Screen, Snapshot
-from safelaunch.sweep.jobs import Metric, Outcome, State, Track
+from safelaunch.sweep.engine import Engine, JobView, Live, Screen, Snapshot
+from safelaunch.sweep.jobs import Job, Metric, Outcome, State, Track
 from safelaunch.sweep.journal import Journal
 from safelaunch.sweep.paths import SweepPaths
 from safelaunch.sweep.sweep import Sweep
@@ -107,8 +107,8 @@ class Runner:
         """Returns when every job is final and has no processes left; after a third stop, at once."""
         while True:
             self._on_signals(signals.taken())
-            for ended in self._engine.poll():
-                self._record(ended)
+            for job, outcome in self._engine.poll():
+                self._record(job, outcome)
             self._engine.submit()
             self._see()
             self._summarize()
@@ -130,9 +130,8 @@ class Runner:
                 self._screen.note(f"killing {self._engine.unfinished} jobs")
             self._engine.cancel(kill=self._stops > 1)
 
-    def _record(self, ended: Ended) -> None:
-        job, outcome = ended.job, ended.outcome
-        self._journal.ended(job.name, ended.attempt, outcome)
+    def _record(self, job: Job, outcome: Outcome) -> None:
+        self._journal.ended(job.name, self._sweep.tracks[job.name].attempts, outcome)
         self._sweep.ended(job.name, outcome)
         again = " (will run again)" if self._sweep.tracks[job.name].state == "waiting" else ""
         code = "" if outcome.state == "succeeded" else f" (exit code {outcome.exit_code})"
