@@ -13,6 +13,7 @@ import errno
 import socket
 from collections.abc import Iterator, Mapping
 
+from safelaunch.leases.choose import numbers_in
 from safelaunch.leases.holder import Holder
 from safelaunch.leases.lease import Lease, port_key
 from safelaunch.leases.store import Store
@@ -119,21 +120,13 @@ def candidates(ephemeral: str, reserved: str) -> Iterator[int]:
     """
     words = [int(word) for word in ephemeral.split() if word.isdigit()]
     low, high = words if len(words) == 2 else (32768, 60999)
-    kept = set(WELL_KNOWN) | set(_ports(reserved))
+    kept = set(WELL_KNOWN) | set(numbers_in(reserved))
     outside = [port for port in range(FIRST, LAST + 1) if not low <= port <= high and port not in kept]
     below = [port for port in range(LOWEST, FIRST) if not low <= port <= high and port not in kept]
     inside = [port for port in range(max(low, FIRST), high + 1) if port not in kept]
     yield from outside
     yield from reversed(below)
     yield from inside
-
-
-def _ports(text: str) -> Iterator[int]:
-    """``80,8000-8010`` as ports."""
-    for word in text.split(","):
-        first, dash, last = word.strip().partition("-")
-        if first.isdigit() and (last.isdigit() or not dash):
-            yield from range(int(first), int(last or first) + 1)
 
 
 def _read(path: str) -> str:

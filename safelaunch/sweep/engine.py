@@ -37,10 +37,6 @@ class Engine(Protocol):
     """Runs the jobs of one ``Sweep``, which says what may start. No method waits for a job."""
 
     @property
-    def kind(self) -> str:
-        """What a job runs on: ``GPU``, ``slot``, or the scheduler's name."""
-
-    @property
     def unfinished(self) -> int:
         """The number of attempts that ``poll`` has yet to report."""
 
@@ -114,10 +110,9 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All jobs. ``kind``: the unit they run on (``GPU``, ``slot``); ``stopped``: why no more start, or empty."""
+    """All jobs. ``stopped``: why no more start, or empty."""
 
     jobs: tuple[JobView, ...]
-    kind: str
     stopped: str = ""
 
 

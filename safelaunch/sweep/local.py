@@ -215,10 +215,6 @@ class Local:
         self._not_started: list[Job] = []
 
     @property
-    def kind(self) -> str:
-        return self._place.pool.kind
-
-    @property
     def unfinished(self) -> int:
         return len(self._active) + len(self._not_started)
 
@@ -337,16 +333,11 @@ class Local:
             return False
         try:
             self._launch(job, self._with_ports(job, share))
-        except ResourceError as error:
+        except (ResourceError, _Unrecorded, OSError) as error:
             self._place.pool.release(share)
-            self._complain(f"{job.name}: {error}")
-            return False
-        except _Unrecorded as error:
-            self._place.pool.release(share)
-            self._complain(f"{self._place.journal.path} cannot be written: {error}")
-            return False
-        except OSError as error:
-            self._place.pool.release(share)
+            if not isinstance(error, OSError):
+                self._complain(str(error) if isinstance(error, _Unrecorded) else f"{job.name}: {error}")
+                return False
             if error.errno in PASSING:
                 self._complain(f"{job.name}: {error.strerror}")
                 return False
@@ -381,7 +372,7 @@ class Local:
             try:
                 self._place.journal.started(job, attempt, started, share.gpus)
             except OSError as error:
-                raise _Unrecorded(error.strerror or str(error)) from error
+                raise _Unrecorded(f"{self._place.journal.path} cannot be written: {error.strerror or error}") from error
 
         given = job.with_ports(share.ports)
         variables, descriptors = share.lease.hand_over()

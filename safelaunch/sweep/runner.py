@@ -169,7 +169,7 @@ class Runner:
             JobView.of(track, self._live.get(name) if track.state == "running" else None)
             for name, track in self._sweep.tracks.items()
         ]
-        return Snapshot(tuple(views), self._engine.kind, self._sweep.stopped)
+        return Snapshot(tuple(views), self._sweep.stopped)
 
 
 # --- the summary ------------------------------------------------------------------------------------------------------

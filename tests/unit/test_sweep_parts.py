@@ -448,7 +448,7 @@ def test_a_job_that_is_quiet_has_no_rate_and_no_estimate_from_before() -> None:
     late = dict(zip(COLUMNS, cells(view("running", live=live(40, 1.84, 70.0, age_s=42.0)), 60.0), strict=True))
     assert (late["state"], late["estimate"]) == ("running", "-"), "not 0.0s"
     quiet = view("running", "a", live(quiet=True))
-    assert headline(Snapshot((quiet, view("running", "b")), "slot")).startswith("0 of 2 done, 2 running (1 quiet)")
+    assert headline(Snapshot((quiet, view("running", "b")))).startswith("0 of 2 done, 2 running (1 quiet)")
 
 
 def test_the_row_of_a_job_that_has_ended_and_of_one_that_has_not_begun() -> None:
@@ -468,16 +468,16 @@ def test_the_headline_counts_and_estimates() -> None:
         view("running", "c", live()),
         view("waiting", "d"),
     )
-    snapshot = Snapshot(jobs, "slot")
+    snapshot = Snapshot(jobs)
     assert time_left_s(snapshot) == 80.0
     assert headline(snapshot) == "1 of 4 done, 2 running, 1 waiting; about 1m20s left"
-    assert headline(Snapshot(jobs, "slot", "stopped by SIGINT")).endswith("1 waiting; stopped by SIGINT")
-    assert time_left_s(Snapshot(jobs[1:], "slot")) is None
+    assert headline(Snapshot(jobs, "stopped by SIGINT")).endswith("1 waiting; stopped by SIGINT")
+    assert time_left_s(Snapshot(jobs[1:])) is None
 
 
 def test_where_there_is_no_room_for_all_the_interesting_ones_are_shown() -> None:
     states = ["succeeded", "waiting", "running", "failed", "succeeded", "running"]
-    snapshot = Snapshot(tuple(view(state, f"j{n}") for n, state in enumerate(states)), "slot")
+    snapshot = Snapshot(tuple(view(state, f"j{n}") for n, state in enumerate(states)))
     assert [shown.job.name for shown in choose(snapshot, 3)] == ["j2", "j3", "j5"]
     assert len(choose(snapshot, 99)) == 6
 
@@ -487,7 +487,7 @@ def test_the_table_for_a_terminal_fits_and_says_what_it_leaves_out() -> None:
 
     from rich.console import Console
 
-    snapshot = Snapshot(tuple(view("waiting", f"j{n}") for n in range(40)), "slot")
+    snapshot = Snapshot(tuple(view("waiting", f"j{n}") for n in range(40)))
     console = Console(file=io.StringIO(), width=100, height=20)
     console.print(picture(snapshot, 20, 100))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -545,7 +545,6 @@ def sweep_on_screen() -> Snapshot:
             view("running", names[3], live(on="2-3", age_s=42.0, quiet=True, cause="data-loading", **pace)),  # type: ignore[arg-type]
             view("waiting", names[4]),
         ),
-        "GPU",
     )
 
 

@@ -96,12 +96,12 @@ def redact_text(text: str) -> str:
     return replaced(text, secrets_in(text))
 
 
-def replaced(text: str, spans: Iterable[Span], by: str = REDACTED) -> str:
+def replaced(text: str, spans: Iterable[Span]) -> str:
     """``text`` with each of ``spans`` replaced; spans that overlap or touch count as one."""
     parts: list[str] = []
     done = 0
     for begin, end in merged(spans):
-        parts += [text[done:begin], by]
+        parts += [text[done:begin], REDACTED]
         done = end
     return "".join([*parts, text[done:]]) if parts else text
 
