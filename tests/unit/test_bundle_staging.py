@@ -31,13 +31,17 @@ AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 AS_USER = pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
 
 
-def staged(root: Path) -> Path:
+def begun(root: Path) -> Staging:
     """A small bundle as an incident leaves it."""
     staging = Staging(root)
     staging.add_json(Artifact("verdict.json", "safelaunch", 0.0), {"outcome": "hang"})
     staging.add(Artifact("ranks/0/stack.txt", "py-spy dump", 0.1), "Thread 1\n")
     staging.finish({})
-    return root
+    return staging
+
+
+def staged(root: Path) -> Path:
+    return begun(root).root
 
 
 def published(directory: Path, name: str = NAME, keeping: Keeping | None = None) -> Published:
