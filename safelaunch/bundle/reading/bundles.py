@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from safelaunch.bundle.reading.dumps import parse_some
-from safelaunch.bundle.reading.guard import LINK, Found, Unreadable, parse_all, read_limited, within
+from safelaunch.bundle.reading.guard import LINK, Found, Unreadable, evidence_of, parse_all, read_limited, within
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.capture.flight_recorder import NCCL_ONLY
 from safelaunch.capture.node import since
@@ -21,7 +21,6 @@ from safelaunch.model import (
     Answer,
     BundlePlace,
     EarlyLook,
-    Evidence,
     FlightRecord,
     Gpus,
     GpuUse,
@@ -165,15 +164,11 @@ def read_bundle(root: Path) -> Found:
         if not 0 <= size <= MAX_RANKS:
             bundle.problems.append(f"{name}: ignored, because it claims a job of {size} ranks")
     sizes = [size for size in worlds.values() if 0 <= size <= MAX_RANKS]
-    world = max([0, *sizes, *(number + 1 for number in numbers)])
     outcome = job.outcome
     if not job.world_size and told.outcome is not None:
         outcome = told.outcome  # a bundle of an older version, whose manifest lacks it
-    evidence = Evidence(
-        outcome=outcome,
-        world_size=world,
-        ranks=ranks,
-        missing_ranks=tuple(sorted(set(range(world)) - set(numbers))),
+    evidence = msgspec.structs.replace(
+        evidence_of(outcome, ranks, max([0, *sizes])),
         stall_s=manifest.watch.stalled_s,
         threshold_s=manifest.watch.threshold_s,
         threshold_why=manifest.watch.why,

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safelaunch.bundle.reading.guard import Found, Unreadable, parse_all, read_limited, within
+from safelaunch.bundle.reading.guard import Found, Unreadable, evidence_of, parse_all, read_limited, within
 from safelaunch.capture import flight_dump, flight_records
 from safelaunch.capture.flight_dump import MAX_RANKS
-from safelaunch.model import Evidence, FlightRecord, RankEvidence
+from safelaunch.model import FlightRecord, RankEvidence
 from safelaunch.model.entries import Entries
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import is_dir
@@ -51,16 +51,8 @@ def read_dumps(folder: Path, root: Path) -> Found | None:
     prefixes = {_prefix(name) for name in files.values()}
     broken = [name for name in failed if _prefix(name) in prefixes and _rank_of(name) not in records]
     problems += [f"{name}: {failed[name]}" for name in broken]
-    world = _world(records, [_rank_of(name) for name in broken])
-    evidence = Evidence(
-        outcome="hang",
-        world_size=world,
-        ranks=tuple(
-            RankEvidence(rank, host="", pid=0, flight_record=record, beacon=False)
-            for rank, record in sorted(records.items())
-        ),
-        missing_ranks=tuple(sorted(set(range(world)) - set(records))),
-    )
+    ranks = [RankEvidence(rank, host="", pid=0, flight_record=one, beacon=False) for rank, one in records.items()]
+    evidence = evidence_of("hang", ranks, _world(records, [_rank_of(name) for name in broken]))
     named = {f"ranks/{rank}/flight_recorder.json": name for rank, name in files.items()}
     return Found(f"{len(records)} Flight Recorder dumps", evidence, tuple(problems), named)
 

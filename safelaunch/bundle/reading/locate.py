@@ -25,6 +25,7 @@ from safelaunch.bundle.reading.guard import (
     Found,
     Unreadable,
     cannot_be_read,
+    evidence_of,
     in_child,
     read_limited,
     within,
@@ -32,7 +33,7 @@ from safelaunch.bundle.reading.guard import (
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.capture.result import Sink
 from safelaunch.job.paths import RunPaths
-from safelaunch.model import Evidence, RankEvidence, RankExit
+from safelaunch.model import Outcome, RankEvidence, RankExit
 from safelaunch.system.files import is_dir, is_file, lexists
 from safelaunch.system.redaction.redactor import Redactor
 
@@ -286,13 +287,8 @@ def read_run(root: Path, scratch: Path) -> Found:
         rank = collect.of_ended(number, known, run.pages, host, nowhere)
         ranks.append(structs.replace(rank, flight_record=records.get(number) or rank.flight_record))
     worlds = [rank.progress.world_size for rank in ranks if rank.progress is not None]
-    world = max([0, *(size for size in worlds if size <= MAX_RANKS), *(rank.rank + 1 for rank in ranks)])
-    evidence = Evidence(
-        outcome="crash" if any(code.returncode for code in exits.values()) else "hang",
-        world_size=world,
-        ranks=tuple(ranks),
-        missing_ranks=tuple(sorted(set(range(world)) - {rank.rank for rank in ranks})),
-    )
+    outcome: Outcome = "crash" if any(code.returncode for code in exits.values()) else "hang"
+    evidence = evidence_of(outcome, ranks, max([0, *(size for size in worlds if size <= MAX_RANKS)]))
     files = {f"ranks/{number}/progress.json": f"pages/{page.name}" for number, page in pages.items()} | {
         f"ranks/{number}/exception.json": f"pages/{page.name}{layout.EXCEPTION_SUFFIX}"
         for number, page in pages.items()

@@ -15,9 +15,9 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from safelaunch.bundle.reading.guard import Found, Unreadable, read_limited
+from safelaunch.bundle.reading.guard import Found, Unreadable, evidence_of, read_limited
 from safelaunch.bundle.reading.log_lines import speakers_of_names
-from safelaunch.model import Evidence, Frame, ProcessEvidence, RankEvidence, StackSample, Thread
+from safelaunch.model import Frame, ProcessEvidence, RankEvidence, StackSample, Thread
 from safelaunch.system.decoding import from_json
 
 MOST_BYTES, MOST_RANKS = 64 << 20, 1 << 16
@@ -105,9 +105,8 @@ def read_stacks(paths: Sequence[Path], root: Path | None = None, *, only_named: 
                 files[f"ranks/{rank}/stack.txt"] = str(path.relative_to(root)) if root is not None else path.name
     if not ranks:
         return None
-    world = max(ranks) + 1
-    evidence = Evidence("hang", world, tuple(ranks[r] for r in sorted(ranks)), tuple(set(range(world)) - set(ranks)))
     remarks = ("nothing says whose stacks these are: ranks are counted in their order",) if numbered else ()
+    evidence = evidence_of("hang", ranks.values())
     return Found(f"stacks of {len(ranks)} processes", evidence, files=files, remarks=remarks)
 
 
