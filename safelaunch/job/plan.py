@@ -207,13 +207,12 @@ def default_name(command: CommandLine) -> str:
 
 
 def name_of_command(words: tuple[str, ...]) -> str:
-    """A run's default name, where the command is not torchrun's."""
-    return _file_name(Path(_script_of(words)).stem)
+    """A run's default name, where the command is not torchrun's.
 
-
-def _script_of(words: tuple[str, ...]) -> str:
-    """``train.py`` of ``python train.py``, ``run.sh`` of ``bash run.sh``: the first argument that looks like a file."""
-    return next((word for word in words[1:] if Path(word).suffix in (".py", ".sh")), words[0])
+    ``train`` of ``python train.py``, ``run`` of ``bash run.sh``: of the first argument that looks like a file.
+    """
+    script = next((word for word in words[1:] if Path(word).suffix in (".py", ".sh")), words[0])
+    return _file_name(Path(script).stem)
 
 
 def _file_name(stem: str) -> str:

@@ -82,6 +82,7 @@ def read_preset(name: str, path: Path, shown: str) -> Preset:
     if "description" not in found:
         raise PresetError(f"{root.where}: no 'description'", "add one that says in one line what the preset is for")
     extends = texts_of(found["extends"], "extends") if "extends" in found else ()
+    watchdog = known_entries(found["watchdog"], WATCHDOG_KEYS, "watchdog") if "watchdog" in found else ()
     return Preset(
         name=name,
         path=path,
@@ -89,12 +90,8 @@ def read_preset(name: str, path: Path, shown: str) -> Preset:
         description=text_of(found["description"], "description").strip(),
         extends=tuple((node.text, node.where) for node in extends),
         env=read_env(found["env"], f"preset {name}", reasons=True) if "env" in found else (),
-        watchdog=_read_watchdog(found["watchdog"]) if "watchdog" in found else {},
+        watchdog={key: BY_NAME[key].parse_node(value) for key, _, value in watchdog},
     )
-
-
-def _read_watchdog(node: Node) -> dict[str, object]:
-    return {key: BY_NAME[key].parse_node(value) for key, _, value in known_entries(node, WATCHDOG_KEYS, "watchdog")}
 
 
 def read_env(node: Node, origin: str, *, reasons: bool) -> tuple[EnvSetting, ...]:

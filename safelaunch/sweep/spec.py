@@ -149,9 +149,6 @@ class Template:
         cwd = () if self.cwd is None else (self.cwd,)
         return (*self.command, *self.options, *(text for _, text in self.env), *cwd)
 
-    def other_texts(self) -> tuple[Text, ...]:
-        return (*self.needs, *(() if self.name is None else (self.name,)))
-
 
 # --- parameters -------------------------------------------------------------------------------------------------------
 
@@ -402,8 +399,10 @@ def _jobs(template: Template, paths: SweepPaths, cwd: str) -> list[tuple[Job, tu
     }
     axes = [axis for axis in template.axes if axis.name in used]
     known = [*(axis.name for axis in axes), *BUILTIN]
-    for text in template.other_texts():
-        text.check([name for name in known if text is not template.name or name not in BUILTIN])
+    for text in template.needs:
+        text.check(known)
+    if template.name is not None:
+        template.name.check([axis.name for axis in axes])
     for name in ports:
         if name not in used:
             raise SpecError(

@@ -167,7 +167,8 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
     printed = logs.read_logs(texts, folder)
     found = dumps
     if printed.evidence.ranks:
-        found = replace(_joined(printed, dumps, _with_record), world_guessed=False)
+        joined = _joined(printed, dumps, lambda rank, dump: structs.replace(rank, flight_record=dump.flight_record))
+        found = replace(joined, world_guessed=False)
     seen = stacks.read_stacks(texts, folder, only_named=True)
     return found if seen is None else _with_stacks(found, seen)
 
@@ -187,10 +188,6 @@ def _joined(one: Found, other: Found, both: Callable[[RankEvidence, RankEvidence
     )
     what, problems = f"{one.what}, {other.what}", (*one.problems, *other.problems)
     return replace(one, what=what, evidence=evidence, problems=problems, files={**one.files, **other.files})
-
-
-def _with_record(printed: RankEvidence, dump: RankEvidence) -> RankEvidence:
-    return structs.replace(printed, flight_record=dump.flight_record)
 
 
 def _with_stacks(found: Found, seen: Found) -> Found:
