@@ -51,7 +51,7 @@ def read_dumps(folder: Path, root: Path) -> Found | None:
     prefixes = {_prefix(name) for name in files.values()}
     broken = [name for name in failed if _prefix(name) in prefixes and _rank_of(name) not in records]
     problems += [f"{name}: {failed[name]}" for name in broken]
-    ranks = [RankEvidence(rank, host="", pid=0, flight_record=one, beacon=False) for rank, one in records.items()]
+    ranks = [RankEvidence(rank=rank, host="", pid=0, flight_record=one, beacon=False) for rank, one in records.items()]
     evidence = evidence_of("hang", ranks, _world(records, [_rank_of(name) for name in broken]))
     named = {f"ranks/{rank}/flight_recorder.json": name for rank, name in files.items()}
     return Found(f"{len(records)} Flight Recorder dumps", evidence, tuple(problems), named)

@@ -101,7 +101,7 @@ def read_stacks(paths: Sequence[Path], root: Path | None = None, *, only_named: 
                 rank, numbered = next(number for number in count() if number not in ranks), True
             if rank < MOST_RANKS:
                 main = ProcessEvidence("main", stacks=(one.sample(one.pid),))
-                ranks[rank] = RankEvidence(rank, host="", pid=one.pid, main=main, beacon=False)
+                ranks[rank] = RankEvidence(rank=rank, host="", pid=one.pid, main=main, beacon=False)
                 files[f"ranks/{rank}/stack.txt"] = str(path.relative_to(root)) if root is not None else path.name
     if not ranks:
         return None
