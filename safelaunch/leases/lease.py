@@ -145,15 +145,6 @@ def _lock(fd: int, command: int, kind: int) -> int:
     return int(_FLOCK.unpack(answer)[0])
 
 
-def try_gate(directory: int) -> bool:
-    """Takes the lock of the directory itself without waiting. Any user can take it, and keep it."""
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def owner_of(name: str, directory: int) -> int:
     """The user id of a file's owner; -1 if the file is gone."""
     info = _status(name, directory)

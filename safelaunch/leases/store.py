@@ -39,10 +39,9 @@ from safelaunch.leases.lease import (
     owner_of,
     read_small,
     take_own,
-    try_gate,
     try_lock,
 )
-from safelaunch.system import procstat
+from safelaunch.system import files, procstat
 from safelaunch.system.console import say
 from safelaunch.system.errors import StoreError
 
@@ -309,9 +308,10 @@ class Store:
             os.close(directory)  # it was removed while we waited: locks in it mean nothing
 
     def _wait_for_our_turn(self, directory: int) -> None:
+        """For the lock of the directory itself, which any user can take, and keep."""
         deadline = time.monotonic() + GATE_DEADLINE_S
         pause_s = 0.0002
-        while not try_gate(directory):
+        while not files.try_lock(directory):
             now = time.monotonic()
             if now < self._shut_until_s:
                 return

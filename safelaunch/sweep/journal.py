@@ -17,7 +17,6 @@ the journal (flock).
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import time
@@ -33,6 +32,7 @@ from safelaunch.sweep.jobs import Job, Outcome
 from safelaunch.sweep.sweep import Before
 from safelaunch.system.decoding import from_builtins
 from safelaunch.system.errors import UsageError
+from safelaunch.system.files import try_lock
 
 Record = Mapping[str, Any]
 NOBODY = ProcessId(0, 0)
@@ -154,9 +154,8 @@ class Journal:
                 f"{path.parent}: cannot write the sweep there: {error.strerror or error}", "see --sweep-dir"
             ) from error
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._close_and_complain()
+            if not try_lock(self._file):
+                self._close_and_complain()
         except OSError as error:
             os.close(self._file)
             raise UsageError(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import signal
 import time
@@ -40,6 +39,7 @@ from safelaunch.sweep.pool import PROGRAM, Pool, Share
 from safelaunch.sweep.steps import Steps
 from safelaunch.sweep.sweep import Sweep
 from safelaunch.system.errors import ResourceError, SafelaunchError, StoreError
+from safelaunch.system.files import try_lock
 
 TICK_S = 0.5
 BUSY_TICK_S = 0.1
@@ -88,7 +88,7 @@ def spawn(command: Command, tell: Callable[[ProcessId], None]) -> ProcessId:
     log = os.open(command.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try_lock(log)
         parent = os.getpid()
         return fork(lambda: _become(command, log, parent), tell)
     finally:
@@ -129,17 +129,12 @@ def is_held(log: Path) -> bool:
     """Whether a process of the attempt that wrote ``log`` is still alive."""
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            return not try_lock(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------

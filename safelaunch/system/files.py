@@ -1,7 +1,8 @@
-"""Small things that are done to files everywhere: read a text, replace one whole, ask what is at an untrusted path."""
+"""What is done to files everywhere: read a text, replace one whole, lock one, ask what is at an untrusted path."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -26,6 +27,18 @@ def replace_file(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
     with open(os.open(beside, flags, mode), "wb") as file:
         file.write(content)
     beside.replace(path)
+
+
+def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Locks an open file or directory (flock), which lasts as long as anybody has it open; False if another has it.
+
+    Raises OSError where nothing can be locked.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 # --- paths that another user may have chosen --------------------------------------------------------------------------
