@@ -111,11 +111,7 @@ def _torch_on(path: list[str]) -> Path | None:
 
 def _interpreter_of(script: Path) -> str | None:
     """The interpreter on a console script's first line; pip's ``#!/bin/sh`` form for long paths included."""
-    try:
-        head = script.read_bytes()[:4096].decode("utf-8", "replace")
-    except OSError:
-        return None
-    match = re.match(r"#!\s*(?:/bin/sh\n'''exec' \"?([^\"\n]+?)\"? \"\$0\"|([^\n]+))", head)
+    match = re.match(r"#!\s*(?:/bin/sh\n'''exec' \"?([^\"\n]+?)\"? \"\$0\"|([^\n]+))", text_of(script)[:4096])
     if match is None:
         return None
     from shutil import which
@@ -178,10 +174,8 @@ def binds_any_port(package: Path) -> bool:
 
     Source: ``run`` of ``torch/distributed/run.py``, which distinguishes a missing port from a given one.
     """
-    try:
-        return "args.master_port is None" in (package / "distributed" / "run.py").read_text("utf-8", "replace")
-    except OSError:
-        return True  # leave unknown versions alone
+    text = text_of(package / "distributed" / "run.py")
+    return not text or "args.master_port is None" in text  # leave unknown versions alone
 
 
 class LazyOptions(Mapping[str, bool]):
@@ -250,11 +244,8 @@ def launcher(python: str) -> Path:
     user's ``queue.py`` would replace the real one, and it calls itself ``run.py`` in its messages.
     """
     installed = Path(python).parent / "torchrun"
-    try:
-        head = installed.read_bytes()[:4096]
-    except OSError:
-        head = b""
-    plain = head.startswith(b"#!") and b"from torch.distributed.run import main" in head
+    head = text_of(installed)[:4096]
+    plain = head.startswith("#!") and "from torch.distributed.run import main" in head
     return installed if plain else Path(__file__).parent / "launcher" / "torchrun"
 
 

@@ -18,6 +18,7 @@ from safelaunch.leases.holder import Holder
 from safelaunch.leases.lease import Lease, port_key
 from safelaunch.leases.store import Store
 from safelaunch.system.errors import ResourceError
+from safelaunch.system.files import text_of
 
 FIRST, LAST = 20000, 65535
 LOWEST = 1024
@@ -30,7 +31,7 @@ WELL_KNOWN = (29400, 29500)  # torchrun's defaults
 
 def take(store: Store, count: int, about: Holder) -> Lease:
     """Leases ``count`` ports, outside the kernel's ephemeral range if possible. Raises ResourceError."""
-    wanted = {port_key(port): port for port in candidates(_read(EPHEMERAL), _read(RESERVED))}
+    wanted = {port_key(port): port for port in candidates(text_of(EPHEMERAL), text_of(RESERVED))}
     bound: dict[str, socket.socket] = {}
 
     def pick(held: Mapping[str, Holder]) -> list[str] | None:
@@ -58,7 +59,7 @@ def take(store: Store, count: int, about: Holder) -> Lease:
 def take_unleased(count: int) -> Lease:
     """``count`` free ports without a lease, for a node without a usable lease directory. Raises ResourceError."""
     found: dict[int, int] = {}
-    for port in candidates(_read(EPHEMERAL), _read(RESERVED)):
+    for port in candidates(text_of(EPHEMERAL), text_of(RESERVED)):
         if len(found) == count:
             break
         if (one := bind(port)) is not None:
@@ -106,7 +107,7 @@ def listening() -> set[int]:
     """The TCP ports that any program listens on."""
     found = set()
     for path in TABLES:
-        for line in _read(path).splitlines()[1:]:
+        for line in text_of(path).splitlines()[1:]:
             words = line.split()
             if len(words) > 3 and words[3] == LISTEN:
                 found.add(int(words[1].rpartition(":")[2], 16))
@@ -127,11 +128,3 @@ def candidates(ephemeral: str, reserved: str) -> Iterator[int]:
     yield from outside
     yield from reversed(below)
     yield from inside
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from safelaunch.sweep.pool import PROGRAM, Pool, Share
 from safelaunch.sweep.steps import Steps
 from safelaunch.sweep.sweep import Sweep
 from safelaunch.system.errors import ResourceError, SafelaunchError, StoreError
-from safelaunch.system.files import try_lock
+from safelaunch.system.files import text_of, try_lock
 
 TICK_S = 0.5
 BUSY_TICK_S = 0.1
@@ -118,11 +119,8 @@ def _become(command: Command, log: int, parent: int) -> NoReturn:
 
 def exit_code_in(exit_file: Path) -> int | None:
     """The exit code that safelaunch left there; None if it was killed before."""
-    try:
-        text = exit_file.read_text("ascii")
-        return int(text) if text.endswith("\n") else None
-    except (OSError, ValueError):
-        return None
+    found = re.fullmatch(r"(\d+)\n", text_of(exit_file), re.ASCII)
+    return int(found[1]) if found else None
 
 
 def is_held(log: Path) -> bool:
