@@ -20,11 +20,11 @@ from safelaunch.sweep import metrics
 from safelaunch.sweep.engine import Listed, Live, Queue, QueueError, Work, state_of
 from safelaunch.sweep.jobs import Job, Outcome, Pace, State
 from safelaunch.sweep.journal import Attempt, History, Journal
-from safelaunch.sweep.paths import SweepPaths, modified_ns, newest, verdict_of
+from safelaunch.sweep.paths import SweepPaths, newest, verdict_of
 from safelaunch.sweep.sweep import Before, Sweep, was
 from safelaunch.sweep.task import FIRST_HOST, JOB_ID, RENDEZVOUS_PORT, AttemptFiles, Claim, End, port_token
 from safelaunch.system.errors import SafelaunchError
-from safelaunch.system.files import replace_file
+from safelaunch.system.files import modified_ns, replace_file
 
 TICK_S, BUSY_TICK_S = 0.25, 0.05
 LOOK_EVERY_S, LOOK_AT_MOST_S = 1.0, 10.0

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safelaunch.system.files import modified_ns
+
 DEFAULT_PARENT = "safelaunch-sweeps"
 
 
@@ -96,10 +98,3 @@ def _verdict(bundle: str) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return document if isinstance(document, dict) else None
-
-
-def modified_ns(path: str) -> int:
-    try:
-        return Path(path).stat().st_mtime_ns
-    except OSError:
-        return 0

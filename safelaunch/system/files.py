@@ -16,6 +16,14 @@ def text_of(path: str | os.PathLike[str]) -> str:
         return ""
 
 
+def modified_ns(path: str | os.PathLike[str]) -> int:
+    """When a file was modified, in Unix nanoseconds; 0 if it is gone."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0
+
+
 def replace_file(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
     """Writes a file whole or not at all; others see the old one or the new one. Raises OSError.
 

@@ -14,7 +14,7 @@ from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.model import FlightRecord, RankEvidence
 from safelaunch.model.entries import Entries
 from safelaunch.system.errors import CaptureError
-from safelaunch.system.files import is_dir
+from safelaunch.system.files import is_dir, modified_ns
 
 MAX_FILES = 2 * MAX_RANKS
 # nccl_trace_rank_3, comm_lib_trace_rank_3, myjob-3.json, dump_rank3.pickle: any prefix, the rank, an ending.
@@ -39,7 +39,7 @@ def read_dumps(folder: Path, root: Path) -> Found | None:
             failed[path.name] = record
             continue
         mine = jobs.setdefault(_prefix(path.name), {})
-        one = _Dump(path.name, record, _modified(path))
+        one = _Dump(path.name, record, modified_ns(path) / 1e9)
         rank = _rank_of(path.name)
         if rank not in mine or one.quality > mine[rank].quality:
             mine[rank] = one
@@ -135,13 +135,6 @@ def _of_other_backends(one: _Dump, other: _Dump) -> bool:
 
 def _together(one: _Dump, other: _Dump) -> _Dump:
     return _Dump(one.name, flight_records.merged([one.record, other.record]), one.modified)
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0  # it is gone
 
 
 def _rank_of(name: str) -> int:
