@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from safelaunch.job.argv import CommandLine, is_one_node
 from safelaunch.job.mistakes import has_no_number_of_processes
+from safelaunch.job.plan import LEASES
 from safelaunch.leases.inventory import has_driver
 from safelaunch.system.console import say
 from safelaunch.system.errors import ResourceError, StoreError, UsageError
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from safelaunch.settings.options import Settings
 
 HELD = "SAFELAUNCH_HELD"
-RANK_LOCKS = "SAFELAUNCH_LEASES"
 MASTER_PORT = "--master-port"
 
 
@@ -108,7 +108,7 @@ def _gpus(command: CommandLine, settings: Settings, environ: Mapping[str, str]) 
     if settings.gpus in (None, "all") and not has_driver(environ):
         return plain
     if _is_inside_a_run(environ):
-        locks = tuple(filter(None, environ.get(RANK_LOCKS, "").split(os.pathsep)))
+        locks = tuple(filter(None, environ.get(LEASES, "").split(os.pathsep)))
         plain = replace(plain, rank_locks=locks, note="those of the enclosing run")
         return plain if settings.gpus is None else _unleased(plain, settings, environ)
     if not settings.lease:

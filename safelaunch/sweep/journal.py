@@ -186,11 +186,6 @@ class Journal:
         if self._length and os.pread(self._file, 1, self._length - 1) != b"\n":
             self._append(b"\n")
 
-    @property
-    def behind(self) -> bool:
-        """Whether some records are still to be written."""
-        return bool(self._pending)
-
     def begun(self, jobs: int, sweep_id: str = "") -> None:
         """Records the start of colaunch. Raises OSError if it can't be written.
 
