@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 import incidents
 from browser import Browser, found
 
-from safelaunch.bundle.reading import locate, surroundings
+from safelaunch.bundle.reading import bundles, locate
 from safelaunch.capture import user_source
 from safelaunch.report import page
 from safelaunch.verdict.diagnose import diagnose
@@ -70,7 +70,7 @@ def _of_bundle(path: Path, out: Path) -> Path:
     root = path.resolve()
     evidence = locate.read(root).evidence
     verdict, begin = diagnose(evidence, read_source=user_source.text_for_stranger), time.process_time()
-    about = surroundings.about(root)
+    about = bundles.about(root)
     text = page.render(page.content(verdict, evidence, read_source=user_source.text_for_stranger, about=about))
     return _written(out / f"{root.name}.html", text, begin)
 

@@ -21,7 +21,7 @@ from safelaunch.cli.status import AnsweringRun, SilentRun
 from safelaunch.model import Verdict, evidence
 from safelaunch.report.calls import CallDocument
 from safelaunch.report.recording import RecordDocument
-from safelaunch.sweep.summary import Summary
+from safelaunch.sweep.runner import Summary
 from safelaunch.verdict.causes import CAUSES
 
 # The records of a document; ``list``: it is a list of them.

@@ -69,7 +69,11 @@ def _free_bytes(path: Path) -> int:
 
 def rewrite(path: Path, value: object) -> None:
     """Replaces a file of a published bundle by a record that has been in it before. Raises OSError."""
-    replace_file(path, clean_json(msgspec.json.format(msgspec.json.encode(value), indent=1).decode()), mode=FILE_MODE)
+    replace_file(path, _document(value), mode=FILE_MODE)
+
+
+def _document(value: object) -> bytes:
+    return clean_json(msgspec.json.format(msgspec.json.encode(value), indent=1).decode()).encode()
 
 
 class Staging(Sink):
@@ -101,9 +105,7 @@ class Staging(Sink):
     def made_json(self, artifact: Artifact, value: object) -> Made:
         if value is None:
             return artifact, None
-        tree = self.redactor.tree(msgspec.to_builtins(value))
-        text = msgspec.json.format(msgspec.json.encode(tree), indent=1).decode()
-        return self._whole(artifact, clean_json(text).encode())
+        return self._whole(artifact, _document(self.redactor.tree(msgspec.to_builtins(value))))
 
     def add_report(self, artifact: Artifact, text: str | None) -> None:
         """Adds a text made of evidence without secrets: a search for assignments would damage it."""
@@ -134,9 +136,7 @@ class Staging(Sink):
 
     def finish(self, manifest: object) -> None:
         """Writes ``manifest.json``, which lists all other files; if that fails, it counts as missing."""
-        tree = self.redactor.tree(msgspec.to_builtins(manifest))
-        text = clean_json(msgspec.json.format(msgspec.json.encode(tree), indent=1).decode())
-        problem = self._write("manifest.json", text.encode())
+        problem = self._write("manifest.json", _document(self.redactor.tree(msgspec.to_builtins(manifest))))
         if problem:
             self.artifacts.append(Artifact("manifest.json", OURS, 0.0, problem))
 

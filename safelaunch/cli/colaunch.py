@@ -19,25 +19,20 @@ from safelaunch.cli.run import understood
 from safelaunch.job import torchrun
 from safelaunch.job.argv import CommandLine, split
 from safelaunch.job.paths import seen_from_here, working_directory
-from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import store_of
 from safelaunch.settings.config import resolve
 from safelaunch.settings.options import BY_FLAG, options_of, parse_count, parse_seconds
 from safelaunch.settings.yamlfile import read_yaml
-from safelaunch.sweep import summary
 from safelaunch.sweep.batch import BatchEngine, Programs, Site, adopted, end_strays
 from safelaunch.sweep.engine import Engine, Queue, QueueError
-from safelaunch.sweep.expand import Places, expand
-from safelaunch.sweep.grid import Axis, Matrix, Text, parse_grid
 from safelaunch.sweep.jobs import Job
-from safelaunch.sweep.journal import Attempt, Journal, attempts
-from safelaunch.sweep.local import Local, Place
+from safelaunch.sweep.journal import Attempt, History, Journal, attempts, history
+from safelaunch.sweep.local import Local, Place, recovered, wait_for_remains
 from safelaunch.sweep.metrics import check_pattern
 from safelaunch.sweep.paths import DEFAULT_PARENT, SweepPaths
 from safelaunch.sweep.pool import Gpus, Pool, Slots, check_fits, default_slots
-from safelaunch.sweep.resume import History, history, recovered, wait_for_remains
-from safelaunch.sweep.runner import Runner, Signals
-from safelaunch.sweep.spec import Template, templates_of
+from safelaunch.sweep.runner import Runner, Signals, write_summary
+from safelaunch.sweep.spec import Axis, Template, Text, expand, parse_grid, templates_of
 from safelaunch.sweep.sweep import Rules, Sweep
 from safelaunch.system.console import redact, room, say, show
 from safelaunch.system.errors import PresetError, SpecError, UsageError
@@ -121,7 +116,7 @@ def main(argv: list[str]) -> int:
     redact.use(Redactor(secret_values(environ, argv, [os.fspath(cwd)])).text)
     templates = _templates(options, cwd)
     paths = SweepPaths(cwd / (options.sweep_dir or f"{DEFAULT_PARENT}/{_sweep_name(options)}"))
-    jobs = expand(templates, Places(os.fspath(paths.root), os.fspath(paths.jobs), os.fspath(cwd)))
+    jobs = expand(templates, paths, os.fspath(cwd))
     if options.engine == "local":
         pool = make_pool(jobs, options.slots, options.max_parallel, environ)
         check_jobs(jobs, pool.kind, environ)
@@ -202,18 +197,18 @@ def _templates(options: Options, cwd: Path) -> tuple[Template, ...]:
             )
             raise SpecError(error.message, error.fix or hint) from error
         return templates_of(root, options.metrics)
-    template = Template(
-        group="",
-        where="the command line",
-        command=tuple(Text(word, "the command line") for word in options.command),
-        matrix=Matrix(options.grid),
+    where = "the command line"
+    job = Job(
+        name="",
+        words=(),
+        where=where,
         gpus=options.gpus_per_job,
         ports=options.ports_per_job,
         timeout_s=options.timeout_s,
         retries=options.retries,
         metrics=options.metrics,
     )
-    return (template,)
+    return (Template(job, tuple(Text(word, where) for word in options.command), options.grid),)
 
 
 def _sweep_name(options: Options) -> str:
@@ -263,7 +258,7 @@ def _with_word(attempt: Attempt, journal: Journal, jobs: Sequence[Job], paths: S
 def _write_summary(sweep: Sweep, paths: SweepPaths) -> str:
     """Writes the summary; returns why that failed, or an empty string."""
     try:
-        summary.write(tuple(sweep.tracks.values()), paths)
+        write_summary(tuple(sweep.tracks.values()), paths)
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -299,10 +294,10 @@ def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, envir
     """The node's GPUs (those in CUDA_VISIBLE_DEVICES if that is set), else slots. Raises ResourceError."""
     pool: Pool | None = None
     if slots is None:
-        node = NodeGpus(environ)
-        pool = Gpus(node) if node.pool.gpus else None
+        gpus = Gpus(environ)
+        pool = gpus if gpus.capacity else None
         if pool is None:
-            say(f"no GPUs to assign ({node.missing or node.pool.origin}): each job gets a share of the CPU cores")
+            say(f"no GPUs to assign ({gpus.missing}): each job gets a share of the CPU cores")
     if pool is None:
         cores = len(os.sched_getaffinity(0))
         units = [max(1, job.gpus) for job in jobs]

@@ -270,13 +270,13 @@ def _files(verdict: Verdict, found: Found, names: Collection[str]) -> dict[str, 
     """The report, and the files for viewers."""
     if not names:
         return {}
-    from safelaunch.bundle.reading import surroundings
+    from safelaunch.bundle.reading import bundles
     from safelaunch.capture import user_source
     from safelaunch.report import exports, page
     from safelaunch.system.redaction.redactor import Redactor
     from safelaunch.verdict.rank_state import Facts
 
-    about = surroundings.about_all(found.bundles)
+    about = bundles.about_all(found.bundles)
     redactor = Redactor()
     facts = Facts.of(found.evidence, user_source.text_for_stranger)
     made: dict[str, str] = {}

@@ -13,7 +13,7 @@ from safelaunch.job import mistakes, torchrun
 from safelaunch.job.argv import CommandLine, options_given, restarts, split
 from safelaunch.job.mistakes import nodes_never_meet
 from safelaunch.job.paths import run_root, working_directory
-from safelaunch.job.plan import Plan, Surroundings, build
+from safelaunch.job.plan import Plan, Surroundings, build, describe
 from safelaunch.job.torchrun import Torch
 from safelaunch.leases import resources
 from safelaunch.leases.resources import Resources
@@ -143,8 +143,6 @@ def start(plan: Plan, given: Resources, again: Callable[[Resources], tuple[Plan,
     ``again``: see ``session.run``.
     """
     if plan.settings.dry_run:
-        from safelaunch.job.dryrun import describe
-
         show(describe(plan, room()), fold=True)
         return 0
     from safelaunch.supervise import session

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,11 @@ class ControlGroup:
     def _directories(self) -> list[Path]:
         """Its own directory, then those below it."""
         return [Path(directory) for directory, _, _ in os.walk(self.path)]
+
+
+def kill_of(group: ControlGroup | None) -> Callable[[], object]:
+    """What kills all of the group at once; nothing without one."""
+    return group.kill if group is not None else lambda: None
 
 
 def create(name: str) -> ControlGroup | None:

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from safelaunch.beacon import layout
 from safelaunch.job import process
-from safelaunch.job.controlgroup import ControlGroup
+from safelaunch.job.controlgroup import ControlGroup, kill_of
 from safelaunch.job.paths import RunPaths, discard_unfinished
 from safelaunch.job.process import ProcessId
 from safelaunch.system import procstat
@@ -233,9 +233,7 @@ def replace(root: str, descriptors: Sequence[int]) -> NoReturn:
             if told.well:
                 os._exit(0)
             remains.know(told.members)
-    process.end_all(remains.agent, remains.find, grace_s=GRACE_S, kill=_kill_of(remains))
-    _clean_up(run.root, remains.group)
-    os._exit(0)
+    _end(run, remains)
 
 
 def rescue(root: str) -> NoReturn:
@@ -257,9 +255,7 @@ def rescue(root: str) -> NoReturn:
     is_below_agent = os.environ.get(layout.GUARDIAN_STARTER) == layout.AGENT_ROLE
     if remains.group is None and is_below_agent and starter is not None and starter == remains.agent:
         _end_below(starter, remains)  # an agent that has just ended would have left us to a stranger
-    process.end_all(remains.agent, remains.find, grace_s=GRACE_S, kill=_kill_of(remains))
-    _clean_up(run.root, remains.group)
-    os._exit(0)
+    _end(run, remains)
 
 
 def _end_below(agent: ProcessId, remains: Remains) -> None:
@@ -274,8 +270,10 @@ def _end_below(agent: ProcessId, remains: Remains) -> None:
     agent.send(signal.SIGKILL)
 
 
-def _kill_of(remains: Remains) -> Callable[[], object]:
-    return remains.group.kill if remains.group is not None else lambda: None
+def _end(run: RunPaths, remains: Remains) -> NoReturn:
+    process.end_all(remains.agent, remains.find, grace_s=GRACE_S, kill=kill_of(remains.group))
+    _clean_up(run.root, remains.group)
+    os._exit(0)
 
 
 def _note_ourselves(run: RunPaths) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from safelaunch.job import process
+from safelaunch.job.controlgroup import kill_of
 from safelaunch.job.guardian import Guardian
 from safelaunch.job.paths import RunPaths
 from safelaunch.job.plan import Plan
@@ -75,8 +76,7 @@ class JobProcesses:
     def end_all(self) -> tuple[ProcessId, ...]:
         """SIGTERM, grace, SIGKILL; returns the processes that could not be killed. Takes seconds."""
         group = self._guardian.group if self._guardian is not None else None
-        kill = group.kill if group is not None else lambda: None
-        return process.end_all(self.agent, self.all, grace_s=GRACE_S, kill=kill)
+        return process.end_all(self.agent, self.all, grace_s=GRACE_S, kill=kill_of(group))
 
     def ranks(self) -> tuple[ProcessId, ...]:
         """The processes below the agent."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from safelaunch.beacon import layout
 from safelaunch.beacon.page import start_ticks
+from safelaunch.system.files import try_lock
 
 # A unix socket's path is limited to 107 bytes; ours adds at most 38 to the run directory.
 LONGEST_RUN_DIR = 64
@@ -194,7 +195,7 @@ def _lock(directory: Path) -> int:
     descriptor = os.open(directory, _DIRECTORY)
     deadline = time.monotonic() + LOCK_DEADLINE_S
     try:
-        while not _try_lock(descriptor, fcntl.LOCK_EX):
+        while not try_lock(descriptor):
             if time.monotonic() > deadline:
                 raise TimeoutError(None, f"another process keeps {directory} locked")
             time.sleep(0.001)
@@ -202,14 +203,6 @@ def _lock(directory: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _try_lock(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def is_held(directory: Path) -> bool:
@@ -221,7 +214,7 @@ def is_held(directory: Path) -> bool:
     except OSError:
         return True
     try:
-        return not _try_lock(descriptor, fcntl.LOCK_SH)
+        return not try_lock(descriptor, fcntl.LOCK_SH)
     except OSError:
         return True  # a file system without locks
     finally:
@@ -237,7 +230,7 @@ def _remove_unless_held(directory: Path) -> bool:
     except OSError:
         return False
     try:
-        if not _try_lock(descriptor, fcntl.LOCK_EX):
+        if not try_lock(descriptor):
             return False
         rmtree(directory, ignore_errors=True)
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,9 @@ from pathlib import Path
 from safelaunch.beacon import layout
 from safelaunch.job.argv import CommandLine, is_one_node, restarts
 from safelaunch.job.torchrun import Torch, launcher
-from safelaunch.settings.options import EnvSetting, Settings
+from safelaunch.settings.config import INTERNAL_ENV
+from safelaunch.settings.options import STALL_CEILING_S, EnvSetting, Settings
+from safelaunch.system.console import command_lines
 
 LEASES = "SAFELAUNCH_LEASES"  # the beacons' locks, by path
 GROUP_TIMEOUT = "SAFELAUNCH_GROUP_TIMEOUT"  # seconds, and a ! for all groups
@@ -204,14 +207,107 @@ def default_name(command: CommandLine) -> str:
 
 
 def name_of_command(words: tuple[str, ...]) -> str:
-    """A run's default name, where the command is not torchrun's."""
-    return _file_name(Path(_script_of(words)).stem)
+    """A run's default name, where the command is not torchrun's.
 
-
-def _script_of(words: tuple[str, ...]) -> str:
-    """``train.py`` of ``python train.py``, ``run.sh`` of ``bash run.sh``: the first argument that looks like a file."""
-    return next((word for word in words[1:] if Path(word).suffix in (".py", ".sh")), words[0])
+    ``train`` of ``python train.py``, ``run`` of ``bash run.sh``: of the first argument that looks like a file.
+    """
+    script = next((word for word in words[1:] if Path(word).suffix in (".py", ".sh")), words[0])
+    return _file_name(Path(script).stem)
 
 
 def _file_name(stem: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip(".-")[:64] or "run"
+
+
+# --- ``--dry-run``: the plan as text, with the command, each variable and its origin, GPUs and timeouts ---------------
+
+
+def describe(plan: Plan, width: int) -> str:
+    """The whole plan of a run as text; the command in lines of at most ``width``."""
+    from safelaunch.system.redaction.job_secrets import secret_values  # nothing that is started waits for these
+    from safelaunch.system.redaction.redactor import Redactor
+
+    settings = plan.settings
+    redactor = Redactor(secret_values(plan.env, plan.argv, [plan.run_name, os.fspath(plan.run_dir)]))
+    lines = [
+        f"run name      {plan.run_name}",
+        "torch         " + (f"{plan.torch.version or 'unknown'} ({plan.torch.python})" if plan.torch else "not found"),
+        *command_lines([shlex.quote(word) for word in redactor.argv(plan.argv)], "command       ", width),
+        f"run directory {plan.run_dir}",
+        f"bundles       {settings.bundle_dir}   ({settings.origin('bundle-dir')})",
+        *_bundles(settings),
+        f"GPUs          {_gpus(plan)}",
+        "",
+        "watchdog      " + ("on" if settings.watch else f"off   ({settings.origin('no-watch')})"),
+    ]
+    if settings.watch:
+        stall = f"{settings.effective_stall_timeout_s:g} s"
+        if settings.stall_timeout_s is None:
+            stall = f"auto: learned, {settings.stall_floor_s:g} to {STALL_CEILING_S:g} s; until then {stall}"
+        lines += [
+            f"  stall timeout    {stall}   ({settings.origin('stall-timeout')})",
+            f"  startup timeout  {settings.startup_timeout_s:g} s   ({settings.origin('startup-timeout')})",
+            f"  max stall        {settings.effective_max_stall_s:g} s   ({settings.max_stall_origin})",
+            f"  on stall         {settings.on_stall}   ({settings.origin('on-stall')})",
+            f"  check every      {settings.check_every or 'never'}   ({settings.origin('check-every')})",
+            f"  early look       {'yes' if settings.early_look else 'no'}   ({settings.origin('no-early-look')})",
+        ]
+        if settings.on_suspect:
+            lines.append(f"  on suspect       {settings.on_suspect}   ({settings.origin('on-suspect')})")
+    if settings.pg_timeout is not None:
+        lines += ["", f"group timeout {_group_timeout(settings)}   ({settings.origin('pg-timeout')})"]
+    lines += ["", "environment"]
+    lines += _variables(plan) or ["  nothing except safelaunch's own variables"]
+    return redactor.text("\n".join(lines))
+
+
+def _group_timeout(settings: Settings) -> str:
+    """For which process groups it is."""
+    assert settings.pg_timeout is not None
+    if not settings.watch:
+        return "not applied: without the watchdog, nothing of safelaunch's runs in the ranks"
+    which = "of all process groups" if settings.pg_timeout.everywhere else "where the script sets none"
+    return f"{settings.pg_timeout.seconds:g} s, {which}"
+
+
+def _bundles(settings: Settings) -> list[str]:
+    """Which bundles are kept, and the command that runs for each."""
+    kept = f"the {settings.keep_bundles} newest" if settings.keep_bundles else "all"
+    lines = [
+        f"  keep           {kept}   ({settings.origin('keep-bundles')})",
+    ]
+    if settings.on_bundle:
+        lines.append(f"  on bundle      {settings.on_bundle}   ({settings.origin('on-bundle')})")
+    return lines
+
+
+def _gpus(plan: Plan) -> str:
+    value = plan.env.get("CUDA_VISIBLE_DEVICES")
+    if plan.gpus:
+        origin = f"   ({plan.settings.origin('gpus')})" if plan.settings.gpus is not None else ""
+        return f"{plan.gpus}{origin}"
+    if value is None:
+        return "all that torch sees"
+    origin = next((s.origin for s in plan.applied if s.name == "CUDA_VISIBLE_DEVICES"), "your environment")
+    return f"{value or 'none'}   ({origin})"
+
+
+def _variables(plan: Plan) -> list[str]:
+    from safelaunch.system.redaction.redact import redact_env
+
+    values = redact_env({setting.name: setting.value for setting in plan.applied})
+    lines = []
+    for setting in plan.applied:
+        lines.append(f"  {setting.name}={values[setting.name]}   ({_origin_of(setting)})")
+        if setting.why:
+            lines.append(f"      {setting.why}")
+    for name in sorted(INTERNAL_ENV | {"PYTHONPATH"}):
+        if plan.watched and name in plan.env and name not in values:
+            lines.append(
+                f"  {name}={plan.env[name]}   (safelaunch: for the beacon; your script sees PYTHONPATH as you set it)"
+            )
+    return lines
+
+
+def _origin_of(setting: Applied) -> str:
+    return f"{setting.origin}; not applied: your exported value wins" if setting.kept else setting.origin

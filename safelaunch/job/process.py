@@ -205,27 +205,23 @@ def adopted(keep: Iterable[int]) -> tuple[ProcessId, ...]:
 
     Processes that we start ourselves (py-spy, copies) share our session; torchrun and all below it do not.
     """
-    kept, session = set(keep), os.getsid(0)
-    orphans = []
-    for pid in children():
-        if pid in kept:
-            continue
-        try:
-            foreign = os.getsid(pid) != session
-        except ProcessLookupError:
-            continue
-        if foreign and reap(pid) is None and (orphan := identify(pid)) is not None:
-            orphans.append(orphan)
-    return tuple(orphans)
+    kept = set(keep)
+    foreign = [pid for pid in _children_in_session(ours=False) if pid not in kept]
+    orphans = (identify(pid) for pid in foreign if reap(pid) is None)
+    return tuple(orphan for orphan in orphans if orphan is not None)
 
 
 def helpers() -> list[int]:
     """Our children in our own session, such as the copier of a bundle. The job's processes are in other sessions."""
+    return _children_in_session(ours=True)
+
+
+def _children_in_session(*, ours: bool) -> list[int]:
     session = os.getsid(0)
     found = []
     for pid in children():
         try:
-            if os.getsid(pid) == session:
+            if (os.getsid(pid) == session) == ours:
                 found.append(pid)
         except ProcessLookupError:
             continue

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from safelaunch.system.errors import UsageError
@@ -110,11 +111,7 @@ def _torch_on(path: list[str]) -> Path | None:
 
 def _interpreter_of(script: Path) -> str | None:
     """The interpreter on a console script's first line; pip's ``#!/bin/sh`` form for long paths included."""
-    try:
-        head = script.read_bytes()[:4096].decode("utf-8", "replace")
-    except OSError:
-        return None
-    match = re.match(r"#!\s*(?:/bin/sh\n'''exec' \"?([^\"\n]+?)\"? \"\$0\"|([^\n]+))", head)
+    match = re.match(r"#!\s*(?:/bin/sh\n'''exec' \"?([^\"\n]+?)\"? \"\$0\"|([^\n]+))", text_of(script)[:4096])
     if match is None:
         return None
     from shutil import which
@@ -177,10 +174,8 @@ def binds_any_port(package: Path) -> bool:
 
     Source: ``run`` of ``torch/distributed/run.py``, which distinguishes a missing port from a given one.
     """
-    try:
-        return "args.master_port is None" in (package / "distributed" / "run.py").read_text("utf-8", "replace")
-    except OSError:
-        return True  # leave unknown versions alone
+    text = text_of(package / "distributed" / "run.py")
+    return not text or "args.master_port is None" in text  # leave unknown versions alone
 
 
 class LazyOptions(Mapping[str, bool]):
@@ -188,30 +183,28 @@ class LazyOptions(Mapping[str, bool]):
 
     def __init__(self, package: Path) -> None:
         self._package = package
-        self._table: dict[str, bool] | None = None
-        self._certain = False
 
-    def _read(self) -> dict[str, bool]:
-        if self._table is None:
-            found = _installed_options(self._package)
-            self._certain = bool(found)
-            self._table = found or dict(KNOWN)
-        return self._table
+    @cached_property
+    def _installed(self) -> dict[str, bool]:
+        return _installed_options(self._package)
+
+    @property
+    def _table(self) -> Mapping[str, bool]:
+        return self._installed or KNOWN
 
     @property
     def is_certain(self) -> bool:
         """Whether the table is the installed version's: what it lacks, torchrun rejects."""
-        self._read()
-        return self._certain
+        return bool(self._installed)
 
     def __getitem__(self, option: str) -> bool:
-        return self._read()[option]
+        return self._table[option]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._read())
+        return iter(self._table)
 
     def __len__(self) -> int:
-        return len(self._read())
+        return len(self._table)
 
 
 def parse_options(source: str) -> dict[str, bool]:
@@ -251,11 +244,8 @@ def launcher(python: str) -> Path:
     user's ``queue.py`` would replace the real one, and it calls itself ``run.py`` in its messages.
     """
     installed = Path(python).parent / "torchrun"
-    try:
-        head = installed.read_bytes()[:4096]
-    except OSError:
-        head = b""
-    plain = head.startswith(b"#!") and b"from torch.distributed.run import main" in head
+    head = text_of(installed)[:4096]
+    plain = head.startswith("#!") and "from torch.distributed.run import main" in head
     return installed if plain else Path(__file__).parent / "launcher" / "torchrun"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -118,21 +118,19 @@ def _named(text: str, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 def _of_node(text: str, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    numbers = _numbers(text)
+    numbers = {str(number) for number in numbers_in(text)}
     there = {gpu.index for gpu in gpus}
-    if numbers <= there:
-        return tuple(gpu for gpu in gpus if gpu.index in numbers)
-    return tuple(gpus) if len(there) <= len(numbers) else tuple(gpu for gpu in gpus if gpu.index in numbers)
+    if not numbers <= there and len(there) <= len(numbers):
+        return tuple(gpus)
+    return tuple(gpu for gpu in gpus if gpu.index in numbers)
 
 
-def _numbers(text: str) -> set[str]:
-    """``0,2-4`` as a set of numbers."""
-    found: set[str] = set()
+def numbers_in(text: str) -> Iterator[int]:
+    """``0,2-4`` as numbers; what is none of at most 5 digits is skipped."""
     for word in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", word)
+        match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", word)
         if match:
-            found |= {str(number) for number in range(int(match[1]), int(match[2] or match[1]) + 1)}
-    return found
+            yield from range(int(match[1]), int(match[2] or match[1]) + 1)
 
 
 def matching(word: str, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:

@@ -1,4 +1,4 @@
-"""Leases GPUs: for one job, which may wait for them, or for a scheduler with many jobs."""
+"""Leases GPUs for a job, which may wait for them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from safelaunch.leases.choose import Gpu, Inventory, Pool, Wish, pool_of, users_of
-from safelaunch.leases.holder import Holder, User, described, look, moment, ourselves, told
-from safelaunch.leases.inventory import Asking, inventory
+from safelaunch.leases.choose import Gpu, Inventory, Wish, users_of
+from safelaunch.leases.holder import Holder, User, described, look, moment, told
 from safelaunch.leases.lease import Lease
-from safelaunch.leases.store import Attempt, Store, Ticket, store_of
+from safelaunch.leases.store import Attempt, Store, Ticket
 from safelaunch.system.errors import InterruptedWait, ResourceError
 
 # --- A claim on GPUs: the request, the driver's answer about them, the attempts to lease them; and these in words -----
@@ -32,25 +31,6 @@ class Taken:
     @property
     def visible(self) -> str:
         return ",".join(gpu.uuid for gpu in self.gpus)
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """The request, and who makes it.
-
-    ``tolerant``: use without a lease gives only a note, because the user named these GPUs in CUDA_VISIBLE_DEVICES.
-    """
-
-    wish: Wish
-    about: Holder
-
-    @property
-    def tolerant(self) -> bool:
-        return self.wish.keep and self.wish.origin.startswith("CUDA_VISIBLE_DEVICES")
-
-    @property
-    def keys(self) -> list[str]:
-        return [gpu.uuid for gpu in self.wish.candidates]
 
 
 class Survey:
@@ -94,13 +74,14 @@ class Survey:
 
 
 class Claim:
-    """A request that is tried until it succeeds or is given up. ``last``: the result of the last attempt.
+    """A request that is tried until it succeeds or is given up. ``about``: who makes it.
 
-    Without ``queue``, everybody who waits comes first, whenever they came.
+    ``last``: the result of the last attempt. Without ``queue``, everybody who waits comes first, whenever they came.
     """
 
-    def __init__(self, store: Store, terms: Terms, survey: Survey) -> None:
-        self.terms = terms
+    def __init__(self, store: Store, wish: Wish, about: Holder, survey: Survey) -> None:
+        self.wish = wish
+        self.about = about
         self.survey = survey
         self.last = Attempt(None)
         self._store = store
@@ -108,11 +89,11 @@ class Claim:
 
     def advance(self) -> Taken | None:
         """Leases the GPUs if they are free and it is our turn. Asks NVML again if that decides: 10 s at most."""
-        wish = self.terms.wish
+        wish = self.wish
         leases_let_us = self.last.ahead is None and len(wish.candidates) - len(self.last.held) >= wish.count
         if leases_let_us and not self.survey.refresh():
             return None
-        self.last = self._store.attempt(self.terms.keys, self._pick, self.terms.about, self._ticket)
+        self.last = self._store.attempt(self._keys, self._pick, self.about, self._ticket)
         if self.last.lease is None:
             return None
         self._ticket = None
@@ -123,9 +104,9 @@ class Claim:
         return Taken(self.last.lease, gpus, notes)
 
     def queue(self) -> None:
-        """Joins the queue: first come, first served. Other ``terms`` for the same GPUs keep the place."""
+        """Joins the queue: first come, first served. Another wish for the same GPUs keep the place."""
         if self._ticket is None:
-            self._ticket = self._store.queue(self.terms.keys, self.terms.wish.count, self.terms.about)
+            self._ticket = self._store.queue(self._keys, self.wish.count, self.about)
 
     def cancel(self) -> None:
         """Leaves the queue. A kill does the same."""
@@ -135,8 +116,8 @@ class Claim:
 
     def free(self) -> int | None:
         """The number of GPUs available now, 0 while somebody is ahead of us; None while the driver has not answered."""
-        self.last = self._store.attempt(self.terms.keys, lambda held: None, self.terms.about, self._ticket)
-        free = [gpu for gpu in self.terms.wish.candidates if gpu.uuid not in self.last.held]
+        self.last = self._store.attempt(self._keys, lambda held: None, self.about, self._ticket)
+        free = [gpu for gpu in self.wish.candidates if gpu.uuid not in self.last.held]
         if self.last.ahead is not None or not free:
             return 0
         if not self.survey.refresh():
@@ -145,12 +126,21 @@ class Claim:
 
     def foresee(self) -> tuple[Gpu, ...] | None:
         """The GPUs that ``advance`` would lease now if nobody waited."""
-        chosen = self._pick(self._store.look(self.terms.keys))
-        return tuple(gpu for gpu in self.terms.wish.candidates if gpu.uuid in chosen) if chosen is not None else None
+        chosen = self._pick(self._store.look(self._keys))
+        return tuple(gpu for gpu in self.wish.candidates if gpu.uuid in chosen) if chosen is not None else None
+
+    @property
+    def _keys(self) -> list[str]:
+        return [gpu.uuid for gpu in self.wish.candidates]
+
+    @property
+    def _tolerant(self) -> bool:
+        """Use without a lease gives only a note, because the user named these GPUs in CUDA_VISIBLE_DEVICES."""
+        return self.wish.keep and self.wish.origin.startswith("CUDA_VISIBLE_DEVICES")
 
     def _pick(self, held: Mapping[str, Holder]) -> list[str] | None:
-        wish = self.terms.wish
-        used = {} if self.terms.tolerant else self.survey.users(wish.candidates)
+        wish = self.wish
+        used = {} if self._tolerant else self.survey.users(wish.candidates)
         free = [gpu for gpu in wish.candidates if gpu.uuid not in held and gpu.uuid not in used]
         return [gpu.uuid for gpu in free[: wish.count]] if len(free) >= wish.count else None
 
@@ -165,7 +155,7 @@ def refusal(claim: Claim) -> str:
 
 def what(claim: Claim) -> str:
     """The request and its source."""
-    wish = claim.terms.wish
+    wish = claim.wish
     if wish.count == len(wish.candidates):
         which = ", ".join(gpu.label for gpu in wish.candidates)
         return f"GPU{'s' * (wish.count != 1)} {which} ({wish.origin})"
@@ -177,10 +167,10 @@ def table(claim: Claim, ours: Collection[int] | None = None) -> str:
 
     With ``ours``, the pids of our own jobs, it lists only what others hold; empty if that is nothing.
     """
-    terms, attempt = claim.terms, claim.last
-    used = claim.survey.users(terms.wish.candidates)
+    attempt = claim.last
+    used = claim.survey.users(claim.wish.candidates)
     lines = []
-    for gpu in terms.wish.candidates:
+    for gpu in claim.wish.candidates:
         holder = attempt.held.get(gpu.uuid)
         if ours is not None and (_is_one_of(holder, ours) if holder is not None else gpu.uuid not in used):
             continue
@@ -247,61 +237,3 @@ def _wait(claim: Claim, patience: Patience) -> Taken | None:
     finally:
         claim.cancel()
     return None
-
-
-class NodeGpus:
-    """The GPUs of this node for a scheduler of many jobs, as the environment limits them.
-
-    ``pool.gpus`` is empty if there are none; ``missing`` says why. No method waits: call ``free`` from time to time.
-    Take GPUs for one job at a time, and hand them over to its safelaunch::
-
-        if (node.free() or 0) >= 2 and (taken := node.take(2, "lr-3e-4")) is not None:
-            variables, descriptors = taken.lease.hand_over()
-            variables["CUDA_VISIBLE_DEVICES"] = taken.visible
-            Popen(["safelaunch", ...], env={**os.environ, **variables}, pass_fds=descriptors)
-            taken.lease.forget()                # not release: that would free them for the child as well
-
-    A scheduler has one place in the node's queue, however many of its jobs wait.
-    """
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        found = inventory(environ)
-        self.missing = found.missing
-        self.pool: Pool = pool_of(environ, found.gpus)
-        self._asking = Asking(environ)
-        survey = Survey(found, self._asking.answer, time.monotonic)
-        self._claim = Claim(store_of(environ), self._terms(0, ""), survey)
-
-    def _terms(self, count: int, name: str) -> Terms:
-        wish = Wish(self.pool.gpus, count, name)
-        return Terms(wish, ourselves(name, "safelaunch colaunch"))
-
-    def free(self) -> int | None:
-        """The number of GPUs that are free and not promised to others; None while the driver has not answered.
-
-        Raises StoreError.
-        """
-        return self._claim.free()
-
-    def take(self, count: int, name: str) -> Taken | None:
-        """``count`` GPUs for the job ``name``; None if they are not available."""
-        self._claim.terms = self._terms(count, name)
-        return self._claim.advance()
-
-    def queue(self, count: int, name: str, ours: Collection[int]) -> str:
-        """Joins the queue, or keeps its place, until GPUs are taken.
-
-        Returns a table of the GPUs that processes outside ``ours`` hold; empty if there are none.
-        """
-        self._claim.terms = self._terms(count, name)
-        self._claim.queue()
-        return table(self._claim, {*ours, os.getpid()})
-
-    def leave(self) -> None:
-        """Leaves the queue: no job needs GPUs now."""
-        self._claim.cancel()
-        self._asking.drop()
-
-    def freed(self) -> None:
-        """A job has ended: the driver's last answer still has its processes, so the next decision asks again."""
-        self._claim.survey.outdated()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from safelaunch.system import procstat
+from safelaunch.system.files import text_of
 
 if TYPE_CHECKING:
     from safelaunch.leases.said import Said
-import re
 
 MAGIC = b'{"safelaunch": '
 MOST_BYTES = 16384  # each character of a text may be escaped
@@ -151,12 +152,8 @@ def name_of(uid: int) -> str:
 
 
 def _boot_unix_s() -> float:
-    try:
-        with open("/proc/stat", encoding="ascii", errors="replace") as file:
-            line = next(line for line in file if line.startswith("btime "))
-        return float(line.split()[1])
-    except (OSError, StopIteration, ValueError, IndexError):
-        return 0.0
+    found = re.search(r"^btime (\d+)", text_of("/proc/stat"), re.MULTILINE)
+    return float(found[1]) if found else 0.0
 
 
 def _is_left_over(process: procstat.Stat) -> bool:

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from safelaunch.leases.holder import MAGIC, Holder, since_now
@@ -68,7 +68,7 @@ def _lock_own(name: str, directory: int) -> int | None:
         # Others must not open it before it is locked.
         fd = os.open(name, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600, dir_fd=directory)
     except (FileExistsError, IsADirectoryError, PermissionError):
-        if not _exists(name, directory):
+        if _status(name, directory) is None:
             raise  # the directory itself denies it
         return None
     except OSError:
@@ -92,21 +92,18 @@ def _is_ours(fd: int) -> bool:
     return stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid() and info.st_nlink == 1
 
 
-def _exists(name: str, directory: int) -> bool:
-    try:
-        os.stat(name, dir_fd=directory, follow_symlinks=False)
-    except OSError:
-        return False
-    return True
-
-
 def _is_planted(name: str, directory: int) -> bool:
     """Whether the name is a link, a socket, a device, or another user's file."""
+    info = _status(name, directory)
+    return info is not None and (not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid())
+
+
+def _status(name: str, directory: int) -> os.stat_result | None:
+    """Of the name itself, whatever it is; None if it is gone."""
     try:
-        info = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        return os.stat(name, dir_fd=directory, follow_symlinks=False)
     except OSError:
-        return False
-    return not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid()
+        return None
 
 
 def try_lock(fd: int) -> bool:
@@ -148,21 +145,10 @@ def _lock(fd: int, command: int, kind: int) -> int:
     return int(_FLOCK.unpack(answer)[0])
 
 
-def try_gate(directory: int) -> bool:
-    """Takes the lock of the directory itself without waiting. Any user can take it, and keep it."""
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def owner_of(name: str, directory: int) -> int:
     """The user id of a file's owner; -1 if the file is gone."""
-    try:
-        return os.stat(name, dir_fd=directory, follow_symlinks=False).st_uid
-    except OSError:
-        return -1
+    info = _status(name, directory)
+    return info.st_uid if info is not None else -1
 
 
 def read_small(name: str, directory: int, limit: int = 4096) -> tuple[bytes, int]:
@@ -189,6 +175,7 @@ def write_small(fd: int, data: bytes, magic: bytes) -> None:
 
 
 HANDED_OVER = "SAFELAUNCH_HELD"
+PORT = "port-"
 _OTHER = re.compile(r"[^A-Za-z0-9_-]")
 
 
@@ -209,6 +196,11 @@ class Lease:
         return tuple(self.locks)
 
     @property
+    def ports(self) -> tuple[int, ...]:
+        """The numbers of the reserved ports."""
+        return tuple(int(key.removeprefix(PORT)) for key in self.sockets)
+
+    @property
     def descriptors(self) -> tuple[int, ...]:
         """The descriptors of the locks, for the guardian and others that keep holding if this process is killed."""
         return tuple(self.locks.values())
@@ -222,22 +214,17 @@ class Lease:
 
     def release(self) -> None:
         """Frees everything at once, even if a process that the job left behind has inherited a descriptor."""
-        self._close_sockets()
-        while self.locks:
-            _, fd = self.locks.popitem()
-            unlock(fd)
+        self._let_go(unlock)
 
     def forget(self) -> None:
         """Closes our descriptors; a child that received them keeps holding."""
-        self._close_sockets()
-        while self.locks:
-            _, fd = self.locks.popitem()
-            os.close(fd)
+        self._let_go(os.close)
 
-    def _close_sockets(self) -> None:
+    def _let_go(self, end: Callable[[int], object]) -> None:
         while self.sockets:
-            _, fd = self.sockets.popitem()
-            os.close(fd)
+            os.close(self.sockets.popitem()[1])
+        while self.locks:
+            end(self.locks.popitem()[1])
 
     def hand_over(self) -> tuple[dict[str, str], tuple[int, ...]]:
         """Variables and descriptors (``pass_fds``) that make a child safelaunch the holder.
@@ -314,6 +301,11 @@ def _name_of(fd: int, key: str, directory: str) -> str | None:
     same = (info.st_dev, info.st_ino) == (there.st_dev, there.st_ino)
     right = os.path.dirname(path) == os.path.realpath(directory) and name.partition(".")[0] == base_of(key)
     return name if ours and same and right and not name.endswith(RANKS) else None
+
+
+def port_key(port: int) -> str:
+    """The lease key of a port."""
+    return f"{PORT}{port}"
 
 
 def base_of(key: str) -> str:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
+from safelaunch.leases.choose import numbers_in
 from safelaunch.leases.holder import Holder
-from safelaunch.leases.lease import Lease
+from safelaunch.leases.lease import Lease, port_key
 from safelaunch.leases.store import Store
 from safelaunch.system.errors import ResourceError
+from safelaunch.system.files import text_of
 
 FIRST, LAST = 20000, 65535
 LOWEST = 1024
@@ -28,25 +29,9 @@ LISTEN = "0A"
 WELL_KNOWN = (29400, 29500)  # torchrun's defaults
 
 
-@dataclass
-class Ports:
-    """Ports that are held until ``release``."""
-
-    numbers: tuple[int, ...]
-    lease: Lease
-
-    def release(self) -> None:
-        self.lease.release()
-
-
-def key_of(port: int) -> str:
-    """The lease key of a port."""
-    return f"port-{port}"
-
-
-def take(store: Store, count: int, about: Holder) -> Ports:
+def take(store: Store, count: int, about: Holder) -> Lease:
     """Leases ``count`` ports, outside the kernel's ephemeral range if possible. Raises ResourceError."""
-    wanted = {key_of(port): port for port in candidates(_read(EPHEMERAL), _read(RESERVED))}
+    wanted = {port_key(port): port for port in candidates(text_of(EPHEMERAL), text_of(RESERVED))}
     bound: dict[str, socket.socket] = {}
 
     def pick(held: Mapping[str, Holder]) -> list[str] | None:
@@ -68,22 +53,22 @@ def take(store: Store, count: int, about: Holder) -> Ports:
         _close(bound)
         raise _none_free(count)
     lease.sockets.update({key: one.detach() for key, one in bound.items()})
-    return Ports(tuple(wanted[key] for key in bound), lease)
+    return lease
 
 
-def take_unleased(count: int) -> Ports:
+def take_unleased(count: int) -> Lease:
     """``count`` free ports without a lease, for a node without a usable lease directory. Raises ResourceError."""
     found: dict[int, int] = {}
-    for port in candidates(_read(EPHEMERAL), _read(RESERVED)):
+    for port in candidates(text_of(EPHEMERAL), text_of(RESERVED)):
         if len(found) == count:
             break
         if (one := bind(port)) is not None:
             found[port] = one.detach()
-    lease = Lease({}, sockets={key_of(port): fd for port, fd in found.items()})
+    lease = Lease({}, sockets={port_key(port): fd for port, fd in found.items()})
     if len(found) < count:
         lease.release()
         raise _none_free(count)
-    return Ports(tuple(found), lease)
+    return lease
 
 
 def _none_free(count: int) -> ResourceError:
@@ -122,7 +107,7 @@ def listening() -> set[int]:
     """The TCP ports that any program listens on."""
     found = set()
     for path in TABLES:
-        for line in _read(path).splitlines()[1:]:
+        for line in text_of(path).splitlines()[1:]:
             words = line.split()
             if len(words) > 3 and words[3] == LISTEN:
                 found.add(int(words[1].rpartition(":")[2], 16))
@@ -136,26 +121,10 @@ def candidates(ephemeral: str, reserved: str) -> Iterator[int]:
     """
     words = [int(word) for word in ephemeral.split() if word.isdigit()]
     low, high = words if len(words) == 2 else (32768, 60999)
-    kept = set(WELL_KNOWN) | set(_ports(reserved))
+    kept = set(WELL_KNOWN) | set(numbers_in(reserved))
     outside = [port for port in range(FIRST, LAST + 1) if not low <= port <= high and port not in kept]
     below = [port for port in range(LOWEST, FIRST) if not low <= port <= high and port not in kept]
     inside = [port for port in range(max(low, FIRST), high + 1) if port not in kept]
     yield from outside
     yield from reversed(below)
     yield from inside
-
-
-def _ports(text: str) -> Iterator[int]:
-    """``80,8000-8010`` as ports."""
-    for word in text.split(","):
-        first, dash, last = word.strip().partition("-")
-        if first.isdigit() and (last.isdigit() or not dash):
-            yield from range(int(first), int(last or first) + 1)
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

@@ -6,12 +6,13 @@ On a node without an NVIDIA driver this imports nothing and starts nothing for G
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from safelaunch.job.argv import CommandLine, is_one_node
 from safelaunch.job.mistakes import has_no_number_of_processes
+from safelaunch.job.plan import LEASES
 from safelaunch.leases.inventory import has_driver
 from safelaunch.system.console import say
 from safelaunch.system.errors import ResourceError, StoreError, UsageError
@@ -19,14 +20,12 @@ from safelaunch.system.errors import ResourceError, StoreError, UsageError
 if TYPE_CHECKING:
     from safelaunch.job.torchrun import Torch
     from safelaunch.leases.choose import Gpu, Inventory, Ranks, Wish
-    from safelaunch.leases.gpus import Claim, Survey
+    from safelaunch.leases.gpus import Claim
     from safelaunch.leases.holder import Holder
     from safelaunch.leases.lease import Lease
-    from safelaunch.leases.ports import Ports
     from safelaunch.settings.options import Settings
 
 HELD = "SAFELAUNCH_HELD"
-RANK_LOCKS = "SAFELAUNCH_LEASES"
 MASTER_PORT = "--master-port"
 
 
@@ -41,15 +40,14 @@ class Resources:
     command: CommandLine
     visible_gpus: str | None = None
     lease: Lease | None = None
-    ports: Ports | None = None
+    ports: Lease | None = None
     handed: Lease | None = None
     rank_locks: tuple[str, ...] = ()
     note: str = ""
 
     @property
     def _leases(self) -> tuple[Lease, ...]:
-        found = (self.lease, self.ports.lease if self.ports is not None else None, self.handed)
-        return tuple(lease for lease in found if lease is not None)
+        return tuple(lease for lease in (self.lease, self.ports, self.handed) if lease is not None)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -64,7 +62,7 @@ class Resources:
     @property
     def port(self) -> int | None:
         """The job's own master port, or None if torchrun chooses."""
-        return self.ports.numbers[0] if self.ports is not None else None
+        return self.ports.ports[0] if self.ports is not None else None
 
     def lost_ports(self) -> tuple[int, ...]:
         """The job's ports that other programs serve; meaningful once no process of the job is alive."""
@@ -73,7 +71,7 @@ class Resources:
         if self.ports is None:
             return ()
         there = listening()
-        return tuple(port for port in self.ports.numbers if port in there)
+        return tuple(port for port in self.ports.ports if port in there)
 
     def release(self) -> None:
         """Frees everything: the job is over."""
@@ -110,7 +108,7 @@ def _gpus(command: CommandLine, settings: Settings, environ: Mapping[str, str]) 
     if settings.gpus in (None, "all") and not has_driver(environ):
         return plain
     if _is_inside_a_run(environ):
-        locks = tuple(filter(None, environ.get(RANK_LOCKS, "").split(os.pathsep)))
+        locks = tuple(filter(None, environ.get(LEASES, "").split(os.pathsep)))
         plain = replace(plain, rank_locks=locks, note="those of the enclosing run")
         return plain if settings.gpus is None else _unleased(plain, settings, environ)
     if not settings.lease:
@@ -177,7 +175,10 @@ def _unleased(plain: Resources, settings: Settings, environ: Mapping[str, str]) 
 
 
 def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ranks: Ranks) -> Resources:
-    from safelaunch.leases.gpus import Claim, Patience, Terms, take
+    from time import monotonic
+
+    from safelaunch.leases.gpus import Claim, Patience, Survey, take
+    from safelaunch.leases.inventory import inventory
     from safelaunch.leases.store import store_of
 
     found, wish = _wish(settings, environ, ranks)
@@ -187,8 +188,8 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
         return plain
     for note in _about_one_process(plain.command, settings, wish, environ):
         say(note)
-    terms = Terms(wish, _about(plain.command, settings))
-    claim = Claim(store_of(environ), terms, _survey(found, environ))
+    survey = Survey(found, lambda: inventory(environ), monotonic)
+    claim = Claim(store_of(environ), wish, _about(plain.command, settings), survey)
     try:
         if settings.dry_run:
             return _foreseen(plain, claim)
@@ -221,7 +222,7 @@ def _about_one_process(command: CommandLine, settings: Settings, wish: Wish, env
 
 def _foreseen(plain: Resources, claim: Claim) -> Resources:
     """For --dry-run: the GPUs that a start would lease now."""
-    wish = claim.terms.wish
+    wish = claim.wish
     chosen = claim.foresee()
     if chosen is None:
         return replace(plain, note=f"not free now: this job needs {wish.count} of {len(wish.candidates)}")
@@ -237,16 +238,6 @@ def _wish(settings: Settings, environ: Mapping[str, str], ranks: Ranks) -> tuple
     if not found.gpus and settings.gpus in (None, "all"):
         return found, None
     return found, wish_of(settings.gpus, ranks, pool_of(environ, found.gpus), found)
-
-
-def _survey(found: Inventory, environ: Mapping[str, str]) -> Survey:
-    import time
-
-    from safelaunch.leases.gpus import Survey
-    from safelaunch.leases.inventory import inventory
-
-    query: Callable[[], Inventory] = lambda: inventory(environ)  # noqa: E731
-    return Survey(found, query, time.monotonic)
 
 
 def _visible(gpus: tuple[Gpu, ...], wish: Wish) -> str | None:
@@ -292,7 +283,7 @@ def _with_port(found: Resources, settings: Settings, environ: Mapping[str, str],
     except ResourceError as error:
         say(f"no port could be leased, so this torchrun uses 29500, which other jobs may use too: {error}")
         return found
-    own = replace(command, torchrun=(f"{MASTER_PORT}={ports.numbers[0]}", *command.torchrun))
+    own = replace(command, torchrun=(f"{MASTER_PORT}={ports.ports[0]}", *command.torchrun))
     return replace(found, command=own, ports=ports)
 
 
@@ -305,18 +296,18 @@ def with_another_port(given: Resources, settings: Settings, environ: Mapping[str
     return replace(given, command=command, ports=ports)
 
 
-def _with_number(command: CommandLine, old: str, ports: Ports) -> CommandLine:
-    return command.with_value(MASTER_PORT, old, str(ports.numbers[0]), shortest="--master-p")
+def _with_number(command: CommandLine, old: str, ports: Lease) -> CommandLine:
+    return command.with_value(MASTER_PORT, old, str(ports.ports[0]), shortest="--master-p")
 
 
-def _take_port(found: Resources, settings: Settings, environ: Mapping[str, str]) -> Ports:
+def _take_port(found: Resources, settings: Settings, environ: Mapping[str, str]) -> Lease:
     from safelaunch.leases import ports
     from safelaunch.leases.store import store_of
 
     return ports.take(store_of(environ), 1, _about(found.command, settings))
 
 
-def _take_any_port(found: Resources, settings: Settings, environ: Mapping[str, str]) -> Ports:
+def _take_any_port(found: Resources, settings: Settings, environ: Mapping[str, str]) -> Lease:
     """A leased port; without a usable lease directory, one that is free now. Raises ResourceError if none is free."""
     from safelaunch.leases import ports
 
@@ -324,7 +315,7 @@ def _take_any_port(found: Resources, settings: Settings, environ: Mapping[str, s
         return _take_port(found, settings, environ)
     except StoreError as error:
         free = ports.take_unleased(1)
-        say(f"master port {free.numbers[0]} is free but not leased, so another job may take it too: {error.message}")
+        say(f"master port {free.ports[0]} is free but not leased, so another job may take it too: {error.message}")
         return free
 
 

@@ -1,6 +1,6 @@
 """The leases of a node: kernel locks on files in one directory that all its users share.
 
-An exclusive lock (``files``) on a file of the holder's user, ``<thing>.<uid>``, holds a thing (a GPU by its UUID,
+An exclusive lock on a file of the holder's user, ``<thing>.<uid>``, holds a thing (a GPU by its UUID,
 ``port-20000``). The supervisor has that lock, and its guardian shares it. The beacons of the ranks each lock a byte of
 ``<thing>.<uid>.ranks``. A thing is free when none of its files is locked, whoever owns them. So the death of the
 supervisor does not free a GPU that ranks still use, and once all of them are gone, the kernel has freed it. Nothing is
@@ -26,8 +26,9 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from safelaunch.leases.holder import MOST_BYTES, Holder, decode, of_words
 from safelaunch.leases.lease import (
@@ -38,12 +39,14 @@ from safelaunch.leases.lease import (
     owner_of,
     read_small,
     take_own,
-    try_gate,
     try_lock,
 )
-from safelaunch.system import procstat
+from safelaunch.system import files, procstat
 from safelaunch.system.console import say
 from safelaunch.system.errors import StoreError
+
+if TYPE_CHECKING:
+    from safelaunch.leases.said import SaidTicket
 
 # --- The queue: one locked file for each process that waits, in order of arrival --------------------------------------
 
@@ -54,15 +57,6 @@ _NAME = re.compile(r"ticket\.[0-9]{20}\.[0-9]{1,10}", re.ASCII)
 _MOST_BYTES = 65536
 
 Odd = Callable[[str, str], None]  # the name of a file, and what is wrong with it
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiter:
-    """A process in the queue, and for how many of which candidates it waits."""
-
-    holder: Holder
-    candidates: frozenset[str]
-    count: int
 
 
 @dataclass(slots=True)
@@ -81,17 +75,6 @@ class Ticket:
             self.descriptor = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """Those ahead in the queue. ``promised``: things that one of them waits for exclusively.
-
-    ``blocking``: one that waits for some of many and may need any that becomes free, so later ones wait behind it.
-    """
-
-    promised: Mapping[str, Holder]
-    blocking: Holder | None = None
-
-
 def draw(candidates: Sequence[str], count: int, about: Holder, directory: int) -> Ticket:
     """Draws a ticket behind all others. CLOCK_MONOTONIC orders them; a reboot restarts the clock and the queue."""
     name = f"{PREFIX}{time.monotonic_ns():020d}.{os.getpid()}"
@@ -108,30 +91,29 @@ def draw(candidates: Sequence[str], count: int, about: Holder, directory: int) -
     return Ticket(name, fd)
 
 
-def before(ticket: Ticket | None, candidates: Sequence[str], names: Iterable[str], directory: int, odd: Odd) -> Ahead:
-    """Those who came before ``ticket`` (None: before now) and wait for some of ``candidates``.
+def before(
+    ticket: Ticket | None, candidates: Sequence[str], names: Iterable[str], directory: int, odd: Odd
+) -> tuple[dict[str, Holder], Holder | None]:
+    """Those who came before ``ticket`` (None: before now): who waits exclusively for which of ``candidates``.
 
-    ``odd`` is called for unexpected files.
+    And one who waits for some of many and may need any that becomes free, so later ones wait behind him. ``odd`` is
+    called for unexpected files.
     """
     wanted = set(candidates)
     promised: dict[str, Holder] = {}
-    for name, waiter in _waiters(names, directory, odd):
+    for name, holder, words in _waiters(names, directory, odd):
         if ticket is not None and name >= ticket.name:
             break
-        if waiter.candidates & wanted and waiter.count < len(waiter.candidates):
-            return Ahead(promised, waiter.holder)
-        for key in waiter.candidates & wanted:
-            promised.setdefault(key, waiter.holder)
-    return Ahead(promised)
+        shared = wanted.intersection(words.candidates)
+        if shared and words.count < len(set(words.candidates)):
+            return promised, holder
+        for key in shared:
+            promised.setdefault(key, holder)
+    return promised, None
 
 
-def all_living(names: Iterable[str], directory: int, odd: Odd) -> list[Holder]:
-    """Everybody in the queue."""
-    return [waiter.holder for _, waiter in _waiters(names, directory, odd)]
-
-
-def _waiters(names: Iterable[str], directory: int, odd: Odd) -> Iterator[tuple[str, _Waiter]]:
-    """Those who wait, in queue order."""
+def _waiters(names: Iterable[str], directory: int, odd: Odd) -> Iterator[tuple[str, Holder, SaidTicket]]:
+    """Those who wait, in queue order, with what their tickets say."""
     seen: Counter[int] = Counter()
     for name in sorted(name for name in names if name.startswith(PREFIX)):
         owner = owner_of(name, directory)
@@ -142,18 +124,18 @@ def _waiters(names: Iterable[str], directory: int, odd: Odd) -> Iterator[tuple[s
             odd(name, f"user {owner} has more than {MOST_EACH} tickets")
         elif not is_locked(name, directory):
             _remove(name, directory)
-        elif (waiter := _read(name, directory)) is None:
+        elif (found := _read(name, directory)) is None:
             odd(name, "it does not say who waits for what")
-        elif not _is_stopped(waiter.holder):
-            yield name, waiter
+        elif not _is_stopped(found[0]):
+            yield name, *found
 
 
-def _read(name: str, directory: int) -> _Waiter | None:
+def _read(name: str, directory: int) -> tuple[Holder, SaidTicket] | None:
     from safelaunch.leases.said import SaidTicket, read
 
     data, uid = read_small(name, directory, _MOST_BYTES)
     words = read(data, SaidTicket)
-    return _Waiter(of_words(words, uid, "waiter"), frozenset(words.candidates), words.count) if words else None
+    return (of_words(words, uid, "waiter"), words) if words else None
 
 
 def _is_stopped(waiter: Holder) -> bool:
@@ -225,11 +207,11 @@ class Store:
         """One attempt; None if somebody took the same thing at the same moment."""
         names = os.listdir(directory)
         held = _held(candidates, names, directory)
-        ahead = before(ticket, candidates, names, directory, self._odd)
-        held = {**ahead.promised, **held}
-        chosen = None if ahead.blocking is not None else pick(held)
+        promised, blocking = before(ticket, candidates, names, directory, self._odd)
+        held = {**promised, **held}
+        chosen = None if blocking is not None else pick(held)
         if chosen is None:
-            return Attempt(None, held, ahead.blocking)
+            return Attempt(None, held, blocking)
         lease = self._take(chosen, directory)
         if lease is None:
             return None
@@ -250,7 +232,7 @@ class Store:
         if not os.path.isdir(self.directory):
             return []
         with self._gate() as directory:
-            return all_living(os.listdir(directory), directory, self._odd)
+            return [holder for _, holder, _ in _waiters(os.listdir(directory), directory, self._odd)]
 
     def queue(self, candidates: Sequence[str], count: int, about: Holder) -> Ticket:
         """Joins the queue for ``count`` of ``candidates``."""
@@ -326,9 +308,10 @@ class Store:
             os.close(directory)  # it was removed while we waited: locks in it mean nothing
 
     def _wait_for_our_turn(self, directory: int) -> None:
+        """For the lock of the directory itself, which any user can take, and keep."""
         deadline = time.monotonic() + GATE_DEADLINE_S
         pause_s = 0.0002
-        while not try_gate(directory):
+        while not files.try_lock(directory):
             now = time.monotonic()
             if now < self._shut_until_s:
                 return
@@ -373,17 +356,10 @@ def _holder(name: str, directory: int) -> Holder:
 
 def _open_directory(path: str) -> int:
     try:
-        return _open_checked(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise _unusable(path, error) from error
-    try:
-        try:
+        with suppress(FileNotFoundError):
+            return _open_checked(path)
+        with suppress(FileExistsError):  # somebody was faster
             os.mkdir(path, _SHARED)
-        except FileExistsError:
-            pass  # somebody was faster
-        else:
             os.chmod(path, _SHARED)  # the umask
         return _open_checked(path)
     except OSError as error:

@@ -74,7 +74,6 @@ from safelaunch.model.ranks import (
     RankException,
     RankExit,
     RankFile,
-    Record,
     StackSample,
     Thread,
     ThreadState,

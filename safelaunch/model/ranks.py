@@ -481,34 +481,50 @@ class GilTest(Record, frozen=True):
     foreign_backend: bool = False
 
 
-class RankEvidence(Record, frozen=True):
-    """Everything collected from one rank. Any part may be missing, for a reason that the manifest gives."""
+class RankFile(Record, frozen=True, kw_only=True):
+    """``ranks/<rank>/rank.json``: the parts of a rank's evidence that no other file of the bundle holds."""
 
-    rank: int
-    host: str
-    pid: int
+    host: str = ""
+    pid: int = 0
     local_rank: int = -1
-    progress: Progress | None = None
-    main: ProcessEvidence | None = None
-    children: tuple[ProcessEvidence, ...] = ()
-    flight_record: FlightRecord | None = None
     gil: GilTest = GilTest()
-    exception: RankException | None = None
     exit: RankExit | None = None
     fatal: FatalError | None = None
-    exit_call: ExitCall | None = None
-    caught: tuple[CaughtException, ...] = ()  # the newest ones, oldest first; Python 3.12+
     memory_kills: MemoryKills = MemoryKills()
     deaths: tuple[str, ...] = ()  # lines of the kernel log on processes that may have been its children
     gpu_errors: tuple[str, ...] = ()  # lines of the kernel log on errors (Xid) of its GPU, or of its work on one
     beacon: bool = True  # False: the rank runs without safelaunch's sitecustomize (python -I, a cleared PYTHONPATH)
     code_roots: tuple[str, ...] = ()  # directories of the standard library and installed packages in the rank
     gpu: str = ""  # its device's number or UUID, by its CUDA_VISIBLE_DEVICES and LOCAL_RANK
-    log_tail: str = ""  # the end of the rank's output, decoded
-    device_memory: DeviceMemory | None = None
     nccl_log: NcclLog | None = None
     batch: int | None = None  # that its DataLoader gave it, seen at the first step
     device: int | None = None  # the number of the CUDA device on which it computed then, where it has a choice
+
+    @staticmethod
+    def of(rank: RankEvidence) -> RankFile:
+        return RankFile(**{name: getattr(rank, name) for name in RankFile.__struct_fields__})
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All of it under the names that :class:`RankEvidence` has for the same."""
+        return {name: getattr(self, name) for name in self.__struct_fields__}
+
+
+class RankEvidence(RankFile, frozen=True, kw_only=True):
+    """Everything collected from one rank. Any part may be missing, for a reason that the manifest gives."""
+
+    rank: int
+    host: str
+    pid: int
+    progress: Progress | None = None
+    main: ProcessEvidence | None = None
+    children: tuple[ProcessEvidence, ...] = ()
+    flight_record: FlightRecord | None = None
+    exception: RankException | None = None
+    exit_call: ExitCall | None = None
+    caught: tuple[CaughtException, ...] = ()  # the newest ones, oldest first; Python 3.12+
+    log_tail: str = ""  # the end of the rank's output, decoded
+    device_memory: DeviceMemory | None = None
 
 
 # The records of a rank's own, in ``ranks/<rank>/``: the file of each is called as its field.
@@ -525,32 +541,3 @@ class Processes(Record, frozen=True, omit_defaults=False):
 
     main: ProcessEvidence | None = None
     children: tuple[ProcessEvidence, ...] = ()
-
-
-class RankFile(Record, frozen=True):
-    """``ranks/<rank>/rank.json``: the parts of a rank's evidence that no other file of the bundle holds."""
-
-    host: str = ""
-    pid: int = 0
-    local_rank: int = -1
-    gil: GilTest = GilTest()
-    exit: RankExit | None = None
-    fatal: FatalError | None = None
-    memory_kills: MemoryKills = MemoryKills()
-    deaths: tuple[str, ...] = ()
-    gpu_errors: tuple[str, ...] = ()
-    beacon: bool = True
-    code_roots: tuple[str, ...] = ()
-    gpu: str = ""
-    nccl_log: NcclLog | None = None
-    batch: int | None = None
-    device: int | None = None
-
-    @staticmethod
-    def of(rank: RankEvidence) -> RankFile:
-        return RankFile(**{name: getattr(rank, name) for name in RankFile.__struct_fields__})
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """All of it under the names that :class:`RankEvidence` has for the same."""
-        return {name: getattr(self, name) for name in self.__struct_fields__}

@@ -130,27 +130,26 @@ def merged(recordings: list[Recording]) -> Recording:
 
 
 def _renumbered(rank: RankRecord, new: list[int]) -> RankRecord:
-    def process(one: ProcessRecord) -> ProcessRecord:
-        return msgspec.structs.replace(one, threads=[thread(each) for each in one.threads])
-
-    def thread(one: ThreadRecord) -> ThreadRecord:
+    def renumbered(thread: ThreadRecord) -> ThreadRecord:
         return msgspec.structs.replace(
-            one,
-            stacks=[(new[stack], s) for stack, s in one.stacks],
-            active=[(new[stack], s) for stack, s in one.active],
-            gil=[(new[stack], s) for stack, s in one.gil],
+            thread,
+            stacks=[(new[stack], s) for stack, s in thread.stacks],
+            active=[(new[stack], s) for stack, s in thread.active],
+            gil=[(new[stack], s) for stack, s in thread.gil],
         )
 
-    return _with_processes(rank, process)
+    return _with_threads(rank, lambda threads: [renumbered(one) for one in threads])
 
 
 def bounded(recording: Recording, fits: Callable[[Recording], bool]) -> Recording:
     """The recording with less and less of it until it ``fits``: children, then threads and rare stacks."""
-    for keep in (_whole, _without_children, _main_threads(200), _main_threads(30)):
-        smaller = msgspec.structs.replace(recording, ranks=[keep(rank) for rank in recording.ranks])
-        smaller = recording if keep is _whole else merged([smaller])
+    if fits(recording):
+        return recording
+    for most in (None, 200, 30):
+        ranks = [_fewer(rank, most) for rank in recording.ranks]
+        smaller = merged([msgspec.structs.replace(recording, ranks=ranks)])
         if fits(smaller):
-            return smaller if keep is _whole else _noted(smaller)
+            return _noted(smaller)
     ranks = [RankRecord(one.rank, one.host, missing="its samples were too many to be sent") for one in recording.ranks]
     return _noted(msgspec.structs.replace(recording, ranks=ranks, frames=[], stacks=[]))
 
@@ -159,32 +158,22 @@ def _noted(recording: Recording) -> Recording:
     return msgspec.structs.replace(recording, notes=[*recording.notes, "of many samples, the most frequent were kept"])
 
 
-def _whole(rank: RankRecord) -> RankRecord:
-    return rank
+def _fewer(rank: RankRecord, most: int | None) -> RankRecord:
+    """Without its children; ``most``: of its main threads alone, so many stacks."""
 
-
-def _without_children(rank: RankRecord) -> RankRecord:
-    return msgspec.structs.replace(rank, children=[])
-
-
-def _main_threads(most: int) -> Callable[[RankRecord], RankRecord]:
-    def kept(threads: list[ThreadRecord]) -> list[ThreadRecord]:
+    def fewer(threads: list[ThreadRecord]) -> list[ThreadRecord]:
         return [
             msgspec.structs.replace(one, stacks=one.stacks[:most], active=one.active[:most], gil=one.gil[:most])
             for one in threads
-            if one.main
+            if one.main or most is None
         ]
 
-    return lambda rank: _with_threads(msgspec.structs.replace(rank, children=[]), kept)
+    return _with_threads(msgspec.structs.replace(rank, children=[]), fewer)
 
 
 def _with_threads(rank: RankRecord, change: Callable[[list[ThreadRecord]], list[ThreadRecord]]) -> RankRecord:
-    def process(one: ProcessRecord) -> ProcessRecord:
-        return msgspec.structs.replace(one, threads=change(one.threads))
+    def changed(process: ProcessRecord) -> ProcessRecord:
+        return msgspec.structs.replace(process, threads=change(process.threads))
 
-    return _with_processes(rank, process)
-
-
-def _with_processes(rank: RankRecord, change: Callable[[ProcessRecord], ProcessRecord]) -> RankRecord:
-    main = change(rank.main) if rank.main is not None else None
-    return msgspec.structs.replace(rank, main=main, children=[change(one) for one in rank.children])
+    main = changed(rank.main) if rank.main is not None else None
+    return msgspec.structs.replace(rank, main=main, children=[changed(one) for one in rank.children])

@@ -184,7 +184,9 @@ def compared(recorded: Hang, run: Evidence, read_source: ReadSource | None = Non
     """What a run of the script does otherwise, and how it hangs. Where records alone told of the job, the run's alone
     may tell the same.
     """
-    bare = tuple(RankEvidence(one.rank, one.host, one.pid, flight_record=one.flight_record) for one in run.ranks)
+    bare = tuple(
+        RankEvidence(rank=one.rank, host=one.host, pid=one.pid, flight_record=one.flight_record) for one in run.ranks
+    )
     views = (run, structs.replace(run, ranks=bare)) if recorded.bare else (run,)
     hangs = [hang_of(view, range(run.world_size), read_source) for view in views]
     return min(((differences(recorded, hang), hang) for hang in hangs), key=lambda one: len(one[0]))

@@ -97,7 +97,9 @@ def _told(program: Program, places: Mapping[int, Sequence[Hashable]]) -> Told:
         ]
         entries = [structs.replace(entry, record_id=at) for at, entry in enumerate(entries)]
         groups = {one.group: program.groups.get(one.group, tuple(program.ranks)) for one in entries}
-        ranks.append(RankEvidence(rank, "", rank + 1, flight_record=FlightRecord("", tuple(entries), groups)))
+        ranks.append(
+            RankEvidence(rank=rank, host="", pid=rank + 1, flight_record=FlightRecord("", tuple(entries), groups))
+        )
     found = diagnose(Evidence("hang", program.world_size, tuple(ranks)))
     return found.cause, [one.rank for one in found.culprits]
 

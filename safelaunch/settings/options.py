@@ -151,7 +151,7 @@ def parse_path(text: str) -> Path:
 class Option:
     """One option. ``expects`` completes the sentence "X is not ..."; ``metavar`` is None for a switch.
 
-    ``value_is_optional``: a switch to which ``=VALUE`` may be added.
+    ``commands``: the subcommands that take it. ``value_is_optional``: a switch to which ``=VALUE`` may be added.
     """
 
     name: str
@@ -159,7 +159,7 @@ class Option:
     parse: Callable[[str], object]
     expects: str
     help: str
-    commands: frozenset[str]
+    commands: frozenset[str] = frozenset({"run", "exec"})
     repeatable: bool = False
     in_file: bool = True
     value_is_optional: bool = False
@@ -228,9 +228,13 @@ def _quote_hint(node: Node) -> str:
     return f'to mean the word {node.text}, write "{node.text}"' if node.kind == "boolean" else ""
 
 
-_RUNS = frozenset({"run", "exec"})
 _WORDS = {"on-stall": ON_STALL, "on-inconsistent": ON_INCONSISTENT}
 _A_DURATION = "a positive number of seconds (also 90s, 10m, 2h)"
+
+# What several options take: how it is called, what reads it, what it has to be.
+_DURATION = ("SECONDS", parse_seconds, _A_DURATION)
+_SWITCH = (None, parse_flag, "1 or 0")
+_COMMAND = ("COMMAND", parse_nonblank, "a command")
 
 _WATCHING = (
     Option(
@@ -239,7 +243,7 @@ _WATCHING = (
         parse_nonblank,
         "a preset's name or file",
         "Run under a preset's environment (see 'safelaunch presets'). Repeat to combine presets; later ones win.",
-        _RUNS | {"demo"},
+        frozenset({"run", "exec", "demo"}),
         repeatable=True,
     ),
     Option(
@@ -249,33 +253,19 @@ _WATCHING = (
         f"{AUTO} or {_A_DURATION}",
         "Suspect a hang after this long without a step, and end the job unless it is working; auto learns the "
         "threshold from the job's steps, and ends only a job that is proved dead [auto].",
-        _RUNS,
     ),
-    Option(
-        "stall-floor",
-        "SECONDS",
-        parse_seconds,
-        _A_DURATION,
-        "auto never suspects a hang sooner than this [60s].",
-        _RUNS,
-    ),
+    Option("stall-floor", *_DURATION, "auto never suspects a hang sooner than this [60s]."),
     Option(
         "max-stall",
-        "SECONDS",
-        parse_seconds,
-        _A_DURATION,
+        *_DURATION,
         "End the job after this long without a step, even if it is working; under --stall-timeout auto, the default "
         "does not end a working job [12 x an explicit --stall-timeout, else 30m].",
-        _RUNS,
     ),
     Option(
         "startup-timeout",
-        "SECONDS",
-        parse_seconds,
-        _A_DURATION,
+        *_DURATION,
         "Suspect a hang after this long without a first step; a value that you set counts like an explicit "
         "--stall-timeout [30m].",
-        _RUNS,
     ),
     Option(
         "on-stall",
@@ -284,24 +274,17 @@ _WATCHING = (
         "kill, restart or dump",
         "What to do about a hang after its bundle is written: end the job (kill), restart its ranks (restart), or "
         "let it run (dump) [kill].",
-        _RUNS,
     ),
     Option(
         "no-early-look",
-        None,
-        parse_flag,
-        "1 or 0",
+        *_SWITCH,
         "Do not report a job that is quiet for longer than usual before the stall timeout.",
-        _RUNS,
     ),
     Option(
         "on-suspect",
-        "COMMAND",
-        parse_nonblank,
-        "a command",
+        *_COMMAND,
         "Run COMMAND in /bin/sh when an early look finds blocked ranks, for at most 30 s, with the finding in "
         "SAFELAUNCH_SUMMARY, _CAUSE, _RANKS, _QUIET_S, _USUAL_S and _RUN_NAME.",
-        _RUNS,
     ),
     Option(
         "check-every",
@@ -309,7 +292,6 @@ _WATCHING = (
         parse_count,
         "a number of steps (0: never)",
         "Every N optimizer steps, compare the ranks' replicas and look for gradients that are not finite [0: never].",
-        _RUNS,
     ),
     Option(
         "on-inconsistent",
@@ -318,7 +300,6 @@ _WATCHING = (
         "report, dump or stop",
         "What to do about a finding of --check-every: print it (report), also write a bundle (dump), also end the "
         "job (stop) [report].",
-        _RUNS,
     ),
     Option(
         "pg-timeout",
@@ -327,9 +308,8 @@ _WATCHING = (
         f"{_A_DURATION}, optionally followed by !",
         "The timeout of process groups that the script creates without one; with a !, of all groups [torch's: 10m "
         "for NCCL, else 30m].",
-        _RUNS,
     ),
-    Option("no-watch", None, parse_flag, "1 or 0", "Launch only: no beacon, no watchdog, no bundle.", _RUNS),
+    Option("no-watch", *_SWITCH, "Launch only: no beacon, no watchdog, no bundle."),
 )
 _BUNDLES = (
     Option(
@@ -338,7 +318,7 @@ _BUNDLES = (
         parse_path,
         "a directory",
         "Where bundles go [./safelaunch-bundles].",
-        _RUNS | {"demo", "dump"},
+        frozenset({"run", "exec", "demo", "dump"}),
     ),
     Option(
         "keep-bundles",
@@ -346,16 +326,12 @@ _BUNDLES = (
         parse_count,
         "a number of bundles (0: all of them)",
         "Keep the N newest bundles of the bundle directory, and remove older ones when one is added [0: keep all].",
-        _RUNS,
     ),
     Option(
         "on-bundle",
-        "COMMAND",
-        parse_nonblank,
-        "a command",
+        *_COMMAND,
         "Run COMMAND in /bin/sh for each bundle, for at most 30 s, with its path and verdict in SAFELAUNCH_BUNDLE, "
         "_VERDICT, _OUTCOME, _CAUSE, _CONFIDENCE, _SUMMARY, _CULPRITS and _RUN_NAME.",
-        _RUNS,
     ),
     Option(
         "run-name",
@@ -363,7 +339,6 @@ _BUNDLES = (
         parse_run_name,
         "a name of 1 to 64 letters, digits, '.', '_' and '-' that starts with neither '.' nor '-'",
         "Name of this run in bundles and in 'safelaunch status' [the script's name].",
-        _RUNS,
     ),
 )
 _GPUS = (
@@ -373,7 +348,6 @@ _GPUS = (
         parse_gpus,
         "a number of GPUs, all, none, or ids such as 0,2 (a single one: 3,)",
         "Lease this many GPUs, or these (0,2; a single one: 3,) [CUDA_VISIBLE_DEVICES, else one for each rank].",
-        _RUNS,
     ),
     Option(
         "wait",
@@ -381,10 +355,9 @@ _GPUS = (
         parse_wait,
         "1, 0 or a duration (90s, 10m, 2h)",
         "Wait until the GPUs are free, first come, first served; give up after DURATION [for ever].",
-        _RUNS,
         value_is_optional=True,
     ),
-    Option("no-lease", None, parse_flag, "1 or 0", "Lease no GPUs: share them, as under torchrun.", _RUNS),
+    Option("no-lease", *_SWITCH, "Lease no GPUs: share them, as under torchrun."),
 )
 _OTHER = (
     Option(
@@ -394,7 +367,6 @@ _OTHER = (
         "a file",
         "On several nodes: a file with the same secret on each. Supervisors ignore messages that are not signed "
         "with it.",
-        _RUNS,
     ),
     Option(
         "cluster-store",
@@ -403,7 +375,6 @@ _OTHER = (
         "a port, or a host and a port (node1:29700)",
         "On several nodes without torchrun's store (exec, etcd): where the supervisors meet. The one on HOST [the "
         "job's first] starts a store there.",
-        _RUNS,
     ),
     Option(
         "config",
@@ -411,16 +382,13 @@ _OTHER = (
         parse_nonblank,
         "a file",
         "Configuration file, YAML or TOML [./safelaunch.yaml, else [tool.safelaunch] in ./pyproject.toml].",
-        _RUNS,
         in_file=False,
     ),
     Option(
         "dry-run",
-        None,
-        parse_flag,
-        "1 or 0",
+        *_SWITCH,
         "Print the resolved command, environment, GPUs and timeouts; start nothing.",
-        _RUNS | {"colaunch"},
+        frozenset({"run", "exec", "colaunch"}),
         in_file=False,
     ),
 )

@@ -33,10 +33,11 @@ from safelaunch.settings.yamlfile import (
     Node,
     did_you_mean,
     known_entries,
-    mapping_entries,
+    not_boolean,
     read_yaml,
     text_of,
     texts_of,
+    variables_of,
 )
 from safelaunch.system.errors import PresetError
 
@@ -45,7 +46,6 @@ from safelaunch.system.errors import PresetError
 # What a preset may tell safelaunch in the ranks.
 OF_THE_BEACON = ("SAFELAUNCH_ALLOCATIONS",)
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*([0-9]+(?:\.[0-9]+)*)")
 _RELEASE = re.compile(r"[0-9]+(?:\.[0-9]+)*")
 
@@ -82,6 +82,7 @@ def read_preset(name: str, path: Path, shown: str) -> Preset:
     if "description" not in found:
         raise PresetError(f"{root.where}: no 'description'", "add one that says in one line what the preset is for")
     extends = texts_of(found["extends"], "extends") if "extends" in found else ()
+    watchdog = known_entries(found["watchdog"], WATCHDOG_KEYS, "watchdog") if "watchdog" in found else ()
     return Preset(
         name=name,
         path=path,
@@ -89,25 +90,15 @@ def read_preset(name: str, path: Path, shown: str) -> Preset:
         description=text_of(found["description"], "description").strip(),
         extends=tuple((node.text, node.where) for node in extends),
         env=read_env(found["env"], f"preset {name}", reasons=True) if "env" in found else (),
-        watchdog=_read_watchdog(found["watchdog"]) if "watchdog" in found else {},
+        watchdog={key: BY_NAME[key].parse_node(value) for key, _, value in watchdog},
     )
-
-
-def _read_watchdog(node: Node) -> dict[str, object]:
-    return {key: BY_NAME[key].parse_node(value) for key, _, value in known_entries(node, WATCHDOG_KEYS, "watchdog")}
 
 
 def read_env(node: Node, origin: str, *, reasons: bool) -> tuple[EnvSetting, ...]:
     """The ``env`` section of a preset, or of a configuration file (``reasons`` False: plain ``NAME: value``)."""
     settings = []
-    for key, value in mapping_entries(node, "env"):
-        if not _NAME.fullmatch(key.text):
-            raise PresetError(f"{key.where}: {key.text!r} is not the name of an environment variable")
-        if key.text.startswith("SAFELAUNCH_") and key.text not in OF_THE_BEACON:
-            raise PresetError(
-                f"{key.where}: {key.text} cannot be set here",
-                f"safelaunch's own settings go under 'watchdog' ({', '.join(WATCHDOG_KEYS)})",
-            )
+    fix = f"safelaunch's own settings go under 'watchdog' ({', '.join(WATCHDOG_KEYS)})"
+    for key, value in variables_of(node, fix, OF_THE_BEACON):
         if value.kind == "mapping":
             settings.append(_read_setting(key, value, origin, reasons))
         elif reasons:
@@ -139,12 +130,7 @@ def _read_setting(key: Node, node: Node, origin: str, reasons: bool) -> EnvSetti
 
 
 def _env_value(name: str, node: Node) -> str:
-    if node.kind == "boolean":
-        raise PresetError(
-            f"{node.where}: {name}: {node.text} is a boolean, but a variable's value must be text",
-            f'write "{node.text}" in quotes, or 1 or 0',
-        )
-    if node.kind not in ("text", "number"):
+    if not_boolean(node, name).kind not in ("text", "number"):
         raise PresetError(f"{node.where}: {name}: a value must be text or a number, not {node.describe()}", 'or ""')
     if "\0" in node.text:
         raise PresetError(f"{node.where}: {name}: a value cannot contain a NUL character")
@@ -215,16 +201,13 @@ class Sourced(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Several presets merged. ``names``: the requested ones; ``watchdog`` maps e.g. ``stall-timeout`` to its value.
+    """Several presets merged. ``watchdog`` maps e.g. ``stall-timeout`` to its value.
 
-    ``chain`` holds every preset that takes part, extended ones included, in the order of application. ``idle``: those
-    of them that set nothing of their own for this version of torch.
+    ``idle``: those of them that set nothing of their own for this version of torch.
     """
 
-    names: tuple[str, ...] = ()
     env: tuple[EnvSetting, ...] = ()
     watchdog: Mapping[str, Sourced] = field(default_factory=dict)
-    chain: tuple[Preset, ...] = ()
     idle: tuple[str, ...] = ()
 
 
@@ -239,43 +222,35 @@ def builtin_names(directory: Path) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in directory.glob("*.yaml")))
 
 
-def list_presets(builtin_dir: Path | None = None) -> tuple[Preset, ...]:
+def list_presets() -> tuple[Preset, ...]:
     """Every shipped preset, sorted by name. Raises PresetError for a damaged one."""
-    directory = builtin_dir or find_builtin_dir()
+    directory = find_builtin_dir()
     paths = [directory / f"{name}.yaml" for name in builtin_names(directory)]
     return tuple(read_preset(path.stem, path, str(path)) for path in paths)
 
 
-def load_presets(
-    refs: Sequence[str],
-    *,
-    cwd: Path,
-    torch_version: str | None,
-    builtin_dir: Path | None = None,
-    asked_by: str = "",
-) -> Composition:
+def load_presets(refs: Sequence[str], *, cwd: Path, torch_version: str | None, asked_by: str = "") -> Composition:
     """Reads presets, named or by path relative to ``cwd``, and composes them: later wins.
 
     Variables for other versions of torch are left out; ``torch_version`` None (unknown) counts as the newest.
     ``asked_by`` (e.g. ``safelaunch.yaml:3``) begins the message about an unknown name in ``refs``. Raises
     PresetError, naming file, line and the nearest known name.
     """
-    chain = preset_chain(refs, cwd=cwd, builtin_dir=builtin_dir, asked_by=asked_by)
     env: dict[str, EnvSetting] = {}
     watchdog: dict[str, Sourced] = {}
-    for preset in chain:
-        env.update({s.name: s for s in preset.env if version_matches(s.torch, torch_version)})
+    idle = []
+    for preset in preset_chain(refs, cwd=cwd, asked_by=asked_by):
+        fitting = {s.name: s for s in preset.env if version_matches(s.torch, torch_version)}
+        env.update(fitting)
         watchdog.update({key: Sourced(value, f"preset {preset.name}") for key, value in preset.watchdog.items()})
-    fitting = {preset.name: [s for s in preset.env if version_matches(s.torch, torch_version)] for preset in chain}
-    idle = tuple(p.name for p in chain if p.env and not fitting[p.name] and not p.watchdog)
-    return Composition(tuple(refs), tuple(env.values()), watchdog, chain, idle)
+        if preset.env and not fitting and not preset.watchdog:
+            idle.append(preset.name)
+    return Composition(tuple(env.values()), watchdog, tuple(idle))
 
 
-def preset_chain(
-    refs: Sequence[str], *, cwd: Path, builtin_dir: Path | None = None, asked_by: str = ""
-) -> tuple[Preset, ...]:
+def preset_chain(refs: Sequence[str], *, cwd: Path, asked_by: str = "") -> tuple[Preset, ...]:
     """The presets and all that they extend, in the order of application (depth first, extended ones before)."""
-    walk = _Walk(cwd, builtin_dir or find_builtin_dir())
+    walk = _Walk(cwd)
     order: dict[Path, Preset] = {}
     for ref in refs:
         _apply(order, walk.expand(ref, cwd, asked_by, ()))
@@ -294,9 +269,9 @@ def _apply(order: dict[Path, Preset], expanded: tuple[Preset, ...]) -> None:
 class _Walk:
     """A depth-first walk along ``extends`` that reads each file once."""
 
-    def __init__(self, cwd: Path, builtin_dir: Path) -> None:
+    def __init__(self, cwd: Path) -> None:
         self.cwd = cwd
-        self.builtin_dir = builtin_dir
+        self.builtin_dir = find_builtin_dir()
         self.done: dict[Path, tuple[Preset, ...]] = {}
 
     def expand(self, ref: str, base: Path, asked_by: str, ancestors: tuple[Path, ...]) -> tuple[Preset, ...]:

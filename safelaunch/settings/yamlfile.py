@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +26,7 @@ MAX_BYTES = 1 << 20
 
 Kind = Literal["mapping", "list", "text", "number", "boolean", "nothing"]
 
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ARTICLES = {"mapping": "a mapping", "list": "a list", "number": "a number", "boolean": "a boolean"}
 _TAGS: Mapping[str, Kind] = {
     "tag:yaml.org,2002:map": "mapping",
@@ -106,6 +107,39 @@ def texts_of(node: Node, what: str) -> tuple[Node, ...]:
     for item in nodes:
         text_of(item, what)
     return nodes
+
+
+def scalar(node: Node, what: str) -> str:
+    """The text of a word, as written. Raises PresetError."""
+    if node.kind in ("text", "number", "boolean"):
+        if "\0" in node.text:
+            raise PresetError(f"{node.where}: {what}: text cannot contain a NUL character")
+        return node.text
+    hint = 'a word that begins with { needs quotes: "{lr}"' if node.kind == "mapping" else ""
+    raise PresetError(f"{node.where}: {what}: a value must be text or a number, not {node.describe()}", hint)
+
+
+def variables_of(node: Node, fix: str, but: Collection[str] = ()) -> tuple[tuple[Node, Node], ...]:
+    """The entries of a section ``env``. Raises PresetError for what cannot be the name of an environment variable.
+
+    Nor can it be one of safelaunch's own, ``but`` these; ``fix`` says what to do instead.
+    """
+    for key, _ in mapping_entries(node, "env"):
+        if not _VARIABLE.fullmatch(key.text):
+            raise PresetError(f"{key.where}: {key.text!r} is not the name of an environment variable")
+        if key.text.startswith("SAFELAUNCH_") and key.text not in but:
+            raise PresetError(f"{key.where}: {key.text} cannot be set here", fix)
+    return node.entries
+
+
+def not_boolean(node: Node, name: str) -> Node:
+    """The value of a variable. Raises PresetError for ``yes``, which YAML would turn into something else."""
+    if node.kind == "boolean":
+        raise PresetError(
+            f"{node.where}: {name}: {node.text} is a boolean, but a variable's value must be text",
+            f'write "{node.text}" in quotes, or 1 or 0',
+        )
+    return node
 
 
 # --- reading ------------------------------------------------------------------------------------------------

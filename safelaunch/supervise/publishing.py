@@ -100,7 +100,7 @@ class Agreement:
 
 def prepare() -> None:
     """Imports what verdict and reports need while the job is given time to move: most runs never stall."""
-    from safelaunch.bundle.reading import surroundings  # noqa: F401 - for the imports
+    from safelaunch.bundle.reading import bundles  # noqa: F401 - for the imports
     from safelaunch.report import exports, page, report  # noqa: F401
 
     page.prepare()
@@ -245,7 +245,7 @@ def _finish(
     staging: Staging, verdict: Verdict, evidence: Evidence, context: JobContext, timeline: Timeline, node: NodeFiles
 ) -> None:
     """Writes verdict, reports, launch and, last, the manifest that lists all other files."""
-    from safelaunch.bundle.reading import surroundings  # late: a run that never stalls does not pay for it
+    from safelaunch.bundle.reading import bundles  # late: a run that never stalls does not pay for it
     from safelaunch.report.about import Launch
 
     staging.add_json(Artifact("verdict.json", OURS, 0.0), verdict)
@@ -261,7 +261,7 @@ def _finish(
 
     def what_is_known() -> About:
         launch = from_builtins(context.redactor.tree(dict(context.launch)), Launch)
-        known = surroundings.about(staging.root, launch, {context.host: node})
+        known = bundles.about(staging.root, launch, {context.host: node})
         return replace(known, at_unix_s=timeline.moments[-1].unix_s)
 
     shape = add_reports(staging, verdict, evidence, context.redactor, context.run_name, what_is_known)

@@ -17,15 +17,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from safelaunch.sweep import metrics
-from safelaunch.sweep.engine import Ended, Listed, Live, Queue, QueueError, Work, state_of
+from safelaunch.sweep.engine import Listed, Live, Queue, QueueError, Work, state_of
 from safelaunch.sweep.jobs import Job, Outcome, Pace, State
-from safelaunch.sweep.journal import Attempt, Journal
-from safelaunch.sweep.paths import SweepPaths, modified_ns, newest, verdict_of
-from safelaunch.sweep.resume import History
+from safelaunch.sweep.journal import Attempt, History, Journal
+from safelaunch.sweep.paths import SweepPaths, newest, verdict_of
 from safelaunch.sweep.sweep import Before, Sweep, was
 from safelaunch.sweep.task import FIRST_HOST, JOB_ID, RENDEZVOUS_PORT, AttemptFiles, Claim, End, port_token
 from safelaunch.system.errors import SafelaunchError
-from safelaunch.system.files import replace_file
+from safelaunch.system.files import modified_ns, replace_file
 
 TICK_S, BUSY_TICK_S = 0.25, 0.05
 LOOK_EVERY_S, LOOK_AT_MOST_S = 1.0, 10.0
@@ -275,10 +274,6 @@ class BatchEngine:
             given.names, given.submitted = [*attempt.handed], True
 
     @property
-    def kind(self) -> str:
-        return self._queue.name
-
-    @property
     def unfinished(self) -> int:
         return len(self._given)
 
@@ -291,7 +286,7 @@ class BatchEngine:
     def close(self) -> None:
         if self._given:
             names = " ".join(sorted(name for each in self._given.values() for name in each.names))
-            self._say(f"jobs of this sweep may still be in {self.kind}: {names}")
+            self._say(f"jobs of this sweep may still be in {self._queue.name}: {names}")
 
     def _new(self, job: Job, attempt: int) -> Given:
         given = Given(job, attempt, AttemptFiles(self._site.paths.job(job.name), attempt))
@@ -388,14 +383,16 @@ class BatchEngine:
                 given.standing = Standing("queued", Listed(work.name, answer, "queued"))
                 self._say(f"{given.job.name}: submitted as job {answer}")
             elif answer.full:
-                self._tell("full", f"{self.kind} takes no more jobs of this user now; colaunch keeps trying ({answer})")
+                self._tell(
+                    "full", f"{self._queue.name} takes no more jobs of this user now; colaunch keeps trying ({answer})"
+                )
                 self._full_until_s = self._clock() + FULL_PAUSE_S
                 self._to_submit.insert(0, (given, work))
             elif answer.passing:  # it may have taken the job before its answer was lost: the next listing tells
-                self._tell("away", f"{self.kind} does not answer; colaunch keeps trying ({answer})")
+                self._tell("away", f"{self._queue.name} does not answer; colaunch keeps trying ({answer})")
                 given.submitted, given.doubtful_s = True, None
             else:
-                self._say(f"{self.kind} refuses {given.job.name}: {answer}")
+                self._say(f"{self._queue.name} refuses {given.job.name}: {answer}")
                 given.submitted = given.refused = self._fresh = True
         self._look_due_s, self._look_every_s = self._looked_s + LOOK_EVERY_S, LOOK_EVERY_S
 
@@ -407,18 +404,20 @@ class BatchEngine:
             if error.passing:
                 for each in self._given.values():
                     each.asked = each.killed = False
-                self._tell("away", f"{self.kind} does not answer; colaunch keeps trying ({error})")
+                self._tell("away", f"{self._queue.name} does not answer; colaunch keeps trying ({error})")
 
     def _on_listed(self, future: Future[Any]) -> None:
         try:
             found: list[Listed] = future.result()
         except QueueError as error:
             self._look_due_s = self._clock() + LOOK_AT_MOST_S / 2
-            self._tell("away", f"{self.kind} does not answer; its jobs go on, and colaunch keeps asking ({error})")
+            self._tell(
+                "away", f"{self._queue.name} does not answer; its jobs go on, and colaunch keeps asking ({error})"
+            )
             return
         if "away" in self._told:
             self._told.discard("away")
-            self._say(f"{self.kind} answers again")
+            self._say(f"{self._queue.name} answers again")
         self._sort_in(found)
         self._fresh = True
 
@@ -455,7 +454,7 @@ class BatchEngine:
 
     # --- how they end -----------------------------------------------------------------------------------------------
 
-    def poll(self) -> Iterator[Ended]:
+    def poll(self) -> Iterator[tuple[Job, Outcome]]:
         self._advance()
         if self._sweep.stopped:
             self._withdraw()
@@ -467,7 +466,7 @@ class BatchEngine:
             outcome = Outcome("failed", cause="refused") if given.refused else self._judge(given)
             if outcome is not None:
                 self._forget(given)
-                yield Ended(given.job, given.attempt, outcome)
+                yield given.job, outcome
         self._advance()
 
     def _forget(self, given: Given) -> None:
@@ -511,7 +510,7 @@ class BatchEngine:
                 given.standing = replace(standing, listed=standing.listed or before.listed)
                 return None
         if standing.stands == "absent":
-            self._return(given, "waiting", f"{self.kind} does not know it")
+            self._return(given, "waiting", f"{self._queue.name} does not know it")
         elif standing.stands == "hopeless":
             self._on_hopeless(given)
         elif given.claim is None and standing.listed is not None and standing.listed.word == "CANCELLED":
@@ -526,7 +525,7 @@ class BatchEngine:
         if lost is not None:
             self._return(given, "skipped", f"needs {lost.job.name}, which {was(lost)}")
         elif all(need.state == "succeeded" for need in needs):
-            self._return(given, "waiting", f"{self.kind} gave its dependency up")
+            self._return(given, "waiting", f"{self._queue.name} gave its dependency up")
 
     def _outcome(self, given: Given, standing: Standing) -> Outcome:
         claim, log = given.claim, self._site.paths.log(given.job.name, given.attempt)

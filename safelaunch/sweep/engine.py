@@ -17,15 +17,6 @@ from safelaunch.system.errors import SafelaunchError
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """The end of an attempt."""
-
-    job: Job
-    attempt: int
-    outcome: Outcome
-
-
-@dataclass(frozen=True, slots=True)
 class Live:
     """An attempt that runs, or that waits in a scheduler's queue.
 
@@ -46,10 +37,6 @@ class Engine(Protocol):
     """Runs the jobs of one ``Sweep``, which says what may start. No method waits for a job."""
 
     @property
-    def kind(self) -> str:
-        """What a job runs on: ``GPU``, ``slot``, or the scheduler's name."""
-
-    @property
     def unfinished(self) -> int:
         """The number of attempts that ``poll`` has yet to report."""
 
@@ -60,8 +47,8 @@ class Engine(Protocol):
     def submit(self) -> None:
         """Starts, or hands over, the jobs that ``Sweep.next`` gives, and reports each with ``Sweep.began``."""
 
-    def poll(self) -> Iterable[Ended]:
-        """The attempts that have ended. The runner records each before it asks for the next."""
+    def poll(self) -> Iterable[tuple[Job, Outcome]]:
+        """The jobs whose attempt has ended. The runner records each before it asks for the next."""
 
     def cancel(self, *, kill: bool) -> None:
         """Asks all jobs to end; with ``kill``, ends them."""
@@ -123,10 +110,9 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All jobs. ``kind``: the unit they run on (``GPU``, ``slot``); ``stopped``: why no more start, or empty."""
+    """All jobs. ``stopped``: why no more start, or empty."""
 
     jobs: tuple[JobView, ...]
-    kind: str
     stopped: str = ""
 
 

@@ -7,7 +7,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Literal
+
+from safelaunch.job.argv import CommandLine
 
 State = Literal["waiting", "running", "succeeded", "failed", "hung", "timed-out", "skipped", "cancelled"]
 Metric = float | str
@@ -133,9 +136,6 @@ class Track:
         return self.state in FINAL
 
 
-_RANKS = re.compile(r"--nproc[-_]per[-_]node(?:=(.*))?")
-
-
 def threads(words: Sequence[str], cores: int) -> int:
     """OMP_NUM_THREADS for a job with command ``words`` on ``cores`` cores: an equal share per rank, at least 1."""
     return max(1, cores // ranks(words))
@@ -143,12 +143,8 @@ def threads(words: Sequence[str], cores: int) -> int:
 
 def ranks(words: Sequence[str]) -> int:
     """The value of ``--nproc-per-node``; 1 if it is missing or not a number (``auto``, ``gpu``)."""
-    found = 1
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        match = _RANKS.fullmatch(word)
-        if match:
-            text = match[1] if match[1] is not None else following
-            found = int(text) if text.isdecimal() and int(text) else 1
-        elif not word.startswith("-") and word.endswith(".py"):
-            break  # what follows is the script's
-    return found
+    options = takewhile(
+        lambda word: word.startswith("-") or not word.endswith(".py"), words
+    )  # the rest is the script's
+    text = CommandLine((), tuple(options), ()).value_of("--nproc-per-node", shortest="--np") or ""
+    return int(text) if text.isdecimal() and int(text) else 1

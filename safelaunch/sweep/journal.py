@@ -17,18 +17,22 @@ the journal (flock).
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
+
+from msgspec import ValidationError
 
 from safelaunch.job.process import ProcessId
-from safelaunch.sweep.jobs import Job, Outcome, State
+from safelaunch.sweep.jobs import Job, Outcome
+from safelaunch.sweep.sweep import Before
+from safelaunch.system.decoding import from_builtins
 from safelaunch.system.errors import UsageError
+from safelaunch.system.files import try_lock
 
 Record = Mapping[str, Any]
 NOBODY = ProcessId(0, 0)
@@ -95,28 +99,42 @@ def attempts(records: Sequence[Record]) -> tuple[Attempt, ...]:
                 handed = (*earlier, str(record["batch"]))
                 found[key] = Attempt(*key, str(record["fingerprint"]), NOBODY, handed=handed)
             elif record["event"] == "ended" and key in found:
-                found[key] = replace(found[key], outcome=outcome_of(record))
-        except (KeyError, TypeError, ValueError):
+                found[key] = replace(found[key], outcome=from_builtins(record, Outcome))
+        except (KeyError, TypeError, ValueError, ValidationError):
             continue  # a record of another version: its contents are unreliable, so the job runs again
     return tuple(found.values())
 
 
-def outcome_of(record: Record) -> Outcome:
-    """The outcome in a record. Raises KeyError, TypeError or ValueError for one of another form."""
-    state = record["state"]
-    if state not in get_args(State):
-        raise ValueError(state)
-    code, step = record["exit_code"], record["last_step"]
-    return Outcome(
-        state=cast(State, state),
-        exit_code=None if code is None else int(code),
-        duration_s=float(record["duration_s"]),
-        last_step=None if step is None else int(step),
-        gpus=tuple(str(gpu) for gpu in record["gpus"]),
-        bundle=str(record["bundle"]),
-        metrics=dict(record["metrics"]),
-        cause=str(record.get("cause", "")),
-    )
+@dataclass(frozen=True, slots=True)
+class History:
+    """``before``: the known state of each job; ``changed``: jobs that were done but have changed since."""
+
+    before: Mapping[str, Before]
+    changed: tuple[str, ...] = ()
+    unfinished: tuple[Attempt, ...] = ()
+
+    @property
+    def done(self) -> int:
+        return sum(known.outcome is not None for known in self.before.values())
+
+
+def history(attempts: Sequence[Attempt], jobs: Sequence[Job]) -> History:
+    """The state of these jobs according to the journal's attempts. Pure.
+
+    A job is done if an attempt at exactly this work succeeded; all others run again.
+    """
+    before: dict[str, Before] = {}
+    changed = []
+    for job in jobs:
+        own = [attempt for attempt in attempts if attempt.job == job.name]
+        if not own:
+            continue
+        succeeded = [attempt for attempt in own if attempt.outcome and attempt.outcome.state == "succeeded"]
+        same = [attempt for attempt in succeeded if attempt.fingerprint == job.fingerprint]
+        if succeeded and not same:
+            changed.append(job.name)
+        before[job.name] = Before(max(attempt.number for attempt in own), same[-1].outcome if same else None)
+    return History(before, tuple(changed), tuple(attempt for attempt in attempts if attempt.outcome is None))
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -136,9 +154,8 @@ class Journal:
                 f"{path.parent}: cannot write the sweep there: {error.strerror or error}", "see --sweep-dir"
             ) from error
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._close_and_complain()
+            if not try_lock(self._file):
+                self._close_and_complain()
         except OSError as error:
             os.close(self._file)
             raise UsageError(
@@ -168,11 +185,6 @@ class Journal:
         os.ftruncate(self._file, self._length)
         if self._length and os.pread(self._file, 1, self._length - 1) != b"\n":
             self._append(b"\n")
-
-    @property
-    def behind(self) -> bool:
-        """Whether some records are still to be written."""
-        return bool(self._pending)
 
     def begun(self, jobs: int, sweep_id: str = "") -> None:
         """Records the start of colaunch. Raises OSError if it can't be written.

@@ -1,34 +1,46 @@
 """The local engine: starts, reaps and stops jobs on this node, each on its own GPUs or CPU cores.
 
 It has one thread, because it forks, and because the kernel ends jobs with the thread that started them. It never waits
-for a job.
+for a job. A job's safelaunch is started so that it is recorded before it runs, and never survives us unnoticed:
+
+- The child waits for its release, which follows its record in the journal. If we are killed first, it exits.
+- It asks the kernel for a SIGTERM at our death (PR_SET_PDEATHSIG), which it forwards to its job: ``kill -9`` of
+  colaunch ends the jobs as a scheduler would.
+- It also leaves its exit code in a file, so that a success is not forgotten if we are killed at that moment.
+- Its log is locked (flock). The lock belongs to the open file, the stdout of every process of the job. While any of
+  them is alive, the lock is held, which ``--resume`` can see.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from safelaunch.job import process
-from safelaunch.job.process import ProcessId
+from safelaunch.job.process import ProcessId, fork
 from safelaunch.leases import ports
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.store import Store
 from safelaunch.supervise.control.discover import our_roots
-from safelaunch.sweep import metrics, spawn
-from safelaunch.sweep.engine import Ended, Live, state_of
+from safelaunch.sweep import metrics
+from safelaunch.sweep.engine import Live, state_of
 from safelaunch.sweep.jobs import Job, Outcome, State, threads
-from safelaunch.sweep.journal import Journal
+from safelaunch.sweep.journal import Attempt, Journal
 from safelaunch.sweep.paths import SweepPaths, newest, verdict_of
-from safelaunch.sweep.pool import Pool, Share
+from safelaunch.sweep.pool import PROGRAM, Pool, Share
 from safelaunch.sweep.steps import Steps
 from safelaunch.sweep.sweep import Sweep
-from safelaunch.system.errors import ResourceError, StoreError
+from safelaunch.system.errors import ResourceError, SafelaunchError, StoreError
+from safelaunch.system.files import text_of, try_lock
 
 TICK_S = 0.5
 BUSY_TICK_S = 0.1
@@ -40,6 +52,90 @@ CANNOT_START = 127
 
 # Temporary failures: no room on the disk, no process available. The job is not to blame, and starts later.
 PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+REMAINS_KILL_S = 45.0  # a job got SIGTERM when its colaunch was killed; torchrun may take 30 s
+REMAINS_GIVE_UP_S = 65.0
+
+PR_SET_PDEATHSIG = 1
+EXIT_FILE = "SAFELAUNCH_EXIT_FILE"
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+# --- the start of a process -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """The command and its surroundings. ``log`` takes all its output.
+
+    ``exit_file``: the file for safelaunch's exit code. ``keep``: descriptors that it inherits.
+    """
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str
+    log: Path
+    exit_file: Path | None = None
+    keep: Collection[int] = ()
+
+
+def spawn(command: Command, tell: Callable[[ProcessId], None]) -> ProcessId:
+    """Starts it in a new session. ``tell`` gets the process before it runs; if ``tell`` raises, the process ends.
+
+    Raises OSError if it can't be started. Call it from the main thread: for the kernel, the end of the thread that
+    forked is our death.
+    """
+    # Append, never truncate: if the attempt exists already, nothing of it is lost.
+    log = os.open(command.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        with suppress(OSError):  # a file system without locks
+            try_lock(log)
+        parent = os.getpid()
+        return fork(lambda: _become(command, log, parent), tell)
+    finally:
+        os.close(log)
+
+
+def _become(command: Command, log: int, parent: int) -> NoReturn:
+    """Becomes safelaunch, in the forked child."""
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signum, signal.SIG_DFL)
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(127)  # it was killed before
+    os.setsid()
+    os.chdir(command.cwd)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    for descriptor in command.keep:
+        os.set_inheritable(descriptor, True)
+    env = dict(command.env)
+    if command.exit_file is not None:
+        env[EXIT_FILE] = f"{os.getpid()}:{command.exit_file}"
+    os.execve(command.argv[0], list(command.argv), env)
+
+
+def exit_code_in(exit_file: Path) -> int | None:
+    """The exit code that safelaunch left there; None if it was killed before."""
+    found = re.fullmatch(r"(\d+)\n", text_of(exit_file), re.ASCII)
+    return int(found[1]) if found else None
+
+
+def is_held(log: Path) -> bool:
+    """Whether a process of the attempt that wrote ``log`` is still alive."""
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            return not try_lock(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
 
 
 class _Unrecorded(Exception):
@@ -68,7 +164,6 @@ class Active:
     """
 
     job: Job
-    attempt: int
     share: Share
     process: ProcessId
     log: Path
@@ -84,7 +179,7 @@ class Active:
     def lingers(self, now: float) -> bool:
         """Whether processes of a job with a killed supervisor are still alive: its guardian ends them, then we do."""
         assert self.status is not None
-        if not os.WIFSIGNALED(self.status) or not spawn.is_held(self.log):
+        if not os.WIFSIGNALED(self.status) or not is_held(self.log):
             return False
         if now - self.reaped_s > LINGER_S:
             for each in self.below:
@@ -110,11 +205,7 @@ class Local:
         self._steps = Steps(our_roots, clock)
         self._waiting = False
         self._told = ""
-        self._not_started: list[Ended] = []
-
-    @property
-    def kind(self) -> str:
-        return self._place.pool.kind
+        self._not_started: list[Job] = []
 
     @property
     def unfinished(self) -> int:
@@ -167,16 +258,16 @@ class Local:
 
     # --- the end of a job -------------------------------------------------------------------------------------------
 
-    def poll(self) -> Iterator[Ended]:
+    def poll(self) -> Iterator[tuple[Job, Outcome]]:
         while self._not_started:
-            yield self._not_started.pop()
+            yield self._not_started.pop(), Outcome("failed", CANNOT_START)
         now = self._clock()
         for active in list(self._active.values()):
             if active.status is None:
                 active.status, active.reaped_s = process.reap(active.process.pid), now
             if active.status is not None and not active.lingers(now):
                 del self._active[active.job.name]
-                yield Ended(active.job, active.attempt, self._outcome(active))
+                yield active.job, self._outcome(active)
                 self._place.pool.release(active.share)  # once its end has been recorded
         self._hurry()
 
@@ -235,23 +326,17 @@ class Local:
             return False
         try:
             self._launch(job, self._with_ports(job, share))
-        except ResourceError as error:
+        except (ResourceError, _Unrecorded, OSError) as error:
             self._place.pool.release(share)
-            self._complain(f"{job.name}: {error}")
-            return False
-        except _Unrecorded as error:
-            self._place.pool.release(share)
-            self._complain(f"{self._place.journal.path} cannot be written: {error}")
-            return False
-        except OSError as error:
-            self._place.pool.release(share)
+            if not isinstance(error, OSError):
+                self._complain(str(error) if isinstance(error, _Unrecorded) else f"{job.name}: {error}")
+                return False
             if error.errno in PASSING:
                 self._complain(f"{job.name}: {error.strerror}")
                 return False
             self._say(f"{job.name} could not be started: {error.strerror or error}")
             self._sweep.began(job)
-            attempt = self._sweep.tracks[job.name].attempts
-            self._not_started.append(Ended(job, attempt, Outcome("failed", CANNOT_START)))
+            self._not_started.append(job)
         return True
 
     def _is_of_an_active_job(self, share: Share) -> bool:
@@ -261,9 +346,10 @@ class Local:
         """Adds leased ports to a share. Raises ResourceError if too few are free."""
         if not job.ports:
             return share
-        taken = ports.take(self._place.store, job.ports, ourselves(job.name, "safelaunch colaunch"))
-        share.lease.add(taken.lease)
-        return replace(share, ports=taken.numbers)
+        taken = ports.take(self._place.store, job.ports, ourselves(job.name, PROGRAM))
+        numbers = taken.ports
+        share.lease.add(taken)
+        return replace(share, ports=numbers)
 
     def _complain(self, why: str) -> None:
         if not self._waiting:
@@ -279,11 +365,11 @@ class Local:
             try:
                 self._place.journal.started(job, attempt, started, share.gpus)
             except OSError as error:
-                raise _Unrecorded(error.strerror or str(error)) from error
+                raise _Unrecorded(f"{self._place.journal.path} cannot be written: {error.strerror or error}") from error
 
         given = job.with_ports(share.ports)
         variables, descriptors = share.lease.hand_over()
-        command = spawn.Command(
+        command = Command(
             argv=(*self._place.program, *given.arguments(os.fspath(paths.bundles(job.name)))),
             env={**self._environment(given, share), **variables},
             cwd=job.cwd,
@@ -292,11 +378,11 @@ class Local:
             keep=descriptors,
         )
         before = paths.bundles_of(job.name)
-        started = spawn.start(command, record)
+        started = spawn(command, record)
         share.lease.forget()
         self._waiting = False
         self._sweep.began(job)
-        self._active[job.name] = Active(job, attempt, share, started, command.log, before, self._clock())
+        self._active[job.name] = Active(job, share, started, command.log, before, self._clock())
         self._say(f"{job.name}: started on {self._place.pool.kind} {share.label}")
 
     def _environment(self, job: Job, share: Share) -> dict[str, str]:
@@ -323,3 +409,65 @@ def exit_code(status: int) -> int:
     """The exit code for a wait status, as a shell shows it: 128 plus the number of a signal that ended it."""
     code = os.waitstatus_to_exitcode(status)
     return 128 - code if code < 0 else code
+
+
+# --- what a killed colaunch has left ----------------------------------------------------------------------------------
+
+
+def wait_for_remains(
+    unfinished: Sequence[Attempt],
+    paths: SweepPaths,
+    say: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Waits until all processes of these attempts have ended, and kills them if that takes long.
+
+    Raises SafelaunchError if some survive: running their job again would run it twice at once.
+    """
+    alive = [attempt for attempt in unfinished if _lives(attempt, paths)]
+    if not alive:
+        return
+    names = ", ".join(attempt.job for attempt in alive)
+    say(f"colaunch was killed; waiting for the processes of its jobs to end: {names}")
+    begin, killed = clock(), False
+    below: list[ProcessId] = []
+    for attempt in alive:
+        attempt.process.send(signal.SIGTERM)
+    while alive:
+        sleep(0.1)
+        alive = [attempt for attempt in alive if _lives(attempt, paths)]
+        if clock() - begin > REMAINS_KILL_S and not killed:
+            killed = True
+            for attempt in alive:
+                below += process.descendants([attempt.process.pid]) if attempt.process.is_alive() else []
+                attempt.process.send(signal.SIGKILL)
+        if clock() - begin > REMAINS_GIVE_UP_S - 5.0:
+            for each in below:
+                each.send(signal.SIGKILL)
+        if clock() - begin > REMAINS_GIVE_UP_S and alive:
+            logs = ", ".join(str(paths.log(attempt.job, attempt.number)) for attempt in alive)
+            raise SafelaunchError(
+                f"processes of {', '.join(a.job for a in alive)} are still alive after {REMAINS_GIVE_UP_S:g} s.",
+                f"end the processes that write to {logs} (fuser shows them), then use --resume again",
+            )
+
+
+def recovered(attempt: Attempt, jobs: Sequence[Job], paths: SweepPaths) -> Outcome | None:
+    """The outcome of an attempt that succeeded while its colaunch was being killed; None for any other."""
+    job = next((job for job in jobs if job.name == attempt.job), None)
+    exit_file = paths.exit_file(attempt.job, attempt.number)
+    if job is None or exit_code_in(exit_file) != 0:
+        return None
+    return Outcome(
+        "succeeded",
+        exit_code=0,
+        duration_s=round(max(0.0, exit_file.stat().st_mtime - attempt.began_unix_s), 3),
+        gpus=attempt.gpus,
+        metrics=metrics.from_log(paths.log(job.name, attempt.number), job.metrics),
+    )
+
+
+def _lives(attempt: Attempt, paths: SweepPaths) -> bool:
+    return attempt.process.is_alive() or is_held(paths.log(attempt.job, attempt.number))

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safelaunch.system.files import modified_ns
+
 DEFAULT_PARENT = "safelaunch-sweeps"
 
 
@@ -70,9 +72,6 @@ class SweepPaths:
         return {path for path in found if os.path.exists(os.path.join(path, "verdict.json"))}  # noqa: PTH110, PTH118
 
 
-# --- bundles ----------------------------------------------------------------------------------------------------------
-
-
 def newest(bundles: Collection[str]) -> str:
     """The path of the newest of these bundles, or empty. Of one job's nodes, one has the whole; it comes first."""
     return max(bundles, key=lambda path: (_is_whole(path), modified_ns(path), path), default="")
@@ -99,10 +98,3 @@ def _verdict(bundle: str) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return document if isinstance(document, dict) else None
-
-
-def modified_ns(path: str) -> int:
-    try:
-        return Path(path).stat().st_mtime_ns
-    except OSError:
-        return 0

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from safelaunch.leases.gpus import NodeGpus
+from safelaunch.leases.choose import Wish, pool_of
+from safelaunch.leases.gpus import Claim, Survey, table
+from safelaunch.leases.holder import ourselves
+from safelaunch.leases.inventory import Asking, inventory
 from safelaunch.leases.lease import Lease
+from safelaunch.leases.store import store_of
 from safelaunch.model import format_ranks
 from safelaunch.sweep.jobs import Job
 from safelaunch.system.errors import ResourceError
+
+PROGRAM = "safelaunch colaunch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +39,7 @@ class Share:
 
 
 class Pool(Protocol):
-    """Hands out shares, and hides what they consist of and who else competes for them."""
+    """Hands out shares, and hides what they consist of and who else competes for them. ``free`` raises StoreError."""
 
     @property
     def capacity(self) -> int:
@@ -100,50 +108,56 @@ class Slots:
 
 
 class Gpus:
-    """The node's GPUs that we may use; each job sees only its own.
+    """The node's GPUs, as the environment limits them; each job sees only its own.
 
-    A GPU is free if nobody on this node holds or uses it. The leases of our own jobs count too.
+    A GPU is free if nobody on this node holds or uses it. The leases of our own jobs count too. However many jobs of
+    ours wait, they have one place in the node's queue. No method waits for the driver.
     """
 
     kind = "GPU"
 
-    def __init__(self, node: NodeGpus) -> None:
-        self._node = node
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        found = inventory(environ)
+        pool = pool_of(environ, found.gpus)
+        gpus = pool.gpus
+        self.capacity, self.missing = len(gpus), found.missing or pool.origin
+        self._asking = Asking(environ)
+        survey = Survey(found, self._asking.answer, time.monotonic)
+        self._claim = Claim(store_of(environ), Wish(gpus, 0, ""), ourselves("", PROGRAM), survey)
 
-    @property
-    def capacity(self) -> int:
-        return len(self._node.pool.gpus)
+    def _request(self, job: Job) -> Claim:
+        self._claim.wish = replace(self._claim.wish, count=job.gpus, origin=job.name)
+        self._claim.about = ourselves(job.name, PROGRAM)
+        return self._claim
 
     def units(self, gpus: int) -> int:
         return gpus
 
     def free(self) -> int | None:
-        return self._node.free()
+        return self._claim.free()
 
     def take(self, job: Job) -> Share | None:
         if not job.gpus:
             return Share(label="none", env={"CUDA_VISIBLE_DEVICES": ""})
-        taken = self._node.take(job.gpus, job.name)
+        taken = self._request(job).advance()
         if taken is None:
             return None
         labels = [gpu.label for gpu in taken.gpus]
         label = format_ranks([int(label) for label in labels]) if all(map(str.isdecimal, labels)) else ",".join(labels)
         gpus = tuple(gpu.uuid for gpu in taken.gpus)
-        env = {"CUDA_VISIBLE_DEVICES": taken.visible}
-        return Share(label=label, gpus=gpus, env=env, lease=taken.lease)
+        return Share(label=label, gpus=gpus, env={"CUDA_VISIBLE_DEVICES": taken.visible}, lease=taken.lease)
 
     def wait(self, job: Job, ours: Collection[int]) -> str:
-        return self._node.queue(job.gpus, job.name, ours)
+        self._request(job).queue()
+        return table(self._claim, {*ours, os.getpid()})
 
     def leave(self) -> None:
-        self._node.leave()
+        self._claim.cancel()
+        self._asking.drop()
 
     def release(self, share: Share) -> None:
         share.lease.release()
-        self._node.freed()
-
-
-# --- pure -------------------------------------------------------------------------------------------------------------
+        self._claim.survey.outdated()  # the driver's last answer still has the job's processes
 
 
 def default_slots(cores: int, units: Sequence[int], at_most: int | None) -> int:

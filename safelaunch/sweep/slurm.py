@@ -9,9 +9,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from safelaunch.settings.yamlfile import Node, known_entries, texts_of
+from safelaunch.settings.yamlfile import Node, known_entries, scalar, texts_of
 from safelaunch.sweep.engine import Listed, Meaning, QueueError, Work
-from safelaunch.sweep.grid import scalar
 from safelaunch.system.errors import SpecError
 
 PATIENCE_S, ASK_S = 120.0, 5.0

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -21,6 +22,7 @@ from safelaunch.supervise.watch.quiet import is_quiet
 from safelaunch.sweep.jobs import Pace
 from safelaunch.system.decoding import from_json
 
+T = TypeVar("T")
 LOOK_EVERY_S = 0.25
 RATE_OVER_S = 10.0
 
@@ -114,20 +116,21 @@ class Steps:
 
 def early_cause(path: Path) -> str:
     """What the newest early look suggests, while what it saw lasts; empty without one, or where ranks were active."""
-    try:
-        looks = from_json(path.read_bytes(), list[EarlyLook])
-    except (OSError, msgspec.DecodeError):
-        return ""
+    looks = _listed(path, EarlyLook)
     return looks[-1].cause if looks and looks[-1].movement == "still" and not looks[-1].lasted_s else ""
 
 
 def wrong_cause(path: Path) -> str:
     """The first wrong result that --check-every has found; empty without one."""
-    try:
-        found = from_json(path.read_bytes(), list[Inconsistency])
-    except (OSError, msgspec.DecodeError):
-        return ""
+    found = _listed(path, Inconsistency)
     return found[0].cause if found else ""
+
+
+def _listed(path: Path, kind: type[T]) -> list[T]:
+    try:
+        return from_json(path.read_bytes(), list[kind])  # type: ignore[valid-type]
+    except (OSError, msgspec.DecodeError):
+        return []
 
 
 def slowest(ranks: Iterable[Progress]) -> int | None:

@@ -40,7 +40,6 @@ class Sweep:
     def __init__(self, jobs: Sequence[Job], rules: Rules, before: Mapping[str, Before] | None = None) -> None:
         self._rules = rules
         self._queue = Queue(rules.capacity, rules.at_most)
-        self._next: Start | None = None
         self._queued: set[str] = set()
         self.stopped = ""
         self.tracks = {job.name: Track(job) for job in jobs}
@@ -63,13 +62,12 @@ class Sweep:
 
     def next(self, free: int | None = None) -> Job | None:
         """The next job to start with ``free`` available units (None: all that our own jobs leave)."""
-        self._next = next_start(self._queue, free)
-        return self.tracks[self._next.name].job if self._next is not None else None
+        name = self._queue.next(free)
+        return self.tracks[name].job if name is not None else None
 
     def began(self, job: Job) -> None:
         """Reports that ``job``, the last one from ``next``, is running."""
-        assert self._next is not None and self._next.name == job.name
-        self._queue, self._next = self._next.queue, None
+        self._queue.start(job.name)
         track = self.tracks[job.name]
         track.state, track.attempts, track.tries = "running", track.attempts + 1, track.tries + 1
         if self._rules.ahead:
@@ -80,7 +78,7 @@ class Sweep:
         track = self.tracks[name]
         track.attempts, track.tries = track.attempts - 1, track.tries - 1
         track.state, track.why = ("cancelled", self.stopped) if self.stopped else (state, why)
-        self._queue = end(self._queue, name)
+        self._queue.end(name)
         self._queued.discard(name)
         self._settle()
 
@@ -88,11 +86,11 @@ class Sweep:
         """Reports the end of an attempt: the job is done, or waits for its next attempt."""
         track = self.tracks[name]
         track.outcome = outcome
-        self._queue = end(self._queue, name)
+        self._queue.end(name)
         again = outcome.state in WORTH_ANOTHER_ATTEMPT and track.tries <= track.job.retries and not self.stopped
         if again:
             track.state = "waiting"
-            self._queue = add(self._queue, name, self._units(track.job))
+            self._queue.add(name, self._units(track.job))
         else:
             track.state = outcome.state
             if self._rules.fail_fast and outcome.state in WORTH_ANOTHER_ATTEMPT:
@@ -102,7 +100,7 @@ class Sweep:
     def stop(self, why: str) -> None:
         """Starts no more jobs, and cancels those that have not started."""
         self.stopped = self.stopped or why
-        self._queue = clear(self._queue)
+        self._queue.waiting.clear()
         for track in self.tracks.values():
             if track.state == "waiting":
                 track.state, track.why = "cancelled", why
@@ -110,8 +108,7 @@ class Sweep:
     def _adopt(self, track: Track) -> None:
         track.state, track.tries = "running", 1
         self._queued.add(track.job.name)
-        running = Running(track.job.name, self._units(track.job))
-        self._queue = replace(self._queue, running=(*self._queue.running, running))
+        self._queue.running.append(Running(track.job.name, self._units(track.job)))
 
     def _units(self, job: Job) -> int:
         return self._rules.units.get(job.name, job.gpus)
@@ -130,7 +127,7 @@ class Sweep:
                     track.state, track.why, changed = "skipped", f"needs {lost.job.name}, which {was(lost)}", True
                 elif all(need.state == "succeeded" or self._is_ahead(need) for need in needs):
                     self._queued.add(name)
-                    self._queue = add(self._queue, name, self._units(track.job))
+                    self._queue.add(name, self._units(track.job))
 
     def _is_ahead(self, need: Track) -> bool:
         """Whether the engine may wait for ``need``: the present attempt is its last."""
@@ -154,7 +151,7 @@ def cancelled(outcome: Outcome) -> Outcome:
 # latest, when the jobs that were running at that moment have ended.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Waiting:
     """A job whose needs are met. ``overtaken``: how often another job overtook it while it was the head."""
 
@@ -172,84 +169,59 @@ class Running:
     past: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Queue:
     """``capacity`` units (slots, GPUs), ``at_most`` jobs at a time."""
 
     capacity: int
     at_most: int
-    waiting: tuple[Waiting, ...] = ()
-    running: tuple[Running, ...] = ()
+    waiting: list[Waiting] = field(default_factory=list)
+    running: list[Running] = field(default_factory=list)
 
     @property
     def used(self) -> int:
         return sum(job.units for job in self.running)
 
+    def add(self, name: str, units: int) -> None:
+        """One more waiting job, at the end."""
+        self.waiting.append(Waiting(name, units))
 
-def add(queue: Queue, name: str, units: int) -> Queue:
-    """The queue with one more waiting job at its end."""
-    return replace(queue, waiting=(*queue.waiting, Waiting(name, units)))
+    def end(self, name: str) -> None:
+        """A running job has ended."""
+        self.running = [job for job in self.running if job.name != name]
 
-
-def end(queue: Queue, name: str) -> Queue:
-    """The queue without a running job."""
-    return replace(queue, running=tuple(job for job in queue.running if job.name != name))
-
-
-def clear(queue: Queue) -> Queue:
-    """The queue without waiting jobs: no more jobs start."""
-    return replace(queue, waiting=())
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A job that may start now, and the queue after its start."""
-
-    name: str
-    queue: Queue
-
-
-def next_start(queue: Queue, free: int | None = None) -> Start | None:
-    """The next job that fits. ``free``: the available units if others use some; None: all that our jobs leave."""
-    left = queue.capacity - queue.used if free is None else min(free, queue.capacity - queue.used)
-    choice = _next(queue, left)
-    return Start(choice[0].name, _moved(queue, *choice)) if choice is not None else None
-
-
-def _next(queue: Queue, free: int) -> tuple[Waiting, Waiting | None] | None:
-    """The next job to start, and the head that it overtakes."""
-    if len(queue.running) >= queue.at_most:
+    def next(self, free: int | None = None) -> str | None:
+        """The next job that fits. ``free``: the available units if others use some; None: all that our jobs leave."""
+        left = self.capacity - self.used if free is None else min(free, self.capacity - self.used)
+        if len(self.running) >= self.at_most:
+            return None
+        spare = left
+        for job in self.waiting:
+            if job.units <= min(left, spare):
+                return job.name
+            if job is self.waiting[0]:
+                spare = self._spare(job, left)
         return None
-    head: Waiting | None = None
-    for job in queue.waiting:
-        if job.units <= free and (head is None or job.units <= _spare(queue, head, free)):
-            return job, head
-        if head is None:
-            head = job
-    return None
 
+    def start(self, name: str) -> None:
+        """Starts a waiting job, which overtakes the head if it is another one."""
+        head = self.waiting[0]
+        job = next(job for job in self.waiting if job.name == name)
+        self.running.append(Running(name, job.units, head.name if job is not head and self._kept_for(head) else ""))
+        self.waiting.remove(job)
+        if job is not head:
+            head.overtaken += 1
 
-def _spare(queue: Queue, head: Waiting, free: int) -> int:
-    """The number of units for a job that overtakes ``head``.
+    def _spare(self, head: Waiting, free: int) -> int:
+        """The number of units for a job that overtakes ``head``.
 
-    While others use so many that the ends of our own jobs can't make room for the head, nothing is reserved for it.
-    """
-    ours = queue.used + free
-    if not _kept_for(queue, head) or head.units > ours:
-        return queue.capacity
-    late = sum(job.units for job in queue.running if job.past == head.name)
-    return ours - head.units - late
+        While others use so many that the ends of our own jobs can't make room for the head, nothing is reserved for it.
+        """
+        ours = self.used + free
+        if not self._kept_for(head) or head.units > ours:
+            return self.capacity
+        late = sum(job.units for job in self.running if job.past == head.name)
+        return ours - head.units - late
 
-
-def _kept_for(queue: Queue, head: Waiting) -> bool:
-    return head.overtaken >= queue.capacity
-
-
-def _moved(queue: Queue, job: Waiting, head: Waiting | None) -> Queue:
-    past = head.name if head is not None and _kept_for(queue, head) else ""
-    waiting = tuple(
-        replace(other, overtaken=other.overtaken + 1) if other is head else other
-        for other in queue.waiting
-        if other is not job
-    )
-    return replace(queue, waiting=waiting, running=(*queue.running, Running(job.name, job.units, past)))
+    def _kept_for(self, head: Waiting) -> bool:
+        return head.overtaken >= self.capacity

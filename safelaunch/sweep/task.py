@@ -318,7 +318,7 @@ class Task:
             from safelaunch.leases.store import store_of
 
             self._lease = ports.take(store_of(self._environ), wanted, ourselves(self._words.directory.name, "colaunch"))
-            numbers = [str(number) for number in self._lease.numbers]
+            numbers = [str(number) for number in self._lease.ports]
             values |= {port_token(index): number for index, number in enumerate(numbers[: self._words.ports])}
             values |= {RENDEZVOUS_PORT: numbers[-1]}
         return values

@@ -1,7 +1,8 @@
-"""Small things that are done to files everywhere: read a text, replace one whole, ask what is at an untrusted path."""
+"""What is done to files everywhere: read a text, replace one whole, lock one, ask what is at an untrusted path."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -23,6 +24,14 @@ def link_of(path: str | os.PathLike[str]) -> str:
         return ""
 
 
+def modified_ns(path: str | os.PathLike[str]) -> int:
+    """When a file was modified, in Unix nanoseconds; 0 if it is gone."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0
+
+
 def replace_file(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
     """Writes a file whole or not at all; others see the old one or the new one. Raises OSError.
 
@@ -34,6 +43,18 @@ def replace_file(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
     with open(os.open(beside, flags, mode), "wb") as file:
         file.write(content)
     beside.replace(path)
+
+
+def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Locks an open file or directory (flock), which lasts as long as anybody has it open; False if another has it.
+
+    Raises OSError where nothing can be locked.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 # --- paths that another user may have chosen --------------------------------------------------------------------------

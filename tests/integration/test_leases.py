@@ -16,8 +16,9 @@ import pytest
 import stub
 from crowd import PROGRAM, Crowd, may_be_two_users
 
-from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import Store
+from safelaunch.sweep.jobs import Job
+from safelaunch.sweep.pool import Gpus
 
 pytestmark = pytest.mark.torch
 AS_A_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -136,12 +137,12 @@ def test_a_killed_supervisor_frees_nothing_that_is_in_use(node: stub.Node, tmp_p
 
 def test_a_scheduler_hands_its_lease_over(node: stub.Node, tmp_path: Path) -> None:
     """As colaunch does: the safelaunch that runs the job holds it, asks the driver nothing, and frees it at its end."""
-    taken = NodeGpus({**os.environ, **node.environ}).take(2, "job-1")
+    taken = Gpus({**os.environ, **node.environ}).take(Job("job-1", (), "", gpus=2))
     assert taken is not None
     variables, descriptors = taken.lease.hand_over()
     node.write("hang nvmlInitWithFlags")
     own = ["exec", f"--bundle-dir={tmp_path}", "--", sys.executable, PROGRAM, tmp_path, "1"]
-    env = {**node.environ, **AS_A_RANK, **variables, "CUDA_VISIBLE_DEVICES": taken.visible}
+    env = {**node.environ, **AS_A_RANK, **variables, **taken.env}
     store = Store(os.fspath(node.lease_dir))
     with safelaunch(*own, env=env, pass_fds=descriptors) as process:
         taken.lease.forget()

@@ -237,7 +237,9 @@ def dump() -> Incident:
 def dumps() -> Incident:
     """A folder of Flight Recorder dumps, and nothing else."""
     evidence = hang(8).evidence
-    ranks = tuple(RankEvidence(one.rank, "", 0, flight_record=one.flight_record) for one in evidence.ranks)
+    ranks = tuple(
+        RankEvidence(rank=one.rank, host="", pid=0, flight_record=one.flight_record) for one in evidence.ranks
+    )
     return Incident(Evidence("hang", 8, ranks))
 
 

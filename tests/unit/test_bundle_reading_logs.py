@@ -94,10 +94,14 @@ DRESSES: dict[str, Callable[[list[str]], str]] = {
 }
 
 
-def verdict_of(text: str, folder: Path, *, encoding: str = "utf-8") -> Verdict:
+def log_of(text: str, folder: Path, *, encoding: str = "utf-8") -> Path:
     path = folder / "job.log"
     path.write_text(text, encoding=encoding)
-    return diagnose(read_logs([path]).evidence)
+    return path
+
+
+def verdict_of(text: str, folder: Path, *, encoding: str = "utf-8") -> Verdict:
+    return diagnose(read_logs([log_of(text, folder, encoding=encoding)]).evidence)
 
 
 def named(verdict: Verdict) -> tuple[str, list[int]]:
@@ -165,8 +169,7 @@ _STEPS = "".join(f"step {at} loss {at / 7}\n" for at in range(3))
 def test_a_message_of_several_lines_is_no_sign_that_the_script_goes_on(
     before: str, message: str, after: str, culprits: list[int], tmp_path: Path
 ) -> None:
-    path = tmp_path / "job.log"
-    path.write_text(before + HEAD.replace("ValueError: bad\n", message) + after)
+    path = log_of(before + HEAD.replace("ValueError: bad\n", message) + after, tmp_path)
     assert [one.rank for one in diagnose(locate.read(path).evidence).culprits] == culprits
 
 
@@ -200,8 +203,7 @@ _LAUNCHED = (
          "goes on", "empty line", "of spawn", "ignored", "captured"],
 )  # fmt: skip
 def test_what_people_cut_out_of_a_log(text: str, culprits: list[int], line: int | None, tmp_path: Path) -> None:
-    path = tmp_path / "job.log"
-    path.write_text(text)
+    path = log_of(text, tmp_path)
     named = diagnose(locate.read(path).evidence).culprits
     assert [one.rank for one in named] == culprits
     assert all((one.frame.line if one.frame else None) == line for one in named)
@@ -238,8 +240,7 @@ def test_a_damaged_packed_file(name: str, at: int, tmp_path: Path) -> None:
     ids=["empty", "healthy", "chatty", "caught", "time limit"],
 )  # fmt: skip
 def test_nobody_is_blamed(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "job.log"
-    path.write_text(text)
+    path = log_of(text, tmp_path)
     code = main([str(path)])
     shown = capfd.readouterr()
     assert not shown.out
@@ -257,8 +258,7 @@ def test_a_launcher_that_kills_its_processes(tmp_path: Path, capfd: pytest.Captu
 
 @pytest.mark.parametrize(("known", "said"), [("", "2 of at least 8 ranks"), ("world_size=8\n", "2 of 8 ranks")])
 def test_how_many_ranks_there_were(known: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "job.log"
-    path.write_text(known + "\n".join(summary({7: 1, 6: 1})))
+    path = log_of(known + "\n".join(summary({7: 1, 6: 1})), tmp_path)
     assert main([str(path)]) == 0
     assert said in capfd.readouterr().err
 
@@ -273,9 +273,7 @@ def test_what_ended_before_a_restart_did_not_end_the_job(tmp_path: Path) -> None
 def test_a_large_log_is_read_in_pieces(tmp_path: Path) -> None:
     filler = "".join(f"step {at} loss {at / 7:.6f}\n" for at in range(60_000))
     assert len(filler) > CHUNK_BYTES
-    path = tmp_path / "job.log"
-    path.write_text(filler + (DATA / "raise.log").read_text() + filler[:5000])
-    found = read_logs([path])
+    found = read_logs([log_of(filler + (DATA / "raise.log").read_text() + filler[:5000], tmp_path)])
     assert found.files["ranks/1/exception.json"] == "job.log:60011"
     assert named(diagnose(found.evidence)) == ("rank-exception", [1])
 
@@ -382,9 +380,7 @@ def test_deepspeed_does_not_say_which_process_ended(tmp_path: Path) -> None:
         "[2026-11-25 10:00:08,123] [ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'ds.py', '--local_rank=3']"
         " exits with return code = -9\n"
     )
-    path = tmp_path / "job.log"
-    path.write_text(ended)
-    found = read_logs([path])
+    found = read_logs([log_of(ended, tmp_path)])
     assert (found.evidence.ranks, "was killed by SIGKILL" in found.remarks[0]) == ((), True)
     error = 'Traceback (most recent call last):\n  File "/home/me/ds.py", line 12, in <module>\nValueError: nan\n'
     verdict = verdict_of(error + ended, tmp_path)
@@ -593,8 +589,7 @@ Extension modules: numpy, torch._C (total: 20)
 
 @pytest.mark.parametrize(("prefix", "rank", "sure"), [("[rank3]: ", 3, True), ("", 0, False)])
 def test_a_log_that_ends_with_what_faulthandler_prints(tmp_path: Path, prefix: str, rank: int, sure: bool) -> None:
-    path = tmp_path / "job.log"
-    path.write_text("".join(prefix + line for line in CRASH.splitlines(keepends=True)))
+    path = log_of("".join(prefix + line for line in CRASH.splitlines(keepends=True)), tmp_path)
     verdict = diagnose(read_logs([path]).evidence)
     culprit = verdict.culprits[0]
     assert (verdict.cause, culprit.rank, culprit.frame.line) == ("rank-killed", rank, 12)
@@ -604,8 +599,7 @@ def test_a_log_that_ends_with_what_faulthandler_prints(tmp_path: Path, prefix: s
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_who_goes_on_after_a_crash_was_not_the_one_that_crashed(tmp_path: Path, goes_on: bool) -> None:
-    path = tmp_path / "job.log"
-    path.write_text("world_size: 2\n" + CRASH + "epoch 4\nepoch 5\n" * goes_on)
+    path = log_of("world_size: 2\n" + CRASH + "epoch 4\nepoch 5\n" * goes_on, tmp_path)
     assert bool(read_logs([path]).evidence.ranks) != goes_on
 
 
@@ -820,9 +814,7 @@ def test_a_job_that_somebody_has_ended(number: str, told: str, tmp_path: Path) -
 def test_a_task_of_slurm_that_is_a_launcher_is_no_rank(tmp_path: Path) -> None:
     ended = ["srun: error: n3: task 1: Exited with exit code 1", "srun: error: n2: task 0: Terminated"]
     lines = [*of_node(0, "[rank{rank}]: ", 5), *of_node(4, "[rank{rank}]: ", 5), *ended]
-    path = tmp_path / "job.log"
-    path.write_text("\n".join(lines))
-    found = read_logs([path])
+    found = read_logs([log_of("\n".join(lines), tmp_path)])
     assert named(diagnose(found.evidence)) == ("rank-exception", [5])
     assert {one.rank for one in found.evidence.ranks if one.exit is not None} == {0, 5}
     assert "task 1: Exited" in found.remarks[0]
@@ -938,8 +930,7 @@ def test_a_worker_that_ray_has_lost(before: list[str], how: str, cause: str, sai
 def test_what_nccl_calls_invalid_is_a_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     error = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:268\nncclInvalidUsage: invalid usage"
     told = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 4000"
-    path = tmp_path / "job.log"
-    path.write_text("\n".join([*lost(error), "Last error:", told]))
+    path = log_of("\n".join([*lost(error), "Last error:", told]), tmp_path)
     assert main([str(path)]) == 0 and told[:40] in capfd.readouterr().out
 
 
@@ -972,8 +963,7 @@ LEFT = "slurmstepd: error: *** STEP 4.0 ON n3 CANCELLED AT 2026-05-05T10:00:00 D
 def test_no_rank_is_named(
     lines: list[str], said: str, code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "job.log"
-    path.write_text("\n".join(lines))
+    path = log_of("\n".join(lines), tmp_path)
     assert main([str(path)]) == code
     shown = capfd.readouterr()
     assert not shown.out

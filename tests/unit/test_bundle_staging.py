@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from waiting import until
 
 from safelaunch.bundle import copier
 from safelaunch.bundle.onbundle import Notifier, variables, variables_of_look
@@ -30,13 +31,17 @@ AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 AS_USER = pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
 
 
-def staged(root: Path) -> Path:
+def begun(root: Path) -> Staging:
     """A small bundle as an incident leaves it."""
     staging = Staging(root)
     staging.add_json(Artifact("verdict.json", "safelaunch", 0.0), {"outcome": "hang"})
     staging.add(Artifact("ranks/0/stack.txt", "py-spy dump", 0.1), "Thread 1\n")
     staging.finish({})
-    return root
+    return staging
+
+
+def staged(root: Path) -> Path:
+    return begun(root).root
 
 
 def published(directory: Path, name: str = NAME, keeping: Keeping | None = None) -> Published:
@@ -119,12 +124,7 @@ def test_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
 
 def test_many_at_once_get_a_name_each(tmp_path: Path) -> None:
     directory = tmp_path / "bundles"
-    helper = [
-        sys.executable,
-        "-I",
-        "-S",
-        str(Path(sys.modules["safelaunch.bundle"].__file__ or "").parent / "copier.py"),
-    ]
+    helper = [sys.executable, "-I", "-S", copier.__file__]
     sources = [staged(tmp_path / f"staged-{n}") for n in range(8)]
     running = [
         subprocess.Popen([*helper, str(source), str(directory), NAME, "0", "0"], stdout=subprocess.PIPE)
@@ -282,21 +282,6 @@ def mounted(directory: Path, options: str) -> Iterator[None]:
         subprocess.run(["umount", directory], check=True)
 
 
-@pytest.mark.parametrize("kind", ["file", "below a file", "dangling link"])
-def test_a_directory_that_cannot_be(kind: str, tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("mine")
-    if kind == "dangling link":
-        file = tmp_path / "link"
-        file.symlink_to(tmp_path / "gone" / "away")
-    directory = file / "bundles" if kind == "below a file" else file
-    result = publish(staged(tmp_path / "s"), directory, NAME, tmp_path / "fallback", deadline_s=30.0)
-    assert result.path == tmp_path / "fallback" / NAME
-    assert str(file) in result.problem
-    assert (result.path / "ranks/0/stack.txt").is_file()
-    assert modes(result.path) == PRIVATE
-
-
 def test_neither_directory_nor_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("bundles", "fallback"):
         (tmp_path / name).write_text("a file")
@@ -331,11 +316,10 @@ def test_a_copy_that_is_killed_leaves_nothing_beside(tmp_path: Path, monkeypatch
 
 def test_a_copy_whose_parent_was_killed_publishes_nothing(tmp_path: Path) -> None:
     """What it copies goes away with its parent's run directory, perhaps half of it before the copy has come to it."""
-    helper = str(Path(sys.modules["safelaunch.bundle"].__file__ or "").parent / "copier.py")
     source, directory = staged(tmp_path / "staged"), tmp_path / "bundles"
     (source / "large.bin").write_bytes(bytes(64 << 20))  # there is time to stop the copy
     done = subprocess.run(
-        [sys.executable, "-c", STOPS_THE_COPY, helper, str(source), str(directory), NAME, "0", "0"],
+        [sys.executable, "-c", STOPS_THE_COPY, copier.__file__, str(source), str(directory), NAME, "0", "0"],
         check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     assert [name for name in names(directory) if not name.startswith(".")] == []
@@ -345,12 +329,11 @@ def test_a_copy_whose_parent_was_killed_publishes_nothing(tmp_path: Path) -> Non
 
 def test_half_of_a_copy_is_never_published(tmp_path: Path) -> None:
     """Somebody empties the bundle directory while a bundle is being written: what comes after is not all of it."""
-    helper = str(Path(sys.modules["safelaunch.bundle"].__file__ or "").parent / "copier.py")
     source, directory = staged(tmp_path / "staged"), tmp_path / "bundles"
     (source / "large.bin").write_bytes(bytes(64 << 20))
     for _ in range(5):  # on a busy machine, the copy may be done before it can be stopped
         done = subprocess.run(
-            [sys.executable, "-c", EMPTIES_IT, helper, str(source), str(directory), NAME, "0", "0"],
+            [sys.executable, "-c", EMPTIES_IT, copier.__file__, str(source), str(directory), NAME, "0", "0"],
             check=True, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         if done.stdout != "too late\n":
@@ -398,13 +381,6 @@ while copy.poll() is None and not (os.path.isdir(sys.argv[3]) and os.listdir(sys
 copy.send_signal(signal.SIGSTOP)
 print(copy.pid)
 """
-
-
-def until(condition: Callable[[], bool], patience_s: float = 90.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_what_comes_after_the_bundle_cannot_lose_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -653,10 +629,7 @@ def tell(command: str, bundle: Path, *, deadline_s: float = 60.0) -> list[str]:
     said: list[str] = []
     notifier = Notifier(command, deadline_s=deadline_s, tell_user=said.append)
     notifier.tell(VERDICT, bundle, "train")
-    until = time.monotonic() + 120
-    while notifier.busy:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: not notifier.busy)
     return said
 
 
@@ -709,10 +682,7 @@ def test_a_command_that_does_not_end_is_killed_with_all_that_it_started(tmp_path
             break
     assert said == [f"--on-bundle did not end within {deadline_s:g} s and was killed: waiting"]
     killed = [int(pid) for pid in pids.read_text().split()]
-    until = time.monotonic() + 60
-    while any(map(runs, killed)) and time.monotonic() < until:  # a process on a busy machine takes time to die
-        time.sleep(0.05)
-    assert [pid for pid in killed if runs(pid)] == []
+    until(lambda: not any(map(runs, killed)))  # a process on a busy machine takes time to die
 
 
 def runs(pid: int) -> bool:
@@ -729,10 +699,7 @@ def test_the_command_of_an_early_look(tmp_path: Path) -> None:
         f"env | grep ^SAFELAUNCH_ | sort > '{tmp_path}/env'; exit 3", option="--on-suspect", tell_user=said.append
     )
     notifier.start(variables_of_look(look, "train"))
-    until = time.monotonic() + 120
-    while notifier.busy:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: not notifier.busy)
     assert said == ["--on-suspect failed with exit code 3"]
     assert (tmp_path / "env").read_text().splitlines() == [
         "SAFELAUNCH_CAUSE=stuck-in-user-code",
@@ -789,7 +756,8 @@ def test_what_is_in_the_way_of_the_bundle_directory_is_named_with_the_next_step(
     assert f"{tmp_path}/b {says}" in check_directory(tmp_path / "b" / below)
     published = publish(staged(tmp_path / "s"), tmp_path / "b" / below, NAME, tmp_path / "fallback", deadline_s=20.0)
     assert f"{tmp_path}/b {says}" in published.problem and "File exists" not in published.problem
-    assert published.path.parent == tmp_path / "fallback"
+    assert published.path == tmp_path / "fallback" / NAME
+    assert (published.path / "ranks/0/stack.txt").is_file() and modes(published.path) == PRIVATE
 
 
 def test_what_comes_after_the_manifest_was_made_is_dropped(tmp_path: Path) -> None:

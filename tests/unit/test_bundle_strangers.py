@@ -7,16 +7,16 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import strangers
+from test_bundle_staging import NAME, begun, mounted, published, staged
 
 from safelaunch.bundle import copier
-from safelaunch.bundle.staging import Keeping, Published, Staging, check_directory, publish
+from safelaunch.bundle.staging import Published, check_directory, publish
 from safelaunch.cli.run import check
 from safelaunch.model import Artifact
 from safelaunch.settings.options import Settings
@@ -24,7 +24,6 @@ from safelaunch.system.errors import UsageError
 
 ROOT = pytest.mark.skipif(os.getuid() != 0, reason="takes root to be several users")
 STRANGER = 65534
-NAME = "train-20260101T000000Z-hang"
 
 
 @pytest.fixture
@@ -32,20 +31,6 @@ def tmp_path() -> Iterator[Path]:
     """Where a stranger can go as well."""
     with strangers.open_place() as place:
         yield place
-
-
-def staged(root: Path) -> Staging:
-    staging = Staging(root)
-    staging.add_json(Artifact("verdict.json", "safelaunch", 0.0), {"outcome": "hang"})
-    staging.add(Artifact("ranks/0/stack.txt", "py-spy dump", 0.1), "Thread 1\n")
-    staging.finish({})
-    return staging
-
-
-def published(directory: Path, keeping: Keeping | None = None) -> Published:
-    source = directory.parent / f"staged-{time.monotonic_ns()}"
-    staged(source)
-    return publish(source, directory, NAME, directory.parent / "fallback", keeping, deadline_s=30.0)
 
 
 def place(directory: Path, mode: int, uid: int = -1, gid: int = -1) -> Path:
@@ -191,7 +176,7 @@ def test_a_bundle_that_was_put_in_its_place_is_not_removed(tmp_path: Path, monke
 
 
 def test_a_staging_directory_that_is_removed_while_it_is_filled(tmp_path: Path) -> None:
-    staging = staged(tmp_path / "deep" / "staged")
+    staging = begun(tmp_path / "deep" / "staged")
     shutil.rmtree(tmp_path / "deep")
     staging.add(Artifact("ranks/1/stack.txt", "py-spy dump", 0.1), "Thread 2\n")
     listed = {artifact.path: artifact for artifact in staging.settle()}
@@ -204,7 +189,7 @@ def test_a_staging_directory_that_is_removed_while_it_is_filled(tmp_path: Path) 
 
 
 def test_a_staging_directory_that_is_gone_is_not_named(tmp_path: Path) -> None:
-    staging = staged(tmp_path / "staged")
+    staging = begun(tmp_path / "staged")
     shutil.rmtree(staging.root)
     result = publish(staging.root, tmp_path / "bundles", NAME, tmp_path / "fallback", deadline_s=30.0)
     assert result.lost and result.shown == "lost" and "removed" in result.problem
@@ -212,7 +197,7 @@ def test_a_staging_directory_that_is_gone_is_not_named(tmp_path: Path) -> None:
 
 
 def test_what_is_written_once_more_stands_once_in_the_manifest(tmp_path: Path) -> None:
-    staging = staged(tmp_path / "staged")
+    staging = begun(tmp_path / "staged")
     shutil.rmtree(staging.root)
     staging.settle()
     staging.add_json(Artifact("verdict.json", "safelaunch", 0.0), {"outcome": "hang"})
@@ -223,23 +208,16 @@ def test_what_is_written_once_more_stands_once_in_the_manifest(tmp_path: Path) -
 @ROOT
 def test_no_room_anywhere_is_one_clean_line(tmp_path: Path) -> None:
     """Neither where the bundle was wanted nor where it is kept then, each a disk of its own."""
-    staging = staged(tmp_path / "staged")
+    staging = begun(tmp_path / "staged")
     (staging.root / "ranks/0/large.bin").write_bytes(os.urandom(2_000_000))
     (staging.root / "ranks/0/larger.bin").write_bytes(os.urandom(2_000_000))
     disks = [tmp_path / "bundles", tmp_path / "fallback", tmp_path / "tmp"]
-    for disk in disks:
-        disk.mkdir()
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True)
-        if done.returncode:
-            pytest.skip("no tmpfs can be mounted here")
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tempfile.tempdir", os.fspath(disks[2]))
-            result = publish(staging.root, disks[0], NAME, disks[1], deadline_s=30.0)
-        left = [list(disk.rglob("*.bin")) for disk in disks]
-    finally:
+    with ExitStack() as mounts, pytest.MonkeyPatch.context() as patch:
         for disk in disks:
-            subprocess.run(["umount", disk], check=False)
+            mounts.enter_context(mounted(disk, "size=1m"))
+        patch.setattr("tempfile.tempdir", os.fspath(disks[2]))
+        result = publish(staging.root, disks[0], NAME, disks[1], deadline_s=30.0)
+        left = [list(disk.rglob("*.bin")) for disk in disks]
     assert result.path == staging.root and not result.lost
     assert left == [[], [], []]
     assert result.problem.count("No space left on device") == 3

@@ -44,7 +44,7 @@ def with_value(tree: Any, path: tuple[Any, ...], value: object) -> Any:
 
 def judged(record: FlightRecord) -> None:
     """A verdict over it can be reached, and written."""
-    ranks = tuple(RankEvidence(rank, host="", pid=0, flight_record=record) for rank in range(2))
+    ranks = tuple(RankEvidence(rank=rank, host="", pid=0, flight_record=record) for rank in range(2))
     msgspec.json.encode(diagnose(Evidence("hang", 2, ranks)))
 
 

@@ -593,7 +593,7 @@ def test_a_window_that_begins_within_a_block_compares_nothing_of_it(window: int)
     one.block([Op("all_reduce"), Op("all_reduce", (8,)), Op("broadcast")])
     one.batch([Op("send", peer=1), Op("send", peer=2)]).collective()
     record = parse_pickle(write_one(one, window))
-    alignment = Alignment([RankEvidence(0, "", 0, flight_record=record)], 4)
+    alignment = Alignment([RankEvidence(rank=0, host="", pid=0, flight_record=record)], 4)
     entries = [alignment.entry(0, "0", number) for number in range(5)]
     found = {entry.seq: entry.op for entry in entries if entry is not None}
     block = {2: "nccl:coalesced 2 x all_reduce, broadcast"} if window > 7 else {}
@@ -665,7 +665,7 @@ def test_a_device_of_nccl2_that_nobody_saw_starting_accuses_nobody(tmp_path: Pat
 def test_sends_of_nccl2_that_nobody_saw_ending_are_over_with_what_follows() -> None:
     one = Hooked(0, WORLD).batch([Op("send", peer=1), Op("recv", peer=1)]).collective().send(2, "scheduled")
     record = parse_pickle(write_one(one))
-    alignment = Alignment([RankEvidence(0, "", 0, flight_record=record)], 4)
+    alignment = Alignment([RankEvidence(rank=0, host="", pid=0, flight_record=record)], 4)
     assert [entry.op for entry in alignment.pending(0)] == ["nccl2:send 0->2"]
 
 
@@ -677,7 +677,9 @@ def test_what_was_retired_as_it_was_made_is_over_when_all_are_past_it() -> None:
         one = Hooked(rank, world, "relay", early=True)
         for _ in range(calls.get(rank, 0)):
             one.collective().collective(group="1")
-        ranks.append(RankEvidence(rank, "", 0, flight_record=parse_pickle(write_one(one.send(1).recv(1)))))
+        ranks.append(
+            RankEvidence(rank=rank, host="", pid=0, flight_record=parse_pickle(write_one(one.send(1).recv(1))))
+        )
     alignment = Alignment(ranks, 5)
     found = {
         rank: [(e.group, e.seq) for e in alignment.records[rank].entries if not e.completed and not e.is_p2p]

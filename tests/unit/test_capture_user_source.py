@@ -111,7 +111,7 @@ def test_what_a_verdict_has_read_is_kept_without_secrets(tmp_path: Path) -> None
     script.write_text(MODULE)
     frames = (Frame(str(script), 12, "other"),)
     raised = RankException("ValueError", "", 0.0, frames)
-    evidence = Evidence("crash", 1, (RankEvidence(0, "here", 1, exception=raised),))
+    evidence = Evidence("crash", 1, (RankEvidence(rank=0, host="here", pid=1, exception=raised),))
     source = user_source.Excerpts(evidence, Redactor())
     assert source.text(str(tmp_path / "gone.py")) is None
     text = source.text(str(script))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from safelaunch.job import controlgroup, process
 from safelaunch.job.controlgroup import ControlGroup, locate
@@ -47,13 +48,6 @@ def supervise(tmp_path: Path, shell: str, *, before: str = "", after: str = "") 
     source = textwrap.dedent(SUPERVISOR).format(root=os.fspath(root), argv=argv, before=before, after=after)
     command = [sys.executable, "-c", source]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
-
-
-def until(condition: Callable[[], object], patience_s: float = 90.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # --- the job's end ----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from safelaunch.job import process
 from safelaunch.job.process import ProcessId, descendants, end_all, identify
@@ -43,6 +44,12 @@ def run() -> Iterator[Run]:
 SLEEP = "import time; time.sleep(1000)"
 
 
+def python(source: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program to its end."""
+    command = [sys.executable, "-c", textwrap.dedent(source)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
 def who(child: subprocess.Popen[str]) -> ProcessId:
     found = identify(child.pid)
     assert found is not None
@@ -53,13 +60,6 @@ def line(child: subprocess.Popen[str]) -> list[int]:
     """The pids that a program printed when it was ready."""
     assert child.stdout is not None
     return [int(word) for word in child.stdout.readline().split()]
-
-
-def until(condition: Callable[[], bool], patience_s: float = 90.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # --- identity ---------------------------------------------------------------------------------------------------------
@@ -76,8 +76,7 @@ def test_a_job_under_nohup_does_not_hear_of_its_terminal(ignored: str, hears: bo
         os.kill(os.getpid(), signal.SIGHUP)
         print(signal.SIGHUP in signal.sigpending())
     """
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout == f"{hears}\n"
+    assert python(code).stdout == f"{hears}\n"
 
 
 def test_ourselves() -> None:
@@ -338,7 +337,7 @@ def test_a_job_starts_in_its_own_session_with_default_signals_and_the_mask_befor
         _, status = os.waitpid(process.start(argv, {{"ONLY": "this"}}, mask), 0)
         sys.exit(process.end_as(status))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60)
+    done = python(source)
     assert (done.returncode, done.stderr) == (0, "")
     masks = {name: int(done.stdout.split(f"{name}:\t")[1][:16], 16) for name in ("SigBlk", "SigIgn")}
     # 32 and 33 are the C library's own; pthread_cancel sets them up by itself.
@@ -359,7 +358,7 @@ def test_an_interrupt_before_the_job_is_itself_is_not_lost() -> None:
         pid = process.start([{shutil.which("sleep")!r}, "60"], {{}}, mask, interrupt)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=50)
+    done = python(source)
     assert (int(done.stdout), done.stderr) == (-signal.SIGINT, "")
 
 
@@ -373,7 +372,7 @@ def test_a_job_does_not_start_when_we_are_killed_before_anybody_knows_of_it(tmp_
             os.kill(os.getpid(), signal.SIGKILL)
         process.start([{shutil.which("touch")!r}, {str(started)!r}], {{}}, [], tell)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60)
+    done = python(source)
     assert done.returncode == -signal.SIGKILL
     member = ProcessId(*map(int, done.stdout.split()))
     until(lambda: not member.is_alive())
@@ -388,7 +387,7 @@ def test_a_job_that_cannot_be_started_says_why() -> None:
         except OSError as error:
             print(type(error).__name__, error.strerror)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60)
+    done = python(source)
     assert (done.stdout, done.stderr) == ("FileNotFoundError No such file or directory\n", "")
 
 
@@ -410,7 +409,7 @@ def test_reap(run: Run) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSEGV, signal.SIGABRT])
 def test_ending_as_the_job_did(signum: signal.Signals) -> None:
     source = f"from safelaunch.job.process import end_as; raise SystemExit(end_as({int(signum)}))"
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    done = python(source)
     assert (done.returncode, done.stderr) == (-signum, "")
 
 
@@ -433,5 +432,5 @@ def test_the_subreaper_adopts_orphans() -> None:
         os.waitpid(orphan, 0)
         print("adopted")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60)
+    done = python(source)
     assert (done.stdout, done.stderr) == ("adopted\n", "")

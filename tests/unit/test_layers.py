@@ -63,7 +63,7 @@ PARTS = (
 # Takes values and returns values: no clock, no process, no file, no environment.
 PURE = {"model.*", "verdict.*", "report.*", "reproduce.*", "supervise.watch.*", "job.argv", "leases.choose"}
 PURE |= {f"supervise.cluster.{name}" for name in ("where", "messages", "evidence", "election")}
-PURE |= {f"sweep.{name}" for name in ("jobs", "grid", "expand", "sweep", "engine")}
+PURE |= {f"sweep.{name}" for name in ("jobs", "spec", "sweep", "engine")}
 PURE |= {"cli.doctor_rules"}
 READS_THE_CLOCK = {"report.page", "report.recording", "report.report"}
 IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil"}

@@ -16,8 +16,8 @@ import pytest
 import stub
 
 from safelaunch.cli import gpus
-from safelaunch.leases.choose import Gpu, GpuProcess, Inventory, pool_of, wish_of
-from safelaunch.leases.gpus import Claim, NodeGpus, Patience, Survey, Taken, Terms
+from safelaunch.leases.choose import Gpu, GpuProcess, Inventory, Wish, pool_of, wish_of
+from safelaunch.leases.gpus import Claim, Patience, Survey, Taken
 from safelaunch.leases.gpus import take as take_claimed
 from safelaunch.leases.holder import Holder, User, look, ourselves
 from safelaunch.leases.inventory import has_driver, inventory
@@ -49,18 +49,22 @@ class Clock:
         return Patience(True, timeout_s, say, lambda: self.now, self.sleep)
 
 
-def terms(request: str | None, environ: dict[str, str] | None = None, found: Inventory = FOUR) -> Terms:
-    wish = wish_of(request, 1, pool_of(environ or {}, found.gpus), found)
-    assert wish is not None
-    return Terms(wish, ourselves("", f"train.py {request}"))
+def wish(request: str | None, environ: dict[str, str] | None = None, found: Inventory = FOUR) -> Wish:
+    found_wish = wish_of(request, 1, pool_of(environ or {}, found.gpus), found)
+    assert found_wish is not None
+    return found_wish
 
 
-def take(store: Store, wanted: Terms, survey: Survey, patience: Patience) -> Taken:
-    return take_claimed(Claim(store, wanted, survey), patience)
+def claim(store: Store, wanted: Wish, survey: Survey) -> Claim:
+    return Claim(store, wanted, ourselves("", f"train.py {wanted.count}"), survey)
 
 
-def would_take(store: Store, wanted: Terms, survey: Survey) -> tuple[Gpu, ...] | None:
-    return Claim(store, wanted, survey).foresee()
+def take(store: Store, wanted: Wish, survey: Survey, patience: Patience) -> Taken:
+    return take_claimed(claim(store, wanted, survey), patience)
+
+
+def would_take(store: Store, wanted: Wish, survey: Survey) -> tuple[Gpu, ...] | None:
+    return claim(store, wanted, survey).foresee()
 
 
 def still(found: Inventory) -> Survey:
@@ -119,7 +123,7 @@ def test_a_gpu_in_trouble_is_not_free(node: stub.Node) -> None:
     found = see(node)
     assert found.gpus[1].error == "GPU is lost"
     assert found.gpus[0].memory_used_bytes == (604 << 20), "without version 2 of the question it is in there"
-    assert would_take(Store("/nonexistent/leases"), terms("2", found=found), still(found)) is None
+    assert would_take(Store("/nonexistent/leases"), wish("2", found=found), still(found)) is None
 
 
 def test_where_there_is_no_driver_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,37 +137,37 @@ def test_where_there_is_no_driver_nothing_is_asked(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_first_free_ones_are_taken(store: Store) -> None:
-    first = take(store, terms("2"), still(FOUR), Patience())
+    first = take(store, wish("2"), still(FOUR), Patience())
     assert first.visible == "GPU-0,GPU-1"
-    assert would_take(store, terms("2"), still(FOUR)) == (FOUR.gpus[2], FOUR.gpus[3])
-    second = take(store, terms("2"), still(FOUR), Patience())
+    assert would_take(store, wish("2"), still(FOUR)) == (FOUR.gpus[2], FOUR.gpus[3])
+    second = take(store, wish("2"), still(FOUR), Patience())
     assert second.visible == "GPU-2,GPU-3"
     with pytest.raises(ResourceError) as refused:
-        take(store, terms("1"), still(FOUR), Patience())
+        take(store, wish("1"), still(FOUR), Patience())
     assert f"GPU 0    leased by pid {os.getpid()} (" in str(refused.value)
     assert ": train.py 2" in str(refused.value) and "--wait" in str(refused.value)
     first.lease.release()
-    third = take(store, terms("1"), still(FOUR), Patience())
+    third = take(store, wish("1"), still(FOUR), Patience())
     second.lease.release(), third.lease.release()
 
 
 def test_what_is_used_without_a_lease_is_not_taken_unless_the_user_named_it(store: Store) -> None:
     busy = replace(FOUR, gpus=(replace(FOUR.gpus[0], processes=(GpuProcess(os.getpid()),)), *FOUR.gpus[1:]))
-    taken = take(store, terms("1"), still(busy), Patience())
+    taken = take(store, wish("1"), still(busy), Patience())
     assert taken.visible == "GPU-1"
     with pytest.raises(ResourceError) as refused:
-        take(store, terms("0,"), still(busy), Patience())
+        take(store, wish("0,"), still(busy), Patience())
     assert f"used without a lease by pid {os.getpid()}" in str(refused.value)
     assert f"pid {os.getpid()} ({Holder(uid=os.getuid()).user}) since" in str(refused.value)
-    named = take(store, terms(None, {"CUDA_VISIBLE_DEVICES": "0"}), still(busy), Patience())
+    named = take(store, wish(None, {"CUDA_VISIBLE_DEVICES": "0"}), still(busy), Patience())
     assert named.visible == "GPU-0" and "used without a lease" in named.notes[0]
     taken.lease.release(), named.lease.release()
 
 
 def test_waiting_until_a_lease_is_released(store: Store) -> None:
-    taken = take(store, terms("all"), still(FOUR), Patience())
+    taken = take(store, wish("all"), still(FOUR), Patience())
     clock, said = Clock(at2=taken.lease.release), list[str]()
-    waited = take(store, terms("3"), still(FOUR), clock.patience(said=said))
+    waited = take(store, wish("3"), still(FOUR), clock.patience(said=said))
     assert waited.visible == "GPU-0,GPU-1,GPU-2" and 2 <= clock.now < 2.5
     assert said[0].startswith("waiting for 3 of 4 GPUs (--gpus 3)") and "leased by pid" in said[0]
     assert store.waiting() == []
@@ -181,83 +185,36 @@ def test_waiting_until_a_use_without_a_lease_is_over(store: Store) -> None:
         return now[0]
 
     survey = Survey(busy, query, lambda: clock.now)
-    waited = take(store, terms("4"), survey, clock.patience())
+    waited = take(store, wish("4"), survey, clock.patience())
     assert 7 <= clock.now < 10
     assert all(later - earlier >= 2 for earlier, later in pairwise(asked)), "not at every turn"
     waited.lease.release()
 
 
 def test_waiting_ends(store: Store) -> None:
-    taken = take(store, terms("all"), still(FOUR), Patience())
+    taken = take(store, wish("all"), still(FOUR), Patience())
     with pytest.raises(ResourceError, match="Wait longer"):
-        take(store, terms("1"), still(FOUR), Clock().patience(timeout_s=5))
+        take(store, wish("1"), still(FOUR), Clock().patience(timeout_s=5))
 
     def interrupt() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(InterruptedWait):
-        take(store, terms("1"), still(FOUR), Clock(at1=interrupt).patience())
+        take(store, wish("1"), still(FOUR), Clock(at1=interrupt).patience())
     assert store.waiting() == [] and not list(Path(store.directory).glob("ticket.*"))
     taken.lease.release()
 
 
 def test_a_large_job_is_not_starved(store: Store) -> None:
     """Two GPUs are free, one who waits wants four, and who comes later and wants one waits for him."""
-    half = take(store, terms("2"), still(FOUR), Patience())
+    half = take(store, wish("2"), still(FOUR), Patience())
     large = store.queue([gpu.uuid for gpu in FOUR.gpus], 3, ourselves("", "large.py"))
     with pytest.raises(ResourceError, match=r"ahead of this job in the queue: .*large.py"):
-        take(store, terms("1"), still(FOUR), Patience())
+        take(store, wish("1"), still(FOUR), Patience())
     clock = Clock(at3=lambda: store.leave(large))
-    small = take(store, terms("1"), still(FOUR), clock.patience())
+    small = take(store, wish("1"), still(FOUR), clock.patience())
     assert clock.now >= 3
     half.lease.release(), small.lease.release()
-
-
-# --- a scheduler ------------------------------------------------------------------------------------------------------
-
-
-def test_a_scheduler_with_many_jobs(node: stub.Node, store: Store) -> None:
-    node.write(used=[5])
-    gpus_here = NodeGpus({**os.environ, **node.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7"})
-    assert [gpu.label for gpu in gpus_here.pool.gpus] == ["4", "5", "6", "7"] and not gpus_here.missing
-    assert gpus_here.free() == 3
-    taken = gpus_here.take(2, "job-1")
-    assert taken is not None and [gpu.label for gpu in taken.gpus] == ["4", "6"]
-    assert gpus_here.free() == 1 and gpus_here.take(2, "job-2") is None
-    assert gpus_here.queue(2, "job-2", []) == (
-        "  GPU 5    used without a lease by an invisible process (10240 MiB in use)"
-    ), "what others have, not what its own jobs have"
-    held = Store(os.fspath(node.lease_dir))
-    assert [one.name for one in held.waiting()] == ["job-2"]
-    assert gpus_here.queue(1, "job-3", []) and len(held.waiting()) == 1, "one place for all of its jobs"
-    other = NodeGpus({**os.environ, **node.environ})
-    assert (other.free(), other.take(1, "of somebody else")) == (0, None)
-    assert gpus_here.free() == 1
-    small = gpus_here.take(1, "job-3")
-    assert small is not None and held.waiting() == [] and other.free() == 4
-    assert {one.name for one in held.look([stub.uuid(4)]).values()} == {"job-1"}
-    gpus_here.queue(2, "job-2", [])
-    gpus_here.leave()
-    assert held.waiting() == []
-    taken.lease.release(), small.lease.release()
-
-
-def test_a_scheduler_does_not_wait_for_the_driver(node: stub.Node) -> None:
-    """It is asked again when a job has ended; until it has answered nobody knows what is free."""
-    node.write(used=[0], gpus=2)
-    gpus_here = NodeGpus({**os.environ, **node.environ})
-    assert gpus_here.free() == 1
-    node.write(gpus=2)
-    gpus_here.freed()
-    assert (gpus_here.free(), gpus_here.take(1, "job")) == (None, None)
-    deadline = time.monotonic() + 60
-    while (free := gpus_here.free()) is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert free == 2
-    node.write("hang nvmlInitWithFlags", gpus=2)
-    gpus_here.freed()
-    assert gpus_here.free() is None, "and a driver that hangs holds nothing up"
-    gpus_here.leave()
 
 
 # --- showing ----------------------------------------------------------------------------------------------------------

@@ -59,46 +59,46 @@ def test_where_the_kernel_gives_every_port_away_there_are_still_some() -> None:
 def test_a_leased_port_is_kept_and_can_be_served(store: Store) -> None:
     mine = ports.take(store, 2, ABOUT)
     theirs = ports.take(store, 2, ABOUT)
-    assert len({*mine.numbers, *theirs.numbers}) == 4
+    assert len({*mine.ports, *theirs.ports}) == 4
     low, high = (int(word) for word in Path(ports.EPHEMERAL).read_text().split())
-    assert not [port for port in mine.numbers if low <= port <= high]
+    assert not [port for port in mine.ports if low <= port <= high]
     with pytest.raises(OSError, match="Address already in use"):
-        serve(mine.numbers[0], reuse=False)
+        serve(mine.ports[0], reuse=False)
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
-            with serve(mine.numbers[0], family=family), pytest.raises(OSError, match="Address already in use"):
-                serve(mine.numbers[0], family=family)
+            with serve(mine.ports[0], family=family), pytest.raises(OSError, match="Address already in use"):
+                serve(mine.ports[0], family=family)
         except OSError as error:
             assert family == socket.AF_INET6 and error.errno == 97, "only a kernel without IPv6 is an excuse"
     mine.release(), theirs.release()
-    assert store.look([ports.key_of(port) for port in (*mine.numbers, *theirs.numbers)]) == {}
+    assert store.look([ports.port_key(port) for port in (*mine.ports, *theirs.ports)]) == {}
 
 
 @pytest.mark.parametrize("leased", [True, False])
 def test_jobs_that_see_different_leases_reserve_different_ports(tmp_path: Path, leased: bool) -> None:
     stores = [Store(os.fspath(tmp_path / name)) for name in ("one", "other")]
     taken = [ports.take(store, 3, ABOUT) if leased else ports.take_unleased(3) for store in stores]
-    assert len({number for each in taken for number in each.numbers}) == 6
+    assert len({number for each in taken for number in each.ports}) == 6
     for each in taken:
         each.release()
 
 
 def test_a_leased_port_is_listened_on_only_when_somebody_serves_it(store: Store) -> None:
     mine = ports.take(store, 1, ABOUT)
-    assert mine.numbers[0] not in ports.listening()
-    with serve(mine.numbers[0]):
-        assert mine.numbers[0] in ports.listening()
+    assert mine.ports[0] not in ports.listening()
+    with serve(mine.ports[0]):
+        assert mine.ports[0] in ports.listening()
     mine.release()
 
 
 def test_a_port_that_somebody_serves_without_a_lease_is_passed_over(store: Store) -> None:
     probe = ports.take(store, 1, ABOUT)
-    (port,) = probe.numbers
+    (port,) = probe.ports
     probe.release()
     with serve(port):
         other = ports.take(store, 1, ABOUT)
-        assert other.numbers != (port,)
-        assert ports.key_of(port) not in store.look([ports.key_of(port)]), "and not kept for nothing"
+        assert other.ports != (port,)
+        assert ports.port_key(port) not in store.look([ports.port_key(port)]), "and not kept for nothing"
         other.release()
 
 
@@ -106,4 +106,4 @@ def test_no_port_left(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "candidates", lambda *_: iter([20000, 20001]))
     with pytest.raises(ResourceError, match="fewer than 3 ports"):
         ports.take(store, 3, ABOUT)
-    assert store.look([ports.key_of(20000), ports.key_of(20001)]) == {}
+    assert store.look([ports.port_key(20000), ports.port_key(20001)]) == {}

@@ -98,7 +98,7 @@ def test_an_older_torchrun_gets_a_port_of_its_own(
     given = resources.gather(command(words), Settings(gpus="none"), environ, torch)
     assert (given.ports is not None) == leased
     if given.ports is not None:
-        assert given.command.torchrun[0] == f"--master-port={given.ports.numbers[0]}"
+        assert given.command.torchrun[0] == f"--master-port={given.ports.ports[0]}"
         assert len(given.descriptors) == 1
     else:
         assert given.command.torchrun == tuple(words.split())
@@ -119,8 +119,8 @@ def test_a_port_on_request(tmp_path: Path) -> None:
         command("--master-port=auto"), Settings(gpus="none"), environ, Torch("python", tmp_path, "")
     )
     assert given.ports is not None and other.ports is not None
-    assert given.command.torchrun == ("--master-port", str(given.ports.numbers[0]))
-    assert given.ports.numbers != other.ports.numbers
+    assert given.command.torchrun == ("--master-port", str(given.ports.ports[0]))
+    assert given.ports.ports != other.ports.ports
     given.release(), other.release()
 
 

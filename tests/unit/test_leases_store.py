@@ -45,6 +45,12 @@ def take(store: Store, *keys: str) -> Lease | None:
     return store.attempt(keys, all_of(*keys), about()).lease
 
 
+def taken(store: Store, *keys: str) -> Lease:
+    lease = take(store, *keys)
+    assert lease is not None
+    return lease
+
+
 @contextmanager
 def elsewhere(function: Callable[[], object]) -> Iterator[int]:
     """A child that has done ``function`` and stays until the block ends; its pid."""
@@ -100,8 +106,8 @@ def end(pid: int) -> None:
 
 
 def test_what_is_taken_is_not_free_until_it_is_released(store: Store) -> None:
-    lease = take(store, A)
-    assert lease is not None and lease.keys == (A,)
+    lease = taken(store, A)
+    assert lease.keys == (A,)
     held = store.look([A, B])
     assert list(held) == [A]
     assert (held[A].pid, held[A].command, held[A].by, held[A].uid) == (
@@ -113,8 +119,7 @@ def test_what_is_taken_is_not_free_until_it_is_released(store: Store) -> None:
     assert B not in store.look([B])
     lease.release()
     assert store.look([A]) == {}
-    again = take(store, A, B)
-    assert again is not None
+    again = taken(store, A, B)
     again.release()
 
 
@@ -145,8 +150,7 @@ def test_a_killed_holder_has_freed_everything(store: Store) -> None:
 
 def test_a_lease_lives_as_long_as_the_last_that_shares_it(store: Store) -> None:
     """The guardian: forked with the lock."""
-    lease = take(store, A)
-    assert lease is not None
+    lease = taken(store, A)
     with elsewhere(lambda: None) as pid:
         lease.forget()
         assert A in store.look([A])
@@ -155,16 +159,14 @@ def test_a_lease_lives_as_long_as_the_last_that_shares_it(store: Store) -> None:
 
 
 def test_release_frees_also_what_a_daemon_has_inherited(store: Store) -> None:
-    lease = take(store, A)
-    assert lease is not None
+    lease = taken(store, A)
     with elsewhere(lambda: None):
         lease.release()
         assert store.look([A]) == {}
 
 
 def test_ranks_hold_when_the_supervisor_is_gone(store: Store) -> None:
-    lease = take(store, A)
-    assert lease is not None
+    lease = taken(store, A)
     paths = os.pathsep.join(lease.rank_files)
     with elsewhere(lambda: (lease.forget(), beacon.hold(paths))) as one:
         with elsewhere(lambda: (lease.forget(), beacon.hold(paths))) as other:
@@ -178,8 +180,7 @@ def test_ranks_hold_when_the_supervisor_is_gone(store: Store) -> None:
 
 
 def test_a_script_that_closes_every_descriptor_keeps_its_share(store: Store) -> None:
-    lease = take(store, A)
-    assert lease is not None
+    lease = taken(store, A)
     paths = os.pathsep.join(lease.rank_files)
 
     def daemonize() -> None:
@@ -236,8 +237,7 @@ def child(store: Store, variables: Mapping[str, str], fds: tuple[int, ...]) -> s
 
 
 def test_a_lease_is_handed_over_to_a_child(store: Store) -> None:
-    lease = take(store, A, B)
-    assert lease is not None
+    lease = taken(store, A, B)
     with child(store, *lease.hand_over()) as process:
         assert process.stdout is not None
         lease.forget()
@@ -248,8 +248,7 @@ def test_a_lease_is_handed_over_to_a_child(store: Store) -> None:
 
 
 def test_words_alone_hand_nothing_over(store: Store, tmp_path: Path) -> None:
-    lease = take(store, A)
-    assert lease is not None
+    lease = taken(store, A)
     other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
     same = os.open(Path(store.directory) / f"{A}.{os.getuid()}", os.O_RDWR)  # the file, without its lock
     free = os.open(Path(store.directory) / f"{A}.{os.getuid()}.ranks", os.O_RDWR)
@@ -291,8 +290,7 @@ def plant(store: Store, kind: str, tmp_path: Path) -> Path:
 )
 def test_what_was_planted_is_passed_over(store: Store, tmp_path: Path, kind: str) -> None:
     victim = plant(store, kind, tmp_path)
-    lease = take(store, A)
-    assert lease is not None
+    lease = taken(store, A)
     assert set(store.look([A])) == {A} and take(store, A) is None
     paths = os.pathsep.join(lease.rank_files)
     with elsewhere(lambda: (lease.forget(), beacon.hold(paths))):
@@ -333,8 +331,7 @@ def test_two_users(store: Store, tmp_path: Path) -> None:
                     continue
         return done
 
-    take_b = take(store, B)  # root makes the directory
-    assert take_b is not None
+    take_b = taken(store, B)  # root makes the directory
     with elsewhere(as_user(2001, lambda: take(store, A))) as pid:
         assert in_child(as_user(2002, is_taken)) is True
         assert in_child(as_user(2002, sabotage)) == []
@@ -389,15 +386,14 @@ def test_a_gate_that_stays_shut_is_gone_around(store: Store, monkeypatch: pytest
     monkeypatch.setattr(store_module, "GATE_DEADLINE_S", 0.05)
     said: list[str] = []
     store = Store(store.directory, said.append)
-    lease = take(store, A)
-    assert lease is not None
+    lease = taken(store, A)
     gate = os.open(store.directory, os.O_RDONLY)
     fcntl.flock(gate, fcntl.LOCK_EX)
     assert list(store.look([A, B])) == [A]
     monkeypatch.setattr(store_module, "GATE_DEADLINE_S", 1000.0)
     assert take(store, A) is None
-    other = take(store, B)
-    assert other is not None and set(store.look([A, B])) == {A, B}
+    other = taken(store, B)
+    assert set(store.look([A, B])) == {A, B}
     assert len(said) == 1 and f"fuser {store.directory} shows it" in said[0] and "continuing without it" in said[0]
     os.close(gate)
     lease.release(), other.release()
@@ -454,8 +450,7 @@ def _has_open(pid: int, path: str) -> bool:
 
 
 def test_a_directory_that_was_removed_while_somebody_waited_at_its_gate(store: Store, tmp_path: Path) -> None:
-    first = take(store, A)
-    assert first is not None
+    first = taken(store, A)
     gate = os.open(store.directory, os.O_RDONLY)
     fcntl.flock(gate, fcntl.LOCK_EX)
     read, write = os.pipe()
@@ -484,8 +479,7 @@ def test_a_directory_that_was_removed_while_somebody_waited_at_its_gate(store: S
 
 
 def test_first_come_first_served(store: Store) -> None:
-    lease = take(store, A)
-    assert lease is not None
+    lease = taken(store, A)
     first = store.queue([A, B], 1, about("first"))
     second = store.queue([A, B], 1, about("second"))
     assert [one.command for one in store.waiting()] == ["first", "second"]
@@ -505,8 +499,7 @@ def test_first_come_first_served(store: Store) -> None:
 
 def test_who_waits_for_one_thing_keeps_the_others_from_nobody(store: Store) -> None:
     """GPU A is held for days, and somebody wants it and no other: whoever is served by B does not wait for that."""
-    lease = take(store, A)
-    assert lease is not None
+    lease = taken(store, A)
     ticket = store.queue([A], 1, about("wants A"))
 
     def any_of(held: Mapping[str, Holder]) -> Sequence[str] | None:
@@ -524,8 +517,7 @@ def test_who_waits_for_one_thing_keeps_the_others_from_nobody(store: Store) -> N
 
 def test_who_wants_something_else_does_not_wait(store: Store) -> None:
     ticket = store.queue([A], 1, about())
-    lease = take(store, B)
-    assert lease is not None
+    lease = taken(store, B)
     assert take(store, A, B) is None
     store.leave(ticket)
     lease.release()
@@ -535,8 +527,7 @@ def test_a_killed_waiter_holds_nobody_up(store: Store) -> None:
     with elsewhere(lambda: store.queue([A, B], 1, about("killed"))) as pid:
         assert take(store, A) is None
         end(pid)
-        lease = take(store, A)
-        assert lease is not None
+        lease = taken(store, A)
         lease.release()
     assert not list(Path(store.directory).glob("ticket.*")), "its ticket is removed by the next"
 
@@ -545,8 +536,7 @@ def test_a_stopped_waiter_holds_nobody_up(store: Store) -> None:
     with elsewhere(lambda: store.queue([A, B], 1, about("stopped"))) as pid:
         os.kill(pid, signal.SIGSTOP)
         os.waitid(os.P_PID, pid, os.WSTOPPED)
-        lease = take(store, A)
-        assert lease is not None
+        lease = taken(store, A)
         lease.release()
         os.kill(pid, signal.SIGCONT)
         os.waitid(os.P_PID, pid, os.WCONTINUED)

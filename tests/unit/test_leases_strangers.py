@@ -20,7 +20,7 @@ from safelaunch.beacon import descriptors as beacon
 from safelaunch.cli import gpus as command
 from safelaunch.leases import gpus, holder, lease, ports
 from safelaunch.leases.choose import Gpu, Inventory, Wish
-from safelaunch.leases.gpus import Claim, Survey, Terms
+from safelaunch.leases.gpus import Claim, Survey
 from safelaunch.leases.holder import Holder, look, ourselves
 from safelaunch.leases.lease import Lease, is_locked
 from safelaunch.leases.store import MOST_EACH, Store
@@ -222,7 +222,7 @@ def test_a_stranger_who_writes_down_a_number_of_ours_is_shown(store: Store) -> N
     text = strangers.encoded(words(pid=os.getpid()))
     with stranger(lambda: strangers.locked(place(store) / f"{A}.{STRANGER}", text)):
         claim = Claim(
-            store, Terms(Wish(found.gpus, 1, "--gpus 1"), ourselves("", "")), Survey(found, lambda: found, lambda: 0.0)
+            store, Wish(found.gpus, 1, "--gpus 1"), ourselves("", ""), Survey(found, lambda: found, lambda: 0.0)
         )
         assert claim.advance() is None
         assert "theirs.py" in gpus.table(claim, {os.getpid()})
@@ -275,7 +275,7 @@ def test_a_stranger_who_leases_thousands_of_ports(store: Store, said: Said) -> N
     with stranger(lease):
         begin = time.monotonic()
         taken = ports.take(store, 2, ourselves("", "mine.py"))
-        assert time.monotonic() - begin < 60.0 and len(set(taken.numbers)) == 2
+        assert time.monotonic() - begin < 60.0 and len(set(taken.ports)) == 2
         taken.release()
 
 

@@ -28,7 +28,7 @@ from safelaunch.report.recording import document as record_document
 from safelaunch.report.slowness import verdict_of
 from safelaunch.supervise.control.protocol import NodeStatus
 from safelaunch.sweep.jobs import Job, Outcome, Track
-from safelaunch.sweep.summary import document
+from safelaunch.sweep.runner import document
 from safelaunch.system.console import json_text
 from safelaunch.verdict.rank_state import Facts
 

@@ -11,7 +11,7 @@ import pytest
 
 from safelaunch.cli import presets as command
 from safelaunch.settings.options import EnvSetting
-from safelaunch.settings.presets import find_builtin_dir, list_presets, load_presets, version_matches
+from safelaunch.settings.presets import find_builtin_dir, list_presets, load_presets, preset_chain, version_matches
 from safelaunch.system.errors import PresetError, UsageError
 
 SHIPPED = [
@@ -60,8 +60,7 @@ def test_these_are_shipped() -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_preset_says_what_it_is_for_and_why_each_variable(name: str) -> None:
     composition = load_presets([name], cwd=Path(), torch_version="2.13.0")
-    preset = composition.chain[-1]
-    assert composition.names == (name,)
+    preset = preset_chain([name], cwd=Path())[-1]
     assert 20 < len(preset.summary) < 110
     assert composition.env or composition.watchdog
     assert all(len(setting.why) > 20 and "\n" not in setting.why for setting in composition.env)
@@ -186,8 +185,8 @@ def test_later_wins_and_a_preset_wins_over_what_it_extends(tmp_path: Path) -> No
         "stall-timeout": (120.0, "preset other.yaml"),
         "on-stall": ("dump", "preset other.yaml"),
     }
-    assert composition.names == ("./child.yaml", "other.yaml")
-    assert [preset.name for preset in composition.chain] == ["base.yaml", "./child.yaml", "other.yaml"]
+    chain = preset_chain(["./child.yaml", "other.yaml"], cwd=tmp_path)
+    assert [preset.name for preset in chain] == ["base.yaml", "./child.yaml", "other.yaml"]
 
 
 def test_a_shared_base_does_not_undo_what_was_built_on_it(tmp_path: Path) -> None:

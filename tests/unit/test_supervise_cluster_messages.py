@@ -185,7 +185,8 @@ def record(count: int = 50) -> FlightRecord:
 
 def node(*ranks: int, world: int = 4, count: int = 50) -> Evidence:
     sides = tuple(
-        RankEvidence(rank, "h", 10 + rank, flight_record=record(count), log_tail="x" * 99_999) for rank in ranks
+        RankEvidence(rank=rank, host="h", pid=10 + rank, flight_record=record(count), log_tail="x" * 99_999)
+        for rank in ranks
     )
     return Evidence("hang", world, sides, tuple(set(range(world)) - set(ranks)), stall_s=float(ranks[0]))
 
@@ -279,7 +280,7 @@ def test_evidence_that_does_not_fit_together_is_refused() -> None:
 
 
 def test_times_of_failures_travel_as_ages_so_that_no_clock_does() -> None:
-    lost = RankEvidence(3, "b", 1, exception=RankException("E", "x", 1000.0), exit=RankExit(1, 1002.0))
+    lost = RankEvidence(rank=3, host="b", pid=1, exception=RankException("E", "x", 1000.0), exit=RankExit(1, 1002.0))
     (rank,) = aged(replace(node(2), ranks=(lost,)), 1010.0).ranks
     assert rank.exception is not None and rank.exit is not None
     assert (rank.exception.time_unix_s, rank.exit.time_unix_s) == (-10.0, -8.0)

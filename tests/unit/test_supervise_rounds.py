@@ -96,7 +96,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 
 def half(*ranks: int, ends: bool = True) -> Evidence:
     progress = [Progress(rank, 0, 4, 0, 10 + rank, 1, "torch", step=7 + rank) for rank in ranks]
-    sides = tuple(RankEvidence(p.rank, "here", p.pid, progress=p) for p in progress)
+    sides = tuple(RankEvidence(rank=p.rank, host="here", pid=p.pid, progress=p) for p in progress)
     return Evidence("hang", 4, sides, tuple(set(range(4)) - set(ranks)), ends=ends)
 
 
@@ -185,7 +185,7 @@ def test_nobody_acts_upon_what_another_round_of_ranks_makes_void(job: Job) -> No
 
 def crashed(*ranks: int, raises: str = "Connection closed by peer") -> Evidence:
     exceptions = {rank: RankException("RuntimeError", raises, time.time() - 1.0) for rank in ranks}
-    sides = tuple(RankEvidence(rank, "here", 10 + rank, exception=exceptions[rank]) for rank in ranks)
+    sides = tuple(RankEvidence(rank=rank, host="here", pid=10 + rank, exception=exceptions[rank]) for rank in ranks)
     return Evidence("crash", 4, sides, tuple(set(range(4)) - set(ranks)))
 
 

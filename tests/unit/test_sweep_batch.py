@@ -33,9 +33,8 @@ from safelaunch.sweep.batch import (
 from safelaunch.sweep.engine import Listed, Live, QueueError, Work
 from safelaunch.sweep.jobs import Job, port_marks
 from safelaunch.sweep.journal import Attempt as Past
-from safelaunch.sweep.journal import Journal, attempts, parse
+from safelaunch.sweep.journal import Journal, attempts, history, parse
 from safelaunch.sweep.paths import SweepPaths
-from safelaunch.sweep.resume import history
 from safelaunch.sweep.sweep import Rules, Sweep
 from safelaunch.sweep.task import AttemptFiles, Claim, End
 from safelaunch.system.errors import SpecError
@@ -379,9 +378,9 @@ class Scene:
     def turn(self, seconds: float = 0.0) -> None:
         for _ in range(6):
             self.now += seconds / 6
-            for each in self.engine.poll():
-                self.journal.ended(each.job.name, each.attempt, each.outcome)
-                self.sweep.ended(each.job.name, each.outcome)
+            for job, outcome in self.engine.poll():
+                self.journal.ended(job.name, self.sweep.tracks[job.name].attempts, outcome)
+                self.sweep.ended(job.name, outcome)
             self.engine.submit()
 
     def states(self) -> list[str]:
@@ -483,8 +482,8 @@ def test_another_engine_is_a_queue_and_what_a_job_of_it_sees(tmp_path: Path) -> 
     engine = BatchEngine(sweep, queue, Site(paths, journal, programs, "1f"), lambda text: None, {})
     deadline = time.monotonic() + 120
     while not sweep.finished and time.monotonic() < deadline:
-        for each in engine.poll():
-            sweep.ended(each.job.name, each.outcome)
+        for ended, outcome in engine.poll():
+            sweep.ended(ended.name, outcome)
         engine.submit()
         time.sleep(engine.tick_s)
     assert [each.wait(60) for each in queue.jobs.values()].count(0) == 3

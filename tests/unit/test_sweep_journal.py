@@ -14,9 +14,9 @@ import pytest
 from safelaunch.job.process import ProcessId, identify
 from safelaunch.sweep import journal as module
 from safelaunch.sweep.jobs import Job, Outcome
-from safelaunch.sweep.journal import Attempt, Journal, attempts, parse
+from safelaunch.sweep.journal import Attempt, Journal, attempts, history, parse
+from safelaunch.sweep.local import recovered, wait_for_remains
 from safelaunch.sweep.paths import SweepPaths
-from safelaunch.sweep.resume import history, recovered, wait_for_remains
 from safelaunch.sweep.sweep import Rules, Sweep
 from safelaunch.system.errors import SafelaunchError, UsageError
 
@@ -174,7 +174,7 @@ def test_on_a_full_disk_an_end_is_kept_until_there_is_room_and_nothing_starts(
 
     monkeypatch.setattr(module.os, "write", full)
     journal.ended("a", 1, DONE)
-    assert journal.behind
+    assert not journal.catch_up()
     with pytest.raises(OSError, match="earlier records"):
         journal.started(JOBS[1], 1, GONE)
     assert path.read_bytes() == before, "nothing may stand behind half a line"

@@ -14,21 +14,20 @@ from pathlib import Path
 
 import pytest
 import stub
+from waiting import until
 
 from safelaunch.job import process
 from safelaunch.job.process import ProcessId
-from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.store import Store
-from safelaunch.sweep import spawn
+from safelaunch.sweep import local
 from safelaunch.sweep.engine import Snapshot
 from safelaunch.sweep.jobs import Job, port_marks
 from safelaunch.sweep.journal import Journal, attempts, parse
-from safelaunch.sweep.local import Local, Place
+from safelaunch.sweep.local import Command, Local, Place, is_held, spawn
 from safelaunch.sweep.paths import SweepPaths
 from safelaunch.sweep.pool import Gpus, Share, Slots
 from safelaunch.sweep.runner import Runner, Signals
-from safelaunch.sweep.spawn import Command
 from safelaunch.sweep.sweep import Rules, Sweep
 
 
@@ -120,7 +119,7 @@ def test_a_journal_on_a_full_disk_holds_jobs_back_and_loses_none(
 
 def test_no_process_to_be_had_is_nobodys_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(tmp_path, "a", "b")
-    real, refused = spawn.start, []
+    real, refused = local.spawn, []
 
     def start(command: Command, tell: Callable[[ProcessId], None]) -> ProcessId:
         if len(refused) < 3:
@@ -128,7 +127,7 @@ def test_no_process_to_be_had_is_nobodys_fault(tmp_path: Path, monkeypatch: pyte
             raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
         return real(command, tell)
 
-    monkeypatch.setattr(spawn, "start", start)
+    monkeypatch.setattr(local, "spawn", start)
     assert scene.run() == ["succeeded"] * 2
     assert sorted(scene.recorded()) == [("a", 1, "succeeded"), ("b", 1, "succeeded")]
 
@@ -172,9 +171,9 @@ def test_a_process_that_is_not_told_to_go_never_runs(tmp_path: Path) -> None:
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError):
-        spawn.start(command, refuse)
+        spawn(command, refuse)
     assert not (tmp_path / "ran").exists()
-    assert not spawn.is_held(tmp_path / "log")
+    assert not is_held(tmp_path / "log")
 
 
 def test_a_log_is_held_while_anything_of_the_job_lives(tmp_path: Path) -> None:
@@ -182,23 +181,23 @@ def test_a_log_is_held_while_anything_of_the_job_lives(tmp_path: Path) -> None:
     script = "read x < gate & exit 0"
     os.mkfifo(tmp_path / "gate")
     told: list[ProcessId] = []
-    process = spawn.start(Command(("/bin/sh", "-c", script), {}, os.fspath(tmp_path), tmp_path / "log"), told.append)
+    process = spawn(Command(("/bin/sh", "-c", script), {}, os.fspath(tmp_path), tmp_path / "log"), told.append)
     assert told == [process]
     os.waitpid(process.pid, 0)
-    assert spawn.is_held(tmp_path / "log")
+    assert is_held(tmp_path / "log")
     gate = os.open(tmp_path / "gate", os.O_WRONLY)
     os.write(gate, b"go\n")
     os.close(gate)
     deadline = time.monotonic() + 60
-    while spawn.is_held(tmp_path / "log") and time.monotonic() < deadline:
+    while is_held(tmp_path / "log") and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not spawn.is_held(tmp_path / "log")
+    assert not is_held(tmp_path / "log")
 
 
 def test_a_child_starts_with_default_signals(tmp_path: Path) -> None:
     script = "grep -E 'SigIgn|SigBlk' /proc/self/status"
     with Signals():
-        process = spawn.start(
+        process = spawn(
             Command(("/bin/sh", "-c", script), {"PATH": "/bin:/usr/bin"}, "/", tmp_path / "log"),
             lambda process: None,
         )
@@ -215,7 +214,7 @@ def on_gpus(scene: Scene, node: stub.Node, *sizes: int) -> Store:
     """Gives the jobs of ``scene`` so many GPUs of ``node``; returns the node's leases."""
     for name, size in zip(scene.sweep.tracks, sizes, strict=True):
         scene.sweep.tracks[name].job = replace(scene.sweep.tracks[name].job, gpus=size)
-    pool = Gpus(NodeGpus({**os.environ, **node.environ}))
+    pool = Gpus({**os.environ, **node.environ})
     jobs = [track.job for track in scene.sweep.tracks.values()]
     scene.sweep = Sweep(jobs, Rules(pool.capacity, 99, units={job.name: job.gpus for job in jobs}))
     scene.store = Store(os.fspath(node.lease_dir))
@@ -225,13 +224,6 @@ def on_gpus(scene: Scene, node: stub.Node, *sizes: int) -> Store:
 
 def log_of(scene: Scene, name: str) -> list[str]:
     return scene.paths.log(name, 1).read_text().splitlines()
-
-
-def until(reached: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 90
-    while not reached():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 HELD = 'echo $CUDA_VISIBLE_DEVICES; for f in /proc/self/fd/*; do readlink $f; done | grep -c "^$LEASES/GPU"; '
@@ -331,14 +323,14 @@ def test_killed_at_any_moment_it_leaves_no_lease_and_no_job(tmp_path: Path, node
         os.kill(os.getpid(), signal.SIGKILL)
 
     def colaunch() -> None:
-        share = Gpus(NodeGpus({**os.environ, **node.environ})).take(job)
+        share = Gpus({**os.environ, **node.environ}).take(job)
         assert share is not None
         if moment == "taken":
             die()
         script = "echo $$ > pid; mv pid ran; while :; do sleep 0.05; done"
         keep = share.lease.hand_over()[1]
         command = Command(("/bin/sh", "-c", script), dict(os.environ), os.fspath(tmp_path), tmp_path / "log", keep=keep)
-        spawn.start(command, lambda process: die() if moment == "forked" else None)
+        spawn(command, lambda process: die() if moment == "forked" else None)
         share.lease.forget()
         until((tmp_path / "ran").exists)
         assert len(Store(os.fspath(node.lease_dir)).look(keys)) == 2, "the job alone holds them now"

@@ -28,12 +28,11 @@ from safelaunch.cli.colaunch_screen import (
     time_left_s,
 )
 from safelaunch.cli.table import Table
-from safelaunch.leases import gpus
 from safelaunch.leases.choose import Gpu, Inventory
-from safelaunch.leases.gpus import NodeGpus
 from safelaunch.leases.store import Store
 from safelaunch.model import Inconsistency, Progress, format_ranks
-from safelaunch.sweep import metrics, summary
+from safelaunch.sweep import metrics, runner
+from safelaunch.sweep import pool as units
 from safelaunch.sweep.engine import JobView, Live, Snapshot, state_of
 from safelaunch.sweep.jobs import Job, Outcome, Pace, Track, ranks, threads
 from safelaunch.sweep.local import exit_code
@@ -134,7 +133,7 @@ def test_slots_are_given_once_and_come_back() -> None:
 
 
 def test_gpus_are_given_once_and_a_job_sees_only_its_own(node: stub.Node) -> None:
-    pool = Gpus(NodeGpus({**os.environ, **node.environ, "CUDA_VISIBLE_DEVICES": "1,2,5"}))
+    pool = Gpus({**os.environ, **node.environ, "CUDA_VISIBLE_DEVICES": "1,2,5"})
     assert (pool.kind, pool.capacity, pool.units(2), pool.free()) == ("GPU", 3, 2, 3)
     first, none = pool.take(job(gpus=2)), pool.take(job(gpus=0))
     assert first is not None and (first.label, first.gpus) == ("1-2", (stub.uuid(1), stub.uuid(2)))
@@ -143,6 +142,49 @@ def test_gpus_are_given_once_and_a_job_sees_only_its_own(node: stub.Node) -> Non
     assert (pool.free(), pool.take(job(gpus=2))) == (1, None)
     pool.release(first)
     assert Store(os.fspath(node.lease_dir)).look(first.gpus) == {}
+
+
+def test_gpus_that_others_have_are_waited_for_at_one_place(node: stub.Node) -> None:
+    node.write(used=[5])
+    here = Gpus({**os.environ, **node.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    assert (here.capacity, here.free()) == (4, 3)
+    taken = here.take(job("job-1", gpus=2))
+    assert taken is not None and taken.label == "4,6"
+    assert here.free() == 1 and here.take(job("job-2", gpus=2)) is None
+    assert here.wait(job("job-2", gpus=2), []) == (
+        "  GPU 5    used without a lease by an invisible process (10240 MiB in use)"
+    ), "what others have, not what its own jobs have"
+    held = Store(os.fspath(node.lease_dir))
+    assert [one.name for one in held.waiting()] == ["job-2"]
+    assert here.wait(job("job-3"), []) and len(held.waiting()) == 1, "one place for all of its jobs"
+    other = Gpus({**os.environ, **node.environ})
+    assert (other.free(), other.take(job("of somebody else"))) == (0, None)
+    assert here.free() == 1
+    small = here.take(job("job-3"))
+    assert small is not None and held.waiting() == [] and other.free() == 4
+    assert {one.name for one in held.look([stub.uuid(4)]).values()} == {"job-1"}
+    here.wait(job("job-2", gpus=2), [])
+    here.leave()
+    assert held.waiting() == []
+    taken.lease.release(), small.lease.release()
+
+
+def test_the_pool_does_not_wait_for_the_driver(node: stub.Node) -> None:
+    """It is asked again when a job has ended; until it has answered nobody knows what is free."""
+    node.write(used=[0], gpus=2)
+    here = Gpus({**os.environ, **node.environ})
+    assert here.free() == 1
+    node.write(gpus=2)
+    here.release(Share())
+    assert (here.free(), here.take(job())) == (None, None)
+    deadline = time.monotonic() + 60
+    while (free := here.free()) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert free == 2
+    node.write("hang nvmlInitWithFlags", gpus=2)
+    here.release(Share())
+    assert here.free() is None, "and a driver that hangs holds nothing up"
+    here.leave()
 
 
 def test_a_job_that_never_fits_is_refused_before_anything_starts() -> None:
@@ -165,7 +207,7 @@ def test_the_pool_is_what_cuda_visible_devices_leaves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, chosen: list[str]
 ) -> None:
     found = Inventory(tuple(Gpu(str(number), f"GPU-{number}") for number in range(3)))
-    monkeypatch.setattr(gpus, "inventory", lambda environ: found)
+    monkeypatch.setattr(units, "inventory", lambda environ: found)
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     environ["SAFELAUNCH_LEASE_DIR"] = os.fspath(tmp_path / "leases")
     pool = make_pool([job()], None, None, environ)
@@ -177,10 +219,10 @@ def test_the_pool_is_what_cuda_visible_devices_leaves(
 
 
 def test_without_gpus_or_with_slots_the_pool_is_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "inventory", lambda environ: Inventory(missing="no NVIDIA driver on this node"))
+    monkeypatch.setattr(units, "inventory", lambda environ: Inventory(missing="no NVIDIA driver on this node"))
     assert make_pool([job()], None, None, {}).kind == "slot"
     assert make_pool([job()], 3, None, {}).capacity == 3
-    monkeypatch.setattr(gpus, "inventory", lambda environ: Inventory((Gpu("0", "GPU-0"),)))
+    monkeypatch.setattr(units, "inventory", lambda environ: Inventory((Gpu("0", "GPU-0"),)))
     assert make_pool([job()], 3, None, {}).kind == "slot"
     assert make_pool([job()], None, None, {"CUDA_VISIBLE_DEVICES": ""}).kind == "slot"
 
@@ -406,7 +448,7 @@ def test_a_job_that_is_quiet_has_no_rate_and_no_estimate_from_before() -> None:
     late = dict(zip(COLUMNS, cells(view("running", live=live(40, 1.84, 70.0, age_s=42.0)), 60.0), strict=True))
     assert (late["state"], late["estimate"]) == ("running", "-"), "not 0.0s"
     quiet = view("running", "a", live(quiet=True))
-    assert headline(Snapshot((quiet, view("running", "b")), "slot")).startswith("0 of 2 done, 2 running (1 quiet)")
+    assert headline(Snapshot((quiet, view("running", "b")))).startswith("0 of 2 done, 2 running (1 quiet)")
 
 
 def test_the_row_of_a_job_that_has_ended_and_of_one_that_has_not_begun() -> None:
@@ -426,16 +468,16 @@ def test_the_headline_counts_and_estimates() -> None:
         view("running", "c", live()),
         view("waiting", "d"),
     )
-    snapshot = Snapshot(jobs, "slot")
+    snapshot = Snapshot(jobs)
     assert time_left_s(snapshot) == 80.0
     assert headline(snapshot) == "1 of 4 done, 2 running, 1 waiting; about 1m20s left"
-    assert headline(Snapshot(jobs, "slot", "stopped by SIGINT")).endswith("1 waiting; stopped by SIGINT")
-    assert time_left_s(Snapshot(jobs[1:], "slot")) is None
+    assert headline(Snapshot(jobs, "stopped by SIGINT")).endswith("1 waiting; stopped by SIGINT")
+    assert time_left_s(Snapshot(jobs[1:])) is None
 
 
 def test_where_there_is_no_room_for_all_the_interesting_ones_are_shown() -> None:
     states = ["succeeded", "waiting", "running", "failed", "succeeded", "running"]
-    snapshot = Snapshot(tuple(view(state, f"j{n}") for n, state in enumerate(states)), "slot")
+    snapshot = Snapshot(tuple(view(state, f"j{n}") for n, state in enumerate(states)))
     assert [shown.job.name for shown in choose(snapshot, 3)] == ["j2", "j3", "j5"]
     assert len(choose(snapshot, 99)) == 6
 
@@ -445,7 +487,7 @@ def test_the_table_for_a_terminal_fits_and_says_what_it_leaves_out() -> None:
 
     from rich.console import Console
 
-    snapshot = Snapshot(tuple(view("waiting", f"j{n}") for n in range(40)), "slot")
+    snapshot = Snapshot(tuple(view("waiting", f"j{n}") for n in range(40)))
     console = Console(file=io.StringIO(), width=100, height=20)
     console.print(picture(snapshot, 20, 100))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -503,7 +545,6 @@ def sweep_on_screen() -> Snapshot:
             view("running", names[3], live(on="2-3", age_s=42.0, quiet=True, cause="data-loading", **pace)),  # type: ignore[arg-type]
             view("waiting", names[4]),
         ),
-        "GPU",
     )
 
 
@@ -549,7 +590,7 @@ def tracks() -> list[Track]:
 
 
 def test_the_summary_has_exactly_these_keys(tmp_path: Path) -> None:
-    summary.write(tracks(), SweepPaths(tmp_path))
+    runner.write_summary(tracks(), SweepPaths(tmp_path))
     document = json.loads((tmp_path / "summary.json").read_text())
     assert list(document) == ["jobs"]
     keys = ["name", "params", "state", "exit_code", "duration_s", "attempts", "last_step", "gpus", "bundle", "metrics"]
@@ -572,10 +613,10 @@ def test_the_summary_has_exactly_these_keys(tmp_path: Path) -> None:
 
 
 def test_the_csv_has_a_column_for_each_parameter_and_metric(tmp_path: Path) -> None:
-    summary.write(tracks(), SweepPaths(tmp_path))
+    runner.write_summary(tracks(), SweepPaths(tmp_path))
     with (tmp_path / "summary.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["name", "lr", "param.state", *summary.FIXED, "loss", "metric.state"]
+    assert list(rows[0]) == ["name", "lr", "param.state", *runner.FIXED, "loss", "metric.state"]
     assert (rows[0]["loss"], rows[0]["param.state"], rows[1]["gpus"], rows[1]["metric.state"]) == (
         "0.25",
         "x",
@@ -588,7 +629,7 @@ def test_the_csv_has_a_column_for_each_parameter_and_metric(tmp_path: Path) -> N
 def test_while_it_runs_the_csv_has_what_is_known_so_far(tmp_path: Path) -> None:
     begun = Track(job("d"), "running", 1, 1)
     known = Outcome("running", None, 12.5, 40, ("GPU-3",), metrics={"loss": 0.75})
-    summary.write_csv([*tracks(), begun], SweepPaths(tmp_path), {"d": known})
+    runner.write_csv([*tracks(), begun], SweepPaths(tmp_path), {"d": known})
     with (tmp_path / "summary.csv").open(newline="") as file:
         row = list(csv.DictReader(file))[-1]
     shown = [row[name] for name in ("state", "exit_code", "duration_s", "last_step", "gpus", "loss")]

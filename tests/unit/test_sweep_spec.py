@@ -11,17 +11,16 @@ import pytest
 from safelaunch.cli.colaunch import EPILOG
 from safelaunch.settings.yamlfile import parse_yaml
 from safelaunch.sweep import spec
-from safelaunch.sweep.expand import Places, derive, expand
-from safelaunch.sweep.grid import Matrix, Text, axis, parse_grid
 from safelaunch.sweep.jobs import Job
-from safelaunch.sweep.spec import Template, templates_of
+from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep.spec import Template, Text, axis, combinations, derive, expand, parse_grid, templates_of
 from safelaunch.system.errors import UsageError
 
-PLACES = Places("/s", "/s/jobs", "/w")
+PATHS = SweepPaths(Path("/s"))
 
 
 def jobs(text: str, metrics: tuple[str, ...] = ()) -> dict[str, Job]:
-    return {job.name: job for job in expand(templates_of(parse_yaml(text, "sweep.yaml"), metrics), PLACES)}
+    return {job.name: job for job in expand(templates_of(parse_yaml(text, "sweep.yaml"), metrics), PATHS, "/w")}
 
 
 def error_of(text: str) -> UsageError:
@@ -33,7 +32,7 @@ def error_of(text: str) -> UsageError:
 def grid(*words: str, command: str = "train.py") -> tuple[Job, ...]:
     axes = tuple(parse_grid(word) for word in words)
     texts = tuple(Text(word, "the command line") for word in command.split())
-    return expand([Template("", "the command line", texts, Matrix(axes))], PLACES)
+    return expand([Template(Job("", (), "the command line"), texts, axes)], PATHS, "/w")
 
 
 # --- placeholders -----------------------------------------------------------------------------------------------------
@@ -385,8 +384,8 @@ jobs:
 
 
 def test_a_matrix_changes_its_first_parameter_slowest() -> None:
-    matrix = Matrix((axis("a", ["1", "2"], ""), axis("b", ["x", "y"], "")))
-    assert [dict(params) for params in matrix.combinations()] == [
+    axes = [axis("a", ["1", "2"], ""), axis("b", ["x", "y"], "")]
+    assert [dict(params) for params in combinations(axes)] == [
         {"a": "1", "b": "x"},
         {"a": "1", "b": "y"},
         {"a": "2", "b": "x"},

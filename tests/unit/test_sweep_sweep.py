@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safelaunch.sweep import sweep
 from safelaunch.sweep.jobs import Job, Outcome, State
 from safelaunch.sweep.sweep import Before, Queue, Rules, Sweep
 
@@ -18,21 +17,23 @@ def queue(capacity: int, *units: int, at_most: int = 100) -> Queue:
     """Jobs called a, b, c, ... of these sizes."""
     found = Queue(capacity, at_most)
     for name, size in zip("abcdefghijklmnop", units, strict=False):
-        found = sweep.add(found, name, size)
+        found.add(name, size)
     return found
 
 
-def start(found: Queue, free: int | None = None) -> tuple[Queue, tuple[str, ...]]:
-    """Starts all that fits, one after the other."""
-    names: tuple[str, ...] = ()
-    while (one := sweep.next_start(found, free)) is not None:
-        size = next(job.units for job in found.waiting if job.name == one.name)
-        found, names, free = one.queue, (*names, one.name), free if free is None else free - size
-    return found, names
-
-
 def started(found: Queue, free: int | None = None) -> str:
-    return "".join(start(found, free)[1])
+    """Starts all that fits, one after the other."""
+    names = ""
+    while (name := found.next(free)) is not None:
+        found.start(name)
+        names += name
+        free = free if free is None else free - found.running[-1].units
+    return names
+
+
+def ended(found: Queue, name: str) -> Queue:
+    found.end(name)
+    return found
 
 
 def choose(sweep: Sweep) -> list[Job]:
@@ -68,35 +69,30 @@ def test_what_fits_starts_in_its_order(found: Queue, free: int | None, names: st
 
 
 def test_what_has_ended_leaves_its_room() -> None:
-    found, _ = start(queue(2, 1, 1, 1))
-    assert started(found) == ""
-    assert started(sweep.end(found, "a")) == "c"
+    found = queue(2, 1, 1, 1)
+    assert (started(found), started(found)) == ("ab", "")
+    assert started(ended(found, "a")) == "c"
 
 
 def test_nothing_is_kept_idle_for_what_others_keep_from_starting() -> None:
     """Four GPUs, others use two of them: the job that wants three is overtaken until they are through."""
     found = queue(4, 3, *[1] * 12)
     for _ in range(5):
-        found, _ = start(found, 2 - found.used)
+        started(found, 2 - found.used)
         assert len(found.running) == 2
-        found = sweep.end(found, found.running[0].name)
+        found.end(found.running[0].name)
     assert next(job for job in found.waiting if job.name == "a").overtaken >= 4
-    found, names = start(found, 2)
-    assert names == (), "three are ours by now, and kept for it"
-    found = sweep.end(found, found.running[0].name)
-    assert start(found, 3)[1] == ("a",)
+    assert started(found, 2) == "", "three are ours by now, and kept for it"
+    found.end(found.running[0].name)
+    assert started(found, 3) == "a"
 
 
 def test_room_is_kept_for_a_large_job_that_was_overtaken_often() -> None:
     """Two slots, a job that wants both, and small ones without end: after two it is its turn."""
     found = queue(2, 1, 2, *[1] * 8)
-    order = ""
-    found, names = start(found)
-    order += "".join(names)
+    order = started(found)
     for _ in range(10):
-        oldest = found.running[0].name
-        found, names = start(sweep.end(found, oldest))
-        order += "".join(names)
+        order += started(ended(found, found.running[0].name))
     assert order[:5] == "acdbe"
     assert len(order) == 10
 
@@ -104,15 +100,13 @@ def test_room_is_kept_for_a_large_job_that_was_overtaken_often() -> None:
 def test_what_the_large_job_leaves_over_is_used_meanwhile() -> None:
     """Four slots, one job runs long, a job that wants three waits: the fourth slot is for small ones all the time."""
     found = queue(4, 2, 3, *[1] * 10)
-    found, names = start(found)
-    assert names == ("a", "c", "d")
+    assert started(found) == "acd"
     for _ in range(6):
-        small = next(job.name for job in found.running if job.units == 1)
-        found, names = start(sweep.end(found, small))
+        started(ended(found, next(job.name for job in found.running if job.units == 1)))
     assert next(job for job in found.waiting if job.name == "b").overtaken >= 4
     late = [job.name for job in found.running if job.past == "b"]
     assert len(late) == 1
-    found, names = start(sweep.end(found, "a"))
+    started(ended(found, "a"))
     assert "b" in {job.name for job in found.running}
 
 
@@ -216,19 +210,19 @@ def test_nobody_is_starved(capacity: int, data: st.DataObject) -> None:
     found = Queue(capacity, 99)
     size = data.draw(st.integers(1, capacity))
     for number in range(data.draw(st.integers(0, capacity))):
-        found = sweep.add(found, f"before{number}", data.draw(st.integers(1, capacity)))
+        found.add(f"before{number}", data.draw(st.integers(1, capacity)))
     ahead = len(found.waiting)
-    found, _ = start(found)
-    found = sweep.add(found, "large", size)
+    started(found)
+    found.add("large", size)
     rounds = 0
     while "large" not in {job.name for job in found.running}:
         rounds += 1
         assert rounds <= (ahead + 1) * (capacity + 2) * 4, "starved"
-        found = sweep.add(found, f"small{rounds}", 1)
+        found.add(f"small{rounds}", 1)
         if found.running:  # any of them ends next, the older ones at the latest after all others once
             index = data.draw(st.integers(0, len(found.running) - 1)) if rounds % 2 else 0
-            found = sweep.end(found, found.running[index].name)
-        found, _ = start(found)
+            found.end(found.running[index].name)
+        started(found)
         assert found.used <= capacity
 
 

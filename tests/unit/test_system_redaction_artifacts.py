@@ -66,7 +66,7 @@ WRITERS = {
     "cli.colaunch_screen": "rich, with cells that have passed",
     "cli.table": "rich, with cells that have passed",
     "cli": "an exit code",
-    "sweep.summary": "parameters and metrics, cleaned one by one",
+    "sweep.runner": "parameters and metrics, cleaned one by one",
     "sweep.journal": "names and outcomes of jobs",
     "sweep.task": "ids and outcomes of jobs",
     "sweep.batch": "what a job runs with, in private files of the sweep",
@@ -77,12 +77,11 @@ WRITERS = {
     "job.controlgroup": "pids into the kernel's files",
     "cli.diagnose": "what console has already passed, in the child that read it",
     "bundle.reading.guard": "a child's answer, through a pipe",
-    "bundle.reading.rundirs": "copies of dumps, to read them",
     "job.process": "an errno, and a go, through pipes",
     "supervise.early": "early looks, already cleaned, for status",
     "supervise.answer": "evidence, already cleaned, for a process of ours, and its answer through a pipe",
     "leases.*": "locks and who holds them: a command line that redact_argv has cleaned",
-    "bundle.reading.locate": "unpacks somebody's bundle to read it",
+    "bundle.reading.locate": "unpacks somebody's bundle, and copies a run's pages, to read them",
     "beacon.*": "inside the ranks: what they say, before anything is taken out",
 }
 _PRINTS = {"print", "write_text", "write_bytes", "replace_file"}

@@ -1,4 +1,4 @@
-"""Reads a bundle back into the evidence for its verdict, and several bundles of one job into one evidence."""
+"""Reads a bundle back: the evidence for its verdict, that of several bundles of one job, and what reports show."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from safelaunch.bundle.reading.dumps import parse_some
-from safelaunch.bundle.reading.guard import LINK, Found, Unreadable, parse_all, read_limited, within
+from safelaunch.bundle.reading.guard import LINK, Found, Unreadable, evidence_of, parse_all, read_limited, within
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.capture.flight_recorder import NCCL_ONLY
+from safelaunch.capture.node import since
 from safelaunch.capture.user_source import SOURCE_FILE
 from safelaunch.model import (
     OWN_RECORDS,
     Answer,
     BundlePlace,
     EarlyLook,
-    Evidence,
     FlightRecord,
     Gpus,
     GpuUse,
@@ -29,14 +29,18 @@ from safelaunch.model import (
     Manifest,
     NcclWitness,
     NodeEvidence,
+    NodeFiles,
     Outcome,
     Processes,
     Progress,
     RankEvidence,
     RankFile,
     Rendezvous,
+    Resources,
+    node_file,
 )
 from safelaunch.model.evidence import all_nodes
+from safelaunch.report.about import About, Launch, Link, NodeSummary
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import exists, is_dir, is_file
@@ -60,27 +64,28 @@ class _Told(msgspec.Struct):
 
 
 class _Bundle:
-    """One bundle while it is read; ``problems`` grows."""
+    """One bundle while it is read; ``problems`` grows. It may be a stranger's, or half written."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, most_bytes: int = MAX_RECORD_BYTES) -> None:
         self.root = root
+        self._most_bytes = most_bytes
         self.problems: list[str] = []
 
     def json(self, name: str, kind: type[_T]) -> _T | None:
         """The record in file ``name``; None if it is missing or damaged (then it adds a problem)."""
-        data = self._bytes(name, MAX_RECORD_BYTES)
+        data = self._bytes(name, self._most_bytes)
         if data is None:
             return None
         try:
             return from_json(data, kind)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             self.problems.append(f"{name} is damaged: {error}")
         except MemoryError:
             self.problems.append(f"{name} needs more memory than safelaunch allows for one file")
         return None
 
     def text(self, name: str) -> str:
-        return (self._bytes(name, MAX_LOG_BYTES) or b"").decode(errors="replace")
+        return (self._bytes(name, min(MAX_LOG_BYTES, self._most_bytes)) or b"").decode(errors="replace")
 
     def _bytes(self, name: str, limit_bytes: int) -> bytes | None:
         path = self.root / name
@@ -159,15 +164,11 @@ def read_bundle(root: Path) -> Found:
         if not 0 <= size <= MAX_RANKS:
             bundle.problems.append(f"{name}: ignored, because it claims a job of {size} ranks")
     sizes = [size for size in worlds.values() if 0 <= size <= MAX_RANKS]
-    world = max([0, *sizes, *(number + 1 for number in numbers)])
     outcome = job.outcome
     if not job.world_size and told.outcome is not None:
         outcome = told.outcome  # a bundle of an older version, whose manifest lacks it
-    evidence = Evidence(
-        outcome=outcome,
-        world_size=world,
-        ranks=ranks,
-        missing_ranks=tuple(sorted(set(range(world)) - set(numbers))),
+    evidence = msgspec.structs.replace(
+        evidence_of(outcome, ranks, max([0, *sizes])),
         stall_s=manifest.watch.stalled_s,
         threshold_s=manifest.watch.threshold_s,
         threshold_why=manifest.watch.why,
@@ -243,9 +244,8 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
     stopped = _stopped_first(bundles) if outcomes >= {"hang", "crash"} else ()
     outcome = "hang" if stopped else outcome
     ranks = sorted((rank for found in bundles for rank in found.evidence.ranks), key=lambda rank: rank.rank)
-    asked, witness = next(
-        ((n, f.evidence.nccl) for f, n in zip(bundles, names, strict=True) if f.evidence.nccl is not None), ("", None)
-    )
+    named = list(zip(names, bundles, strict=True))
+    asked, witness = next(((name, f.evidence.nccl) for name, f in named if f.evidence.nccl is not None), ("", None))
     evidence = msgspec.structs.replace(
         first,
         outcome=outcome,
@@ -262,18 +262,14 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         stopped=stopped,
         gpus=tuple(one for found in bundles for one in found.evidence.gpus),
     )
-    problems = [f"{name}/{text}" for found, name in zip(bundles, names, strict=True) for text in found.problems]
-    told = next((name for found, name in zip(bundles, names, strict=True) if found.evidence.nodes), "")
+    problems = [f"{name}/{text}" for name, found in named for text in found.problems]
+    told = next((name for name, found in named if found.evidence.nodes), "")
     files = {"nodes.json": f"{told}/nodes.json"} if told else {}
     files |= {"early.json": f"{names[0]}/early.json"} if first.early else {}
-    wrong = next((name for found, name in zip(bundles, names, strict=True) if found.evidence.inconsistent), "")
+    wrong = next((name for name, found in named if found.evidence.inconsistent), "")
     files |= {"inconsistent.json": f"{wrong}/inconsistent.json"} if wrong else {}
     files |= {witness.file: f"{asked}/{witness.file}"} if witness is not None else {}
-    files |= {
-        f"ranks/{rank.rank}/": f"{name}/ranks/{rank.rank}/"
-        for found, name in zip(bundles, names, strict=True)
-        for rank in found.evidence.ranks
-    }
+    files |= {f"ranks/{number}/": f"{name}/ranks/{number}/" for number, name in seen.items()}
     return Found(f"{len(bundles)} bundles of one job", evidence, tuple(problems), files)
 
 
@@ -325,3 +321,77 @@ def _rank(bundle: _Bundle, number: int, host: str, records: Mapping[int, FlightR
         **{name: record for name, record in own.items() if record is not None},
         log_tail=bundle.text(f"{folder}/log_tail.txt"),
     )
+
+
+# --- what it says of the job and its nodes, for reports ---------------------------------------------------------------
+
+MOST_FOR_REPORTS = 4 << 20
+MOST_NODES = 1024
+MOST_LINES = 40
+_MATTERS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "MASTER_", "UCX_", "FI_", "OMP_NUM_THREADS")
+_NO_COUNTS = ("state", "rate", "speed_mbit", "mtu")
+NOBODY: Mapping[str, NodeFiles] = {}
+_NO_VERSIONS = ("system", "kernel", "machine", "python_executable", "torch_git")
+
+
+def about(root: Path, launch: Launch | None = None, own: Mapping[str, NodeFiles] = NOBODY) -> About:
+    """What the bundle in ``root`` says. Never raises for its contents: what is damaged is left out.
+
+    ``launch``, and ``own`` by host: what is known without reading it.
+    """
+    bundle = _Bundle(root, MOST_FOR_REPORTS)
+    launch = launch or bundle.json("launch.json", Launch) or Launch()
+    written = bundle.json("manifest.json", Manifest) or Manifest()
+    files = {host: own.get(host) or _files_of(bundle, host) for host in bundle.hosts()[:MOST_NODES]}
+    nodes = tuple(_summary(host, known, launch.started) for host, known in files.items())
+    return About(root.name, written.written_unix_s, launch, nodes)
+
+
+def about_all(roots: Sequence[Path]) -> About:
+    """What several bundles of one job say, those of its nodes: its start from the first, and all nodes."""
+    each = [about(root) for root in roots]
+    if not each:
+        return About()
+    nodes = {node.host: node for one in each for node in one.nodes}
+    latest = max(one.at_unix_s for one in each)
+    return About(each[0].bundle, latest, each[0].launch, tuple(nodes[host] for host in sorted(nodes)))
+
+
+def _files_of(bundle: _Bundle, host: str) -> NodeFiles:
+    found: dict[str, Any] = {}
+    for field in msgspec.structs.fields(NodeFiles):
+        name = f"node/{host}/{node_file(field.name)}"
+        value = bundle.text(name) if name.endswith(".txt") else bundle.json(name, field.type)
+        found |= {field.name: value} if value else {}
+    return NodeFiles(**found)
+
+
+def _summary(host: str, files: NodeFiles, begun: str) -> NodeSummary:
+    gpus, resources = files.gpus or Gpus(), files.resources or Resources()
+    return NodeSummary(
+        host=host,
+        gpus=gpus.gpus,
+        no_gpus=gpus.missing,
+        cpus=resources.cpus or 0,
+        load=resources.load,
+        memory_total_bytes=resources.memory_bytes.get("MemTotal", 0),
+        memory_available_bytes=resources.memory_bytes.get("MemAvailable", 0),
+        disks=tuple(_used(place, disk) for place, disk in resources.disks.items() if "total_bytes" in disk),
+        network=tuple(_link(name, link) for name, link in resources.network.items()),
+        environment=tuple((name, text) for name, text in files.env.items() if name.startswith(_MATTERS)),
+        versions=tuple((name, text) for name, text in files.versions.items() if name not in _NO_VERSIONS),
+        kernel_log=tuple(since(begun, files.kernel_log.splitlines())[-MOST_LINES:]),
+    )
+
+
+def _used(place: str, disk: Mapping[str, Any]) -> tuple[str, float]:
+    total, free = disk.get("total_bytes"), disk.get("free_bytes")
+    known = isinstance(total, (int, float)) and isinstance(free, (int, float)) and total > 0
+    return place, 1 - free / total if known else 0.0  # type: ignore[operator]
+
+
+def _link(name: str, link: Mapping[str, Any]) -> Link:
+    speed = link.get("rate") or (f"{link['speed_mbit']} Mbit/s" if link.get("speed_mbit") else "")
+    mtu = f"MTU {link['mtu']}" if link.get("mtu") else ""
+    counted = [f"{count} {what.replace('_', ' ')}" for what, count in link.items() if what not in _NO_COUNTS and count]
+    return Link(name, str(link.get("state", "")), ", ".join(filter(None, (str(speed), mtu))), ", ".join(counted))

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safelaunch.bundle.reading.guard import Found, Unreadable, parse_all, read_limited, within
+from safelaunch.bundle.reading.guard import Found, Unreadable, evidence_of, parse_all, read_limited, within
 from safelaunch.capture import flight_dump, flight_recorder
 from safelaunch.capture.flight_dump import MAX_RANKS
-from safelaunch.model import Evidence, FlightRecord, RankEvidence
+from safelaunch.model import FlightRecord, RankEvidence
 from safelaunch.model.entries import Entries
 from safelaunch.system.errors import CaptureError
-from safelaunch.system.files import is_dir
+from safelaunch.system.files import is_dir, modified_ns
 
 MAX_FILES = 2 * MAX_RANKS
 # nccl_trace_rank_3, comm_lib_trace_rank_3, myjob-3.json, dump_rank3.pickle: any prefix, the rank, an ending.
@@ -39,7 +39,7 @@ def read_dumps(folder: Path, root: Path) -> Found | None:
             failed[path.name] = record
             continue
         mine = jobs.setdefault(_prefix(path.name), {})
-        one = _Dump(path.name, record, _modified(path))
+        one = _Dump(path.name, record, modified_ns(path) / 1e9)
         rank = _rank_of(path.name)
         if rank not in mine or one.quality > mine[rank].quality:
             mine[rank] = one
@@ -51,16 +51,8 @@ def read_dumps(folder: Path, root: Path) -> Found | None:
     prefixes = {_prefix(name) for name in files.values()}
     broken = [name for name in failed if _prefix(name) in prefixes and _rank_of(name) not in records]
     problems += [f"{name}: {failed[name]}" for name in broken]
-    world = _world(records, [_rank_of(name) for name in broken])
-    evidence = Evidence(
-        outcome="hang",
-        world_size=world,
-        ranks=tuple(
-            RankEvidence(rank, host="", pid=0, flight_record=record, beacon=False)
-            for rank, record in sorted(records.items())
-        ),
-        missing_ranks=tuple(sorted(set(range(world)) - set(records))),
-    )
+    ranks = [RankEvidence(rank=rank, host="", pid=0, flight_record=one, beacon=False) for rank, one in records.items()]
+    evidence = evidence_of("hang", ranks, _world(records, [_rank_of(name) for name in broken]))
     named = {f"ranks/{rank}/flight_recorder.json": name for rank, name in files.items()}
     return Found(f"{len(records)} Flight Recorder dumps", evidence, tuple(problems), named)
 
@@ -143,13 +135,6 @@ def _of_other_backends(one: _Dump, other: _Dump) -> bool:
 
 def _together(one: _Dump, other: _Dump) -> _Dump:
     return _Dump(one.name, flight_recorder.merged([one.record, other.record]), one.modified)
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0  # it is gone
 
 
 def _rank_of(name: str) -> int:

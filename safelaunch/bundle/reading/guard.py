@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from safelaunch.model import Evidence
+from safelaunch.model import Evidence, Outcome, RankEvidence
 from safelaunch.system.errors import SafelaunchError
 
 # --- what is found, and bounded reads ---------------------------------------------------------------------------------
@@ -66,6 +66,14 @@ class Found:
         from safelaunch.capture import user_source
 
         return user_source.text_for_stranger(path)
+
+
+def evidence_of(outcome: Outcome, ranks: Iterable[RankEvidence], world: int = 0) -> Evidence:
+    """The evidence on these ranks of a job of ``world``, or more where they say so."""
+    by_rank = {one.rank: one for one in ranks}
+    world = max([world, *(rank + 1 for rank in by_rank)])
+    missing = tuple(rank for rank in range(world) if rank not in by_rank)
+    return Evidence(outcome, world, tuple(by_rank[rank] for rank in sorted(by_rank)), missing)
 
 
 def read_limited(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:

@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import os
+import platform
 import tarfile
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from safelaunch.beacon import layout
 from safelaunch.bundle.reading import log_lines, logs, stacks
 from safelaunch.bundle.reading.bundles import is_bundle, merge, read_bundle, whole_of
 from safelaunch.bundle.reading.dumps import read_dumps
-from safelaunch.bundle.reading.guard import MAX_FILE_BYTES, Bounds, Found, Unreadable, cannot_be_read, in_child, within
-from safelaunch.model import RankEvidence
-from safelaunch.system.files import is_dir, is_file
+from safelaunch.bundle.reading.guard import (
+    MAX_FILE_BYTES,
+    Bounds,
+    Found,
+    Unreadable,
+    cannot_be_read,
+    evidence_of,
+    in_child,
+    read_limited,
+    within,
+)
+from safelaunch.capture.flight_dump import MAX_RANKS
+from safelaunch.capture.result import Sink
+from safelaunch.job.paths import RunPaths
+from safelaunch.model import Outcome, RankEvidence, RankExit
+from safelaunch.system.files import is_dir, is_file, lexists
+from safelaunch.system.redaction.redactor import Redactor
+
+if TYPE_CHECKING:
+    from safelaunch.capture.pages import AgentEvent
 
 MAX_UNPACKED_BYTES = 1 << 30
 MAX_UNPACKED_FILES = 100_000
@@ -123,10 +143,6 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
     if is_bundle(folder):
         return replace(read_bundle(folder), bundles=(folder,))
     if _is_run_directory(folder):
-        from safelaunch.bundle.reading.rundirs import (
-            read_run,  # with the readers of a live run, which files rarely need
-        )
-
         return read_run(folder, scratch)
     inside = sorted(
         path for path in folder.iterdir() if not path.name.startswith(".") and not path.is_symlink() and is_bundle(path)
@@ -151,7 +167,8 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
     printed = logs.read_logs(texts, folder)
     found = dumps
     if printed.evidence.ranks:
-        found = replace(_joined(printed, dumps, _with_record), world_guessed=False)
+        joined = _joined(printed, dumps, lambda rank, dump: structs.replace(rank, flight_record=dump.flight_record))
+        found = replace(joined, world_guessed=False)
     seen = stacks.read_stacks(texts, folder, only_named=True)
     return found if seen is None else _with_stacks(found, seen)
 
@@ -171,10 +188,6 @@ def _joined(one: Found, other: Found, both: Callable[[RankEvidence, RankEvidence
     )
     what, problems = f"{one.what}, {other.what}", (*one.problems, *other.problems)
     return replace(one, what=what, evidence=evidence, problems=problems, files={**one.files, **other.files})
-
-
-def _with_record(printed: RankEvidence, dump: RankEvidence) -> RankEvidence:
-    return structs.replace(printed, flight_record=dump.flight_record)
 
 
 def _with_stacks(found: Found, seen: Found) -> Found:
@@ -229,3 +242,87 @@ def _unpack_one(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> 
     with file:
         while source is not None and (data := source.read(_CHUNK_BYTES)):
             file.write(data)
+
+
+# --- a run directory that nobody removed: everything was killed at once, or the machine was reset --------------------
+
+MAX_PAGES = 8 * 4096  # a page and its companions, for each rank
+MOST_OF_A_PAGE = 2 << 20
+MAX_PAGES_BYTES = 1 << 30
+
+
+def read_run(root: Path, scratch: Path) -> Found:
+    """The evidence left by a run's newest attempt; ``scratch``: an empty directory.
+
+    It has only what the ranks recorded themselves: pages, last exceptions, output, and the dumps of torch and NCCL. The
+    readers trust a live run's files, map them and open them for writing. So a stranger's files are copied first.
+    """
+    from safelaunch.capture import collect  # late: the readers of a live run, which files rarely need
+    from safelaunch.capture.pages import Roster, read_meta
+
+    found_there = RunPaths(root)
+    run = RunPaths(scratch / "run")
+    problems = list(_copy(found_there, run))
+    roster = Roster(run)
+    exits = _exits(roster.refresh())
+    pages = {number: page for number, page in roster.pages().items() if number < MAX_RANKS}
+    dumps = None
+    if is_dir(found_there.flight_recorder):
+        dumps = read_dumps(within(root, found_there.flight_recorder), root)
+        problems += dumps.problems if dumps is not None else ()
+    records = {rank.rank: rank.flight_record for rank in dumps.evidence.ranks} if dumps is not None else {}
+    host, nowhere = platform.node(), Sink(Redactor())  # the files stay where they are
+    ranks = []
+    for number in sorted({*pages, *(worker for worker in roster.workers if 0 <= worker < MAX_RANKS), *records}):
+        page = pages.get(number)
+        if page is None:
+            pid = roster.workers[number].pid if number in roster.workers else 0
+            known = collect.Known(pid=pid, exit=exits.get(number))
+        else:
+            meta = read_meta(roster.companion(page, layout.META_SUFFIX))
+            known = collect.Known(page.read(), page.pid, page.name, exits.get(number), meta.code_roots, meta.gpu)
+        rank = collect.of_ended(number, known, run.pages, host, nowhere)
+        ranks.append(structs.replace(rank, flight_record=records.get(number) or rank.flight_record))
+    worlds = [rank.progress.world_size for rank in ranks if rank.progress is not None]
+    outcome: Outcome = "crash" if any(code.returncode for code in exits.values()) else "hang"
+    evidence = evidence_of(outcome, ranks, max([0, *(size for size in worlds if size <= MAX_RANKS)]))
+    files = {f"ranks/{number}/progress.json": f"pages/{page.name}" for number, page in pages.items()} | {
+        f"ranks/{number}/exception.json": f"pages/{page.name}{layout.EXCEPTION_SUFFIX}"
+        for number, page in pages.items()
+    }
+    if dumps is not None:
+        files |= {name: f"flight_recorder/{file}" for name, file in dumps.files.items()}
+    return Found("a run directory", evidence, tuple(problems), files)
+
+
+def _copy(there: RunPaths, here: RunPaths) -> Iterator[str]:
+    """Copies pages, their companions and the agent's events; yields what it left out."""
+    here.pages.mkdir(parents=True)
+    within(there.root, there.pages)
+    names = [there.agent_events, there.agent_page, *sorted(there.pages.iterdir())]
+    left = MAX_PAGES_BYTES
+    for number, source in enumerate(names):
+        if number > MAX_PAGES or left < 0:
+            yield f"{len(names) - number} more files of pages/: ignored, because no run leaves so many"
+            return
+        if not lexists(source) or source.name.endswith(layout.SERVER_SUFFIX):
+            continue
+        try:
+            data = read_limited(source, MOST_OF_A_PAGE)
+        except Unreadable as error:
+            yield f"{source.relative_to(there.root)}: {error.message}"
+            continue
+        left -= len(data)
+        (here.root / source.relative_to(there.root)).write_bytes(data)
+
+
+def _exits(events: list[AgentEvent]) -> dict[int, RankExit]:
+    """The ranks' exits according to the agent; those in its first note ended before it stopped the others."""
+    found: dict[int, RankExit] = {}
+    attempt = max((event.attempt for event in events), default=0)
+    for event in events:
+        if event.attempt == attempt and event.exits:
+            first = not found
+            for rank, code in event.exits.items():
+                found.setdefault(rank, RankExit(code, event.time_unix_s, before_close=first))
+    return found

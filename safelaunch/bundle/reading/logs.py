@@ -282,7 +282,7 @@ def _rank(
         exit_ = RankExit(ended.code, after_s, before_close=not stopped, file=ended.line.where)
     kill = job.kills.get(ended.pid, "") if ended is not None else ""
     return RankEvidence(
-        rank,
+        rank=rank,
         host=ended.host if ended is not None else heard.node if heard is not None else "",
         pid=ended.pid if ended is not None else 0,
         flight_record=record,

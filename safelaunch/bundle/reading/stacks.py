@@ -15,9 +15,9 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from safelaunch.bundle.reading.guard import Found, Unreadable, read_limited
+from safelaunch.bundle.reading.guard import Found, Unreadable, evidence_of, read_limited
 from safelaunch.bundle.reading.log_lines import speakers_of_names
-from safelaunch.model import Evidence, Frame, ProcessEvidence, RankEvidence, StackSample, Thread
+from safelaunch.model import Frame, ProcessEvidence, RankEvidence, StackSample, Thread
 from safelaunch.system.decoding import from_json
 
 MOST_BYTES, MOST_RANKS = 64 << 20, 1 << 16
@@ -101,13 +101,12 @@ def read_stacks(paths: Sequence[Path], root: Path | None = None, *, only_named: 
                 rank, numbered = next(number for number in count() if number not in ranks), True
             if rank < MOST_RANKS:
                 main = ProcessEvidence("main", stacks=(one.sample(one.pid),))
-                ranks[rank] = RankEvidence(rank, host="", pid=one.pid, main=main, beacon=False)
+                ranks[rank] = RankEvidence(rank=rank, host="", pid=one.pid, main=main, beacon=False)
                 files[f"ranks/{rank}/stack.txt"] = str(path.relative_to(root)) if root is not None else path.name
     if not ranks:
         return None
-    world = max(ranks) + 1
-    evidence = Evidence("hang", world, tuple(ranks[r] for r in sorted(ranks)), tuple(set(range(world)) - set(ranks)))
     remarks = ("nothing says whose stacks these are: ranks are counted in their order",) if numbered else ()
+    evidence = evidence_of("hang", ranks.values())
     return Found(f"stacks of {len(ranks)} processes", evidence, files=files, remarks=remarks)
 
 

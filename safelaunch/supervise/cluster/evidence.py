@@ -124,7 +124,10 @@ def condensed(evidence: Evidence, files: Mapping[str, bytes] | None = None, shar
             carried = {}
             continue
         if not most:  # stacks and states of thousands of processes: who is there is all that is said
-            bare = tuple(RankEvidence(rank.rank, rank.host, rank.pid, rank.local_rank) for rank in evidence.ranks)
+            bare = tuple(
+                RankEvidence(rank=rank.rank, host=rank.host, pid=rank.pid, local_rank=rank.local_rank)
+                for rank in evidence.ranks
+            )
             return packed(msgspec.msgpack.encode(_Travelling(replace(evidence, ranks=bare), {}))) or []
         most //= 4
 

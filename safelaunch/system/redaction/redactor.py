@@ -14,14 +14,13 @@ import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any
 from urllib.parse import quote
 
 from safelaunch.system.redaction.job_secrets import COMMON_WORDS, is_telling
-from safelaunch.system.redaction.readings import readings
-from safelaunch.system.redaction.redact import by_rule, encoded_in, merged, redact_argv, replaced
+from safelaunch.system.redaction.redact import by_rule, encoded_in, merged, readings, redact_argv, replaced
 from safelaunch.system.redaction.shapes import Span, shapes_in
 
 _EDGE = 6  # characters of a value that tell it where the text was cut there
@@ -74,30 +73,24 @@ class Redactor:
 
     def text(self, text: str) -> str:
         """Text that we have put together, without secrets."""
-        return self._remembered(text, self._texts, short=False) if text else text
+        return self._without_secrets(text, short=False)
 
     def said(self, text: str) -> str:
         """The job's own words, without secrets: the short ones go as well."""
-        return self._remembered(text, self._words, short=True) if text else text
+        return self._without_secrets(text, short=True)
 
-    @cached_property
-    def _texts(self) -> dict[str, str]:
-        """The newest short texts and what became of them: all ranks of a job have the same frames."""
-        return {}
-
-    @cached_property
-    def _words(self) -> dict[str, str]:
-        return {}
-
-    def _remembered(self, text: str, known: dict[str, str], *, short: bool) -> str:
-        found = known.get(text)
-        if found is None:
-            found = replaced(text, self._secrets_in(text, by_rule, short=short))
-            if len(text) <= _REMEMBERED_LENGTH:
-                if len(known) >= _MOST_REMEMBERED:
-                    known.clear()
-                known[text] = found
+    def _without_secrets(self, text: str, *, short: bool) -> str:
+        clean = self._remembered if len(text) <= _REMEMBERED_LENGTH else self._cleaned
+        found = clean(text, short)
         return text if found == text else found
+
+    @cached_property
+    def _remembered(self) -> Callable[[str, bool], str]:
+        """Knows the newest texts and what became of them: all ranks of a job have the same frames."""
+        return lru_cache(_MOST_REMEMBERED)(self._cleaned)
+
+    def _cleaned(self, text: str, short: bool) -> str:
+        return replaced(text, self._secrets_in(text, by_rule, short=short)) if text else text
 
     def argv(self, words: Iterable[str]) -> list[str]:
         """A command line without secrets."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.bundle.reading.surroundings import about
+from safelaunch.bundle.reading.bundles import about
 from safelaunch.report.about import Launch, Link
 
 
