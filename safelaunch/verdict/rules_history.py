@@ -23,7 +23,7 @@ from safelaunch.verdict.causes import (
 )
 from safelaunch.verdict.collectives import describe, number_of, op_name
 from safelaunch.verdict.conditions import record_claim
-from safelaunch.verdict.divergence import Divergence
+from safelaunch.verdict.divergence import UNKNOWN, Divergence
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.findings import (
     Finding,
@@ -38,7 +38,6 @@ from safelaunch.verdict.findings import (
     waiting_culprit,
     waiting_culprits,
 )
-from safelaunch.verdict.history import UNKNOWN
 from safelaunch.verdict.rank_state import Facts, user_stack_of
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr

@@ -10,6 +10,7 @@ from safelaunch.model import Claim, Frame
 from safelaunch.verdict.causes import BROKEN_OFF, LEFT_OUT, SIZES_DIFFER, UNUSED_PARAMETERS, Advice
 from safelaunch.verdict.collectives import Mismatch, describe, fits, mismatch_at, number_of, op_name, signature, vote
 from safelaunch.verdict.conditions import record_claim
+from safelaunch.verdict.divergence import UNKNOWN
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.findings import (
     Finding,
@@ -24,7 +25,6 @@ from safelaunch.verdict.findings import (
     waiting_culprit,
 )
 from safelaunch.verdict.guarding import branches
-from safelaunch.verdict.history import UNKNOWN
 from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.failures import Fingerprint, fingerprints

@@ -13,6 +13,7 @@ from safelaunch.model import Claim, Collective, Frame
 from safelaunch.verdict.causes import GROUPS_MADE, RACE, ROOTS_DIFFER
 from safelaunch.verdict.collectives import Alignment, number_of, op_name, vote
 from safelaunch.verdict.conditions import record_claim
+from safelaunch.verdict.divergence import UNKNOWN, Identity, identity_of
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.findings import (
     Finding,
@@ -24,7 +25,6 @@ from safelaunch.verdict.findings import (
     waiting_culprit,
     waits_words,
 )
-from safelaunch.verdict.history import UNKNOWN, Identity, identity_of
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.rank_state import Facts, RankFacts, view_of
 from safelaunch.verdict.reading import calls
