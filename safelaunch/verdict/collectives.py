@@ -17,8 +17,16 @@ from msgspec import structs
 
 from safelaunch.model import Collective, FlightRecord, RankEvidence
 from safelaunch.model.entries import Entries, Same
-from safelaunch.verdict.columns import Numbering, Window, first_difference, program_of, windows_of
-from safelaunch.verdict.comparable import OPEN, Block, comparable
+from safelaunch.verdict.comparable import (
+    OPEN,
+    Block,
+    Numbering,
+    Window,
+    comparable,
+    first_difference,
+    program_of,
+    windows_of,
+)
 from safelaunch.verdict.reading.frames import Stack, stack_of
 
 Signature = tuple[object, ...]

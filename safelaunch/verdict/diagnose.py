@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 import msgspec
 
 from safelaunch.model import Claim, Evidence, ProofEdge, Verdict, format_ranks
-from safelaunch.verdict import nccl_witness, remarks
+from safelaunch.verdict import remarks
 from safelaunch.verdict.advice import advise
 from safelaunch.verdict.belonging import belonging, with_group_names
 from safelaunch.verdict.causes import BY_ITSELF
@@ -28,7 +28,7 @@ from safelaunch.verdict.rank_state import Facts
 from safelaunch.verdict.reading.source import ReadSource
 from safelaunch.verdict.remarks import with_gpus, with_repeats
 from safelaunch.verdict.rules import KINDS
-from safelaunch.verdict.rules_nodes import node_behind, version_claims
+from safelaunch.verdict.rules_nodes import nccl_claims, nccl_rules_out, node_behind, version_claims
 from safelaunch.verdict.rules_results import CAUSES as WRONG_RESULTS
 from safelaunch.verdict.stalled import has_no_steps, with_the_time_without_a_step
 from safelaunch.verdict.swallowed import caught_exception, skipped_batch
@@ -117,8 +117,8 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
         summary=finding.summary,
         culprits=tuple(sorted(finding.culprits, key=lambda c: c.rank)),
         victims=format_ranks(victims),
-        evidence=_distinct((*finding.claims, *nccl_witness.claims(facts.evidence), *version_claims(facts.evidence))),
-        ruled_out=(*ruled_out, *finding.ruled_out, *nccl_witness.ruled_out(facts.evidence)),
+        evidence=_distinct((*finding.claims, *nccl_claims(facts.evidence), *version_claims(facts.evidence))),
+        ruled_out=(*ruled_out, *finding.ruled_out, *nccl_rules_out(facts.evidence)),
         missing=(*_missing(facts, named), *_lost(facts, finding)),
         suggestions=suggestions,
         nodes=finding.nodes if finding.nodes or len(facts.evidence.nodes) > 1 else msgspec.UNSET,

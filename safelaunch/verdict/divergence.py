@@ -23,7 +23,7 @@ from typing import Literal
 from safelaunch.model import Collective, Frame
 from safelaunch.model.entries import Entries
 from safelaunch.verdict.collectives import Alignment, Mismatch, first_mismatch, signature, vote
-from safelaunch.verdict.columns import Column, Numbering, Window, first_difference
+from safelaunch.verdict.comparable import Column, Numbering, Window, first_difference
 from safelaunch.verdict.reading.frames import Stack
 
 _TWICE = 2  # as long as the shift itself, a stretch agrees where both sides repeat one call

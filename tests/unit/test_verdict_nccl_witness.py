@@ -9,7 +9,7 @@ from test_verdict_rules_nodes import GONE, A, B, half
 
 from safelaunch.model import Evidence, NcclCommunicator, NcclProcess, NcclState, NcclWitness, RankEvidence
 from safelaunch.report.report import nccl_lines
-from safelaunch.verdict import nccl_witness
+from safelaunch.verdict.rules_nodes import nccl_states
 
 FILE = "node/a/nccl_ras.txt"
 
@@ -64,7 +64,7 @@ FOUR = job(seen(0, 10), seen(1, 11), world=4, missing_ranks=(2, 3))
     ],
 )  # fmt: skip
 def test_a_process_is_a_rank_only_where_it_can_be_no_other(evidence: Evidence, expected: dict[int, NcclState]) -> None:
-    assert nccl_witness.states(evidence) == expected
+    assert nccl_states(evidence) == expected
 
 
 # --- a node that is silent --------------------------------------------------------------------------------------------
