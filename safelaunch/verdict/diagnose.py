@@ -28,9 +28,8 @@ from safelaunch.verdict.rank_state import Facts
 from safelaunch.verdict.reading.source import ReadSource
 from safelaunch.verdict.remarks import with_gpus, with_repeats
 from safelaunch.verdict.rules import KINDS
+from safelaunch.verdict.rules_live import WRONG_RESULTS, has_no_steps, with_the_time_without_a_step
 from safelaunch.verdict.rules_nodes import nccl_claims, nccl_rules_out, node_behind, version_claims
-from safelaunch.verdict.rules_results import CAUSES as WRONG_RESULTS
-from safelaunch.verdict.stalled import has_no_steps, with_the_time_without_a_step
 from safelaunch.verdict.swallowed import caught_exception, skipped_batch
 from safelaunch.verdict.waits import Case
 from safelaunch.verdict.wrong_group import another_group, wrong_group

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from safelaunch.verdict import (
     rules_aborted,
     rules_history,
+    rules_live,
     rules_mismatch,
     rules_nodes,
-    rules_results,
     rules_state,
     rules_unfit,
     rules_wait,
@@ -23,7 +23,7 @@ from safelaunch.verdict import (
 from safelaunch.verdict.causes import CAUSES, FAILURES
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.rank_state import RankFacts
-from safelaunch.verdict.stalled import is_stalled
+from safelaunch.verdict.rules_live import is_stalled
 from safelaunch.verdict.waits import Case
 
 # What has to be true of the case for a kind to be asked.
@@ -99,11 +99,9 @@ RULES: tuple[Rule, ...] = (
     Rule("Did all nodes come?", (Kind(rules_nodes.rendezvous_incomplete, ("init-not-joined",)),)),
     Rule(
         "Does a live job compute wrong results?",
-        (Kind(rules_results.wrong_results, rules_results.CAUSES, ("a live job",)),),
+        (Kind(rules_live.wrong_results, rules_live.WRONG_RESULTS, ("a live job",)),),
     ),
-    Rule(
-        "Does it make progress?", (Kind(rules_state.slow_not_stuck, ("slow-not-stuck",), ("a live job that moves",)),)
-    ),
+    Rule("Does it make progress?", (Kind(rules_live.slow_not_stuck, ("slow-not-stuck",), ("a live job that moves",)),)),
     Rule(
         "What broke the calls between ranks?",
         (

@@ -1,4 +1,4 @@
-"""Rules that need no wait-for graph: the job moves, a rank failed, a rank is stopped, a rank never joined."""
+"""Rules that need no wait-for graph: a rank failed, a rank is stopped, a rank never joined."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from safelaunch.verdict.findings import (
     Finding,
     Ruling,
     blame,
-    by_place,
     capital,
     condition_claims,
     conditions,
@@ -42,36 +41,9 @@ from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.guards import way_to
 from safelaunch.verdict.reading.kernel import kind_of, thread_samples
-from safelaunch.verdict.stalled import seconds_words, silent_s
 
 CLOCKS_S = 2.0
 _STORE = frozenset({STORE_NOT_REACHED})
-
-
-def slow_not_stuck(facts: Facts) -> Ruling:
-    """The job still makes progress: a dump of it accuses nobody.
-
-    Steps or collectives advanced between two looks, or the last ones are no more than a few usual steps ago. Only for
-    ``dump``: in a hang the watchdog has confirmed that nothing moves, and a crash is not a matter of speed.
-    """
-    steps = [f"rank {r.rank} at step {r.step}" for r in facts.ranks.values() if r.step is not None]
-    where = f" ({', '.join(steps[:4])})" if steps else ""
-    claims = tuple(
-        Claim(f"rank {r.rank} is at step {r.step}", f"{r.folder}/progress.json")
-        for r in list(facts.ranks.values())[:4]
-        if r.step is not None
-    )
-    silent = silent_s(facts.evidence)
-    if not silent:
-        text = f"The job is making progress{where}; nothing is stuck."
-        return Finding("slow-not-stuck", (), text, claims=claims)
-    own = {rank: one for rank, one in conditions(facts).items() if rank in silent}
-    does = [f"{each_of(ranks)} {reason}" for reason, ranks in by_place({r: c.reason for r, c in own.items()})[:2]]
-    does += [words for words in [waits_words(facts, [r for r in silent if facts.ranks[r].wait is not None])] if words]
-    least = seconds_words(min(silent.values()))
-    text = f"The job is making progress{where}, but {ranks_do(silent, 'has', 'have')} made no step for {least}"
-    text += f": {'; '.join(does)}." if does else "."
-    return Finding("slow-not-stuck", (Doubt.ONE_LOOK,), text, claims=(*condition_claims(own), *claims))
 
 
 def launcher_failed(facts: Facts) -> Ruling:

@@ -9,7 +9,7 @@ import pytest
 
 from safelaunch.model import Evidence, Progress, Verdict
 from safelaunch.verdict.diagnose import diagnose
-from safelaunch.verdict.stalled import is_stalled, rhythm_of
+from safelaunch.verdict.rules_live import is_stalled, rhythm_of
 from tests.unit.evidence import behind, in_user, job, rank, waiting
 
 STEP_NS = 100_000_000
