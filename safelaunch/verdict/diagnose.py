@@ -15,13 +15,13 @@ import msgspec
 from safelaunch.model import Claim, Evidence, ProofEdge, Verdict, format_ranks
 from safelaunch.verdict import remarks
 from safelaunch.verdict.advice import advise
-from safelaunch.verdict.belonging import belonging, with_group_names
+from safelaunch.verdict.belonging import belonging, gpu_memory, with_group_names
 from safelaunch.verdict.causes import BY_ITSELF
 from safelaunch.verdict.collectives import out_of_sight
 from safelaunch.verdict.doubts import Doubt, confidence_of, those
 from safelaunch.verdict.exits import GONE_CAUSES, was_a_hang, with_gathered_errors
+from safelaunch.verdict.explanations import another_group, caught_exception, skipped_batch, wrong_group
 from safelaunch.verdict.findings import Annotation, Finding, annotated, ranks_word
-from safelaunch.verdict.gpu_memory import gpu_memory
 from safelaunch.verdict.guarding import guards, parted
 from safelaunch.verdict.proof import prove
 from safelaunch.verdict.rank_state import Facts
@@ -30,9 +30,7 @@ from safelaunch.verdict.remarks import with_gpus, with_repeats
 from safelaunch.verdict.rules import KINDS
 from safelaunch.verdict.rules_live import WRONG_RESULTS, has_no_steps, with_the_time_without_a_step
 from safelaunch.verdict.rules_nodes import nccl_claims, nccl_rules_out, node_behind, version_claims
-from safelaunch.verdict.swallowed import caught_exception, skipped_batch
 from safelaunch.verdict.waits import Case
-from safelaunch.verdict.wrong_group import another_group, wrong_group
 
 __all__ = ["diagnose"]
 

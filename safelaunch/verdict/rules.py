@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from safelaunch.verdict import (
+    explanations,
     rules_aborted,
     rules_history,
     rules_live,
@@ -18,7 +19,6 @@ from safelaunch.verdict import (
     rules_state,
     rules_unfit,
     rules_wait,
-    wrong_group,
 )
 from safelaunch.verdict.causes import CAUSES, FAILURES
 from safelaunch.verdict.findings import Finding, Ruling
@@ -108,7 +108,7 @@ RULES: tuple[Rule, ...] = (
             Kind(rules_aborted.aborted_by_a_peer, _EITHER, ("a crash",)),
             Kind(rules_aborted.wrong_size_received, _EITHER, ("a crash",)),
             Kind(rules_nodes.node_lost, ("node-lost",), ("a crash", "several nodes")),
-            Kind(wrong_group.unusual_group, ("missing-from-collective",), ("a crash",)),
+            Kind(explanations.unusual_group, ("missing-from-collective",), ("a crash",)),
             Kind(rules_mismatch.compared_by_torch, _MISMATCH, ("a crash",)),
         ),
     ),

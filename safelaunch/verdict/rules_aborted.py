@@ -11,6 +11,7 @@ from safelaunch.verdict.causes import FAILURES, SIZES_DIFFER, UNUSUAL_GROUP
 from safelaunch.verdict.collectives import Mismatch, vote
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.exits import aborted_in, failed_at, is_aborted
+from safelaunch.verdict.explanations import habit_claim, unusual
 from safelaunch.verdict.findings import (
     Finding,
     Ruling,
@@ -29,7 +30,6 @@ from safelaunch.verdict.rank_state import Facts, RankFacts, user_stack_of, view_
 from safelaunch.verdict.reading import calls, failures
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.rules_mismatch import Call, Meeting, by_a_break, by_the_source, of_record
-from safelaunch.verdict.wrong_group import unusual
 
 
 def aborted_by_a_peer(facts: Facts) -> Ruling:
@@ -193,8 +193,7 @@ def _in_one_group(facts: Facts, waits: Mapping[int, PeerWait]) -> bool:
 
 def _in_another_group(facts: Facts, rank: int, words: str, aborted: Sequence[int], text: str) -> Finding:
     """The call that did not fit came from the one rank that has left its habit."""
-    claims = [Claim(f"rank {rank}: its calls from that line, and their groups", f"ranks/{rank}/flight_recorder.json")]
-    claims += [Claim(f"rank {r}: aborted in a collective", _shown_in(facts, r)) for r in aborted]
+    claims = [habit_claim(rank), *(Claim(f"rank {r}: aborted in a collective", _shown_in(facts, r)) for r in aborted)]
     return Finding(
         "collective-mismatch",
         (Doubt.ABORTED_CALL_LOST,),
