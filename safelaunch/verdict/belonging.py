@@ -1,4 +1,4 @@
-"""Where the ranks at fault belong: their process groups (a pipeline stage, a tensor group), their GPUs, memory there."""
+"""Where the ranks at fault belong: their process groups (a pipeline stage, a tensor group) and their GPUs."""
 
 from __future__ import annotations
 
