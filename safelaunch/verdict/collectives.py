@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import structs
 
@@ -459,6 +459,17 @@ class Mismatch:
     majority: bool
 
 
+K = TypeVar("K")
+
+
+def sides_of(what: Mapping[int, K]) -> dict[K, list[int]]:
+    """The ranks by what each of them has called, or is in; in the order of their first ones."""
+    found: dict[K, list[int]] = {}
+    for rank, one in what.items():
+        found.setdefault(one, []).append(rank)
+    return found
+
+
 def vote(classes: Mapping[Any, Iterable[int]]) -> tuple[tuple[int, ...], bool]:
     """``(ranks outside the strict majority, there is one)``; with no strict majority, everybody is at odds."""
     counts = {key: tuple(ranks) for key, ranks in classes.items()}
@@ -472,11 +483,8 @@ def vote(classes: Mapping[Any, Iterable[int]]) -> tuple[tuple[int, ...], bool]:
 def mismatch_at(alignment: Alignment, group: str, seq: int) -> Mismatch | None:
     """Whether the members of ``group`` recorded different operations, sizes or types under ``seq``."""
     members, _ = alignment.members(group)
-    classes: dict[Signature, list[int]] = {}
-    for rank in sorted(members):
-        entry = alignment.entry(rank, group, seq)
-        if entry is not None:
-            classes.setdefault(signature(entry), []).append(rank)
+    entries = {rank: alignment.entry(rank, group, seq) for rank in sorted(members)}
+    classes = sides_of({rank: signature(entry) for rank, entry in entries.items() if entry is not None})
     if any(None in key for key in classes):
         classes = _told_apart(classes)
     if len(classes) < 2:

@@ -18,7 +18,7 @@ from safelaunch.verdict import remarks
 from safelaunch.verdict.advice import advise
 from safelaunch.verdict.belonging import belonging, gpu_memory, with_group_names
 from safelaunch.verdict.causes import BY_ITSELF
-from safelaunch.verdict.collectives import out_of_sight
+from safelaunch.verdict.collectives import out_of_sight, sides_of
 from safelaunch.verdict.doubts import Doubt, confidence_of, those
 from safelaunch.verdict.exits import GONE_CAUSES, was_a_hang, with_gathered_errors
 from safelaunch.verdict.explanations import another_group, caught_exception, skipped_batch, wrong_group
@@ -183,12 +183,8 @@ def _missing(facts: Facts, named: Collection[int]) -> Iterator[str]:
 
 def _damaged(facts: Facts) -> dict[tuple[str, ...], list[int]]:
     """Fields → ranks whose records hold in them what no torch writes."""
-    found: dict[tuple[str, ...], list[int]] = {}
-    for rank in facts.ranks.values():
-        record = rank.evidence.flight_record
-        if record is not None and record.damaged:
-            found.setdefault(record.damaged, []).append(rank.evidence.rank)
-    return found
+    records = {rank: one.evidence.flight_record for rank, one in facts.ranks.items()}
+    return sides_of({rank: one.damaged for rank, one in records.items() if one is not None and one.damaged})
 
 
 def _lost(facts: Facts, finding: Finding, limit: int = 3) -> Iterator[str]:

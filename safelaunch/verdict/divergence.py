@@ -22,7 +22,7 @@ from typing import Literal
 
 from safelaunch.model import Collective, Frame
 from safelaunch.model.entries import Entries
-from safelaunch.verdict.collectives import Alignment, Mismatch, first_mismatch, signature, vote
+from safelaunch.verdict.collectives import Alignment, Mismatch, first_mismatch, sides_of, signature, vote
 from safelaunch.verdict.comparable import Column, Numbering, Window, first_difference
 from safelaunch.verdict.reading.frames import Stack
 
@@ -369,11 +369,8 @@ class Aligned:
     @cached_property
     def sides(self) -> dict[Identity, list[int]]:
         """The ranks by what they called when they parted."""
-        found: dict[Identity, list[int]] = {}
-        if self.diverged_at is not None:
-            for rank, history in self.histories.items():
-                found.setdefault(history.at(self.diverged_at), []).append(rank)
-        return found
+        at = self.diverged_at
+        return sides_of({rank: history.at(at) for rank, history in self.histories.items()}) if at is not None else {}
 
     @cached_property
     def divergence(self) -> Divergence | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from safelaunch.model import Claim, Culprit, Frame, NodeAtFault, rank_words
 from safelaunch.verdict.causes import Advice
+from safelaunch.verdict.collectives import sides_of
 from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.doubts import Doubt, levels_of
 from safelaunch.verdict.rank_state import Facts, RankFacts
@@ -187,10 +188,7 @@ def _told_best(text: str, at_that_line: Mapping[str, str]) -> str:
 
 def by_place(words: Mapping[int, str]) -> list[tuple[str, list[int]]]:
     """``words``: rank → where it is. The places in the order of their first ranks, with the ranks in each."""
-    places: dict[str, list[int]] = {}
-    for rank, place in words.items():
-        places.setdefault(place, []).append(rank)
-    return list(places.items())
+    return list(sides_of(words).items())
 
 
 def apart(words: Mapping[int, str], limit: int = 3) -> str:

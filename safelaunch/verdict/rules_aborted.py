@@ -8,7 +8,7 @@ from itertools import dropwhile
 
 from safelaunch.model import Claim, RankEvidence
 from safelaunch.verdict.causes import FAILURES, SIZES_DIFFER, UNUSUAL_GROUP
-from safelaunch.verdict.collectives import Mismatch, vote
+from safelaunch.verdict.collectives import Mismatch, sides_of, vote
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.exits import aborted_in, failed_at, is_aborted
 from safelaunch.verdict.explanations import habit_claim, unusual
@@ -167,15 +167,15 @@ def _shown_in(facts: Facts, rank: int) -> str:
 
 def _ways(facts: Facts, ranks: Iterable[int]) -> dict[tuple[fr.Spot, ...], list[int]]:
     """The frames, a library's too, through which these came to the call: not those of c10d inside of it."""
-    ways: dict[tuple[fr.Spot, ...], list[int]] = {}
+    ways = {}
     for rank in sorted(ranks):
         one = facts.ranks[rank].evidence
         aborted, view = aborted_in(one), view_of(one)
         frames = one.exception.frames if one.exception is not None else view.frames if view is not None else ()
         frames = aborted.frames if aborted is not None else frames
-        way = tuple(dropwhile(lambda frame: "/torch/distributed/" in fr.normal(frame.file), frames))
-        ways.setdefault(tuple(map(fr.spot, way)), []).append(rank)
-    return ways
+        way = dropwhile(lambda frame: "/torch/distributed/" in fr.normal(frame.file), frames)
+        ways[rank] = tuple(map(fr.spot, way))
+    return sides_of(ways)
 
 
 def _may_meet(facts: Facts, wait: PeerWait, aborted: Iterable[RankFacts]) -> bool:

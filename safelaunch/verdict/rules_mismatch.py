@@ -8,7 +8,17 @@ from typing import Literal
 
 from safelaunch.model import Claim, Frame
 from safelaunch.verdict.causes import BROKEN_OFF, LEFT_OUT, SIZES_DIFFER, UNUSED_PARAMETERS, Advice
-from safelaunch.verdict.collectives import Mismatch, describe, fits, mismatch_at, number_of, op_name, signature, vote
+from safelaunch.verdict.collectives import (
+    Mismatch,
+    describe,
+    fits,
+    mismatch_at,
+    number_of,
+    op_name,
+    sides_of,
+    signature,
+    vote,
+)
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.divergence import UNKNOWN
 from safelaunch.verdict.doubts import Doubt, those
@@ -72,9 +82,7 @@ def compared_by_torch(case: Case) -> Ruling:
     ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does so. Each rank raises an error that names its own call and one that differs.
     """
     made = _compared(case)
-    by_call: dict[Fingerprint, list[int]] = {}
-    for rank, call in sorted(made.items()):
-        by_call.setdefault(call, []).append(rank)
+    by_call = sides_of(dict(sorted(made.items())))
     if len(by_call) < 2:
         return ""
     shifts = (case.histories.shift_in(group) for group in case.alignment.groups())

@@ -18,6 +18,7 @@ from safelaunch.model import (
     format_ranks,
 )
 from safelaunch.verdict.causes import CAUSES, FAILURES
+from safelaunch.verdict.collectives import sides_of
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.exits import is_timeout, one_line
 from safelaunch.verdict.findings import (
@@ -311,9 +312,7 @@ def _nodes(evidence: Evidence) -> list[tuple[str, tuple[int, ...]]]:
     """Host and ranks of each node: as the nodes said, else by the ranks' hosts. Empty for a single one."""
     told = {node.ranks: node.host for node in evidence.nodes if node.ranks}
     if not told:
-        by_host: dict[str, list[int]] = {}
-        for rank in evidence.ranks:
-            by_host.setdefault(rank.host, []).append(rank.rank)
+        by_host = sides_of({one.rank: one.host for one in evidence.ranks})
         told = {tuple(sorted(ranks)): host for host, ranks in by_host.items()}
     return [(host, ranks) for ranks, host in told.items()] if len(told) > 1 else []
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from safelaunch.model import Claim
 from safelaunch.verdict.causes import FAILURES, LAUNCHER, STORE_NOT_REACHED
+from safelaunch.verdict.collectives import sides_of
 from safelaunch.verdict.conditions import Condition, View
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.exits import (
@@ -288,10 +289,7 @@ def alone(facts: Facts) -> Ruling:
         return ""
     if facts.unseen:
         return ""
-    places: dict[tuple[object, ...], list[int]] = {}
-    for rank, condition in named.items():
-        frame = condition.frame
-        places.setdefault((condition.cause, frame and (frame.file, frame.line)), []).append(rank)
+    places = sides_of({rank: (c.cause, c.frame and (c.frame.file, c.frame.line)) for rank, c in named.items()})
     most = max(places.values(), key=len)
     first = named[most[0]]
     if len(named) == 1:

@@ -6,12 +6,12 @@ have made; the calls of two threads of each rank.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from safelaunch.model import Claim, Collective, Frame
 from safelaunch.verdict.causes import GROUPS_MADE, RACE, ROOTS_DIFFER
-from safelaunch.verdict.collectives import Alignment, number_of, op_name, vote
+from safelaunch.verdict.collectives import Alignment, number_of, op_name, sides_of, vote
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.divergence import UNKNOWN, Identity, identity_of
 from safelaunch.verdict.doubts import Doubt, those
@@ -106,15 +106,13 @@ def _root_of(one: RankFacts) -> int | None:
 
 def _of_sources(facts: Facts, wait: PeerWait, sources: Mapping[int, int]) -> Finding:
     """Ranks name different roots in one broadcast, reduce, gather or scatter."""
-    by_root: dict[tuple[Hashable, ...], list[int]] = {}
-    for rank, root in sources.items():
-        by_root.setdefault((root,), []).append(rank)
+    by_root = sides_of(sources)
     odd, majority = vote(by_root)
     numbered = wait.seq is not None
     silent = len(facts.alignment.members(str(wait.group))[0]) - len(sources) if numbered else 0
     surely = majority and 2 * (len(sources) - len(odd)) > len(sources) + silent
     whose = "rank" if numbered else "group rank"
-    parts = [f"{whose} {root} on {ranks_word(ranks)}" for (root,), ranks in by_root.items()]
+    parts = [f"{whose} {root} on {ranks_word(ranks)}" for root, ranks in by_root.items()]
     number = f", #{wait.seq} of group {wait.group!r}," if numbered else ""
     text = f"The root of {wait.words}{number} is {' and '.join(parts)}."
     return Finding(
@@ -156,10 +154,8 @@ def groups_made_apart(case: Case) -> Ruling:
     if not inside:
         return ""
     least = min(made[rank] or 0 for rank in inside)  # the one under way counts
-    counts: dict[int, list[int]] = {}
-    for rank, count in made.items():
-        if rank in inside or (count or 0) >= least:  # who has made fewer, and waits elsewhere, has not come there yet
-            counts.setdefault(count or 0, []).append(rank)
+    # Who has made fewer, and waits elsewhere, has not come there yet.
+    counts = sides_of({rank: count or 0 for rank, count in made.items() if rank in inside or (count or 0) >= least})
     if len(counts) < 2:
         return ""
     odd, majority = vote(counts)
@@ -234,11 +230,7 @@ def threads_that_race(case: Case) -> Ruling:
     found = next((race for group in sorted(groups) if (race := race_in(case.alignment, group)) is not None), None)
     if found is None:
         return ""
-    places: dict[str, list[int]] = {}
-    for rank, entry in found.calls.items():
-        site, begin = case.alignment.stack(rank, entry).user_frame, _begin(entry)
-        where = f" called from {fr.place(begin)}" if site is None and begin is not None else fr.at(site)
-        places.setdefault(f"{op_name(entry)}{where}", []).append(rank)
+    places = sides_of({rank: f"{op_name(one)}{_where(case, rank, one)}" for rank, one in found.calls.items()})
     which = f"collective #{found.number} of group {found.group!r}"
     parts = " and ".join(f"{what} on {ranks_word(ranks)}" for what, ranks in places.items())
     text = f"Two threads of each rank call collectives of group {found.group!r}, in no fixed order: {which} is {parts}."
@@ -255,6 +247,11 @@ def threads_that_race(case: Case) -> Ruling:
         advice=frozenset({RACE}),
         victims=tuple(waiting),
     )
+
+
+def _where(case: Case, rank: int, entry: Collective) -> str:
+    site, begin = case.alignment.stack(rank, entry).user_frame, _begin(entry)
+    return f" called from {fr.place(begin)}" if site is None and begin is not None else fr.at(site)
 
 
 def race_in(alignment: Alignment, group: str) -> Race | None:
