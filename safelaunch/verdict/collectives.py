@@ -7,7 +7,7 @@ rank without a record, and gloo's quirks: ``state`` is not looked at, ``retired`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -172,7 +172,7 @@ class Alignment:
     def _index(self, rank: int, record: FlightRecord, ring: Entries) -> None:
         kinds = ring.used()
         windows = self._windows[rank] = windows_of(ring, kinds, self._ranks[rank].code_roots)
-        self._pending[rank] = _pending(ring, kinds)
+        self._pending[rank] = _pending(ring)
         self._default.update(k.group for k in kinds.values() if not k.is_p2p and k.description in DEFAULT_GROUPS[2:])
         self._completed.update(kind.group for kind in kinds.values() if not kind.is_p2p and kind.completed)
         queued = {number for number, kind in kinds.items() if kind.started is False}
@@ -247,15 +247,14 @@ class Alignment:
 
     def unended(self, rank: int) -> Collective | None:
         """The newest entry of a batch or block that ``rank`` has begun and not launched."""
-        ring = Entries.of(self.records[rank].entries) if rank in self.records else None
-        found = ring.positions_of({n for n, kind in ring.used().items() if kind.state == OPEN}) if ring else []
-        return ring[found[-1]] if ring and found else None
+        return next(reversed(self._matching(rank, lambda kind: kind.state == OPEN)), None)
 
     def transfers(self, rank: int, group: str) -> list[Collective]:
         """The sends and receives of ``rank`` in ``group``, in order."""
-        ring = Entries.of(self.records[rank].entries) if rank in self.records else Entries.of(())
-        kinds = {n for n, kind in ring.used().items() if kind.is_p2p and kind.group == group}
-        return [ring[position] for position in ring.positions_of(kinds)]
+        return self._matching(rank, lambda kind: kind.is_p2p and kind.group == group)
+
+    def _matching(self, rank: int, wanted: Callable[[Collective], bool]) -> list[Collective]:
+        return Entries.of(self.records[rank].entries).matching(wanted) if rank in self.records else []
 
     def is_behind(self, rank: int, entry: Collective) -> bool:
         """The device of ``rank`` is still in an earlier call of the group: it takes in order what the CPU queued."""
@@ -412,10 +411,9 @@ def _with_groups(rank: RankEvidence) -> FlightRecord | None:
     return structs.replace(record, groups={**told, **known})
 
 
-def _pending(ring: Entries, kinds: Mapping[int, Collective]) -> list[Collective]:
+def _pending(ring: Entries) -> list[Collective]:
     oldest: dict[tuple[str, bool, int], Collective] = {}
-    for position in ring.positions_of({n for n, kind in kinds.items() if not kind.completed and kind.state != OPEN}):
-        entry = ring[position]
+    for entry in ring.matching(lambda kind: not kind.completed and kind.state != OPEN):
         if not entry.op and number_of(entry) <= 0:
             continue  # neither what nor which: nobody can be said to wait in it, or to be missing from it
         key = (entry.group, entry.is_p2p, entry.thread)

@@ -23,10 +23,11 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from msgspec import structs
 
-from safelaunch.model import UNKNOWN_SIZES, Collective, FlightRecord, format_ranks
+from safelaunch.model import UNKNOWN_SIZES, Collective, FlightRecord, GroupStatus, format_ranks
 from safelaunch.model.entries import Entries, Kinds, packed
 from safelaunch.verdict.reading.frames import Stack
 
@@ -133,23 +134,29 @@ def _with_distinct_backends(records: dict[int, FlightRecord]) -> dict[int, Fligh
         return records
     kinds = Kinds()
 
-    def renamed(kind: Collective) -> Collective:
+    def name_of(kind: Collective) -> str:
         backend, colon, _ = kind.op.partition(":")
-        return structs.replace(kind, group=f"{kind.group} ({backend})") if kind.group in several and colon else kind
+        return f"{kind.group} ({backend})" if kind.group in several and colon else kind.group
 
     def all_groups(record: FlightRecord) -> dict[str, tuple[int, ...]]:
         more = {f"{g} ({b})": record.groups[g] for g in several & record.groups.keys() for b in sorted(backends[g])}
         return {**record.groups, **more}
 
+    def status(record: FlightRecord) -> dict[str, GroupStatus]:
+        return {name: status for name, status in record.status.items() if name not in several}
+
     return {
-        rank: structs.replace(
-            record,
-            entries=Entries.of(record.entries).with_kinds(renamed, kinds),
-            groups=all_groups(record),
-            status={name: status for name, status in record.status.items() if name not in several},
-        )
+        rank: _with_names(record, name_of, kinds, groups=all_groups(record), status=status(record))
         for rank, record in records.items()
     }
+
+
+def _with_names(
+    record: FlightRecord, name_of: Callable[[Collective], str], kinds: Kinds, **groups: Any
+) -> FlightRecord:
+    """The record with these names for the groups of its calls; ``groups``: its fields with what it says of groups."""
+    entries = Entries.of(record.entries).with_kinds(lambda kind: structs.replace(kind, group=name_of(kind)), kinds)
+    return structs.replace(record, entries=entries, **groups)
 
 
 def _counted_by_group(record: FlightRecord) -> FlightRecord:
@@ -183,11 +190,11 @@ def _past_ends(record: FlightRecord) -> FlightRecord:
     """
     ring = Entries.of(record.entries)
     kinds = ring.used()
-    ends = {number for number, kind in kinds.items() if kind.op.startswith("nccl2:") and kind.completed}
+    ends = ring.positions_of(lambda kind: kind.op.startswith("nccl2:") and kind.completed)
     left = {n for n, kind in kinds.items() if kind.op.startswith("nccl2:") and kind.is_p2p and not kind.completed}
     if not ends or not left:
         return record
-    last = {kinds[ring.kind_of[at]].group: at for at in ring.positions_of(ends)}
+    last = {kinds[ring.kind_of[at]].group: at for at in ends}
     found = [
         structs.replace(entry, completed=True) if ring.kind_of[at] in left and at < last.get(entry.group, -1) else entry
         for at, entry in enumerate(ring)
@@ -220,12 +227,10 @@ def _renamed(record: FlightRecord, shared: set[str], kinds: Kinds) -> FlightReco
         name: f"{name} of ranks {format_ranks(set(ranks))}" for name, ranks in record.groups.items() if name in shared
     }
 
-    def renamed(kind: Collective) -> Collective:
-        return structs.replace(kind, group=names[kind.group]) if kind.group in names else kind
-
-    return structs.replace(
+    return _with_names(
         record,
-        entries=Entries.of(record.entries).with_kinds(renamed, kinds),
+        lambda kind: names.get(kind.group, kind.group),
+        kinds,
         groups={names.get(name, name): ranks for name, ranks in record.groups.items()},
         status={names.get(name, name): status for name, status in record.status.items()},
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 
 import msgspec
 
-from safelaunch.model import Claim, Evidence, FirstWord, Place, ProofEdge, Verdict, format_ranks
+from safelaunch.model import Evidence, FirstWord, Place, Verdict, format_ranks
 from safelaunch.verdict import remarks
 from safelaunch.verdict.advice import advise
 from safelaunch.verdict.belonging import belonging, gpu_memory, with_group_names
@@ -46,6 +46,7 @@ from safelaunch.verdict.rules_nodes import nccl_claims, nccl_rules_out, node_beh
 from safelaunch.verdict.waits import Case
 
 SCHEMA = 1
+_MOST_CLAIMS = 24
 Explanation = Callable[[Case, Finding], Iterator[Annotation]]
 # Why the ranks at fault went another way; then what else is known of those that are named.
 EXPLANATIONS: tuple[tuple[Explanation, ...], ...] = (
@@ -93,18 +94,14 @@ def _conclude(case: Case) -> tuple[Finding, list[str]]:
     raise AssertionError("the last kind concludes in any case")
 
 
-def _proof(case: Case) -> tuple[ProofEdge, ...]:
-    """None of a job that was seen to work, or of which something was not seen."""
-    return prove(case) if case.evidence.answer in (None, "dead") else ()
-
-
 def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
     facts: Facts = case
     named = {c.rank for c in finding.culprits}
     victims = [r for r in facts.ranks if r not in named and (r in finding.victims or _is_victim(facts, r))]
     if finding.cause in ("slow-not-stuck", *WRONG_RESULTS):
         victims = []
-    proof = _proof(case)
+    # None of a job that was seen to work, or of which something was not seen.
+    proof = prove(case) if case.evidence.answer in (None, "dead") else ()
     may_go_on = facts.evidence.outcome in ("hang", "suspect") and facts.evidence.answer not in (None, "dead")
     may_go_on |= has_no_steps(facts.evidence) and finding.cause != "slow-not-stuck" and not proof
     doubtful = {
@@ -117,6 +114,7 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
     }
     doubts = (*finding.doubts, *those(doubtful))
     suggestions, step = advise(facts, finding)
+    claims = (*finding.claims, *nccl_claims(facts.evidence), *version_claims(facts.evidence))
     return Verdict(
         schema=SCHEMA,
         outcome=facts.evidence.outcome,
@@ -125,7 +123,7 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
         summary=finding.summary,
         culprits=tuple(sorted(finding.culprits, key=lambda c: c.rank)),
         victims=format_ranks(victims),
-        evidence=_distinct((*finding.claims, *nccl_claims(facts.evidence), *version_claims(facts.evidence))),
+        evidence=tuple(dict.fromkeys(claims))[:_MOST_CLAIMS],
         ruled_out=(*ruled_out, *finding.ruled_out, *nccl_rules_out(facts.evidence)),
         missing=(*_missing(facts, named), *_lost(facts, finding)),
         suggestions=suggestions,
@@ -153,11 +151,6 @@ def _is_victim(facts: Facts, rank: int) -> bool:
     if facts.evidence.outcome == "crash":
         return condition is None or condition.cause not in GONE_CAUSES
     return condition is None
-
-
-def _distinct(claims: tuple[Claim, ...], limit: int = 24) -> tuple[Claim, ...]:
-    """Each claim once for each file that shows it."""
-    return tuple(dict.fromkeys(claims))[:limit]
 
 
 def _missing(facts: Facts, named: Collection[int]) -> Iterator[str]:

@@ -85,13 +85,6 @@ class History:
     def all(self) -> set[Identity]:
         return self._of(self.column.values)
 
-    def agrees_to_the_end(self, begin: int, other: History, at: int) -> int:
-        """How many calls from ``begin`` on are those of ``other`` from ``at`` on; -1 where one of them is not."""
-        if begin < self.first or at < other.first:
-            return -1
-        overlap = max(0, self.overlap(begin, other, at))
-        return overlap if self.column.values_of(begin, overlap) == other.column.values_of(at, overlap) else -1
-
     def overlap(self, begin: int, other: History, at: int) -> int:
         """How many calls both have from there on."""
         return min(self.last - begin, other.last - at) + 1
@@ -330,13 +323,20 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Habit:
-    """``usual``: the call that came right before each earlier one from the same place, and not this time.
+    """``usual``: the call that each time stood where a rank has now made another one; ``times``: how often.
 
-    ``sure``: that was so several times, and the two come from different lines.
+    ``one_line``: both come from one line. ``new``: the other one was never made before.
     """
 
     usual: Collective
-    sure: bool
+    times: int
+    one_line: bool
+    new: bool
+
+    @property
+    def sure(self) -> bool:
+        """That was so several times, and the two come from different lines."""
+        return self.times >= SURE_MATCHES and not self.one_line
 
 
 class Aligned:
@@ -389,28 +389,24 @@ class Aligned:
             if len(ranks) > 1:
                 yield Aligned({rank: self._windows[rank] for rank in ranks})
 
+    def _times(self, rank: int, number: int) -> list[int]:
+        """Under which numbers ``rank`` has made its call ``number``, up to that, as far as its record goes back."""
+        mine = self.histories.get(rank)
+        if mine is None or mine.at(number) == UNKNOWN:
+            return []
+        return [at for at in range(mine.first, number + 1) if mine.column.at(at) == mine.column.at(number)]
+
+    def times_called(self, rank: int, number: int) -> int:
+        return len(self._times(rank, number))
+
     def round_before(self, rank: int, number: int) -> Literal["whole", "short", ""]:
         """How many calls ``rank`` made since the last one from the place of its call ``number``: as many as each time
         before, or fewer. ``""`` where earlier rounds differ, or there are too few to tell.
         """
-        mine = self.histories.get(rank)
-        if mine is None or not self.by_frames or mine.at(number) == UNKNOWN:
+        *rounds, made = [end - begin for begin, end in pairwise(self._times(rank, number))] or [0]
+        if not self.by_frames or len(set(rounds)) != 1:
             return ""
-        here = mine.column.at(number)
-        ends = [at for at in range(mine.first, number) if mine.column.at(at) == here]
-        rounds = {end - begin for begin, end in pairwise(ends)}
-        if len(rounds) != 1:
-            return ""
-        (usual,) = rounds
-        made = number - ends[-1]
-        return "whole" if made == usual else "short" if made < usual else ""
-
-    def times_called(self, rank: int, number: int) -> int:
-        """How often ``rank`` has made its call ``number``, up to that, as far as its record goes back."""
-        mine = self.histories.get(rank)
-        if mine is None or mine.at(number) == UNKNOWN:
-            return 0
-        return mine.column.values[: number - mine.first + 1].count(mine.column.at(number) or 0)
+        return "whole" if made == rounds[0] else "short" if made < rounds[0] else ""
 
     def left_out_before(self, rank: int, number: int) -> int | None:
         """How many calls ``rank`` would have had to make more, before its ``number``, to agree with its peers to the
@@ -424,8 +420,11 @@ class Aligned:
         if mine is None or not others:
             return None
         for calls in range(MOST_CALLS + 1):
-            agreed = [other.agrees_to_the_end(number + calls, mine, number) for other in others]
-            if min(agreed) >= 0:
+            begin = number + calls
+            there = [other for other in others if other.first <= begin and mine.first <= number]
+            agreed = [_agreeing(other, begin, mine, number) for other in there]
+            ends = [max(0, other.overlap(begin, mine, number)) for other in there]
+            if len(there) == len(others) and agreed == ends:
                 return calls if calls and max(agreed) >= max(SURE_MATCHES, calls) else None
         return None
 
@@ -592,7 +591,8 @@ class Histories:
         return [Aligned(mine) for mine in roles.values()]
 
     def broken_habit(self, rank: int, now: Collective, groups: Collection[str] | None = None) -> Habit | None:
-        """The habit that ``rank`` broke by its call ``now``; None where there is none.
+        """The call that came right before each earlier one like ``now``, where another one did this time: so ``rank``
+        has left it out. None where there is no such habit.
 
         Collectives of ``groups`` count; without these all calls, sends and receives as well.
 
@@ -602,30 +602,36 @@ class Histories:
         are swapped, the call comes from a line that has not been there with this group before; or both come from one
         line (``for group in order: all_reduce(value, group=group)``), and then nothing here tells.
         """
-        mine = [e for e in self._entries(rank) if groups is None or (e.group in groups and not e.is_p2p)]
+        mine = self._entries(rank, groups)
         at = next((n for n in reversed(range(len(mine))) if _is_same(mine[n], now)), 0)
-        what = self._what(rank, now)
-        times = [n for n in range(1, at) if self._what(rank, mine[n]) == what]
-        usual = {self._what(rank, mine[n - 1]) for n in times}
-        if len(usual) != 1 or not what[-1] or self._what(rank, mine[at - 1]) in usual:
-            return None
-        before = mine[times[-1] - 1]
-        return Habit(before, len(times) >= SURE_MATCHES and self._what(rank, before)[-1] != what[-1])
+        return self._habit(rank, mine, at, -1, self._what(rank, now)[-1])
 
-    def usual_instead(self, rank: int, now: Collective, groups: Collection[str]) -> tuple[Collective | None, bool]:
-        """The call that has always followed the one of ``groups`` that ``rank`` made before ``now``, where ``now`` is
-        another; and whether it has made ``now`` before, or comes from the same place: then it has changed the order,
-        else it has come to a new place.
+    def usual_instead(self, rank: int, now: Collective, groups: Collection[str]) -> Habit | None:
+        """The call that has followed the one of ``groups`` that ``rank`` made before ``now``, each time, and several
+        times, where ``now`` is another. If that is new, and from another line, the rank has come to a new place; else
+        it has changed the order.
         """
-        mine = [entry for entry in self._entries(rank) if entry.group in groups and not entry.is_p2p]
-        made = [self._what(rank, entry) for entry in mine]
+        mine = self._entries(rank, groups)
         what = self._what(rank, now)
-        if len(made) < 2 or made[-1] != what or not what[-1]:
-            return None, False
-        after = [number for number in range(1, len(made) - 1) if made[number - 1] == made[-2]]
-        if len(after) < SURE_MATCHES or len({made[number] for number in after}) != 1 or made[after[0]] == what:
-            return None, False
-        return mine[after[-1]], what in made[:-1] or what[-1] == made[after[0]][-1]
+        if len(mine) < 2 or self._what(rank, mine[-1]) != what:
+            return None
+        found = self._habit(rank, mine, len(mine) - 2, 1, what[-1])
+        return found if found is not None and found.times >= SURE_MATCHES else None
+
+    def _habit(
+        self, rank: int, mine: Sequence[Collective], at: int, side: Literal[-1, 1], place: Identity
+    ) -> Habit | None:
+        """What stood on that ``side`` of each earlier call like number ``at``: where it was always one, and is not now.
+
+        ``place``: whence the call comes that the rank waits in.
+        """
+        made = [self._what(rank, entry) for entry in mine]
+        beside = [n + side for n in range(at) if made[n] == made[at] and n + side >= 0]
+        if not place or len({made[n] for n in beside}) != 1 or made[at + side] == made[beside[0]]:
+            return None
+        usual = beside[-1]
+        new = made[at + side] not in made[: at + side]
+        return Habit(mine[usual], len(beside), made[usual][-1] == place, new)
 
     def _what(self, rank: int, entry: Collective) -> tuple[str, str, Identity]:
         return entry.group, entry.op, self._identity(rank, entry)
@@ -633,9 +639,10 @@ class Histories:
     def _identity(self, rank: int, entry: Collective) -> Identity:
         return identity_of(entry, self._alignment.stack(rank, entry))
 
-    def _entries(self, rank: int) -> Iterable[Collective]:
+    def _entries(self, rank: int, groups: Collection[str] | None) -> list[Collective]:
         record = self._alignment.records.get(rank)
-        return Entries.of(record.entries) if record is not None else ()
+        entries = Entries.of(record.entries) if record is not None else ()
+        return [one for one in entries if groups is None or (one.group in groups and not one.is_p2p)]
 
     def _members(self, group: str) -> list[int]:
         return sorted(self._alignment.members(group)[0] & self._alignment.records.keys())

@@ -434,9 +434,7 @@ class _Prover:
         """Rank → its calls that are not completed, oldest first."""
         found = {}
         for rank, record in self._case.alignment.records.items():
-            ring = Entries.of(record.entries)
-            kinds = {n for n, kind in ring.used().items() if not kind.completed and kind.op}
-            found[rank] = [ring[position] for position in ring.positions_of(kinds)]
+            found[rank] = Entries.of(record.entries).matching(lambda kind: not kind.completed and bool(kind.op))
         return found
 
     def _entries(self, view: View, *, is_p2p: bool) -> list[Collective]:

@@ -352,21 +352,20 @@ def skipped(
     return Finding("collective-mismatch", doubts, summary, culprits, claims, advice=frozenset({LEFT_OUT}))
 
 
-def _unusual_calls(case: Case) -> dict[int, tuple[Collective, bool]]:
-    """rank → the call that it had always made there, and whether it has made the one that it waits in before."""
-    found = {}
-    for rank, call in _calls_waited_in(case).items():
-        usual, known = case.histories.usual_instead(rank, call, case.waits.groups_of_circle)
-        if usual is not None:
-            found[rank] = (usual, known)
-    return found
+def _unusual_calls(case: Case, *, new: bool) -> dict[int, Collective]:
+    """rank → the call that it had always made where it waits in another: one that it has never made before, or that it
+    has."""
+    groups = case.waits.groups_of_circle
+    habits = {rank: case.histories.usual_instead(rank, call, groups) for rank, call in _calls_waited_in(case).items()}
+    found = {rank: habit for rank, habit in habits.items() if habit is not None}
+    return {rank: habit.usual for rank, habit in found.items() if (habit.new and not habit.one_line) is new}
 
 
 def new_between_groups(case: Case) -> Ruling:
     """Ranks in the circle wait in a call that is new to them, where they had always made the one that the others wait
     in.
     """
-    new = {rank: usual for rank, (usual, known) in _unusual_calls(case).items() if not known}
+    new = _unusual_calls(case, new=True)
     one = next((one for one in case.waits.circle if new.keys() == {*one.ranks}), None)
     others = [other.wait for other in case.waits.circle if other is not one]
     awaited = [any(call.group == w.group and same_op(call.op, w.op) for w in others) for call in new.values()]
@@ -412,7 +411,7 @@ def group_order(case: Case) -> Ruling:
         words.append(f"{ranks_do(one.ranks, 'waits', 'wait')} in group {one.wait.group!r}{of} ({one.wait.words})")
     more = f"; and so on in {len(words) - 3} more" if len(words) > 3 else ""
     text = (" while " if len(words) == 2 else "; ").join(words[:3]) + more
-    changed = [rank for rank, (_, known) in _unusual_calls(case).items() if known]
+    changed = list(_unusual_calls(case, new=False))
     fewer = changed or (_minority(case) if known_of_all else [])
     if known_of_all:  # who is in one of the groups only had no order to choose
         of_several = [r for r in ranks if sum(r in case.alignment.members(g)[0] for g in groups) > 1]

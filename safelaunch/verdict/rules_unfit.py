@@ -7,7 +7,7 @@ have made; the calls of two threads of each rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from safelaunch.model import Claim, Collective, Frame
 from safelaunch.verdict.causes import GROUPS_MADE, RACE, ROOTS_DIFFER
@@ -206,18 +206,11 @@ Thread = tuple[str, str] | int  # where its code begins, or its number
 
 @dataclass(frozen=True)
 class _Made:
+    """A call of a thread: the same one, whatever else its entry says."""
+
     thread: Thread
     call: Identity
-    entry: Collective
-
-
-@dataclass(frozen=True)
-class Race:
-    """``calls``: rank → what it called as ``number`` of ``group``."""
-
-    group: str
-    number: int
-    calls: Mapping[int, Collective]
+    entry: Collective = field(compare=False)
 
 
 def threads_that_race(case: Case) -> Ruling:
@@ -227,13 +220,14 @@ def threads_that_race(case: Case) -> Ruling:
     number, so the calls of one thread meet those of the other.
     """
     groups = {w.group for one in case.waits.classes.values() if (w := one.wait).group is not None}
-    found = next((race for group in sorted(groups) if (race := race_in(case.alignment, group)) is not None), None)
+    found = next((race for group in sorted(groups) if (race := _race_in(case.alignment, group)) is not None), None)
     if found is None:
         return ""
-    places = sides_of({rank: f"{op_name(one)}{_where(case, rank, one)}" for rank, one in found.calls.items()})
-    which = f"collective #{found.number} of group {found.group!r}"
+    group, number, calls = found
+    places = sides_of({rank: f"{op_name(one)}{_where(case, rank, one)}" for rank, one in calls.items()})
+    which = f"collective #{number} of group {group!r}"
     parts = " and ".join(f"{what} on {ranks_word(ranks)}" for what, ranks in places.items())
-    text = f"Two threads of each rank call collectives of group {found.group!r}, in no fixed order: {which} is {parts}."
+    text = f"Two threads of each rank call collectives of group {group!r}, in no fixed order: {which} is {parts}."
     claims = [
         record_claim(ranks[0], f"{capital(ranks_word(ranks))}: {which} is {what}, and the other thread's call is next")
         for what, ranks in places.items()
@@ -254,8 +248,9 @@ def _where(case: Case, rank: int, entry: Collective) -> str:
     return f" called from {fr.place(begin)}" if site is None and begin is not None else fr.at(site)
 
 
-def race_in(alignment: Alignment, group: str) -> Race | None:
-    """The first number of ``group`` under which ranks recorded calls of different threads, if that is all that differs.
+def _race_in(alignment: Alignment, group: str) -> tuple[str, int, dict[int, Collective]] | None:
+    """``group``, its first number under which ranks recorded calls of different threads, and what each called there, if
+    that is all that differs.
 
     None where some rank has not made a call that another has: then it is behind, whatever else.
     """
@@ -269,18 +264,18 @@ def race_in(alignment: Alignment, group: str) -> Race | None:
     if len({_by_thread(calls) for calls in late.values()}) > 1:
         return None
     numbers = sorted(set().union(*late.values()))
-    apart = next((n for n in numbers if len({(c[n].thread, c[n].call) for c in late.values() if n in c}) > 1), None)
+    apart = next((n for n in numbers if len({calls[n] for calls in late.values() if n in calls}) > 1), None)
     if apart is None or not all(_are_of_several_threads(calls, late.values(), apart) for calls in late.values()):
         return None
-    return Race(group, apart, {rank: calls[apart].entry for rank, calls in late.items() if apart in calls})
+    return group, apart, {rank: calls[apart].entry for rank, calls in late.items() if apart in calls}
 
 
 def _are_of_several_threads(mine: Mapping[int, _Made], everybody: Iterable[Mapping[int, _Made]], number: int) -> bool:
     """What ranks called as ``number``, a rank called from as many threads, whenever it did. One thread cannot race
     with itself, wherever its calls begin.
     """
-    raced = {(calls[number].thread, calls[number].call) for calls in everybody if number in calls}
-    made = {(mine[n].thread, mine[n].call): mine[n].entry.thread for n in sorted(mine, reverse=True) if n >= number}
+    raced = {calls[number] for calls in everybody if number in calls}
+    made = {mine[n]: mine[n].entry.thread for n in sorted(mine, reverse=True) if n >= number}
     threads = [thread for call, thread in made.items() if call in raced]
     return len(set(threads)) == len(threads)
 
@@ -292,10 +287,8 @@ def _begin(entry: Collective) -> Frame | None:
 
 def _by_thread(calls: Mapping[int, _Made]) -> frozenset[tuple[Thread, tuple[Identity, ...]]]:
     """Each thread's own calls, in order."""
-    found: dict[Thread, list[Identity]] = {}
-    for number in sorted(calls):
-        found.setdefault(calls[number].thread, []).append(calls[number].call)
-    return frozenset((thread, tuple(made)) for thread, made in found.items())
+    by_thread = sides_of({number: calls[number].thread for number in sorted(calls)})
+    return frozenset((thread, tuple(calls[n].call for n in numbers)) for thread, numbers in by_thread.items())
 
 
 def _made(alignment: Alignment, rank: int, group: str) -> dict[int, _Made]:
