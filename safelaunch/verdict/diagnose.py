@@ -136,7 +136,7 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
 
 def _is_corroborated(facts: Facts, named: Collection[int]) -> bool:
     """Lines of two kinds tell it of each: what it raised, how its launcher saw it end, what a peer of its reports."""
-    waits = any(one.wait is not None for rank, one in facts.ranks.items() if rank not in named)
+    waits = not facts.waiting.keys() <= set(named)
     kinds = [
         (one.exception is not None) + (one.exit is not None and one.exit.before_close) + waits
         for rank in named
@@ -185,7 +185,7 @@ def _lost(facts: Facts, finding: Finding, limit: int = 3) -> Iterator[str]:
     told = ("collective-mismatch", "group-order", "p2p-cycle", "no-rank-stands-out")
     if finding.cause not in told or facts.evidence.printed is not None:
         return
-    groups = {f.wait.group for f in facts.ranks.values() if f.wait is not None and f.wait.group is not None}
+    groups = {wait.group for wait in facts.waiting.values() if wait.group is not None}
     lost = out_of_sight(facts.alignment, sorted(groups))
     for group, first in list(lost.items())[:limit]:
         yield f"calls before #{first} of group {group!r}: the Flight Recorder no longer holds them"
@@ -217,10 +217,10 @@ def first_word(evidence: Evidence, read_source: ReadSource | None = None) -> Fir
 def _of_part(evidence: Evidence) -> FirstWord:
     """Of the ranks that are seen, those that don't wait for peers. Whether anybody waits for them is not seen."""
     facts = Facts.of(evidence)
-    own, waiting = conditions(facts), [rank for rank, one in facts.ranks.items() if one.wait is not None]
+    own = conditions(facts)
     if not own:
-        return FirstWord(_clause(apart(wait_words(facts, waiting))), common=True)
-    words, first = summary_of(own, facts, waiting).rstrip("."), next(iter(own.values()))
+        return FirstWord(_clause(apart(wait_words(facts, facts.waiting))), common=True)
+    words, first = summary_of(own, facts, facts.waiting).rstrip("."), next(iter(own.values()))
     places = tuple(Place(rank, condition.frame) for rank, condition in own.items())
     return FirstWord(_clause(words), first.cause, places, any(_imports(evidence, rank) for rank in own))
 

@@ -273,17 +273,16 @@ def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
 
 def another_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     """The ranks that have left their habit as those at fault, where they are no majority of those that wait."""
-    waiting = [rank for rank, one in case.ranks.items() if one.wait is not None]
     meets_none = finding.cause == "collective-mismatch" and UNUSUAL_GROUP not in finding.advice
-    named = [one.rank for one in finding.culprits if one.rank in waiting] if meets_none else []
+    named = [one.rank for one in finding.culprits if one.rank in case.waiting] if meets_none else []
     diverged = {rank: stack[0] for rank, stack in finding.calls.items() if stack}
     astray = {rank: text for rank in named if (text := _astray(case, rank, diverged.get(rank)))}
-    if not astray or 2 * len(astray) > len(waiting):
+    if not astray or 2 * len(astray) > len(case.waiting):
         return
     others = tuple(one for one in finding.doubts if one not in (Doubt.NO_MAJORITY, Doubt.EITHER_SIDE))
     first, *more = astray
     text = f"{astray[first]}{f' The same holds for {ranks_word(more)}.' if more else ''}"
-    waits = waits_words(case, [rank for rank in waiting if rank not in astray])
+    waits = waits_words(case, case.waiting.keys() - astray.keys())
     yield Annotation(
         f"{text} {capital(waits)}.",
         tuple(map(habit_claim, astray)),
@@ -351,7 +350,7 @@ def unusual(facts: Facts, rank: int, site: Frame | None = None) -> str:
     Of its calls from ``site``, else from where it waits. A call whose connection broke counts as completed: it is the
     newest one from the line of the exception.
     """
-    wait, record = facts.ranks[rank].wait, facts.alignment.records.get(rank)
+    wait, record = facts.waiting.get(rank), facts.alignment.records.get(rank)
     frame = site or (wait.frame if wait is not None else None)
     if wait is None or frame is None or record is None:
         return ""

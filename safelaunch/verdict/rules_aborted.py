@@ -85,22 +85,18 @@ def _aborted_by_gloo(facts: Facts, one: RankFacts) -> bool:
 
 def _with_aborted(facts: Facts, found: Mismatch, aborted: Sequence[int]) -> Mismatch:
     """The vote with the aborted ranks, whose records are lost: each is of the side that came to its call as it did."""
-    sides = {key: list(ranks) for key, ranks in found.classes.items()}
+    alignment, sides = facts.alignment, {key: list(ranks) for key, ranks in found.classes.items()}
+    known = {rank: key for key, ranks in found.classes.items() for rank in ranks}
+    calls_made = {rank: alignment.entry(rank, found.group, found.seq) for rank in known}
+    stacks = {rank: alignment.stack(rank, call) for rank, call in calls_made.items() if call is not None}
     for rank in aborted:
         stack = aborted_in(facts.ranks[rank].evidence)
         way = [*map(fr.spot, stack.user_frames)] if stack is not None else []
-        same = [key for key, ranks in found.classes.items() if way and way in _ways_of(facts, found, ranks)]
+        same = {known[r] for r, its in stacks.items() if way and [*map(fr.spot, its.user_frames)] == way}
         if len(same) == 1:
-            sides[same[0]].append(rank)
+            sides[same.pop()].append(rank)
     odd, majority = vote(sides)
-    known = {rank for ranks in found.classes.values() for rank in ranks}
     return replace(found, odd=tuple(rank for rank in odd if rank in known), majority=majority)
-
-
-def _ways_of(facts: Facts, found: Mismatch, ranks: Iterable[int]) -> list[list[fr.Spot]]:
-    entries = {rank: facts.alignment.entry(rank, found.group, found.seq) for rank in ranks}
-    stacks = (facts.alignment.stack(rank, entry) for rank, entry in entries.items() if entry is not None)
-    return [[*map(fr.spot, stack.user_frames)] for stack in stacks]
 
 
 def wrong_size_received(facts: Facts) -> Ruling:
@@ -112,8 +108,7 @@ def wrong_size_received(facts: Facts) -> Ruling:
     earlier calls from that line, it is.
     """
     aborted = [one for one in facts.ranks.values() if one.condition is not None and _aborted_by_gloo(facts, one)]
-    waits = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None}
-    others = {rank: wait for rank, wait in waits.items() if _may_meet(facts, wait, aborted)} or waits
+    others = {rank: wait for rank, wait in facts.waiting.items() if _may_meet(facts, wait, aborted)} or facts.waiting
     if not aborted or not others:
         return ""
     mine = {one.rank: aborted_in(one.evidence) for one in aborted}

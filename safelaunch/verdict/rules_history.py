@@ -93,24 +93,23 @@ def _ended_and_waiting(case: Case) -> tuple[list[int], list[int]]:
     """The members of a group that have ended as scripts do, and those that wait in its calls; empty where these are
     more, or other ranks do something of their own."""
     own = conditions(case)
-    waits = {rank: one.wait for rank, one in case.ranks.items() if one.wait is not None}
     if any(one.cause != "uneven-batches" or EXIT_CALLED in one.advice for one in own.values()):
         return [], []
-    if any(wait.kind != "collective" for wait in waits.values()):
+    if any(wait.kind != "collective" for wait in case.waiting.values()):
         return [], []
-    groups = {call.group for rank in waits if (call := _newest_call(case, rank)) is not None}
+    groups = {call.group for rank in case.waiting if (call := _newest_call(case, rank)) is not None}
     members = frozenset.intersection(case.world, *(case.alignment.members(group)[0] for group in groups))
     ended = sorted(members & own.keys())
-    return (ended, sorted(waits)) if len(waits) <= len(ended) else ([], [])
+    return (ended, sorted(case.waiting)) if len(case.waiting) <= len(ended) else ([], [])
 
 
 def _newest_call(case: Case, rank: int) -> Collective | None:
     """The collective on record in which ``rank`` waits, or had an error: then the newest one from that line."""
-    wait, record = case.ranks[rank].wait, case.alignment.records.get(rank)
+    wait, record = case.waiting.get(rank), case.alignment.records.get(rank)
     if wait is None or record is None:
         return None
     if wait.group is not None and wait.seq is not None:
-        return case.alignment.entry(rank, wait.group, wait.seq)
+        return case.call_of(rank)
     newest = next((call for call in reversed(Entries.of(record.entries)) if not call.is_p2p), None)
     site = case.alignment.stack(rank, newest).user_frame if newest is not None else None
     return newest if _is_at(site, wait.frame) else None
@@ -302,13 +301,7 @@ def _site_of(facts: Facts, rank: int, shift: Divergence) -> Frame | None:
 
 def _calls_waited_in(case: Case) -> dict[int, Collective]:
     """rank → the recorded collective that it waits in."""
-    found = {}
-    for rank in case.waits.in_circle:
-        wait = case.ranks[rank].wait
-        now = case.alignment.entry(rank, str(wait.group), wait.seq) if wait and wait.seq is not None else None
-        if now is not None:
-            found[rank] = now
-    return found
+    return {rank: call for rank in case.waits.in_circle if (call := case.call_of(rank)) is not None}
 
 
 def left_out_between_groups(case: Case) -> Ruling:

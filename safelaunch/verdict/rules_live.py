@@ -120,7 +120,7 @@ def slow_not_stuck(facts: Facts) -> Ruling:
         return Finding("slow-not-stuck", (), text, claims=claims)
     own = {rank: one for rank, one in conditions(facts).items() if rank in silent}
     does = [f"{each_of(ranks)} {reason}" for reason, ranks in by_place({r: c.reason for r, c in own.items()})[:2]]
-    does += [words for words in [waits_words(facts, [r for r in silent if facts.ranks[r].wait is not None])] if words]
+    does += [waits] if (waits := waits_words(facts, silent)) else []
     least = duration(min(silent.values()))
     text = f"The job is making progress{where}, but {ranks_do(silent, 'has', 'have')} made no step for {least}"
     text += f": {'; '.join(does)}." if does else "."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -105,7 +105,7 @@ def compared_by_torch(case: Case) -> Ruling:
         tuple(
             waiting_culprit(case.ranks[r], f"Rank {r} called {words[r]}, its peers did not.", sites[r]) for r in blamed
         ),
-        tuple(claims)[:4] + wait_claims(case, [rank for rank in seen if case.ranks[rank].wait is not None]),
+        tuple(claims)[:4] + wait_claims(case, seen),
         advice=frozenset({SIZES_DIFFER}) if len({call.op for call in by_call}) == 1 else frozenset(),
         calls={rank: user_stack_of(case.ranks[rank].evidence) for rank in seen},
     )
@@ -217,19 +217,13 @@ def _recorded(facts: Facts, found: Mismatch) -> Meeting:
 
 
 def _by_stacks(facts: Facts, ranks: list[int]) -> Meeting:
-    by_op: dict[tuple[Hashable, ...], list[int]] = {}
-    by_site: dict[tuple[Hashable, ...], list[int]] = {}
-    for rank in ranks:
-        wait = facts.ranks[rank].wait
-        op = wait.op if wait else ""
-        site = (wait.frame.file, wait.frame.line) if wait and wait.frame else ("", 0)
-        known = next((key for key in by_op if same_op(str(key[0]), op)), (op,))
-        by_op.setdefault(known, []).append(rank)
-        by_site.setdefault((known, *site), []).append(rank)
-    ops_differ = len(by_op) > 1
-    odd, majority = vote(by_op if ops_differ else by_site)
-    words = wait_words(facts, ranks)
-    made = {rank: Call(words.get(rank, "another place"), *_user_stack(facts, rank)) for rank in ranks}
+    waits, ops = {rank: facts.waiting[rank] for rank in ranks}, dict[int, str]()
+    for rank, wait in waits.items():
+        ops[rank] = next((op for op in ops.values() if same_op(op, wait.op)), wait.op)
+    ops_differ = len({*ops.values()}) > 1
+    lines = {rank: (wait.frame.file, wait.frame.line) if wait.frame else ("", 0) for rank, wait in waits.items()}
+    odd, majority = vote(sides_of(ops)) if ops_differ else vote(sides_of(lines))
+    made = {rank: Call(words, *_user_stack(facts, rank)) for rank, words in wait_words(facts, ranks).items()}
     return Meeting(odd, majority, made, (Doubt.STACKS_ALONE if ops_differ else Doubt.LINES_ALONE,))
 
 
@@ -335,7 +329,7 @@ def _other_end(facts: Facts, meeting: Meeting) -> tuple[str, ...]:
     """A rank alone in a send or receive, while its peers are in a collective: as likely as that it made one too many is
     that a peer left out the other end. gloo records neither.
     """
-    alone = [r for r in meeting.odd if (wait := facts.ranks[r].wait) is not None and wait.kind == "p2p"]
+    alone = [rank for rank in meeting.odd if rank in facts.waiting and facts.waiting[rank].kind == "p2p"]
     if not alone or not meeting.majority:
         return ()
     return (f"a peer that skipped the other end of what {ranks_do(alone, 'waits', 'wait')} in: runner-up",)

@@ -80,7 +80,7 @@ def node_lost(case: Case) -> Ruling:
     if not gone or not lost or timed_out:
         return ""
     brief = max(node.silent_s for node in gone) < SILENT_S
-    places = waits_words(case, [rank for rank in lost if case.ranks[rank].wait is not None])
+    places = waits_words(case, lost)
     text = (
         f"{_names(gone)} {'is' if len(gone) == 1 else 'are'} gone without reporting a failure, and {ranks_word(lost)} "
         "lost "
@@ -104,11 +104,10 @@ def store_lost(case: Case) -> Ruling:
     text = f"Torchrun on {_hosts(failed)} has failed: the store of its agents was on {_names(hosts)}, "
     text += "where torchrun has ended" if answers else "which is silent: it is down, or cut off"
     reason = Claim(f"node {failed[0].host}: torchrun failed of {one_line(failed[0].agent_error)}", FILE)
-    waiting = [rank for rank, one in case.ranks.items() if one.wait is not None]
     unanswered = all(node.probe == "no answer" for node in hosts)
     doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.UNSEEN_RANKS: bool(case.unseen - _ranks_of(hosts))}
     cause = "launcher-stopped" if answers else "node-unreachable"
-    found = _finding(case, cause, those(doubts), f"{text}.", hosts, waiting)
+    found = _finding(case, cause, those(doubts), f"{text}.", hosts, case.waiting)
     return replace(found, claims=(*found.claims, reason))
 
 
@@ -168,7 +167,7 @@ def launcher_stopped(case: Case) -> Ruling:
     waiting = _only_waiting(case)
     if not stopped or not waiting:
         return ""
-    by_store = any(one.wait is not None and one.wait.kind == "init" for one in case.ranks.values())
+    by_store = any(wait.kind == "init" for wait in case.waiting.values())
     text = f"torchrun is stopped on {_names(stopped)}, while {waits_words(case, waiting)}."
     doubts = {Doubt.BY_EXCLUSION: not by_store, Doubt.UNSEEN_RANKS: bool(case.unseen)}
     return _finding(case, "launcher-stopped", those(doubts), capital(text), stopped, waiting)
@@ -198,7 +197,7 @@ def versions_differ(case: Case) -> Ruling:
 
 def _only_waiting(case: Case) -> list[int]:
     """The ranks that wait for peers; none where any rank does something of its own."""
-    return [] if conditions(case) else [rank for rank, one in case.ranks.items() if one.wait is not None]
+    return [] if conditions(case) else list(case.waiting)
 
 
 def _gone(facts: Facts) -> list[NodeEvidence]:
@@ -248,7 +247,7 @@ def _finding(
         cause,
         doubts,
         capital(text),
-        claims=(*claims, *wait_claims(case, [rank for rank in waiting if case.ranks[rank].wait is not None])),
+        claims=(*claims, *wait_claims(case, waiting)),
         victims=waiting,
         nodes=tuple(named.values()),
     )

@@ -93,7 +93,7 @@ def first_failure(facts: Facts) -> Ruling:
     others = [r for r in facts.ranks if r not in named]
     later = [r for r in failed if r not in named]
     ruled = [f"{capital(ranks_word(later))} failed later, after {ranks_word([first.rank])}"] if later else []
-    blamed = [r for r in others if facts.ranks[r].evidence.exception is not None and facts.ranks[r].wait]
+    blamed = [r for r in others if facts.ranks[r].evidence.exception is not None and r in facts.waiting]
     if blamed:
         ruled.append(f"the errors of {ranks_word(blamed)} report that a peer was gone: consequences")
     alone = _alone_by_condition(facts, others, named) if main.cause == "uneven-batches" else ()
@@ -120,12 +120,12 @@ def first_failure(facts: Facts) -> Ruling:
 
 def a_peer_ended(facts: Facts) -> Ruling:
     """Every failure is a lost connection to a rank that was not seen: that rank ended first."""
-    lost = [r for r, f in facts.ranks.items() if f.evidence.exception is not None and f.wait is not None]
+    lost = [rank for rank in facts.waiting if facts.ranks[rank].evidence.exception is not None]
     timed_out = any(is_timeout(e) for r in lost if (e := facts.ranks[r].evidence.exception) is not None)
     if not facts.unseen or not lost or timed_out:
         return ""
     who = capital(f"{'' if len(facts.unseen) == 1 else 'one of '}{ranks_word(facts.unseen)}")
-    places = dict.fromkeys(wait.words for rank in lost if (wait := facts.ranks[rank].wait) is not None)
+    places = dict.fromkeys(facts.waiting[rank].words for rank in lost)
     printed = facts.evidence.printed is not None
     where = "of which the log tells nothing" if printed else "on another node"
     text = f"{who}, {where}, ended first: {ranks_word(lost)} lost the connection in "
@@ -145,8 +145,8 @@ def _may_have_called_too_often(facts: Facts, ended: Collection[int], waiting: Co
 
 def _left_in_p2p(facts: Facts, blamed: Iterable[int]) -> list[int]:
     """Those of ``blamed`` whose error came out of a send or receive, or out of a ``wait()`` that may be for one."""
-    waits = ((rank, facts.ranks[rank].wait) for rank in blamed)
-    return [rank for rank, wait in waits if wait is not None and (wait.kind == "p2p" or wait.op == UNKNOWN_OP)]
+    waits = {rank: facts.waiting[rank] for rank in blamed}
+    return [rank for rank, wait in waits.items() if wait.kind == "p2p" or wait.op == UNKNOWN_OP]
 
 
 def _alone_by_condition(facts: Facts, ranks: Iterable[int], gone: Iterable[int]) -> tuple[Claim, ...]:
@@ -191,16 +191,13 @@ def init_not_joined(facts: Facts) -> Ruling:
     Where an absent rank is instead comes from its own stack and goes into the reason. Ranks that were not seen at all
     are listed, not blamed: they may be on another node whose evidence is not here.
     """
-    inside = [r for r, f in facts.ranks.items() if f.wait is not None and f.wait.kind == "init"]
+    inside = [rank for rank, wait in facts.waiting.items() if wait.kind == "init"]
     if not inside:
         return ""
     absent = {
         r: f.condition or Condition("missing-from-collective", "is elsewhere", f.frame)
         for r, f in facts.ranks.items()
-        if r not in inside
-        and not facts.alignment.joined(r)
-        and (f.wait is None or f.wait.kind != "init")
-        and not facts.may_wait_elsewhere(r)
+        if r not in inside and not facts.alignment.joined(r) and not facts.may_wait_elsewhere(r)
     }
     if not absent and not facts.unseen and (found := _store_not_reached(facts, inside)) is not None:
         return found
@@ -314,7 +311,7 @@ def _tells_nothing(condition: Condition) -> bool:
 
 def nobody_stands_out(facts: Facts) -> Finding:
     """Nothing singles a rank out."""
-    waits = [r for r, f in facts.ranks.items() if f.wait is not None]
+    waits = list(facts.waiting)
     own = {r: condition for r, condition in conditions(facts).items() if not _tells_nothing(condition)}
     alike = len({(c.cause, c.frame) for c in own.values()}) == 1 and not waits
     claims = wait_claims(facts, waits) + condition_claims(own)

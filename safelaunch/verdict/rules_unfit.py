@@ -80,7 +80,7 @@ def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
 
 def _sources(facts: Facts, wait: PeerWait) -> dict[int, int]:
     """rank → the root that it names in the call, of those that wait in the same one; by the record, itself."""
-    there = {rank: one for rank, one in facts.ranks.items() if one.wait is not None and _is_in(one, wait)}
+    there = {rank: one for rank in facts.waiting if _is_in(one := facts.ranks[rank], wait)}
     named = {rank: root for rank, one in there.items() if (root := _root_of(one)) is not None}
     return named or {rank: rank for rank in roots(facts.alignment, wait.group or "", wait.seq or 0)}
 
@@ -149,7 +149,7 @@ def groups_made_apart(case: Case) -> Ruling:
     if None in made.values() or len(set(made.values())) < 2:
         return ""
     apart = _in_another_group(case)
-    within = [rank for rank, one in case.ranks.items() if one.wait is not None and one.wait.op == "new_group"]
+    within = [rank for rank, wait in case.waiting.items() if wait.op == "new_group"]
     inside = sorted({*within, *apart})
     if not inside:
         return ""
@@ -181,8 +181,7 @@ def groups_made_apart(case: Case) -> Ruling:
 
 def _in_another_group(case: Case) -> list[int]:
     """The ranks that wait in a group which another rank lists by the same name, and without them."""
-    waits = {rank: one.wait for rank, one in case.ranks.items() if one.wait is not None}
-    waiting = {rank: wait.group for rank, wait in waits.items() if wait.group and wait.kind == "collective"}
+    waiting = {rank: wait.group for rank, wait in case.waiting.items() if wait.group and wait.kind == "collective"}
     lists: dict[str, set[tuple[int, ...]]] = {group: set() for group in waiting.values()}
     for rank in case.ranks:
         listed = case.alignment.listed(rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from safelaunch.model import Claim, Collective
 from safelaunch.verdict.causes import LOCK, OWN_LOOP, PEERS_DIFFER, TAGS_DIFFER, Advice
@@ -31,7 +31,6 @@ from safelaunch.verdict.findings import (
     waits_words,
 )
 from safelaunch.verdict.graph import Kind
-from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.rank_state import view_of
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
@@ -155,7 +154,7 @@ def sends_and_receives(case: Case) -> Ruling:
 
 def other_tags(case: Case) -> Ruling:
     """A send and a receive name each other, with different tags: they never meet."""
-    named = {r: w for one in case.waits.transfers_of_circle for r in one.ranks if (w := case.ranks[r].wait) is not None}
+    named = {rank: case.waiting[rank] for rank in ranks_in(case.waits.transfers_of_circle)}
     for rank, wait in named.items():
         other = named.get(wait.peer) if wait.peer is not None else None
         if wait.target is None or other is None or other.source != rank or None in (wait.tag, other.tag):
@@ -179,11 +178,8 @@ def other_peer(case: Case) -> Ruling:
 
     It sends to a rank that expects nothing from it, while another one waits for its message; or the reverse.
     """
-    batches = {
-        rank: one.evidence.gil.posted
-        for rank, one in case.ranks.items()
-        if one.wait is not None and one.wait.kind == "p2p"
-    }
+    transfers = (rank for rank, wait in case.waiting.items() if wait.kind == "p2p")
+    batches = {rank: case.ranks[rank].evidence.gil.posted for rank in transfers}
     if not all(batches.values()):
         return ""
     ends = {(one.sends, rank, one.peer) for rank, batch in batches.items() for one in batch}
@@ -219,13 +215,10 @@ def one_sided(case: Case) -> Ruling:
     """
     for one in case.waits.transfers_of_circle:
         rank, wait, peer = one.ranks[0], one.wait, one.wait.peer
-        if peer is None or peer not in case.waits.in_circle:
-            continue
-        theirs = case.ranks[peer].wait
-        if theirs is None or theirs.kind == "p2p":
+        if peer is None or peer not in case.waits.in_circle or (theirs := case.waiting[peer]).kind == "p2p":
             continue
         text = f"{capital(ranks_do([rank], 'waits', 'wait'))} in {wait.words}, and rank {peer} in {theirs.words}"
-        pair, left_out = (rank, peer), _left_out(case, peer, theirs)
+        pair, left_out = (rank, peer), _left_out(case, peer)
         if left_out is not None:
             site = case.alignment.stack(peer, left_out).user_frame
             did = f"skipped {op_name(left_out)}{fr.at(site)}, which it had always called right before {theirs.words}"
@@ -240,20 +233,18 @@ def one_sided(case: Case) -> Ruling:
     return ""
 
 
-def _left_out(case: Case, rank: int, wait: PeerWait) -> Collective | None:
+def _left_out(case: Case, rank: int) -> Collective | None:
     """The send or receive that the rank had always made right before the call in which it waits, and not this time."""
-    now = case.alignment.entry(rank, wait.group, wait.seq) if wait.group is not None and wait.seq is not None else None
+    now = case.call_of(rank)
     habit = case.histories.broken_habit(rank, now) if now is not None else None
     return habit.usual if habit is not None and habit.sure and habit.usual.is_p2p else None
 
 
 def _names_its_peer(case: Case, one: Waiters) -> bool:
-    wait = one.wait
-    if wait.kind == "p2p" and wait.peer is not None:
-        return True
-    if wait.kind != "p2p" or wait.group is None:
-        return False
-    return case.transfers.peers_missing(one.ranks[0], wait.group) is not None
+    wait, missing = one.wait, case.transfers.peers_missing
+    if wait.kind != "p2p" or wait.peer is not None:
+        return wait.kind == "p2p"
+    return wait.group is not None and missing(one.ranks[0], wait.group) is not None
 
 
 def _inner_circle(classes: tuple[Waiters, ...]) -> tuple[Waiters, ...]:
@@ -287,64 +278,55 @@ def waits_outside_collectives(case: Case) -> Ruling:
     (end,) = ends
     mine = {rank: holder for rank, holder in case.waits.held_by.items() if case.waits.graph.leads_to(rank, end)}
     if len(end) == 1:
-        holder = next((holder for holder in mine.values() if holder.node in end), None)
+        holder = next((holder for holder in mine.values() if case.waits.node_of(holder) in end), None)
         return _held_by_one(case, mine, holder) if holder is not None else ""
     in_circle = {rank: holder for rank, holder in mine.items() if rank in end}
     kinds = {holder.kind for holder in in_circle.values()}
     if "message" in kinds:
         by = next(holder for holder in in_circle.values() if holder.kind == "message")
         if (served := _server_of(case, by.rank)) is not None:
-            return _kept_from_serving(case, by.rank, served, mine)
+            return _kept_from_serving(case, by.rank, *served, mine)
     kind = next(kind for kind in _WHY if kind in kinds)
     locked = kind == "file" and any(holder.rank not in in_circle for holder in in_circle.values())
     waiting = mine if locked else {rank: holder for rank, holder in in_circle.items() if holder.kind == kind}
     return _in_a_circle(case, kind, waiting, mine)
 
 
-@dataclass(frozen=True)
-class _Server:
-    """What keeps a rank from answering: ``words``, in a clause; ``claim`` shows it."""
-
-    words: str
-    claim: Claim
-    advice: frozenset[Advice]
-
-
-def _server_of(case: Case, rank: int) -> _Server | None:
+def _server_of(case: Case, rank: int) -> tuple[str, Claim, frozenset[Advice]] | None:
     """The part of a rank that answers others, where the rank itself keeps it from that: a thread that waits for a lock,
-    or for peers, or the event loop on whose thread the rank waits."""
+    or for peers, or the event loop on whose thread the rank waits. In words, and what shows that."""
     view = view_of(case.ranks[rank].evidence, case.read_source)
     if view is None:
         return None
     if calls.RUNS_LOOP.on(view.frames):
         text = "its event loop, which should answer, is blocked"
-        return _Server(text, view.stack_claim("its main thread waits inside a callback of its event loop"), _OWN_LOOP)
+        return text, view.stack_claim("its main thread waits inside a callback of its event loop"), _OWN_LOOP
     for other in view.beside():
         own = thread_condition(other)
         if own.lock is not None and own.lock.on == "lock":
             text = f"its thread {other.name}, which should answer, {own.reason}"
-            return _Server(text, other.stack_claim(f"thread {other.name} {own.reason}"), LOCK)
+            return text, other.stack_claim(f"thread {other.name} {own.reason}"), LOCK
     return None
 
 
 _OWN_LOOP = frozenset({OWN_LOOP})
 
 
-def _kept_from_serving(case: Case, rank: int, server: _Server, waiting: Mapping[int, Holder]) -> Finding:
+def _kept_from_serving(
+    case: Case, rank: int, words: str, shown: Claim, advice: frozenset[Advice], waiting: Mapping[int, Holder]
+) -> Finding:
     """``rank`` waits for its peers, and they wait for an answer that it keeps itself from giving."""
     own = {other: condition for other in waiting if (condition := case.ranks[other].condition) is not None}
-    wait = case.ranks[rank].wait
-    place = f"waits in {wait.words}" if wait is not None else "waits"
-    claims = wait_claims(case, [rank]) if wait is not None else ()
-    text = f"Rank {rank} {place}, and {server.words}."
+    place = f"waits in {case.waiting[rank].words}" if rank in case.waiting else "waits"
+    text = f"Rank {rank} {place}, and {words}."
     return Finding(
         "lock-deadlock",
         those({Doubt.UNSEEN_RANKS: bool(case.unseen)}),
         f"{text} {capital(ranks_do(own, 'waits', 'wait'))} for its answer.",
         (waiting_culprit(case.ranks[rank], text),),
-        (Claim(f"rank {rank}: {server.claim.claim}", server.claim.file), *condition_claims(own), *claims),
+        (Claim(f"rank {rank}: {shown.claim}", shown.file), *condition_claims(own), *wait_claims(case, [rank])),
         victims=tuple(own),
-        advice=server.advice,
+        advice=advice,
     )
 
 
@@ -373,12 +355,12 @@ def _in_a_circle(case: Case, kind: Kind, waiting: Mapping[int, Holder], all_wait
     by = next(iter(waiting.values()))
     holders = sorted({one.rank for one in waiting.values()} - own.keys())
     makes, locked = kind in ("poll", "key"), kind == "file"
-    if makes and (holders != [by.rank] or case.ranks[by.rank].wait is None):
+    if makes and (holders != [by.rank] or by.rank not in case.waiting):
         return ""
     aside = holders if locked else makes and len(own) > 1
     culprits = [] if aside else [culprit(case.ranks[rank], one) for rank, one in own.items()]
     for rank in holders if makes or locked else ():
-        words = wait.words if (wait := case.ranks[rank].wait) is not None else ""
+        words = case.waiting[rank].words if rank in case.waiting else ""
         reason = f"Rank {rank} waits in {words}, {_why(kind, own)}."
         culprits.append(waiting_culprit(case.ranks[rank], reason, by.site if kind == "key" else None))
     doubts = those({Doubt.MAY_BE_OWED: not locked}) + _doubts(case, () if makes else own.values())
@@ -402,14 +384,13 @@ def _held_by_one(case: Case, held_by: Mapping[int, Holder], holder: Holder) -> R
         return ""
     named = {holder.rank: replace(own, reason=f"{own.reason}, {_why(holder.kind, held_by)}")}
     told = {rank: _told(case, rank, by) for rank, by in held_by.items()}
-    waiters = [rank for rank, one in case.ranks.items() if one.wait is not None]
-    text = summary_of(named, case, waiters)
+    text = summary_of(named, case, case.waiting)
     return Finding(
         own.cause,
         _doubts(case, (own, *told.values())),
         f"{text} {capital(holder.words)}." if holder.site is not None else text,
         (culprit(case.ranks[holder.rank], named[holder.rank]),),
-        condition_claims(named) + condition_claims(told) + wait_claims(case, waiters),
+        condition_claims(named) + condition_claims(told) + wait_claims(case, case.waiting),
         victims=tuple(held_by),
     )
 
