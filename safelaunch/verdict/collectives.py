@@ -448,13 +448,16 @@ def out_of_sight(alignment: Alignment, groups: Iterable[str]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One sequence number under which ranks recorded different things. ``odd`` is the minority, or all when tied."""
+    """One sequence number under which ranks recorded different things: ``entries``. ``odd`` is the minority, or all
+    when tied.
+    """
 
     group: str
     seq: int
     classes: Mapping[Signature, tuple[int, ...]]
     odd: tuple[int, ...]
     majority: bool
+    entries: Mapping[int, Collective]
 
 
 K = TypeVar("K")
@@ -481,14 +484,14 @@ def vote(classes: Mapping[Any, Iterable[int]]) -> tuple[tuple[int, ...], bool]:
 def mismatch_at(alignment: Alignment, group: str, seq: int) -> Mismatch | None:
     """Whether the members of ``group`` recorded different operations, sizes or types under ``seq``."""
     members, _ = alignment.members(group)
-    entries = {rank: alignment.entry(rank, group, seq) for rank in sorted(members)}
-    classes = sides_of({rank: signature(entry) for rank, entry in entries.items() if entry is not None})
+    entries = {rank: entry for rank in sorted(members) if (entry := alignment.entry(rank, group, seq)) is not None}
+    classes = sides_of({rank: signature(entry) for rank, entry in entries.items()})
     if any(None in key for key in classes):
         classes = _told_apart(classes)
     if len(classes) < 2:
         return None
     odd, majority = vote(classes)
-    return Mismatch(group, seq, {key: tuple(ranks) for key, ranks in classes.items()}, odd, majority)
+    return Mismatch(group, seq, {key: tuple(ranks) for key, ranks in classes.items()}, odd, majority, entries)
 
 
 def _told_apart(classes: Mapping[Signature, list[int]]) -> dict[Signature, list[int]]:

@@ -290,7 +290,7 @@ class Divergence:
     number: int
     kind: Kind
     calls: int
-    call: Collective | None
+    call: Collective
     stack: tuple[Frame, ...]
     branch: Frame | None
     known_to_all: bool
@@ -486,9 +486,9 @@ class Aligned:
         if found is not None:
             kind = "extra" if found.extra else "missing"
         caller = peer if kind == "missing" else ranks[0]
-        calls_there = {rank: history.window.at(parted) for rank, history in self.histories.items()}
-        call = calls_there[caller]
-        stack = self.histories[caller].window.stack(call).user_frames if call is not None else ()
+        made = {rank: history.window.at(parted) for rank, history in self.histories.items()}
+        there = {rank: call for rank, call in made.items() if call is not None}  # all have come as far as that
+        stack = self.histories[caller].window.stack(there[caller]).user_frames
         other = ranks[0] if kind == "missing" else peer
         return Divergence(
             ranks=tuple(sorted(ranks)),
@@ -496,7 +496,7 @@ class Aligned:
             number=parted,
             kind=kind,
             calls=found.calls if found is not None else 0,
-            call=call,
+            call=there[caller],
             stack=stack,
             branch=branch(stack, self.histories[other].at(parted)),
             known_to_all=found is not None and self._known_to_all(caller, parted, found),
@@ -504,7 +504,7 @@ class Aligned:
             matched=found.matched if found is not None else 0,
             visible=not parted == self._first > 1,  # else it began before what the records still hold
             entered={rank: history.last for rank, history in self.histories.items()},
-            there={rank: entry for rank, entry in calls_there.items() if entry is not None},
+            there=there,
         )
 
     def _known_to_all(self, caller: int, parted: int, found: Offset) -> bool:
@@ -542,6 +542,10 @@ class Histories:
         found = self.in_group(group).divergence
         return found if found is not None and found.is_shift else None
 
+    def shifts_in(self, groups: Iterable[str]) -> Iterator[Divergence]:
+        """Those in these groups, by their names."""
+        return (shift for group in sorted(groups) if (shift := self.shift_in(group)) is not None)
+
     @cached_property
     def first_mismatch(self) -> Mismatch | None:
         """The oldest number of a group under which ranks recorded what does not fit."""
@@ -563,7 +567,7 @@ class Histories:
         """A call too many that a member of its own group did not make. Who has no group there makes no such calls, and
         need not: only what both sides make counts otherwise.
         """
-        if shift.kind != "extra" or shift.matched < SURE_MATCHES or shift.call is None or shift.call.is_p2p:
+        if shift.kind != "extra" or shift.matched < SURE_MATCHES or shift.call.is_p2p:
             return False
         members, known = self._alignment.members(shift.call.group)
         return known and bool(members & set(shift.peers))

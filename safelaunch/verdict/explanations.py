@@ -100,11 +100,12 @@ def skipped_batch(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     said = _said(facts, [one.rank for one in finding.culprits]) if finding.cause in _EXPLAINED - {"rank-exited"} else {}
     if not said or (not finding.doubts and len(said) < len(finding.culprits)):
         return
-    shifts = [shift for group in facts.alignment.groups() if (shift := facts.histories.shift_in(group)) is not None]
+    shifts = [*facts.histories.shifts_in(facts.alignment.groups())]
     if any(shift.kind == "extra" and said.keys() & set(shift.ranks) for shift in shifts):
         return
-    claims = tuple(Claim(_of_print(*one).rstrip("."), f"ranks/{one[0]}/log_tail.txt") for one in said.items())
-    words = " ".join(_of_print(*one) for one in said.items())
+    told = {rank: _of_print(rank, one) for rank, one in said.items()}
+    claims = tuple(Claim(text.rstrip("."), f"ranks/{rank}/log_tail.txt") for rank, text in told.items())
+    words = " ".join(told.values())
     if not all(left.swallows or left.goes == "continue" for left, _ in said.values()):
         yield Annotation(words, context=claims, advice=frozenset({BROKEN_OFF}))
         return
@@ -115,7 +116,7 @@ def skipped_batch(facts: Facts, finding: Finding) -> Iterator[Annotation]:
         claims,
         those({Doubt.SEVERAL_PLACES_FIT: not shown}),
         tuple(
-            structs.replace(one, frame=said[one.rank][0].frame, reason=_of_print(one.rank, said[one.rank]))
+            structs.replace(one, frame=said[one.rank][0].frame, reason=told[one.rank])
             for one in finding.culprits
             if one.rank in said
         ),
@@ -214,15 +215,12 @@ def _fit(facts: Facts, rank: int, mismatch: Mismatch | None) -> _Fit | None:
             sure = number == parted_at
             key = (group, number)
             if not sure and key not in tried:  # many exceptions may lie between the same two calls
-                tried[key] = later and not shown and _agrees(facts, rank, group, number)
+                # Where all steps are alike the records do not show the place, but they may agree with this one.
+                left_out = facts.histories.in_group(group).left_out_before
+                tried[key] = later and not shown and left_out(rank, number) is not None
             if (sure or tried[key]) and not _peers_did_too(facts, rank, group, number, exception):
                 return _Fit(exception, group, number, later, sure and later)
     return None
-
-
-def _agrees(facts: Facts, rank: int, group: str, number: int) -> bool:
-    """Where all steps are alike the records do not show the place, but they may agree with this one."""
-    return facts.histories.in_group(group).left_out_before(rank, number) is not None
 
 
 def _peers_did_too(facts: Facts, rank: int, group: str, number: int, exception: CaughtException) -> bool:

@@ -85,10 +85,9 @@ def _aborted_by_gloo(facts: Facts, one: RankFacts) -> bool:
 
 def _with_aborted(facts: Facts, found: Mismatch, aborted: Sequence[int]) -> Mismatch:
     """The vote with the aborted ranks, whose records are lost: each is of the side that came to its call as it did."""
-    alignment, sides = facts.alignment, {key: list(ranks) for key, ranks in found.classes.items()}
+    sides = {key: list(ranks) for key, ranks in found.classes.items()}
     known = {rank: key for key, ranks in found.classes.items() for rank in ranks}
-    calls_made = {rank: alignment.entry(rank, found.group, found.seq) for rank in known}
-    stacks = {rank: alignment.stack(rank, call) for rank, call in calls_made.items() if call is not None}
+    stacks = {rank: facts.alignment.stack(rank, entry) for rank, entry in found.entries.items()}
     for rank in aborted:
         stack = aborted_in(facts.ranks[rank].evidence)
         way = [*map(fr.spot, stack.user_frames)] if stack is not None else []

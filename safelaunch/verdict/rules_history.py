@@ -52,11 +52,9 @@ def diverged_earlier(case: Case) -> Ruling:
     """
     waits = (one.wait for one in case.waits.classes.values())
     groups = {w.group for w in waits if w.kind == "collective" and w.group is not None}
-    for group in sorted(groups):
-        shift = case.histories.shift_in(group)
-        if shift is not None and shift.agrees_again and shift.explains_lag():
-            return shifted(case, shift, wait_words(case, shift.entered))
-    return ""
+    shifts = (one for one in case.histories.shifts_in(groups) if one.agrees_again and one.explains_lag())
+    shift = next(shifts, None)
+    return shifted(case, shift, wait_words(case, shift.entered)) if shift is not None else ""
 
 
 def called_past_the_end(case: Case) -> Ruling:
@@ -69,23 +67,22 @@ def called_past_the_end(case: Case) -> Ruling:
     if not ended or not waiting:
         return ""
     made = {rank: call for rank in waiting if (call := _newest_call(case, rank)) is not None}
-    shifts = (case.histories.shift_in(group) for group in sorted({call.group for call in made.values()}))
-    shift = next((one for one in shifts if one is not None and (one.agrees_again or one.explains_lag())), None)
+    shifts = case.histories.shifts_in({call.group for call in made.values()})
+    shift = next((one for one in shifts if one.agrees_again or one.explains_lag()), None)
     if shift is not None:
         return shifted(case, shift, wait_words(case, waiting))
     words, who = apart(wait_words(case, waiting)), ranks_word(ended)
     if len(made) == len(waiting) and all(_never_made(case, rank, made[rank], ended) for rank in waiting):
         text = f"{words}, which {who} never called before {'it' if len(ended) == 1 else 'they'} ended"
         claim = record_claim(ended[0], f"rank {ended[0]}: none of its calls comes from there")
-        found = _too_many(case, waiting, ended, text, claim)
         late = any(case.alignment.first(rank, call.group) > 1 for rank in ended for call in made.values())
-        return replace(found, doubts=(*found.doubts, *those({Doubt.RINGS_NOT_WHOLE: late})))
+        return _too_many(case, waiting, ended, text, claim, {Doubt.RINGS_NOT_WHOLE: late})
     steps = {rank: case.ranks[rank].step or 0 for rank in (*waiting, *ended)}
     if max(steps[rank] for rank in waiting) < min(steps[rank] for rank in ended):
         text = f"{words} after step {steps[waiting[0]]}, and {who} ended after step {steps[ended[0]]}"
         claim = Claim(f"rank {ended[0]} is at step {steps[ended[0]]}", f"ranks/{ended[0]}/progress.json")
-        found = _too_many(case, waiting, ended, f"{text}: who made fewer steps made other calls", claim)
-        return replace(found, doubts=(*found.doubts, Doubt.STACKS_ALONE))
+        text += ": who made fewer steps made other calls"
+        return _too_many(case, waiting, ended, text, claim, {Doubt.STACKS_ALONE: True})
     return ""
 
 
@@ -108,7 +105,7 @@ def _newest_call(case: Case, rank: int) -> Collective | None:
     wait, record = case.waiting.get(rank), case.alignment.records.get(rank)
     if wait is None or record is None:
         return None
-    if wait.group is not None and wait.seq is not None:
+    if wait.seq is not None:
         return case.call_of(rank)
     newest = next((call for call in reversed(Entries.of(record.entries)) if not call.is_p2p), None)
     site = case.alignment.stack(rank, newest).user_frame if newest is not None else None
@@ -128,14 +125,16 @@ def _never_made(case: Case, rank: int, call: Collective, others: Sequence[int]) 
     return all(one is not None and this not in one.all() | mine.before(one.last + 1) for one in theirs)
 
 
-def _too_many(case: Case, waiting: Sequence[int], ended: Sequence[int], text: str, *claims: Claim) -> Finding:
+def _too_many(
+    case: Case, waiting: Sequence[int], ended: Sequence[int], text: str, shown: Claim, doubts: Mapping[Doubt, bool]
+) -> Finding:
     ends = tuple(claim for condition in conditions(case).values() for claim in condition.claims[:1])[:1]
     return Finding(
         "collective-mismatch",
-        those({Doubt.NO_MAJORITY: len(waiting) == len(ended)}),
+        those({Doubt.NO_MAJORITY: len(waiting) == len(ended), **doubts}),
         f"{capital(text)}.",
         waiting_culprits(case, waiting),
-        (*claims, *ends, *wait_claims(case, waiting)),
+        (shown, *ends, *wait_claims(case, waiting)),
         calls={**dict.fromkeys(ended, ()), **{rank: user_stack_of(case.ranks[rank].evidence) for rank in waiting}},
     )
 
@@ -145,11 +144,11 @@ def out_of_step(case: Case) -> Ruling:
 
     CPUs run ahead of what their devices do, so all may have queued every call; in which order, their programs tell.
     """
-    groups, found = case.waits.groups_of_circle, []
+    groups, found = case.waits.groups_of_circle, list[Divergence]()
     if case.waits.circle:
         if len(groups) < 2 and not case.waits.transfers_of_circle:
             return ""
-        found = [shift for group in sorted(groups) if (shift := case.histories.shift_in(group)) is not None]
+        found = [*case.histories.shifts_in(groups)]
     elif case.histories.first_mismatch is not None:
         return ""
     shift = max(found, key=lambda shift: shift.matched, default=None) or case.histories.shift_of_program
@@ -198,11 +197,9 @@ def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: t
     """
     one, extra = len(shift.ranks) == 1, shift.kind == "extra"
     their = "its" if one else "their"
-    assert shift.call is not None  # only what is on record is a shift
-    did = f"called {_what(shift)}, which {their} peers did not"
-    if not extra:
-        did = f"skipped {_what(shift)}, which {their} peers called"
-    group, seq = (shift.call.group, number_of(shift.call)) if extra else _own_number(facts, shift, shift.call)
+    what = _what(shift)
+    did = f"called {what}, which {their} peers did not" if extra else f"skipped {what}, which {their} peers called"
+    group, seq = (shift.call.group, number_of(shift.call)) if extra else _own_number(facts, shift)
     number = f"collective #{seq} of group {group!r}"
     summary = f"{capital(ranks_word(shift.ranks))} {did} ({number}); {'it has' if one else 'they have'}"
     summary += f" been {'ahead of' if extra else 'behind'} {their} peers since"
@@ -212,8 +209,8 @@ def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: t
         record_claim(rank, f"rank {rank}: #{shift.number} is {_called(facts, rank, shift)}")
         for rank in (ends if extra else ends[::-1])
     ]
-    what = "call matches" if shift.matched == 1 else f"{shift.matched} calls match"
-    agree = f"the next {what} {their} peers' again, shifted by {shift.calls}"
+    match = "call matches" if shift.matched == 1 else f"{shift.matched} calls match"
+    agree = f"the next {match} {their} peers' again, shifted by {shift.calls}"
     own = list(conditions(facts).items())[:4]
     ruled = (f"rank {rank} {condition.reason}: nobody would wait for it without that" for rank, condition in own)
     sites = {rank: _site_of(facts, rank, shift) for rank in shift.ranks}
@@ -239,7 +236,6 @@ _OF_MODELS: Mapping[calls.Purpose, Advice] = {
 
 def _advice_on(facts: Facts, shift: Divergence) -> frozenset[Advice]:
     """By what torch made the call for that was too many, or left out."""
-    assert shift.call is not None
     caller = shift.ranks[0] if shift.kind == "extra" else shift.peers[0]
     purpose = calls.purpose(facts.alignment.stack(caller, shift.call))
     if shift.kind == "extra":
@@ -249,7 +245,6 @@ def _advice_on(facts: Facts, shift: Divergence) -> frozenset[Advice]:
 
 def _what(shift: Divergence) -> str:
     """``all_reduce at train.py:9, called from train.py:30``, ``3 collectives from train.py:9``."""
-    assert shift.call is not None
     if not shift.stack:
         what = describe(shift.call)
         return f"{shift.calls} collectives, the first of them {what}" if shift.calls > 1 else what
@@ -260,13 +255,13 @@ def _what(shift: Divergence) -> str:
     return f"{shift.calls} collectives from {where}" if shift.calls > 1 else f"{op_name(shift.call)} at {where}"
 
 
-def _own_number(facts: Facts, shift: Divergence, call: Collective) -> tuple[str, int]:
+def _own_number(facts: Facts, shift: Divergence) -> tuple[str, int]:
     """Group and number of the call that was left out, as it would have been on the rank that left it out.
 
-    A peer made that ``call`` in a group of its own, it may be: then the rank's own group is the one in which it made
+    A peer made that call in a group of its own, it may be: then the rank's own group is the one in which it made
     its other calls from there.
     """
-    rank, stack = shift.ranks[0], facts.alignment.stack
+    rank, call, stack = shift.ranks[0], shift.call, facts.alignment.stack
     mine = [e for e in facts.alignment.records[rank].entries if e.is_p2p == call.is_p2p]
     place = stack(shift.peers[0], call).user_frames
     group = next((e.group for e in mine if stack(rank, e).user_frames == place), call.group)

@@ -85,8 +85,8 @@ def compared_by_torch(case: Case) -> Ruling:
     by_call = sides_of(dict(sorted(made.items())))
     if len(by_call) < 2:
         return ""
-    shifts = (case.histories.shift_in(group) for group in case.alignment.groups())
-    earlier = next((one for one in shifts if one is not None and one.agrees_again), None)
+    shifts = case.histories.shifts_in(case.alignment.groups())
+    earlier = next((one for one in shifts if one.agrees_again), None)
     if earlier is not None:
         return shifted(case, earlier, wait_words(case, case.ranks))
     odd, majority = vote(by_call)
@@ -192,20 +192,17 @@ def _calls_of(facts: Facts, found: Mismatch, meeting: Meeting, side: Sequence[in
 
 
 def _recorded(facts: Facts, found: Mismatch) -> Meeting:
-    ranks = sorted(r for members in found.classes.values() for r in members)
     sizes_differ = len({key[0] for key in found.classes}) == 1
     names: dict[int, str] = {}
     made: dict[int, Call] = {}
-    for rank in ranks:
-        entry = facts.alignment.entry(rank, found.group, found.seq)
-        assert entry is not None  # mismatch_at counts entries
+    for rank, entry in found.entries.items():
         names[rank] = name = describe(entry) if sizes_differ else op_name(entry)
         site, stack = _user_stack(facts, rank, entry.frames)
         numbered = f"{op_name(entry)} #{entry.seq}{name.removeprefix(op_name(entry))}"
         made[rank] = Call(f"{name} at {fr.place(site)}" if site else numbered, site, stack)
     parts = (f"{names[members[0]]} on {ranks_word(members)}" for members in found.classes.values())
     text = f"collective #{found.seq} of group {found.group!r} is {', '.join(parts)}"
-    claims = (record_claim((found.odd or ranks)[0], text),)
+    claims = (record_claim((found.odd or (*made,))[0], text),)
     return Meeting(
         found.odd,
         found.majority,
@@ -483,8 +480,6 @@ def _were_past_it(facts: Facts, group: str, number: int, ends: tuple[int, int], 
 _NEXT = 3  # calls after the one that does not fit
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # whose root may call from a line of its own
 
-Place = tuple[tuple[str, int], ...]
-
 
 def sides_without_majority(facts: Facts, found: Mismatch) -> list[tuple[int, ...]] | None:
     """Three or more sides, whose ranks agree with each other, and none of which is a majority.
@@ -510,44 +505,29 @@ def _by_place(facts: Facts, found: Mismatch, ranks: Sequence[int]) -> list[list[
 
     Different places agree that have met under one number before: by design, ranks call from there.
     """
-    places: dict[Place, list[int]] = {}
-    unknown = []
-    for rank in ranks:
-        entry = facts.alignment.entry(rank, found.group, found.seq)
-        stack = _frames_of_call(facts, found, rank) or (entry.frames if entry is not None else ())
-        if stack:
-            places.setdefault(tuple((frame.file, frame.line) for frame in stack), []).append(rank)
-        else:
-            unknown.append(rank)
+    stacks = {rank: _frames_of_call(facts, found, rank) for rank in ranks}
+    places = sides_of({rank: tuple((one.file, one.line) for one in stack) for rank, stack in stacks.items() if stack})
     sides: list[list[int]] = []
     for side in sorted(places.values(), key=len, reverse=True):
         known = next((one for one in sides if _met_before(facts, found, one[0], side[0])), None)
-        if known is not None or (sides and len(side) == 1 and _is_rooted(facts, found, side[0])):
+        if known is not None or (sides and len(side) == 1 and op_name(found.entries[side[0]]) in _ROOTED):
             (known or sides[0]).extend(side)
         else:
             sides.append(side)
-    if not sides:
-        return [unknown]
-    sides[0].extend(unknown)
-    return sides
+    first, *others = sides or [[]]
+    return [[*first, *(rank for rank, stack in stacks.items() if not stack)], *others]
 
 
 def _frames_of_call(facts: Facts, found: Mismatch, rank: int) -> tuple[Frame, ...]:
-    """The user's frames of the call, innermost first: as recorded, else as the main thread shows them that waits in it.
+    """The user's frames of the call, innermost first: as recorded, else as the main thread shows them that waits in it;
+    else all frames on record.
 
     Behind a device's queue the main thread runs ahead, and waits wherever it needs a result.
     """
-    entry = facts.alignment.entry(rank, found.group, found.seq)
-    recorded = facts.alignment.stack(rank, entry).user_frames if entry is not None else ()
-    wait = facts.ranks[rank].wait
-    is_queued = entry is not None and entry.started is not None
-    is_there = wait is not None and not is_queued and (wait.group, wait.seq) == (found.group, found.seq)
-    return recorded or (tuple(user_stack_of(facts.ranks[rank].evidence)) if is_there else ())
-
-
-def _is_rooted(facts: Facts, found: Mismatch, rank: int) -> bool:
-    entry = facts.alignment.entry(rank, found.group, found.seq)
-    return entry is not None and op_name(entry) in _ROOTED
+    entry, wait = found.entries[rank], facts.waiting.get(rank)
+    is_there = wait is not None and entry.started is None and (wait.group, wait.seq) == (found.group, found.seq)
+    shown = user_stack_of(facts.ranks[rank].evidence) if is_there else ()
+    return facts.alignment.stack(rank, entry).user_frames or shown or entry.frames
 
 
 def _met_before(facts: Facts, found: Mismatch, rank: int, other: int) -> bool:

@@ -73,19 +73,18 @@ def node_lost(case: Case) -> Ruling:
     own = conditions(case, *FAILURES)
     if any(Doubt.ABORTED_IN_COLLECTIVE not in condition.doubts for condition in own.values()):
         return ""
-    lost = [r for r, one in case.ranks.items() if r in own or (one.evidence.exception is not None and one.wait)]
-    timed_out = any(is_timeout(e) for r in lost if (e := case.ranks[r].evidence.exception) is not None)
+    raised = {rank: one.evidence.exception for rank, one in case.ranks.items()}
+    lost = [rank for rank, error in raised.items() if rank in own or (error is not None and rank in case.waiting)]
+    timed_out = any((error := raised[rank]) is not None and is_timeout(error) for rank in lost)
     gone = [node for node in _gone(case) if not node.ranks or case.unseen & set(node.ranks)]
     gone = [node for node in gone if node.silent_s or node.probe == "no answer"]
     if not gone or not lost or timed_out:
         return ""
     brief = max(node.silent_s for node in gone) < SILENT_S
     places = waits_words(case, lost)
-    text = (
-        f"{_names(gone)} {'is' if len(gone) == 1 else 'are'} gone without reporting a failure, and {ranks_word(lost)} "
-        "lost "
-    )
-    text += "their connections to it" if len(gone) == 1 else "their connections to them"
+    are, them = ("is", "it") if len(gone) == 1 else ("are", "them")
+    text = f"{_names(gone)} {are} gone without reporting a failure, and {ranks_word(lost)}"
+    text += f" lost their connections to {them}"
     text += f": {places}." if places else "."
     doubts = those({Doubt.BRIEFLY_SILENT: brief, Doubt.UNSEEN_RANKS: bool(case.unseen - _ranks_of(gone))})
     return _finding(case, "node-lost", doubts, text, gone, lost)
@@ -156,7 +155,8 @@ def node_silent(case: Case) -> Ruling:
         text += ", which answers, while its safelaunch or torchrun does not: it was stopped or has ended there."
     else:
         text += ", which is silent: it is down, or cut off."
-    doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.BRIEFLY_SILENT: _is_brief(silent) and not gone}
+    brief = not gone and all(0.0 < node.silent_s < SILENT_S and not node.store for node in silent)
+    doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.BRIEFLY_SILENT: brief}
     cause = "launcher-stopped" if launcher else "node-unreachable"
     return _finding(case, cause, those(doubts), text, silent, waiting)
 
@@ -212,10 +212,6 @@ def _gone(facts: Facts) -> list[NodeEvidence]:
 
 def _same(one: NodeEvidence, other: NodeEvidence) -> bool:
     return one.host == other.host and (not one.ranks or not other.ranks or one.ranks == other.ranks)
-
-
-def _is_brief(nodes: Iterable[NodeEvidence]) -> bool:
-    return all(0.0 < node.silent_s < SILENT_S and not node.store for node in nodes)
 
 
 def _ranks_of(nodes: Iterable[NodeEvidence]) -> frozenset[int]:

@@ -120,9 +120,9 @@ def first_failure(facts: Facts) -> Ruling:
 
 def a_peer_ended(facts: Facts) -> Ruling:
     """Every failure is a lost connection to a rank that was not seen: that rank ended first."""
-    lost = [rank for rank in facts.waiting if facts.ranks[rank].evidence.exception is not None]
-    timed_out = any(is_timeout(e) for r in lost if (e := facts.ranks[r].evidence.exception) is not None)
-    if not facts.unseen or not lost or timed_out:
+    errors = {rank: facts.ranks[rank].evidence.exception for rank in facts.waiting}
+    lost = [rank for rank, error in errors.items() if error is not None]
+    if not facts.unseen or not lost or any(error is not None and is_timeout(error) for error in errors.values()):
         return ""
     who = capital(f"{'' if len(facts.unseen) == 1 else 'one of '}{ranks_word(facts.unseen)}")
     places = dict.fromkeys(facts.waiting[rank].words for rank in lost)
@@ -151,11 +151,9 @@ def _left_in_p2p(facts: Facts, blamed: Iterable[int]) -> list[int]:
 
 def _alone_by_condition(facts: Facts, ranks: Iterable[int], gone: Iterable[int]) -> tuple[Claim, ...]:
     """The first of ``ranks`` that waits under a condition on the rank which those that are gone may not have met."""
-    for rank in ranks:
-        one = facts.ranks[rank]
-        asked = guard_of(facts, rank, gone) if one.wait else None
-        if asked is not None:
-            return (one.line_claim(f"rank {rank} waits under `{asked.words}`"),)
+    for rank in (rank for rank in ranks if rank in facts.waiting):
+        if (asked := guard_of(facts, rank, gone)) is not None:
+            return (facts.ranks[rank].line_claim(f"rank {rank} waits under `{asked.words}`"),)
     return ()
 
 
