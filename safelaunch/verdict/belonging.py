@@ -10,7 +10,6 @@ from math import prod
 import msgspec
 
 from safelaunch.model import Allocations, Claim, DeviceMemory, RankEvidence
-from safelaunch.model.entries import Entries
 from safelaunch.verdict.causes import GPU_FRAGMENTED, GPU_FULL, GPU_OF_TWO_RANKS, GPU_SHARED, GPU_UNSHARDED, Advice
 from safelaunch.verdict.collectives import DEFAULT_GROUPS, label_of
 from safelaunch.verdict.findings import Annotation, Finding, ranks_word
@@ -84,8 +83,7 @@ def _with_label(text: str, name: str, label: str) -> str:
 
 def _labels(facts: Facts, rank: int) -> dict[str, str]:
     """Name → what people call a group: its description, by the rank itself or by its calls."""
-    record, told = facts.alignment.records.get(rank), _told(facts.ranks[rank].evidence)
-    used = Entries.of(record.entries).used().values() if record is not None else ()
+    told, used = _told(facts.ranks[rank].evidence), facts.alignment.ring(rank).used().values()
     return {**told, **{kind.group: told.get(kind.group) or label_of(kind) for kind in used}}
 
 

@@ -7,7 +7,7 @@ rank without a record, and gloo's quirks: ``state`` is not looked at, ``retired`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -49,6 +49,7 @@ _FORMS = (
 )
 _ONE_NAME = {form: name for name, forms in _FORMS for form in forms}
 DEFAULT_GROUPS = ("0", "", "default_pg")
+_NOTHING = Entries.of(())
 
 
 def label_of(entry: Collective) -> str:
@@ -156,18 +157,19 @@ class Alignment:
         self.records: dict[int, FlightRecord] = comparable(
             {rank: record for rank, one in self._ranks.items() if (record := _with_groups(one)) is not None}
         )
+        self._rings = {rank: Entries.of(record.entries) for rank, record in self.records.items()}
         self._windows: dict[int, dict[str, Window]] = {}
         self._pending: dict[int, list[Collective]] = {}
         self._last: dict[int, dict[str, int]] = {}
         self._standings: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
         self._users: dict[str, set[int]] = {}
         self._completed: set[str] = set()
-        self._most_entries = max((len(record.entries) for record in self.records.values()), default=0)
+        self._most_entries = max(map(len, self._rings.values()), default=0)
         self._default: set[str] = {"0", ""}
         self._members: dict[str, tuple[frozenset[int], bool]] = {}
         self._closed: dict[str, bool] = {}
         for rank, record in self.records.items():
-            self._index(rank, record, Entries.of(record.entries))
+            self._index(rank, record, self._rings[rank])
 
     def _index(self, rank: int, record: FlightRecord, ring: Entries) -> None:
         kinds = ring.used()
@@ -193,6 +195,10 @@ class Alignment:
         for group in last:
             self._users.setdefault(group, set()).add(rank)
 
+    def ring(self, rank: int) -> Entries:
+        """All that the rank's record holds, in order; nothing without a record."""
+        return self._rings.get(rank) or _NOTHING
+
     def entry(self, rank: int, group: str, seq: int) -> Collective | None:
         window = self.window(rank, group)
         return window.at(seq) if window else None
@@ -209,8 +215,7 @@ class Alignment:
         """All calls of each rank, whatever their groups: counted from the first, or by the number of the record."""
         whole = all(map(self.is_whole, self.records))  # blocks leave gaps in the numbers of a recorder
         return {
-            rank: program_of(Entries.of(record.entries), self._ranks[rank].code_roots, counted=whole)
-            for rank, record in self.records.items()
+            rank: program_of(ring, self._ranks[rank].code_roots, counted=whole) for rank, ring in self._rings.items()
         }
 
     @cached_property
@@ -221,7 +226,8 @@ class Alignment:
     @cached_property
     def has_threads(self) -> bool:
         """Some rank has recorded calls of several threads."""
-        return any(_has_threads(Entries.of(record.entries)) for record in self.records.values())
+        threads = (ring.threads for ring in self._rings.values())
+        return any(not isinstance(mine, Same) and len(set(mine)) > 1 for mine in threads)
 
     def groups(self) -> list[str]:
         return sorted({group for windows in self._windows.values() for group in windows})
@@ -247,14 +253,11 @@ class Alignment:
 
     def unended(self, rank: int) -> Collective | None:
         """The newest entry of a batch or block that ``rank`` has begun and not launched."""
-        return next(reversed(self._matching(rank, lambda kind: kind.state == OPEN)), None)
+        return next(reversed(self.ring(rank).matching(lambda kind: kind.state == OPEN)), None)
 
     def transfers(self, rank: int, group: str) -> list[Collective]:
         """The sends and receives of ``rank`` in ``group``, in order."""
-        return self._matching(rank, lambda kind: kind.is_p2p and kind.group == group)
-
-    def _matching(self, rank: int, wanted: Callable[[Collective], bool]) -> list[Collective]:
-        return Entries.of(self.records[rank].entries).matching(wanted) if rank in self.records else []
+        return self.ring(rank).matching(lambda kind: kind.is_p2p and kind.group == group)
 
     def is_behind(self, rank: int, entry: Collective) -> bool:
         """The device of ``rank`` is still in an earlier call of the group: it takes in order what the CPU queued."""
@@ -296,8 +299,7 @@ class Alignment:
 
     @cached_property
     def _with_transfers(self) -> frozenset[str]:
-        rings = (Entries.of(record.entries) for record in self.records.values())
-        return frozenset(kind.group for ring in rings for kind in ring.used().values() if kind.is_p2p)
+        return frozenset(kind.group for ring in self._rings.values() for kind in ring.used().values() if kind.is_p2p)
 
     def _is_left_out(self, rank: int, group: str, seq: int) -> bool:
         """``rank`` has completed the collective, and its record holds only what is pending, as NCCL's may.
@@ -313,7 +315,7 @@ class Alignment:
             return record.status[group].last_completed >= seq
         if not 0 <= seq < self.first(rank, group):
             return False
-        ring = Entries.of(record.entries)
+        ring = self.ring(rank)
         return len(ring) < self._most_entries and not any(kind.completed for kind in ring.used().values())
 
     def is_whole(self, rank: int) -> bool:
@@ -396,10 +398,6 @@ class Alignment:
         if group in self._completed and len(users) > 1 and len(self.records) == self.world_size:
             return users, True
         return world, False
-
-
-def _has_threads(entries: Entries) -> bool:
-    return not isinstance(entries.threads, Same) and len(set(entries.threads)) > 1
 
 
 def _with_groups(rank: RankEvidence) -> FlightRecord | None:

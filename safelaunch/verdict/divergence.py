@@ -21,7 +21,6 @@ from itertools import pairwise
 from typing import Literal
 
 from safelaunch.model import Collective, Frame
-from safelaunch.model.entries import Entries
 from safelaunch.verdict.collectives import Alignment, Mismatch, first_mismatch, sides_of, signature, vote
 from safelaunch.verdict.comparable import Column, Numbering, Window, first_difference
 from safelaunch.verdict.reading.frames import Stack
@@ -644,9 +643,8 @@ class Histories:
         return identity_of(entry, self._alignment.stack(rank, entry))
 
     def _entries(self, rank: int, groups: Collection[str] | None) -> list[Collective]:
-        record = self._alignment.records.get(rank)
-        entries = Entries.of(record.entries) if record is not None else ()
-        return [one for one in entries if groups is None or (one.group in groups and not one.is_p2p)]
+        ring = self._alignment.ring(rank)
+        return [one for one in ring if groups is None or (one.group in groups and not one.is_p2p)]
 
     def _members(self, group: str) -> list[int]:
         return sorted(self._alignment.members(group)[0] & self._alignment.records.keys())

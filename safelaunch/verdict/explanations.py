@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from safelaunch.model import CaughtException, Claim, Culprit, Frame
-from safelaunch.model.entries import Entries
 from safelaunch.verdict.causes import BROKEN_OFF, DRAWN, FAILURES, LEFT_OUT, UNUSUAL_GROUP, WRONG_GROUP
 from safelaunch.verdict.collectives import Mismatch
 from safelaunch.verdict.conditions import record_claim
@@ -148,8 +147,7 @@ def _said(facts: Facts, named: Sequence[int]) -> dict[int, tuple[Left, str]]:
 def _lines_called_from(facts: Facts, rank: int) -> Iterator[Frame]:
     """The user's frames where the rank is, and of the calls on its record."""
     yield from user_stack_of(facts.ranks[rank].evidence)
-    record = facts.alignment.records.get(rank)
-    for kind in Entries.of(record.entries).used().values() if record is not None else ():
+    for kind in facts.alignment.ring(rank).used().values():
         yield from facts.alignment.stack(rank, kind).user_frames
 
 
@@ -348,11 +346,11 @@ def unusual(facts: Facts, rank: int, site: Frame | None = None) -> str:
     Of its calls from ``site``, else from where it waits. A call whose connection broke counts as completed: it is the
     newest one from the line of the exception.
     """
-    wait, record = facts.waiting.get(rank), facts.alignment.records.get(rank)
+    wait = facts.waiting.get(rank)
     frame = site or (wait.frame if wait is not None else None)
-    if wait is None or frame is None or record is None:
+    if wait is None or frame is None:
         return ""
-    calls = [(facts.alignment.stack(rank, one), one.group) for one in record.entries]
+    calls = [(facts.alignment.stack(rank, one), one.group) for one in facts.alignment.ring(rank)]
     at = fr.spot(frame)
     there = [
         (stack.user_frames, group) for stack, group in calls if stack.user_frame and fr.spot(stack.user_frame) == at

@@ -27,7 +27,6 @@ from safelaunch.model import (
     Thread,
     rank_words,
 )
-from safelaunch.model.entries import Entries
 from safelaunch.verdict.collectives import described, number_of, op_name, signature
 from safelaunch.verdict.conditions import View
 from safelaunch.verdict.graph import Need, Node, stuck
@@ -432,10 +431,11 @@ class _Prover:
     @cached_property
     def _open_calls(self) -> dict[int, list[Collective]]:
         """Rank → its calls that are not completed, oldest first."""
-        found = {}
-        for rank, record in self._case.alignment.records.items():
-            found[rank] = Entries.of(record.entries).matching(lambda kind: not kind.completed and bool(kind.op))
-        return found
+        ring_of = self._case.alignment.ring
+        return {
+            rank: ring_of(rank).matching(lambda kind: not kind.completed and bool(kind.op))
+            for rank in self._case.alignment.records
+        }
 
     def _entries(self, view: View, *, is_p2p: bool) -> list[Collective]:
         """The calls in one of which the thread waits: those of its line, else all that no other Python thread made."""
@@ -502,7 +502,7 @@ class _Prover:
         """
         if rank not in self._living:
             return _NEVER
-        process, known = self._of_ranks[rank], self._idents.get(rank, frozenset())
+        process, known = self._of_ranks[rank], self._idents[rank]
         made = {actor for actor, view in process.views.items() if not known or _ident(view) in known | {0}}
         new = self._not_of_torch(rank) - self._accustomed(process)
         if self._may_call_natively(process):
@@ -527,8 +527,7 @@ class _Prover:
         return frozenset(actor for actor in process.views if actor.tid in old & had_its_turn)
 
     def _old_threads(self, process: _Process) -> frozenset[int]:
-        record = self._case.alignment.records.get(process.rank)
-        made = sorted(Entries.of(record.entries).created_ns) if record is not None else []
+        made = sorted(self._case.alignment.ring(process.rank).created_ns)
         if len(made) < HABIT:
             return frozenset()
         threads = process.newest.threads
@@ -536,8 +535,7 @@ class _Prover:
 
     @cached_property
     def _idents(self) -> dict[int, frozenset[int]]:
-        records = self._case.alignment.records
-        return {rank: frozenset(Entries.of(one.entries).threads) - {0} for rank, one in records.items()}
+        return {rank: frozenset(self._case.alignment.ring(rank).threads) - {0} for rank in self._living}
 
     # --- in words -----------------------------------------------------------------------------------------------------
 

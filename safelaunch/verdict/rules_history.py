@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from safelaunch.model import Claim, Collective, Frame
-from safelaunch.model.entries import Entries
 from safelaunch.verdict.causes import (
     ALONE_IN_GROUPS,
     DDP_FORWARD,
@@ -102,12 +101,10 @@ def _ended_and_waiting(case: Case) -> tuple[list[int], list[int]]:
 
 def _newest_call(case: Case, rank: int) -> Collective | None:
     """The collective on record in which ``rank`` waits, or had an error: then the newest one from that line."""
-    wait, record = case.waiting.get(rank), case.alignment.records.get(rank)
-    if wait is None or record is None:
-        return None
-    if wait.seq is not None:
+    wait = case.waiting.get(rank)
+    if wait is None or wait.seq is not None:
         return case.call_of(rank)
-    newest = next((call for call in reversed(Entries.of(record.entries)) if not call.is_p2p), None)
+    newest = next((call for call in reversed(case.alignment.ring(rank)) if not call.is_p2p), None)
     site = case.alignment.stack(rank, newest).user_frame if newest is not None else None
     return newest if _is_at(site, wait.frame) else None
 
@@ -262,7 +259,7 @@ def _own_number(facts: Facts, shift: Divergence) -> tuple[str, int]:
     its other calls from there.
     """
     rank, call, stack = shift.ranks[0], shift.call, facts.alignment.stack
-    mine = [e for e in facts.alignment.records[rank].entries if e.is_p2p == call.is_p2p]
+    mine = [e for e in facts.alignment.ring(rank) if e.is_p2p == call.is_p2p]
     place = stack(shift.peers[0], call).user_frames
     group = next((e.group for e in mine if stack(rank, e).user_frames == place), call.group)
     if group == call.group and not call.is_p2p:
