@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from evidence import Frame, at, behind, in_user, job, rank, waiting, with_culprit
 
-from safelaunch.model import EarlyLook, Place, RankEvidence
+from safelaunch.model import Place
 from safelaunch.verdict.diagnose import first_word, first_word_of_active
 
 BLOCKED = rank(1, in_user(41, "load"), "pipe", flight=behind())
@@ -35,10 +35,3 @@ def test_of_ranks_that_compute() -> None:
     both = first_word_of_active(job(rank(0, in_user(33), "run"), rank(1, in_user(33), "run")), [0, 1])
     assert both.words == "ranks 0-1 are active at train.py:33 (train)"
     assert not first_word_of_active(job(rank(0, (), "run")), [0]).words
-
-
-# --- in the verdict ---------------------------------------------------------------------------------------------------
-
-
-def early(quiet_s: float, one: RankEvidence, line: int, **fields: object) -> EarlyLook:
-    return EarlyLook(1e9, quiet_s, places=(Place(one.rank, at(line, "load")),), **fields)  # type: ignore[arg-type]
