@@ -529,9 +529,10 @@ class Histories:
         all_reduce(b)``); only calls that agree again at an offset are.
         """
         if group not in self._groups:
-            windows = {rank: self._alignment.window(rank, group) for rank in self._members(group)}
-            held = {rank: window for rank, window in windows.items() if window is not None}
-            self._groups[group] = Aligned(held)
+            windows = (
+                (rank, self._alignment.window(rank, group)) for rank in sorted(self._alignment.members(group)[0])
+            )
+            self._groups[group] = Aligned({rank: window for rank, window in windows if window is not None})
         return self._groups[group]
 
     def shift_in(self, group: str) -> Divergence | None:
@@ -637,17 +638,11 @@ class Histories:
         return Habit(mine[usual], len(beside), made[usual][-1] == place, new)
 
     def _what(self, rank: int, entry: Collective) -> tuple[str, str, Identity]:
-        return entry.group, entry.op, self._identity(rank, entry)
-
-    def _identity(self, rank: int, entry: Collective) -> Identity:
-        return identity_of(entry, self._alignment.stack(rank, entry))
+        return entry.group, entry.op, identity_of(entry, self._alignment.stack(rank, entry))
 
     def _entries(self, rank: int, groups: Collection[str] | None) -> list[Collective]:
         ring = self._alignment.ring(rank)
         return [one for one in ring if groups is None or (one.group in groups and not one.is_p2p)]
-
-    def _members(self, group: str) -> list[int]:
-        return sorted(self._alignment.members(group)[0] & self._alignment.records.keys())
 
 
 def _is_same(one: Collective, other: Collective) -> bool:

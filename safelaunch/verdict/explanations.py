@@ -271,8 +271,9 @@ def another_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     """The ranks that have left their habit as those at fault, where they are no majority of those that wait."""
     meets_none = finding.cause == "collective-mismatch" and UNUSUAL_GROUP not in finding.advice
     named = [one.rank for one in finding.culprits if one.rank in case.waiting] if meets_none else []
+    # By the call that it waits in, else by the one at which it diverged.
     diverged = {rank: stack[0] for rank, stack in finding.calls.items() if stack}
-    astray = {rank: text for rank in named if (text := _astray(case, rank, diverged.get(rank)))}
+    astray = {rank: text for rank in named if (text := unusual(case, rank) or unusual(case, rank, diverged.get(rank)))}
     if not astray or 2 * len(astray) > len(case.waiting):
         return
     others = tuple(one for one in finding.doubts if one not in (Doubt.NO_MAJORITY, Doubt.EITHER_SIDE))
@@ -288,11 +289,6 @@ def another_group(case: Case, finding: Finding) -> Iterator[Annotation]:
         explains=True,
         supersedes=True,
     )
-
-
-def _astray(case: Case, rank: int, diverged: Frame | None) -> str:
-    """By the call that it waits in, else by the one at which it diverged; each reads a whole record."""
-    return unusual(case, rank) or (unusual(case, rank, diverged) if diverged is not None else "")
 
 
 def _outsiders(case: Case) -> dict[int, Waiters]:

@@ -259,13 +259,14 @@ def blame(
     cause: str,
     doubts: tuple[Doubt, ...],
     named: Mapping[int, Condition],
-    waiters: Collection[int] = (),
+    waiters: Iterable[int] | None = None,
     *,
     summary: str = "",
     claims: tuple[Claim, ...] = (),
     ruled_out: Sequence[str] = (),
 ) -> Finding:
-    """The finding that names ranks for what they do themselves, while ``waiters`` wait."""
+    """The finding that names ranks for what they do themselves, while ``waiters`` wait, or all others that do."""
+    waiters = sorted(facts.waiting.keys() - named.keys() if waiters is None else waiters)
     return Finding(
         cause,
         doubts,

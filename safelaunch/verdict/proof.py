@@ -279,7 +279,7 @@ class _Prover:
         peers = [wait.peer] if wait.peer is not None else sorted(self._case.world - {rank})
         if any(mine.may_meet(rank, other, peer) for peer in peers for other in self._transfers.get(peer, ())):
             return None  # it may be under way
-        givers = self._any_of(peers).union(*map(self._not_of_torch, peers))
+        givers = _NEVER.union(*map(self._callers, peers), *map(self._not_of_torch, peers))
         return (Need(givers, wait.words, wait.claims[0] if wait.claims else None),)
 
     @cached_property
@@ -323,7 +323,8 @@ class _Prover:
             return None
         pending = [entry for entry in self._pending(view) if not entry.by_gloo]
         begun = [entry for entry in pending if entry.started is not False]
-        return tuple(self._need_of(entry, view) for entry in begun) or None
+        rank, claim = view.rank.rank, _stack_claim(view)
+        return tuple(Need(frozenset({_call(one, rank)}), described(one), claim) for one in begun) or None
 
     def _of_open_calls(self, view: View, process: _Process) -> tuple[Need, ...] | None:
         """``work.wait()`` and a backward pass show no frame of c10d: it may be any of the calls that are under way."""
@@ -448,9 +449,6 @@ class _Prover:
     def _uses_device(self, view: View) -> bool:
         return bool(view.device) or any(not entry.by_gloo for entry in self._pending(view))
 
-    def _need_of(self, entry: Collective, view: View) -> Need:
-        return Need(frozenset({_call(entry, view.rank.rank)}), described(entry), _stack_claim(view))
-
     def _add_calls(self, needs: dict[Node, tuple[Need, ...]]) -> None:
         for rank, entries in self._open_calls.items():
             seen: dict[str, Node] = {}  # of NCCL, which works in order: group → the call before
@@ -492,9 +490,6 @@ class _Prover:
             elif other is None and self._case.alignment.last(member, entry.group) < entry.seq:
                 needs.append(Need(self._callers(member), f"rank {member} to enter {described(entry)}", claim))
         return tuple(needs)
-
-    def _any_of(self, ranks: Iterable[int]) -> frozenset[Node]:
-        return frozenset().union(*(self._callers(rank) for rank in ranks))
 
     def _callers(self, rank: int) -> frozenset[Node]:
         """The threads of ``rank`` that may make a call: its main one, those that ever did, and those that are too new

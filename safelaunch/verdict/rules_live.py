@@ -208,12 +208,7 @@ def with_the_time_without_a_step(facts: Facts, finding: Finding) -> Finding:
         since = f"No step for {stood}"
     else:
         since = f"No step yet, {stood} on"
-    text = f"{since}{rhythm_of(evidence).words}: {_uncapital(finding.summary)}"
+    text = f"{since}{rhythm_of(evidence).words}: {finding.summary[:1].lower()}{finding.summary[1:]}"
     if "slow or endless" not in text:
         text = f"{text.removesuffix('.')}: slow or endless, a dump cannot tell."
     return replace(finding, summary=capital(text), doubts=(*finding.doubts, Doubt.ONE_LOOK))
-
-
-def _uncapital(sentence: str) -> str:
-    """A summary after a colon: ``Rank 1 …`` → ``rank 1 …``."""
-    return sentence[:1].lower() + sentence[1:]

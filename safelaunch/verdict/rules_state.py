@@ -115,7 +115,7 @@ def first_failure(facts: Facts) -> Ruling:
         Doubt.UNSEEN_RANKS: bool(facts.unseen) and main.cause != "rank-exception",
     }
     sure = (*main.doubts, *those(doubts))
-    return blame(facts, main.cause, sure, named, others, claims=alone, ruled_out=ruled)
+    return blame(facts, main.cause, sure, named, claims=alone, ruled_out=ruled)
 
 
 def a_peer_ended(facts: Facts) -> Ruling:
@@ -180,7 +180,7 @@ def stopped_ranks(facts: Facts) -> Ruling:
     named = conditions(facts, "rank-stopped")
     if not named:
         return "no process is stopped (state T) or in a frozen cgroup"
-    return blame(facts, "rank-stopped", (), named, [r for r in facts.ranks if r not in named])
+    return blame(facts, "rank-stopped", (), named)
 
 
 def init_not_joined(facts: Facts) -> Ruling:
@@ -266,8 +266,7 @@ def kept_by_its_device(facts: Facts) -> Ruling:
     }
     if not named:
         return ""
-    rest = [rank for rank in facts.ranks if rank not in named]
-    return blame(facts, "gpu-lost" if lost else "gpu-kernel", most_doubtful(named.values()), named, rest)
+    return blame(facts, "gpu-lost" if lost else "gpu-kernel", most_doubtful(named.values()), named)
 
 
 def alone(facts: Facts) -> Ruling:
@@ -280,9 +279,7 @@ def alone(facts: Facts) -> Ruling:
     """
     ended = {r for r, one in facts.ranks.items() if one.evidence.exit is not None and one.evidence.exit.returncode == 0}
     named = {r: condition for r, condition in conditions(facts).items() if r not in ended}
-    if not named:
-        return ""
-    if facts.unseen:
+    if not named or facts.unseen:
         return ""
     places = sides_of({rank: (c.cause, c.frame and (c.frame.file, c.frame.line)) for rank, c in named.items()})
     most = max(places.values(), key=len)
@@ -302,15 +299,11 @@ def alone(facts: Facts) -> Ruling:
     return blame(facts, next(iter(odd.values())).cause, (Doubt.NO_WAIT_SHOWN,), odd, summary=text)
 
 
-def _tells_nothing(condition: Condition) -> bool:
-    """A rank of which neither a stack nor a record is there."""
-    return condition.cause == "missing-from-collective" and condition.frame is None
-
-
 def nobody_stands_out(facts: Facts) -> Finding:
     """Nothing singles a rank out."""
     waits = list(facts.waiting)
-    own = {r: condition for r, condition in conditions(facts).items() if not _tells_nothing(condition)}
+    # Without those of which neither a stack nor a record is there.
+    own = {r: c for r, c in conditions(facts).items() if c.cause != "missing-from-collective" or c.frame is not None}
     alike = len({(c.cause, c.frame) for c in own.values()}) == 1 and not waits
     claims = wait_claims(facts, waits) + condition_claims(own)
     lost = [r for r in waits if has_lost_a_peer(facts.ranks[r].evidence)]

@@ -71,7 +71,7 @@ def blocked_by(case: Case) -> Ruling:
     sure = (*most_doubtful(c for c in named.values() if c.cause == cause), *those(doubts))
     text = f"ranks also recorded {also}; the runner-up, as a rank that has not arrived explains the wait"
     claims, ruled = _not_entered(case, roots), [text] if also else []
-    return blame(case, cause, sure, named, sorted(case.waits.waiting), claims=claims, ruled_out=ruled)
+    return blame(case, cause, sure, named, claims=claims, ruled_out=ruled)
 
 
 def _needed(case: Case) -> frozenset[int]:

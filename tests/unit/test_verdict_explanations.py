@@ -130,6 +130,13 @@ def test_what_its_peers_printed_as_well_explains_nothing() -> None:
 # --- past a loop: fewer batches, or the same and fewer calls ----------------------------------------------------------
 
 
+def at_steps(ranks: Sequence[RankEvidence], *steps: int) -> list[RankEvidence]:
+    return [
+        msgspec.structs.replace(one, progress=Progress(n, n, len(ranks), 0, 1000 + n, n, "torch", step))
+        for n, (one, step) in enumerate(zip(ranks, steps, strict=True))
+    ]
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [
@@ -153,12 +160,7 @@ def test_who_is_past_the_loop_may_have_skipped_calls_instead(body: str, why: str
     last = source.count("\n")
     ranks = [waits(n, [("all_reduce", last - 1)] * 10) for n in range(2)]
     ranks[1] = waits(1, [*[("all_reduce", last - 1)] * 9, ("barrier", last)])
-    steps = {0: 9, 1: 9 + more_steps}
-    ranks = [
-        msgspec.structs.replace(one, progress=Progress(n, n, 2, 0, 1000 + n, n, "torch", steps[n]))
-        for n, one in enumerate(ranks)
-    ]
-    verdict = diagnose(job(*ranks), lambda path: source)
+    verdict = diagnose(job(*at_steps(ranks, 9, 9 + more_steps)), lambda path: source)
     assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("uneven-batches", [1])
     reasons = [*([why] if why else []), *(["1 more step, with as many calls"] if more_steps else [])]
     assert all(reason in verdict.summary for reason in reasons), verdict.summary
@@ -173,11 +175,7 @@ def test_who_is_past_the_loop_may_have_skipped_calls_instead(body: str, why: str
 def test_more_or_fewer_steps_with_as_many_calls_are_told(steps: int, told: str) -> None:
     ranks = [waits(n, [STEP] * 10) for n in range(4)]
     ranks[1] = waits(1, [*[STEP] * 9, ("all_gather", 60)])
-    ranks = [
-        msgspec.structs.replace(one, progress=Progress(n, n, 4, 0, 1000 + n, n, "torch", steps if n == 1 else 9))
-        for n, one in enumerate(ranks)
-    ]
-    summary = diagnose(job(*ranks)).summary
+    summary = diagnose(job(*at_steps(ranks, 9, steps, 9, 9))).summary
     assert (f"rank 1 has made {told} with as many calls" in summary) == bool(told)
     assert ("steps with as many calls" in summary) == bool(told)
 
@@ -195,16 +193,9 @@ def test_who_has_returned_from_a_loop_has_left_it(ahead_s_step: int, left: bool)
         "        barrier()\n"
     )
     *waiting, module = in_c10d("all_reduce", 42, "evaluate")
-    ranks = [rank(n, in_c10d("barrier", 46)) for n in range(3)]
-    ranks[1] = rank(1, (*waiting, at(45), module))
-    its = [record(*past(3), entry("all_reduce" if n == 1 else "barrier", 4)) for n in range(3)]
-    steps = [20 if n == 1 else ahead_s_step for n in range(3)]
-    ranks = [
-        msgspec.structs.replace(
-            one, flight_record=its[n], progress=Progress(n, n, 3, 0, 1000 + n, n, "torch", steps[n])
-        )
-        for n, one in enumerate(ranks)
-    ]
+    ranks = [rank(n, in_c10d("barrier", 46), flight=record(*past(3), entry("barrier", 4))) for n in range(3)]
+    ranks[1] = rank(1, (*waiting, at(45), module), flight=record(*past(3), entry("all_reduce", 4)))
+    ranks = at_steps(ranks, ahead_s_step, 20, ahead_s_step)
     verdict = diagnose(job(*ranks), lambda path: source if path == SCRIPT else None)
     assert [one.rank for one in verdict.culprits] == [1]
     assert (
