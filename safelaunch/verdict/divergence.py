@@ -18,6 +18,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from operator import ne
 from typing import Literal
 
 from safelaunch.model import Collective, Frame
@@ -218,8 +219,7 @@ def _replaced(mine: History, theirs: History, parted: int) -> tuple[int, bool] |
     overlap = mine.overlap(parted, theirs, parted)
     if overlap <= 0:
         return None
-    pairs = zip(mine.column.values_of(parted, overlap), theirs.column.values_of(parted, overlap), strict=True)
-    differ = [one != other for one, other in pairs]
+    differ = [*map(ne, mine.column.values_of(parted, overlap), theirs.column.values_of(parted, overlap))]
     agree = overlap - sum(differ)
     few = not differ[-1] and sum(differ) <= _MOST_REPLACED and agree > 0
     level = not differ[-1] and mine.last == theirs.last
@@ -256,8 +256,8 @@ def _matched(ahead: History, begin: int, behind: History, at: int) -> int:
 def _agreeing(ahead: History, begin: int, behind: History, at: int) -> int:
     """How many calls agree, whatever follows."""
     overlap = max(0, ahead.overlap(begin, behind, at))
-    pairs = zip(ahead.column.values_of(begin, overlap), behind.column.values_of(at, overlap), strict=True)
-    return next((number for number, (its, the_others) in enumerate(pairs) if its != the_others), overlap)
+    differ = map(ne, ahead.column.values_of(begin, overlap), behind.column.values_of(at, overlap))
+    return next((number for number, differs in enumerate(differ) if differs), overlap)
 
 
 # --- how all ranks' calls part ----------------------------------------------------------------------------------------
@@ -407,25 +407,21 @@ class Aligned:
             return ""
         return "whole" if made == rounds[0] else "short" if made < rounds[0] else ""
 
-    def left_out_before(self, rank: int, number: int) -> int | None:
-        """How many calls ``rank`` would have had to make more, before its ``number``, to agree with its peers to the
-        end.
+    def may_have_left_out(self, rank: int, number: int) -> bool:
+        """Whether ``rank`` would agree with its peers to the end, had it made some calls more before its ``number``.
 
-        None where no such number makes them agree, or none is missing. Where every step makes the same calls, histories
-        alone do not show where a step was left out: this tests a place that something else points at.
+        Where every step makes the same calls, histories alone do not show where a step was left out: this tests a place
+        that something else points at.
         """
         others = [history for other, history in self.histories.items() if other != rank]
         mine = self.histories.get(rank)
-        if mine is None or not others:
-            return None
-        for calls in range(MOST_CALLS + 1):
-            begin = number + calls
-            there = [other for other in others if other.first <= begin and mine.first <= number]
-            agreed = [_agreeing(other, begin, mine, number) for other in there]
-            ends = [max(0, other.overlap(begin, mine, number)) for other in there]
-            if len(there) == len(others) and agreed == ends:
-                return calls if calls and max(agreed) >= max(SURE_MATCHES, calls) else None
-        return None
+        if mine is None or not others or number < mine.first:
+            return False
+        for begin in range(number, number + MOST_CALLS + 1):
+            ends = {other: max(0, other.overlap(begin, mine, number)) for other in others}
+            if all(one.first <= begin and _agreeing(one, begin, mine, number) == end for one, end in ends.items()):
+                return begin > number and max(ends.values()) >= max(SURE_MATCHES, begin - number)
+        return False
 
     @property
     def of_one(self) -> Divergence | None:

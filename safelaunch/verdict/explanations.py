@@ -214,8 +214,8 @@ def _fit(facts: Facts, rank: int, mismatch: Mismatch | None) -> _Fit | None:
             key = (group, number)
             if not sure and key not in tried:  # many exceptions may lie between the same two calls
                 # Where all steps are alike the records do not show the place, but they may agree with this one.
-                left_out = facts.histories.in_group(group).left_out_before
-                tried[key] = later and not shown and left_out(rank, number) is not None
+                aligned = facts.histories.in_group(group)
+                tried[key] = later and not shown and aligned.may_have_left_out(rank, number)
             if (sure or tried[key]) and not _peers_did_too(facts, rank, group, number, exception):
                 return _Fit(exception, group, number, later, sure and later)
     return None

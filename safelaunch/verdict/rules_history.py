@@ -9,17 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from safelaunch.model import Claim, Collective, Frame
-from safelaunch.verdict.causes import (
-    ALONE_IN_GROUPS,
-    DDP_FORWARD,
-    EXIT_CALLED,
-    FSDP_FORWARD,
-    LEFT_OUT,
-    STATE_DICT,
-    SYNC_BATCHNORM,
-    UNUSED_PARAMETERS,
-    Advice,
-)
+from safelaunch.verdict import causes
 from safelaunch.verdict.collectives import describe, number_of, op_name
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.divergence import UNKNOWN, Divergence
@@ -89,7 +79,7 @@ def _ended_and_waiting(case: Case) -> tuple[list[int], list[int]]:
     """The members of a group that have ended as scripts do, and those that wait in its calls; empty where these are
     more, or other ranks do something of their own."""
     own = conditions(case)
-    if any(one.cause != "uneven-batches" or EXIT_CALLED in one.advice for one in own.values()):
+    if any(one.cause != "uneven-batches" or causes.EXIT_CALLED in one.advice for one in own.values()):
         return [], []
     if any(wait.kind != "collective" for wait in case.waiting.values()):
         return [], []
@@ -180,7 +170,7 @@ def of_role(case: Case, one: Divergence) -> Finding:
         (*claims, *wait_claims(case, case.waits.in_circle)),
         () if missing else (f"groups entered in different orders: rank {rank} may yet make the other call",),
         calls={} if missing else {who: case.alignment.stack(who, call).user_frames for who, call in both},
-        advice=frozenset({LEFT_OUT} if missing else ()),
+        advice=frozenset({causes.LEFT_OUT} if missing else ()),
     )
 
 
@@ -223,21 +213,21 @@ def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: t
     )
 
 
-_OF_MODELS: Mapping[calls.Purpose, Advice] = {
-    "ddp-forward": DDP_FORWARD,
-    "fsdp-forward": FSDP_FORWARD,
-    "sync-batchnorm": SYNC_BATCHNORM,
-    "state-dict": STATE_DICT,
+_OF_MODELS: Mapping[calls.Purpose, causes.Advice] = {
+    "ddp-forward": causes.DDP_FORWARD,
+    "fsdp-forward": causes.FSDP_FORWARD,
+    "sync-batchnorm": causes.SYNC_BATCHNORM,
+    "state-dict": causes.STATE_DICT,
 }
 
 
-def _advice_on(facts: Facts, shift: Divergence) -> frozenset[Advice]:
+def _advice_on(facts: Facts, shift: Divergence) -> frozenset[causes.Advice]:
     """By what torch made the call for that was too many, or left out."""
     caller = shift.ranks[0] if shift.kind == "extra" else shift.peers[0]
     purpose = calls.purpose(facts.alignment.stack(caller, shift.call))
     if shift.kind == "extra":
         return frozenset({_OF_MODELS[purpose]} if purpose in _OF_MODELS else ())
-    return frozenset({LEFT_OUT, UNUSED_PARAMETERS} if purpose == "gradients" else {LEFT_OUT})
+    return frozenset({causes.LEFT_OUT, causes.UNUSED_PARAMETERS} if purpose == "gradients" else {causes.LEFT_OUT})
 
 
 def _what(shift: Divergence) -> str:
@@ -334,7 +324,7 @@ def skipped(
     culprits = (waiting_culprit(case.ranks[rank], reason, site),)
     summary = f"{before}: rank {rank} {text}." if before else reason
     doubts = (Doubt.HABIT_ALONE,)
-    return Finding("collective-mismatch", doubts, summary, culprits, claims, advice=frozenset({LEFT_OUT}))
+    return Finding("collective-mismatch", doubts, summary, culprits, claims, advice=frozenset({causes.LEFT_OUT}))
 
 
 def _unusual_calls(case: Case, *, new: bool) -> dict[int, Collective]:
@@ -415,5 +405,5 @@ def group_order(case: Case) -> Ruling:
         f"{capital(text)}: {who} entered the groups in {order}.",
         waiting_culprits(case, ranks),
         wait_claims(case, case.waits.in_circle if fewer else ranks, limit=10),
-        advice=frozenset({ALONE_IN_GROUPS}) if alone and len(lines) > 1 else frozenset(),
+        advice=frozenset({causes.ALONE_IN_GROUPS}) if alone and len(lines) > 1 else frozenset(),
     )

@@ -40,18 +40,19 @@ def unfit_transfers(case: Case) -> Ruling:
     """
     for one in sorted(case.waits.classes.values(), key=lambda one: one.ranks):
         wait, members = one.wait, one.ranks
-        if wait.kind == "collective" and wait.seq is None and len({*_sources(case, wait).values()}) > 1:
-            return _of_sources(case, wait, _sources(case, wait))
-        if case.waits.circle or wait.group is None or wait.seq is None:
+        numbered = wait.group is not None and wait.seq is not None
+        if numbered and case.waits.circle:
+            continue
+        sources = _sources(case, wait) if wait.kind == "collective" else {}
+        if len({*sources.values()}) > 1:
+            return _of_sources(case, wait, sources)
+        if wait.group is None or wait.seq is None:
             continue
         if wait.kind == "p2p":
             pair = case.transfers.unequal(members[0], wait.group)
             if pair is not None:
                 return _pair(case, pair)
         elif wait.kind == "collective":
-            sources = _sources(case, wait)
-            if len(set(sources.values())) > 1:
-                return _of_sources(case, wait, sources)
             sums = unequal_exchange(case.alignment, wait.group, wait.seq)
             if sums is not None:
                 return _exchange(case, wait, members, sums)
