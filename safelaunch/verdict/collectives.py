@@ -429,16 +429,10 @@ def out_of_sight(alignment: Alignment, groups: Iterable[str]) -> dict[str, int]:
 
     What happened before it, the recorders no longer tell.
     """
-    found = {}
+    found, late = {}, [rank for rank in alignment.records if not alignment.is_whole(rank)]
     for group in groups:
-        first = max(
-            (
-                alignment.first(rank, group)
-                for rank in alignment.members(group)[0] & alignment.records.keys()
-                if not alignment.is_whole(rank)
-            ),
-            default=0,
-        )
+        members, _ = alignment.members(group)
+        first = max((alignment.first(rank, group) for rank in late if rank in members), default=0)
         if first > 1:
             found[group] = first
     return found

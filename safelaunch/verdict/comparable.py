@@ -399,14 +399,10 @@ def _ascends(numbers: Sequence[int]) -> bool:
 
 
 def windows_of(entries: Entries, kinds: Mapping[int, Collective], code_roots: tuple[str, ...]) -> dict[str, Window]:
-    groups = {None if kind.is_p2p else kind.group for kind in kinds.values()}
-    if len(groups) == 1 and None not in groups:
-        return {
-            group: Window(entries, code_roots, entries.seqs, range(len(entries)))
-            for group in groups
-            if group is not None
-        }
-    positions: dict[str, array[int]] = {group: array("I") for group in groups if group is not None}
+    groups = {kind.group for kind in kinds.values() if not kind.is_p2p}
+    if len(groups) == 1 and not any(kind.is_p2p for kind in kinds.values()):
+        return {groups.pop(): Window(entries, code_roots, entries.seqs, range(len(entries)))}
+    positions: dict[str, array[int]] = {group: array("I") for group in groups}
     adders = {number: positions[kind.group].append for number, kind in kinds.items() if not kind.is_p2p}
     for position, number in enumerate(entries.kind_of):
         if number in adders:
@@ -513,12 +509,8 @@ def first_difference(columns: Iterable[Column]) -> int | None:
 
 def _first_difference_with_gaps(columns: Iterable[Column]) -> int | None:
     values: dict[int, int] = {}
-    found: int | None = None
-    for column in columns:
-        for number, value in zip(column.numbers, column.values, strict=True):
-            if values.setdefault(number, value) != value and (found is None or number < found):
-                found = number
-    return found
+    pairs = (pair for column in columns for pair in zip(column.numbers, column.values, strict=True))
+    return min((number for number, value in pairs if values.setdefault(number, value) != value), default=None)
 
 
 def _difference(one: Column, other: Column) -> int | None:

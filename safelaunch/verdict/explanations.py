@@ -348,17 +348,12 @@ def unusual(facts: Facts, rank: int, site: Frame | None = None) -> str:
         return ""
     calls = [(facts.alignment.stack(rank, one), one.group) for one in facts.alignment.ring(rank)]
     at = fr.spot(frame)
-    there = [
-        (stack.user_frames, group) for stack, group in calls if stack.user_frame and fr.spot(stack.user_frame) == at
-    ]
+    ways = [(stack.user_frames, group) for stack, group in calls]
+    there = [(way, group) for way, group in ways if way and fr.spot(way[0]) == at]
     way, now = there[-1] if there else ((), "")
     earlier = [group for frames, group in there[:-1] if frames == way]
-    if (
-        len(earlier) < _ENOUGH
-        or len(set(earlier)) != 1
-        or now in earlier
-        or (site is None and wait.group not in (None, now))
-    ):
+    left = len(earlier) >= _ENOUGH and len(set(earlier)) == 1 and now not in earlier
+    if not left or (site is None and wait.group not in (None, now)):
         return ""
     return (
         f"Rank {rank} made its {len(earlier)} earlier calls at {fr.place(frame)} in group '{earlier[0]}':"

@@ -346,10 +346,7 @@ def _in_nccl(evidence: Evidence) -> Mapping[int, NcclProcess]:
     if evidence.nccl is None:
         return {}
     pids = {rank.rank: rank.pid for rank in evidence.ranks if rank.pid > 0}
-    found = dict(_by_number(evidence.nccl, pids, evidence.world_size))
-    for rank, process in _by_pid(evidence, evidence.nccl):
-        found.setdefault(rank, process)
-    return found
+    return dict(_by_pid(evidence, evidence.nccl)) | dict(_by_number(evidence.nccl, pids, evidence.world_size))
 
 
 def _by_number(witness: NcclWitness, pids: Mapping[int, int], world: int) -> Iterator[tuple[int, NcclProcess]]:

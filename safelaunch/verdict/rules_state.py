@@ -78,7 +78,7 @@ def launcher_failed(facts: Facts) -> Ruling:
 def first_failure(facts: Facts) -> Ruling:
     """The first rank to raise, exit or be killed on its own account; what failed later is a consequence.
 
-    Errors that report a peer's death are no failures of their own (:mod:`.gone`). Times decide between the others:
+    Errors that report a peer's death are no failures of their own (:mod:`.exits`). Times decide between the others:
     an exception's own clock, else the moment the launcher noticed. Ranks that failed alike (same exception at the
     same line, same status) are equally at fault, however far apart their clocks are. A clean exit is a failure only
     where nothing else is: in a crash, the rank that left first made its peers lose their connections.

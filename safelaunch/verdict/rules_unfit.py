@@ -146,17 +146,18 @@ def groups_made_apart(case: Case) -> Ruling:
 
     torch names groups by a count of its own on each rank, so ranks that are not in step wait for different ones.
     """
-    made = {rank: one.evidence.gil.groups_made for rank, one in case.ranks.items()}
-    if None in made.values() or len(set(made.values())) < 2:
+    told = {rank: one.evidence.gil.groups_made for rank, one in case.ranks.items()}
+    made = {rank: count for rank, count in told.items() if count is not None}
+    if len(made) < len(told) or len(set(made.values())) < 2:
         return ""
     apart = _in_another_group(case)
     within = [rank for rank, wait in case.waiting.items() if wait.op == "new_group"]
     inside = sorted({*within, *apart})
     if not inside:
         return ""
-    least = min(made[rank] or 0 for rank in inside)  # the one under way counts
+    least = min(made[rank] for rank in inside)  # the one under way counts
     # Who has made fewer, and waits elsewhere, has not come there yet.
-    counts = sides_of({rank: count or 0 for rank, count in made.items() if rank in inside or (count or 0) >= least})
+    counts = sides_of({rank: count for rank, count in made.items() if rank in inside or count >= least})
     if len(counts) < 2:
         return ""
     odd, majority = vote(counts)

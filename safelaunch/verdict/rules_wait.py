@@ -241,10 +241,11 @@ def _left_out(case: Case, rank: int) -> Collective | None:
 
 
 def _names_its_peer(case: Case, one: Waiters) -> bool:
-    wait, missing = one.wait, case.transfers.peers_missing
-    if wait.kind != "p2p" or wait.peer is not None:
-        return wait.kind == "p2p"
-    return wait.group is not None and missing(one.ranks[0], wait.group) is not None
+    wait = one.wait
+    if wait.kind != "p2p":
+        return False
+    known = case.transfers.peers_missing(one.ranks[0], wait.group) if wait.group is not None else None
+    return wait.peer is not None or known is not None
 
 
 def _inner_circle(classes: tuple[Waiters, ...]) -> tuple[Waiters, ...]:
