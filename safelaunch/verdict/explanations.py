@@ -9,13 +9,13 @@ and the source of the line that prints it, tell where it left its peers.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
 
-from safelaunch.model import CaughtException, Claim, Culprit, Frame
-from safelaunch.verdict.causes import BROKEN_OFF, DRAWN, FAILURES, LEFT_OUT, UNUSUAL_GROUP, WRONG_GROUP
+from safelaunch.model import CaughtException, Claim, Frame
+from safelaunch.verdict.causes import BROKEN_OFF, DRAWN, FAILURES, LEFT_OUT, UNUSUAL_GROUP, WRONG_GROUP, Advice
 from safelaunch.verdict.collectives import Mismatch
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.doubts import Doubt, those
@@ -43,17 +43,34 @@ _MOST_LOOKED_AT = 4  # ranks at fault, and peers, whose functions are read for w
 
 
 @dataclass(frozen=True)
-class _Fit:
-    """``number``: of ``group``, what the rank called next, or would have, if not ``later``.
+class _LeftOut:
+    """Why a rank left out calls that its peers made: ``reason``, a sentence; ``frame``, where; ``claim``, its evidence.
 
-    ``sure``: the records show that the ranks parted there; else they only agree with it.
+    ``sure``: the records show that the ranks parted there; else they only agree with it. ``what``: in short.
     """
 
-    exception: CaughtException
-    group: str
-    number: int
-    later: bool
+    reason: str
+    frame: Frame
+    claim: Claim
     sure: bool
+    what: str
+
+
+def _explained(
+    finding: Finding, found: Mapping[int, _LeftOut], cause: str, words: str, what: str, advice: frozenset[Advice]
+) -> Annotation:
+    """What these ranks did themselves as the cause, and no others at fault."""
+    culprits = (one for one in finding.culprits if one.rank in found)
+    return Annotation(
+        words,
+        tuple(one.claim for one in found.values()),
+        those({Doubt.SEVERAL_PLACES_FIT: not all(one.sure for one in found.values())}),
+        tuple(structs.replace(one, frame=found[one.rank].frame, reason=found[one.rank].reason) for one in culprits),
+        advice,
+        cause=cause,
+        explains=True,
+        ruled_out=(f"{finding.cause} alone: {what} says why",),
+    )
 
 
 def caught_exception(facts: Facts, finding: Finding) -> Iterator[Annotation]:
@@ -70,24 +87,12 @@ def caught_exception(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     fits = {c.rank: fit for c in finding.culprits if (fit := _fit(facts, c.rank, mismatch)) is not None}
     if not fits or (not finding.doubts and len(fits) < len(finding.culprits)):
         return
-    culprits = tuple(_culprit(c, fits[c.rank]) for c in finding.culprits if c.rank in fits)
-    claims = tuple(
-        Claim(
-            f"{fit.exception.type} at {fr.place(fit.exception.raised)}, after #{fit.number - 1} of group"
-            f" {fit.group!r}{f' and before its #{fit.number}' if fit.later else '; it called no other since'}",
-            f"ranks/{rank}/caught.json",
-        )
-        for rank, fit in fits.items()
+    types = " and ".join(sorted({fit.what for fit in fits.values()}))
+    words = (
+        f"{capital(ranks_word(fits))} raised {types} and continued, skipping the collectives that their peers called."
     )
-    yield Annotation(
-        culprits[0].reason if len(culprits) == 1 else _of_several(fits),
-        claims,
-        those({Doubt.SEVERAL_PLACES_FIT: not all(fit.sure for fit in fits.values())}),
-        culprits,
-        cause="swallowed-exception",
-        explains=True,
-        ruled_out=(f"{finding.cause} alone: the exception says why",),
-    )
+    words = next(iter(fits.values())).reason if len(fits) == 1 else words
+    yield _explained(finding, fits, "swallowed-exception", words, "the exception", frozenset())
 
 
 def skipped_batch(facts: Facts, finding: Finding) -> Iterator[Annotation]:
@@ -102,28 +107,17 @@ def skipped_batch(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     shifts = [*facts.histories.shifts_in(facts.alignment.groups())]
     if any(shift.kind == "extra" and said.keys() & set(shift.ranks) for shift in shifts):
         return
-    told = {rank: _of_print(rank, one) for rank, one in said.items()}
-    claims = tuple(Claim(text.rstrip("."), f"ranks/{rank}/log_tail.txt") for rank, text in told.items())
-    words = " ".join(told.values())
+    shown = all(any(rank in shift.ranks for shift in shifts) for rank in said)
+    told = {rank: _as_printed(rank, *one, sure=shown) for rank, one in said.items()}
+    words = " ".join(one.reason for one in told.values())
     if not all(left.swallows or left.goes == "continue" for left, _ in said.values()):
-        yield Annotation(words, context=claims, advice=frozenset({BROKEN_OFF}))
+        yield Annotation(words, context=tuple(one.claim for one in told.values()), advice=frozenset({BROKEN_OFF}))
         return
     swallows = any(left.swallows for left, _ in said.values())
-    shown = all(any(rank in shift.ranks for shift in shifts) for rank in said)
-    yield Annotation(
-        words,
-        claims,
-        those({Doubt.SEVERAL_PLACES_FIT: not shown}),
-        tuple(
-            structs.replace(one, frame=said[one.rank][0].frame, reason=told[one.rank])
-            for one in finding.culprits
-            if one.rank in said
-        ),
-        frozenset() if swallows else DRAWN | {LEFT_OUT},
-        cause="swallowed-exception" if swallows else "collective-mismatch",
-        explains=True,
-        ruled_out=(f"{finding.cause} alone: what the rank printed says why",),
+    cause, advice = (
+        ("swallowed-exception", frozenset[Advice]()) if swallows else ("collective-mismatch", DRAWN | {LEFT_OUT})
     )
+    yield _explained(finding, told, cause, words, "what the rank printed", advice)
 
 
 def _said(facts: Facts, named: Sequence[int]) -> dict[int, tuple[Left, str]]:
@@ -151,24 +145,20 @@ def _lines_called_from(facts: Facts, rank: int) -> Iterator[Frame]:
         yield from facts.alignment.stack(rank, kind).user_frames
 
 
-def _of_print(rank: int, said: tuple[Left, str]) -> str:
-    left, line = said
-    where = f"at {fr.place(left.frame)}, in `{left.after}`"
-    words = f"Rank {rank} printed {one_line(line.strip(), 100)!r} {where}, and continued with {left.goes}"
-    return f"{words}, skipping the collectives that its peers called there."
+def _as_printed(rank: int, left: Left, line: str, *, sure: bool) -> _LeftOut:
+    text = one_line(line.strip(), 100)
+    words = f"Rank {rank} printed {text!r} at {fr.place(left.frame)}, in `{left.after}`, and continued with {left.goes}"
+    words += ", skipping the collectives that its peers called there"
+    return _LeftOut(f"{words}.", left.frame, Claim(words, f"ranks/{rank}/log_tail.txt"), sure, text)
 
 
-def _culprit(culprit: Culprit, fit: _Fit) -> Culprit:
-    one = fit.exception
-    reason = f"Rank {culprit.rank} raised {one.type} at {fr.place(one.raised)} and continued at {fr.place(one.caught)}"
+def _as_caught(rank: int, one: CaughtException, group: str, number: int, later: bool, *, sure: bool) -> _LeftOut:
+    """``number``: of ``group``, what the rank called next, or would have, if not ``later``."""
+    reason = f"Rank {rank} raised {one.type} at {fr.place(one.raised)} and continued at {fr.place(one.caught)}"
     reason += ", skipping the collectives that its peers called there."
-    return structs.replace(culprit, frame=one.raised, reason=reason)
-
-
-def _of_several(fits: dict[int, _Fit]) -> str:
-    types = " and ".join(sorted({fit.exception.type for fit in fits.values()}))
-    who = capital(ranks_word(fits))
-    return f"{who} raised {types} and continued, skipping the collectives that their peers called."
+    then = f" and before its #{number}" if later else "; it called no other since"
+    text = f"{one.type} at {fr.place(one.raised)}, after #{number - 1} of group {group!r}{then}"
+    return _LeftOut(reason, one.raised, Claim(text, f"ranks/{rank}/caught.json"), sure, one.type)
 
 
 def _next_call(facts: Facts, rank: int, group: str, time_unix_s: float) -> tuple[int, bool] | None:
@@ -200,7 +190,7 @@ def _parted_at(facts: Facts, rank: int, group: str, mismatch: Mismatch | None) -
     return window.numbers[-1] + 1 if window else 0, shift is not None
 
 
-def _fit(facts: Facts, rank: int, mismatch: Mismatch | None) -> _Fit | None:
+def _fit(facts: Facts, rank: int, mismatch: Mismatch | None) -> _LeftOut | None:
     """The newest exception of ``rank`` at the point where it parted from its peers."""
     parted = {group: _parted_at(facts, rank, group, mismatch) for group in facts.alignment.groups()}
     tried: dict[tuple[str, int], bool] = {}
@@ -217,18 +207,15 @@ def _fit(facts: Facts, rank: int, mismatch: Mismatch | None) -> _Fit | None:
                 aligned = facts.histories.in_group(group)
                 tried[key] = later and not shown and aligned.may_have_left_out(rank, number)
             if (sure or tried[key]) and not _peers_did_too(facts, rank, group, number, exception):
-                return _Fit(exception, group, number, later, sure and later)
+                return _as_caught(rank, exception, group, number, later, sure=sure and later)
     return None
 
 
 def _peers_did_too(facts: Facts, rank: int, group: str, number: int, exception: CaughtException) -> bool:
-    for peer, one in facts.ranks.items():
-        for other in one.evidence.caught if peer != rank else ():
-            if (other.type, other.raised) == (exception.type, exception.raised):
-                there = _next_call(facts, peer, group, other.time_unix_s)
-                if there is not None and there[0] == number:
-                    return True
-    return False
+    others = ((peer, other) for peer, one in facts.ranks.items() if peer != rank for other in one.evidence.caught)
+    same = (one for one in others if (one[1].type, one[1].raised) == (exception.type, exception.raised))
+    calls = (_next_call(facts, peer, group, other.time_unix_s) for peer, other in same)
+    return any(call is not None and call[0] == number for call in calls)
 
 
 # --- a wrong group ----------------------------------------------------------------------------------------------------
