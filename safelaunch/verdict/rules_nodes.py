@@ -124,7 +124,7 @@ def node_cut_off(case: Case) -> Ruling:
         own = [structs.replace(alive[0], probe="no route")]
         text = f"{_names(own)} is cut off from {_names(unreached)}: {_TRIED['no route']}."
         doubts = those({Doubt.UNSEEN_RANKS: bool(case.unseen)})
-        return _finding(case, "node-unreachable", doubts, text, own, sorted(case.waits.waiting))
+        return _finding(case, "node-unreachable", doubts, text, own, sorted(case.waiting))
     gone = gone or [structs.replace(node, probe="") for node in unreached]  # on both sides: the link between them
     gone = [node for node in gone if any(_same(node, one) for one in alive)]
     if not gone:
@@ -134,7 +134,7 @@ def node_cut_off(case: Case) -> Ruling:
     text += f" ({' and '.join(sides[:4])})." if sides else "."
     mutual = len({(node.host, node.ranks) for node in gone}) > 1 or any(node.probe == "no answer" for node in gone)
     doubts = those({Doubt.NODE_MAY_LIVE: not mutual, Doubt.UNSEEN_RANKS: bool(case.unseen)})
-    return _finding(case, "node-unreachable", doubts, text, gone, sorted(case.waits.waiting))
+    return _finding(case, "node-unreachable", doubts, text, gone, sorted(case.waiting))
 
 
 def node_silent(case: Case) -> Ruling:
@@ -149,7 +149,7 @@ def node_silent(case: Case) -> Ruling:
     lives, gone = said == {"answers"}, said <= {"unresponsive", "dead"}
     launcher = lives or (not gone and all(node.store == "silent" or node.probe == "answers" for node in silent))
     unanswered = gone or all(node.store == "unreachable" or node.probe == "no answer" for node in silent)
-    waiting = sorted(case.waits.waiting)
+    waiting = sorted(case.waiting)
     text = f"{capital(waits_words(case, waiting))} for {ranks_word(_ranks_of(silent))} on {_hosts(silent)}"
     if launcher:
         text += ", which answers, while its safelaunch or torchrun does not: it was stopped or has ended there."

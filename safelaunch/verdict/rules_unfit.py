@@ -176,7 +176,7 @@ def groups_made_apart(case: Case) -> Ruling:
         tuple(Claim(f"rank {rank} has made {made[rank]} process groups", f"ranks/{rank}/rank.json") for rank in made)[
             :8
         ]
-        + wait_claims(case, sorted(case.waits.waiting)),
+        + wait_claims(case, case.waiting),
         advice=frozenset({GROUPS_MADE}),
     )
 
@@ -233,7 +233,7 @@ def threads_that_race(case: Case) -> Ruling:
         record_claim(ranks[0], f"{capital(ranks_word(ranks))}: {which} is {what}, and the other thread's call is next")
         for what, ranks in places.items()
     ]
-    waiting = sorted(case.waits.waiting)
+    waiting = sorted(case.waiting)
     return Finding(
         "collective-mismatch",
         (),

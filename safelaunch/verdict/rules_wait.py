@@ -51,7 +51,7 @@ def blocked_by(case: Case) -> Ruling:
     Waits are followed to their end, so a rank that waits for a rank that waits is nobody's culprit. Ranks that hold
     up others in different ways are all named, under the cause that is surest.
     """
-    blocking = case.waits.blocking - case.waits.waiting
+    blocking = case.waits.blocking - case.waiting.keys()
     roots = sorted(blocking & frozenset(case.ranks))
     if case.unseen:
         surely = _needed(case)
@@ -115,7 +115,7 @@ def unseen_peers(case: Case) -> Ruling:
     """
     if case.waits.blocking <= case.ranks.keys():
         return ""
-    waiting = sorted(case.waits.waiting)
+    waiting = sorted(case.waiting)
     they = "they wait" if len(waiting) > 1 else "it waits"
     text = f"{capital(waits_words(case, waiting))}; {unseen_words(case)} and may be what {they} for."
     own = {rank: condition for rank, condition in conditions(case).items() if case.may_wait_elsewhere(rank)}
@@ -125,7 +125,7 @@ def unseen_peers(case: Case) -> Ruling:
     if also := _mismatch_in(case):
         cause = "collective-mismatch"
         text += f" Among those seen, ranks recorded {also}."
-    claims = wait_claims(case, sorted(case.waits.waiting)) + condition_claims(own)
+    claims = wait_claims(case, case.waiting) + condition_claims(own)
     return Finding(cause, (Doubt.UNSEEN_PEERS,), text, claims=claims)
 
 
@@ -160,16 +160,9 @@ def other_tags(case: Case) -> Ruling:
         if wait.target is None or other is None or other.source != rank or None in (wait.tag, other.tag):
             continue
         if wait.tag != other.tag:
-            pair = (rank, wait.target)
-            text = f"{capital(apart(wait_words(case, pair)))}: the tags differ, {wait.tag} and {other.tag}."
-            return Finding(
-                "collective-mismatch",
-                (Doubt.EITHER_SIDE,),
-                text,
-                waiting_culprits(case, pair),
-                wait_claims(case, pair),
-                advice=frozenset({TAGS_DIFFER}),
-            )
+            words = capital(apart(wait_words(case, (rank, wait.target))))
+            text = f"{words}: the tags differ, {wait.tag} and {other.tag}."
+            return _either_end(case, (rank, wait.target), text, TAGS_DIFFER)
     return ""
 
 
@@ -197,14 +190,14 @@ def other_peer(case: Case) -> Ruling:
     text = (
         f"Rank {rank} {does} rank {peer}, which does not expect that, while rank {other} waits to {wants} rank {rank}."
     )
-    return Finding(
-        "collective-mismatch",
-        (Doubt.EITHER_SIDE,),
-        text,
-        (waiting_culprit(case.ranks[rank], text),),
-        wait_claims(case, sorted({rank, peer, other})),
-        advice=frozenset({PEERS_DIFFER}),
-    )
+    finding = _either_end(case, {rank, peer, other}, text, PEERS_DIFFER)
+    return replace(finding, culprits=(waiting_culprit(case.ranks[rank], text),))
+
+
+def _either_end(case: Case, ranks: Collection[int], text: str, *advice: Advice) -> Finding:
+    """The finding for sends and receives that do not meet: either may be the wrong one."""
+    culprits, claims = waiting_culprits(case, ranks), wait_claims(case, ranks)
+    return Finding("collective-mismatch", (Doubt.EITHER_SIDE,), text, culprits, claims, advice=frozenset(advice))
 
 
 def one_sided(case: Case) -> Ruling:
@@ -223,13 +216,8 @@ def one_sided(case: Case) -> Ruling:
             site = case.alignment.stack(peer, left_out).user_frame
             did = f"skipped {op_name(left_out)}{fr.at(site)}, which it had always called right before {theirs.words}"
             return skipped(case, peer, site, did, wait_claims(case, pair), text)
-        return Finding(
-            "collective-mismatch",
-            (Doubt.EITHER_SIDE,),
-            f"{text}: rank {rank} has made one call too many, or rank {peer} left out the other end.",
-            waiting_culprits(case, pair),
-            wait_claims(case, pair),
-        )
+        text += f": rank {rank} has made one call too many, or rank {peer} left out the other end."
+        return _either_end(case, pair, text)
     return ""
 
 
@@ -373,7 +361,7 @@ def _in_a_circle(case: Case, kind: Kind, waiting: Mapping[int, Holder], all_wait
         doubts,
         text,
         tuple(culprits),
-        condition_claims(own) + wait_claims(case, sorted(case.waits.waiting)),
+        condition_claims(own) + wait_claims(case, case.waiting),
         victims=tuple(rank for rank in all_waiting if rank not in named),
         advice=LOCK if locked else first.advice,
     )

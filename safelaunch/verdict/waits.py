@@ -66,10 +66,6 @@ class Waits:
         return _node_of(holder, self.nodes)
 
     @cached_property
-    def waiting(self) -> frozenset[int]:
-        return frozenset(ranks_in(self.classes.values()))
-
-    @cached_property
     def blocking(self) -> frozenset[int]:
         """The ranks that somebody waits for."""
         return frozenset().union(*(one.blockers for one in self.classes.values()))
