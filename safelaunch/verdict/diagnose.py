@@ -95,39 +95,39 @@ def _conclude(case: Case) -> tuple[Finding, list[str]]:
 
 
 def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
-    facts: Facts = case
+    evidence = case.evidence
     named = {c.rank for c in finding.culprits}
-    victims = [r for r in facts.ranks if r not in named and (r in finding.victims or _is_victim(facts, r))]
+    victims = [r for r in case.ranks if r not in named and (r in finding.victims or _is_victim(case, r))]
     if finding.cause in ("slow-not-stuck", *WRONG_RESULTS):
         victims = []
     # None of a job that was seen to work, or of which something was not seen.
-    proof = prove(case) if case.evidence.answer in (None, "dead") else ()
-    may_go_on = facts.evidence.outcome in ("hang", "suspect") and facts.evidence.answer not in (None, "dead")
-    may_go_on |= has_no_steps(facts.evidence) and finding.cause != "slow-not-stuck" and not proof
+    proof = prove(case) if evidence.answer in (None, "dead") else ()
+    may_go_on = evidence.outcome in ("hang", "suspect") and evidence.answer not in (None, "dead")
+    may_go_on |= has_no_steps(evidence) and finding.cause != "slow-not-stuck" and not proof
     doubtful = {
-        Doubt.DAMAGED_RECORD: bool(_damaged(facts)),
-        Doubt.PRINTED_ALONE: facts.evidence.printed is not None and not _is_corroborated(facts, named),
+        Doubt.DAMAGED_RECORD: bool(_damaged(case)),
+        Doubt.PRINTED_ALONE: evidence.printed is not None and not _is_corroborated(case, named),
         Doubt.NOT_PROVED: may_go_on,
         Doubt.MORE_NAMED: finding.cause not in BY_ITSELF
-        and len(facts.world) > 1
-        and len(named) > len(facts.world - named),
+        and len(case.world) > 1
+        and len(named) > len(case.world - named),
     }
     doubts = (*finding.doubts, *those(doubtful))
-    suggestions, step = advise(facts, finding)
-    claims = (*finding.claims, *nccl_claims(facts.evidence), *version_claims(facts.evidence))
+    suggestions, step = advise(case, finding)
+    claims = (*finding.claims, *nccl_claims(evidence), *version_claims(evidence))
     return Verdict(
         schema=SCHEMA,
-        outcome=facts.evidence.outcome,
+        outcome=evidence.outcome,
         cause=finding.cause,
         confidence=confidence_of(doubts),
         summary=finding.summary,
         culprits=tuple(sorted(finding.culprits, key=lambda c: c.rank)),
         victims=format_ranks(victims),
         evidence=tuple(dict.fromkeys(claims))[:_MOST_CLAIMS],
-        ruled_out=(*ruled_out, *finding.ruled_out, *nccl_rules_out(facts.evidence)),
-        missing=(*_missing(facts, named), *_lost(facts, finding)),
+        ruled_out=(*ruled_out, *finding.ruled_out, *nccl_rules_out(evidence)),
+        missing=(*_missing(case, named), *_lost(case, finding)),
         suggestions=suggestions,
-        nodes=finding.nodes if finding.nodes or len(facts.evidence.nodes) > 1 else msgspec.UNSET,
+        nodes=finding.nodes if finding.nodes or len(evidence.nodes) > 1 else msgspec.UNSET,
         doubts=tuple(dict.fromkeys(doubt.why for doubt in doubts)),
         next=step,
         proof=proof,
