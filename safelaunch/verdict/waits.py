@@ -54,16 +54,28 @@ class Waiters:
 
 @dataclass(frozen=True)
 class Waits:
-    """``classes``: by their nodes in the graph. ``held_by``: rank → whom it waits for outside of calls, where that is
-    not the rank itself."""
+    """``nodes``: in the graph, of the ranks that wait for peers; ``classes``: by these. ``held_by``: rank → whom it
+    waits for outside of calls, where that is not the rank itself."""
 
+    nodes: Mapping[int, Key]
     classes: Mapping[Key, Waiters]
     held_by: Mapping[int, Holder]
-    graph: Graph
-    nodes: Mapping[int, Node]
+
+    @cached_property
+    def graph(self) -> Graph:
+        return Graph(self._edges())
+
+    def _edges(self) -> Iterator[Edge]:
+        nodes = self.nodes
+        for key, one in self.classes.items():
+            # In the order of the ranks: the same evidence has the same verdict, to the word.
+            others = dict.fromkeys(nodes.get(b, b) for b in sorted(one.blockers) if nodes.get(b) != key)
+            yield Edge(key, tuple(others), "call")
+        for rank, holder in self.held_by.items():
+            yield Edge(rank, (self.node_of(holder),), holder.kind)
 
     def node_of(self, holder: Holder) -> Node:
-        return _node_of(holder, self.nodes)
+        return self.nodes.get(holder.rank, holder.rank) if holder.child is None else (holder.rank, holder.child)
 
     @cached_property
     def blocking(self) -> frozenset[int]:
@@ -102,41 +114,18 @@ class Case(Facts):
 
     @cached_property
     def waits(self) -> Waits:
-        return waits_of(self)
+        nodes = {rank: _key(rank, wait) for rank, wait in self.waiting.items()}
+        classes = {key: _class_of(self, tuple(ranks)) for key, ranks in sides_of(nodes).items()}
+        return Waits(nodes, classes, dict(_holders(self)))
 
 
 def ranks_in(classes: Iterable[Waiters]) -> list[int]:
     return sorted(rank for one in classes for rank in one.ranks)
 
 
-def waits_of(facts: Facts) -> Waits:
-    keys = {rank: _key(rank, wait) for rank, wait in facts.waiting.items()}
-    classes = {key: _class_of(facts, tuple(ranks)) for key, ranks in sides_of(keys).items()}
-    nodes: dict[int, Node] = {rank: key for key, one in classes.items() for rank in one.ranks}
-    held_by = dict(_holders(facts))
-    return Waits(classes, held_by, Graph(_edges(facts, classes, held_by, nodes)), nodes)
-
-
 def _class_of(facts: Facts, ranks: tuple[int, ...]) -> Waiters:
     wait = facts.waiting[ranks[0]]
     return Waiters(ranks, wait, _blockers(facts, wait, ranks))
-
-
-def _edges(
-    facts: Facts, classes: Mapping[Key, Waiters], held_by: Mapping[int, Holder], nodes: Mapping[int, Node]
-) -> Iterator[Edge]:
-    for key, one in classes.items():
-        # In the order of the ranks: the same evidence has the same verdict, to the word.
-        others = tuple(dict.fromkeys(nodes.get(b, b) for b in sorted(one.blockers) if nodes.get(b) != key))
-        yield Edge(key, others, "call", one.wait.claims)
-    for rank, holder in held_by.items():
-        condition = facts.ranks[rank].condition
-        claims = condition.claims if condition is not None else ()
-        yield Edge(rank, (_node_of(holder, nodes),), holder.kind, claims)
-
-
-def _node_of(holder: Holder, nodes: Mapping[int, Node]) -> Node:
-    return nodes.get(holder.rank, holder.rank) if holder.child is None else (holder.rank, holder.child)
 
 
 def _holders(facts: Facts) -> Iterator[tuple[int, Holder]]:
