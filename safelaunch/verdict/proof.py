@@ -189,7 +189,7 @@ class _Prover:
         needs: dict[Node, tuple[Need, ...]] = {}
         for process in self._processes.values():
             for actor, view in process.views.items():
-                needs[actor] = self._needs(view, process) or ()
+                needs[actor] = self._needs(view, process)
         self._add_calls(needs)
         found = stuck({node: each for node, each in needs.items() if each})
         return self._edges(found) if found.keys() >= set(self._mains) else ()
@@ -201,26 +201,25 @@ class _Prover:
 
     # --- what one thread needs ----------------------------------------------------------------------------------------
 
-    def _needs(self, view: View, process: _Process) -> tuple[Need, ...] | None:
-        """None: it may go on."""
+    def _needs(self, view: View, process: _Process) -> tuple[Need, ...]:
+        """Nothing: it may go on."""
         if not _is_steady(view, spins=self._uses_device(view) and not _in_lock(view)):
-            return None
+            return ()
         if view.wait.kind in ("running", "stopped", "disk", "sleep", "select", "dead"):
-            return self._on_device(view) if view.wait.kind == "running" else None
-        found = self._of_c10d(view, process)
-        if found is not None:
+            return self._on_device(view) if view.wait.kind == "running" else ()
+        if found := self._of_c10d(view, process):
             return found
         if view.wait.left_s is not None or _may_be_interrupted(view):
-            return None  # a time limit ends it, or a timer
+            return ()  # a time limit ends it, or a timer
         of_kind = {
             "lock": self._of_lock,
             "child": self._of_child,
             "io": self._of_descriptor,
             "poll": self._of_descriptor,
         }
-        needs = of_kind[view.wait.kind](view, process) if view.wait.kind in of_kind else None
+        needs = of_kind[view.wait.kind](view, process) if view.wait.kind in of_kind else ()
         handled = self._ends_handled(view, process)
-        return tuple(replace(need, givers=need.givers | handled) for need in needs or ()) or None
+        return tuple(replace(need, givers=need.givers | handled) for need in needs)
 
     def _ends_handled(self, view: View, process: _Process) -> frozenset[Node]:
         """The threads of children, where a handler of the main thread hears of their ends: it may release that."""
@@ -232,31 +231,31 @@ class _Prover:
         family = self._processes.items()
         return self._threads_of(owner for owner, one in family if parents.get(one.newest.ppid) == one.rank)
 
-    def _of_c10d(self, view: View, process: _Process) -> tuple[Need, ...] | None:
+    def _of_c10d(self, view: View, process: _Process) -> tuple[Need, ...]:
         seen = view.awaited.peers
         if process is not self._of_ranks[view.rank.rank] or view.rank.gil.foreign_backend:
-            return None  # its groups are its own, and no rank's; or nobody knows what ends their calls
+            return ()  # its groups are its own, and no rank's; or nobody knows what ends their calls
         if seen is None:
             return self._on_device(view) or self._of_open_calls(view, process)
         wait = peer_wait(view.rank, view, self._case.alignment)
         claim = wait.claims[0] if wait is not None and wait.claims else None
         is_usual = seen.kind == "init" or seen.op == "new_group" or (wait is not None and wait.kind == "p2p")
         if self._has_own_limit(view, is_usual=is_usual):
-            return None
+            return ()
         if seen.kind == "init":
             late = [rank for rank in sorted(self._case.world) if not self._has_come(rank)]
-            return tuple(Need(self._callers(rank), f"rank {rank} to join", claim) for rank in late) or None
+            return tuple(Need(self._callers(rank), f"rank {rank} to join", claim) for rank in late)
         if seen.op == "new_group":
             return self._of_new_group(view, claim)
         if wait is None or (wait.group is None and wait.kind != "p2p"):
-            return None
+            return ()
         entries = self._entries(view, is_p2p=wait.kind == "p2p") if wait.group is not None else []
         if entries:
             possible = [_call(entry, view.rank.rank) for entry in entries]
             if len(possible) == 1 and (wait.source, wait.target) != (None, None):
                 self._roots.setdefault(possible[0], set()).add((wait.source, wait.target))
             return (Need(frozenset(possible), " or ".join(map(described, entries[-3:])), claim),)
-        return self._of_transfer(view, wait) if wait.kind == "p2p" else None
+        return self._of_transfer(view, wait) if wait.kind == "p2p" else ()
 
     @staticmethod
     def _has_own_limit(view: View, *, is_usual: bool) -> bool:
@@ -271,14 +270,14 @@ class _Prover:
             return False
         return view.wait.kind == "lock" or not any(-15 <= left_s - one <= 1 for one in _OF_STORES_S)
 
-    def _of_transfer(self, view: View, wait: PeerWait) -> tuple[Need, ...] | None:
+    def _of_transfer(self, view: View, wait: PeerWait) -> tuple[Need, ...]:
         """One that is not recorded: any thread of the peer that runs the user's code may be the one to meet it."""
         mine, rank = _Transfer.of(wait), view.rank.rank
         if not self._case.alignment.is_in_closed_groups(rank):
-            return None
+            return ()
         peers = [wait.peer] if wait.peer is not None else sorted(self._case.world - {rank})
         if any(mine.may_meet(rank, other, peer) for peer in peers for other in self._transfers.get(peer, ())):
-            return None  # it may be under way
+            return ()  # it may be under way
         givers = _NEVER.union(*map(self._callers, peers), *map(self._not_of_torch, peers))
         return (Need(givers, wait.words, wait.claims[0] if wait.claims else None),)
 
@@ -307,56 +306,55 @@ class _Prover:
         wait = self._case.ranks[rank].wait if rank in self._case.ranks else None
         return self._case.alignment.joined(rank) or (wait is not None and wait.kind == "init")
 
-    def _of_new_group(self, view: View, claim: Claim | None) -> tuple[Need, ...] | None:
+    def _of_new_group(self, view: View, claim: Claim | None) -> tuple[Need, ...]:
         """All ranks of the world take part in it, and torch counts the groups on each."""
         made = view.rank.gil.groups_made
         others = {rank: one.evidence.gil.groups_made for rank, one in self._case.ranks.items()}
         if made is None or None in others.values() or len(others) < len(self._case.world):
-            return None
+            return ()
         late = [rank for rank, count in others.items() if (count or 0) < made]
-        needs = tuple(Need(self._callers(rank), f"rank {rank} to make that group as well", claim) for rank in late)
-        return needs or None
+        return tuple(Need(self._callers(rank), f"rank {rank} to make that group as well", claim) for rank in late)
 
-    def _on_device(self, view: View) -> tuple[Need, ...] | None:
+    def _on_device(self, view: View) -> tuple[Need, ...]:
         """A synchronize ends after all that the device is in. What it has not begun may stand behind a kernel."""
         if not view.device:
-            return None
+            return ()
         pending = [entry for entry in self._pending(view) if not entry.by_gloo]
         begun = [entry for entry in pending if entry.started is not False]
         rank, claim = view.rank.rank, _stack_claim(view)
-        return tuple(Need(frozenset({_call(one, rank)}), described(one), claim) for one in begun) or None
+        return tuple(Need(frozenset({_call(one, rank)}), described(one), claim) for one in begun)
 
-    def _of_open_calls(self, view: View, process: _Process) -> tuple[Need, ...] | None:
+    def _of_open_calls(self, view: View, process: _Process) -> tuple[Need, ...]:
         """``work.wait()`` and a backward pass show no frame of c10d: it may be any of the calls that are under way."""
         if view.wait.kind != "lock" and calls.native_wait(view.process.stacks, view.os_tid) != "peers":
-            return None
+            return ()
         if self._has_own_limit(view, is_usual=not self._pending(view)):
-            return None
+            return ()
         rests_in = _rests_in(view)
         if rests_in in ("lock", "gil") or not (calls.in_torch(view.stack) or _is_own_line(view)):
-            return None
+            return ()
         in_future = calls.FUTURE.on(view.stack.called)
         if calls.RPC.on(view.stack.called) or (in_future and process.has_others):
-            return None  # another rank may answer, through a native thread
+            return ()  # another rank may answer, through a native thread
         pending = [entry for entry in self._pending(view) if entry.thread in (0, _ident(view))]
         of_torch = _TORCH.fullmatch(rests_in) is not None
         if not pending:
             wait = self._case.ranks[view.rank.rank].wait if view.other is None else None
             if not of_torch or wait is None or wait.kind != "p2p" or not _names_a_transfer(view):
-                return None  # nothing tells the group, which may be one with processes of other jobs
+                return ()  # nothing tells the group, which may be one with processes of other jobs
             return self._of_transfer(view, wait)
         if not of_torch and rests_in:
-            return None  # a library of its own
+            return ()  # a library of its own
         givers: set[Node] = {_call(entry, view.rank.rank) for entry in pending}
         if not of_torch and not calls.in_torch(view.stack):
             if _may_be_interrupted(view):
-                return None  # or it is a lock, after all
+                return ()  # or it is a lock, after all
             givers |= process.beside(view) | self._ends_handled(view, process)
         elif in_future:
             givers |= process.beside(view)
         return (Need(frozenset(givers), " or ".join(described(one) for one in pending[:3]), _stack_claim(view)),)
 
-    def _of_lock(self, view: View, process: _Process) -> tuple[Need, ...] | None:
+    def _of_lock(self, view: View, process: _Process) -> tuple[Need, ...]:
         """Whoever holds a lock, or fills a queue, is a thread that runs Python: any other one of the process."""
         lock, rests_in = calls.lock_wait(view.stack.called), _rests_in(view)
         shared = rests_in.startswith("_multiprocessing")
@@ -364,13 +362,13 @@ class _Prover:
             lock = calls.LockWait("a multiprocessing lock", shared=True)
         sharers = [(view.rank.host, end.pid) for end in view.wait.ends or ()]
         if shared and (_is_public(view.wait.target) or not sharers or not self._processes.keys() >= set(sharers)):
-            return None
+            return ()
         if rests_in not in ("lock", "gil") and not shared and (lock is None or rests_in):
-            return None  # what others have built with the same frames may be ended by somebody else
+            return ()  # what others have built with the same frames may be ended by somebody else
         what = lock.what if lock is not None else "a lock"
         held = lock is not None and lock.on == "lock"
         if self._may_call_natively(process) if held else process.unknown:
-            return None  # any thread may release a lock, not only the one that holds it
+            return ()  # any thread may release a lock, not only the one that holds it
         givers = process.beside(view)
         if shared:
             givers |= self._threads_of(sharers) - {process.actor(view)}
@@ -381,7 +379,7 @@ class _Prover:
         why = f"another thread to end the wait for {what} at {view.place}"
         return (Need(givers, why, _stack_claim(view)),)
 
-    def _of_child(self, view: View, process: _Process) -> tuple[Need, ...] | None:
+    def _of_child(self, view: View, process: _Process) -> tuple[Need, ...]:
         pid, host = view.wait.child, view.rank.host
         parent = process.evidence.pid
         children = [
@@ -390,24 +388,24 @@ class _Prover:
             if (one.pid == pid if pid is not None else one.states and one.states[-1].ppid == parent)
         ]
         if not children or any(child not in self._processes for child in children):
-            return None  # one that was not seen, or has ended and is about to be reaped
+            return ()  # one that was not seen, or has ended and is about to be reaped
         givers = self._threads_of([*children, (host, parent)]) - {process.actor(view)}  # another thread may end it
         return (Need(givers, f"a child process to end ({view.place})", _stack_claim(view)),)
 
-    def _of_descriptor(self, view: View, process: _Process) -> tuple[Need, ...] | None:
+    def _of_descriptor(self, view: View, process: _Process) -> tuple[Need, ...]:
         wait, host = view.wait, view.rank.host
         if wait.locked_by is not None and wait.ends_closed:
             pids = [*self._sharing(host, wait.locked_by), *wait.lock_sharers]
         elif wait.ends is not None and wait.ends_closed and wait.kind == "io" and not wait.times_out:
             pids = [*(end.pid for end in wait.ends), *wait.lock_sharers]
         else:
-            return None
+            return ()
         owners = {(host, pid) for pid in (*pids, process.evidence.pid)}
         if not pids or not owners <= self._processes.keys():
-            return None
+            return ()
         others = [self._processes[owner] for owner in owners]
         if any(one.newest.handles_signals or one.serves_a_store for one in others):
-            return None  # a handler may write, or unlock; anybody may set a key
+            return ()  # a handler may write, or unlock; anybody may set a key
         givers = (self._threads_of(owners) | self._children_heard(others)) - {process.actor(view)}
         return (Need(givers, f"an answer to {wait.call} on {wait.target} at {view.place}", _stack_claim(view)),)
 
