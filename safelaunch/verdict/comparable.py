@@ -20,8 +20,9 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -97,17 +98,21 @@ def _without_early_ends(records: Mapping[int, FlightRecord]) -> Mapping[int, Fli
         counts = newest[_members(records[rank], entry.group)].values()
         return entry.seq > min(counts) or entry.seq == max(counts)
 
-    found = dict(records)
-    for rank in (rank for rank, kinds in early.items() if kinds):
-        ring = rings[rank]
-        entries = [
-            structs.replace(entry, completed=False)
-            if ring.kind_of[at] in early[rank] and is_open(rank, at, entry)
-            else entry
-            for at, entry in enumerate(ring)
-        ]
-        found[rank] = structs.replace(records[rank], entries=Entries.of(entries))
-    return found
+    again = {rank: kinds for rank, kinds in early.items() if kinds}
+    opened = {r: _marked(records[r], kinds, partial(is_open, r), completed=False) for r, kinds in again.items()}
+    return {**records, **opened}
+
+
+def _marked(
+    record: FlightRecord, kinds: Collection[int], wanted: Callable[[int, Collective], bool], *, completed: bool
+) -> FlightRecord:
+    """The record in which the ``wanted`` entries of these kinds, by their place, are completed, or are not."""
+    ring = Entries.of(record.entries)
+    found = [
+        structs.replace(entry, completed=completed) if ring.kind_of[at] in kinds and wanted(at, entry) else entry
+        for at, entry in enumerate(ring)
+    ]
+    return structs.replace(record, entries=Entries.of(found))
 
 
 def _ended_early(kind: Collective) -> bool:
@@ -195,11 +200,7 @@ def _past_ends(record: FlightRecord) -> FlightRecord:
     if not ends or not left:
         return record
     last = {kinds[ring.kind_of[at]].group: at for at in ends}
-    found = [
-        structs.replace(entry, completed=True) if ring.kind_of[at] in left and at < last.get(entry.group, -1) else entry
-        for at, entry in enumerate(ring)
-    ]
-    return structs.replace(record, entries=Entries.of(found))
+    return _marked(record, left, lambda at, entry: at < last.get(entry.group, -1), completed=True)
 
 
 def _with_distinct_groups(records: dict[int, FlightRecord]) -> dict[int, FlightRecord]:

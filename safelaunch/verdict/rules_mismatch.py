@@ -20,7 +20,7 @@ from safelaunch.verdict.collectives import (
     vote,
 )
 from safelaunch.verdict.conditions import record_claim
-from safelaunch.verdict.divergence import UNKNOWN
+from safelaunch.verdict.divergence import UNKNOWN, Aligned
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.findings import (
     Finding,
@@ -394,18 +394,14 @@ class LeftLoop:
             return f"each earlier round of {loop} had as many calls and ended there"
         return f"{ahead} left {loop}, in this iteration or the previous one{skips}"
 
-    def of_rank(self, rank: int, where: str) -> str:
-        """Why it is named. ``where`` it waits."""
-        loop = f"the loop at {self.loop.place}"
-        if rank in self.ahead:
-            return f"Rank {rank} has left {loop}, where its peers still are, and waits in {where}."
-        return f"Rank {rank} is still in {loop}, which its peers have left, and waits in {where}."
-
 
 def _reason(meeting: Meeting, rank: int, left: LeftLoop | None) -> str:
-    where = meeting.calls[rank].words
-    if left is not None and (left.sure or rank in left.ahead):
-        return left.of_rank(rank, where)
+    """Why it is named."""
+    where, loop = meeting.calls[rank].words, f"the loop at {left.loop.place}" if left is not None else ""
+    if left is not None and rank in left.ahead:
+        return f"Rank {rank} has left {loop}, where its peers still are, and waits in {where}."
+    if left is not None and left.sure:
+        return f"Rank {rank} is still in {loop}, which its peers have left, and waits in {where}."
     return f"Rank {rank} waits in {where}, its peers do not."
 
 
@@ -417,23 +413,23 @@ def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
     (_, first), (_, second) = sides
     users = _user_frames(facts, meeting)
     for ahead, behind in ((first, second), (second, first)):
-        loop = loop_left(meeting.calls[ahead[0]].stack, meeting.calls[behind[0]].stack, facts.read_source)
-        in_callee = loop_returned_from(users[ahead[0]], users[behind[0]], facts.read_source) if loop is None else None
+        one, other = ahead[0], behind[0]
+        stack, read_source = meeting.calls[other].stack, facts.read_source
+        loop = loop_left(meeting.calls[one].stack, stack, read_source)
+        in_callee = loop_returned_from(users[one], users[other], read_source) if loop is None else None
         loop = loop or in_callee
         if loop is not None:
             group, number = meeting.number
-            if group and _were_past_it(facts, group, number, (ahead[0], behind[0]), loop):
+            if group and _were_past_it(facts, group, number, (one, other), loop):
                 return None
-            aligned = facts.histories.in_group(group) if group else None
-            made = aligned.round_before(ahead[0], number) if aligned is not None else ""
-            times = aligned.times_called(behind[0], number) if aligned is not None else 0
-            often = times > _OFTEN * max(facts.ranks[behind[0]].step or times, 1)
-            often = often and _is_innermost(facts, loop, meeting.calls[behind[0]].stack)
+            aligned = facts.histories.in_group(group) if group else Aligned({})
+            times = aligned.times_called(other, number)
+            often = times > _OFTEN * max(facts.ranks[other].step or times, 1) and _is_innermost(facts, loop, stack)
             more = _more_steps(facts, ahead, behind)
             if in_callee is not None and (often or more > 1):
                 return None
-            made = made if in_callee is None else ""  # of the rounds around the call
-            skips = _skips(facts, meeting.calls[behind[0]].stack, loop, more) if not often else ""
+            made = aligned.round_before(one, number) if in_callee is None else ""  # of the rounds around the call
+            skips = _skips(facts, stack, loop, more) if not often else ""
             return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made, often, skips, more)
     return None
 
