@@ -95,9 +95,13 @@ class Entries(Sequence[Collective]):
             threads=self.threads,
         )
 
-    def positions_of(self, kinds: Collection[int]) -> list[int]:
-        """Returns the positions of the entries of these kinds, oldest first."""
-        return positions(self.kind_of, kinds)
+    def positions_of(self, wanted: Callable[[Collective], bool]) -> list[int]:
+        """Returns the positions of the entries whose kinds are ``wanted``, oldest first."""
+        return positions(self.kind_of, {number for number, kind in self.used().items() if wanted(kind)})
+
+    def matching(self, wanted: Callable[[Collective], bool]) -> list[Collective]:
+        """Returns the entries whose kinds are ``wanted``, oldest first."""
+        return [self[position] for position in self.positions_of(wanted)]
 
     def __len__(self) -> int:
         return len(self.kind_of)

@@ -12,7 +12,7 @@ from safelaunch.report.overview import Alike, alike, main_frames, row_of, withou
 from safelaunch.report.tables import Frames, Numbers
 from safelaunch.system.printable import clean_lines, is_clean
 from safelaunch.verdict.collectives import describe, number_of
-from safelaunch.verdict.columns import Window
+from safelaunch.verdict.comparable import Window
 from safelaunch.verdict.conditions import View
 from safelaunch.verdict.rank_state import Facts, RankFacts, child_views, view_of
 

@@ -46,8 +46,7 @@ from safelaunch.report.overview import (
 )
 from safelaunch.system.console import PREFIX, cut, wrapped
 from safelaunch.system.printable import clean, clean_lines, is_clean
-from safelaunch.verdict.belonging import mesh
-from safelaunch.verdict.gpu_memory import of_rank
+from safelaunch.verdict.belonging import mesh, shortage_of
 from safelaunch.verdict.rank_state import Facts
 
 MAX_LINES = 22
@@ -405,7 +404,7 @@ def markdown(
         *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
         _md_list("What to do", beside_next(verdict)),
         f"{md(verdict.next.why)}:\n\n{_fence([verdict.next.command])}" if verdict.next is not None else "",
-        *(_md_memory(rank) for rank in evidence.ranks if of_rank(rank) is not None),
+        *(_md_memory(rank) for rank in evidence.ranks if shortage_of(rank) is not None),
         _md_nodes(evidence.nodes),
         _md_list("What NCCL says", nccl_lines(evidence.nccl)),
         "## Ranks\n\n" + _md_table(rows),

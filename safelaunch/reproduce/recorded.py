@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from safelaunch.model import Collective
 from safelaunch.verdict.collectives import op_name, signature
-from safelaunch.verdict.columns import Window
+from safelaunch.verdict.comparable import Window
 from safelaunch.verdict.rank_state import Facts
 from safelaunch.verdict.transfers import Transfer
 

@@ -268,14 +268,14 @@ def ask(evidence: Evidence, active: Collection[int] | None, place: Path, *, prov
 def main(place: str) -> None:
     """Prints the answer to the question in the file ``place``."""
     from safelaunch.capture import user_source
-    from safelaunch.verdict import first_word
+    from safelaunch.verdict.diagnose import first_word, first_word_of_active
 
     question = from_msgpack(Path(place).read_bytes(), _Question)
     evidence, _ = received(question.evidence)
     evidence = msgspec.structs.replace(evidence, missing_ranks=question.missing_ranks)
     if question.active is None:
-        found = first_word.of_still(evidence, user_source.text)
+        found = first_word(evidence, user_source.text)
         found = msgspec.structs.replace(found, proved=question.prove and proves(evidence))
     else:
-        found = first_word.of_active(evidence, question.active)
+        found = first_word_of_active(evidence, question.active)
     sys.stdout.buffer.write(msgspec.json.encode(found))

@@ -36,7 +36,7 @@ from safelaunch.system.errors import SafelaunchError
 from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redactor import Redactor
 from safelaunch.verdict.reading.frames import is_user, python_frames
-from safelaunch.verdict.stalled import LEAST_S
+from safelaunch.verdict.rules_live import LEAST_S
 
 _OF_TORCH = "/torch/"
 SPINS = 0.5  # of the time on a core: a thread that asks its device or its peers again and again never sleeps

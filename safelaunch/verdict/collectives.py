@@ -11,14 +11,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import structs
 
 from safelaunch.model import Collective, FlightRecord, RankEvidence
 from safelaunch.model.entries import Entries, Same
-from safelaunch.verdict.columns import Numbering, Window, first_difference, program_of, windows_of
-from safelaunch.verdict.comparable import OPEN, Block, comparable
+from safelaunch.verdict.comparable import (
+    OPEN,
+    Block,
+    Numbering,
+    Window,
+    comparable,
+    first_difference,
+    program_of,
+    windows_of,
+)
 from safelaunch.verdict.reading.frames import Stack, stack_of
 
 Signature = tuple[object, ...]
@@ -41,6 +49,7 @@ _FORMS = (
 )
 _ONE_NAME = {form: name for name, forms in _FORMS for form in forms}
 DEFAULT_GROUPS = ("0", "", "default_pg")
+_NOTHING = Entries.of(())
 
 
 def label_of(entry: Collective) -> str:
@@ -148,23 +157,24 @@ class Alignment:
         self.records: dict[int, FlightRecord] = comparable(
             {rank: record for rank, one in self._ranks.items() if (record := _with_groups(one)) is not None}
         )
+        self._rings = {rank: Entries.of(record.entries) for rank, record in self.records.items()}
         self._windows: dict[int, dict[str, Window]] = {}
         self._pending: dict[int, list[Collective]] = {}
         self._last: dict[int, dict[str, int]] = {}
         self._standings: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
         self._users: dict[str, set[int]] = {}
         self._completed: set[str] = set()
-        self._most_entries = max((len(record.entries) for record in self.records.values()), default=0)
+        self._most_entries = max(map(len, self._rings.values()), default=0)
         self._default: set[str] = {"0", ""}
         self._members: dict[str, tuple[frozenset[int], bool]] = {}
         self._closed: dict[str, bool] = {}
         for rank, record in self.records.items():
-            self._index(rank, record, Entries.of(record.entries))
+            self._index(rank, record, self._rings[rank])
 
     def _index(self, rank: int, record: FlightRecord, ring: Entries) -> None:
         kinds = ring.used()
         windows = self._windows[rank] = windows_of(ring, kinds, self._ranks[rank].code_roots)
-        self._pending[rank] = _pending(ring, kinds)
+        self._pending[rank] = _pending(ring)
         self._default.update(k.group for k in kinds.values() if not k.is_p2p and k.description in DEFAULT_GROUPS[2:])
         self._completed.update(kind.group for kind in kinds.values() if not kind.is_p2p and kind.completed)
         queued = {number for number, kind in kinds.items() if kind.started is False}
@@ -185,6 +195,10 @@ class Alignment:
         for group in last:
             self._users.setdefault(group, set()).add(rank)
 
+    def ring(self, rank: int) -> Entries:
+        """All that the rank's record holds, in order; nothing without a record."""
+        return self._rings.get(rank) or _NOTHING
+
     def entry(self, rank: int, group: str, seq: int) -> Collective | None:
         window = self.window(rank, group)
         return window.at(seq) if window else None
@@ -201,8 +215,7 @@ class Alignment:
         """All calls of each rank, whatever their groups: counted from the first, or by the number of the record."""
         whole = all(map(self.is_whole, self.records))  # blocks leave gaps in the numbers of a recorder
         return {
-            rank: program_of(Entries.of(record.entries), self._ranks[rank].code_roots, counted=whole)
-            for rank, record in self.records.items()
+            rank: program_of(ring, self._ranks[rank].code_roots, counted=whole) for rank, ring in self._rings.items()
         }
 
     @cached_property
@@ -213,7 +226,8 @@ class Alignment:
     @cached_property
     def has_threads(self) -> bool:
         """Some rank has recorded calls of several threads."""
-        return any(_has_threads(Entries.of(record.entries)) for record in self.records.values())
+        threads = (ring.threads for ring in self._rings.values())
+        return any(not isinstance(mine, Same) and len(set(mine)) > 1 for mine in threads)
 
     def groups(self) -> list[str]:
         return sorted({group for windows in self._windows.values() for group in windows})
@@ -239,15 +253,11 @@ class Alignment:
 
     def unended(self, rank: int) -> Collective | None:
         """The newest entry of a batch or block that ``rank`` has begun and not launched."""
-        ring = Entries.of(self.records[rank].entries) if rank in self.records else None
-        found = ring.positions_of({n for n, kind in ring.used().items() if kind.state == OPEN}) if ring else []
-        return ring[found[-1]] if ring and found else None
+        return next(reversed(self.ring(rank).matching(lambda kind: kind.state == OPEN)), None)
 
     def transfers(self, rank: int, group: str) -> list[Collective]:
         """The sends and receives of ``rank`` in ``group``, in order."""
-        ring = Entries.of(self.records[rank].entries) if rank in self.records else Entries.of(())
-        kinds = {n for n, kind in ring.used().items() if kind.is_p2p and kind.group == group}
-        return [ring[position] for position in ring.positions_of(kinds)]
+        return self.ring(rank).matching(lambda kind: kind.is_p2p and kind.group == group)
 
     def is_behind(self, rank: int, entry: Collective) -> bool:
         """The device of ``rank`` is still in an earlier call of the group: it takes in order what the CPU queued."""
@@ -289,8 +299,7 @@ class Alignment:
 
     @cached_property
     def _with_transfers(self) -> frozenset[str]:
-        rings = (Entries.of(record.entries) for record in self.records.values())
-        return frozenset(kind.group for ring in rings for kind in ring.used().values() if kind.is_p2p)
+        return frozenset(kind.group for ring in self._rings.values() for kind in ring.used().values() if kind.is_p2p)
 
     def _is_left_out(self, rank: int, group: str, seq: int) -> bool:
         """``rank`` has completed the collective, and its record holds only what is pending, as NCCL's may.
@@ -306,7 +315,7 @@ class Alignment:
             return record.status[group].last_completed >= seq
         if not 0 <= seq < self.first(rank, group):
             return False
-        ring = Entries.of(record.entries)
+        ring = self.ring(rank)
         return len(ring) < self._most_entries and not any(kind.completed for kind in ring.used().values())
 
     def is_whole(self, rank: int) -> bool:
@@ -391,10 +400,6 @@ class Alignment:
         return world, False
 
 
-def _has_threads(entries: Entries) -> bool:
-    return not isinstance(entries.threads, Same) and len(set(entries.threads)) > 1
-
-
 def _with_groups(rank: RankEvidence) -> FlightRecord | None:
     """gloo's recorder does not know who is in a group; the rank does."""
     record, told = rank.flight_record, rank.gil.groups
@@ -404,10 +409,9 @@ def _with_groups(rank: RankEvidence) -> FlightRecord | None:
     return structs.replace(record, groups={**told, **known})
 
 
-def _pending(ring: Entries, kinds: Mapping[int, Collective]) -> list[Collective]:
+def _pending(ring: Entries) -> list[Collective]:
     oldest: dict[tuple[str, bool, int], Collective] = {}
-    for position in ring.positions_of({n for n, kind in kinds.items() if not kind.completed and kind.state != OPEN}):
-        entry = ring[position]
+    for entry in ring.matching(lambda kind: not kind.completed and kind.state != OPEN):
         if not entry.op and number_of(entry) <= 0:
             continue  # neither what nor which: nobody can be said to wait in it, or to be missing from it
         key = (entry.group, entry.is_p2p, entry.thread)
@@ -425,16 +429,10 @@ def out_of_sight(alignment: Alignment, groups: Iterable[str]) -> dict[str, int]:
 
     What happened before it, the recorders no longer tell.
     """
-    found = {}
+    found, late = {}, [rank for rank in alignment.records if not alignment.is_whole(rank)]
     for group in groups:
-        first = max(
-            (
-                alignment.first(rank, group)
-                for rank in alignment.members(group)[0] & alignment.records.keys()
-                if not alignment.is_whole(rank)
-            ),
-            default=0,
-        )
+        members, _ = alignment.members(group)
+        first = max((alignment.first(rank, group) for rank in late if rank in members), default=0)
         if first > 1:
             found[group] = first
     return found
@@ -442,13 +440,27 @@ def out_of_sight(alignment: Alignment, groups: Iterable[str]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One sequence number under which ranks recorded different things. ``odd`` is the minority, or all when tied."""
+    """One sequence number under which ranks recorded different things: ``entries``. ``odd`` is the minority, or all
+    when tied.
+    """
 
     group: str
     seq: int
     classes: Mapping[Signature, tuple[int, ...]]
     odd: tuple[int, ...]
     majority: bool
+    entries: Mapping[int, Collective]
+
+
+K = TypeVar("K")
+
+
+def sides_of(what: Mapping[int, K]) -> dict[K, list[int]]:
+    """The ranks by what each of them has called, or is in; in the order of their first ones."""
+    found: dict[K, list[int]] = {}
+    for rank, one in what.items():
+        found.setdefault(one, []).append(rank)
+    return found
 
 
 def vote(classes: Mapping[Any, Iterable[int]]) -> tuple[tuple[int, ...], bool]:
@@ -464,17 +476,14 @@ def vote(classes: Mapping[Any, Iterable[int]]) -> tuple[tuple[int, ...], bool]:
 def mismatch_at(alignment: Alignment, group: str, seq: int) -> Mismatch | None:
     """Whether the members of ``group`` recorded different operations, sizes or types under ``seq``."""
     members, _ = alignment.members(group)
-    classes: dict[Signature, list[int]] = {}
-    for rank in sorted(members):
-        entry = alignment.entry(rank, group, seq)
-        if entry is not None:
-            classes.setdefault(signature(entry), []).append(rank)
+    entries = {rank: entry for rank in sorted(members) if (entry := alignment.entry(rank, group, seq)) is not None}
+    classes = sides_of({rank: signature(entry) for rank, entry in entries.items()})
     if any(None in key for key in classes):
         classes = _told_apart(classes)
     if len(classes) < 2:
         return None
     odd, majority = vote(classes)
-    return Mismatch(group, seq, {key: tuple(ranks) for key, ranks in classes.items()}, odd, majority)
+    return Mismatch(group, seq, {key: tuple(ranks) for key, ranks in classes.items()}, odd, majority, entries)
 
 
 def _told_apart(classes: Mapping[Signature, list[int]]) -> dict[Signature, list[int]]:

@@ -8,36 +8,45 @@ added that may be broken, and how often it was blamed: ``with_gpus``, ``with_rep
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator
 
 import msgspec
 
-from safelaunch.model import Claim, Evidence, ProofEdge, Verdict, format_ranks
-from safelaunch.verdict import nccl_witness, remarks
+from safelaunch.model import Evidence, FirstWord, Place, Verdict, format_ranks
+from safelaunch.verdict import remarks
 from safelaunch.verdict.advice import advise
-from safelaunch.verdict.belonging import belonging, with_group_names
+from safelaunch.verdict.belonging import belonging, gpu_memory, with_group_names
 from safelaunch.verdict.causes import BY_ITSELF
-from safelaunch.verdict.collectives import out_of_sight
+from safelaunch.verdict.collectives import out_of_sight, sides_of
 from safelaunch.verdict.doubts import Doubt, confidence_of, those
 from safelaunch.verdict.exits import GONE_CAUSES, was_a_hang, with_gathered_errors
-from safelaunch.verdict.findings import Annotation, Finding, annotated, ranks_word
-from safelaunch.verdict.gpu_memory import gpu_memory
+from safelaunch.verdict.explanations import another_group, caught_exception, skipped_batch, wrong_group
+from safelaunch.verdict.findings import (
+    Annotation,
+    Finding,
+    annotated,
+    apart,
+    by_place,
+    conditions,
+    ranks_do,
+    ranks_word,
+    summary_of,
+    wait_words,
+)
 from safelaunch.verdict.guarding import guards, parted
 from safelaunch.verdict.proof import prove
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import Facts, view_of
+from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.source import ReadSource
 from safelaunch.verdict.remarks import with_gpus, with_repeats
 from safelaunch.verdict.rules import KINDS
-from safelaunch.verdict.rules_nodes import node_behind, version_claims
-from safelaunch.verdict.rules_results import CAUSES as WRONG_RESULTS
-from safelaunch.verdict.stalled import has_no_steps, with_the_time_without_a_step
-from safelaunch.verdict.swallowed import caught_exception, skipped_batch
+from safelaunch.verdict.rules_live import WRONG_RESULTS, has_no_steps, with_the_time_without_a_step
+from safelaunch.verdict.rules_nodes import nccl_claims, nccl_rules_out, node_behind, version_claims
 from safelaunch.verdict.waits import Case
-from safelaunch.verdict.wrong_group import another_group, wrong_group
-
-__all__ = ["diagnose"]
 
 SCHEMA = 1
+_MOST_CLAIMS = 24
 Explanation = Callable[[Case, Finding], Iterator[Annotation]]
 # Why the ranks at fault went another way; then what else is known of those that are named.
 EXPLANATIONS: tuple[tuple[Explanation, ...], ...] = (
@@ -85,43 +94,40 @@ def _conclude(case: Case) -> tuple[Finding, list[str]]:
     raise AssertionError("the last kind concludes in any case")
 
 
-def _proof(case: Case) -> tuple[ProofEdge, ...]:
-    """None of a job that was seen to work, or of which something was not seen."""
-    return prove(case) if case.evidence.answer in (None, "dead") else ()
-
-
 def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
-    facts: Facts = case
+    evidence = case.evidence
     named = {c.rank for c in finding.culprits}
-    victims = [r for r in facts.ranks if r not in named and (r in finding.victims or _is_victim(facts, r))]
+    victims = [r for r in case.ranks if r not in named and (r in finding.victims or _is_victim(case, r))]
     if finding.cause in ("slow-not-stuck", *WRONG_RESULTS):
         victims = []
-    proof = _proof(case)
-    may_go_on = facts.evidence.outcome in ("hang", "suspect") and facts.evidence.answer not in (None, "dead")
-    may_go_on |= has_no_steps(facts.evidence) and finding.cause != "slow-not-stuck" and not proof
+    # None of a job that was seen to work, or of which something was not seen.
+    proof = prove(case) if evidence.answer in (None, "dead") else ()
+    may_go_on = evidence.outcome in ("hang", "suspect") and evidence.answer not in (None, "dead")
+    may_go_on |= has_no_steps(evidence) and finding.cause != "slow-not-stuck" and not proof
     doubtful = {
-        Doubt.DAMAGED_RECORD: bool(_damaged(facts)),
-        Doubt.PRINTED_ALONE: facts.evidence.printed is not None and not _is_corroborated(facts, named),
+        Doubt.DAMAGED_RECORD: bool(_damaged(case)),
+        Doubt.PRINTED_ALONE: evidence.printed is not None and not _is_corroborated(case, named),
         Doubt.NOT_PROVED: may_go_on,
         Doubt.MORE_NAMED: finding.cause not in BY_ITSELF
-        and len(facts.world) > 1
-        and len(named) > len(facts.world - named),
+        and len(case.world) > 1
+        and len(named) > len(case.world - named),
     }
     doubts = (*finding.doubts, *those(doubtful))
-    suggestions, step = advise(facts, finding)
+    suggestions, step = advise(case, finding)
+    claims = (*finding.claims, *nccl_claims(evidence), *version_claims(evidence))
     return Verdict(
         schema=SCHEMA,
-        outcome=facts.evidence.outcome,
+        outcome=evidence.outcome,
         cause=finding.cause,
         confidence=confidence_of(doubts),
         summary=finding.summary,
         culprits=tuple(sorted(finding.culprits, key=lambda c: c.rank)),
         victims=format_ranks(victims),
-        evidence=_distinct((*finding.claims, *nccl_witness.claims(facts.evidence), *version_claims(facts.evidence))),
-        ruled_out=(*ruled_out, *finding.ruled_out, *nccl_witness.ruled_out(facts.evidence)),
-        missing=(*_missing(facts, named), *_lost(facts, finding)),
+        evidence=tuple(dict.fromkeys(claims))[:_MOST_CLAIMS],
+        ruled_out=(*ruled_out, *finding.ruled_out, *nccl_rules_out(evidence)),
+        missing=(*_missing(case, named), *_lost(case, finding)),
         suggestions=suggestions,
-        nodes=finding.nodes if finding.nodes or len(facts.evidence.nodes) > 1 else msgspec.UNSET,
+        nodes=finding.nodes if finding.nodes or len(evidence.nodes) > 1 else msgspec.UNSET,
         doubts=tuple(dict.fromkeys(doubt.why for doubt in doubts)),
         next=step,
         proof=proof,
@@ -130,7 +136,7 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
 
 def _is_corroborated(facts: Facts, named: Collection[int]) -> bool:
     """Lines of two kinds tell it of each: what it raised, how its launcher saw it end, what a peer of its reports."""
-    waits = any(one.wait is not None for rank, one in facts.ranks.items() if rank not in named)
+    waits = not facts.waiting.keys() <= set(named)
     kinds = [
         (one.exception is not None) + (one.exit is not None and one.exit.before_close) + waits
         for rank in named
@@ -145,11 +151,6 @@ def _is_victim(facts: Facts, rank: int) -> bool:
     if facts.evidence.outcome == "crash":
         return condition is None or condition.cause not in GONE_CAUSES
     return condition is None
-
-
-def _distinct(claims: tuple[Claim, ...], limit: int = 24) -> tuple[Claim, ...]:
-    """Each claim once for each file that shows it."""
-    return tuple(dict.fromkeys(claims))[:limit]
 
 
 def _missing(facts: Facts, named: Collection[int]) -> Iterator[str]:
@@ -175,12 +176,8 @@ def _missing(facts: Facts, named: Collection[int]) -> Iterator[str]:
 
 def _damaged(facts: Facts) -> dict[tuple[str, ...], list[int]]:
     """Fields → ranks whose records hold in them what no torch writes."""
-    found: dict[tuple[str, ...], list[int]] = {}
-    for rank in facts.ranks.values():
-        record = rank.evidence.flight_record
-        if record is not None and record.damaged:
-            found.setdefault(record.damaged, []).append(rank.evidence.rank)
-    return found
+    records = {rank: one.evidence.flight_record for rank, one in facts.ranks.items()}
+    return sides_of({rank: one.damaged for rank, one in records.items() if one is not None and one.damaged})
 
 
 def _lost(facts: Facts, finding: Finding, limit: int = 3) -> Iterator[str]:
@@ -188,10 +185,69 @@ def _lost(facts: Facts, finding: Finding, limit: int = 3) -> Iterator[str]:
     told = ("collective-mismatch", "group-order", "p2p-cycle", "no-rank-stands-out")
     if finding.cause not in told or facts.evidence.printed is not None:
         return
-    groups = {f.wait.group for f in facts.ranks.values() if f.wait is not None and f.wait.group is not None}
+    groups = {wait.group for wait in facts.waiting.values() if wait.group is not None}
     lost = out_of_sight(facts.alignment, sorted(groups))
     for group, first in list(lost.items())[:limit]:
         yield f"calls before #{first} of group {group!r}: the Flight Recorder no longer holds them"
     late = [rank for rank in facts.alignment.records if not facts.alignment.is_whole(rank)]
     if late and not lost:
         yield f"the first calls of {ranks_word(late)}: the Flight Recorder no longer holds them"
+
+
+# --- the first word about a quiet job ---------------------------------------------------------------------------------
+
+# What ranks do while a job is quiet, in a clause. It never says that the job hangs: nobody knows that yet.
+
+_MOST_CHARACTERS = 400
+_SENTENCE = re.compile(r"(?<=[.)`])\s+(?=[A-Z`])")
+_IMPORTING = "<frozen importlib"
+
+
+def first_word(evidence: Evidence, read_source: ReadSource | None = None) -> FirstWord:
+    """Of ranks of which none moves: the first sentence of a verdict on them."""
+    verdict = diagnose(evidence, read_source)
+    if evidence.missing_ranks and not verdict.culprits:
+        return _of_part(evidence)
+    words = _SENTENCE.split(verdict.summary, maxsplit=1)[0].rstrip(".")
+    places = tuple(Place(culprit.rank, culprit.frame) for culprit in verdict.culprits)
+    common = not places or any(_imports(evidence, place.rank) for place in places)
+    return FirstWord(_clause(words), verdict.cause, places, common)
+
+
+def _of_part(evidence: Evidence) -> FirstWord:
+    """Of the ranks that are seen, those that don't wait for peers. Whether anybody waits for them is not seen."""
+    facts = Facts.of(evidence)
+    own = conditions(facts)
+    if not own:
+        return FirstWord(_clause(apart(wait_words(facts, facts.waiting))), common=True)
+    words, first = summary_of(own, facts, facts.waiting).rstrip("."), next(iter(own.values()))
+    places = tuple(Place(rank, condition.frame) for rank, condition in own.items())
+    return FirstWord(_clause(words), first.cause, places, any(_imports(evidence, rank) for rank in own))
+
+
+def first_word_of_active(evidence: Evidence, ranks: Collection[int]) -> FirstWord:
+    """Of ranks that compute, read or write: where they do, and who waits for them."""
+    facts = Facts.of(evidence)
+    frames = {rank: facts.ranks[rank].frame for rank in sorted(ranks) if rank in facts.ranks}
+    seen = {rank: fr.place(frame) for rank, frame in frames.items() if frame is not None}
+    if not seen:
+        return FirstWord(common=True)
+    parts = [f"{ranks_do(members, 'is', 'are')} active at {place}" for place, members in by_place(seen)[:3]]
+    waiting = apart(wait_words(facts, [rank for rank in facts.ranks if rank not in seen]))
+    words = ", ".join(parts) + (f", while {waiting}" if waiting else "")
+    return FirstWord(_clause(words), "", tuple(Place(rank, frames[rank]) for rank in seen), common=True)
+
+
+def _imports(evidence: Evidence, rank: int) -> bool:
+    """Its main thread is importing a module."""
+    one = next((one for one in evidence.ranks if one.rank == rank), None)
+    view = view_of(one) if one is not None else None
+    frames = view.thread.frames if view is not None and view.thread is not None else ()
+    return any(frame.file.startswith(_IMPORTING) for frame in frames)
+
+
+def _clause(words: str) -> str:
+    """To stand behind a colon, and on one line."""
+    first, _, rest = words.partition(" ")
+    words = f"{first.lower()} {rest}" if first in ("Rank", "Ranks", "Each", "All", "Every") else words
+    return words if len(words) <= _MOST_CHARACTERS else words[: _MOST_CHARACTERS - 1] + "…"

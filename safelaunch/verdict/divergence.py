@@ -1,37 +1,266 @@
-"""Where, and how, did a rank's calls part from those of its peers? Asked once for each group and each role.
+"""The calls of all ranks in the order in which they made them: where, and how, did one part from its peers?
 
-:class:`Histories` aligns the ranks' records: the members of a group by the numbers of their collectives, and the ranks
-of one role (which make the same calls again and again) by their places in the program, whatever the group. Each rank
-that leaves the consensus of the others is a :class:`Divergence`; every rule that reasons about the past reads these.
+A backend pairs calls by number. A rank that makes one call more than its peers (``if rank == 0: all_reduce``), or
+leaves one out (a batch skipped after an exception), is from there on one number ahead or behind; where sizes happen to
+agree nothing complains, and the job stops much later, at an innocent line. The Flight Recorder shows it: up to some
+number all ranks make the same calls, and behind it one rank's calls are those of its peers again, *shifted*.
+
+What makes two calls the same is :func:`identity_of`. :class:`Histories` aligns the records: the members of a group by
+the numbers of their collectives, and the ranks of one role (which make the same calls again and again) by their places
+in the program, whatever the group. Each rank that leaves the consensus of the others is a :class:`Divergence`; every
+rule that reasons about the past reads these.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from operator import ne
 from typing import Literal
 
 from safelaunch.model import Collective, Frame
-from safelaunch.model.entries import Entries
-from safelaunch.verdict.collectives import Alignment, Mismatch, first_mismatch, vote
-from safelaunch.verdict.columns import Window, first_difference
-from safelaunch.verdict.history import (
-    MOST_CALLS,
-    SURE_MATCHES,
-    UNKNOWN,
-    History,
-    Identity,
-    Offset,
-    branch,
-    common_offset,
-    histories_of,
-    identity_of,
-    offset,
-    reordered,
-)
+from safelaunch.verdict.collectives import Alignment, Mismatch, first_mismatch, sides_of, signature, vote
+from safelaunch.verdict.comparable import Column, Numbering, Window, first_difference
+from safelaunch.verdict.reading.frames import Stack
+
+_TWICE = 2  # as long as the shift itself, a stretch agrees where both sides repeat one call
+MOST_CALLS = 64  # more or fewer than the peers, in one place: an evaluation over a sharded model makes a few dozen
+SURE_MATCHES = 3
+_MOST_REPLACED = 4
+
+Identity = tuple[Hashable, ...]
+UNKNOWN: Identity = ()
+
+
+def identity_of(entry: Collective, stack: Stack) -> Identity:
+    """What makes it the same call on two ranks: the user's lines that led to it, innermost first.
+
+    A backward pass on a device calls from a thread that runs nothing of the user's: then it is all frames, and what was
+    called. ``UNKNOWN`` where there are no frames.
+    """
+    if not entry.frames:
+        return UNKNOWN
+    mine = stack.user_frames
+    places = tuple((frame.file, frame.line) for frame in mine or entry.frames)
+    return places if mine else (*places, signature(entry))
+
+
+def signature_of(entry: Collective, stack: Stack) -> Identity:
+    """The same where records hold no frames at all (JSON dumps): what was called, where that is told."""
+    told = signature(entry)
+    return UNKNOWN if None in told else told
+
+
+class History:
+    """The calls of one rank by number, without a gap; ``at(number)`` is a call's identity."""
+
+    def __init__(self, window: Window, column: Column, identities: Numbering) -> None:
+        self.window = window
+        self.column = column
+        self._identities = identities
+
+    @property
+    def first(self) -> int:
+        return self.column.numbers[0]
+
+    @property
+    def last(self) -> int:
+        return self.column.numbers[-1]
+
+    def at(self, number: int) -> Identity:
+        """``UNKNOWN`` where the record does not hold that number."""
+        found = self._identities.value(self.column.at(number))
+        return found if isinstance(found, tuple) else UNKNOWN
+
+    def is_over(self, number: int) -> bool:
+        entry = self.window.at(number)
+        return entry is not None and entry.completed
+
+    def before(self, number: int) -> set[Identity]:
+        return self._of(self.column.values[: max(0, number - self.first)])
+
+    def all(self) -> set[Identity]:
+        return self._of(self.column.values)
+
+    def overlap(self, begin: int, other: History, at: int) -> int:
+        """How many calls both have from there on."""
+        return min(self.last - begin, other.last - at) + 1
+
+    def _of(self, values: Iterable[int]) -> set[Identity]:
+        return {found for value in set(values) if isinstance(found := self._identities.value(value), tuple)}
+
+
+def histories_of(windows: Mapping[int, Window]) -> tuple[dict[int, History], bool]:
+    """``(rank → history, are calls told by frames)``, of the ranks whose records hold neither gaps nor riddles.
+
+    One way of telling calls serves all ranks: a record with frames is not compared with one that has none.
+    """
+    by_frames = any(kind.frames for window in windows.values() for kind in window.entries.used().values())
+    identities = Numbering(identity_of if by_frames else signature_of)
+    columns = {rank: identities.column(window) for rank, window in windows.items()}
+    riddle = identities.number_of(UNKNOWN)
+    found = {
+        rank: History(windows[rank], column, identities)
+        for rank, column in columns.items()
+        if column.whole and riddle not in column.values
+    }
+    return found, by_frames
+
+
+@dataclass(frozen=True)
+class Offset:
+    """One history against another: ``calls`` more (``extra``) or fewer, and ``matched``: how many agree behind them.
+
+    ``whole``: all that both have there. ``novel``: the other side never made these calls anywhere else.
+    ``of_first``: it speaks of the first of the two histories.
+    """
+
+    extra: bool
+    calls: int
+    matched: int
+    whole: bool
+    novel: bool
+    of_first: bool = True
+
+    @property
+    def size(self) -> tuple[int, bool]:
+        """The smaller one explains more."""
+        return self.calls, not self.whole
+
+    @property
+    def seen_from_there(self) -> Offset:
+        """The same of the other history: what one has more the other has less."""
+        return replace(self, extra=not self.extra, of_first=not self.of_first)
+
+
+def offset(mine: History, theirs: History, parted: int, *, odd: bool = False) -> Offset | None:
+    """What ``mine`` has more or less than ``theirs`` from ``parted`` on; None where neither explains the rest, or where
+    fewer calls that were merely other ones explain as much: then nobody is ahead.
+
+    ``odd``: it is ``mine`` that is in the minority, so either explanation names it.
+    """
+    found = _shift(mine, theirs, parted, odd=odd)
+    level = _replaced(mine, theirs, parted)
+    if found is None or level is None:
+        return found
+    differ, ends_alike = level
+    return None if differ < found.calls + ends_alike else found
+
+
+def _shift(mine: History, theirs: History, parted: int, *, odd: bool) -> Offset | None:
+    """Calls too many or too few, behind which the two agree again.
+
+    In a loop a shift by nearly a whole round the other way agrees as well as the true one: calls that the other side
+    never makes decide, else the smaller shift does. Where two calls take turns both are by one call: then the one
+    behind which all agrees, to the end of the shorter history, is the true one.
+    """
+    more = _smallest(mine, theirs, parted)
+    fewer = _smallest(theirs, mine, parted)
+    found = [
+        Offset(extra, calls, matched, whole, _is_novel(longer, shorter, parted, calls))
+        for extra, option, longer, shorter in ((True, more, mine, theirs), (False, fewer, theirs, mine))
+        if option is not None
+        for calls, matched, whole in (option,)
+    ]
+    novel = [one for one in found if one.novel]
+    if len(novel) == 1:
+        return novel[0] if novel[0].extra else novel[0].seen_from_there
+    found.sort(key=lambda one: (one.size, one.extra))
+    if found and _is_by_chance(mine, theirs, parted, found[0].calls):
+        return None
+    return found[0] if found and (odd or len(found) == 1 or found[0].size < found[1].size) else None
+
+
+def _is_by_chance(mine: History, theirs: History, parted: int, calls: int) -> bool:
+    """A shift by fewer calls explains so much of what follows, though not all, that the two have parted once more:
+    then a larger one that agrees to the end, with one round in place of another, says nothing.
+    """
+    fewer = range(1, calls)
+    ends = ((longer, shorter, by) for longer, shorter in ((mine, theirs), (theirs, mine)) for by in fewer)
+    return any(_agreeing(longer, parted + by, shorter, parted) >= _TWICE * calls for longer, shorter, by in ends)
+
+
+def common_offset(offsets: Sequence[Offset | None]) -> Offset | None:
+    """What is true of all of a minority; the majority is right, whatever is novel."""
+    known = [one if one.of_first else one.seen_from_there for one in offsets if one is not None]
+    alike = len(known) == len(offsets) and len({(one.extra, one.calls) for one in known}) == 1
+    return min(known, key=lambda one: one.matched) if alike else None
+
+
+def reordered(mine: History, theirs: History, parted: int) -> bool:
+    """The next few calls are the same ones in another order, and what follows, if anything, is the same again."""
+    for count in range(2, 5):
+        calls = [[history.at(parted + number) for number in range(count)] for history in (mine, theirs)]
+        if all(all(side) for side in calls) and sorted(calls[0], key=repr) == sorted(calls[1], key=repr):
+            behind = range(parted + count, parted + count + SURE_MATCHES)
+            following = [(mine.at(number), theirs.at(number)) for number in behind]
+            return all(one == other for one, other in following if one and other)
+    return False
+
+
+def branch(stack: Sequence[Frame], other: Identity) -> Frame | None:
+    """Of the frames of a call, innermost first, the outermost one that the other side does not have."""
+    for frame, theirs in zip(reversed(stack), reversed(other), strict=False):
+        if (frame.file, frame.line) != theirs:
+            return frame
+    return stack[0] if stack else None
+
+
+def _replaced(mine: History, theirs: History, parted: int) -> tuple[int, bool] | None:
+    """``(how many calls from there on differ under the same numbers, do both end in the same one)``; None where
+    more differ than agree.
+
+    Then nobody is a call ahead: one rank has made another call there (a wrong size, from another line) and gone on.
+    Calls that are all alike agree under any shift, so as few are the better explanation.
+    """
+    overlap = mine.overlap(parted, theirs, parted)
+    if overlap <= 0:
+        return None
+    differ = [*map(ne, mine.column.values_of(parted, overlap), theirs.column.values_of(parted, overlap))]
+    agree = overlap - sum(differ)
+    few = not differ[-1] and sum(differ) <= _MOST_REPLACED and agree > 0
+    level = not differ[-1] and mine.last == theirs.last
+    return (sum(differ), level) if few or agree > sum(differ) else None
+
+
+def _smallest(longer: History, shorter: History, parted: int) -> tuple[int, int, bool] | None:
+    """The fewest calls that ``longer`` has more, how many agree behind them, and whether none there disagrees."""
+    for calls in range(1, MOST_CALLS + 1):
+        matched = _matched(longer, parted + calls, shorter, parted)
+        if matched:
+            return calls, matched, matched == longer.overlap(parted + calls, shorter, parted)
+    return None
+
+
+def _is_novel(longer: History, shorter: History, parted: int, calls: int) -> bool:
+    known = shorter.all()
+    return all(longer.at(parted + number) not in known for number in range(calls))
+
+
+def _matched(ahead: History, begin: int, behind: History, at: int) -> int:
+    """How many calls of ``ahead`` from ``begin`` on are those of ``behind`` from ``at`` on, without a break.
+
+    A few that agree and then do not, are chance: 0. Many may end in a break, for that is where the hang is; where both
+    have completed what they called there, it is not: they are programs that differ, as those of two pipeline stages do.
+    """
+    overlap = ahead.overlap(begin, behind, at)
+    agree = _agreeing(ahead, begin, behind, at)
+    if agree < overlap and ahead.is_over(begin + agree) and behind.is_over(at + agree):
+        return 0
+    return agree if agree == overlap or agree >= SURE_MATCHES else 0
+
+
+def _agreeing(ahead: History, begin: int, behind: History, at: int) -> int:
+    """How many calls agree, whatever follows."""
+    overlap = max(0, ahead.overlap(begin, behind, at))
+    differ = map(ne, ahead.column.values_of(begin, overlap), behind.column.values_of(at, overlap))
+    return next((number for number, differs in enumerate(differ) if differs), overlap)
+
+
+# --- how all ranks' calls part ----------------------------------------------------------------------------------------
 
 _LONG_ALIKE = 2 * SURE_MATCHES
 
@@ -60,7 +289,7 @@ class Divergence:
     number: int
     kind: Kind
     calls: int
-    call: Collective | None
+    call: Collective
     stack: tuple[Frame, ...]
     branch: Frame | None
     known_to_all: bool
@@ -93,13 +322,20 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Habit:
-    """``usual``: the call that came right before each earlier one from the same place, and not this time.
+    """``usual``: the call that each time stood where a rank has now made another one; ``times``: how often.
 
-    ``sure``: that was so several times, and the two come from different lines.
+    ``one_line``: both come from one line. ``new``: the other one was never made before.
     """
 
     usual: Collective
-    sure: bool
+    times: int
+    one_line: bool
+    new: bool
+
+    @property
+    def sure(self) -> bool:
+        """That was so several times, and the two come from different lines."""
+        return self.times >= SURE_MATCHES and not self.one_line
 
 
 class Aligned:
@@ -132,11 +368,8 @@ class Aligned:
     @cached_property
     def sides(self) -> dict[Identity, list[int]]:
         """The ranks by what they called when they parted."""
-        found: dict[Identity, list[int]] = {}
-        if self.diverged_at is not None:
-            for rank, history in self.histories.items():
-                found.setdefault(history.at(self.diverged_at), []).append(rank)
-        return found
+        at = self.diverged_at
+        return sides_of({rank: history.at(at) for rank, history in self.histories.items()}) if at is not None else {}
 
     @cached_property
     def divergence(self) -> Divergence | None:
@@ -155,45 +388,40 @@ class Aligned:
             if len(ranks) > 1:
                 yield Aligned({rank: self._windows[rank] for rank in ranks})
 
+    def _times(self, rank: int, number: int) -> list[int]:
+        """Under which numbers ``rank`` has made its call ``number``, up to that, as far as its record goes back."""
+        mine = self.histories.get(rank)
+        if mine is None or mine.at(number) == UNKNOWN:
+            return []
+        return [at for at in range(mine.first, number + 1) if mine.column.at(at) == mine.column.at(number)]
+
+    def times_called(self, rank: int, number: int) -> int:
+        return len(self._times(rank, number))
+
     def round_before(self, rank: int, number: int) -> Literal["whole", "short", ""]:
         """How many calls ``rank`` made since the last one from the place of its call ``number``: as many as each time
         before, or fewer. ``""`` where earlier rounds differ, or there are too few to tell.
         """
-        mine = self.histories.get(rank)
-        if mine is None or not self.by_frames or mine.at(number) == UNKNOWN:
+        *rounds, made = [end - begin for begin, end in pairwise(self._times(rank, number))] or [0]
+        if not self.by_frames or len(set(rounds)) != 1:
             return ""
-        here = mine.column.at(number)
-        ends = [at for at in range(mine.first, number) if mine.column.at(at) == here]
-        rounds = {end - begin for begin, end in pairwise(ends)}
-        if len(rounds) != 1:
-            return ""
-        (usual,) = rounds
-        made = number - ends[-1]
-        return "whole" if made == usual else "short" if made < usual else ""
+        return "whole" if made == rounds[0] else "short" if made < rounds[0] else ""
 
-    def times_called(self, rank: int, number: int) -> int:
-        """How often ``rank`` has made its call ``number``, up to that, as far as its record goes back."""
-        mine = self.histories.get(rank)
-        if mine is None or mine.at(number) == UNKNOWN:
-            return 0
-        return mine.column.values[: number - mine.first + 1].count(mine.column.at(number) or 0)
+    def may_have_left_out(self, rank: int, number: int) -> bool:
+        """Whether ``rank`` would agree with its peers to the end, had it made some calls more before its ``number``.
 
-    def left_out_before(self, rank: int, number: int) -> int | None:
-        """How many calls ``rank`` would have had to make more, before its ``number``, to agree with its peers to the
-        end.
-
-        None where no such number makes them agree, or none is missing. Where every step makes the same calls, histories
-        alone do not show where a step was left out: this tests a place that something else points at.
+        Where every step makes the same calls, histories alone do not show where a step was left out: this tests a place
+        that something else points at.
         """
         others = [history for other, history in self.histories.items() if other != rank]
         mine = self.histories.get(rank)
-        if mine is None or not others:
-            return None
-        for calls in range(MOST_CALLS + 1):
-            agreed = [other.agrees_to_the_end(number + calls, mine, number) for other in others]
-            if min(agreed) >= 0:
-                return calls if calls and max(agreed) >= max(SURE_MATCHES, calls) else None
-        return None
+        if mine is None or not others or number < mine.first:
+            return False
+        for begin in range(number, number + MOST_CALLS + 1):
+            ends = {other: max(0, other.overlap(begin, mine, number)) for other in others}
+            if all(one.first <= begin and _agreeing(one, begin, mine, number) == end for one, end in ends.items()):
+                return begin > number and max(ends.values()) >= max(SURE_MATCHES, begin - number)
+        return False
 
     @property
     def of_one(self) -> Divergence | None:
@@ -253,9 +481,9 @@ class Aligned:
         if found is not None:
             kind = "extra" if found.extra else "missing"
         caller = peer if kind == "missing" else ranks[0]
-        calls_there = {rank: history.window.at(parted) for rank, history in self.histories.items()}
-        call = calls_there[caller]
-        stack = self.histories[caller].window.stack(call).user_frames if call is not None else ()
+        made = {rank: history.window.at(parted) for rank, history in self.histories.items()}
+        there = {rank: call for rank, call in made.items() if call is not None}  # all have come as far as that
+        stack = self.histories[caller].window.stack(there[caller]).user_frames
         other = ranks[0] if kind == "missing" else peer
         return Divergence(
             ranks=tuple(sorted(ranks)),
@@ -263,7 +491,7 @@ class Aligned:
             number=parted,
             kind=kind,
             calls=found.calls if found is not None else 0,
-            call=call,
+            call=there[caller],
             stack=stack,
             branch=branch(stack, self.histories[other].at(parted)),
             known_to_all=found is not None and self._known_to_all(caller, parted, found),
@@ -271,7 +499,7 @@ class Aligned:
             matched=found.matched if found is not None else 0,
             visible=not parted == self._first > 1,  # else it began before what the records still hold
             entered={rank: history.last for rank, history in self.histories.items()},
-            there={rank: entry for rank, entry in calls_there.items() if entry is not None},
+            there=there,
         )
 
     def _known_to_all(self, caller: int, parted: int, found: Offset) -> bool:
@@ -297,9 +525,10 @@ class Histories:
         all_reduce(b)``); only calls that agree again at an offset are.
         """
         if group not in self._groups:
-            windows = {rank: self._alignment.window(rank, group) for rank in self._members(group)}
-            held = {rank: window for rank, window in windows.items() if window is not None}
-            self._groups[group] = Aligned(held)
+            windows = (
+                (rank, self._alignment.window(rank, group)) for rank in sorted(self._alignment.members(group)[0])
+            )
+            self._groups[group] = Aligned({rank: window for rank, window in windows if window is not None})
         return self._groups[group]
 
     def shift_in(self, group: str) -> Divergence | None:
@@ -308,6 +537,10 @@ class Histories:
         """
         found = self.in_group(group).divergence
         return found if found is not None and found.is_shift else None
+
+    def shifts_in(self, groups: Iterable[str]) -> Iterator[Divergence]:
+        """Those in these groups, by their names."""
+        return (shift for group in sorted(groups) if (shift := self.shift_in(group)) is not None)
 
     @cached_property
     def first_mismatch(self) -> Mismatch | None:
@@ -330,7 +563,7 @@ class Histories:
         """A call too many that a member of its own group did not make. Who has no group there makes no such calls, and
         need not: only what both sides make counts otherwise.
         """
-        if shift.kind != "extra" or shift.matched < SURE_MATCHES or shift.call is None or shift.call.is_p2p:
+        if shift.kind != "extra" or shift.matched < SURE_MATCHES or shift.call.is_p2p:
             return False
         members, known = self._alignment.members(shift.call.group)
         return known and bool(members & set(shift.peers))
@@ -358,7 +591,8 @@ class Histories:
         return [Aligned(mine) for mine in roles.values()]
 
     def broken_habit(self, rank: int, now: Collective, groups: Collection[str] | None = None) -> Habit | None:
-        """The habit that ``rank`` broke by its call ``now``; None where there is none.
+        """The call that came right before each earlier one like ``now``, where another one did this time: so ``rank``
+        has left it out. None where there is no such habit.
 
         Collectives of ``groups`` count; without these all calls, sends and receives as well.
 
@@ -368,43 +602,43 @@ class Histories:
         are swapped, the call comes from a line that has not been there with this group before; or both come from one
         line (``for group in order: all_reduce(value, group=group)``), and then nothing here tells.
         """
-        mine = [e for e in self._entries(rank) if groups is None or (e.group in groups and not e.is_p2p)]
+        mine = self._entries(rank, groups)
         at = next((n for n in reversed(range(len(mine))) if _is_same(mine[n], now)), 0)
-        what = self._what(rank, now)
-        times = [n for n in range(1, at) if self._what(rank, mine[n]) == what]
-        usual = {self._what(rank, mine[n - 1]) for n in times}
-        if len(usual) != 1 or not what[-1] or self._what(rank, mine[at - 1]) in usual:
-            return None
-        before = mine[times[-1] - 1]
-        return Habit(before, len(times) >= SURE_MATCHES and self._what(rank, before)[-1] != what[-1])
+        return self._habit(rank, mine, at, -1, self._what(rank, now)[-1])
 
-    def usual_instead(self, rank: int, now: Collective, groups: Collection[str]) -> tuple[Collective | None, bool]:
-        """The call that has always followed the one of ``groups`` that ``rank`` made before ``now``, where ``now`` is
-        another; and whether it has made ``now`` before, or comes from the same place: then it has changed the order,
-        else it has come to a new place.
+    def usual_instead(self, rank: int, now: Collective, groups: Collection[str]) -> Habit | None:
+        """The call that has followed the one of ``groups`` that ``rank`` made before ``now``, each time, and several
+        times, where ``now`` is another. If that is new, and from another line, the rank has come to a new place; else
+        it has changed the order.
         """
-        mine = [entry for entry in self._entries(rank) if entry.group in groups and not entry.is_p2p]
-        made = [self._what(rank, entry) for entry in mine]
+        mine = self._entries(rank, groups)
         what = self._what(rank, now)
-        if len(made) < 2 or made[-1] != what or not what[-1]:
-            return None, False
-        after = [number for number in range(1, len(made) - 1) if made[number - 1] == made[-2]]
-        if len(after) < SURE_MATCHES or len({made[number] for number in after}) != 1 or made[after[0]] == what:
-            return None, False
-        return mine[after[-1]], what in made[:-1] or what[-1] == made[after[0]][-1]
+        if len(mine) < 2 or self._what(rank, mine[-1]) != what:
+            return None
+        found = self._habit(rank, mine, len(mine) - 2, 1, what[-1])
+        return found if found is not None and found.times >= SURE_MATCHES else None
+
+    def _habit(
+        self, rank: int, mine: Sequence[Collective], at: int, side: Literal[-1, 1], place: Identity
+    ) -> Habit | None:
+        """What stood on that ``side`` of each earlier call like number ``at``: where it was always one, and is not now.
+
+        ``place``: whence the call comes that the rank waits in.
+        """
+        made = [self._what(rank, entry) for entry in mine]
+        beside = [n + side for n in range(at) if made[n] == made[at] and n + side >= 0]
+        if not place or len({made[n] for n in beside}) != 1 or made[at + side] == made[beside[0]]:
+            return None
+        usual = beside[-1]
+        new = made[at + side] not in made[: at + side]
+        return Habit(mine[usual], len(beside), made[usual][-1] == place, new)
 
     def _what(self, rank: int, entry: Collective) -> tuple[str, str, Identity]:
-        return entry.group, entry.op, self._identity(rank, entry)
+        return entry.group, entry.op, identity_of(entry, self._alignment.stack(rank, entry))
 
-    def _identity(self, rank: int, entry: Collective) -> Identity:
-        return identity_of(entry, self._alignment.stack(rank, entry))
-
-    def _entries(self, rank: int) -> Iterable[Collective]:
-        record = self._alignment.records.get(rank)
-        return Entries.of(record.entries) if record is not None else ()
-
-    def _members(self, group: str) -> list[int]:
-        return sorted(self._alignment.members(group)[0] & self._alignment.records.keys())
+    def _entries(self, rank: int, groups: Collection[str] | None) -> list[Collective]:
+        ring = self._alignment.ring(rank)
+        return [one for one in ring if groups is None or (one.group in groups and not one.is_p2p)]
 
 
 def _is_same(one: Collective, other: Collective) -> bool:

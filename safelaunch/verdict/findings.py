@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from safelaunch.model import Claim, Culprit, Frame, NodeAtFault, rank_words
 from safelaunch.verdict.causes import Advice
+from safelaunch.verdict.collectives import sides_of
 from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.doubts import Doubt, levels_of
 from safelaunch.verdict.rank_state import Facts, RankFacts
@@ -151,19 +152,17 @@ def waiting_culprit(facts: RankFacts, reason: str, site: Frame | None = None) ->
 
 def waiting_culprits(facts: Facts, ranks: Iterable[int]) -> tuple[Culprit, ...]:
     """Ranks of which nothing more is to be said than what they wait in."""
-    waits = ((facts.ranks[rank], facts.ranks[rank].wait) for rank in ranks)
-    return tuple(
-        waiting_culprit(one, f"Rank {one.rank} waits in {wait.words}." if wait else f"Rank {one.rank} met no peer.")
-        for one, wait in waits
-    )
+    waits = {
+        rank: f"waits in {facts.waiting[rank].words}" if rank in facts.waiting else "met no peer" for rank in ranks
+    }
+    return tuple(waiting_culprit(facts.ranks[rank], f"Rank {rank} {does}.") for rank, does in waits.items())
 
 
 def wait_words(facts: Facts, ranks: Iterable[int]) -> dict[int, str]:
     """rank → what it waits in, of those that do. Where only some of those at one line tell which call it is, or of what
     class the function is, all of them are said to wait in that one.
     """
-    waits = {rank: facts.ranks[rank].wait for rank in ranks if rank in facts.ranks}
-    words = {rank: wait.words for rank, wait in waits.items() if wait is not None}
+    words = {rank: facts.waiting[rank].words for rank in ranks if rank in facts.waiting}
     told: dict[str, dict[str, str]] = {}
     for text in sorted(words.values(), key=len):
         call, line = _call_and_line(text)
@@ -193,10 +192,7 @@ def by_place(words: Mapping[int, P]) -> list[tuple[P, list[int]]]:
     """``words``: rank → where it is, in words or as a key. The places in the order of their first ranks, with the ranks
     in each.
     """
-    places: dict[P, list[int]] = {}
-    for rank, place in words.items():
-        places.setdefault(place, []).append(rank)
-    return list(places.items())
+    return list(sides_of(words).items())
 
 
 def apart(words: Mapping[int, str], limit: int = 3) -> str:
@@ -223,7 +219,7 @@ def waits_words(facts: Facts, ranks: Iterable[int], limit: int = 3) -> str:
     return " and ".join(parts)
 
 
-def summary_of(named: Mapping[int, Condition], facts: Facts, waiters: Sequence[int]) -> str:
+def summary_of(named: Mapping[int, Condition], facts: Facts, waiters: Iterable[int]) -> str:
     """``Rank 1 is asleep in train.py:7, while ranks 0,2-3 wait in all_reduce at train.py:9.``"""
     groups = by_place({rank: condition.reason for rank, condition in named.items()})
     parts = [f"{each_of(ranks)} {reason}" for reason, ranks in groups[:2]]
@@ -236,15 +232,12 @@ def summary_of(named: Mapping[int, Condition], facts: Facts, waiters: Sequence[i
 
 def wait_claims(facts: Facts, ranks: Iterable[int], limit: int = 4) -> tuple[Claim, ...]:
     """One claim for each place in which peers wait, with its first rank as the example."""
-    seen: set[str] = set()
-    claims: list[Claim] = []
-    for rank in sorted(ranks):
-        wait = facts.ranks[rank].wait
-        if wait is None or wait.words in seen or len(seen) >= limit:
-            continue
-        seen.add(wait.words)
-        claims += [Claim(f"rank {rank}: {claim.claim}", claim.file) for claim in wait.claims[:2]]
-    return tuple(claims)
+    first = {facts.waiting[rank].words: rank for rank in sorted(ranks, reverse=True) if rank in facts.waiting}
+    return tuple(
+        Claim(f"rank {rank}: {claim.claim}", claim.file)
+        for rank in sorted(first.values())[:limit]
+        for claim in facts.waiting[rank].claims[:2]
+    )
 
 
 def condition_claims(named: Mapping[int, Condition]) -> tuple[Claim, ...]:
@@ -266,13 +259,14 @@ def blame(
     cause: str,
     doubts: tuple[Doubt, ...],
     named: Mapping[int, Condition],
-    waiters: Sequence[int] = (),
+    waiters: Iterable[int] | None = None,
     *,
     summary: str = "",
     claims: tuple[Claim, ...] = (),
     ruled_out: Sequence[str] = (),
 ) -> Finding:
-    """The finding that names ranks for what they do themselves, while ``waiters`` wait."""
+    """The finding that names ranks for what they do themselves, while ``waiters`` wait, or all others that do."""
+    waiters = sorted(facts.waiting.keys() - named.keys() if waiters is None else waiters)
     return Finding(
         cause,
         doubts,

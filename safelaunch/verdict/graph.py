@@ -97,10 +97,9 @@ class Graph:
     @cached_property
     def sinks(self) -> tuple[tuple[Node, ...], ...]:
         """The strongly connected sets of nodes that wait for nobody outside their set."""
-        return tuple(one for one in self._components() if self._waits_for_itself_alone(frozenset(one)))
-
-    def _waits_for_itself_alone(self, nodes: frozenset[Node]) -> bool:
-        return all(nodes.issuperset(edge.on) for node in nodes for edge in self.edges.get(node, ()))
+        sets = ((one, frozenset(one)) for one in self._components())
+        edges = self.edges
+        return tuple(one for one, nodes in sets if all(nodes.issuperset(e.on) for n in one for e in edges.get(n, ())))
 
     def _components(self) -> list[tuple[Node, ...]]:
         """Strongly connected components (Tarjan, iterative: classes can be as many as ranks)."""
@@ -129,19 +128,13 @@ class Graph:
                     if work:
                         low[work[-1][0]] = min(low[work[-1][0]], low[node])
                     if low[node] == index[node]:
-                        found.append(_pop_until(node, stack, on_stack))
+                        members = [stack.pop()]
+                        while members[-1] != node:
+                            members.append(stack.pop())
+                        on_stack.difference_update(members)
+                        found.append(tuple(members))
                 elif other not in index:
                     enter(other)
                 elif other in on_stack:
                     low[node] = min(low[node], index[other])
         return found
-
-
-def _pop_until(node: Node, stack: list[Node], on_stack: set[Node]) -> tuple[Node, ...]:
-    members: list[Node] = []
-    while True:
-        top = stack.pop()
-        on_stack.discard(top)
-        members.append(top)
-        if top == node:
-            return tuple(members)

@@ -11,7 +11,7 @@ The job is dead where the main thread of every rank that has not ended can never
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,13 +20,13 @@ from safelaunch.model import (
     Collective,
     Frame,
     ProcessEvidence,
+    ProcessState,
     ProofEdge,
     RankEvidence,
     StackSample,
     Thread,
     rank_words,
 )
-from safelaunch.model.entries import Entries
 from safelaunch.verdict.collectives import described, number_of, op_name, signature
 from safelaunch.verdict.conditions import View
 from safelaunch.verdict.graph import Need, Node, stuck
@@ -35,6 +35,7 @@ from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.innermost import is_given_by
 from safelaunch.verdict.reading.kernel import kind_of
+from safelaunch.verdict.reading.source import ReadSource
 from safelaunch.verdict.waits import Case
 
 MOST_EDGES = 24
@@ -101,16 +102,57 @@ class _Transfer:
 
 @dataclass(frozen=True)
 class _Process:
+    """``views``: of its threads that run Python, the main one first; of its first thread alone where none does."""
+
     rank: int
     evidence: ProcessEvidence
-    python: tuple[Thread, ...]  # the threads that run Python, the main one first
+    views: Mapping[_Actor, View]
+    runs_python: bool
+
+    @classmethod
+    def of(cls, evidence: ProcessEvidence, rank: RankEvidence, read_source: ReadSource) -> _Process:
+        first = View(evidence, rank, read_source=read_source)
+        threads = _python_threads(evidence)
+        views = {
+            _Actor(rank.rank, evidence.pid, one.os_tid or 0): replace(first, other=one) if number else first
+            for number, one in enumerate(threads)
+        }
+        return cls(rank.rank, evidence, views or {_Actor(rank.rank, evidence.pid, 0): first}, bool(threads))
+
+    @property
+    def main(self) -> _Actor:
+        return next(iter(self.views))
+
+    @property
+    def newest(self) -> ProcessState:
+        return self.evidence.states[-1]
+
+    def actor(self, view: View) -> _Actor:
+        return next(actor for actor, one in self.views.items() if one is view)
+
+    def beside(self, view: View) -> frozenset[Node]:
+        """Its other threads that run Python."""
+        return frozenset(self.views) - {self.actor(view)}
+
+    @cached_property
+    def unknown(self) -> frozenset[int]:
+        """The native threads that may run Python code of their own accord."""
+        python = {one.thread.os_tid for one in self.views.values() if one.thread and self.runs_python}
+        native = [thread for thread in self.newest.threads if thread.tid not in python]
+        listening = [one for one in native if one.syscall_name.startswith("accept") and _TORCH.fullmatch(one.rests_in)]
+        serves = any(thread.name.startswith(_OF_RPC) for thread in native) or len(listening) > 1
+        return frozenset(thread.tid for thread in native if serves or not _BELOW_TORCH.fullmatch(thread.rests_in))
+
+    @property
+    def serves_a_store(self) -> bool:
+        return any(thread.name.startswith("pt_tcpstore") for thread in self.newest.threads)
 
     @property
     def has_others(self) -> bool:
         """Whether it has native threads of which nothing is known."""
-        if self.python:
-            return bool(_unknown_beside(self.evidence))
-        return bool(self.evidence.states) and len(self.evidence.states[-1].threads) > 1
+        if self.runs_python:
+            return bool(self.unknown)
+        return bool(self.evidence.states) and len(self.newest.threads) > 1
 
 
 def prove(case: Case) -> tuple[ProofEdge, ...]:
@@ -132,68 +174,53 @@ class _Prover:
         self._case = case
         self._living = frozenset(living)
         self._processes: dict[tuple[str, int], _Process] = {}
+        self._of_ranks: dict[int, _Process] = {}  # those of the ranks themselves
         self._roots: dict[_Call, set[tuple[int | None, int | None]]] = {}  # that those who wait in a call have named
         for rank in living:
             one = case.ranks[rank].evidence
             for process in (one.main, *one.children):
                 if process is not None and not _is_gone(process):
-                    self._processes[one.host, process.pid] = _Process(rank, process, _python_threads(process))
+                    self._processes[one.host, process.pid] = _Process.of(process, one, case.read_source)
+            if (main := self._processes.get((one.host, one.pid))) is not None and main.runs_python:
+                self._of_ranks[rank] = main
 
     def proof(self) -> tuple[ProofEdge, ...]:
-        if any(not self._main(rank) for rank in self._living):
+        if self._of_ranks.keys() != self._living:
             return ()
         needs: dict[Node, tuple[Need, ...]] = {}
         for process in self._processes.values():
-            for actor, view in self._views(process):
-                needs[actor] = self._needs(view, process) or ()
+            for actor, view in process.views.items():
+                needs[actor] = self._needs(view, process)
         self._add_calls(needs)
         found = stuck({node: each for node, each in needs.items() if each})
-        mains = {main for rank in self._living for main in self._main(rank)}
-        return self._edges(found, mains) if mains <= found.keys() else ()
+        return self._edges(found) if found.keys() >= set(self._mains) else ()
 
-    def _main(self, rank: int) -> tuple[_Actor, ...]:
-        one = self._case.ranks[rank].evidence
-        process = self._processes.get((one.host, one.pid))
-        return (_Actor(rank, one.pid, process.python[0].os_tid or one.pid),) if process and process.python else ()
-
-    def _views(self, process: _Process) -> Iterator[tuple[_Actor, View]]:
-        rank = self._case.ranks[process.rank].evidence
-        first = View(process.evidence, rank, read_source=self._case.read_source)
-        if not process.python:
-            yield _Actor(process.rank, process.evidence.pid, 0), first
-        for number, thread in enumerate(process.python):
-            view = first if number == 0 else View(process.evidence, rank, thread, self._case.read_source)
-            yield self._actor(process, thread), view
-
-    def _is_main(self, process: _Process) -> bool:
-        return process.evidence.pid == self._case.ranks[process.rank].evidence.pid
-
-    @staticmethod
-    def _actor(process: _Process, thread: Thread) -> _Actor:
-        return _Actor(process.rank, process.evidence.pid, thread.os_tid or 0)
+    @cached_property
+    def _mains(self) -> dict[Node, int]:
+        """The main thread of each rank."""
+        return {one.main: rank for rank, one in self._of_ranks.items()}
 
     # --- what one thread needs ----------------------------------------------------------------------------------------
 
-    def _needs(self, view: View, process: _Process) -> tuple[Need, ...] | None:
-        """None: it may go on."""
+    def _needs(self, view: View, process: _Process) -> tuple[Need, ...]:
+        """Nothing: it may go on."""
         if not _is_steady(view, spins=self._uses_device(view) and not _in_lock(view)):
-            return None
+            return ()
         if view.wait.kind in ("running", "stopped", "disk", "sleep", "select", "dead"):
-            return self._on_device(view) if view.wait.kind == "running" else None
-        found = self._of_c10d(view, process)
-        if found is not None:
+            return self._on_device(view) if view.wait.kind == "running" else ()
+        if found := self._of_c10d(view, process):
             return found
         if view.wait.left_s is not None or _may_be_interrupted(view):
-            return None  # a time limit ends it, or a timer
+            return ()  # a time limit ends it, or a timer
         of_kind = {
             "lock": self._of_lock,
             "child": self._of_child,
             "io": self._of_descriptor,
             "poll": self._of_descriptor,
         }
-        needs = of_kind[view.wait.kind](view, process) if view.wait.kind in of_kind else None
+        needs = of_kind[view.wait.kind](view, process) if view.wait.kind in of_kind else ()
         handled = self._ends_handled(view, process)
-        return tuple(replace(need, givers=need.givers | handled) for need in needs or ()) or None
+        return tuple(replace(need, givers=need.givers | handled) for need in needs)
 
     def _ends_handled(self, view: View, process: _Process) -> frozenset[Node]:
         """The threads of children, where a handler of the main thread hears of their ends: it may release that."""
@@ -201,35 +228,35 @@ class _Prover:
 
     def _children_heard(self, processes: Iterable[_Process]) -> frozenset[Node]:
         """The threads of the children of whose ends a handler of these processes hears."""
-        parents = {one.evidence.pid: one.rank for one in processes if one.evidence.states[-1].handles_child_ends}
+        parents = {one.evidence.pid: one.rank for one in processes if one.newest.handles_child_ends}
         family = self._processes.items()
-        return self._threads_of(owner for owner, one in family if parents.get(one.evidence.states[-1].ppid) == one.rank)
+        return self._threads_of(owner for owner, one in family if parents.get(one.newest.ppid) == one.rank)
 
-    def _of_c10d(self, view: View, process: _Process) -> tuple[Need, ...] | None:
+    def _of_c10d(self, view: View, process: _Process) -> tuple[Need, ...]:
         seen = view.awaited.peers
-        if not self._is_main(process) or view.rank.gil.foreign_backend:
-            return None  # its groups are its own, and no rank's; or nobody knows what ends their calls
+        if process is not self._of_ranks[view.rank.rank] or view.rank.gil.foreign_backend:
+            return ()  # its groups are its own, and no rank's; or nobody knows what ends their calls
         if seen is None:
             return self._on_device(view) or self._of_open_calls(view, process)
         wait = peer_wait(view.rank, view, self._case.alignment)
         claim = wait.claims[0] if wait is not None and wait.claims else None
         is_usual = seen.kind == "init" or seen.op == "new_group" or (wait is not None and wait.kind == "p2p")
         if self._has_own_limit(view, is_usual=is_usual):
-            return None
+            return ()
         if seen.kind == "init":
             late = [rank for rank in sorted(self._case.world) if not self._has_come(rank)]
-            return tuple(Need(self._callers(rank), f"rank {rank} to join", claim) for rank in late) or None
+            return tuple(Need(self._callers(rank), f"rank {rank} to join", claim) for rank in late)
         if seen.op == "new_group":
             return self._of_new_group(view, claim)
         if wait is None or (wait.group is None and wait.kind != "p2p"):
-            return None
+            return ()
         entries = self._entries(view, is_p2p=wait.kind == "p2p") if wait.group is not None else []
         if entries:
             possible = [_call(entry, view.rank.rank) for entry in entries]
             if len(possible) == 1 and (wait.source, wait.target) != (None, None):
                 self._roots.setdefault(possible[0], set()).add((wait.source, wait.target))
             return (Need(frozenset(possible), " or ".join(map(described, entries[-3:])), claim),)
-        return self._of_transfer(view, wait) if wait.kind == "p2p" else None
+        return self._of_transfer(view, wait) if wait.kind == "p2p" else ()
 
     @staticmethod
     def _has_own_limit(view: View, *, is_usual: bool) -> bool:
@@ -244,15 +271,15 @@ class _Prover:
             return False
         return view.wait.kind == "lock" or not any(-15 <= left_s - one <= 1 for one in _OF_STORES_S)
 
-    def _of_transfer(self, view: View, wait: PeerWait) -> tuple[Need, ...] | None:
+    def _of_transfer(self, view: View, wait: PeerWait) -> tuple[Need, ...]:
         """One that is not recorded: any thread of the peer that runs the user's code may be the one to meet it."""
         mine, rank = _Transfer.of(wait), view.rank.rank
         if not self._case.alignment.is_in_closed_groups(rank):
-            return None
+            return ()
         peers = [wait.peer] if wait.peer is not None else sorted(self._case.world - {rank})
         if any(mine.may_meet(rank, other, peer) for peer in peers for other in self._transfers.get(peer, ())):
-            return None  # it may be under way
-        givers = self._any_of(peers).union(*map(self._not_of_torch, peers))
+            return ()  # it may be under way
+        givers = _NEVER.union(*map(self._callers, peers), *map(self._not_of_torch, peers))
         return (Need(givers, wait.words, wait.claims[0] if wait.claims else None),)
 
     @cached_property
@@ -261,7 +288,7 @@ class _Prover:
         found: dict[int, list[_Transfer]] = {}
         for process in self._processes.values():
             mine = found.setdefault(process.rank, [])
-            for _, view in self._views(process):
+            for view in process.views.values():
                 wait = peer_wait(view.rank, view, self._case.alignment)
                 mine += [_Transfer.of(wait)] if wait is not None and wait.kind == "p2p" else []
         for rank, mine in found.items():
@@ -273,65 +300,62 @@ class _Prover:
         """The threads that may run code of the user's or of a library: all but those that torch begins for itself."""
         if rank not in self._living:
             return _NEVER
-        one = self._case.ranks[rank].evidence
-        process = self._processes[one.host, one.pid]
-        return frozenset(self._actor(process, thread) for thread in process.python if not _is_of_torch(one, thread))
+        return frozenset(actor for actor, view in self._of_ranks[rank].views.items() if not _is_of_torch(view))
 
     def _has_come(self, rank: int) -> bool:
         """It is in ``init_process_group``, or past it."""
         wait = self._case.ranks[rank].wait if rank in self._case.ranks else None
         return self._case.alignment.joined(rank) or (wait is not None and wait.kind == "init")
 
-    def _of_new_group(self, view: View, claim: Claim | None) -> tuple[Need, ...] | None:
+    def _of_new_group(self, view: View, claim: Claim | None) -> tuple[Need, ...]:
         """All ranks of the world take part in it, and torch counts the groups on each."""
         made = view.rank.gil.groups_made
         others = {rank: one.evidence.gil.groups_made for rank, one in self._case.ranks.items()}
         if made is None or None in others.values() or len(others) < len(self._case.world):
-            return None
+            return ()
         late = [rank for rank, count in others.items() if (count or 0) < made]
-        needs = tuple(Need(self._callers(rank), f"rank {rank} to make that group as well", claim) for rank in late)
-        return needs or None
+        return tuple(Need(self._callers(rank), f"rank {rank} to make that group as well", claim) for rank in late)
 
-    def _on_device(self, view: View) -> tuple[Need, ...] | None:
+    def _on_device(self, view: View) -> tuple[Need, ...]:
         """A synchronize ends after all that the device is in. What it has not begun may stand behind a kernel."""
         if not view.device:
-            return None
+            return ()
         pending = [entry for entry in self._pending(view) if not entry.by_gloo]
         begun = [entry for entry in pending if entry.started is not False]
-        return tuple(self._need_of(entry, view) for entry in begun) or None
+        rank, claim = view.rank.rank, _stack_claim(view)
+        return tuple(Need(frozenset({_call(one, rank)}), described(one), claim) for one in begun)
 
-    def _of_open_calls(self, view: View, process: _Process) -> tuple[Need, ...] | None:
+    def _of_open_calls(self, view: View, process: _Process) -> tuple[Need, ...]:
         """``work.wait()`` and a backward pass show no frame of c10d: it may be any of the calls that are under way."""
         if view.wait.kind != "lock" and view.native() != "peers":
-            return None
+            return ()
         if self._has_own_limit(view, is_usual=not self._pending(view)):
-            return None
+            return ()
         rests_in = _rests_in(view)
         if rests_in in ("lock", "gil") or not (calls.in_torch(view.stack) or _is_own_line(view)):
-            return None
+            return ()
         in_future = calls.FUTURE.on(view.stack.called)
         if calls.RPC.on(view.stack.called) or (in_future and process.has_others):
-            return None  # another rank may answer, through a native thread
-        ident = view.thread.ident if view.thread is not None else 0
-        pending = [entry for entry in self._pending(view) if entry.thread in (0, ident)]
+            return ()  # another rank may answer, through a native thread
+        pending = [entry for entry in self._pending(view) if entry.thread in (0, _ident(view))]
         of_torch = _TORCH.fullmatch(rests_in) is not None
         if not pending:
             wait = self._case.ranks[view.rank.rank].wait if view.other is None else None
             if not of_torch or wait is None or wait.kind != "p2p" or not _names_a_transfer(view):
-                return None  # nothing tells the group, which may be one with processes of other jobs
+                return ()  # nothing tells the group, which may be one with processes of other jobs
             return self._of_transfer(view, wait)
         if not of_torch and rests_in:
-            return None  # a library of its own
+            return ()  # a library of its own
         givers: set[Node] = {_call(entry, view.rank.rank) for entry in pending}
         if not of_torch and not calls.in_torch(view.stack):
             if _may_be_interrupted(view):
-                return None  # or it is a lock, after all
-            givers |= self._other_threads(process, view) | self._ends_handled(view, process)
+                return ()  # or it is a lock, after all
+            givers |= process.beside(view) | self._ends_handled(view, process)
         elif in_future:
-            givers |= self._other_threads(process, view)
+            givers |= process.beside(view)
         return (Need(frozenset(givers), " or ".join(described(one) for one in pending[:3]), _stack_claim(view)),)
 
-    def _of_lock(self, view: View, process: _Process) -> tuple[Need, ...] | None:
+    def _of_lock(self, view: View, process: _Process) -> tuple[Need, ...]:
         """Whoever holds a lock, or fills a queue, is a thread that runs Python: any other one of the process."""
         lock, rests_in = calls.lock_wait(view.stack.called), _rests_in(view)
         shared = rests_in.startswith("_multiprocessing")
@@ -339,31 +363,24 @@ class _Prover:
             lock = calls.LockWait("a multiprocessing lock", shared=True)
         sharers, target = [(view.rank.host, end.pid) for end in view.wait.ends or ()], view.wait.thread.fd_target
         if shared and (_is_public(target) or not sharers or not self._processes.keys() >= set(sharers)):
-            return None
+            return ()
         if rests_in not in ("lock", "gil") and not shared and (lock is None or rests_in):
-            return None  # what others have built with the same frames may be ended by somebody else
+            return ()  # what others have built with the same frames may be ended by somebody else
         what = lock.what if lock is not None else "a lock"
         held = lock is not None and lock.on == "lock"
-        if self._may_call_natively(process) if held else _unknown_beside(process.evidence):
-            return None  # any thread may release a lock, not only the one that holds it
-        givers = self._other_threads(process, view)
+        if self._may_call_natively(process) if held else process.unknown:
+            return ()  # any thread may release a lock, not only the one that holds it
+        givers = process.beside(view)
         if shared:
-            givers |= self._threads_of(sharers) - self._own(process, view)
+            givers |= self._threads_of(sharers) - {process.actor(view)}
         elif lock is not None and lock.by_processes:
             others = (one for one in self._processes.values() if one.rank == process.rank and one is not process)
-            givers |= {actor for other in others for actor, _ in self._views(other)}
+            givers = givers.union(*(other.views for other in others))
         givers |= {_call(entry, view.rank.rank) for entry in self._pending(view)}  # what is called back at its end
         why = f"another thread to end the wait for {what} at {view.place}"
-        return (Need(frozenset(givers), why, _stack_claim(view)),)
+        return (Need(givers, why, _stack_claim(view)),)
 
-    def _own(self, process: _Process, view: View) -> set[Node]:
-        """The waiting thread itself, of a process that runs Python."""
-        return {self._actor(process, view.thread)} if view.thread is not None else set()
-
-    def _other_threads(self, process: _Process, view: View) -> set[Node]:
-        return {self._actor(process, thread) for thread in process.python if thread is not view.thread}
-
-    def _of_child(self, view: View, process: _Process) -> tuple[Need, ...] | None:
+    def _of_child(self, view: View, process: _Process) -> tuple[Need, ...]:
         pid, host = view.wait.thread.child, view.rank.host
         parent = process.evidence.pid
         children = [
@@ -372,32 +389,32 @@ class _Prover:
             if (one.pid == pid if pid is not None else one.states and one.states[-1].ppid == parent)
         ]
         if not children or any(child not in self._processes for child in children):
-            return None  # one that was not seen, or has ended and is about to be reaped
-        givers = self._threads_of([*children, (host, parent)]) - self._own(process, view)  # another thread may end it
+            return ()  # one that was not seen, or has ended and is about to be reaped
+        givers = self._threads_of([*children, (host, parent)]) - {process.actor(view)}  # another thread may end it
         return (Need(givers, f"a child process to end ({view.place})", _stack_claim(view)),)
 
-    def _of_descriptor(self, view: View, process: _Process) -> tuple[Need, ...] | None:
+    def _of_descriptor(self, view: View, process: _Process) -> tuple[Need, ...]:
         wait, thread, host = view.wait, view.wait.thread, view.rank.host
         if thread.locked_by is not None and thread.ends_closed:
             pids = [*self._sharing(host, thread.locked_by), *thread.lock_sharers]
         elif wait.ends is not None and thread.ends_closed and wait.kind == "io" and not thread.times_out:
             pids = [*(end.pid for end in wait.ends), *thread.lock_sharers]
         else:
-            return None
+            return ()
         owners = {(host, pid) for pid in (*pids, process.evidence.pid)}
         if not pids or not owners <= self._processes.keys():
-            return None
+            return ()
         others = [self._processes[owner] for owner in owners]
-        if any(one.evidence.states[-1].handles_signals or _serves_a_store(one.evidence) for one in others):
-            return None  # a handler may write, or unlock; anybody may set a key
-        givers = (self._threads_of(owners) | self._children_heard(others)) - self._own(process, view)
+        if any(one.newest.handles_signals or one.serves_a_store for one in others):
+            return ()  # a handler may write, or unlock; anybody may set a key
+        givers = (self._threads_of(owners) | self._children_heard(others)) - {process.actor(view)}
         return (Need(givers, f"an answer to {wait.call} on {thread.fd_target} at {view.place}", _stack_claim(view)),)
 
     def _threads_of(self, owners: Iterable[tuple[str, int]]) -> frozenset[Node]:
         """All threads of these processes, native ones, too: they may write, close, or end their process."""
         processes = [self._processes[owner] for owner in owners]
         others = {_Actor(one.rank, one.evidence.pid, OTHERS) for one in processes if one.has_others}
-        return frozenset(others.union(actor for one in processes for actor, _ in self._views(one)))
+        return frozenset(others.union(*(one.views for one in processes)))
 
     def _sharing(self, host: str, pid: int) -> list[int]:
         """The process and all others of its rank: a lock on a file is inherited."""
@@ -414,12 +431,11 @@ class _Prover:
     @cached_property
     def _open_calls(self) -> dict[int, list[Collective]]:
         """Rank → its calls that are not completed, oldest first."""
-        found = {}
-        for rank, record in self._case.alignment.records.items():
-            ring = Entries.of(record.entries)
-            kinds = {n for n, kind in ring.used().items() if not kind.completed and kind.op}
-            found[rank] = [ring[position] for position in ring.positions_of(kinds)]
-        return found
+        ring_of = self._case.alignment.ring
+        return {
+            rank: ring_of(rank).matching(lambda kind: not kind.completed and bool(kind.op))
+            for rank in self._case.alignment.records
+        }
 
     def _entries(self, view: View, *, is_p2p: bool) -> list[Collective]:
         """The calls in one of which the thread waits: those of its line, else all that no other Python thread made."""
@@ -431,9 +447,6 @@ class _Prover:
 
     def _uses_device(self, view: View) -> bool:
         return bool(view.device) or any(not entry.by_gloo for entry in self._pending(view))
-
-    def _need_of(self, entry: Collective, view: View) -> Need:
-        return Need(frozenset({_call(entry, view.rank.rank)}), described(entry), _stack_claim(view))
 
     def _add_calls(self, needs: dict[Node, tuple[Need, ...]]) -> None:
         for rank, entries in self._open_calls.items():
@@ -477,61 +490,54 @@ class _Prover:
                 needs.append(Need(self._callers(member), f"rank {member} to enter {described(entry)}", claim))
         return tuple(needs)
 
-    def _any_of(self, ranks: Iterable[int]) -> frozenset[Node]:
-        return frozenset().union(*(self._callers(rank) for rank in ranks))
-
     def _callers(self, rank: int) -> frozenset[Node]:
         """The threads of ``rank`` that may make a call: its main one, those that ever did, and those that are too new
         to have a habit; none once it ended.
         """
         if rank not in self._living:
             return _NEVER
-        one = self._case.ranks[rank].evidence
-        process = self._processes[one.host, one.pid]
-        idents = self._idents.get(rank, frozenset())
-        made = (thread for thread in process.python[1:] if not idents or thread.ident in idents or not thread.ident)
+        process, known = self._of_ranks[rank], self._idents[rank]
+        made = {actor for actor, view in process.views.items() if not known or _ident(view) in known | {0}}
         new = self._not_of_torch(rank) - self._accustomed(process)
         if self._may_call_natively(process):
             new |= {_Actor(rank, process.evidence.pid, OTHERS)}  # native code may call back into Python
-        return frozenset(self._main(rank)) | {self._actor(process, thread) for thread in made} | new
+        return new | made | {process.main}
 
     def _may_call_natively(self, process: _Process) -> bool:
         """Whether native threads of which nothing is known may go on: any but an old one that waits for its process,
         of which no handler may wake it, either."""
-        state = process.evidence.states[-1]
+        state = process.newest
         own = [t for t in state.threads if t.syscall_name.startswith("futex") and not t.fd_target and t.ends_s is None]
         idle = {t.tid for t in own} if not (state.handles_signals or state.handles_child_ends) else set()
-        return bool(_unknown_beside(process.evidence) - (self._old_threads(process) & idle))
+        return bool(process.unknown - (self._old_threads(process) & idle))
 
     def _accustomed(self, process: _Process) -> frozenset[Node]:
         """Threads that have let their rank make several calls without making one themselves, and that have had their
         turn in the present quiet as well: what rests for long may do something new when it goes on, and who listens,
         when it hears something."""
         old = self._old_threads(process)
-        threads = process.evidence.states[-1].threads
+        threads = process.newest.threads
         had_its_turn = {t.tid for t in threads if t.rested_s == 0 and kind_of(t) not in ("select", "poll", "io")}
-        there = (thread for thread in process.python if thread.os_tid in old & had_its_turn)
-        return frozenset(self._actor(process, thread) for thread in there)
+        return frozenset(actor for actor in process.views if actor.tid in old & had_its_turn)
 
     def _old_threads(self, process: _Process) -> frozenset[int]:
-        record = self._case.alignment.records.get(process.rank)
-        made = sorted(Entries.of(record.entries).created_ns) if record is not None else []
+        made = sorted(self._case.alignment.ring(process.rank).created_ns)
         if len(made) < HABIT:
             return frozenset()
-        threads = process.evidence.states[-1].threads
+        threads = process.newest.threads
         return frozenset(t.tid for t in threads if t.started_ns is not None and t.started_ns < made[-HABIT])
 
     @cached_property
     def _idents(self) -> dict[int, frozenset[int]]:
-        records = self._case.alignment.records
-        return {rank: frozenset(Entries.of(one.entries).threads) - {0} for rank, one in records.items()}
+        return {rank: frozenset(self._case.alignment.ring(rank).threads) - {0} for rank in self._living}
 
     # --- in words -----------------------------------------------------------------------------------------------------
 
-    def _edges(self, found: dict[Node, Need], mains: Collection[Node]) -> tuple[ProofEdge, ...]:
+    def _edges(self, found: Mapping[Node, Need]) -> tuple[ProofEdge, ...]:
         """From the main threads along what they need, and what that needs; ranks that need the same stand together."""
         together: dict[tuple[str, tuple[str, ...], str], list[Node]] = {}
-        queue, seen = sorted(mains, key=repr), set(mains)
+        queue: list[Node] = sorted(self._mains, key=repr)
+        seen = set(queue)
         for node in queue:  # grows while it is walked
             need = found[node]
             file = need.claim.file if need.claim is not None else ""
@@ -547,10 +553,10 @@ class _Prover:
         return tuple(edges)
 
     def _names(self, nodes: Iterable[Node]) -> tuple[str, ...]:
-        nodes = list(nodes)
-        mains = [n.rank for n in nodes if isinstance(n, _Actor) and n in self._main(n.rank)]
+        nodes = set(nodes)
+        mains = [rank for main, rank in self._mains.items() if main in nodes]
         ranks = rank_words(mains) if mains else ""
-        rest = {self._name(node) for node in nodes if not (isinstance(node, _Actor) and node in self._main(node.rank))}
+        rest = {self._name(node) for node in nodes - self._mains.keys()}
         return tuple(filter(None, (ranks, *sorted(rest))))
 
     @staticmethod
@@ -636,6 +642,10 @@ def _is_steady(view: View, *, spins: bool) -> bool:
     return spins or (same_wait and not ran)
 
 
+def _ident(view: View) -> int:
+    return view.thread.ident if view.thread is not None else 0
+
+
 def _rests_in(view: View) -> str:
     states = view.process.states[-2:]
     found = {t.rests_in for state in states for t in state.threads if t.tid == view.os_tid}
@@ -647,14 +657,9 @@ def _may_be_interrupted(view: View) -> bool:
     return view.os_tid == view.process.pid and view.process.states[-1].handles_signals
 
 
-def _serves_a_store(process: ProcessEvidence) -> bool:
-    return any(thread.name.startswith("pt_tcpstore") for thread in process.states[-1].threads)
-
-
-def _is_of_torch(rank: RankEvidence, thread: Thread) -> bool:
-    frames = fr.python_frames(thread)
-    begun = next((frame.file for frame in reversed(frames) if fr.basename(frame.file) != "threading.py"), "")
-    return "/torch/" in fr.normal(begun) and fr.is_library(begun) and not fr.stack_of(rank, frames).user_frame
+def _is_of_torch(view: View) -> bool:
+    begun = next((frame.file for frame in reversed(view.frames) if fr.basename(frame.file) != "threading.py"), "")
+    return "/torch/" in fr.normal(begun) and fr.is_library(begun) and not view.user_frame
 
 
 def _in_lock(view: View) -> bool:
@@ -682,12 +687,3 @@ def _names_a_transfer(view: View) -> bool:
 
 def _stack_claim(view: View) -> Claim:
     return view.stack_claim(f"{view.words} waits at {view.place}")
-
-
-def _unknown_beside(process: ProcessEvidence) -> frozenset[int]:
-    """The native threads that may run Python code of their own accord."""
-    python = {thread.os_tid for thread in _python_threads(process)}
-    native = [thread for thread in process.states[-1].threads if thread.tid not in python]
-    listening = [one for one in native if one.syscall_name.startswith("accept") and _TORCH.fullmatch(one.rests_in)]
-    serves = any(thread.name.startswith(_OF_RPC) for thread in native) or len(listening) > 1
-    return frozenset(thread.tid for thread in native if serves or not _BELOW_TORCH.fullmatch(thread.rests_in))

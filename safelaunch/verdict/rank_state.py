@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from safelaunch.model import Claim, Evidence, FileLock, Frame, ProcessEvidence, RankEvidence
+from safelaunch.model import Claim, Collective, Evidence, FileLock, Frame, ProcessEvidence, RankEvidence
 from safelaunch.verdict import exits, peers
 from safelaunch.verdict.causes import BY_ITSELF, FOREIGN_LOCK, LOCK_FILE, OUTLIVES, OWED, STORE_NOT_REACHED
 from safelaunch.verdict.collectives import Alignment, described, number_of, op_name
@@ -112,6 +112,18 @@ class Facts:
         """The waits of background threads for which main threads wait, each once."""
         waits = (one.wait for one in self.ranks.values() if one.wait is not None and one.wait.thread is not None)
         return list({(wait.key, wait.thread): wait for wait in waits}.values())
+
+    @cached_property
+    def waiting(self) -> dict[int, PeerWait]:
+        """What each rank waits in that waits for its peers."""
+        return {rank: one.wait for rank, one in self.ranks.items() if one.wait is not None}
+
+    def call_of(self, rank: int) -> Collective | None:
+        """The recorded collective in which the rank waits, where that is known."""
+        wait = self.waiting.get(rank)
+        if wait is None or wait.group is None or wait.seq is None:
+            return None
+        return self.alignment.entry(rank, wait.group, wait.seq)
 
     def may_wait_elsewhere(self, rank: int) -> bool:
         """What this rank does may be to wait for a rank that was not seen: by polling for a file of its, say."""

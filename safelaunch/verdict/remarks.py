@@ -22,8 +22,7 @@ from safelaunch.verdict.reading import calls, tracebacks
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.frames import short
 from safelaunch.verdict.reading.source import handler_of, runs_aside
-from safelaunch.verdict.rules_results import CAUSES as WRONG_RESULTS
-from safelaunch.verdict.rules_results import FILE as INCONSISTENT
+from safelaunch.verdict.rules_live import INCONSISTENT, WRONG_RESULTS
 
 _MOST_SIDES = 3
 _APART = frozenset({"collective-mismatch", "p2p-cycle", "group-order"})

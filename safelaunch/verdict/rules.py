@@ -10,20 +10,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from safelaunch.verdict import (
+    explanations,
     rules_aborted,
     rules_history,
+    rules_live,
     rules_mismatch,
     rules_nodes,
-    rules_results,
     rules_state,
     rules_unfit,
     rules_wait,
-    wrong_group,
 )
 from safelaunch.verdict.causes import CAUSES, FAILURES
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.rank_state import RankFacts
-from safelaunch.verdict.stalled import is_stalled
+from safelaunch.verdict.rules_live import is_stalled
 from safelaunch.verdict.waits import Case
 
 # What has to be true of the case for a kind to be asked.
@@ -99,18 +99,16 @@ RULES: tuple[Rule, ...] = (
     Rule("Did all nodes come?", (Kind(rules_nodes.rendezvous_incomplete, ("init-not-joined",)),)),
     Rule(
         "Does a live job compute wrong results?",
-        (Kind(rules_results.wrong_results, rules_results.CAUSES, ("a live job",)),),
+        (Kind(rules_live.wrong_results, rules_live.WRONG_RESULTS, ("a live job",)),),
     ),
-    Rule(
-        "Does it make progress?", (Kind(rules_state.slow_not_stuck, ("slow-not-stuck",), ("a live job that moves",)),)
-    ),
+    Rule("Does it make progress?", (Kind(rules_live.slow_not_stuck, ("slow-not-stuck",), ("a live job that moves",)),)),
     Rule(
         "What broke the calls between ranks?",
         (
             Kind(rules_aborted.aborted_by_a_peer, _EITHER, ("a crash",)),
             Kind(rules_aborted.wrong_size_received, _EITHER, ("a crash",)),
             Kind(rules_nodes.node_lost, ("node-lost",), ("a crash", "several nodes")),
-            Kind(wrong_group.unusual_group, ("missing-from-collective",), ("a crash",)),
+            Kind(explanations.unusual_group, ("missing-from-collective",), ("a crash",)),
             Kind(rules_mismatch.compared_by_torch, _MISMATCH, ("a crash",)),
         ),
     ),

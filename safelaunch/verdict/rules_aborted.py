@@ -8,9 +8,10 @@ from itertools import dropwhile
 
 from safelaunch.model import Claim, RankEvidence
 from safelaunch.verdict.causes import FAILURES, SIZES_DIFFER, UNUSUAL_GROUP
-from safelaunch.verdict.collectives import Mismatch, vote
+from safelaunch.verdict.collectives import Mismatch, sides_of, vote
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.exits import aborted_in, failed_at, is_aborted
+from safelaunch.verdict.explanations import habit_claim, unusual
 from safelaunch.verdict.findings import (
     Finding,
     Ruling,
@@ -29,7 +30,6 @@ from safelaunch.verdict.rank_state import Facts, RankFacts, user_stack_of, view_
 from safelaunch.verdict.reading import calls, failures
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.rules_mismatch import Call, Meeting, by_a_break, by_the_source, of_record
-from safelaunch.verdict.wrong_group import unusual
 
 
 def aborted_by_a_peer(facts: Facts) -> Ruling:
@@ -86,21 +86,16 @@ def _aborted_by_gloo(facts: Facts, one: RankFacts) -> bool:
 def _with_aborted(facts: Facts, found: Mismatch, aborted: Sequence[int]) -> Mismatch:
     """The vote with the aborted ranks, whose records are lost: each is of the side that came to its call as it did."""
     sides = {key: list(ranks) for key, ranks in found.classes.items()}
+    known = {rank: key for key, ranks in found.classes.items() for rank in ranks}
+    stacks = {rank: facts.alignment.stack(rank, entry) for rank, entry in found.entries.items()}
     for rank in aborted:
         stack = aborted_in(facts.ranks[rank].evidence)
         way = [*map(fr.spot, stack.user_frames)] if stack is not None else []
-        same = [key for key, ranks in found.classes.items() if way and way in _ways_of(facts, found, ranks)]
+        same = {known[r] for r, its in stacks.items() if way and [*map(fr.spot, its.user_frames)] == way}
         if len(same) == 1:
-            sides[same[0]].append(rank)
+            sides[same.pop()].append(rank)
     odd, majority = vote(sides)
-    known = {rank for ranks in found.classes.values() for rank in ranks}
     return replace(found, odd=tuple(rank for rank in odd if rank in known), majority=majority)
-
-
-def _ways_of(facts: Facts, found: Mismatch, ranks: Iterable[int]) -> list[list[fr.Spot]]:
-    entries = {rank: facts.alignment.entry(rank, found.group, found.seq) for rank in ranks}
-    stacks = (facts.alignment.stack(rank, entry) for rank, entry in entries.items() if entry is not None)
-    return [[*map(fr.spot, stack.user_frames)] for stack in stacks]
 
 
 def wrong_size_received(facts: Facts) -> Ruling:
@@ -112,8 +107,7 @@ def wrong_size_received(facts: Facts) -> Ruling:
     earlier calls from that line, it is.
     """
     aborted = [one for one in facts.ranks.values() if one.condition is not None and _aborted_by_gloo(facts, one)]
-    waits = {rank: one.wait for rank, one in facts.ranks.items() if one.wait is not None}
-    others = {rank: wait for rank, wait in waits.items() if _may_meet(facts, wait, aborted)} or waits
+    others = {rank: wait for rank, wait in facts.waiting.items() if _may_meet(facts, wait, aborted)} or facts.waiting
     if not aborted or not others:
         return ""
     mine = {one.rank: aborted_in(one.evidence) for one in aborted}
@@ -167,15 +161,15 @@ def _shown_in(facts: Facts, rank: int) -> str:
 
 def _ways(facts: Facts, ranks: Iterable[int]) -> dict[tuple[fr.Spot, ...], list[int]]:
     """The frames, a library's too, through which these came to the call: not those of c10d inside of it."""
-    ways: dict[tuple[fr.Spot, ...], list[int]] = {}
+    ways = {}
     for rank in sorted(ranks):
         one = facts.ranks[rank].evidence
         aborted, view = aborted_in(one), view_of(one)
         frames = one.exception.frames if one.exception is not None else view.frames if view is not None else ()
         frames = aborted.frames if aborted is not None else frames
-        way = tuple(dropwhile(lambda frame: "/torch/distributed/" in fr.normal(frame.file), frames))
-        ways.setdefault(tuple(map(fr.spot, way)), []).append(rank)
-    return ways
+        way = dropwhile(lambda frame: "/torch/distributed/" in fr.normal(frame.file), frames)
+        ways[rank] = tuple(map(fr.spot, way))
+    return sides_of(ways)
 
 
 def _may_meet(facts: Facts, wait: PeerWait, aborted: Iterable[RankFacts]) -> bool:
@@ -193,8 +187,7 @@ def _in_one_group(facts: Facts, waits: Mapping[int, PeerWait]) -> bool:
 
 def _in_another_group(facts: Facts, rank: int, words: str, aborted: Sequence[int], text: str) -> Finding:
     """The call that did not fit came from the one rank that has left its habit."""
-    claims = [Claim(f"rank {rank}: its calls from that line, and their groups", f"ranks/{rank}/flight_recorder.json")]
-    claims += [Claim(f"rank {r}: aborted in a collective", _shown_in(facts, r)) for r in aborted]
+    claims = [habit_claim(rank), *(Claim(f"rank {r}: aborted in a collective", _shown_in(facts, r)) for r in aborted)]
     return Finding(
         "collective-mismatch",
         (Doubt.ABORTED_CALL_LOST,),

@@ -9,21 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from safelaunch.model import Claim, Collective, Frame
-from safelaunch.model.entries import Entries
-from safelaunch.verdict.causes import (
-    ALONE_IN_GROUPS,
-    DDP_FORWARD,
-    EXIT_CALLED,
-    FSDP_FORWARD,
-    LEFT_OUT,
-    STATE_DICT,
-    SYNC_BATCHNORM,
-    UNUSED_PARAMETERS,
-    Advice,
-)
+from safelaunch.verdict import causes
 from safelaunch.verdict.collectives import describe, number_of, op_name
 from safelaunch.verdict.conditions import record_claim
-from safelaunch.verdict.divergence import Divergence
+from safelaunch.verdict.divergence import UNKNOWN, Divergence
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.findings import (
     Finding,
@@ -38,7 +27,6 @@ from safelaunch.verdict.findings import (
     waiting_culprit,
     waiting_culprits,
 )
-from safelaunch.verdict.history import UNKNOWN
 from safelaunch.verdict.rank_state import Facts, user_stack_of
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
@@ -53,11 +41,9 @@ def diverged_earlier(case: Case) -> Ruling:
     """
     waits = (one.wait for one in case.waits.classes.values())
     groups = {w.group for w in waits if w.kind == "collective" and w.group is not None}
-    for group in sorted(groups):
-        shift = case.histories.shift_in(group)
-        if shift is not None and shift.agrees_again and shift.explains_lag():
-            return shifted(case, shift, wait_words(case, shift.entered))
-    return ""
+    shifts = (one for one in case.histories.shifts_in(groups) if one.agrees_again and one.explains_lag())
+    shift = next(shifts, None)
+    return shifted(case, shift, wait_words(case, shift.entered)) if shift is not None else ""
 
 
 def called_past_the_end(case: Case) -> Ruling:
@@ -70,23 +56,22 @@ def called_past_the_end(case: Case) -> Ruling:
     if not ended or not waiting:
         return ""
     made = {rank: call for rank in waiting if (call := _newest_call(case, rank)) is not None}
-    shifts = (case.histories.shift_in(group) for group in sorted({call.group for call in made.values()}))
-    shift = next((one for one in shifts if one is not None and (one.agrees_again or one.explains_lag())), None)
+    shifts = case.histories.shifts_in({call.group for call in made.values()})
+    shift = next((one for one in shifts if one.agrees_again or one.explains_lag()), None)
     if shift is not None:
         return shifted(case, shift, wait_words(case, waiting))
     words, who = apart(wait_words(case, waiting)), ranks_word(ended)
     if len(made) == len(waiting) and all(_never_made(case, rank, made[rank], ended) for rank in waiting):
         text = f"{words}, which {who} never called before {'it' if len(ended) == 1 else 'they'} ended"
         claim = record_claim(ended[0], f"rank {ended[0]}: none of its calls comes from there")
-        found = _too_many(case, waiting, ended, text, claim)
         late = any(case.alignment.first(rank, call.group) > 1 for rank in ended for call in made.values())
-        return replace(found, doubts=(*found.doubts, *those({Doubt.RINGS_NOT_WHOLE: late})))
+        return _too_many(case, waiting, ended, text, claim, {Doubt.RINGS_NOT_WHOLE: late})
     steps = {rank: case.ranks[rank].step or 0 for rank in (*waiting, *ended)}
     if max(steps[rank] for rank in waiting) < min(steps[rank] for rank in ended):
         text = f"{words} after step {steps[waiting[0]]}, and {who} ended after step {steps[ended[0]]}"
         claim = Claim(f"rank {ended[0]} is at step {steps[ended[0]]}", f"ranks/{ended[0]}/progress.json")
-        found = _too_many(case, waiting, ended, f"{text}: who made fewer steps made other calls", claim)
-        return replace(found, doubts=(*found.doubts, Doubt.STACKS_ALONE))
+        text += ": who made fewer steps made other calls"
+        return _too_many(case, waiting, ended, text, claim, {Doubt.STACKS_ALONE: True})
     return ""
 
 
@@ -94,25 +79,22 @@ def _ended_and_waiting(case: Case) -> tuple[list[int], list[int]]:
     """The members of a group that have ended as scripts do, and those that wait in its calls; empty where these are
     more, or other ranks do something of their own."""
     own = conditions(case)
-    waits = {rank: one.wait for rank, one in case.ranks.items() if one.wait is not None}
-    if any(one.cause != "uneven-batches" or EXIT_CALLED in one.advice for one in own.values()):
+    if any(one.cause != "uneven-batches" or causes.EXIT_CALLED in one.advice for one in own.values()):
         return [], []
-    if any(wait.kind != "collective" for wait in waits.values()):
+    if any(wait.kind != "collective" for wait in case.waiting.values()):
         return [], []
-    groups = {call.group for rank in waits if (call := _newest_call(case, rank)) is not None}
+    groups = {call.group for rank in case.waiting if (call := _newest_call(case, rank)) is not None}
     members = frozenset.intersection(case.world, *(case.alignment.members(group)[0] for group in groups))
     ended = sorted(members & own.keys())
-    return (ended, sorted(waits)) if len(waits) <= len(ended) else ([], [])
+    return (ended, sorted(case.waiting)) if len(case.waiting) <= len(ended) else ([], [])
 
 
 def _newest_call(case: Case, rank: int) -> Collective | None:
     """The collective on record in which ``rank`` waits, or had an error: then the newest one from that line."""
-    wait, record = case.ranks[rank].wait, case.alignment.records.get(rank)
-    if wait is None or record is None:
-        return None
-    if wait.group is not None and wait.seq is not None:
-        return case.alignment.entry(rank, wait.group, wait.seq)
-    newest = next((call for call in reversed(Entries.of(record.entries)) if not call.is_p2p), None)
+    wait = case.waiting.get(rank)
+    if wait is None or wait.seq is not None:
+        return case.call_of(rank)
+    newest = next((call for call in reversed(case.alignment.ring(rank)) if not call.is_p2p), None)
     site = case.alignment.stack(rank, newest).user_frame if newest is not None else None
     return newest if _is_at(site, wait.frame) else None
 
@@ -130,14 +112,16 @@ def _never_made(case: Case, rank: int, call: Collective, others: Sequence[int]) 
     return all(one is not None and this not in one.all() | mine.before(one.last + 1) for one in theirs)
 
 
-def _too_many(case: Case, waiting: Sequence[int], ended: Sequence[int], text: str, *claims: Claim) -> Finding:
+def _too_many(
+    case: Case, waiting: Sequence[int], ended: Sequence[int], text: str, shown: Claim, doubts: Mapping[Doubt, bool]
+) -> Finding:
     ends = tuple(claim for condition in conditions(case).values() for claim in condition.claims[:1])[:1]
     return Finding(
         "collective-mismatch",
-        those({Doubt.NO_MAJORITY: len(waiting) == len(ended)}),
+        those({Doubt.NO_MAJORITY: len(waiting) == len(ended), **doubts}),
         f"{capital(text)}.",
         waiting_culprits(case, waiting),
-        (*claims, *ends, *wait_claims(case, waiting)),
+        (shown, *ends, *wait_claims(case, waiting)),
         calls={**dict.fromkeys(ended, ()), **{rank: user_stack_of(case.ranks[rank].evidence) for rank in waiting}},
     )
 
@@ -147,11 +131,11 @@ def out_of_step(case: Case) -> Ruling:
 
     CPUs run ahead of what their devices do, so all may have queued every call; in which order, their programs tell.
     """
-    groups, found = case.waits.groups_of_circle, []
+    groups, found = case.waits.groups_of_circle, list[Divergence]()
     if case.waits.circle:
         if len(groups) < 2 and not case.waits.transfers_of_circle:
             return ""
-        found = [shift for group in sorted(groups) if (shift := case.histories.shift_in(group)) is not None]
+        found = [*case.histories.shifts_in(groups)]
     elif case.histories.first_mismatch is not None:
         return ""
     shift = max(found, key=lambda shift: shift.matched, default=None) or case.histories.shift_of_program
@@ -186,7 +170,7 @@ def of_role(case: Case, one: Divergence) -> Finding:
         (*claims, *wait_claims(case, case.waits.in_circle)),
         () if missing else (f"groups entered in different orders: rank {rank} may yet make the other call",),
         calls={} if missing else {who: case.alignment.stack(who, call).user_frames for who, call in both},
-        advice=frozenset({LEFT_OUT} if missing else ()),
+        advice=frozenset({causes.LEFT_OUT} if missing else ()),
     )
 
 
@@ -200,11 +184,9 @@ def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: t
     """
     one, extra = len(shift.ranks) == 1, shift.kind == "extra"
     their = "its" if one else "their"
-    assert shift.call is not None  # only what is on record is a shift
-    did = f"called {_what(shift)}, which {their} peers did not"
-    if not extra:
-        did = f"skipped {_what(shift)}, which {their} peers called"
-    group, seq = (shift.call.group, number_of(shift.call)) if extra else _own_number(facts, shift, shift.call)
+    what = _what(shift)
+    did = f"called {what}, which {their} peers did not" if extra else f"skipped {what}, which {their} peers called"
+    group, seq = (shift.call.group, number_of(shift.call)) if extra else _own_number(facts, shift)
     number = f"collective #{seq} of group {group!r}"
     summary = f"{capital(ranks_word(shift.ranks))} {did} ({number}); {'it has' if one else 'they have'}"
     summary += f" been {'ahead of' if extra else 'behind'} {their} peers since"
@@ -214,8 +196,8 @@ def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: t
         record_claim(rank, f"rank {rank}: #{shift.number} is {_called(facts, rank, shift)}")
         for rank in (ends if extra else ends[::-1])
     ]
-    what = "call matches" if shift.matched == 1 else f"{shift.matched} calls match"
-    agree = f"the next {what} {their} peers' again, shifted by {shift.calls}"
+    match = "call matches" if shift.matched == 1 else f"{shift.matched} calls match"
+    agree = f"the next {match} {their} peers' again, shifted by {shift.calls}"
     own = list(conditions(facts).items())[:4]
     ruled = (f"rank {rank} {condition.reason}: nobody would wait for it without that" for rank, condition in own)
     sites = {rank: _site_of(facts, rank, shift) for rank in shift.ranks}
@@ -231,27 +213,25 @@ def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: t
     )
 
 
-_OF_MODELS: Mapping[calls.Purpose, Advice] = {
-    "ddp-forward": DDP_FORWARD,
-    "fsdp-forward": FSDP_FORWARD,
-    "sync-batchnorm": SYNC_BATCHNORM,
-    "state-dict": STATE_DICT,
+_OF_MODELS: Mapping[calls.Purpose, causes.Advice] = {
+    "ddp-forward": causes.DDP_FORWARD,
+    "fsdp-forward": causes.FSDP_FORWARD,
+    "sync-batchnorm": causes.SYNC_BATCHNORM,
+    "state-dict": causes.STATE_DICT,
 }
 
 
-def _advice_on(facts: Facts, shift: Divergence) -> frozenset[Advice]:
+def _advice_on(facts: Facts, shift: Divergence) -> frozenset[causes.Advice]:
     """By what torch made the call for that was too many, or left out."""
-    assert shift.call is not None
     caller = shift.ranks[0] if shift.kind == "extra" else shift.peers[0]
     purpose = calls.purpose(facts.alignment.stack(caller, shift.call))
     if shift.kind == "extra":
         return frozenset({_OF_MODELS[purpose]} if purpose in _OF_MODELS else ())
-    return frozenset({LEFT_OUT, UNUSED_PARAMETERS} if purpose == "gradients" else {LEFT_OUT})
+    return frozenset({causes.LEFT_OUT, causes.UNUSED_PARAMETERS} if purpose == "gradients" else {causes.LEFT_OUT})
 
 
 def _what(shift: Divergence) -> str:
     """``all_reduce at train.py:9, called from train.py:30``, ``3 collectives from train.py:9``."""
-    assert shift.call is not None
     if not shift.stack:
         what = describe(shift.call)
         return f"{shift.calls} collectives, the first of them {what}" if shift.calls > 1 else what
@@ -262,14 +242,14 @@ def _what(shift: Divergence) -> str:
     return f"{shift.calls} collectives from {where}" if shift.calls > 1 else f"{op_name(shift.call)} at {where}"
 
 
-def _own_number(facts: Facts, shift: Divergence, call: Collective) -> tuple[str, int]:
+def _own_number(facts: Facts, shift: Divergence) -> tuple[str, int]:
     """Group and number of the call that was left out, as it would have been on the rank that left it out.
 
-    A peer made that ``call`` in a group of its own, it may be: then the rank's own group is the one in which it made
+    A peer made that call in a group of its own, it may be: then the rank's own group is the one in which it made
     its other calls from there.
     """
-    rank, stack = shift.ranks[0], facts.alignment.stack
-    mine = [e for e in facts.alignment.records[rank].entries if e.is_p2p == call.is_p2p]
+    rank, call, stack = shift.ranks[0], shift.call, facts.alignment.stack
+    mine = [e for e in facts.alignment.ring(rank) if e.is_p2p == call.is_p2p]
     place = stack(shift.peers[0], call).user_frames
     group = next((e.group for e in mine if stack(rank, e).user_frames == place), call.group)
     if group == call.group and not call.is_p2p:
@@ -303,13 +283,7 @@ def _site_of(facts: Facts, rank: int, shift: Divergence) -> Frame | None:
 
 def _calls_waited_in(case: Case) -> dict[int, Collective]:
     """rank → the recorded collective that it waits in."""
-    found = {}
-    for rank in case.waits.in_circle:
-        wait = case.ranks[rank].wait
-        now = case.alignment.entry(rank, str(wait.group), wait.seq) if wait and wait.seq is not None else None
-        if now is not None:
-            found[rank] = now
-    return found
+    return {rank: call for rank in case.waits.in_circle if (call := case.call_of(rank)) is not None}
 
 
 def left_out_between_groups(case: Case) -> Ruling:
@@ -350,24 +324,23 @@ def skipped(
     culprits = (waiting_culprit(case.ranks[rank], reason, site),)
     summary = f"{before}: rank {rank} {text}." if before else reason
     doubts = (Doubt.HABIT_ALONE,)
-    return Finding("collective-mismatch", doubts, summary, culprits, claims, advice=frozenset({LEFT_OUT}))
+    return Finding("collective-mismatch", doubts, summary, culprits, claims, advice=frozenset({causes.LEFT_OUT}))
 
 
-def _unusual_calls(case: Case) -> dict[int, tuple[Collective, bool]]:
-    """rank → the call that it had always made there, and whether it has made the one that it waits in before."""
-    found = {}
-    for rank, call in _calls_waited_in(case).items():
-        usual, known = case.histories.usual_instead(rank, call, case.waits.groups_of_circle)
-        if usual is not None:
-            found[rank] = (usual, known)
-    return found
+def _unusual_calls(case: Case, *, new: bool) -> dict[int, Collective]:
+    """rank → the call that it had always made where it waits in another: one that it has never made before, or that it
+    has."""
+    groups = case.waits.groups_of_circle
+    habits = {rank: case.histories.usual_instead(rank, call, groups) for rank, call in _calls_waited_in(case).items()}
+    found = {rank: habit for rank, habit in habits.items() if habit is not None}
+    return {rank: habit.usual for rank, habit in found.items() if (habit.new and not habit.one_line) is new}
 
 
 def new_between_groups(case: Case) -> Ruling:
     """Ranks in the circle wait in a call that is new to them, where they had always made the one that the others wait
     in.
     """
-    new = {rank: usual for rank, (usual, known) in _unusual_calls(case).items() if not known}
+    new = _unusual_calls(case, new=True)
     one = next((one for one in case.waits.circle if new.keys() == {*one.ranks}), None)
     others = [other.wait for other in case.waits.circle if other is not one]
     awaited = [any(call.group == w.group and same_op(call.op, w.op) for w in others) for call in new.values()]
@@ -413,7 +386,7 @@ def group_order(case: Case) -> Ruling:
         words.append(f"{ranks_do(one.ranks, 'waits', 'wait')} in group {one.wait.group!r}{of} ({one.wait.words})")
     more = f"; and so on in {len(words) - 3} more" if len(words) > 3 else ""
     text = (" while " if len(words) == 2 else "; ").join(words[:3]) + more
-    changed = [rank for rank, (_, known) in _unusual_calls(case).items() if known]
+    changed = list(_unusual_calls(case, new=False))
     fewer = changed or (_minority(case) if known_of_all else [])
     if known_of_all:  # who is in one of the groups only had no order to choose
         of_several = [r for r in ranks if sum(r in case.alignment.members(g)[0] for g in groups) > 1]
@@ -432,5 +405,5 @@ def group_order(case: Case) -> Ruling:
         f"{capital(text)}: {who} entered the groups in {order}.",
         waiting_culprits(case, ranks),
         wait_claims(case, case.waits.in_circle if fewer else ranks, limit=10),
-        advice=frozenset({ALONE_IN_GROUPS}) if alone and len(lines) > 1 else frozenset(),
+        advice=frozenset({causes.ALONE_IN_GROUPS}) if alone and len(lines) > 1 else frozenset(),
     )

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from safelaunch.model import Claim, Frame
 from safelaunch.verdict.causes import BROKEN_OFF, LEFT_OUT, SIZES_DIFFER, UNUSED_PARAMETERS, Advice
-from safelaunch.verdict.collectives import Mismatch, describe, fits, mismatch_at, number_of, op_name, signature, vote
+from safelaunch.verdict.collectives import (
+    Mismatch,
+    describe,
+    fits,
+    mismatch_at,
+    number_of,
+    op_name,
+    sides_of,
+    signature,
+    vote,
+)
 from safelaunch.verdict.conditions import record_claim
+from safelaunch.verdict.divergence import UNKNOWN, Aligned
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.findings import (
     Finding,
@@ -24,7 +35,6 @@ from safelaunch.verdict.findings import (
     waiting_culprit,
 )
 from safelaunch.verdict.guarding import branches
-from safelaunch.verdict.history import UNKNOWN
 from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.failures import Fingerprint, fingerprints
@@ -71,13 +81,11 @@ def compared_by_torch(case: Case) -> Ruling:
     ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does so. Each rank raises an error that names its own call and one that differs.
     """
     made = _compared(case)
-    by_call: dict[Fingerprint, list[int]] = {}
-    for rank, call in sorted(made.items()):
-        by_call.setdefault(call, []).append(rank)
+    by_call = sides_of(dict(sorted(made.items())))
     if len(by_call) < 2:
         return ""
-    shifts = (case.histories.shift_in(group) for group in case.alignment.groups())
-    earlier = next((one for one in shifts if one is not None and one.agrees_again), None)
+    shifts = case.histories.shifts_in(case.alignment.groups())
+    earlier = next((one for one in shifts if one.agrees_again), None)
     if earlier is not None:
         return shifted(case, earlier, wait_words(case, case.ranks))
     odd, majority = vote(by_call)
@@ -96,7 +104,7 @@ def compared_by_torch(case: Case) -> Ruling:
         tuple(
             waiting_culprit(case.ranks[r], f"Rank {r} called {words[r]}, its peers did not.", sites[r]) for r in blamed
         ),
-        tuple(claims)[:4] + wait_claims(case, [rank for rank in seen if case.ranks[rank].wait is not None]),
+        tuple(claims)[:4] + wait_claims(case, seen),
         advice=frozenset({SIZES_DIFFER}) if len({call.op for call in by_call}) == 1 else frozenset(),
         calls={rank: user_stack_of(case.ranks[rank].evidence) for rank in seen},
     )
@@ -183,20 +191,17 @@ def _calls_of(facts: Facts, found: Mismatch, meeting: Meeting, side: Sequence[in
 
 
 def _recorded(facts: Facts, found: Mismatch) -> Meeting:
-    ranks = sorted(r for members in found.classes.values() for r in members)
     sizes_differ = len({key[0] for key in found.classes}) == 1
     names: dict[int, str] = {}
     made: dict[int, Call] = {}
-    for rank in ranks:
-        entry = facts.alignment.entry(rank, found.group, found.seq)
-        assert entry is not None  # mismatch_at counts entries
+    for rank, entry in found.entries.items():
         names[rank] = name = describe(entry) if sizes_differ else op_name(entry)
         site, stack = _user_stack(facts, rank, entry.frames)
         numbered = f"{op_name(entry)} #{entry.seq}{name.removeprefix(op_name(entry))}"
         made[rank] = Call(f"{name} at {fr.place(site)}" if site else numbered, site, stack)
     parts = (f"{names[members[0]]} on {ranks_word(members)}" for members in found.classes.values())
     text = f"collective #{found.seq} of group {found.group!r} is {', '.join(parts)}"
-    claims = (record_claim((found.odd or ranks)[0], text),)
+    claims = (record_claim((found.odd or (*made,))[0], text),)
     return Meeting(
         found.odd,
         found.majority,
@@ -208,19 +213,13 @@ def _recorded(facts: Facts, found: Mismatch) -> Meeting:
 
 
 def _by_stacks(facts: Facts, ranks: list[int]) -> Meeting:
-    by_op: dict[tuple[Hashable, ...], list[int]] = {}
-    by_site: dict[tuple[Hashable, ...], list[int]] = {}
-    for rank in ranks:
-        wait = facts.ranks[rank].wait
-        op = wait.op if wait else ""
-        site = (wait.frame.file, wait.frame.line) if wait and wait.frame else ("", 0)
-        known = next((key for key in by_op if same_op(str(key[0]), op)), (op,))
-        by_op.setdefault(known, []).append(rank)
-        by_site.setdefault((known, *site), []).append(rank)
-    ops_differ = len(by_op) > 1
-    odd, majority = vote(by_op if ops_differ else by_site)
-    words = wait_words(facts, ranks)
-    made = {rank: Call(words.get(rank, "another place"), *_user_stack(facts, rank)) for rank in ranks}
+    waits, ops = {rank: facts.waiting[rank] for rank in ranks}, dict[int, str]()
+    for rank, wait in waits.items():
+        ops[rank] = next((op for op in ops.values() if same_op(op, wait.op)), wait.op)
+    ops_differ = len({*ops.values()}) > 1
+    lines = {rank: (wait.frame.file, wait.frame.line) if wait.frame else ("", 0) for rank, wait in waits.items()}
+    odd, majority = vote(sides_of(ops)) if ops_differ else vote(sides_of(lines))
+    made = {rank: Call(words, *_user_stack(facts, rank)) for rank, words in wait_words(facts, ranks).items()}
     return Meeting(odd, majority, made, (Doubt.STACKS_ALONE if ops_differ else Doubt.LINES_ALONE,))
 
 
@@ -326,7 +325,7 @@ def _other_end(facts: Facts, meeting: Meeting) -> tuple[str, ...]:
     """A rank alone in a send or receive, while its peers are in a collective: as likely as that it made one too many is
     that a peer left out the other end. gloo records neither.
     """
-    alone = [r for r in meeting.odd if (wait := facts.ranks[r].wait) is not None and wait.kind == "p2p"]
+    alone = [rank for rank in meeting.odd if rank in facts.waiting and facts.waiting[rank].kind == "p2p"]
     if not alone or not meeting.majority:
         return ()
     return (f"a peer that skipped the other end of what {ranks_do(alone, 'waits', 'wait')} in: runner-up",)
@@ -394,18 +393,14 @@ class LeftLoop:
             return f"each earlier round of {loop} had as many calls and ended there"
         return f"{ahead} left {loop}, in this iteration or the previous one{skips}"
 
-    def of_rank(self, rank: int, where: str) -> str:
-        """Why it is named. ``where`` it waits."""
-        loop = f"the loop at {self.loop.place}"
-        if rank in self.ahead:
-            return f"Rank {rank} has left {loop}, where its peers still are, and waits in {where}."
-        return f"Rank {rank} is still in {loop}, which its peers have left, and waits in {where}."
-
 
 def _reason(meeting: Meeting, rank: int, left: LeftLoop | None) -> str:
-    where = meeting.calls[rank].words
-    if left is not None and (left.sure or rank in left.ahead):
-        return left.of_rank(rank, where)
+    """Why it is named."""
+    where, loop = meeting.calls[rank].words, f"the loop at {left.loop.place}" if left is not None else ""
+    if left is not None and rank in left.ahead:
+        return f"Rank {rank} has left {loop}, where its peers still are, and waits in {where}."
+    if left is not None and left.sure:
+        return f"Rank {rank} is still in {loop}, which its peers have left, and waits in {where}."
     return f"Rank {rank} waits in {where}, its peers do not."
 
 
@@ -417,23 +412,23 @@ def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
     (_, first), (_, second) = sides
     users = _user_frames(facts, meeting)
     for ahead, behind in ((first, second), (second, first)):
-        loop = loop_left(meeting.calls[ahead[0]].stack, meeting.calls[behind[0]].stack, facts.read_source)
-        in_callee = loop_returned_from(users[ahead[0]], users[behind[0]], facts.read_source) if loop is None else None
+        one, other = ahead[0], behind[0]
+        stack, read_source = meeting.calls[other].stack, facts.read_source
+        loop = loop_left(meeting.calls[one].stack, stack, read_source)
+        in_callee = loop_returned_from(users[one], users[other], read_source) if loop is None else None
         loop = loop or in_callee
         if loop is not None:
             group, number = meeting.number
-            if group and _were_past_it(facts, group, number, (ahead[0], behind[0]), loop):
+            if group and _were_past_it(facts, group, number, (one, other), loop):
                 return None
-            aligned = facts.histories.in_group(group) if group else None
-            made = aligned.round_before(ahead[0], number) if aligned is not None else ""
-            times = aligned.times_called(behind[0], number) if aligned is not None else 0
-            often = times > _OFTEN * max(facts.ranks[behind[0]].step or times, 1)
-            often = often and _is_innermost(facts, loop, meeting.calls[behind[0]].stack)
+            aligned = facts.histories.in_group(group) if group else Aligned({})
+            times = aligned.times_called(other, number)
+            often = times > _OFTEN * max(facts.ranks[other].step or times, 1) and _is_innermost(facts, loop, stack)
             more = _more_steps(facts, ahead, behind)
             if in_callee is not None and (often or more > 1):
                 return None
-            made = made if in_callee is None else ""  # of the rounds around the call
-            skips = _skips(facts, meeting.calls[behind[0]].stack, loop, more) if not often else ""
+            made = aligned.round_before(one, number) if in_callee is None else ""  # of the rounds around the call
+            skips = _skips(facts, stack, loop, more) if not often else ""
             return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made, often, skips, more)
     return None
 
@@ -480,8 +475,6 @@ def _were_past_it(facts: Facts, group: str, number: int, ends: tuple[int, int], 
 _NEXT = 3  # calls after the one that does not fit
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # whose root may call from a line of its own
 
-Place = tuple[tuple[str, int], ...]
-
 
 def sides_without_majority(facts: Facts, found: Mismatch) -> list[tuple[int, ...]] | None:
     """Three or more sides, whose ranks agree with each other, and none of which is a majority.
@@ -507,44 +500,29 @@ def _by_place(facts: Facts, found: Mismatch, ranks: Sequence[int]) -> list[list[
 
     Different places agree that have met under one number before: by design, ranks call from there.
     """
-    places: dict[Place, list[int]] = {}
-    unknown = []
-    for rank in ranks:
-        entry = facts.alignment.entry(rank, found.group, found.seq)
-        stack = _frames_of_call(facts, found, rank) or (entry.frames if entry is not None else ())
-        if stack:
-            places.setdefault(tuple((frame.file, frame.line) for frame in stack), []).append(rank)
-        else:
-            unknown.append(rank)
+    stacks = {rank: _frames_of_call(facts, found, rank) for rank in ranks}
+    places = sides_of({rank: tuple((one.file, one.line) for one in stack) for rank, stack in stacks.items() if stack})
     sides: list[list[int]] = []
     for side in sorted(places.values(), key=len, reverse=True):
         known = next((one for one in sides if _met_before(facts, found, one[0], side[0])), None)
-        if known is not None or (sides and len(side) == 1 and _is_rooted(facts, found, side[0])):
+        if known is not None or (sides and len(side) == 1 and op_name(found.entries[side[0]]) in _ROOTED):
             (known or sides[0]).extend(side)
         else:
             sides.append(side)
-    if not sides:
-        return [unknown]
-    sides[0].extend(unknown)
-    return sides
+    first, *others = sides or [[]]
+    return [[*first, *(rank for rank, stack in stacks.items() if not stack)], *others]
 
 
 def _frames_of_call(facts: Facts, found: Mismatch, rank: int) -> tuple[Frame, ...]:
-    """The user's frames of the call, innermost first: as recorded, else as the main thread shows them that waits in it.
+    """The user's frames of the call, innermost first: as recorded, else as the main thread shows them that waits in it;
+    else all frames on record.
 
     Behind a device's queue the main thread runs ahead, and waits wherever it needs a result.
     """
-    entry = facts.alignment.entry(rank, found.group, found.seq)
-    recorded = facts.alignment.stack(rank, entry).user_frames if entry is not None else ()
-    wait = facts.ranks[rank].wait
-    is_queued = entry is not None and entry.started is not None
-    is_there = wait is not None and not is_queued and (wait.group, wait.seq) == (found.group, found.seq)
-    return recorded or (tuple(user_stack_of(facts.ranks[rank].evidence)) if is_there else ())
-
-
-def _is_rooted(facts: Facts, found: Mismatch, rank: int) -> bool:
-    entry = facts.alignment.entry(rank, found.group, found.seq)
-    return entry is not None and op_name(entry) in _ROOTED
+    entry, wait = found.entries[rank], facts.waiting.get(rank)
+    is_there = wait is not None and entry.started is None and (wait.group, wait.seq) == (found.group, found.seq)
+    shown = user_stack_of(facts.ranks[rank].evidence) if is_there else ()
+    return facts.alignment.stack(rank, entry).user_frames or shown or entry.frames
 
 
 def _met_before(facts: Facts, found: Mismatch, rank: int, other: int) -> bool:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from msgspec import structs
 
-from safelaunch.model import Claim, Evidence, NcclState, NodeAtFault, NodeEvidence, format_ranks
-from safelaunch.verdict import nccl_witness
+from safelaunch.model import (
+    Claim,
+    Evidence,
+    NcclProcess,
+    NcclState,
+    NcclWitness,
+    NodeAtFault,
+    NodeEvidence,
+    format_ranks,
+)
 from safelaunch.verdict.causes import CAUSES, FAILURES
+from safelaunch.verdict.collectives import sides_of
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.exits import is_timeout, one_line
 from safelaunch.verdict.findings import (
@@ -64,19 +73,18 @@ def node_lost(case: Case) -> Ruling:
     own = conditions(case, *FAILURES)
     if any(Doubt.ABORTED_IN_COLLECTIVE not in condition.doubts for condition in own.values()):
         return ""
-    lost = [r for r, one in case.ranks.items() if r in own or (one.evidence.exception is not None and one.wait)]
-    timed_out = any(is_timeout(e) for r in lost if (e := case.ranks[r].evidence.exception) is not None)
+    raised = {rank: one.evidence.exception for rank, one in case.ranks.items()}
+    lost = [rank for rank, error in raised.items() if rank in own or (error is not None and rank in case.waiting)]
+    timed_out = any((error := raised[rank]) is not None and is_timeout(error) for rank in lost)
     gone = [node for node in _gone(case) if not node.ranks or case.unseen & set(node.ranks)]
     gone = [node for node in gone if node.silent_s or node.probe == "no answer"]
     if not gone or not lost or timed_out:
         return ""
     brief = max(node.silent_s for node in gone) < SILENT_S
-    places = waits_words(case, [rank for rank in lost if case.ranks[rank].wait is not None])
-    text = (
-        f"{_names(gone)} {'is' if len(gone) == 1 else 'are'} gone without reporting a failure, and {ranks_word(lost)} "
-        "lost "
-    )
-    text += "their connections to it" if len(gone) == 1 else "their connections to them"
+    places = waits_words(case, lost)
+    are, them = ("is", "it") if len(gone) == 1 else ("are", "them")
+    text = f"{_names(gone)} {are} gone without reporting a failure, and {ranks_word(lost)}"
+    text += f" lost their connections to {them}"
     text += f": {places}." if places else "."
     doubts = those({Doubt.BRIEFLY_SILENT: brief, Doubt.UNSEEN_RANKS: bool(case.unseen - _ranks_of(gone))})
     return _finding(case, "node-lost", doubts, text, gone, lost)
@@ -95,11 +103,10 @@ def store_lost(case: Case) -> Ruling:
     text = f"Torchrun on {_hosts(failed)} has failed: the store of its agents was on {_names(hosts)}, "
     text += "where torchrun has ended" if answers else "which is silent: it is down, or cut off"
     reason = Claim(f"node {failed[0].host}: torchrun failed of {one_line(failed[0].agent_error)}", FILE)
-    waiting = [rank for rank, one in case.ranks.items() if one.wait is not None]
     unanswered = all(node.probe == "no answer" for node in hosts)
     doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.UNSEEN_RANKS: bool(case.unseen - _ranks_of(hosts))}
     cause = "launcher-stopped" if answers else "node-unreachable"
-    found = _finding(case, cause, those(doubts), f"{text}.", hosts, waiting)
+    found = _finding(case, cause, those(doubts), f"{text}.", hosts, case.waiting)
     return replace(found, claims=(*found.claims, reason))
 
 
@@ -117,7 +124,7 @@ def node_cut_off(case: Case) -> Ruling:
         own = [structs.replace(alive[0], probe="no route")]
         text = f"{_names(own)} is cut off from {_names(unreached)}: {_TRIED['no route']}."
         doubts = those({Doubt.UNSEEN_RANKS: bool(case.unseen)})
-        return _finding(case, "node-unreachable", doubts, text, own, sorted(case.waits.waiting))
+        return _finding(case, "node-unreachable", doubts, text, own, sorted(case.waiting))
     gone = gone or [structs.replace(node, probe="") for node in unreached]  # on both sides: the link between them
     gone = [node for node in gone if any(_same(node, one) for one in alive)]
     if not gone:
@@ -127,7 +134,7 @@ def node_cut_off(case: Case) -> Ruling:
     text += f" ({' and '.join(sides[:4])})." if sides else "."
     mutual = len({(node.host, node.ranks) for node in gone}) > 1 or any(node.probe == "no answer" for node in gone)
     doubts = those({Doubt.NODE_MAY_LIVE: not mutual, Doubt.UNSEEN_RANKS: bool(case.unseen)})
-    return _finding(case, "node-unreachable", doubts, text, gone, sorted(case.waits.waiting))
+    return _finding(case, "node-unreachable", doubts, text, gone, sorted(case.waiting))
 
 
 def node_silent(case: Case) -> Ruling:
@@ -137,22 +144,21 @@ def node_silent(case: Case) -> Ruling:
     if not silent or awaited & case.unseen - _ranks_of(silent):
         return ""
     # NCCL's word on its ranks goes before a guess about the node, and confirms what a connection to it says.
-    lives, gone = (nccl_witness.are_all(case.evidence, _ranks_of(silent), *said) for said in (_LIVES, _DIED))
+    known = nccl_states(case.evidence)
+    said = {known.get(rank, "") for rank in _ranks_of(silent)}
+    lives, gone = said == {"answers"}, said <= {"unresponsive", "dead"}
     launcher = lives or (not gone and all(node.store == "silent" or node.probe == "answers" for node in silent))
     unanswered = gone or all(node.store == "unreachable" or node.probe == "no answer" for node in silent)
-    waiting = sorted(case.waits.waiting)
+    waiting = sorted(case.waiting)
     text = f"{capital(waits_words(case, waiting))} for {ranks_word(_ranks_of(silent))} on {_hosts(silent)}"
     if launcher:
         text += ", which answers, while its safelaunch or torchrun does not: it was stopped or has ended there."
     else:
         text += ", which is silent: it is down, or cut off."
-    doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.BRIEFLY_SILENT: _is_brief(silent) and not gone}
+    brief = not gone and all(0.0 < node.silent_s < SILENT_S and not node.store for node in silent)
+    doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.BRIEFLY_SILENT: brief}
     cause = "launcher-stopped" if launcher else "node-unreachable"
     return _finding(case, cause, those(doubts), text, silent, waiting)
-
-
-_LIVES: tuple[NcclState, ...] = ("answers",)
-_DIED: tuple[NcclState, ...] = ("unresponsive", "dead")
 
 
 def launcher_stopped(case: Case) -> Ruling:
@@ -161,7 +167,7 @@ def launcher_stopped(case: Case) -> Ruling:
     waiting = _only_waiting(case)
     if not stopped or not waiting:
         return ""
-    by_store = any(one.wait is not None and one.wait.kind == "init" for one in case.ranks.values())
+    by_store = any(wait.kind == "init" for wait in case.waiting.values())
     text = f"torchrun is stopped on {_names(stopped)}, while {waits_words(case, waiting)}."
     doubts = {Doubt.BY_EXCLUSION: not by_store, Doubt.UNSEEN_RANKS: bool(case.unseen)}
     return _finding(case, "launcher-stopped", those(doubts), capital(text), stopped, waiting)
@@ -191,7 +197,7 @@ def versions_differ(case: Case) -> Ruling:
 
 def _only_waiting(case: Case) -> list[int]:
     """The ranks that wait for peers; none where any rank does something of its own."""
-    return [] if conditions(case) else [rank for rank, one in case.ranks.items() if one.wait is not None]
+    return [] if conditions(case) else list(case.waiting)
 
 
 def _gone(facts: Facts) -> list[NodeEvidence]:
@@ -206,10 +212,6 @@ def _gone(facts: Facts) -> list[NodeEvidence]:
 
 def _same(one: NodeEvidence, other: NodeEvidence) -> bool:
     return one.host == other.host and (not one.ranks or not other.ranks or one.ranks == other.ranks)
-
-
-def _is_brief(nodes: Iterable[NodeEvidence]) -> bool:
-    return all(0.0 < node.silent_s < SILENT_S and not node.store for node in nodes)
 
 
 def _ranks_of(nodes: Iterable[NodeEvidence]) -> frozenset[int]:
@@ -241,7 +243,7 @@ def _finding(
         cause,
         doubts,
         capital(text),
-        claims=(*claims, *wait_claims(case, [rank for rank in waiting if case.ranks[rank].wait is not None])),
+        claims=(*claims, *wait_claims(case, waiting)),
         victims=waiting,
         nodes=tuple(named.values()),
     )
@@ -305,9 +307,7 @@ def _nodes(evidence: Evidence) -> list[tuple[str, tuple[int, ...]]]:
     """Host and ranks of each node: as the nodes said, else by the ranks' hosts. Empty for a single one."""
     told = {node.ranks: node.host for node in evidence.nodes if node.ranks}
     if not told:
-        by_host: dict[str, list[int]] = {}
-        for rank in evidence.ranks:
-            by_host.setdefault(rank.host, []).append(rank.rank)
+        by_host = sides_of({one.rank: one.host for one in evidence.ranks})
         told = {tuple(sorted(ranks)): host for host, ranks in by_host.items()}
     return [(host, ranks) for ranks, host in told.items()] if len(told) > 1 else []
 
@@ -327,3 +327,93 @@ def version_claims(evidence: Evidence) -> tuple[Claim, ...]:
             each = (f"{version} on {', '.join(dict.fromkeys(hosts[:3]))}" for version, hosts in list(found.items())[:4])
             claims.append(Claim(f"{what} differs between nodes: {'; '.join(each)}", FILE))
     return tuple(claims)
+
+
+# --- NCCL's RAS service, a second witness: which ranks it means -------------------------------------------------------
+
+# It never speaks first. It knows a process by host, pid and GPU, and by its number in each communicator. Its hosts are
+# addresses, so a process is a rank only where pids say so; where two ranks may be meant, none is.
+
+_MOST = 4  # claims about ranks, and as many about processes that are no known rank
+
+
+def nccl_states(evidence: Evidence) -> dict[int, NcclState]:
+    """Rank → what NCCL says of it, of all ranks that it certainly means."""
+    return {rank: process.state for rank, process in _in_nccl(evidence).items()}
+
+
+def _in_nccl(evidence: Evidence) -> Mapping[int, NcclProcess]:
+    if evidence.nccl is None:
+        return {}
+    pids = {rank.rank: rank.pid for rank in evidence.ranks if rank.pid > 0}
+    return dict(_by_pid(evidence, evidence.nccl)) | dict(_by_number(evidence.nccl, pids, evidence.world_size))
+
+
+def _by_number(witness: NcclWitness, pids: Mapping[int, int], world: int) -> Iterator[tuple[int, NcclProcess]]:
+    """A communicator of all ranks numbers them as the job does, where the pids of those that were seen agree."""
+    for communicator in witness.communicators:
+        there = {process.rank: process for process in communicator.processes}
+        known = [rank for rank in there if rank in pids and there[rank].pid > 0]
+        agree = known and all(pids[rank] == there[rank].pid for rank in known)
+        if communicator.size == world and agree and there.keys() <= set(range(world)):
+            yield from there.items()
+
+
+def _by_pid(evidence: Evidence, witness: NcclWitness) -> Iterator[tuple[int, NcclProcess]]:
+    """An address is a host where its pids are ranks of that host, and neither fits another.
+
+    The text form names only processes in trouble: any node that was not seen may have the same pids.
+    """
+    ranks: dict[str, dict[int, int]] = {}
+    for rank in evidence.ranks:
+        ranks.setdefault(rank.host, {})[rank.pid] = rank.rank
+    processes: dict[str, dict[int, NcclProcess]] = {}
+    for process in _everybody(witness):
+        processes.setdefault(process.host, {})[process.pid] = process
+    if not witness.communicators and evidence.missing_ranks:
+        return
+    fits = [(a, host) for a in processes for host in ranks if processes[a].keys() <= ranks[host].keys()]
+    for address, host in fits:
+        if sum(address in pair or host in pair for pair in fits) == 1:
+            yield from ((ranks[host][pid], process) for pid, process in processes[address].items())
+
+
+def _everybody(witness: NcclWitness) -> Iterator[NcclProcess]:
+    """All that it says of any process."""
+    yield from witness.processes
+    for communicator in witness.communicators:
+        yield from communicator.processes
+
+
+def nccl_claims(evidence: Evidence) -> tuple[Claim, ...]:
+    """What it says of ranks that are dead or do not answer, and of such processes that are no known rank."""
+    witness = evidence.nccl
+    if witness is None:
+        return ()
+    known = _in_nccl(evidence)
+    named = {(process.host, process.pid) for process in known.values()}
+    texts = [f"{_SAYS[known[rank].state]} {ranks_word([rank])} ({_where(known[rank])})" for rank in sorted(known)
+             if known[rank].state != "answers"]  # fmt: skip
+    others = dict.fromkeys(p for p in _everybody(witness) if p.state != "answers" and (p.host, p.pid) not in named)
+    strangers = [f"{_SAYS[one.state]} a process that is no known rank ({_where(one)})" for one in others]
+    return tuple(Claim(f"NCCL {text}", witness.file) for text in (*_most(texts), *_most(strangers)))
+
+
+def nccl_rules_out(evidence: Evidence) -> tuple[str, ...]:
+    """Where each rank of the job has answered NCCL: no process is dead or stopped."""
+    said = nccl_states(evidence)
+    if len(said) < evidence.world_size or set(said.values()) != {"answers"}:
+        return ()
+    return (f"a process that is dead or stopped: NCCL has an answer from each of {ranks_word(said)}",)
+
+
+_SAYS: Mapping[NcclState, str] = {"dead": "has given up", "unresponsive": "has no answer from"}
+
+
+def _where(process: NcclProcess) -> str:
+    gpu = f", GPU {process.gpu}" if process.gpu >= 0 else ""
+    return f"pid {process.pid} on {process.host}{gpu}" if process.pid > 0 else f"a process that it does not know{gpu}"
+
+
+def _most(texts: list[str]) -> list[str]:
+    return texts if len(texts) <= _MOST else [*texts[: _MOST - 1], f"{texts[_MOST - 1]}, and {len(texts) - _MOST} more"]

@@ -1,4 +1,4 @@
-"""Rules that need no wait-for graph: the job moves, a rank failed, a rank is stopped, a rank never joined."""
+"""Rules that need no wait-for graph: a rank failed, a rank is stopped, a rank never joined."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from safelaunch.model import Claim
 from safelaunch.verdict.causes import FAILURES, LAUNCHER, STORE_NOT_REACHED
+from safelaunch.verdict.collectives import sides_of
 from safelaunch.verdict.conditions import Condition, View
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.exits import (
@@ -23,7 +24,6 @@ from safelaunch.verdict.findings import (
     Finding,
     Ruling,
     blame,
-    by_place,
     capital,
     condition_claims,
     conditions,
@@ -42,36 +42,9 @@ from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.guards import way_to
 from safelaunch.verdict.reading.kernel import kind_of, thread_samples
-from safelaunch.verdict.stalled import seconds_words, silent_s
 
 CLOCKS_S = 2.0
 _STORE = frozenset({STORE_NOT_REACHED})
-
-
-def slow_not_stuck(facts: Facts) -> Ruling:
-    """The job still makes progress: a dump of it accuses nobody.
-
-    Steps or collectives advanced between two looks, or the last ones are no more than a few usual steps ago. Only for
-    ``dump``: in a hang the watchdog has confirmed that nothing moves, and a crash is not a matter of speed.
-    """
-    steps = [f"rank {r.rank} at step {r.step}" for r in facts.ranks.values() if r.step is not None]
-    where = f" ({', '.join(steps[:4])})" if steps else ""
-    claims = tuple(
-        Claim(f"rank {r.rank} is at step {r.step}", f"{r.folder}/progress.json")
-        for r in list(facts.ranks.values())[:4]
-        if r.step is not None
-    )
-    silent = silent_s(facts.evidence)
-    if not silent:
-        text = f"The job is making progress{where}; nothing is stuck."
-        return Finding("slow-not-stuck", (), text, claims=claims)
-    own = {rank: one for rank, one in conditions(facts).items() if rank in silent}
-    does = [f"{each_of(ranks)} {reason}" for reason, ranks in by_place({r: c.reason for r, c in own.items()})[:2]]
-    does += [words for words in [waits_words(facts, [r for r in silent if facts.ranks[r].wait is not None])] if words]
-    least = seconds_words(min(silent.values()))
-    text = f"The job is making progress{where}, but {ranks_do(silent, 'has', 'have')} made no step for {least}"
-    text += f": {'; '.join(does)}." if does else "."
-    return Finding("slow-not-stuck", (Doubt.ONE_LOOK,), text, claims=(*condition_claims(own), *claims))
 
 
 def launcher_failed(facts: Facts) -> Ruling:
@@ -105,7 +78,7 @@ def launcher_failed(facts: Facts) -> Ruling:
 def first_failure(facts: Facts) -> Ruling:
     """The first rank to raise, exit or be killed on its own account; what failed later is a consequence.
 
-    Errors that report a peer's death are no failures of their own (:mod:`.gone`). Times decide between the others:
+    Errors that report a peer's death are no failures of their own (:mod:`.exits`). Times decide between the others:
     an exception's own clock, else the moment the launcher noticed. Ranks that failed alike (same exception at the
     same line, same status) are equally at fault, however far apart their clocks are. A clean exit is a failure only
     where nothing else is: in a crash, the rank that left first made its peers lose their connections.
@@ -120,7 +93,7 @@ def first_failure(facts: Facts) -> Ruling:
     others = [r for r in facts.ranks if r not in named]
     later = [r for r in failed if r not in named]
     ruled = [f"{capital(ranks_word(later))} failed later, after {ranks_word([first.rank])}"] if later else []
-    blamed = [r for r in others if facts.ranks[r].evidence.exception is not None and facts.ranks[r].wait]
+    blamed = [r for r in others if facts.ranks[r].evidence.exception is not None and r in facts.waiting]
     if blamed:
         ruled.append(f"the errors of {ranks_word(blamed)} report that a peer was gone: consequences")
     alone = _alone_by_condition(facts, others, named) if main.cause == "uneven-batches" else ()
@@ -142,17 +115,17 @@ def first_failure(facts: Facts) -> Ruling:
         Doubt.UNSEEN_RANKS: bool(facts.unseen) and main.cause != "rank-exception",
     }
     sure = (*main.doubts, *those(doubts))
-    return blame(facts, main.cause, sure, named, others, claims=alone, ruled_out=ruled)
+    return blame(facts, main.cause, sure, named, claims=alone, ruled_out=ruled)
 
 
 def a_peer_ended(facts: Facts) -> Ruling:
     """Every failure is a lost connection to a rank that was not seen: that rank ended first."""
-    lost = [r for r, f in facts.ranks.items() if f.evidence.exception is not None and f.wait is not None]
-    timed_out = any(is_timeout(e) for r in lost if (e := facts.ranks[r].evidence.exception) is not None)
-    if not facts.unseen or not lost or timed_out:
+    errors = {rank: facts.ranks[rank].evidence.exception for rank in facts.waiting}
+    lost = [rank for rank, error in errors.items() if error is not None]
+    if not facts.unseen or not lost or any(error is not None and is_timeout(error) for error in errors.values()):
         return ""
     who = capital(f"{'' if len(facts.unseen) == 1 else 'one of '}{ranks_word(facts.unseen)}")
-    places = dict.fromkeys(wait.words for rank in lost if (wait := facts.ranks[rank].wait) is not None)
+    places = dict.fromkeys(facts.waiting[rank].words for rank in lost)
     printed = facts.evidence.printed is not None
     where = "of which the log tells nothing" if printed else "on another node"
     text = f"{who}, {where}, ended first: {ranks_word(lost)} lost the connection in "
@@ -172,17 +145,15 @@ def _may_have_called_too_often(facts: Facts, ended: Collection[int], waiting: Co
 
 def _left_in_p2p(facts: Facts, blamed: Iterable[int]) -> list[int]:
     """Those of ``blamed`` whose error came out of a send or receive, or out of a ``wait()`` that may be for one."""
-    waits = ((rank, facts.ranks[rank].wait) for rank in blamed)
-    return [rank for rank, wait in waits if wait is not None and (wait.kind == "p2p" or wait.op == UNKNOWN_OP)]
+    waits = {rank: facts.waiting[rank] for rank in blamed}
+    return [rank for rank, wait in waits.items() if wait.kind == "p2p" or wait.op == UNKNOWN_OP]
 
 
 def _alone_by_condition(facts: Facts, ranks: Iterable[int], gone: Iterable[int]) -> tuple[Claim, ...]:
     """The first of ``ranks`` that waits under a condition on the rank which those that are gone may not have met."""
-    for rank in ranks:
-        one = facts.ranks[rank]
-        asked = guard_of(facts, rank, gone) if one.wait else None
-        if asked is not None:
-            return (one.line_claim(f"rank {rank} waits under `{asked.words}`"),)
+    for rank in (rank for rank in ranks if rank in facts.waiting):
+        if (asked := guard_of(facts, rank, gone)) is not None:
+            return (facts.ranks[rank].line_claim(f"rank {rank} waits under `{asked.words}`"),)
     return ()
 
 
@@ -209,7 +180,7 @@ def stopped_ranks(facts: Facts) -> Ruling:
     named = conditions(facts, "rank-stopped")
     if not named:
         return "no process is stopped (state T) or in a frozen cgroup"
-    return blame(facts, "rank-stopped", (), named, [r for r in facts.ranks if r not in named])
+    return blame(facts, "rank-stopped", (), named)
 
 
 def init_not_joined(facts: Facts) -> Ruling:
@@ -218,16 +189,13 @@ def init_not_joined(facts: Facts) -> Ruling:
     Where an absent rank is instead comes from its own stack and goes into the reason. Ranks that were not seen at all
     are listed, not blamed: they may be on another node whose evidence is not here.
     """
-    inside = [r for r, f in facts.ranks.items() if f.wait is not None and f.wait.kind == "init"]
+    inside = [rank for rank, wait in facts.waiting.items() if wait.kind == "init"]
     if not inside:
         return ""
     absent = {
         r: f.condition or Condition("missing-from-collective", "is elsewhere", f.frame)
         for r, f in facts.ranks.items()
-        if r not in inside
-        and not facts.alignment.joined(r)
-        and (f.wait is None or f.wait.kind != "init")
-        and not facts.may_wait_elsewhere(r)
+        if r not in inside and not facts.alignment.joined(r) and not facts.may_wait_elsewhere(r)
     }
     if not absent and not facts.unseen and (found := _store_not_reached(facts, inside)) is not None:
         return found
@@ -298,8 +266,7 @@ def kept_by_its_device(facts: Facts) -> Ruling:
     }
     if not named:
         return ""
-    rest = [rank for rank in facts.ranks if rank not in named]
-    return blame(facts, "gpu-lost" if lost else "gpu-kernel", most_doubtful(named.values()), named, rest)
+    return blame(facts, "gpu-lost" if lost else "gpu-kernel", most_doubtful(named.values()), named)
 
 
 def alone(facts: Facts) -> Ruling:
@@ -312,14 +279,9 @@ def alone(facts: Facts) -> Ruling:
     """
     ended = {r for r, one in facts.ranks.items() if one.evidence.exit is not None and one.evidence.exit.returncode == 0}
     named = {r: condition for r, condition in conditions(facts).items() if r not in ended}
-    if not named:
+    if not named or facts.unseen:
         return ""
-    if facts.unseen:
-        return ""
-    places: dict[tuple[object, ...], list[int]] = {}
-    for rank, condition in named.items():
-        frame = condition.frame
-        places.setdefault((condition.cause, frame and (frame.file, frame.line)), []).append(rank)
+    places = sides_of({rank: (c.cause, c.frame and (c.frame.file, c.frame.line)) for rank, c in named.items()})
     most = max(places.values(), key=len)
     first = named[most[0]]
     if len(named) == 1:
@@ -337,15 +299,11 @@ def alone(facts: Facts) -> Ruling:
     return blame(facts, next(iter(odd.values())).cause, (Doubt.NO_WAIT_SHOWN,), odd, summary=text)
 
 
-def _tells_nothing(condition: Condition) -> bool:
-    """A rank of which neither a stack nor a record is there."""
-    return condition.cause == "missing-from-collective" and condition.frame is None
-
-
 def nobody_stands_out(facts: Facts) -> Finding:
     """Nothing singles a rank out."""
-    waits = [r for r, f in facts.ranks.items() if f.wait is not None]
-    own = {r: condition for r, condition in conditions(facts).items() if not _tells_nothing(condition)}
+    waits = list(facts.waiting)
+    # Without those of which neither a stack nor a record is there.
+    own = {r: c for r, c in conditions(facts).items() if c.cause != "missing-from-collective" or c.frame is not None}
     alike = len({(c.cause, c.frame) for c in own.values()}) == 1 and not waits
     claims = wait_claims(facts, waits) + condition_claims(own)
     lost = [r for r in waits if has_lost_a_peer(facts.ranks[r].evidence)]

@@ -6,13 +6,14 @@ have made; the calls of two threads of each rank.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from safelaunch.model import Claim, Collective, Frame
 from safelaunch.verdict.causes import GROUPS_MADE, RACE, ROOTS_DIFFER
-from safelaunch.verdict.collectives import Alignment, number_of, op_name, vote
+from safelaunch.verdict.collectives import Alignment, number_of, op_name, sides_of, vote
 from safelaunch.verdict.conditions import record_claim
+from safelaunch.verdict.divergence import UNKNOWN, Identity, identity_of
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.findings import (
     Finding,
@@ -24,7 +25,6 @@ from safelaunch.verdict.findings import (
     waiting_culprit,
     waits_words,
 )
-from safelaunch.verdict.history import UNKNOWN, Identity, identity_of
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.rank_state import Facts, RankFacts, view_of
 from safelaunch.verdict.reading import calls
@@ -40,18 +40,19 @@ def unfit_transfers(case: Case) -> Ruling:
     """
     for one in sorted(case.waits.classes.values(), key=lambda one: one.ranks):
         wait, members = one.wait, one.ranks
-        if wait.kind == "collective" and wait.seq is None and len({*_sources(case, wait).values()}) > 1:
-            return _of_sources(case, wait, _sources(case, wait))
-        if case.waits.circle or wait.group is None or wait.seq is None:
+        numbered = wait.group is not None and wait.seq is not None
+        if numbered and case.waits.circle:
+            continue
+        sources = _sources(case, wait) if wait.kind == "collective" else {}
+        if len({*sources.values()}) > 1:
+            return _of_sources(case, wait, sources)
+        if wait.group is None or wait.seq is None:
             continue
         if wait.kind == "p2p":
             pair = case.transfers.unequal(members[0], wait.group)
             if pair is not None:
                 return _pair(case, pair)
         elif wait.kind == "collective":
-            sources = _sources(case, wait)
-            if len(set(sources.values())) > 1:
-                return _of_sources(case, wait, sources)
             sums = unequal_exchange(case.alignment, wait.group, wait.seq)
             if sums is not None:
                 return _exchange(case, wait, members, sums)
@@ -80,7 +81,7 @@ def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
 
 def _sources(facts: Facts, wait: PeerWait) -> dict[int, int]:
     """rank → the root that it names in the call, of those that wait in the same one; by the record, itself."""
-    there = {rank: one for rank, one in facts.ranks.items() if one.wait is not None and _is_in(one, wait)}
+    there = {rank: one for rank in facts.waiting if _is_in(one := facts.ranks[rank], wait)}
     named = {rank: root for rank, one in there.items() if (root := _root_of(one)) is not None}
     return named or {rank: rank for rank in roots(facts.alignment, wait.group or "", wait.seq or 0)}
 
@@ -106,15 +107,13 @@ def _root_of(one: RankFacts) -> int | None:
 
 def _of_sources(facts: Facts, wait: PeerWait, sources: Mapping[int, int]) -> Finding:
     """Ranks name different roots in one broadcast, reduce, gather or scatter."""
-    by_root: dict[tuple[Hashable, ...], list[int]] = {}
-    for rank, root in sources.items():
-        by_root.setdefault((root,), []).append(rank)
+    by_root = sides_of(sources)
     odd, majority = vote(by_root)
     numbered = wait.seq is not None
     silent = len(facts.alignment.members(str(wait.group))[0]) - len(sources) if numbered else 0
     surely = majority and 2 * (len(sources) - len(odd)) > len(sources) + silent
     whose = "rank" if numbered else "group rank"
-    parts = [f"{whose} {root} on {ranks_word(ranks)}" for (root,), ranks in by_root.items()]
+    parts = [f"{whose} {root} on {ranks_word(ranks)}" for root, ranks in by_root.items()]
     number = f", #{wait.seq} of group {wait.group!r}," if numbered else ""
     text = f"The root of {wait.words}{number} is {' and '.join(parts)}."
     return Finding(
@@ -147,19 +146,18 @@ def groups_made_apart(case: Case) -> Ruling:
 
     torch names groups by a count of its own on each rank, so ranks that are not in step wait for different ones.
     """
-    made = {rank: one.evidence.gil.groups_made for rank, one in case.ranks.items()}
-    if None in made.values() or len(set(made.values())) < 2:
+    told = {rank: one.evidence.gil.groups_made for rank, one in case.ranks.items()}
+    made = {rank: count for rank, count in told.items() if count is not None}
+    if len(made) < len(told) or len(set(made.values())) < 2:
         return ""
     apart = _in_another_group(case)
-    within = [rank for rank, one in case.ranks.items() if one.wait is not None and one.wait.op == "new_group"]
+    within = [rank for rank, wait in case.waiting.items() if wait.op == "new_group"]
     inside = sorted({*within, *apart})
     if not inside:
         return ""
-    least = min(made[rank] or 0 for rank in inside)  # the one under way counts
-    counts: dict[int, list[int]] = {}
-    for rank, count in made.items():
-        if rank in inside or (count or 0) >= least:  # who has made fewer, and waits elsewhere, has not come there yet
-            counts.setdefault(count or 0, []).append(rank)
+    least = min(made[rank] for rank in inside)  # the one under way counts
+    # Who has made fewer, and waits elsewhere, has not come there yet.
+    counts = sides_of({rank: count for rank, count in made.items() if rank in inside or count >= least})
     if len(counts) < 2:
         return ""
     odd, majority = vote(counts)
@@ -178,15 +176,14 @@ def groups_made_apart(case: Case) -> Ruling:
         tuple(Claim(f"rank {rank} has made {made[rank]} process groups", f"ranks/{rank}/rank.json") for rank in made)[
             :8
         ]
-        + wait_claims(case, sorted(case.waits.waiting)),
+        + wait_claims(case, case.waiting),
         advice=frozenset({GROUPS_MADE}),
     )
 
 
 def _in_another_group(case: Case) -> list[int]:
     """The ranks that wait in a group which another rank lists by the same name, and without them."""
-    waits = {rank: one.wait for rank, one in case.ranks.items() if one.wait is not None}
-    waiting = {rank: wait.group for rank, wait in waits.items() if wait.group and wait.kind == "collective"}
+    waiting = {rank: wait.group for rank, wait in case.waiting.items() if wait.group and wait.kind == "collective"}
     lists: dict[str, set[tuple[int, ...]]] = {group: set() for group in waiting.values()}
     for rank in case.ranks:
         listed = case.alignment.listed(rank)
@@ -210,18 +207,11 @@ Thread = tuple[str, str] | int  # where its code begins, or its number
 
 @dataclass(frozen=True)
 class _Made:
+    """A call of a thread: the same one, whatever else its entry says."""
+
     thread: Thread
     call: Identity
-    entry: Collective
-
-
-@dataclass(frozen=True)
-class Race:
-    """``calls``: rank → what it called as ``number`` of ``group``."""
-
-    group: str
-    number: int
-    calls: Mapping[int, Collective]
+    entry: Collective = field(compare=False)
 
 
 def threads_that_race(case: Case) -> Ruling:
@@ -231,22 +221,19 @@ def threads_that_race(case: Case) -> Ruling:
     number, so the calls of one thread meet those of the other.
     """
     groups = {w.group for one in case.waits.classes.values() if (w := one.wait).group is not None}
-    found = next((race for group in sorted(groups) if (race := race_in(case.alignment, group)) is not None), None)
+    found = next((race for group in sorted(groups) if (race := _race_in(case.alignment, group)) is not None), None)
     if found is None:
         return ""
-    places: dict[str, list[int]] = {}
-    for rank, entry in found.calls.items():
-        site, begin = case.alignment.stack(rank, entry).user_frame, _begin(entry)
-        where = f" called from {fr.place(begin)}" if site is None and begin is not None else fr.at(site)
-        places.setdefault(f"{op_name(entry)}{where}", []).append(rank)
-    which = f"collective #{found.number} of group {found.group!r}"
+    group, number, calls = found
+    places = sides_of({rank: f"{op_name(one)}{_where(case, rank, one)}" for rank, one in calls.items()})
+    which = f"collective #{number} of group {group!r}"
     parts = " and ".join(f"{what} on {ranks_word(ranks)}" for what, ranks in places.items())
-    text = f"Two threads of each rank call collectives of group {found.group!r}, in no fixed order: {which} is {parts}."
+    text = f"Two threads of each rank call collectives of group {group!r}, in no fixed order: {which} is {parts}."
     claims = [
         record_claim(ranks[0], f"{capital(ranks_word(ranks))}: {which} is {what}, and the other thread's call is next")
         for what, ranks in places.items()
     ]
-    waiting = sorted(case.waits.waiting)
+    waiting = sorted(case.waiting)
     return Finding(
         "collective-mismatch",
         (),
@@ -257,8 +244,14 @@ def threads_that_race(case: Case) -> Ruling:
     )
 
 
-def race_in(alignment: Alignment, group: str) -> Race | None:
-    """The first number of ``group`` under which ranks recorded calls of different threads, if that is all that differs.
+def _where(case: Case, rank: int, entry: Collective) -> str:
+    site, begin = case.alignment.stack(rank, entry).user_frame, _begin(entry)
+    return f" called from {fr.place(begin)}" if site is None and begin is not None else fr.at(site)
+
+
+def _race_in(alignment: Alignment, group: str) -> tuple[str, int, dict[int, Collective]] | None:
+    """``group``, its first number under which ranks recorded calls of different threads, and what each called there, if
+    that is all that differs.
 
     None where some rank has not made a call that another has: then it is behind, whatever else.
     """
@@ -272,18 +265,18 @@ def race_in(alignment: Alignment, group: str) -> Race | None:
     if len({_by_thread(calls) for calls in late.values()}) > 1:
         return None
     numbers = sorted(set().union(*late.values()))
-    apart = next((n for n in numbers if len({(c[n].thread, c[n].call) for c in late.values() if n in c}) > 1), None)
+    apart = next((n for n in numbers if len({calls[n] for calls in late.values() if n in calls}) > 1), None)
     if apart is None or not all(_are_of_several_threads(calls, late.values(), apart) for calls in late.values()):
         return None
-    return Race(group, apart, {rank: calls[apart].entry for rank, calls in late.items() if apart in calls})
+    return group, apart, {rank: calls[apart].entry for rank, calls in late.items() if apart in calls}
 
 
 def _are_of_several_threads(mine: Mapping[int, _Made], everybody: Iterable[Mapping[int, _Made]], number: int) -> bool:
     """What ranks called as ``number``, a rank called from as many threads, whenever it did. One thread cannot race
     with itself, wherever its calls begin.
     """
-    raced = {(calls[number].thread, calls[number].call) for calls in everybody if number in calls}
-    made = {(mine[n].thread, mine[n].call): mine[n].entry.thread for n in sorted(mine, reverse=True) if n >= number}
+    raced = {calls[number] for calls in everybody if number in calls}
+    made = {mine[n]: mine[n].entry.thread for n in sorted(mine, reverse=True) if n >= number}
     threads = [thread for call, thread in made.items() if call in raced]
     return len(set(threads)) == len(threads)
 
@@ -295,10 +288,8 @@ def _begin(entry: Collective) -> Frame | None:
 
 def _by_thread(calls: Mapping[int, _Made]) -> frozenset[tuple[Thread, tuple[Identity, ...]]]:
     """Each thread's own calls, in order."""
-    found: dict[Thread, list[Identity]] = {}
-    for number in sorted(calls):
-        found.setdefault(calls[number].thread, []).append(calls[number].call)
-    return frozenset((thread, tuple(made)) for thread, made in found.items())
+    by_thread = sides_of({number: calls[number].thread for number in sorted(calls)})
+    return frozenset((thread, tuple(calls[n].call for n in numbers)) for thread, numbers in by_thread.items())
 
 
 def _made(alignment: Alignment, rank: int, group: str) -> dict[int, _Made]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from safelaunch.model import Claim, Collective
 from safelaunch.verdict.causes import LOCK, OWN_LOOP, PEERS_DIFFER, TAGS_DIFFER, Advice
@@ -31,7 +31,6 @@ from safelaunch.verdict.findings import (
     waits_words,
 )
 from safelaunch.verdict.graph import Kind
-from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.rank_state import view_of
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
@@ -52,7 +51,7 @@ def blocked_by(case: Case) -> Ruling:
     Waits are followed to their end, so a rank that waits for a rank that waits is nobody's culprit. Ranks that hold
     up others in different ways are all named, under the cause that is surest.
     """
-    blocking = case.waits.blocking - case.waits.waiting
+    blocking = case.waits.blocking - case.waiting.keys()
     roots = sorted(blocking & frozenset(case.ranks))
     if case.unseen:
         surely = _needed(case)
@@ -72,7 +71,7 @@ def blocked_by(case: Case) -> Ruling:
     sure = (*most_doubtful(c for c in named.values() if c.cause == cause), *those(doubts))
     text = f"ranks also recorded {also}; the runner-up, as a rank that has not arrived explains the wait"
     claims, ruled = _not_entered(case, roots), [text] if also else []
-    return blame(case, cause, sure, named, sorted(case.waits.waiting), claims=claims, ruled_out=ruled)
+    return blame(case, cause, sure, named, claims=claims, ruled_out=ruled)
 
 
 def _needed(case: Case) -> frozenset[int]:
@@ -116,7 +115,7 @@ def unseen_peers(case: Case) -> Ruling:
     """
     if case.waits.blocking <= case.ranks.keys():
         return ""
-    waiting = sorted(case.waits.waiting)
+    waiting = sorted(case.waiting)
     they = "they wait" if len(waiting) > 1 else "it waits"
     text = f"{capital(waits_words(case, waiting))}; {unseen_words(case)} and may be what {they} for."
     own = {rank: condition for rank, condition in conditions(case).items() if case.may_wait_elsewhere(rank)}
@@ -126,7 +125,7 @@ def unseen_peers(case: Case) -> Ruling:
     if also := _mismatch_in(case):
         cause = "collective-mismatch"
         text += f" Among those seen, ranks recorded {also}."
-    claims = wait_claims(case, sorted(case.waits.waiting)) + condition_claims(own)
+    claims = wait_claims(case, case.waiting) + condition_claims(own)
     return Finding(cause, (Doubt.UNSEEN_PEERS,), text, claims=claims)
 
 
@@ -155,22 +154,15 @@ def sends_and_receives(case: Case) -> Ruling:
 
 def other_tags(case: Case) -> Ruling:
     """A send and a receive name each other, with different tags: they never meet."""
-    named = {r: w for one in case.waits.transfers_of_circle for r in one.ranks if (w := case.ranks[r].wait) is not None}
+    named = {rank: case.waiting[rank] for rank in ranks_in(case.waits.transfers_of_circle)}
     for rank, wait in named.items():
         other = named.get(wait.peer) if wait.peer is not None else None
         if wait.target is None or other is None or other.source != rank or None in (wait.tag, other.tag):
             continue
         if wait.tag != other.tag:
-            pair = (rank, wait.target)
-            text = f"{capital(apart(wait_words(case, pair)))}: the tags differ, {wait.tag} and {other.tag}."
-            return Finding(
-                "collective-mismatch",
-                (Doubt.EITHER_SIDE,),
-                text,
-                waiting_culprits(case, pair),
-                wait_claims(case, pair),
-                advice=frozenset({TAGS_DIFFER}),
-            )
+            words = capital(apart(wait_words(case, (rank, wait.target))))
+            text = f"{words}: the tags differ, {wait.tag} and {other.tag}."
+            return _either_end(case, (rank, wait.target), text, TAGS_DIFFER)
     return ""
 
 
@@ -179,11 +171,8 @@ def other_peer(case: Case) -> Ruling:
 
     It sends to a rank that expects nothing from it, while another one waits for its message; or the reverse.
     """
-    batches = {
-        rank: one.evidence.gil.posted
-        for rank, one in case.ranks.items()
-        if one.wait is not None and one.wait.kind == "p2p"
-    }
+    transfers = (rank for rank, wait in case.waiting.items() if wait.kind == "p2p")
+    batches = {rank: case.ranks[rank].evidence.gil.posted for rank in transfers}
     if not all(batches.values()):
         return ""
     ends = {(one.sends, rank, one.peer) for rank, batch in batches.items() for one in batch}
@@ -201,14 +190,14 @@ def other_peer(case: Case) -> Ruling:
     text = (
         f"Rank {rank} {does} rank {peer}, which does not expect that, while rank {other} waits to {wants} rank {rank}."
     )
-    return Finding(
-        "collective-mismatch",
-        (Doubt.EITHER_SIDE,),
-        text,
-        (waiting_culprit(case.ranks[rank], text),),
-        wait_claims(case, sorted({rank, peer, other})),
-        advice=frozenset({PEERS_DIFFER}),
-    )
+    finding = _either_end(case, {rank, peer, other}, text, PEERS_DIFFER)
+    return replace(finding, culprits=(waiting_culprit(case.ranks[rank], text),))
+
+
+def _either_end(case: Case, ranks: Collection[int], text: str, *advice: Advice) -> Finding:
+    """The finding for sends and receives that do not meet: either may be the wrong one."""
+    culprits, claims = waiting_culprits(case, ranks), wait_claims(case, ranks)
+    return Finding("collective-mismatch", (Doubt.EITHER_SIDE,), text, culprits, claims, advice=frozenset(advice))
 
 
 def one_sided(case: Case) -> Ruling:
@@ -219,41 +208,32 @@ def one_sided(case: Case) -> Ruling:
     """
     for one in case.waits.transfers_of_circle:
         rank, wait, peer = one.ranks[0], one.wait, one.wait.peer
-        if peer is None or peer not in case.waits.in_circle:
-            continue
-        theirs = case.ranks[peer].wait
-        if theirs is None or theirs.kind == "p2p":
+        if peer is None or peer not in case.waits.in_circle or (theirs := case.waiting[peer]).kind == "p2p":
             continue
         text = f"{capital(ranks_do([rank], 'waits', 'wait'))} in {wait.words}, and rank {peer} in {theirs.words}"
-        pair, left_out = (rank, peer), _left_out(case, peer, theirs)
+        pair, left_out = (rank, peer), _left_out(case, peer)
         if left_out is not None:
             site = case.alignment.stack(peer, left_out).user_frame
             did = f"skipped {op_name(left_out)}{fr.at(site)}, which it had always called right before {theirs.words}"
             return skipped(case, peer, site, did, wait_claims(case, pair), text)
-        return Finding(
-            "collective-mismatch",
-            (Doubt.EITHER_SIDE,),
-            f"{text}: rank {rank} has made one call too many, or rank {peer} left out the other end.",
-            waiting_culprits(case, pair),
-            wait_claims(case, pair),
-        )
+        text += f": rank {rank} has made one call too many, or rank {peer} left out the other end."
+        return _either_end(case, pair, text)
     return ""
 
 
-def _left_out(case: Case, rank: int, wait: PeerWait) -> Collective | None:
+def _left_out(case: Case, rank: int) -> Collective | None:
     """The send or receive that the rank had always made right before the call in which it waits, and not this time."""
-    now = case.alignment.entry(rank, wait.group, wait.seq) if wait.group is not None and wait.seq is not None else None
+    now = case.call_of(rank)
     habit = case.histories.broken_habit(rank, now) if now is not None else None
     return habit.usual if habit is not None and habit.sure and habit.usual.is_p2p else None
 
 
 def _names_its_peer(case: Case, one: Waiters) -> bool:
     wait = one.wait
-    if wait.kind == "p2p" and wait.peer is not None:
-        return True
-    if wait.kind != "p2p" or wait.group is None:
+    if wait.kind != "p2p":
         return False
-    return case.transfers.peers_missing(one.ranks[0], wait.group) is not None
+    known = case.transfers.peers_missing(one.ranks[0], wait.group) if wait.group is not None else None
+    return wait.peer is not None or known is not None
 
 
 def _inner_circle(classes: tuple[Waiters, ...]) -> tuple[Waiters, ...]:
@@ -287,64 +267,55 @@ def waits_outside_collectives(case: Case) -> Ruling:
     (end,) = ends
     mine = {rank: holder for rank, holder in case.waits.held_by.items() if case.waits.graph.leads_to(rank, end)}
     if len(end) == 1:
-        holder = next((holder for holder in mine.values() if holder.node in end), None)
+        holder = next((holder for holder in mine.values() if case.waits.node_of(holder) in end), None)
         return _held_by_one(case, mine, holder) if holder is not None else ""
     in_circle = {rank: holder for rank, holder in mine.items() if rank in end}
     kinds = {holder.kind for holder in in_circle.values()}
     if "message" in kinds:
         by = next(holder for holder in in_circle.values() if holder.kind == "message")
         if (served := _server_of(case, by.rank)) is not None:
-            return _kept_from_serving(case, by.rank, served, mine)
+            return _kept_from_serving(case, by.rank, *served, mine)
     kind = next(kind for kind in _WHY if kind in kinds)
     locked = kind == "file" and any(holder.rank not in in_circle for holder in in_circle.values())
     waiting = mine if locked else {rank: holder for rank, holder in in_circle.items() if holder.kind == kind}
     return _in_a_circle(case, kind, waiting, mine)
 
 
-@dataclass(frozen=True)
-class _Server:
-    """What keeps a rank from answering: ``words``, in a clause; ``claim`` shows it."""
-
-    words: str
-    claim: Claim
-    advice: frozenset[Advice]
-
-
-def _server_of(case: Case, rank: int) -> _Server | None:
+def _server_of(case: Case, rank: int) -> tuple[str, Claim, frozenset[Advice]] | None:
     """The part of a rank that answers others, where the rank itself keeps it from that: a thread that waits for a lock,
-    or for peers, or the event loop on whose thread the rank waits."""
+    or for peers, or the event loop on whose thread the rank waits. In words, and what shows that."""
     view = view_of(case.ranks[rank].evidence, case.read_source)
     if view is None:
         return None
     if calls.RUNS_LOOP.on(view.frames):
         text = "its event loop, which should answer, is blocked"
-        return _Server(text, view.stack_claim("its main thread waits inside a callback of its event loop"), _OWN_LOOP)
+        return text, view.stack_claim("its main thread waits inside a callback of its event loop"), _OWN_LOOP
     for other in view.beside():
         own = thread_condition(other)
         if own.lock is not None and own.lock.on == "lock":
             text = f"its thread {other.name}, which should answer, {own.reason}"
-            return _Server(text, other.stack_claim(f"thread {other.name} {own.reason}"), LOCK)
+            return text, other.stack_claim(f"thread {other.name} {own.reason}"), LOCK
     return None
 
 
 _OWN_LOOP = frozenset({OWN_LOOP})
 
 
-def _kept_from_serving(case: Case, rank: int, server: _Server, waiting: Mapping[int, Holder]) -> Finding:
+def _kept_from_serving(
+    case: Case, rank: int, words: str, shown: Claim, advice: frozenset[Advice], waiting: Mapping[int, Holder]
+) -> Finding:
     """``rank`` waits for its peers, and they wait for an answer that it keeps itself from giving."""
     own = {other: condition for other in waiting if (condition := case.ranks[other].condition) is not None}
-    wait = case.ranks[rank].wait
-    place = f"waits in {wait.words}" if wait is not None else "waits"
-    claims = wait_claims(case, [rank]) if wait is not None else ()
-    text = f"Rank {rank} {place}, and {server.words}."
+    place = f"waits in {case.waiting[rank].words}" if rank in case.waiting else "waits"
+    text = f"Rank {rank} {place}, and {words}."
     return Finding(
         "lock-deadlock",
         those({Doubt.UNSEEN_RANKS: bool(case.unseen)}),
         f"{text} {capital(ranks_do(own, 'waits', 'wait'))} for its answer.",
         (waiting_culprit(case.ranks[rank], text),),
-        (Claim(f"rank {rank}: {server.claim.claim}", server.claim.file), *condition_claims(own), *claims),
+        (Claim(f"rank {rank}: {shown.claim}", shown.file), *condition_claims(own), *wait_claims(case, [rank])),
         victims=tuple(own),
-        advice=server.advice,
+        advice=advice,
     )
 
 
@@ -373,12 +344,12 @@ def _in_a_circle(case: Case, kind: Kind, waiting: Mapping[int, Holder], all_wait
     by = next(iter(waiting.values()))
     holders = sorted({one.rank for one in waiting.values()} - own.keys())
     makes, locked = kind in ("poll", "key"), kind == "file"
-    if makes and (holders != [by.rank] or case.ranks[by.rank].wait is None):
+    if makes and (holders != [by.rank] or by.rank not in case.waiting):
         return ""
     aside = holders if locked else makes and len(own) > 1
     culprits = [] if aside else [culprit(case.ranks[rank], one) for rank, one in own.items()]
     for rank in holders if makes or locked else ():
-        words = wait.words if (wait := case.ranks[rank].wait) is not None else ""
+        words = case.waiting[rank].words if rank in case.waiting else ""
         reason = f"Rank {rank} waits in {words}, {_why(kind, own)}."
         culprits.append(waiting_culprit(case.ranks[rank], reason, by.site if kind == "key" else None))
     doubts = those({Doubt.MAY_BE_OWED: not locked}) + _doubts(case, () if makes else own.values())
@@ -390,7 +361,7 @@ def _in_a_circle(case: Case, kind: Kind, waiting: Mapping[int, Holder], all_wait
         doubts,
         text,
         tuple(culprits),
-        condition_claims(own) + wait_claims(case, sorted(case.waits.waiting)),
+        condition_claims(own) + wait_claims(case, case.waiting),
         victims=tuple(rank for rank in all_waiting if rank not in named),
         advice=LOCK if locked else first.advice,
     )
@@ -402,14 +373,13 @@ def _held_by_one(case: Case, held_by: Mapping[int, Holder], holder: Holder) -> R
         return ""
     named = {holder.rank: replace(own, reason=f"{own.reason}, {_why(holder.kind, held_by)}")}
     told = {rank: _told(case, rank, by) for rank, by in held_by.items()}
-    waiters = [rank for rank, one in case.ranks.items() if one.wait is not None]
-    text = summary_of(named, case, waiters)
+    text = summary_of(named, case, case.waiting)
     return Finding(
         own.cause,
         _doubts(case, (own, *told.values())),
         f"{text} {capital(holder.words)}." if holder.site is not None else text,
         (culprit(case.ranks[holder.rank], named[holder.rank]),),
-        condition_claims(named) + condition_claims(told) + wait_claims(case, waiters),
+        condition_claims(named) + condition_claims(told) + wait_claims(case, case.waiting),
         victims=tuple(held_by),
     )
 

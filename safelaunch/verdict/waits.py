@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from safelaunch.model import Frame
-from safelaunch.verdict.collectives import fits, signature
+from safelaunch.verdict.collectives import fits, sides_of, signature
 from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.graph import Edge, Graph, Kind, Node
 from safelaunch.verdict.guarding import whereabouts
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.processes import Inside
-from safelaunch.verdict.rank_state import Facts, RankFacts, child_views, user_stack_of, view_of
+from safelaunch.verdict.rank_state import Facts, child_views, user_stack_of, view_of
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.guards import Guard, guards_of, way_to
@@ -30,17 +30,17 @@ Key = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class Holder:
-    """Whom a rank waits for: another one, or a child process of its. ``condition``: what that does by its own doing, if
-    anything; None where it waits for peers in turn. ``kind``: it has a file locked, the other end of a connection,
-    alone does not poll for what the others look for, or alone sets the key, or makes the file, that they wait for, at
-    ``site``. ``words`` say why, of the last two."""
+    """Whom a rank waits for: another one, or a ``child`` process (a pid) of its. ``condition``: what that does by its
+    own doing, if anything; None where it waits for peers in turn. ``kind``: it has a file locked, the other end of a
+    connection, alone does not poll for what the others look for, or alone sets the key, or makes the file, that they
+    wait for, at ``site``. ``words`` say why, of the last two."""
 
     rank: int
-    node: Node
     condition: Condition | None
     kind: Kind = "file"
     words: str = ""
     site: Frame | None = None
+    child: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,28 @@ class Waiters:
 
 @dataclass(frozen=True)
 class Waits:
-    """``classes``: by their nodes in the graph. ``held_by``: rank → whom it waits for outside of calls, where that is
-    not the rank itself."""
+    """``nodes``: in the graph, of the ranks that wait for peers; ``classes``: by these. ``held_by``: rank → whom it
+    waits for outside of calls, where that is not the rank itself."""
 
+    nodes: Mapping[int, Key]
     classes: Mapping[Key, Waiters]
     held_by: Mapping[int, Holder]
-    graph: Graph
 
     @cached_property
-    def waiting(self) -> frozenset[int]:
-        return frozenset(ranks_in(self.classes.values()))
+    def graph(self) -> Graph:
+        return Graph(self._edges())
+
+    def _edges(self) -> Iterator[Edge]:
+        nodes = self.nodes
+        for key, one in self.classes.items():
+            # In the order of the ranks: the same evidence has the same verdict, to the word.
+            others = dict.fromkeys(nodes.get(b, b) for b in sorted(one.blockers) if nodes.get(b) != key)
+            yield Edge(key, tuple(others), "call")
+        for rank, holder in self.held_by.items():
+            yield Edge(rank, (self.node_of(holder),), holder.kind)
+
+    def node_of(self, holder: Holder) -> Node:
+        return self.nodes.get(holder.rank, holder.rank) if holder.child is None else (holder.rank, holder.child)
 
     @cached_property
     def blocking(self) -> frozenset[int]:
@@ -102,52 +114,21 @@ class Case(Facts):
 
     @cached_property
     def waits(self) -> Waits:
-        return waits_of(self)
+        nodes = {rank: _key(rank, wait) for rank, wait in self.waiting.items()}
+        classes = {key: _class_of(self, tuple(ranks)) for key, ranks in sides_of(nodes).items()}
+        return Waits(nodes, classes, dict(_holders(self)))
 
 
 def ranks_in(classes: Iterable[Waiters]) -> list[int]:
     return sorted(rank for one in classes for rank in one.ranks)
 
 
-def waits_of(facts: Facts) -> Waits:
-    members: dict[Key, list[RankFacts]] = {}
-    for rank, one in facts.ranks.items():
-        if one.wait is not None:
-            members.setdefault(_key(rank, one.wait), []).append(one)
-    classes = {key: _class_of(facts, tuple(ranks)) for key, ranks in members.items()}
-    nodes: dict[int, Node] = {rank: key for key, one in classes.items() for rank in one.ranks}
-    held_by = dict(_holders(facts, nodes))
-    return Waits(classes, held_by, Graph((*_call_edges(classes, nodes), *_other_edges(facts, held_by))))
-
-
-def _class_of(facts: Facts, members: tuple[RankFacts, ...]) -> Waiters:
-    ranks, wait = tuple(one.rank for one in members), members[0].wait
-    assert wait is not None  # it is the class of those that wait there
+def _class_of(facts: Facts, ranks: tuple[int, ...]) -> Waiters:
+    wait = facts.waiting[ranks[0]]
     return Waiters(ranks, wait, _blockers(facts, wait, ranks))
 
 
-def _call_edges(classes: Mapping[Key, Waiters], nodes: Mapping[int, Node]) -> Iterator[Edge]:
-    for key, one in classes.items():
-        # In the order of the ranks: the same evidence has the same verdict, to the word.
-        others = tuple(dict.fromkeys(nodes.get(b, b) for b in sorted(one.blockers) if nodes.get(b) != key))
-        yield Edge(key, others, "call", one.wait.claims)
-
-
-def _other_edges(facts: Facts, held_by: Mapping[int, Holder]) -> Iterator[Edge]:
-    for rank, holder in held_by.items():
-        condition = facts.ranks[rank].condition
-        yield Edge(rank, (holder.node,), holder.kind, condition.claims if condition is not None else ())
-
-
-@dataclass(frozen=True)
-class _Child:
-    """The node of a child process of a rank."""
-
-    rank: int
-    pid: int
-
-
-def _holders(facts: Facts, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Holder]]:
+def _holders(facts: Facts) -> Iterator[tuple[int, Holder]]:
     """Of the ranks that wait for a file lock or at a connection: the process that the kernel names, where it is another
     rank's. Of those that poll: the one rank that the source keeps from there."""
     places: dict[fr.Spot, set[int]] = {}
@@ -162,44 +143,46 @@ def _holders(facts: Facts, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Hol
         host = own.locked_on or one.evidence.host
         owner, _ = facts.processes.get((host, pid), (rank, ())) if pid is not None else (rank, ())
         if pid is not None and owner != rank:
-            yield rank, replace(_holder(facts, owner, pid, nodes), kind="file" if own.locked_by == pid else "message")
+            yield rank, _holder(facts, owner, pid, "file" if own.locked_by == pid else "message")
         elif own.process == "main":
-            found = _sets(facts, rank, own, nodes) or _kept_from(facts, rank, own, nodes)
-            found = found or _answers(facts, rank, nodes) or _not_there(facts, own, nodes, places)
+            found = _sets(facts, rank, own) or _kept_from(facts, rank, own)
+            found = found or _answers(facts, rank) or _not_there(facts, own, places)
             yield from [(rank, found)] if found is not None else []
 
 
-def _kept_from(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node]) -> Holder | None:
+def _kept_from(facts: Facts, rank: int, own: Condition) -> Holder | None:
     """Of a rank that polls: the one rank that a condition on the rank keeps from its line; None for several."""
-    if own.poll is None or own.poll.of not in ("file", "key", ""):
+    if not _polls(own):
         return None
     for guard in guards_of(user_stack_of(facts.ranks[rank].evidence), facts.read_source):
         admitted = {other: guard.admits(whereabouts(facts, other)) for other in facts.world}
         kept = [other for other, comes in admitted.items() if comes is False]
         if admitted[rank] is True and len(kept) == 1 and kept[0] in facts.ranks:
             other = kept[0]
-            return _the_rank(facts, other, nodes, "poll", f"`{guard.words}` keeps rank {other} from there")
+            return _the_rank(facts, other, "poll", f"`{guard.words}` keeps rank {other} from there")
     return None
 
 
-def _not_there(
-    facts: Facts, own: Condition, nodes: Mapping[int, Node], places: Mapping[fr.Spot, Set[int]]
-) -> Holder | None:
+def _polls(own: Condition) -> bool:
+    return own.poll is not None and own.poll.of in ("file", "key", "")
+
+
+def _not_there(facts: Facts, own: Condition, places: Mapping[fr.Spot, Set[int]]) -> Holder | None:
     """Of a rank that waits for a key of the store, or polls: the one rank that does not, while all others do so at one
     line; where it waits for its peers, it has passed by there, or comes there never.
     """
-    if own.frame is None or not (own.key is not None or (own.poll is not None and own.poll.of in ("file", "key", ""))):
+    if own.frame is None or not (own.key is not None or _polls(own)):
         return None
     there = places[fr.spot(own.frame)]
     if len(there) < 2 or len(there) != len(facts.world) - 1 or facts.unseen:
         return None
     (other,) = facts.world - there
-    if facts.ranks[other].wait is None:
+    if other not in facts.waiting:
         return None
-    return _the_rank(facts, other, nodes, "poll", f"rank {other} alone does not wait there")
+    return _the_rank(facts, other, "poll", f"rank {other} alone does not wait there")
 
 
-def _answers(facts: Facts, rank: int, nodes: Mapping[int, Node]) -> Holder | None:
+def _answers(facts: Facts, rank: int) -> Holder | None:
     """Of a rank that waits for the answer to a remote call: the one other rank that is at one; None for several."""
     view = view_of(facts.ranks[rank].evidence)
     if view is None or not calls.RPC.on(view.stack.called):
@@ -208,10 +191,10 @@ def _answers(facts: Facts, rank: int, nodes: Mapping[int, Node]) -> Holder | Non
     at_work = [r for r, v in views.items() if v is not None and any(calls.ANSWERS_RPC.on(t.frames) for t in v.beside())]
     if len(at_work) != 1:
         return None
-    return _the_rank(facts, at_work[0], nodes, "message")
+    return _the_rank(facts, at_work[0], "message")
 
 
-def _sets(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node]) -> Holder | None:
+def _sets(facts: Facts, rank: int, own: Condition) -> Holder | None:
     """Of a rank that waits for a key of the store, or polls for a file: the one other rank that comes to the line that
     sets or makes it.
     """
@@ -226,7 +209,7 @@ def _sets(facts: Facts, rank: int, own: Condition, nodes: Mapping[int, Node]) ->
             if own.key is None:
                 does = f"comes to {fr.place(line)}, which names that file"
             words = f"rank {other} alone {does}, behind {' and '.join(behind)}"
-            return _the_rank(facts, other, nodes, "key" if own.key is not None else "poll", words, line)
+            return _the_rank(facts, other, "key" if own.key is not None else "poll", words, line)
     return None
 
 
@@ -241,22 +224,19 @@ def _is_kept(facts: Facts, rank: int, guard: Guard) -> bool:
     )
 
 
-def _the_rank(
-    facts: Facts, rank: int, nodes: Mapping[int, Node], kind: Kind, words: str = "", site: Frame | None = None
-) -> Holder:
-    return Holder(rank, nodes.get(rank, rank), facts.ranks[rank].condition, kind, words, site)
+def _the_rank(facts: Facts, rank: int, kind: Kind, words: str = "", site: Frame | None = None) -> Holder:
+    return Holder(rank, facts.ranks[rank].condition, kind, words, site)
 
 
-def _holder(facts: Facts, rank: int, pid: int, nodes: Mapping[int, Node]) -> Holder:
+def _holder(facts: Facts, rank: int, pid: int, kind: Kind) -> Holder:
     one = facts.ranks[rank]
-    own = _the_rank(facts, rank, nodes, "file")
     child = next((view for view in child_views(one.evidence) if view.process.pid == pid), None)
     if child is None or (one.condition is not None and one.condition.pid == pid):
-        return own
+        return _the_rank(facts, rank, kind)
     if child.awaited.processes == "message" or child.user_frame is None:  # it waits for what its rank sends
-        return own
+        return _the_rank(facts, rank, kind)
     condition = replace(Inside(child).condition(), process=f"{child.process.role} (pid {pid})")
-    return Holder(rank, _Child(rank, pid), condition)
+    return Holder(rank, condition, kind, child=pid)
 
 
 def _key(rank: int, wait: PeerWait) -> Key:
@@ -299,7 +279,7 @@ def _has_entered(facts: Facts, rank: int, wait: PeerWait, group: str, seq: int) 
 def _same_call(facts: Facts, rank: int, wait: PeerWait) -> bool:
     """``rank`` waits in the same function. Where stacks are all there is for both, in the same line, too: only a
     Flight Recorder could tell that different lines meet."""
-    other = facts.ranks[rank].wait if rank in facts.ranks else None
+    other = facts.waiting.get(rank)
     if other is None or other.kind != wait.kind or not same_op(other.op, wait.op):
         return False
     return other.seq is not None or wait.seq is not None or _line(other) == _line(wait)

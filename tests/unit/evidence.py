@@ -25,6 +25,7 @@ from safelaunch.model import (
     StackSample,
     Thread,
     ThreadState,
+    Verdict,
 )
 
 SCRIPT = "/home/me/train.py"
@@ -324,3 +325,9 @@ def job(*ranks: RankEvidence, outcome: Any = "hang", world: int = 0, **fields: A
 def with_culprit(culprit: RankEvidence, world: int, peer: Any = waiting) -> Evidence:
     """A job in which every other rank is ``peer(number)``."""
     return job(*(culprit if n == culprit.rank else peer(n) for n in range(world)))
+
+
+def decided(verdict: Verdict) -> tuple[str, list[tuple[int, int]], str]:
+    """Cause, (rank, line) of the culprits, confidence."""
+    culprits = [(one.rank, one.frame.line if one.frame else 0) for one in verdict.culprits]
+    return verdict.cause, culprits, verdict.confidence

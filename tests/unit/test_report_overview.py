@@ -96,7 +96,13 @@ def job(*ranks: RankEvidence) -> Evidence:
 def rank(number: int, local: int, gpu: str = "", message: str = "", **batches: int) -> RankEvidence:
     raised = RankException("RuntimeError", message, 0.0) if message else None
     return RankEvidence(
-        number, "node", 100 + number, local_rank=local, gpu=gpu, exception=raised, gil=GilTest(batches=batches)
+        rank=number,
+        host="node",
+        pid=100 + number,
+        local_rank=local,
+        gpu=gpu,
+        exception=raised,
+        gil=GilTest(batches=batches),
     )
 
 

@@ -32,11 +32,27 @@ def test_so_is_one_that_has_failed() -> None:
     assert (verdict.cause, verdict.confidence, len(verdict.culprits)) == ("rank-exception", "high", 3)
 
 
-def test_doubts_about_one_part_count_once() -> None:
-    assert confidence_of([Doubt.NO_MAJORITY, Doubt.SEVERAL_CAUSES]) == "medium"
-    assert confidence_of([Doubt.NO_MAJORITY, Doubt.MAY_END]) == "low"
+@pytest.mark.parametrize(
+    ("doubts", "confidence"),
+    [
+        ((), "high"),
+        ((Doubt.NO_MAJORITY,), "medium"),
+        ((Doubt.LINES_ALONE,), "low"),
+        ((Doubt.NO_FRAMES, Doubt.HABIT_ALONE), "medium"),  # both about the calls
+        ((Doubt.STACKS_ALONE, Doubt.NO_MAJORITY), "low"),
+        ((Doubt.STATE_UNKNOWN, Doubt.UNSEEN_RANKS, Doubt.MISMATCH_TOO), "low"),
+        ((Doubt.NO_MAJORITY, Doubt.SEVERAL_CAUSES), "medium"),  # both about others
+        ((Doubt.NO_MAJORITY, Doubt.MAY_END), "low"),
+        ((Doubt.DAMAGED_RECORD,), "medium"),
+        ((Doubt.DAMAGED_RECORD, Doubt.NO_MAJORITY), "medium"),  # of the evidence: counts only alone
+        ((Doubt.MORE_NAMED,), "medium"),
+        ((Doubt.MORE_NAMED, Doubt.DAMAGED_RECORD, Doubt.MAY_END), "medium"),  # so does how many are named
+    ],
+)
+def test_doubts_about_one_part_count_once_and_about_several_add_up(doubts: tuple[Doubt, ...], confidence: str) -> None:
+    assert confidence_of(doubts) == confidence
 
 
-def test_how_many_are_named_counts_only_where_nothing_else_is_to_doubt() -> None:
-    assert confidence_of([Doubt.MORE_NAMED]) == "medium"
-    assert confidence_of([Doubt.MORE_NAMED, Doubt.DAMAGED_RECORD, Doubt.MAY_END]) == "medium"
+def test_every_doubt_has_a_reason_of_its_own() -> None:
+    assert len({doubt.why for doubt in Doubt}) == len(Doubt)
+    assert all(doubt.why.endswith(".") and doubt.levels in (1, 2) for doubt in Doubt)

@@ -4,41 +4,34 @@ from __future__ import annotations
 
 from evidence import Frame, at, behind, in_user, job, rank, waiting, with_culprit
 
-from safelaunch.model import EarlyLook, Place, RankEvidence
-from safelaunch.verdict.first_word import of_active, of_still
+from safelaunch.model import Place
+from safelaunch.verdict.diagnose import first_word, first_word_of_active
 
 BLOCKED = rank(1, in_user(41, "load"), "pipe", flight=behind())
 
 
 def test_of_one_node_of_several() -> None:
     """Whether anybody waits for what a rank does is not seen from here; what it does is."""
-    found = of_still(job(waiting(0), BLOCKED, world=4, missing_ranks=(2, 3)))
+    found = first_word(job(waiting(0), BLOCKED, world=4, missing_ranks=(2, 3)))
     assert found.words.startswith("rank 1 is blocked in I/O at train.py:41 (load)")
     assert (found.cause, found.places, found.common) == ("blocking-io", (Place(1, at(41, "load")),), False)
-    victims = of_still(job(waiting(0), waiting(1), world=4, missing_ranks=(2, 3)))
+    victims = first_word(job(waiting(0), waiting(1), world=4, missing_ranks=(2, 3)))
     assert (victims.words, victims.places) == ("ranks 0-1 wait in all_reduce at train.py:50 (train)", ())
 
 
 def test_a_start_that_imports_is_as_common_as_any() -> None:
     importing = (Frame("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed"), *in_user(3))
-    assert of_still(with_culprit(rank(1, importing, "pipe"), 2)).common
+    assert first_word(with_culprit(rank(1, importing, "pipe"), 2)).common
 
 
 def test_of_ranks_that_compute() -> None:
     evidence = job(rank(0, in_user(33, "evaluate"), "run"), waiting(1), waiting(2))
-    found = of_active(evidence, [0])
+    found = first_word_of_active(evidence, [0])
     assert (
         found.words
         == "rank 0 is active at train.py:33 (evaluate), while ranks 1-2 wait in all_reduce at train.py:50 (train)"
     )
     assert (found.cause, found.places) == ("", (Place(0, at(33, "evaluate")),))
-    both = of_active(job(rank(0, in_user(33), "run"), rank(1, in_user(33), "run")), [0, 1])
+    both = first_word_of_active(job(rank(0, in_user(33), "run"), rank(1, in_user(33), "run")), [0, 1])
     assert both.words == "ranks 0-1 are active at train.py:33 (train)"
-    assert not of_active(job(rank(0, (), "run")), [0]).words
-
-
-# --- in the verdict ---------------------------------------------------------------------------------------------------
-
-
-def early(quiet_s: float, one: RankEvidence, line: int, **fields: object) -> EarlyLook:
-    return EarlyLook(1e9, quiet_s, places=(Place(one.rank, at(line, "load")),), **fields)  # type: ignore[arg-type]
+    assert not first_word_of_active(job(rank(0, (), "run")), [0]).words

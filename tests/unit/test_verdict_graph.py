@@ -12,6 +12,7 @@ from evidence import (
     WRAPPER,
     at,
     behind,
+    decided,
     entry,
     in_user,
     job,
@@ -23,7 +24,7 @@ from evidence import (
 )
 from msgspec import structs
 
-from safelaunch.model import Evidence, FileLock, Frame, ProcessEvidence, RankEvidence, Verdict
+from safelaunch.model import Evidence, FileLock, Frame, ProcessEvidence, RankEvidence
 from safelaunch.report.overview import row_of
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.graph import Edge, Graph
@@ -62,12 +63,6 @@ def test_long_chains_need_no_recursion() -> None:
     chain = Graph(Edge(n, (n + 1,), "call") for n in range(20_000))
     assert chain.sinks == ((20_000,),)
     assert len(chain.path(0)) == 20_000
-
-
-def decided(verdict: Verdict) -> tuple[str, list[tuple[int, int]], str]:
-    """Cause, (rank, line) of the culprits, confidence."""
-    culprits = [(one.rank, one.frame.line if one.frame else 0) for one in verdict.culprits]
-    return verdict.cause, culprits, verdict.confidence
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 from evidence import (
     C10D,
-    SITE,
     STDLIB,
     WRAPPER,
     at,
     behind,
-    in_backward,
     in_c10d,
     in_loader,
     in_user,
@@ -27,11 +25,6 @@ from safelaunch.model import Evidence, Frame, RankEvidence, RankException
 from safelaunch.verdict.diagnose import diagnose
 
 LOCK = (Frame(f"{STDLIB}/threading.py", 168, "_RLock.acquire"), *in_user(7))
-QUEUE = (
-    Frame(f"{STDLIB}/threading.py", 320, "Condition.wait"),
-    Frame(f"{STDLIB}/queue.py", 171, "Queue.get"),
-    *in_user(7),
-)
 
 
 def node(*ranks: RankEvidence, world: int = 4, **fields: Any) -> Evidence:
@@ -58,29 +51,6 @@ FOR_GOOD = {
     "asleep beside a thread that logs": third(in_user(7), "sleep", threads=[("logger", in_user(80), "nap")]),
     "a loader worker asleep": third(in_loader(30), "poll", **stuck_worker("sleep")),
 }
-PERHAPS = {
-    "polls": third(in_user(7), "nap"),
-    "a socket or pipe": third(in_user(7), "pipe"),
-    "a FIFO": third(in_user(7), "fifo"),
-    "a file lock": third(in_user(7), "flock"),
-    "a queue": third(QUEUE, "futex"),
-    "a lock, while a thread waits for peers": third(
-        LOCK, "futex", threads=[("saver", in_c10d("barrier", 80), "futex")]
-    ),
-    "a lock, while a thread polls": third(LOCK, "futex", threads=[("syncer", in_user(80), "nap")]),
-    "a lock of a library's": third((LOCK[0], Frame(f"{SITE}/tqdm/std.py", 97, "acquire"), *in_user(7)), "futex"),
-    "asleep, while a thread trains": third(
-        in_user(7), "sleep", threads=[("trainer", in_c10d("all_reduce", 80), "futex")]
-    ),
-    "asleep, while a thread computes": third(in_user(7), "sleep", threads=[("trainer", in_user(80), "run")]),
-    "a subprocess": third(in_user(7), "wait4"),
-    "select": third(in_user(7), "select"),
-    "standard input": third(in_user(7), "stdin"),
-    "computes": third(in_user(7), "run"),
-    "no stack": third((), "futex"),
-    "a backward pass": third(in_backward(7), "futex"),
-    "a loader worker that polls": third(in_loader(30), "poll", **stuck_worker("nap")),
-}
 
 
 @pytest.mark.parametrize("how", FOR_GOOD)
@@ -90,7 +60,7 @@ def test_who_will_not_go_on_is_named(how: str) -> None:
 
 
 def test_what_such_a_rank_does_is_told_all_the_same() -> None:
-    summary = diagnose(node(waiting(2), PERHAPS["polls"])).summary
+    summary = diagnose(node(waiting(2), third(in_user(7), "nap"))).summary
     assert "Rank 3 is asleep in train.py:7 (train), perhaps waiting for one of them." in summary
 
 

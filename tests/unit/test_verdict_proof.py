@@ -40,8 +40,8 @@ from safelaunch.verdict.waits import Case
 EXAMPLES = int(os.environ.get("SAFELAUNCH_EXAMPLES", "0"))
 
 
-def proof(evidence: Evidence) -> tuple[ProofEdge, ...]:
-    return prove(Case.of(evidence))
+def proof(evidence: Evidence | RankEvidence) -> tuple[ProofEdge, ...]:
+    return prove(Case.of(evidence if isinstance(evidence, Evidence) else job(evidence, waiting(1))))
 
 
 # --- who goes on ------------------------------------------------------------------------------------------------------
@@ -122,18 +122,18 @@ def changed(one: RankEvidence, change: Any, *args: Any, **fields: Any) -> RankEv
     return structs.replace(one, main=change(one.main, *args, **fields))
 
 
-def with_signals(one: ProcessEvidence, name: str = "handles_signals") -> ProcessEvidence:
-    return structs.replace(one, states=tuple(structs.replace(state, **{name: True}) for state in one.states))
+def with_states(one: ProcessEvidence, **fields: Any) -> ProcessEvidence:
+    return structs.replace(one, states=tuple(structs.replace(state, **fields) for state in one.states))
 
 
-def of_parent(child: ProcessEvidence, ppid: int = 1000) -> ProcessEvidence:
-    return structs.replace(child, states=tuple(structs.replace(state, ppid=ppid) for state in child.states))
+def saver(kernel: str) -> list[tuple[str, tuple[Frame, ...], str]]:
+    """A thread beside the main one."""
+    return [("saver", (at(41, "save"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run")), kernel)]
 
 
 def in_lock(number: int, *, flight: Any = None, **fields: Any) -> RankEvidence:
     """Its main thread and another one wait for locks."""
-    beside = [("saver", (at(41, "save"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run")), "futex")]
-    one = rank(number, in_user(40), flight=flight or behind(), threads=beside, **fields)
+    one = rank(number, in_user(40), flight=flight or behind(), threads=saver("futex"), **fields)
     return changed(changed(one, with_kernel, rests_in="lock"), with_kernel, 1, rests_in="lock")
 
 
@@ -194,9 +194,6 @@ def at_store_key(*ends: int) -> RankEvidence:
     return changed(one, with_kernel, ends=tuple(map(OtherEnd, ends)), ends_closed=True, **target)
 
 
-SAVER = [("saver", in_user(70), "sleep")]
-
-
 def in_future(*, file: str = "futures/__init__.py", **fields: Any) -> RankEvidence:
     """It waits inside torch, while a collective that it has started is under way."""
     frames = (Frame(f"/venv/lib/python3.11/site-packages/torch/{file}", 80, "wait"), *in_user(40))
@@ -234,8 +231,7 @@ def with_side_thread(
     threads = (*[caller] * HABIT, min(caller, 1))
     made = zip(calls, threads, range(10, 1000, 10), strict=False)
     flight = record(*(structs.replace(c, thread=t, created_ns=ns) for c, t, ns in made), groups=TWO)
-    beside = [("saver", (at(41, "save"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run")), kernel)]
-    one = numbered(rank(number, in_c10d("all_reduce", 50), flight=flight, threads=beside))
+    one = numbered(rank(number, in_c10d("all_reduce", 50), flight=flight, threads=saver(kernel)))
     return changed(one, with_kernel, 1, started_ns=started_ns, rested_s=rested_s)
 
 
@@ -270,29 +266,31 @@ def shared_with(*pids: int) -> Evidence:
 def half_ended(pid: int) -> ProcessEvidence:
     """Its first thread is a zombie, and another one sleeps."""
     child = with_native_thread(with_kernel(asleep(pid), state="Z"), state="S")
-    return structs.replace(child, states=tuple(structs.replace(state, state="Z") for state in child.states))
+    return with_states(child, state="Z")
 
 
-PROVED = {
+# Jobs; or what rank 0 does, while rank 1 waits in a collective.
+PROVED: dict[str, Evidence | RankEvidence] = {
     "different collectives under one number": job(waiting(0), waiting(1, "all_gather")),
     "different sizes under one number": job(waiting(0), waiting(1, flight=record(entry("all_reduce", 4, size=(8,))))),
     "two groups in two orders": job(in_group(0, "a", TWO), in_group(1, "b", TWO)),
     "both receive": job(in_transfer(0, "recv", 1), in_transfer(1, "recv", 0)),
     "both send": job(in_transfer(0, "send", 1), in_transfer(1, "send", 0)),
     "a circle of sends": job(*(in_transfer(n, "send", (n + 1) % 3, groups={"0": (0, 1, 2)}) for n in range(3))),
-    "a receive of what a rank in a collective would send": job(in_transfer(0, "recv", 1), waiting(1)),
-    "locks, and a peer in a collective": job(in_lock(0), waiting(1)),
-    "a queue that nobody fills": job(in_library(QUEUE), waiting(1)),
-    "an event that nobody sets": job(in_library(EVENT), waiting(1)),
-    "a child that waits for its parent": job(with_child(reader(1000, 1500)), waiting(1)),
+    "a receive of what a rank in a collective would send": in_transfer(0, "recv", 1),
+    "locks, and a peer in a collective": in_lock(0),
+    "a queue that nobody fills": in_library(QUEUE),
+    "an event that nobody sets": in_library(EVENT),
+    "a child that waits for its parent": with_child(reader(1000, 1500)),
     "a peer that has ended": job(waiting(0), gone(1)),
     "a semaphore that only the rank has mapped": shared_with(1000),
-    "a pipe to a child that waits as well": job(at_pipe(1000, 1500), waiting(1)),
-    "a pipe to itself": job(at_pipe(1000), waiting(1)),
-    "a signal ends no call of c10d": job(changed(waiting(0), with_signals), waiting(1, "all_gather")),
-    "an event, and children that wait as well, whose ends would be handled": job(
-        changed(in_library(EVENT, children=[of_parent(reader(1000, 1500))]), with_signals, "handles_child_ends"),
-        waiting(1),
+    "a pipe to a child that waits as well": at_pipe(1000, 1500),
+    "a pipe to itself": at_pipe(1000),
+    "a signal ends no call of c10d": job(
+        changed(waiting(0), with_states, handles_signals=True), waiting(1, "all_gather")
+    ),
+    "an event, and children that wait as well, whose ends would be handled": changed(
+        in_library(EVENT, children=[with_states(reader(1000, 1500), ppid=1000)]), with_states, handles_child_ends=True
     ),
     "different roots": job(in_broadcast(0, 0), in_broadcast(1, 1)),
     "a thread asleep that never called": job(with_side_thread(0, 1), in_group(1, "b", TWO)),
@@ -304,11 +302,9 @@ PROVED = {
         in_transfer(0, "recv", 1, groups=TWO),
         changed(with_side_thread(1, 1, "futex"), with_kernel, 1, rests_in="lock"),
     ),
-    "two calls under way, neither of which ends": job(of_two_calls(0, "all_gather"), waiting(1)),
-    "a pipe, and torch's own threads": job(
-        changed(at_pipe(1000, 1500), with_native_thread, "libtorch_cpu.so"), waiting(1)
-    ),
-    "a future of a call that never ends": job(in_future(), waiting(1)),
+    "two calls under way, neither of which ends": of_two_calls(0, "all_gather"),
+    "a pipe, and torch's own threads": changed(at_pipe(1000, 1500), with_native_thread, "libtorch_cpu.so"),
+    "a future of a call that never ends": in_future(),
     "a lock on a file of a rank that waits": job(waiting(0), at_file_lock(1000)),
 }
 WAITS = [waiting(0), waiting(1, "all_gather")]
@@ -319,12 +315,10 @@ def moved(**fields: Any) -> Evidence:
     return job(changed(WAITS[0], with_kernel, **fields), WAITS[1])
 
 
-NOT_PROVED = {
+NOT_PROVED: dict[str, Evidence | RankEvidence] = {
     "a barrier of processes, and a child that sleeps": at_shared_barrier("sleep"),
     "the same, as the kernel says it": at_shared_barrier("sleep", "_multiprocessing.cpython-311-x86_64-linux-gnu.so"),
-    "an event of a library that has its own locks": job(
-        changed(in_library(EVENT), with_kernel, rests_in="_greenlet.so"), waiting(1)
-    ),
+    "an event of a library that has its own locks": changed(in_library(EVENT), with_kernel, rests_in="_greenlet.so"),
     "one look": job(waiting(0, samples=1), WAITS[1]),
     "it ran between the looks": job(
         changed(changed(WAITS[0], with_kernel, slices=5), with_kernel, last=True, slices=6), WAITS[1]
@@ -338,42 +332,35 @@ NOT_PROVED = {
     "no stack": job(rank(0, (), flight=WAITS[0].flight_record), WAITS[1]),
     "a rank asleep": job(waiting(0), rank(1, in_user(7), "sleep", flight=behind())),
     "a rank that was not seen": job(waiting(0), missing_ranks=(1,)),
-    "a time limit": job(changed(in_library(QUEUE), with_kernel, ends_s=60.0), waiting(1)),
-    "a signal may set an event": job(changed(in_library(EVENT), with_signals), waiting(1)),
-    "the end of a child may set an event": job(
-        changed(in_library(EVENT, children=[of_parent(asleep(1500))]), with_signals, "handles_child_ends"), waiting(1)
+    "a time limit": changed(in_library(QUEUE), with_kernel, ends_s=60.0),
+    "a signal may set an event": changed(in_library(EVENT), with_states, handles_signals=True),
+    "the end of a child may set an event": changed(
+        in_library(EVENT, children=[with_states(asleep(1500), ppid=1000)]), with_states, handles_child_ends=True
     ),
-    "the end of a child may end a wait that looks like a call's": job(
-        changed(
-            rank(0, in_user(40), flight=record(*past(3), entry("all_gather", 4)), children=[of_parent(asleep(1500))]),
-            with_signals,
-            "handles_child_ends",
+    "the end of a child may end a wait that looks like a call's": changed(
+        rank(
+            0,
+            in_user(40),
+            flight=record(*past(3), entry("all_gather", 4)),
+            children=[with_states(asleep(1500), ppid=1000)],
         ),
-        waiting(1),
+        with_states,
+        handles_child_ends=True,
     ),
-    "a signal may end the wait for a lock": job(changed(in_lock(0), with_signals), waiting(1)),
-    "a pipe to itself, of which somebody out of sight may have an end": job(
-        at_pipe(1000, ends_closed=False), waiting(1)
-    ),
-    "a pipe to a child, of which somebody out of sight may have an end": job(
-        at_pipe(1000, 1500, ends_closed=False), waiting(1)
-    ),
-    "a socket that a stranger may shut down": job(at_pipe(1000, lock_sharers=(77,)), waiting(1)),
-    "a pipe to itself, and a thread beside": job(
-        changed(at_pipe(1000), with_native_thread, "libstranger.so"), waiting(1)
-    ),
-    "a child, and a thread beside that may end it": job(
-        changed(
-            rank(
-                *(0, in_user(40), "wait4"),
-                flight=behind(),
-                children=[reader(1000, 1500)],
-                threads=[("timer", in_user(7), "sleep")],
-            ),
-            with_kernel,
-            child=1500,
+    "a signal may end the wait for a lock": changed(in_lock(0), with_states, handles_signals=True),
+    "a pipe to itself, of which somebody out of sight may have an end": at_pipe(1000, ends_closed=False),
+    "a pipe to a child, of which somebody out of sight may have an end": at_pipe(1000, 1500, ends_closed=False),
+    "a socket that a stranger may shut down": at_pipe(1000, lock_sharers=(77,)),
+    "a pipe to itself, and a thread beside": changed(at_pipe(1000), with_native_thread, "libstranger.so"),
+    "a child, and a thread beside that may end it": changed(
+        rank(
+            *(0, in_user(40), "wait4"),
+            flight=behind(),
+            children=[reader(1000, 1500)],
+            threads=[("timer", in_user(7), "sleep")],
         ),
-        waiting(1),
+        with_kernel,
+        child=1500,
     ),
     "a thread of a library that is too new to have a habit": job(
         in_group(0, "a", TWO),
@@ -384,37 +371,30 @@ NOT_PROVED = {
             threads=[("x", (Frame("/v/lib/python3.11/site-packages/lib/x.py", 9, "run"),), "sleep")],
         ),
     ),
-    "a second worker server, whose handlers are the user's": job(
-        changed(
-            changed(in_lock(0), with_native_thread, "libtorch_cpu.so", syscall_name="accept4"),
-            *(with_native_thread, "libtorch_cpu.so"),
-            syscall_name="accept4",
-        ),
-        waiting(1),
+    "a second worker server, whose handlers are the user's": changed(
+        changed(in_lock(0), with_native_thread, "libtorch_cpu.so", syscall_name="accept4"),
+        *(with_native_thread, "libtorch_cpu.so"),
+        syscall_name="accept4",
     ),
-    "a native thread in a library called much as torch's": job(
-        changed(at_pipe(1000, 1500), with_native_thread, "libtorch_prefetch.so"), waiting(1)
+    "a native thread in a library called much as torch's": changed(
+        at_pipe(1000, 1500), with_native_thread, "libtorch_prefetch.so"
     ),
-    "a pipe to another program": job(at_pipe(1000, 1500, 77), waiting(1)),
-    "a pipe, and nobody looked who has it": job(rank(0, in_user(40), "pipe", flight=behind()), waiting(1)),
-    "a child that sleeps": job(with_child(process(1500, in_user(60), "sleep", role="child")), waiting(1)),
-    "a child that was not seen": job(structs.replace(with_child(reader(1000)), children=()), waiting(1)),
-    "a thread of an unknown library beside an event": job(
-        in_library(EVENT, threads=[("worker", (), "futex")]), waiting(1)
-    ),
-    "a thread beside a queue": job(in_library(QUEUE, threads=[("feeder", in_user(7), "sleep")]), waiting(1)),
-    "the holder of a lock may be asleep": job(changed(in_lock(0), with_kernel, 1, **KERNEL["sleep"]), waiting(1)),
+    "a pipe to another program": at_pipe(1000, 1500, 77),
+    "a pipe, and nobody looked who has it": rank(0, in_user(40), "pipe", flight=behind()),
+    "a child that sleeps": with_child(process(1500, in_user(60), "sleep", role="child")),
+    "a child that was not seen": structs.replace(with_child(reader(1000)), children=()),
+    "a thread of an unknown library beside an event": in_library(EVENT, threads=[("worker", (), "futex")]),
+    "a thread beside a queue": in_library(QUEUE, threads=[("feeder", in_user(7), "sleep")]),
+    "the holder of a lock may be asleep": changed(in_lock(0), with_kernel, 1, **KERNEL["sleep"]),
     "a group with unknown members": job(in_group(0, "a", {}), in_group(1, "a", {}, "all_gather")),
-    "all have entered": job(waiting(0), waiting(1)),
+    "all have entered": waiting(0),
     "another type of as many bytes": job(
         waiting(0, flight=record(entry("all_reduce", 4, size=(4,), dtype="Float"))),
         waiting(1, flight=record(entry("all_reduce", 4, size=(2,), dtype="Long"))),
     ),
-    "a pipe, and a native thread of an unknown library": job(
-        changed(at_pipe(1000, 1500), with_native_thread), waiting(1)
-    ),
-    "a child that waits for its parent, and has another thread": job(
-        with_child(with_native_thread(structs.replace(reader(1000, 1500), stacks=()))), waiting(1)
+    "a pipe, and a native thread of an unknown library": changed(at_pipe(1000, 1500), with_native_thread),
+    "a child that waits for its parent, and has another thread": with_child(
+        with_native_thread(structs.replace(reader(1000, 1500), stacks=()))
     ),
     "a lock on a file that a child of the rank may have as well": job(
         waiting(0, children=[asleep(1500)]), at_file_lock(1000)
@@ -422,9 +402,9 @@ NOT_PROVED = {
     "a child that receives from another child": job(
         with_child(process(1500, in_c10d("recv", 55), role="child")), waiting(1, children=[asleep(1600)])
     ),
-    "a future that RPC may set": job(changed(in_future(), with_native_thread, "libtensorpipe.so"), waiting(1)),
-    "a future that another thread may set": job(in_future(threads=SAVER), waiting(1)),
-    "an answer of RPC": job(in_future(file="distributed/rpc/api.py"), waiting(1)),
+    "a future that RPC may set": changed(in_future(), with_native_thread, "libtensorpipe.so"),
+    "a future that another thread may set": in_future(threads=saver("sleep")),
+    "an answer of RPC": in_future(file="distributed/rpc/api.py"),
     "a rank that failed": job(waiting(0), gone(1, 1)),
     "a crash": job(*WAITS, outcome="crash"),
     "a thread asleep that has called": job(with_side_thread(0, 2), in_group(1, "b", TWO)),
@@ -435,10 +415,8 @@ NOT_PROVED = {
     "a receive in a group that the peer does not list": job(
         in_transfer(0, "recv", 1, groups={"0": (0, 1), "weights": (0, 1)}), in_transfer(1, "recv", 0)
     ),
-    "a receive in a group that counts its members anew": job(
-        in_transfer(0, "recv", 1, groups={"0": (0, 1), "weights": ()}), waiting(1)
-    ),
-    "a receive, and groups that are not told": job(in_transfer(0, "recv", 1, groups={}), waiting(1)),
+    "a receive in a group that counts its members anew": in_transfer(0, "recv", 1, groups={"0": (0, 1), "weights": ()}),
+    "a receive, and groups that are not told": in_transfer(0, "recv", 1, groups={}),
     "different calls, in groups of their own with outsiders": job(
         *(
             rank(
@@ -453,8 +431,8 @@ NOT_PROVED = {
     "a call in a group of more ranks than the job has": job(
         *(structs.replace(one, gil=GilTest(True, True, groups={"0": (0, 1, 2)})) for one in (waiting(0), gone(1)))
     ),
-    "a pipe that a handler may write to": job(
-        changed(changed(at_pipe(1000, 1500), with_native_thread, "libtorch_cpu.so"), with_signals), waiting(1)
+    "a pipe that a handler may write to": changed(
+        changed(at_pipe(1000, 1500), with_native_thread, "libtorch_cpu.so"), with_states, handles_signals=True
     ),
     "a thread that has rested for as long as anybody has looked": job(
         with_side_thread(0, 1, rested_s=50.0), in_group(1, "b", TWO)
@@ -468,7 +446,11 @@ NOT_PROVED = {
         in_group(1, "b", TWO),
     ),
     "an old native thread that a handler may wake": job(
-        changed(changed(with_side_thread(0, 1), with_native_thread, syscall_name="futex", started_ns=1), with_signals),
+        changed(
+            changed(with_side_thread(0, 1), with_native_thread, syscall_name="futex", started_ns=1),
+            with_states,
+            handles_signals=True,
+        ),
         in_group(1, "b", TWO),
     ),
     "a call that the user waits for with a time limit": moved(ends_s=60.0),
@@ -481,31 +463,26 @@ NOT_PROVED = {
             for n, op in enumerate(("all_reduce", "all_gather"))
         )
     ),
-    "a pipe into which the end of a child may write": job(
-        changed(
-            structs.replace(at_pipe(1000, 1500), children=(of_parent(asleep(1500)),)),
-            with_signals,
-            "handles_child_ends",
-        ),
-        waiting(1),
+    "a pipe into which the end of a child may write": changed(
+        structs.replace(at_pipe(1000, 1500), children=(with_states(asleep(1500), ppid=1000),)),
+        with_states,
+        handles_child_ends=True,
     ),
     "a semaphore that an orphan has mapped": shared_with(1000, 4711),
-    "a child of which only the first thread has ended": job(
-        structs.replace(at_pipe(1000, 1500), children=(half_ended(1500),)), waiting(1)
+    "a child of which only the first thread has ended": structs.replace(
+        at_pipe(1000, 1500), children=(half_ended(1500),)
     ),
-    "a lock that a native thread may release": job(changed(in_lock(0), with_native_thread), waiting(1)),
+    "a lock that a native thread may release": changed(in_lock(0), with_native_thread),
     "a lock that the end of a call may release": job(
         in_lock(0, flight=record(entry("all_reduce", 1, group="a"), groups=TWO)),
         rank(
             1,
             in_c10d("all_reduce", 50),
             flight=record(entry("all_reduce", 1, group="b", line=50), groups=TWO),
-            threads=[("saver", (at(41, "save"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run")), "sleep")],
+            threads=saver("sleep"),
         ),
     ),
-    "a connection with a time limit of its own": job(
-        changed(at_pipe(1000, 1500), with_kernel, times_out=True), waiting(1)
-    ),
+    "a connection with a time limit of its own": changed(at_pipe(1000, 1500), with_kernel, times_out=True),
     "a lock on a file that may be under way to somebody": job(waiting(0), at_file_lock(1000, ends_closed=False)),
     "a call that a group of a backend in Python may end": job(
         waiting(0, gil=GilTest(foreign_backend=True)), waiting(1, "all_gather")
@@ -520,9 +497,8 @@ NOT_PROVED = {
         changed(with_side_thread(0, 1), with_native_thread, syscall_name="recvfrom", started_ns=1),
         in_group(1, "b", TWO),
     ),
-    "a semaphore with a public name": job(
-        changed(in_library(SHARED), with_kernel, rests_in="_multiprocessing.so", fd_target="/dev/shm/sem.ours"),
-        waiting(1),
+    "a semaphore with a public name": changed(
+        in_library(SHARED), with_kernel, rests_in="_multiprocessing.so", fd_target="/dev/shm/sem.ours"
     ),
     "a send to somebody, and a receive": job(in_transfer(0, "send", None), in_transfer(1, "recv", 0)),
     "a thread asleep that may send": job(in_transfer(0, "recv", 1), with_side_thread(1, 1)),
@@ -545,17 +521,13 @@ NOT_PROVED = {
         ),
         waiting(1, "nccl:all_reduce"),
     ),
-    "an answer from outside, with a call under way": job(
-        changed(
-            rank(0, in_user(40), "poll", flight=record(*past(3), entry("all_gather", 4))),
-            with_kernel,
-            syscall_name="read",
-        ),
-        waiting(1),
+    "an answer from outside, with a call under way": changed(
+        rank(0, in_user(40), "poll", flight=record(*past(3), entry("all_gather", 4))),
+        with_kernel,
+        syscall_name="read",
     ),
-    "a time limit, of a call or a lock": job(
-        changed(rank(0, in_user(40), flight=record(*past(3), entry("all_gather", 4))), with_kernel, ends_s=60.0),
-        waiting(1),
+    "a time limit, of a call or a lock": changed(
+        rank(0, in_user(40), flight=record(*past(3), entry("all_gather", 4))), with_kernel, ends_s=60.0
     ),
 }
 

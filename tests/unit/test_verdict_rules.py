@@ -1,4 +1,4 @@
-"""The table of rules, and how doubts make a confidence. ``conftest.py`` holds every verdict against the table."""
+"""The table of rules. ``conftest.py`` holds every verdict against the table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evidence import at, entry, in_c10d, in_user, job, past, rank, record, waiti
 from safelaunch.model import Evidence, FlightRecord, GilTest, Launched
 from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.diagnose import _conclude, diagnose
-from safelaunch.verdict.doubts import Doubt, confidence_of
+from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.rules import KINDS
 from safelaunch.verdict.waits import Case
 
@@ -43,28 +43,6 @@ def test_a_rule_is_not_asked_where_what_it_needs_is_not_there(monkeypatch: pytes
     case = Case.of(job(waiting(0), waiting(1)))
     assert last.ask(case) == ""
     assert _conclude(case)[0].cause == "no-rank-stands-out"
-
-
-@pytest.mark.parametrize(
-    ("doubts", "confidence"),
-    [
-        ((), "high"),
-        ((Doubt.NO_MAJORITY,), "medium"),
-        ((Doubt.LINES_ALONE,), "low"),
-        ((Doubt.NO_FRAMES, Doubt.HABIT_ALONE), "medium"),  # both about the calls
-        ((Doubt.STACKS_ALONE, Doubt.NO_MAJORITY), "low"),
-        ((Doubt.STATE_UNKNOWN, Doubt.UNSEEN_RANKS, Doubt.MISMATCH_TOO), "low"),
-        ((Doubt.DAMAGED_RECORD,), "medium"),
-        ((Doubt.DAMAGED_RECORD, Doubt.NO_MAJORITY), "medium"),  # of the evidence: counts only alone
-    ],
-)
-def test_doubts_about_one_part_count_once_and_about_several_add_up(doubts: tuple[Doubt, ...], confidence: str) -> None:
-    assert confidence_of(doubts) == confidence
-
-
-def test_every_doubt_has_a_reason_of_its_own() -> None:
-    assert len({doubt.why for doubt in Doubt}) == len(Doubt)
-    assert all(doubt.why.endswith(".") and doubt.levels in (1, 2) for doubt in Doubt)
 
 
 # --- what was not seen is not ruled out -------------------------------------------------------------------------------

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from evidence import SITE, at, behind, in_init, in_user, job, rank, waiting
+from evidence import SITE, at, behind, in_c10d, in_init, in_user, job, rank, waiting
 from msgspec.structs import replace
 
 from safelaunch.model import (
     Evidence,
     Frame,
+    NcclCommunicator,
+    NcclProcess,
+    NcclState,
+    NcclWitness,
     NodeEvidence,
     RankEvidence,
     RankException,
@@ -19,7 +23,9 @@ from safelaunch.model import (
     Verdict,
 )
 from safelaunch.model.evidence import all_nodes
+from safelaunch.report.report import nccl_lines
 from safelaunch.verdict.diagnose import diagnose
+from safelaunch.verdict.rules_nodes import nccl_states
 
 RESET = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 ENGINE = Frame(f"{SITE}/torch/autograd/graph.py", 979, "_engine_run_backward")
@@ -238,3 +244,71 @@ def test_a_rendezvous_whose_store_does_not_answer_accuses_nobody() -> None:
     verdict = diagnose(Evidence(outcome="crash", world_size=0, ranks=(), rendezvous=told))
     assert verdict.nodes_at_fault == ()
     assert "The store where they meet does not answer: connection refused." in verdict.summary
+
+
+# --- which ranks NCCL means -------------------------------------------------------------------------------------------
+
+FILE = "node/a/nccl_ras.txt"
+
+
+def seen(number: int, pid: int, host: str = "a") -> RankEvidence:
+    return replace(rank(number, in_c10d("all_reduce", 41)), pid=pid, host=host)
+
+
+def process(number: int, pid: int, state: NcclState = "answers", host: str = "10.0.0.1") -> NcclProcess:
+    return NcclProcess(host, pid, number, number % 8, state)
+
+
+def with_word(evidence: Evidence, *communicators: NcclCommunicator, named: tuple[NcclProcess, ...] = ()) -> Evidence:
+    return replace(evidence, nccl=NcclWitness("2.29.7", communicators, named, FILE))
+
+
+def of(size: int, *processes: NcclProcess) -> NcclCommunicator:
+    return NcclCommunicator(size, processes)
+
+
+TWO = job(seen(0, 10), seen(1, 11))
+FOUR = job(seen(0, 10), seen(1, 11), world=4, missing_ranks=(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("evidence", "expected"),
+    [
+        (TWO, {}),
+        (with_word(TWO, of(2, process(0, 10), process(1, 11, "dead"))), {0: "answers", 1: "dead"}),
+        (with_word(FOUR, of(4, *(process(n, 10 + n) for n in range(3)), process(3, 13, "unresponsive"))),
+         {0: "answers", 1: "answers", 2: "answers", 3: "unresponsive"}),
+        (with_word(FOUR, of(4, process(0, 11), process(1, 10), process(2, 12), process(3, 13))), {}),
+        (with_word(FOUR, of(4, *(process(n, -1, "dead") for n in range(4)))), {}),
+        (with_word(FOUR, of(4, process(0, 10), process(7, 17, "dead"))), {}),
+        (with_word(TWO, of(1, process(0, 10)), of(1, process(0, 11, "dead"))), {0: "answers", 1: "dead"}),
+        (with_word(TWO, named=(process(-1, 11, "dead"),)), {1: "dead"}),
+        (with_word(TWO, named=(process(-1, 99, "dead"),)), {}),
+        (with_word(FOUR, named=(process(-1, 11, "dead"),)), {}),
+        (with_word(job(seen(0, 10), seen(1, 10, "b")), named=(process(-1, 10, "dead"),)), {}),
+        (with_word(job(seen(0, 10), seen(1, 11, "b")), named=(process(-1, 11, "dead", "10.0.0.2"),)), {1: "dead"}),
+        (with_word(job(seen(0, 10), seen(1, 10, "b")),
+                   of(1, process(0, 10)), of(1, process(0, 10, "dead", "10.0.0.2"))), {}),
+        (with_word(job(seen(0, 10), world=2, missing_ranks=(1,)),
+                   of(1, process(0, 10)), of(1, process(0, 10, "dead", "10.0.0.2"))), {}),
+    ],
+    ids=[
+        "nothing asked", "numbered by the communicator of all", "a rank that nobody saw, by its number",
+        "another order", "no pid agrees", "numbers beyond the world", "by pid, in smaller communicators",
+        "text: by pid", "text: another process", "text: it may be of the node that nobody saw",
+        "text: a pid of two nodes", "text: a pid of one node", "pids of two nodes alike",
+        "the node that nobody saw may have the same pids",
+    ],
+)  # fmt: skip
+def test_a_process_is_a_rank_only_where_it_can_be_no_other(evidence: Evidence, expected: dict[int, NcclState]) -> None:
+    assert nccl_states(evidence) == expected
+
+
+def test_the_report_counts_and_lists_what_does_not_answer() -> None:
+    witness = with_word(TWO, of(2, process(0, 10), process(1, 11, "dead"))).nccl
+    assert nccl_lines(witness) == [
+        "NCCL 2.29.7, of its processes: answers from 1, none from 0, 1 given up",
+        "pid 11 on 10.0.0.1, GPU 1: dead",
+        f"The raw answer: {FILE}",
+    ]
+    assert nccl_lines(None) == []

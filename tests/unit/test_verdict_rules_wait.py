@@ -10,6 +10,7 @@ from evidence import (
     SITE,
     at,
     behind,
+    decided,
     entry,
     in_c10d,
     in_user,
@@ -51,14 +52,6 @@ POLLS = dedent(
             wait_for(path)
     """
 )
-
-
-def decided(verdict: Verdict) -> tuple[str, list[tuple[int, int | None]], str]:
-    culprits = [(one.rank, one.frame and one.frame.line) for one in verdict.culprits]
-    return verdict.cause, culprits, verdict.confidence
-
-
-# --- connections ------------------------------------------------------------------------------------------------------
 
 
 # --- polls ------------------------------------------------------------------------------------------------------------

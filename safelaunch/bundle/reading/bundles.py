@@ -45,7 +45,7 @@ from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import exists, is_dir, is_file
 from safelaunch.verdict.exits import failed_by_itself, has_lost_a_peer
-from safelaunch.verdict.stalled import has_no_steps
+from safelaunch.verdict.rules_live import has_no_steps
 
 _T = TypeVar("_T")
 MAX_RECORD_BYTES = 64 << 20
