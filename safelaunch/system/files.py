@@ -41,7 +41,12 @@ def replace_file(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(beside, flags, mode), "wb") as file:
-        file.write(content)
+        try:
+            file.write(content)
+            file.flush()
+        except OSError:  # the disk is full
+            beside.unlink(missing_ok=True)
+            raise
     beside.replace(path)
 
 

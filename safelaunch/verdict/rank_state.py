@@ -121,7 +121,7 @@ class Facts:
     def call_of(self, rank: int) -> Collective | None:
         """The recorded collective in which the rank waits, where that is known."""
         wait = self.waiting.get(rank)
-        if wait is None or wait.group is None or wait.seq is None:
+        if wait is None or wait.group is None or wait.seq is None or wait.kind == "p2p":  # a number of its own
             return None
         return self.alignment.entry(rank, wait.group, wait.seq)
 
