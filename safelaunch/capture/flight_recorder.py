@@ -321,7 +321,7 @@ _COUNTED = "safelaunch_"  # the handlers that count the questions which they hav
 
 
 class Questions(Protocol):
-    """The part of a rank's page that its Python handlers need; see ``progress.Page``."""
+    """The part of a rank's page that its Python handlers need; see ``capture.pages.Page``."""
 
     def begin_question(self) -> bool: ...
 

@@ -130,7 +130,7 @@ class Resources(Record, frozen=True, omit_defaults=False):
 class NodeFiles(Record, frozen=True):
     """The files of ``node/<host>/``: each field is one, a text (``.txt``) or a record (``.json``), by its type.
 
-    ``capture.node.SOURCES`` collects them; they are written, read back and sent to other nodes by this list.
+    ``capture.node.sources`` collects them; they are written, and in a hang sent to other nodes, by this list.
     """
 
     gpus: Gpus | None = None

@@ -454,7 +454,7 @@ class Settings:
 
     An origin is ``command line``, ``environment SAFELAUNCH_STALL_TIMEOUT``, ``safelaunch.yaml:3``, ``preset
     hang-debug`` or ``default``. ``stall_timeout_s`` None is ``auto``; ``max_stall_s`` None is not given.
-    ``pg_timeout`` None leaves torch's own. ``gpus`` is a text from ``values.parse_gpus``, None if not given.
+    ``pg_timeout`` None leaves torch's own. ``gpus`` is a text from ``parse_gpus``, None if not given.
     ``keep_bundles`` 0 keeps all. ``wait_timeout_s`` None waits for ever, if ``wait``. ``bundle_dir`` is absolute if the
     working directory is. ``env`` holds the variables of presets and configuration file; exported variables win over
     them.

@@ -24,11 +24,12 @@ from safelaunch.capture.look import ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.job.paths import local_bundles, run_root
 from safelaunch.job.plan import name_of_command
-from safelaunch.supervise import incident, publishing
+from safelaunch.supervise import collecting, publishing
 from safelaunch.supervise.answer import wait_for_each_other, work_in
-from safelaunch.supervise.incident import JobSnapshot, Timeline
+from safelaunch.supervise.collecting import JobSnapshot, Timeline
 from safelaunch.supervise.job_context import JobContext, user_name
-from safelaunch.supervise.looks import ATTACH, Looks, look_at, main_thread
+from safelaunch.supervise.kinds import ATTACH
+from safelaunch.supervise.looks import Looks, look_at, main_thread
 from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.watch.work import Background, Peak
 from safelaunch.system import procstat
@@ -60,7 +61,7 @@ def attach(job: FoundJob, bundle_dir: Path) -> Report:
         for rank, one in job.ranks.items()
     }
     try:
-        found = incident.take_evidence(
+        found = collecting.take_evidence(
             ATTACH,
             looks,
             JobSnapshot(known, job.world_size, ()),

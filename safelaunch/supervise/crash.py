@@ -16,10 +16,11 @@ from safelaunch.capture.collect import Answer, ask_server
 from safelaunch.capture.look import Target
 from safelaunch.capture.pages import AgentEvent
 from safelaunch.model import GilTest, RankEvidence, RankException
-from safelaunch.supervise import incident, publishing
+from safelaunch.supervise import collecting, publishing
 from safelaunch.supervise.cluster.messages import PeerStatus
-from safelaunch.supervise.incident import JobSnapshot
-from safelaunch.supervise.looks import CRASH, Looks, ask_each
+from safelaunch.supervise.collecting import JobSnapshot
+from safelaunch.supervise.kinds import CRASH
+from safelaunch.supervise.looks import Looks, ask_each
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import Incident, JobView, look
 from safelaunch.supervise.watch.job import Glance
@@ -183,7 +184,7 @@ class CrashCase:
             return Agreement()
         at.until(lambda: failure.exits_known or failure.told)
         context = self._job.context
-        local = incident.local_evidence(looks, self._known_of(failure, answers), context)
+        local = collecting.local_evidence(looks, self._known_of(failure, answers), context)
         exits = {rank.rank: rank.exit.returncode for rank in local.ranks if rank.exit and rank.exit.before_close}
         exceptions = {rank.rank: rank.exception for rank in local.ranks if rank.exception is not None}
         text = own_failure(context.host, exits, exceptions)
@@ -201,7 +202,7 @@ class CrashCase:
     ) -> Report | None:
         whole, context = self._job.is_whole, self._job.context
         notes = (f"torchrun itself failed: {failure.error}",) if failure.error else ()
-        found = incident.take_evidence(CRASH, looks, self._known_of(failure, answers), context)
+        found = collecting.take_evidence(CRASH, looks, self._known_of(failure, answers), context)
         why_not = ""
         if whole:
             error = context.redactor.said(unreadable_script(found.evidence.ranks))

@@ -18,8 +18,9 @@ from safelaunch.capture.look import Look, Target
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import EarlyLook
 from safelaunch.report.about import early_line
-from safelaunch.supervise import answer, incident
-from safelaunch.supervise.looks import FIRST_WORD, Looks
+from safelaunch.supervise import answer, collecting
+from safelaunch.supervise.kinds import FIRST_WORD
+from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.respond import Incident, JobView, look
 from safelaunch.supervise.watch import quiet
 from safelaunch.supervise.watch.quiet import Quiet, Spell
@@ -115,7 +116,7 @@ class EarlyLooks:
         prove = still and self._job.is_whole and not answer.what_was_not_seen(looks.taken[-1], looks)
         looks = replace(looks, targets=tuple(without_the_gil(target, looks.taken[-1]) for target in looks.targets))
         kind = replace(FIRST_WORD, asks=still)
-        evidence = incident.evidence_of(kind, looks, self._job.snapshot(), self._context)
+        evidence = collecting.evidence_of(kind, looks, self._job.snapshot(), self._context)
         place = self._context.run_dir / QUESTION_FILE
         found = answer.ask(evidence, None if still else active, place, prove=prove)
         found = self._context.cleaned(found)

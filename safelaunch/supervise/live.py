@@ -37,7 +37,7 @@ from safelaunch.supervise.control.protocol import (
     Request,
     Server,
 )
-from safelaunch.supervise.looks import DUMP, ENDED, Kind
+from safelaunch.supervise.kinds import DUMP, ENDED, Kind
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import Cancelled, Incident, JobView, observe
 from safelaunch.supervise.rounds import others_of, recordings_of

@@ -1,4 +1,4 @@
-"""Looks at all ranks of a live job, repeatedly; and the kinds of incidents: why one looks, and what it may cost."""
+"""Looks at all ranks of a live job, repeatedly."""
 
 from __future__ import annotations
 
@@ -19,48 +19,15 @@ from safelaunch.capture.look import Look, ProcessLook, RankLook, Target, take, w
 from safelaunch.capture.node import environment_of
 from safelaunch.capture.result import Result, gather
 from safelaunch.capture.sockets import resends
-from safelaunch.job.job import HOLD_S
-from safelaunch.model import Outcome, Thread
+from safelaunch.model import Thread
+from safelaunch.supervise.kinds import LOOK_S
 
 T = TypeVar("T")
-LOOK_S = 6.0
-ASKING_S = 0.3  # of what Ctrl-C waits: for what the ranks themselves are asked
 MOST_PATIENCE = 4.0
 LATE_DEADLINE_S = 12.0  # of a machine that is too busy for the looks
 NATIVE_DEADLINE_S = 10.0  # libraries of gigabytes, on a disk that many read
 ENTRIES_DEADLINE_S = 1.5
 _one_at_a_time = threading.Lock()
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """One kind. All that it needs of the ranks comes first, so that they may end while the bundle is written."""
-
-    outcome: Outcome
-    """of the bundle, where the looks don't show another one"""
-    looks: int = 2
-    """at the ranks: two show what moves"""
-    look_s: float = LOOK_S
-    """the longest that a look may take"""
-    between_s: float = 1.0
-    """two looks"""
-    budget_s: float = float("inf")
-    """for the looks: then the ranks end, and what is there has to do"""
-    asks: bool = True
-    """the ranks themselves, for their records: not where they are gone, or everybody waits for us"""
-    native: bool = True
-    """C frames, where they tell: that pauses a process, so not in a job that may go on"""
-
-
-HANG = Kind("hang")
-SUSPECT = Kind("suspect", native=False)
-FIRST_WORD = Kind("hang", between_s=2.0)
-INTERRUPT = Kind("hang", look_s=0.8, between_s=0.5, budget_s=HOLD_S - ASKING_S, native=False)
-DUMP = Kind("dump")
-ATTACH = Kind("dump", between_s=2.0, native=False)
-CRASH = Kind("crash", looks=1, asks=False)
-ENDED = Kind("dump", between_s=0.0, asks=False)
-RENDEZVOUS = Kind("crash", looks=0, asks=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,9 +49,10 @@ from safelaunch.model import (
 )
 from safelaunch.supervise.cluster.evidence import Others
 from safelaunch.supervise.cluster.messages import Action, PeerStatus
-from safelaunch.supervise.incident import Collected, JobSnapshot, Timeline, _add_rank, take_evidence
+from safelaunch.supervise.collecting import Collected, JobSnapshot, Timeline, _add_rank, take_evidence
 from safelaunch.supervise.job_context import JobContext
-from safelaunch.supervise.looks import RENDEZVOUS, Looks
+from safelaunch.supervise.kinds import RENDEZVOUS
+from safelaunch.supervise.looks import Looks
 from safelaunch.system.console import display, say
 from safelaunch.system.decoding import from_builtins, from_json
 from safelaunch.system.redaction.redactor import Redactor

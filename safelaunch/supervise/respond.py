@@ -14,12 +14,13 @@ from typing import Generic, TypeVar
 
 from safelaunch.capture.counters import Counters
 from safelaunch.model import NodeEvidence
-from safelaunch.supervise import incident, publishing
+from safelaunch.supervise import collecting, publishing
 from safelaunch.supervise.answer import proves, work_in
+from safelaunch.supervise.collecting import Collected, Exits, JobSnapshot, Timeline
 from safelaunch.supervise.council import Council
-from safelaunch.supervise.incident import Collected, Exits, JobSnapshot, Timeline
 from safelaunch.supervise.job_context import JobContext
-from safelaunch.supervise.looks import ENDED, INTERRUPT, Kind, Looks, look_at
+from safelaunch.supervise.kinds import ENDED, INTERRUPT, Kind
+from safelaunch.supervise.looks import Looks, look_at
 from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.supervise.watch.quiet import FROZEN_TIMES
@@ -107,7 +108,7 @@ class JobView:
         return () if self.is_whole else self.council.nodes(probing=probing)
 
     def snapshot(self) -> JobSnapshot:
-        return incident.known_of(self.watch, self.exits())
+        return collecting.known_of(self.watch, self.exits())
 
 
 def look(
@@ -165,7 +166,7 @@ def observe(
         stall_s = 0.0 if advanced else max(ages, default=0.0)
     if kind.outcome == "hang" and (moving or not job.is_whole):
         kind = replace(kind, outcome="dump")
-    found = incident.take_evidence(
+    found = collecting.take_evidence(
         replace(kind, asks=kind.asks and not over),
         looks,
         known,

@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from safelaunch.model import format_ranks
-from safelaunch.supervise import answer, incident, publishing
+from safelaunch.supervise import answer, collecting, publishing
 from safelaunch.supervise.answer import Judged
 from safelaunch.supervise.cluster.messages import Vote
+from safelaunch.supervise.collecting import Collected, JobSnapshot, Timeline
 from safelaunch.supervise.council import OPEN_S
 from safelaunch.supervise.council import Outcome as Joint
 from safelaunch.supervise.early import without_the_gil
-from safelaunch.supervise.incident import Collected, JobSnapshot, Timeline
-from safelaunch.supervise.looks import HANG, LOOK_S, SUSPECT, Kind, Looks, Starvation
+from safelaunch.supervise.kinds import HANG, LOOK_S, SUSPECT, Kind
+from safelaunch.supervise.looks import Looks, Starvation
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import ADVANCED, STEP_S, Incident, JobView, look
 from safelaunch.supervise.watch.job import Glance
@@ -254,7 +255,7 @@ class StallCase:
         watch, context = self._watch, self._job.context
         targets = tuple(without_the_gil(target, looks.taken[-1]) for target in looks.targets)
         seen = replace(looks, targets=targets)
-        evidence = incident.evidence_of(HANG, seen, self._job.snapshot(), context, patience=self._patience)
+        evidence = collecting.evidence_of(HANG, seen, self._job.snapshot(), context, patience=self._patience)
         whole, mark_s = self._job.is_whole, suspicion.stall.mark_s
         judged = answer.judge(looks, evidence, watch.background, covers=whole, mark_s=mark_s)
         if looks.resends and judged.found in ("dead", "unknown"):
@@ -343,7 +344,7 @@ class StallCase:
                 found.discard()
                 say(ADVANCED)
                 return None
-            found = incident.with_nccl(found, spare=spare) if queries else found
+            found = collecting.with_nccl(found, spare=spare) if queries else found
             if by_proof and not answer.proves(found.evidence):
                 self._refuted = mark_s, mark_s + AGAIN * (now - mark_s)
                 say("the evidence in full does not prove that the job hangs: it continues")
@@ -367,7 +368,7 @@ class StallCase:
 
         def write(writing: Incident[Report | None]) -> Report | None:
             found = collect(writing)
-            found = incident.with_nccl(found, spare=spare) if queries else found
+            found = collecting.with_nccl(found, spare=spare) if queries else found
             found = found.knowing(ends=ends)
             moves = lambda: self._watch.stepped_since(suspicion.stall)  # noqa: E731
             agreed = rounds.hang(number, found.evidence, found.staging.root, moves, overdue=overdue)
@@ -394,7 +395,7 @@ class StallCase:
         stall_s, patience = now - suspicion.stall.mark_s, self._patience
 
         def collect(writing: Incident[Report | None]) -> Collected:
-            found = incident.take_evidence(
+            found = collecting.take_evidence(
                 kind,
                 looks,
                 known,

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import strangers
 from attack import Attack
 from strangers import MINE, STRANGER, stranger
@@ -123,8 +124,8 @@ def _used(store: Store, said: list[str]) -> str:
     held, waiting = store.look([A, B]), store.waiting()
     if any(one.uid != STRANGER for one in held.values()):
         return f"held by one who does not: {held}"
-    shown = [*map(holder.told, held.values()), *gpus.plain(gpus.rows([Gpu("0", A)], held, {}))]
-    shown += [json.dumps([gpus._holder(one) for one in waiting])]
+    shown = [*map(holder.told, held.values()), *gpus.as_table(gpus.rows([Gpu("0", A)], held, {})).lines()]
+    shown += [msgspec.json.encode([gpus._holder(one) for one in waiting]).decode()]
     if bad := [line for line in (*said, *shown, *map(gpus.waiting_line, waiting)) if not line.isprintable()]:
         return f"reaches the terminal: {bad[0]!r:.200}"
     if len(said) > 1:

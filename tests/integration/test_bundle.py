@@ -193,7 +193,7 @@ def test_nothing_listens_outside_the_run_directory(tmp_path: Path) -> None:
         own = listening(job.process.pid)
         ranks = {rank: [at for at in listening(pid) if at.startswith("/")] for rank, pid in job.ranks().items()}
         modes = {stat.S_IMODE(path.stat().st_mode) for path in (run.parent, run, run / "pages")}
-    assert own == [f"{run}/control"]
+    assert own == [f"{run}/.control"]  # as it was called before it listened
     assert set(ranks) == {0, 1}
     assert all(len(paths) == 1 and paths[0].startswith(f"{run}/pages/") for paths in ranks.values()), ranks
     assert modes == {0o700}

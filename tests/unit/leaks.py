@@ -30,9 +30,10 @@ from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.model import EarlyLook, Frame, GilTest, ProcessState, Progress, StackSample, Thread, ThreadState
 from safelaunch.report import report
-from safelaunch.supervise import incident, publishing
+from safelaunch.supervise import collecting, publishing
 from safelaunch.supervise.job_context import JobContext
-from safelaunch.supervise.looks import HANG, Looks
+from safelaunch.supervise.kinds import HANG
+from safelaunch.supervise.looks import Looks
 from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redact import shown_env
 from safelaunch.system.redaction.redactor import Redactor
@@ -224,7 +225,7 @@ HOST = "node1"
 DEADLINES = (
     (collect, "RANK_DEADLINE_S"),
     (node, "DEADLINE_S"),
-    (incident, "EVIDENCE_DEADLINE_S"),
+    (collecting, "EVIDENCE_DEADLINE_S"),
     (publishing, "PUBLISH_DEADLINE_S"),
 )
 EXPECTED = {
@@ -310,7 +311,7 @@ def write(text: str, scratch: Path) -> Written:
         redactor=redactor,
         notifier=Notifier(),
     )
-    known = incident.JobSnapshot(
+    known = collecting.JobSnapshot(
         {0: collect.Known(progress, 4711, page, answer=(GilTest(), flight)), 1: collect.Known(pid=4712)},
         2,
         (f"noticed: {text}",),
@@ -320,7 +321,7 @@ def write(text: str, scratch: Path) -> Written:
     with ExitStack() as patience:  # so many secrets, in so many encodings, take seconds to find: nothing may be late
         for module, name in DEADLINES:
             patience.enter_context(patch.object(module, name, 300.0))
-        found = incident.take_evidence(replace(HANG, asks=False), looks, known, about)
+        found = collecting.take_evidence(replace(HANG, asks=False), looks, known, about)
         result = publishing.finish(found.knowing(stall_s=30.0))
     told["screen"] = redactor.text(report.screen(result.verdict, bundle_path="", read_line=lambda *_: text))
     return Written(result.published.path, told)

@@ -20,10 +20,11 @@ from safelaunch.capture.flight_recorder import Questions
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.model import EarlyLook, FirstWord, Place, StackSample, Thread
-from safelaunch.supervise import answer, early, incident, respond
+from safelaunch.supervise import answer, collecting, early, respond
 from safelaunch.supervise.early import EarlyLooks, without_the_gil
 from safelaunch.supervise.job_context import JobContext
-from safelaunch.supervise.looks import FIRST_WORD, Kind, Looks
+from safelaunch.supervise.kinds import FIRST_WORD, Kind
+from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.watch.quiet import Spell
 from safelaunch.supervise.watch.stall import Policy, Status
@@ -93,8 +94,8 @@ class Job:
         monkeypatch.setattr(early, "FIRST_WORD", dataclasses.replace(FIRST_WORD, between_s=0.0))
         monkeypatch.setattr(answer, "work_in", lambda *_: tuple(Work(p, p, p, "cpu", 900.0) for p in self.works))
         monkeypatch.setattr(early, "say", self.said.append)
-        monkeypatch.setattr(incident, "known_of", lambda *_: None)
-        monkeypatch.setattr(incident, "evidence_of", evidence_of)
+        monkeypatch.setattr(collecting, "known_of", lambda *_: None)
+        monkeypatch.setattr(collecting, "evidence_of", evidence_of)
 
         def ask(*_: Any, prove: bool) -> FirstWord:
             job.proves.append(prove)

@@ -10,8 +10,9 @@ import pytest
 from test_supervise_cluster_channel import until
 
 from safelaunch.capture.look import Target
-from safelaunch.supervise import looks, respond
-from safelaunch.supervise.looks import Kind, Looks
+from safelaunch.supervise import respond
+from safelaunch.supervise.kinds import CRASH, Kind
+from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.respond import Incident, JobView, look
 
 
@@ -54,7 +55,7 @@ def test_an_error_of_its_work_is_raised_where_its_result_is_taken() -> None:
         (Kind("hang", between_s=0.0), False, [6.0, 6.0]),
         (Kind("hang", between_s=0.0), True, [6.0]),
         (Kind("hang", between_s=0.0, budget_s=0.0), False, [6.0]),
-        (looks.CRASH, False, [6.0]),
+        (CRASH, False, [6.0]),
     ],
     ids=["two", "cancelled", "no time for another", "crash"],
 )

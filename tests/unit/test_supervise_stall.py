@@ -26,10 +26,11 @@ from safelaunch.model import Evidence
 from safelaunch.settings.options import Settings
 from safelaunch.supervise.answer import Judged
 from safelaunch.supervise.cluster.messages import Page, Seen
+from safelaunch.supervise.collecting import Collected, Timeline
 from safelaunch.supervise.council import Council
-from safelaunch.supervise.incident import Collected, Timeline
 from safelaunch.supervise.job_context import JobContext
-from safelaunch.supervise.looks import HANG, Looks
+from safelaunch.supervise.kinds import HANG
+from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.stall import StallCase, _Suspicion
@@ -177,8 +178,8 @@ def writing(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(agreement.outcome or "")
         return None
 
-    monkeypatch.setattr("safelaunch.supervise.incident.with_nccl", lambda found, **_: found)
-    monkeypatch.setattr("safelaunch.supervise.incident.Collected.discard", lambda _: found.append("discarded"))
+    monkeypatch.setattr("safelaunch.supervise.collecting.with_nccl", lambda found, **_: found)
+    monkeypatch.setattr("safelaunch.supervise.collecting.Collected.discard", lambda _: found.append("discarded"))
     monkeypatch.setattr("safelaunch.supervise.publishing.finish", finish)
     job.council.channel.seen = Seen(why="one node")
     return found

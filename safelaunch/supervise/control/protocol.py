@@ -188,7 +188,7 @@ class Server:
     def __init__(self, path: Path) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         # A client that finds a socket without a listener concludes that the supervisor is gone.
-        early = path.with_name(".listen")
+        early = path.with_name(f".{path.name}")
         self._listener.bind(os.fspath(early))
         self._listener.listen(MOST_CLIENTS)
         early.rename(path)

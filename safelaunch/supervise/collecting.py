@@ -41,7 +41,8 @@ from safelaunch.model import (
     node_file,
 )
 from safelaunch.supervise.job_context import JobContext
-from safelaunch.supervise.looks import CRASH, Kind, Looks, native_where_it_tells, with_the_late
+from safelaunch.supervise.kinds import CRASH, Kind
+from safelaunch.supervise.looks import Looks, native_where_it_tells, with_the_late
 from safelaunch.supervise.watch.job import Watch
 from safelaunch.system.decoding import from_builtins
 from safelaunch.system.errors import CaptureError
