@@ -12,9 +12,9 @@ export OMP_NUM_THREADS=1
 # As in an installed wheel, also where PYTHONDONTWRITEBYTECODE is set: else each of a thousand starts compiles it anew.
 "${VENV:-.venv}/bin/python" -m compileall -q safelaunch
 unset PYTHONDONTWRITEBYTECODE  # pytest, too, keeps what it has compiled: half of what finding the tests takes
-# Most of a real job is waiting: four at a time keep two cores busy. Each worker gets one test at a time, because files
+# Most of a real job is waiting: five at a time keep two cores busy. Each worker gets one test at a time, because files
 # of several minutes would leave the others idle at the end.
-at_once=4
+at_once=5
 if [ "${1:-}" = --fast ]; then
   shift
   at_once=2

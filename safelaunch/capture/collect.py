@@ -254,7 +254,8 @@ def _write_stacks(folder: str, look: RankLook | None, sink: Sink) -> None:
     texts = [stacks.to_text(main.stack.value, main.state, missing=main.stack.missing)]
     for child in look.children:
         texts.append(stacks.to_text(child.stack.value, child.state, missing=child.stack.missing))
-    shown = msgspec.structs.replace(main.stack.artifact(f"{folder}/stack.txt"), missing="", note=main.stack.missing)
+    shown = main.stack.artifact(f"{folder}/stack.txt")
+    shown = msgspec.structs.replace(shown, missing="", note=shown.missing or shown.note)
     sink.add(shown, "\n".join(texts))
     samples = [process.stack.value for process in (main, *look.children) if process.stack.value is not None]
     sink.add_json(main.stack.artifact(f"{folder}/stack.json"), samples or None)

@@ -104,7 +104,7 @@ class Claim:
         return Taken(self.last.lease, gpus, notes)
 
     def queue(self) -> None:
-        """Joins the queue: first come, first served. Another wish for the same GPUs keep the place."""
+        """Joins the queue: first come, first served. Another wish for the same GPUs keeps its place."""
         if self._ticket is None:
             self._ticket = self._store.queue(self._keys, self.wish.count, self.about)
 

@@ -199,7 +199,7 @@ def take_evidence(
     ]
     complete = _with_nccl_logs(complete, looks, context, staging)
     for side in complete:
-        _add_rank(side, staging)
+        add_rank(side, staging)
     evidence = _evidence(kind.outcome, complete, known.world_size)
     evidence = msgspec.structs.replace(
         evidence,
@@ -239,7 +239,7 @@ def with_nccl(found: Collected, *, spare: str) -> Collected:
     return replace(found.knowing(nccl=witness), timeline=timeline)
 
 
-def _add_rank(side: RankEvidence, staging: Staging) -> None:
+def add_rank(side: RankEvidence, staging: Staging) -> None:
     staging.add_json(Artifact(f"ranks/{side.rank}/rank.json", OURS, 0.0), RankFile.of(side))
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from safelaunch.bundle.copier import BUNDLE
-from safelaunch.bundle.reading.guard import Unreadable, read_limited
 from safelaunch.bundle.staging import (
     OURS,
     PUBLISH_DEADLINE_S,
@@ -49,7 +48,7 @@ from safelaunch.model import (
 )
 from safelaunch.supervise.cluster.evidence import Others
 from safelaunch.supervise.cluster.messages import Action, PeerStatus
-from safelaunch.supervise.collecting import Collected, JobSnapshot, Timeline, _add_rank, take_evidence
+from safelaunch.supervise.collecting import Collected, JobSnapshot, Timeline, add_rank, take_evidence
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.kinds import RENDEZVOUS
 from safelaunch.supervise.looks import Looks
@@ -145,7 +144,7 @@ def finish(found: Collected, agreement: Agreement | None = None) -> Report:
     others = [rank for rank in evidence.ranks if rank.rank not in mine]
     for side in others:
         collect.of_another_node(side, staging)
-        _add_rank(side, staging)
+        add_rank(side, staging)
     _add_files(agreed.others.files, others, staging)
     evidence = recalled(evidence, context.bundle_dir)
     source = Excerpts(evidence, context.redactor)
@@ -336,6 +335,8 @@ def blamed_in(directory: Path) -> tuple[tuple[str, ...], ...]:
 
 
 def _blamed(path: Path) -> Iterator[tuple[str, ...]]:
+    from safelaunch.bundle.reading.guard import Unreadable, read_limited  # late: multiprocessing is 2 MB
+
     try:
         one = from_json(read_limited(path, _LARGEST_VERDICT), _Earlier)
     except (Unreadable, msgspec.DecodeError, RecursionError):
