@@ -131,7 +131,7 @@ def test_a_lock_that_a_rank_holds_itself() -> None:
     assert (
         "Rank 1 waits at train.py:9 (append) for a lock that it holds itself, by another open file" in verdict.summary
     )
-    assert verdict.suggestions[0].startswith("Release the lock on every way out")
+    assert verdict.suggestions[0].startswith("Release the lock on every exit path")
 
 
 def on_two_nodes(*ranks: RankEvidence) -> Evidence:
