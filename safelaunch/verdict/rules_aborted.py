@@ -99,7 +99,7 @@ def _with_aborted(facts: Facts, found: Mismatch, aborted: Sequence[int]) -> Mism
 
 
 def wrong_size_received(facts: Facts) -> Ruling:
-    """gloo aborted a rank in a call: a peer sent more than that has room for, so the calls that met do not fit.
+    """gloo aborted a rank in a call: a peer sent more than it has room for, so the calls that met do not match.
 
     gloo does so from a thread of its own, and for hardly another reason; its words go past Python. Which side is wrong
     is not recorded. Where several survivors wait in one call, the aborted rank is the odd one, unless it was at the

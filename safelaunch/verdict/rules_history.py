@@ -34,7 +34,7 @@ from safelaunch.verdict.waits import Case, same_op
 
 
 def diverged_earlier(case: Case) -> Ruling:
-    """Peers wait for a rank that is behind only because of a call too many or too few, long ago.
+    """Peers wait for a rank that is behind only because of an extra or missing call long ago.
 
     Without that call nobody would wait, so what the rank that is waited for does now (it sleeps, it has ended its
     loop) is no cause. Asked only where the histories agree again behind the shift, several calls long.
@@ -47,7 +47,8 @@ def diverged_earlier(case: Case) -> Ruling:
 
 
 def called_past_the_end(case: Case) -> Ruling:
-    """Ranks have ended by themselves, and a peer waits in a call that they never make, or made one too many before.
+    """Ranks have ended by themselves, and a peer waits in a call that they never make, or it made an extra call
+    earlier.
 
     Then they had no fewer batches than the peer. Records tell, else steps: whoever had fewer batches has not made more
     of them.
@@ -127,7 +128,8 @@ def _too_many(
 
 
 def out_of_step(case: Case) -> Ruling:
-    """A rank made a call too many or too few, and ranks wait for each other across groups, or no group shows it yet.
+    """A rank made an extra call or left one out, and ranks wait for each other across groups, or no group shows the
+    mismatch yet.
 
     CPUs run ahead of what their devices do, so all may have queued every call; in which order, their programs tell.
     """
@@ -143,7 +145,9 @@ def out_of_step(case: Case) -> Ruling:
 
 
 def left_its_role(case: Case) -> Ruling:
-    """A rank in the circle made another call than all others of its role, which had called alike until then."""
+    """A rank in the cycle made a different call from all others in its role, which had made the same calls until
+    then.
+    """
     if len(case.waits.groups_of_circle) < 2 and not case.waits.transfers_of_circle:
         return ""
     one = case.histories.of_one(case.waits.in_circle)
@@ -287,7 +291,7 @@ def _calls_waited_in(case: Case) -> dict[int, Collective]:
 
 
 def left_out_between_groups(case: Case) -> Ruling:
-    """A rank in the circle left out the very call that the others wait in, which it had always made there.
+    """A rank in the cycle left out the very call that the others wait in, which it had always made there.
 
     Known by its own habit alone (:meth:`.Histories.broken_habit`), so where two ranks are all there is, too.
     """
@@ -337,7 +341,7 @@ def _unusual_calls(case: Case, *, new: bool) -> dict[int, Collective]:
 
 
 def new_between_groups(case: Case) -> Ruling:
-    """Ranks in the circle wait in a call that is new to them, where they had always made the one that the others wait
+    """Ranks in the cycle wait in a call that is new to them, where they had always made the one that the others wait
     in.
     """
     new = _unusual_calls(case, new=True)

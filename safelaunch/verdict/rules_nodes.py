@@ -44,7 +44,7 @@ _COMPARED = ("torch", "safelaunch", "script")
 
 
 def rendezvous_incomplete(facts: Facts) -> Ruling:
-    """torchrun has started no rank: not all nodes have come to its rendezvous."""
+    """torchrun has started no rank: not all nodes have joined its rendezvous."""
     seen = facts.evidence.rendezvous
     if seen is None:
         return ""
@@ -65,7 +65,7 @@ def rendezvous_incomplete(facts: Facts) -> Ruling:
 
 
 def node_lost(case: Case) -> Ruling:
-    """Every failure is a lost connection to a rank of a node that has said nothing before it fell silent.
+    """Every failure is a lost connection to a rank of a node that fell silent without reporting anything.
 
     Nodes that failed themselves, were stopped, or ended in good order have said so, unless nobody could hear it any
     more: the store ends with the agent that hosts it. So its end alone accuses nobody while the host answers.
@@ -91,7 +91,7 @@ def node_lost(case: Case) -> Ruling:
 
 
 def store_lost(case: Case) -> Ruling:
-    """torchrun's agent has failed here because the agents' store is gone, whose host has said nothing before.
+    """torchrun's agent has failed here because the agents' store is gone, and its host reported nothing before.
 
     No rank need have failed: the agent ends those that wait, or compute, for it.
     """
@@ -111,7 +111,8 @@ def store_lost(case: Case) -> Ruling:
 
 
 def node_cut_off(case: Case) -> Ruling:
-    """Both sides live, and did not hear each other; or this node has no address or route to reach the others from.
+    """Both sides are alive, but did not hear from each other; or this node has no address or route to reach the
+    others from.
 
     Of both sides: the evidence of a node is here that others could not hear.
     """
@@ -138,7 +139,7 @@ def node_cut_off(case: Case) -> Ruling:
 
 
 def node_silent(case: Case) -> Ruling:
-    """Ranks wait for ranks of a node from which nothing is heard; a connection to it tells what is silent there."""
+    """Ranks wait for ranks of a silent node; a connection to it shows what has gone silent there."""
     awaited = case.waits.blocking
     silent = [node for node in _gone(case) if awaited & set(node.ranks) & case.unseen]
     if not silent or awaited & case.unseen - _ranks_of(silent):
@@ -162,7 +163,7 @@ def node_silent(case: Case) -> Ruling:
 
 
 def launcher_stopped(case: Case) -> Ruling:
-    """A node's torchrun agent is stopped, and no rank does anything of its own: all wait, or wait for its store."""
+    """A node's torchrun agent is stopped, and no rank does anything but wait, for peers or for its store."""
     stopped = [node for node in case.evidence.nodes if node.agent == "stopped"]
     waiting = _only_waiting(case)
     if not stopped or not waiting:
@@ -174,7 +175,7 @@ def launcher_stopped(case: Case) -> Ruling:
 
 
 def failed_elsewhere(case: Case) -> Ruling:
-    """Ranks wait, no rank here does anything of its own, and another node has said what failed there."""
+    """Ranks wait, no rank here does anything else, and another node has reported what failed there."""
     told = [node for node in case.evidence.nodes if node.trouble and not node.here and case.unseen & set(node.ranks)]
     waiting = _only_waiting(case)
     if not told or not waiting:
@@ -186,7 +187,7 @@ def failed_elsewhere(case: Case) -> Ruling:
 
 
 def versions_differ(case: Case) -> Ruling:
-    """No rank does anything of its own, and the nodes run different versions of torch, safelaunch or the script."""
+    """No rank does anything but wait, and the nodes run different versions of torch, safelaunch or the script."""
     claims, waiting = version_claims(case.evidence), _only_waiting(case)
     if not claims or not waiting:
         return ""
