@@ -115,7 +115,7 @@ def wrong_size_received(facts: Facts) -> Ruling:
     places = {wait.frame for wait in others.values()}
     named = [] if len(others) > 1 and len(places) == 1 else sorted(others)
     text = " and ".join(f"rank {rank} was aborted in a call{fr.at(site)}" for rank, site in sites.items())
-    text += f", as {_why(aborted)}, while {waits_words(facts, others)}: the calls do not fit."
+    text += f", as {_why(aborted)}, while {waits_words(facts, others)}: the calls do not match."
     astray = {rank: words for rank in others if (words := unusual(facts, rank))}
     if len(astray) == 1:
         return _in_another_group(facts, *astray.popitem(), list(sites), text)

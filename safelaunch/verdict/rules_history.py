@@ -160,8 +160,9 @@ def of_role(case: Case, one: Divergence) -> Finding:
     both = [(rank, one.there[rank]), (one.peers[0], one.there[one.peers[0]])]
     sites = [case.alignment.stack(*made).user_frame for made in both]
     own, usual = (f"{op_name(call)} at {fr.place(site)}" for (_, call), site in zip(both, sites, strict=True))
-    peers = f"{ranks_word(one.peers)}, which had called alike until then,"
+    peers = ranks_word(one.peers)
     text = f"skipped {usual}, which {peers} called" if missing else f"called {own}, where {peers} called {usual}"
+    text += "; until then they had all made the same calls"
     claims = [
         record_claim(who, f"rank {who}: {op_name(call)} is collective #{number_of(call)} of group {call.group!r}")
         for who, call in both
@@ -355,8 +356,8 @@ def new_between_groups(case: Case) -> Ruling:
         f"{op_name(call)} of group {call.group!r} at {_way(case.alignment.stack(rank, call).user_frames)}"
         for call in (_calls_waited_in(case)[rank], new[rank])
     )
-    text = f"{ranks_do(one.ranks, 'waits', 'wait')} in {own}, for the first time, where"
-    text += f" {'it had' if len(one.ranks) == 1 else 'they had'} always called {usual}"
+    text = f"{ranks_do(one.ranks, 'waits', 'wait')} in {own} for the first time; until then"
+    text += f" {'it had' if len(one.ranks) == 1 else 'they had'} always called {usual} instead"
     return Finding(
         "collective-mismatch",
         (Doubt.HABIT_ALONE, *those({Doubt.NO_MAJORITY: 2 * len(new) == len(case.waits.in_circle)})),

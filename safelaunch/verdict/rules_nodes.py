@@ -100,7 +100,7 @@ def store_lost(case: Case) -> Ruling:
     if not failed or not hosts:
         return ""
     answers = all(node.probe == "answers" for node in hosts)
-    text = f"Torchrun on {_hosts(failed)} has failed: the store of its agents was on {_names(hosts)}, "
+    text = f"Torchrun on {_hosts(failed)} failed: its agents' store was on {_names(hosts)}, "
     text += "where torchrun has ended" if answers else "which is silent: it is down, or cut off"
     reason = Claim(f"node {failed[0].host}: torchrun failed of {one_line(failed[0].agent_error)}", FILE)
     unanswered = all(node.probe == "no answer" for node in hosts)
@@ -131,7 +131,8 @@ def node_cut_off(case: Case) -> Ruling:
     if not gone:
         return ""
     sides = [ranks_word(node.ranks) for node in alive if node.ranks]
-    text = f"{_names(gone)} {'was' if len(gone) == 1 else 'were'} cut off: both sides live, and did not hear each other"
+    text = f"{_names(gone)} {'was' if len(gone) == 1 else 'were'} cut off: both sides are alive, but did not hear from"
+    text += " each other"
     text += f" ({' and '.join(sides[:4])})." if sides else "."
     mutual = len({(node.host, node.ranks) for node in gone}) > 1 or any(node.probe == "no answer" for node in gone)
     doubts = those({Doubt.NODE_MAY_LIVE: not mutual, Doubt.UNSEEN_RANKS: bool(case.unseen)})

@@ -131,7 +131,7 @@ def a_peer_ended(facts: Facts) -> Ruling:
     text = f"{who}, {where}, ended first: {ranks_word(lost)} lost the connection in "
     text += f"{' and '.join(list(places)[:2])}."
     if facts.evidence.stall_s:
-        text += f" No step had been made here for {facts.evidence.stall_s:.0f} s: that node may have ended a hang."
+        text += f" There had been no step here for {facts.evidence.stall_s:.0f} s: that node may have ended a hung job."
     place = "that rank's output" if printed else "that node's bundle or output"
     text += f" What went wrong is in {place}."
     return Finding("rank-exited", (Doubt.UNSEEN_RANKS,), text, claims=wait_claims(facts, lost), victims=tuple(lost))

@@ -66,7 +66,7 @@ def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
     return Finding(
         "collective-mismatch",
         (Doubt.EITHER_SIDE,),
-        f"Rank {text}: they do not fit.",
+        f"Rank {text}: they do not match.",
         tuple(waiting_culprit(facts.ranks[rank], f"Rank {rank} {says[rank]}.", sites[rank]) for rank in says),
         tuple(
             record_claim(

@@ -321,10 +321,10 @@ def _kept_from_serving(
 
 
 _WHY: Mapping[Kind, str] = {
-    "message": "at the other end of the connection at which {who} {waits}",
-    "poll": "and may be the one to make what {who} {waits} for",
-    "key": "and is the one to set the key of the store that {who} {waits} for",
-    "file": "with a file locked that {who} {waits} for",
+    "message": "at the other end of the connection that {who} {waits} on",
+    "poll": "and may be the one that should create what {who} {waits} for",
+    "key": "and is the rank that should set the store key that {who} {waits} for",
+    "file": "holding a file lock that {who} {waits} for",
 }
 
 

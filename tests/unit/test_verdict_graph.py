@@ -180,7 +180,7 @@ def joins(number: int, frames: tuple[Frame, ...] = JOIN, thread: tuple[Frame, ..
 
 def test_the_overview_says_what_such_a_rank_waits_in() -> None:
     rows = [row_of(one) for one in Facts.of(job(joins(0), joins(1))).ranks.values()]
-    assert [row.doing for row in rows] == ["waits in all_reduce at train.py:31 (sync) in a thread of its own"] * 2
+    assert [row.doing for row in rows] == ["waits in all_reduce at train.py:31 (sync) in a separate thread"] * 2
 
 
 def test_the_lock_of_a_build_that_nobody_makes_is_told_with_its_file() -> None:
