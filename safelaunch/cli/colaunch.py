@@ -83,8 +83,8 @@ the sweep directory: journal.jsonl (read by --resume), summary.json, summary.csv
 attempt-1.log (the job's output) and bundles/.
 
 Ctrl-C once: colaunch starts no more jobs, and asks running jobs to end. Twice: it kills them. If colaunch itself is \
-killed, its jobs end too (those in Slurm go on); --resume runs the jobs that have not succeeded. Exit code: 0 if every \
-job succeeded, 1 if not, 2 for an error in the sweep (nothing started), 128+N if signal N stopped it.
+killed, its jobs end too (those in Slurm continue); --resume runs the jobs that have not succeeded. Exit code: 0 if \
+every job succeeded, 1 if not, 2 for an error in the sweep (nothing started), 128+N if signal N stopped it.
 """
 
 

@@ -93,9 +93,9 @@ def parser() -> Parser:
         "diagnose",
         description="Reads a bundle (or its .tar.gz), a folder of bundles of several nodes, a run directory, a plain "
         "folder of Flight Recorder dumps of any job, or any job's logs or stacks, as printed by py-spy or faulthandler "
-        "(files, folders, .gz, or - for standard input), and names the rank and line that hung or ended it. Needs no "
-        "GPU. PATH may be untrusted: safelaunch runs nothing in it, follows no link out of it, writes nothing into it, "
-        "and limits the memory and time of the process that reads it.",
+        "(files, folders, .gz, or - for standard input), and names the rank and line where the job hung or ended. "
+        "Needs no GPU. PATH may be untrusted: safelaunch runs nothing in it, follows no link out of it, writes nothing "
+        "into it, and limits the memory and time of the process that reads it.",
         epilog="Exit code: 0 with a verdict, 1 if the evidence is not sufficient, 2 if PATH holds none.",
     )
     add = found.add_argument
@@ -107,10 +107,8 @@ def parser() -> Parser:
     calls = found.add_argument_group("the recorded calls")
     add = calls.add_argument
     add("-j", "--calls", action="store_true", help="print the Flight Recorders' calls as a table, not the verdict")
-    add("--ranks", type=_ranks, metavar="RANKS", help="of these ranks only: 0,4-7 (implies --calls)")
-    add(
-        "--groups", metavar="NAMES", help="of these process groups only, by name or description: 0,tp (implies --calls)"
-    )
+    add("--ranks", type=_ranks, metavar="RANKS", help="only these ranks: 0,4-7 (implies --calls)")
+    add("--groups", metavar="NAMES", help="only these process groups, by name or description: 0,tp (implies --calls)")
     add("--last", type=_count, metavar="N", help=f"the last N calls of each rank [{LAST}]; 0: all (implies --calls)")
     return found
 

@@ -34,15 +34,15 @@ EXIT_CODES = {
     "the job's own": "The job ended by itself, exactly as under torchrun.",
     "123": "Ranks computed different results, and --on-inconsistent stop ended the job.",
     "124": "The watchdog ended a hung job.",
-    "125": "safelaunch gave up restarting, because the same failure recurred at the same step and place.",
+    "125": "safelaunch gave up restarting the job, because the same failure recurred at the same step and place.",
     "2": "An error in safelaunch's own options, presets, configuration, GPUs or bundle directory, a script that "
     "does not exist, or --standalone with several nodes. Nothing was started.",
 }
 EXAMPLES = {
     "safelaunch --nproc-per-node=8 train.py --lr 1e-3": "Run 8 ranks under the watchdog.",
-    "safelaunch --preset hang-debug --stall-timeout 5m --nproc-per-node=8 train.py": "Hunt a hang that comes back.",
+    "safelaunch --preset hang-debug --stall-timeout 5m --nproc-per-node=8 train.py": "Track down a recurring hang.",
     "safelaunch exec -- accelerate launch train.py": "Watch another launcher.",
-    "safelaunch status --watch": "Look at the live runs, from another terminal.",
+    "safelaunch status --watch": "Watch live runs from another terminal.",
     "safelaunch diagnose safelaunch-bundles/latest": "Read the newest verdict again.",
 }
 

@@ -60,7 +60,7 @@ def parser() -> Parser:
         "safelaunch would suspect a hang.",
     )
     found.add_argument("run", nargs="?", metavar="RUN", help="only this run: run id (r4711), name, or supervisor's pid")
-    found.add_argument("--watch", action="store_true", help="a screen to leave open")
+    found.add_argument("--watch", action="store_true", help="show a live screen")
     found.add_argument("--json", action="store_true", help="print one JSON document: a list of runs")
     return found
 

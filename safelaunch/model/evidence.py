@@ -31,7 +31,7 @@ class NodeEvidence(Record, frozen=True):
     - ``here``: this evidence is its own
     - ``silent_s``: how long its supervisor has not been heard; 0: it is heard, or was until its end
     - ``last``: its last words: it watches, its ranks fail, somebody stops the job there, it has ended
-    - ``trouble``: what failed there on its own account
+    - ``trouble``: what failed there independently of the others
     - ``agent_error``: what its torchrun agent has failed of itself, not of a rank; known of this node alone
     - ``missed_s``: how long its supervisor was stopped itself until a moment before; known of this node alone
     - ``store``: how the store of torchrun's agents, which it hosts, was lost

@@ -146,7 +146,7 @@ def _recorded(verdict: Verdict, kept: Sequence[int]) -> list[str]:
     recorded = [f"Recorded: {verdict.cause} ({verdict.confidence} confidence). {verdict.summary}"]
     if list(kept) != list(range(len(kept))):
         pairs = ", ".join(f"{place} was {rank}" for place, rank in enumerate(kept))
-        recorded.append(f"Ranks are counted anew: {pairs}.")
+        recorded.append(f"Ranks are renumbered: {pairs}.")
     return recorded
 
 

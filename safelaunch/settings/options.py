@@ -264,8 +264,8 @@ _WATCHING = (
     Option(
         "startup-timeout",
         *_DURATION,
-        "Suspect a hang after this long without a first step; a value that you set counts like an explicit "
-        "--stall-timeout [30m].",
+        "Suspect a hang after this long without a first step; a value that you set is treated like an "
+        "explicit --stall-timeout [30m].",
     ),
     Option(
         "on-stall",
@@ -278,12 +278,12 @@ _WATCHING = (
     Option(
         "no-early-look",
         *_SWITCH,
-        "Do not report a job that is quiet for longer than usual before the stall timeout.",
+        "Turn off early reports of a job that is quiet for longer than usual.",
     ),
     Option(
         "on-suspect",
         *_COMMAND,
-        "Run COMMAND in /bin/sh when an early look finds blocked ranks, for at most 30 s, with the finding in "
+        "Run COMMAND in /bin/sh (for at most 30 s) when an early look finds blocked ranks, with the finding in "
         "SAFELAUNCH_SUMMARY, _CAUSE, _RANKS, _QUIET_S, _USUAL_S and _RUN_NAME.",
     ),
     Option(
@@ -330,7 +330,7 @@ _BUNDLES = (
     Option(
         "on-bundle",
         *_COMMAND,
-        "Run COMMAND in /bin/sh for each bundle, for at most 30 s, with its path and verdict in SAFELAUNCH_BUNDLE, "
+        "Run COMMAND in /bin/sh (for at most 30 s) for each bundle, with its path and verdict in SAFELAUNCH_BUNDLE, "
         "_VERDICT, _OUTCOME, _CAUSE, _CONFIDENCE, _SUMMARY, _CULPRITS and _RUN_NAME.",
     ),
     Option(
@@ -354,7 +354,7 @@ _GPUS = (
         "DURATION",
         parse_wait,
         "1, 0 or a duration (90s, 10m, 2h)",
-        "Wait until the GPUs are free, first come, first served; give up after DURATION [for ever].",
+        "Wait until the GPUs are free, first come, first served; give up after DURATION [forever].",
         value_is_optional=True,
     ),
     Option("no-lease", *_SWITCH, "Lease no GPUs: share them, as under torchrun."),
@@ -373,8 +373,8 @@ _OTHER = (
         "[HOST:]PORT",
         parse_store,
         "a port, or a host and a port (node1:29700)",
-        "On several nodes without torchrun's store (exec, etcd): where the supervisors meet. The one on HOST [the "
-        "job's first] starts a store there.",
+        "On several nodes without torchrun's store (exec, etcd): where the supervisors meet. The supervisor on "
+        "HOST [the job's first node] starts a store there.",
     ),
     Option(
         "config",

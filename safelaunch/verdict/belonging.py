@@ -28,7 +28,7 @@ def belonging(case: Case, finding: Finding) -> Iterator[Annotation]:
     named = sorted({one.rank for one in finding.culprits})
     claims = tuple(claim for rank in named[:MOST_RANKS] for claim in _claims(case, rank))
     whole = _groups(case, named[0]).get(tuple(named)) if len(named) > 1 else None
-    yield Annotation(f"These are all ranks of group {whole}." if whole is not None else "", context=claims)
+    yield Annotation(f"These are all the ranks of group {whole}." if whole is not None else "", context=claims)
 
 
 def _claims(case: Case, rank: int) -> Iterator[Claim]:
@@ -139,11 +139,11 @@ def shortage_of(rank: RankEvidence) -> Shortage | None:
 
 
 def _sizes(told: Shortage) -> str:
-    """``asked for 2.0 GiB of GPU 0 (79.2 GiB, 1.1 GiB free); torch has 70.0 GiB in tensors and 6.1 GiB unused``."""
-    which = f" of GPU {told.device}" if told.device >= 0 else ""
+    """``requested 2.0 GiB on GPU 0 (79.2 GiB, 1.1 GiB free); torch has 70.0 GiB in tensors and 6.1 GiB unused``."""
+    gpu = f"GPU {told.device}" if told.device >= 0 else "its GPU"
     free = f", {words(told.free)} free" if told.free is not None else ""
     size = f" ({words(told.total)}{free})" if told.total is not None else ""
-    text = f"asked for {words(told.asked)}{which}{size}" if told.asked is not None else f"used up its GPU{which}"
+    text = f"requested {words(told.asked)} on {gpu}{size}" if told.asked is not None else f"used up {gpu}"
     if told.allocated is not None and told.unused is not None:
         text += f"; torch has {words(told.allocated)} in tensors and {words(told.unused)} reserved and unused"
     return text
@@ -205,10 +205,10 @@ def _others(facts: Facts, told: Shortage) -> Iterator[str]:
     """Who else is on that GPU."""
     by_pid = _by_pid(facts)
     for pid, size in told.others:
-        who = by_pid.get(pid) or f"Process {pid}, which is none of this job,"
-        yield f"{who} has {words(size)} of the same GPU."
+        who = by_pid.get(pid) or f"Process {pid}, which does not belong to this job,"
+        yield f"{who} uses {words(size)} of the same GPU."
     if told.is_fragmented:
-        yield "What torch holds unused would have been enough, and lies in pieces that are too small."
+        yield "The memory that torch holds unused would have been enough, but it is fragmented."
 
 
 def _advice(facts: Facts, rank: RankEvidence, told: Shortage) -> Iterator[Advice]:

@@ -180,7 +180,7 @@ RACE = _sub_case(
 )
 TAGS_DIFFER = _sub_case("Give the send and its receive the same `tag`.")
 PEERS_DIFFER = _sub_case(
-    "Check how this rank computes its peers: the other ranks of the exchange expect different ones."
+    "Check how this rank chooses its peers: the other ranks in the exchange expect different ones."
 )
 ROOTS_DIFFER = _sub_case(
     "Pass the same `src` or `dst` on every rank (a global rank); if computed, broadcast it from one rank."
@@ -221,12 +221,12 @@ LEFT_OUT = _sub_case(
     "ranks take: a rank that skips the work must still call its collectives."
 )
 HANDLES = _sub_case(
-    "Fix that exception first. A collective in an `except` or `finally` is made by the ranks that failed, while the "
-    "others are in those of the loop: let it end the rank, or agree on it before."
+    "Fix that exception first. Ranks that failed call the collective in the `except` or `finally`, while the others "
+    "call those of the loop: let the exception end the rank, or have all ranks agree on it first."
 )
 ASIDE = _sub_case(
-    "Call no collective there: ranks come to it at different moments, or alone. Set a flag, and let all ranks agree on "
-    "it between two steps (`all_reduce` with MAX)."
+    "Don't call collectives there: ranks get there at different times, or alone. Set a flag, and let all ranks agree "
+    "on it between two steps (`all_reduce` with MAX)."
 )
 UNUSED_PARAMETERS = _sub_case(
     "If its forward pass did not use some parameters, DDP skipped the reduction of their gradients: use all of them "
@@ -234,7 +234,8 @@ UNUSED_PARAMETERS = _sub_case(
     when=lambda case: case.raised_like(_UNUSED),
 )
 _DRAWN = _sub_case(
-    "Decide alike on all ranks: `all_reduce` the condition, or broadcast one rank's draw, or seed all alike."
+    "Make the same decision on all ranks: `all_reduce` the condition, broadcast one rank's random number, or use one "
+    "seed."
 )
 GROUPS_MADE = _sub_case(
     "Call `new_group()` on every rank, in the same order, including for groups that a rank is not in."
@@ -264,19 +265,20 @@ EXIT_CALLED = _sub_case(
     "Agree before one exits: decide on one rank, `broadcast` the decision, and exit on all ranks or on none."
 )
 OPTIONS_REFUSED = _sub_case(
-    "The script did not accept its options: code 2 is how argparse and click end. What it printed says which one."
+    "The script did not accept its options: argparse and click exit with code 2. Its output says which option."
     " `torch.distributed.launch` adds `--local-rank`, torchrun nothing: read `LOCAL_RANK` from the environment.",
 )
 BROKEN_OFF = _sub_case(
-    "If that `if` is why: decide on one rank and broadcast it, or `all_reduce` the condition: all stop alike."
+    "If that `if` is why: decide on one rank and broadcast it, or `all_reduce` the condition, so that all stop "
+    "together."
 )
 _DRAWN_BATCHES = _sub_case(
     "A rank that skips a batch by what it computed ends its loop sooner: skip it on all ranks, or on none."
 )
 FORKED_LOCK = _sub_case(
-    "A forked process has the locks that threads held at that moment, and nobody to release them: fork before "
+    "A forked process inherits the locks that threads held at that moment, but no thread to release them: fork before "
     "threads start, or use the start method `spawn` (of a DataLoader: `multiprocessing_context='spawn'`). Take locks "
-    "by `with`, so that every way out releases them."
+    "with `with`, so that every exit path releases them."
 )
 DEAD_CHILD = _sub_case(
     "Find out why that child process exited (its output, `kernel_log.txt`), and make the wait notice: `is_alive()`."
@@ -288,16 +290,18 @@ INHERITED_END = _sub_case(
     "Keep the write end only in the writer (no `pass_fds`, close it after a fork): a reader then sees its end."
 )
 OWED = _sub_case(
-    "Compare the two ends: the peer must send this on every path, before a `continue`, too. Use `settimeout()`."
+    "Compare the two ends: the peer must send this on every path, also before a `continue`. Use `settimeout()`."
 )
 FOREIGN_LOCK = _sub_case(
     "Look at the process that holds the lock (`ps -o pid,lstart,cmd -p PID`): wait for it, end it, or use another file."
 )
 OWN_FILE_LOCK = _sub_case(
-    "Release the lock on every way out (`with`, `finally`): `flock` of a second open file waits for that of the first."
+    "Release the lock on every exit path (`with`, `finally`): `flock` of a second open file waits for that of the "
+    "first."
 )
 CONNECTION = _sub_case(
-    "`lsof -E -p PID` there shows who has the other end; `safelaunch --on-stall dump ...` keeps the job for that."
+    "`lsof -E -p PID` there shows which process holds the other end; `safelaunch --on-stall dump ...` keeps the job "
+    "alive for that."
 )
 TASK_DONE = _sub_case(
     "Call `task_done()` for each item in a `finally`: an exception before it leaves `join()` waiting forever."
@@ -324,7 +328,7 @@ POOL = _sub_case(
 )
 OUTLIVES = _sub_case("Make the thread a daemon (`daemon=True`), or stop and join it before the script ends.")
 DETAIL_CRASH = _sub_case(
-    "Unset `TORCH_DISTRIBUTED_DEBUG=DETAIL` (`INFO` works): torch 2.13+ crashes under it where a DDP model is built."
+    "Unset `TORCH_DISTRIBUTED_DEBUG=DETAIL` (`INFO` works): torch 2.13+ crashes with it when a DDP model is created."
 )
 KILLED_FROM_OUTSIDE = _sub_case(
     f"SIGKILL leaves no trace of its sender: check {_KERNEL_LOG}, and the log "
@@ -353,7 +357,7 @@ GPU_OF_TWO_RANKS = _sub_case(
     "Several ranks use one GPU: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))` first, and `map_location='cpu'`."
 )
 GPU_SHARED = _sub_case(
-    "Another process has memory of that GPU: `safelaunch gpus` shows whose it is; `--gpus N` leases unused GPUs."
+    "Another process uses memory on that GPU: `safelaunch gpus` shows whose it is; `--gpus N` leases unused GPUs."
 )
 _GPU_FRAGMENTED = _sub_case(f"{_GROW} `PYTORCH_ALLOC_CONF=expandable_segments:True`.", torch=">=2.11")
 _GPU_FRAGMENTED_BEFORE = _sub_case(f"{_GROW} `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.", torch="<2.11")
@@ -376,7 +380,7 @@ APART_LATER = _sub_case(
     "Look for what only some ranks do in between: `no_sync()`, an assignment under a condition on the rank."
 )
 ONE_APART = _sub_case(
-    "If nothing in the script is specific to that rank, suspect its device: run without that GPU or node."
+    "If nothing in the script is specific to that rank, suspect its device: exclude that GPU or node and run again."
 )
 
 _GPU_MEMORY_LINES = Advice(
@@ -393,20 +397,23 @@ GPU_FRAGMENTED = frozenset({_GPU_FRAGMENTED, _GPU_FRAGMENTED_BEFORE})
 # Errors of NCCL, of the network under it, and of device meshes.
 _BY_FAILURE: dict[Kind, str] = {
     "one-gpu": "Give each rank its own GPU first: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))`.",
-    "nccl-memory": "Leave NCCL memory of the GPU: a smaller batch, fewer process groups, or a smaller `NCCL_BUFFSIZE`.",
+    "nccl-memory": "Leave some GPU memory for NCCL: a smaller batch, fewer process groups, or a smaller "
+    "`NCCL_BUFFSIZE`.",
     "nccl-cuda": f"Look for an Xid in {_KERNEL_LOG}, and compare the driver "
     "with torch's CUDA (`versions.json`). Try `NCCL_P2P_DISABLE=1` and `NCCL_NVLS_ENABLE=0` to rule out P2P and NVLS.",
     "nccl-shm": "Make room in `/dev/shm` (`df -h /dev/shm`; in a container `--shm-size=8g` or `--ipc=host`).",
     "nccl-limit": "Raise the limit of locked memory where the ranks start: `ulimit -l unlimited`.",
     "infiniband": "Check the link on both nodes: `ibstat`, its counters (`node/<host>/resources.json`), for RoCE "
     "`NCCL_IB_GID_INDEX`. If the job runs with `NCCL_IB_DISABLE=1`, the link is the problem.",
-    "interface": "Set `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME` to an interface of all nodes: `ip -br addr`.",
+    "interface": "Set `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME` to an interface that all nodes have: "
+    "`ip -br addr`.",
     "nccl-versions": "Give all nodes one environment: `node/<host>/versions.json` has the versions of torch and NCCL.",
-    "nccl-sizes": "Compare the sizes that the ranks pass in, `NCCL_ALGO`, `NCCL_PROTO` and NCCL's version on all.",
+    "nccl-sizes": "Compare the sizes that the ranks pass, and `NCCL_ALGO`, `NCCL_PROTO` and NCCL's version, on all "
+    "ranks.",
     "socket": "First check whether the peer exited on its own, then whether its node answers on that interface "
     "(firewall, `NCCL_SOCKET_IFNAME`, `ping`).",
     "mesh": "Make the product of the mesh's dimensions the world size (`dp * tp * pp == WORLD_SIZE`).",
-    "port": "Find the process that has the port (`ss -ltnp`), often a rank of an earlier job. `--standalone`, or port "
+    "port": "Find the process that uses the port (`ss -ltnp`), often a rank of an earlier job. `--standalone`, or port "
     "0 in `--rdzv-endpoint`, takes a free one.",
     "host-name": "Make every node resolve the name (`getent hosts NAME`), or give its address in `--rdzv-endpoint`.",
     "open-files": "Raise the limit of open files where the ranks start (`ulimit -n 65536`). DataLoader workers use "
@@ -424,7 +431,7 @@ class CollectiveMismatch(Cause, name="collective-mismatch"):
     """In one process group, at the same sequence number, ranks called different operations, or the same operation with
     different shapes or types. The minority is at fault. A rank that made an extra call, or left one out, long ago
     is named with the line where the histories diverge. A majority counts only if its members call from one place
-    and continue with the same calls. If the ranks diverge three or more ways, none is named, and the verdict shows
+    and continue with the same calls. If the ranks diverge in three or more ways, none is named, and the verdict shows
     where they diverge.
 
     ```text
@@ -521,7 +528,7 @@ class UnevenBatches(Cause, name="uneven-batches"):
             " collectives; other collectives in the loop still wait for them.",
             when=lambda case: any(one in ("gradients", "ddp-forward") for one in case.purposes.values()),
         ),
-        Advice("Take early-stopping decisions on one rank and broadcast them.", unless=(EXIT_CALLED, BROKEN_OFF)),
+        Advice("Make early-stopping decisions on one rank and broadcast them.", unless=(EXIT_CALLED, BROKEN_OFF)),
     )
     own = True
 
@@ -560,7 +567,7 @@ class P2PCycle(Cause, name="p2p-cycle"):
 
 
 class InitNotJoined(Cause, name="init-not-joined"):
-    """Ranks are missing at process-group initialization or at the rendezvous: they never came, or they can't connect
+    """Ranks are missing at process-group initialization or at the rendezvous: they never arrived, or can't connect
     to the store. Such a rank has a different address than its peers, or no route to it. It is named if its peers
     are past that point, or are the majority. If all ranks wait at the store, another process may have its port. If
     torchrun gives up its rendezvous because nodes are missing, no rank exists, and the bundle's `rendezvous.json`
@@ -575,7 +582,8 @@ class InitNotJoined(Cause, name="init-not-joined"):
     advice = _advice(
         Advice(
             "Check that the job was started on every node, with the same `--nnodes` and endpoint, and that each node "
-            "reaches that; if nodes join late, make torchrun wait longer: `--rdzv-conf=join_timeout=SECONDS`.",
+            "can reach the endpoint; if nodes join late, make torchrun wait longer: "
+            "`--rdzv-conf=join_timeout=SECONDS`.",
             when=lambda case: not case.facts.unseen and case.facts.evidence.rendezvous is not None,
         ),
         STORE_NOT_REACHED,
@@ -624,7 +632,7 @@ class BlockingIo(Cause, name="blocking-io"):
       verdict is `medium`;
     - a process outside the job, by name.
 
-    For a key of the store, the verdict names the key and, if the source shows it, the one rank that would set it;
+    For a store key, the verdict names the key and, if the source shows it, the only rank that sets it;
     that rank is at fault. For a file lock held by another process, it names that process, its command, and how long
     it has held the lock.
 
@@ -669,10 +677,10 @@ class UninterruptibleIo(Cause, name="uninterruptible-io"):
 
 class LockDeadlock(Cause, name="lock-deadlock"):
     """Threads, or a forked child, wait for locks that nothing will release. A file lock held by another rank counts
-    too, including one that sqlite or `filelock` polls: a barrier with such a lock held blocks both sides. So does
-    `Queue.join()` with an item taken without `task_done()`. If the source shows which thread holds the lock, the
-    verdict follows the wait to that thread, with both lines. A `Thread.join()` or `Future.result()` is judged by
-    what that thread does.
+    too, including one that sqlite or `filelock` polls: a barrier called while holding such a lock blocks both sides.
+    So does `Queue.join()` if `task_done()` was not called for an item. If the source shows which thread holds the
+    lock, the verdict follows the wait to that thread, with both lines. A `Thread.join()` or `Future.result()` is
+    judged by what that thread does.
 
     ```text
     Rank 1 waits for a lock (`stats_lock`) at locks.py:28 (update_weights); its thread 'stats' has held it since
@@ -994,8 +1002,8 @@ class NoRankStandsOut(Cause, name="no-rank-stands-out"):
             when=lambda case: case.lost and not case.facts.evidence.stopped,
         ),
         Advice(
-            "Let the supervisors of all nodes meet, so that they look at the same moment: under torchrun they do so "
-            "already; under `safelaunch exec`, pass `--cluster-store HOST:PORT`.",
+            "Connect the supervisors of all nodes, so that they look at the same moment: under torchrun they are "
+            "already connected; under `safelaunch exec`, pass `--cluster-store HOST:PORT`.",
             when=lambda case: bool(case.facts.evidence.stopped),
         ),
         BUILD_LOCK,

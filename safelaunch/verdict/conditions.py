@@ -236,8 +236,9 @@ def _held_by_kernel(view: View) -> Condition | None:
     """Stopped, in D state or dead: nothing its code does can matter while that lasts."""
     wait, where = view.wait, fr.at(view.user_frame)
     if wait.kind == "stopped":
-        how = "its cgroup is frozen" if wait.call == "frozen cgroup" else "it was stopped by a signal (state T)"
-        return Condition("rank-stopped", f"does not run: {how}{where}", for_good=True)
+        frozen = wait.call == "frozen cgroup"
+        how = "does not run: its cgroup is frozen" if frozen else "is stopped by a signal (state T)"
+        return Condition("rank-stopped", f"{how}{where}", for_good=True)
     if wait.kind == "disk":
         channel = f" in {wait.call}" if wait.call else ""
         claim = view.kernel_claim(f"state D in every sample, wait channel {wait.call or 'unknown'}")
@@ -257,7 +258,7 @@ def _busy(view: View) -> Condition | None:
     if not inner:
         return Condition("busy-loop", f"spins in {view.place}{share}")
     called = f"{fr.short(inner[0].function)} in {fr.basename(inner[0].file)}"
-    text = f"computes in {called}, called from {view.place}{share}: slow or endless, the samples cannot tell"
+    text = f"computes in {called}, called from {view.place}{share}: the samples cannot tell slow from endless"
     return Condition("busy-loop", text, doubts=(Doubt.MAY_BE_SLOW if view.user_frame else Doubt.STATE_UNKNOWN,))
 
 
@@ -269,7 +270,7 @@ def _waits_for_outside(view: View) -> Condition | None:
     if wait.kind == "io" and wait.thread.fd == 0 and wait.call == "read":
         return Condition("stuck-in-user-code", f"waits for standard input at {where}")
     if calls.EVENT_LOOP.on(inner):
-        text = f"runs an idle asyncio event loop at {where}: what its coroutines await does not come"
+        text = f"runs an idle asyncio event loop at {where}: what its coroutines await does not arrive"
         return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
     return None
 

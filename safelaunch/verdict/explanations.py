@@ -298,7 +298,7 @@ def _called(rank: int, one: Waiters) -> str:
 
 
 def unusual_group(facts: Facts) -> Ruling:
-    """Ranks have ended, and a survivor's last call is in another group than all its earlier ones on that way.
+    """Ranks have ended, and a survivor's last call is in a different group from all its earlier ones on that code path.
 
     Nobody meets it there, so its connections break once its peers end: that they end is no uneven loop.
     """

@@ -154,8 +154,8 @@ def _unless_drawn(facts: Facts, finding: Finding, found: Iterable[Branch]) -> An
 
 
 _DRAWN = (
-    "Nothing distinguishes the ranks on either side: each seems to decide for itself, by a random number or by its "
-    "own data, so no rank is named."
+    "Nothing distinguishes the two sides: each rank seems to decide for itself, by a random number or its own data, so "
+    "no rank is named."
 )
 
 

@@ -108,7 +108,7 @@ def through_a_thread(rank: RankEvidence, inside: Inside, alignment: Alignment) -
     if found is None:
         return None
     on_the_way = tuple(claim for edge in inside.path for claim in edge.claims)
-    words, lock = f"{found.words} in a thread of its own", inside.lock_held
+    words, lock = f"{found.words} in a separate thread", inside.lock_held
     if lock is not None:
         held, waiter = lock
         words += f", which has held since line {held.line} the lock for which {waiter.words} waits at {waiter.place}"

@@ -361,9 +361,9 @@ class Inside:
         whose = "this process" if first.process is self.main.process else f"process {first.process.pid}"
         where = "" if last.user_frame is None or fr.is_pseudo(last.user_frame.file) else f" at {last.place}"
         if last.wait.writes:
-            how = f"cannot go on writing{where}: the pipe is full, and {whose} is to read it"
+            how = f"is blocked writing{where}: the pipe is full, and {whose} should read it"
         else:
-            how = f"waits{where} for what {whose} is to send"
+            how = f"waits{where} for what {whose} should send"
         ends = f"{last.process.pid}'s {wait_words(last.wait)}: the other end is process {first.process.pid}'s"
         claims = (c for edge in self.circle for c in edge.claims)
         return replace(
@@ -432,7 +432,7 @@ def _with_dead(view: View, own: Condition, dead: Sequence[View]) -> Condition:
     """The condition of a thread that waits for children of which these have ended."""
     one = dead[0].process
     if len(dead) == 1:
-        words = f"its child process {one.pid} has ended{_how_ended(one)} and not been reaped"
+        words = f"its child process {one.pid} has ended{_how_ended(one)} and has not been reaped"
     else:
         words = f"{len(dead)} of its child processes are zombies"
         words += f", {one.pid}{_how_ended(one)}" if _how_ended(one) else ""

@@ -209,7 +209,7 @@ def debug_detail(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     if fatal and all(calls.purpose(stack) == "ddp-constructor" for stack in fatal):
         text = f"`TORCH_DISTRIBUTED_DEBUG=DETAIL` is set, under which torch {launched.torch or '2.13 and later'}"
         claim = Claim("TORCH_DISTRIBUTED_DEBUG=DETAIL is in the job's environment", "launch.json")
-        yield Annotation(f"{text} crashes where a DDP model is built.", (claim,), advice=frozenset({DETAIL_CRASH}))
+        yield Annotation(f"{text} crashes when a DDP model is created.", (claim,), advice=frozenset({DETAIL_CRASH}))
 
 
 def wrong_results_before(facts: Facts, finding: Finding) -> Iterator[Annotation]:

@@ -37,9 +37,9 @@ _MET: Mapping[str, Callable[[Case], bool]] = {
     "every rank seen": lambda case: not case.unseen,
     "ranks that wait for peers": lambda case: bool(case.waits.classes),
     "no rank that waits for peers": lambda case: not case.waits.classes,
-    "a circle of waits": lambda case: bool(case.waits.circle),
-    "a circle over several groups": lambda case: len(case.waits.groups_of_circle) > 1,
-    "sends or receives in the circle": lambda case: bool(case.waits.transfers_of_circle),
+    "a cycle of waits": lambda case: bool(case.waits.circle),
+    "a cycle over several groups": lambda case: len(case.waits.groups_of_circle) > 1,
+    "sends or receives in the cycle": lambda case: bool(case.waits.transfers_of_circle),
 }
 
 
@@ -91,12 +91,12 @@ class Rule:
 _MISMATCH = ("collective-mismatch",)
 _EITHER = ("collective-mismatch", "uneven-batches")
 _FAILED = (*FAILURES, "uneven-batches")
-_IN_CIRCLE: tuple[str, ...] = ("sends or receives in the circle",)
+_IN_CIRCLE: tuple[str, ...] = ("sends or receives in the cycle",)
 _WHOLE: tuple[str, ...] = ("every rank seen", "ranks that wait for peers")
 OWN = tuple(name for name, cause in CAUSES.items() if cause.own)
 
 RULES: tuple[Rule, ...] = (
-    Rule("Did all nodes come?", (Kind(rules_nodes.rendezvous_incomplete, ("init-not-joined",)),)),
+    Rule("Did all nodes join?", (Kind(rules_nodes.rendezvous_incomplete, ("init-not-joined",)),)),
     Rule(
         "Does a live job compute wrong results?",
         (Kind(rules_live.wrong_results, rules_live.WRONG_RESULTS, ("a live job",)),),
@@ -131,7 +131,7 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "Who is missing where groups are made?",
+        "Who is missing when groups are created?",
         (
             Kind(rules_state.init_not_joined, ("init-not-joined",)),
             Kind(rules_unfit.groups_made_apart, _MISMATCH, _WHOLE),
@@ -170,16 +170,16 @@ RULES: tuple[Rule, ...] = (
             Kind(rules_wait.other_peer, _MISMATCH, ("every rank seen", *_IN_CIRCLE)),
             Kind(rules_wait.sends_and_receives, ("p2p-cycle",), _IN_CIRCLE),
             Kind(rules_wait.one_sided, _MISMATCH, ("every rank seen", *_IN_CIRCLE)),
-            Kind(rules_history.left_its_role, _MISMATCH, ("every rank seen", "a circle of waits")),
-            Kind(rules_history.left_out_between_groups, _MISMATCH, ("a circle over several groups",)),
-            Kind(rules_history.new_between_groups, _MISMATCH, ("a circle over several groups",)),
-            Kind(rules_history.group_order, ("group-order",), ("a circle over several groups",)),
+            Kind(rules_history.left_its_role, _MISMATCH, ("every rank seen", "a cycle of waits")),
+            Kind(rules_history.left_out_between_groups, _MISMATCH, ("a cycle over several groups",)),
+            Kind(rules_history.new_between_groups, _MISMATCH, ("a cycle over several groups",)),
+            Kind(rules_history.group_order, ("group-order",), ("a cycle over several groups",)),
             Kind(rules_unfit.unfit_transfers, _MISMATCH, ("ranks that wait for peers",)),
             Kind(rules_mismatch.mismatch, _EITHER, ("ranks that wait for peers",), "its record"),
         ),
     ),
     Rule(
-        "What is odd where nobody is seen to wait for it?",
+        "What stands out when no rank visibly waits for it?",
         (
             Kind(rules_state.kept_by_its_device, ("gpu-lost", "gpu-kernel")),
             Kind(rules_state.alone, OWN, ("no rank that waits for peers",)),

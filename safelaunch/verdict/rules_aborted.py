@@ -99,7 +99,7 @@ def _with_aborted(facts: Facts, found: Mismatch, aborted: Sequence[int]) -> Mism
 
 
 def wrong_size_received(facts: Facts) -> Ruling:
-    """gloo aborted a rank in a call: a peer sent more than that has room for, so the calls that met do not fit.
+    """gloo aborted a rank in a call: a peer sent more than it has room for, so the calls that met do not match.
 
     gloo does so from a thread of its own, and for hardly another reason; its words go past Python. Which side is wrong
     is not recorded. Where several survivors wait in one call, the aborted rank is the odd one, unless it was at the
@@ -115,7 +115,7 @@ def wrong_size_received(facts: Facts) -> Ruling:
     places = {wait.frame for wait in others.values()}
     named = [] if len(others) > 1 and len(places) == 1 else sorted(others)
     text = " and ".join(f"rank {rank} was aborted in a call{fr.at(site)}" for rank, site in sites.items())
-    text += f", as {_why(aborted)}, while {waits_words(facts, others)}: the calls do not fit."
+    text += f", as {_why(aborted)}, while {waits_words(facts, others)}: the calls do not match."
     astray = {rank: words for rank in others if (words := unusual(facts, rank))}
     if len(astray) == 1:
         return _in_another_group(facts, *astray.popitem(), list(sites), text)

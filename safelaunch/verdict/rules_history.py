@@ -34,7 +34,7 @@ from safelaunch.verdict.waits import Case, same_op
 
 
 def diverged_earlier(case: Case) -> Ruling:
-    """Peers wait for a rank that is behind only because of a call too many or too few, long ago.
+    """Peers wait for a rank that is behind only because of an extra or missing call long ago.
 
     Without that call nobody would wait, so what the rank that is waited for does now (it sleeps, it has ended its
     loop) is no cause. Asked only where the histories agree again behind the shift, several calls long.
@@ -47,7 +47,8 @@ def diverged_earlier(case: Case) -> Ruling:
 
 
 def called_past_the_end(case: Case) -> Ruling:
-    """Ranks have ended by themselves, and a peer waits in a call that they never make, or made one too many before.
+    """Ranks have ended by themselves, and a peer waits in a call that they never make, or it made an extra call
+    earlier.
 
     Then they had no fewer batches than the peer. Records tell, else steps: whoever had fewer batches has not made more
     of them.
@@ -127,7 +128,8 @@ def _too_many(
 
 
 def out_of_step(case: Case) -> Ruling:
-    """A rank made a call too many or too few, and ranks wait for each other across groups, or no group shows it yet.
+    """A rank made an extra call or left one out, and ranks wait for each other across groups, or no group shows the
+    mismatch yet.
 
     CPUs run ahead of what their devices do, so all may have queued every call; in which order, their programs tell.
     """
@@ -143,7 +145,9 @@ def out_of_step(case: Case) -> Ruling:
 
 
 def left_its_role(case: Case) -> Ruling:
-    """A rank in the circle made another call than all others of its role, which had called alike until then."""
+    """A rank in the cycle made a different call from all others in its role, which had made the same calls until
+    then.
+    """
     if len(case.waits.groups_of_circle) < 2 and not case.waits.transfers_of_circle:
         return ""
     one = case.histories.of_one(case.waits.in_circle)
@@ -156,8 +160,9 @@ def of_role(case: Case, one: Divergence) -> Finding:
     both = [(rank, one.there[rank]), (one.peers[0], one.there[one.peers[0]])]
     sites = [case.alignment.stack(*made).user_frame for made in both]
     own, usual = (f"{op_name(call)} at {fr.place(site)}" for (_, call), site in zip(both, sites, strict=True))
-    peers = f"{ranks_word(one.peers)}, which had called alike until then,"
+    peers = ranks_word(one.peers)
     text = f"skipped {usual}, which {peers} called" if missing else f"called {own}, where {peers} called {usual}"
+    text += "; until then they had all made the same calls"
     claims = [
         record_claim(who, f"rank {who}: {op_name(call)} is collective #{number_of(call)} of group {call.group!r}")
         for who, call in both
@@ -287,7 +292,7 @@ def _calls_waited_in(case: Case) -> dict[int, Collective]:
 
 
 def left_out_between_groups(case: Case) -> Ruling:
-    """A rank in the circle left out the very call that the others wait in, which it had always made there.
+    """A rank in the cycle left out the very call that the others wait in, which it had always made there.
 
     Known by its own habit alone (:meth:`.Histories.broken_habit`), so where two ranks are all there is, too.
     """
@@ -337,7 +342,7 @@ def _unusual_calls(case: Case, *, new: bool) -> dict[int, Collective]:
 
 
 def new_between_groups(case: Case) -> Ruling:
-    """Ranks in the circle wait in a call that is new to them, where they had always made the one that the others wait
+    """Ranks in the cycle wait in a call that is new to them, where they had always made the one that the others wait
     in.
     """
     new = _unusual_calls(case, new=True)
@@ -351,8 +356,8 @@ def new_between_groups(case: Case) -> Ruling:
         f"{op_name(call)} of group {call.group!r} at {_way(case.alignment.stack(rank, call).user_frames)}"
         for call in (_calls_waited_in(case)[rank], new[rank])
     )
-    text = f"{ranks_do(one.ranks, 'waits', 'wait')} in {own}, for the first time, where"
-    text += f" {'it had' if len(one.ranks) == 1 else 'they had'} always called {usual}"
+    text = f"{ranks_do(one.ranks, 'waits', 'wait')} in {own} for the first time; until then"
+    text += f" {'it had' if len(one.ranks) == 1 else 'they had'} always called {usual} instead"
     return Finding(
         "collective-mismatch",
         (Doubt.HABIT_ALONE, *those({Doubt.NO_MAJORITY: 2 * len(new) == len(case.waits.in_circle)})),

@@ -102,7 +102,7 @@ def _reason(rank: int, one: Inconsistency) -> str:
 
 
 def slow_not_stuck(facts: Facts) -> Ruling:
-    """The job still makes progress: a dump of it accuses nobody.
+    """The job is still making progress: a dump of it names no rank.
 
     Steps or collectives advanced between two looks, or the last ones are no more than a few usual steps ago. Only for
     ``dump``: in a hang the watchdog has confirmed that nothing moves, and a crash is not a matter of speed.

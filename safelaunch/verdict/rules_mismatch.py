@@ -76,7 +76,7 @@ class Meeting:
 
 
 def compared_by_torch(case: Case) -> Ruling:
-    """torch has compared the ranks' calls before they met, and ended the job: whose call is that of fewer is at fault.
+    """torch compared the ranks' calls before they started, and ended the job: the minority is at fault.
 
     ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does so. Each rank raises an error that names its own call and one that differs.
     """
@@ -123,7 +123,7 @@ def _compared(case: Case) -> dict[int, Fingerprint]:
 
 
 def mismatch(case: Case) -> Ruling:
-    """The members of one group do not meet under one number: the minority is at fault.
+    """The members of one group make different calls at the same sequence number: the minority is at fault.
 
     The Flight Recorder decides under the lowest number that is pending, counting also the ranks that got past it.
     Without it, the functions and lines in which the stacks wait are compared, with less confidence. Where all ranks

@@ -44,7 +44,7 @@ _COMPARED = ("torch", "safelaunch", "script")
 
 
 def rendezvous_incomplete(facts: Facts) -> Ruling:
-    """torchrun has started no rank: not all nodes have come to its rendezvous."""
+    """torchrun has started no rank: not all nodes have joined its rendezvous."""
     seen = facts.evidence.rendezvous
     if seen is None:
         return ""
@@ -65,7 +65,7 @@ def rendezvous_incomplete(facts: Facts) -> Ruling:
 
 
 def node_lost(case: Case) -> Ruling:
-    """Every failure is a lost connection to a rank of a node that has said nothing before it fell silent.
+    """Every failure is a lost connection to a rank of a node that fell silent without reporting anything.
 
     Nodes that failed themselves, were stopped, or ended in good order have said so, unless nobody could hear it any
     more: the store ends with the agent that hosts it. So its end alone accuses nobody while the host answers.
@@ -91,7 +91,7 @@ def node_lost(case: Case) -> Ruling:
 
 
 def store_lost(case: Case) -> Ruling:
-    """torchrun's agent has failed here because the agents' store is gone, whose host has said nothing before.
+    """torchrun's agent has failed here because the agents' store is gone, and its host reported nothing before.
 
     No rank need have failed: the agent ends those that wait, or compute, for it.
     """
@@ -100,7 +100,7 @@ def store_lost(case: Case) -> Ruling:
     if not failed or not hosts:
         return ""
     answers = all(node.probe == "answers" for node in hosts)
-    text = f"Torchrun on {_hosts(failed)} has failed: the store of its agents was on {_names(hosts)}, "
+    text = f"Torchrun on {_hosts(failed)} failed: its agents' store was on {_names(hosts)}, "
     text += "where torchrun has ended" if answers else "which is silent: it is down, or cut off"
     reason = Claim(f"node {failed[0].host}: torchrun failed of {one_line(failed[0].agent_error)}", FILE)
     unanswered = all(node.probe == "no answer" for node in hosts)
@@ -111,7 +111,8 @@ def store_lost(case: Case) -> Ruling:
 
 
 def node_cut_off(case: Case) -> Ruling:
-    """Both sides live, and did not hear each other; or this node has no address or route to reach the others from.
+    """Both sides are alive, but did not hear from each other; or this node has no address or route to reach the
+    others from.
 
     Of both sides: the evidence of a node is here that others could not hear.
     """
@@ -130,7 +131,8 @@ def node_cut_off(case: Case) -> Ruling:
     if not gone:
         return ""
     sides = [ranks_word(node.ranks) for node in alive if node.ranks]
-    text = f"{_names(gone)} {'was' if len(gone) == 1 else 'were'} cut off: both sides live, and did not hear each other"
+    text = f"{_names(gone)} {'was' if len(gone) == 1 else 'were'} cut off: both sides are alive, but did not hear from"
+    text += " each other"
     text += f" ({' and '.join(sides[:4])})." if sides else "."
     mutual = len({(node.host, node.ranks) for node in gone}) > 1 or any(node.probe == "no answer" for node in gone)
     doubts = those({Doubt.NODE_MAY_LIVE: not mutual, Doubt.UNSEEN_RANKS: bool(case.unseen)})
@@ -138,7 +140,7 @@ def node_cut_off(case: Case) -> Ruling:
 
 
 def node_silent(case: Case) -> Ruling:
-    """Ranks wait for ranks of a node from which nothing is heard; a connection to it tells what is silent there."""
+    """Ranks wait for ranks of a silent node; a connection to it shows what has gone silent there."""
     awaited = case.waits.blocking
     silent = [node for node in _gone(case) if awaited & set(node.ranks) & case.unseen]
     if not silent or awaited & case.unseen - _ranks_of(silent):
@@ -162,7 +164,7 @@ def node_silent(case: Case) -> Ruling:
 
 
 def launcher_stopped(case: Case) -> Ruling:
-    """A node's torchrun agent is stopped, and no rank does anything of its own: all wait, or wait for its store."""
+    """A node's torchrun agent is stopped, and no rank does anything but wait, for peers or for its store."""
     stopped = [node for node in case.evidence.nodes if node.agent == "stopped"]
     waiting = _only_waiting(case)
     if not stopped or not waiting:
@@ -174,7 +176,7 @@ def launcher_stopped(case: Case) -> Ruling:
 
 
 def failed_elsewhere(case: Case) -> Ruling:
-    """Ranks wait, no rank here does anything of its own, and another node has said what failed there."""
+    """Ranks wait, no rank here does anything else, and another node has reported what failed there."""
     told = [node for node in case.evidence.nodes if node.trouble and not node.here and case.unseen & set(node.ranks)]
     waiting = _only_waiting(case)
     if not told or not waiting:
@@ -186,7 +188,7 @@ def failed_elsewhere(case: Case) -> Ruling:
 
 
 def versions_differ(case: Case) -> Ruling:
-    """No rank does anything of its own, and the nodes run different versions of torch, safelaunch or the script."""
+    """No rank does anything but wait, and the nodes run different versions of torch, safelaunch or the script."""
     claims, waiting = version_claims(case.evidence), _only_waiting(case)
     if not claims or not waiting:
         return ""

@@ -76,7 +76,7 @@ def launcher_failed(facts: Facts) -> Ruling:
 
 
 def first_failure(facts: Facts) -> Ruling:
-    """The first rank to raise, exit or be killed on its own account; what failed later is a consequence.
+    """The first rank to raise, exit or be killed independently of the others; what failed later is a consequence.
 
     Errors that report a peer's death are no failures of their own (:mod:`.exits`). Times decide between the others:
     an exception's own clock, else the moment the launcher noticed. Ranks that failed alike (same exception at the
@@ -131,7 +131,7 @@ def a_peer_ended(facts: Facts) -> Ruling:
     text = f"{who}, {where}, ended first: {ranks_word(lost)} lost the connection in "
     text += f"{' and '.join(list(places)[:2])}."
     if facts.evidence.stall_s:
-        text += f" No step had been made here for {facts.evidence.stall_s:.0f} s: that node may have ended a hang."
+        text += f" There had been no step here for {facts.evidence.stall_s:.0f} s: that node may have ended a hung job."
     place = "that rank's output" if printed else "that node's bundle or output"
     text += f" What went wrong is in {place}."
     return Finding("rank-exited", (Doubt.UNSEEN_RANKS,), text, claims=wait_claims(facts, lost), victims=tuple(lost))
@@ -176,7 +176,7 @@ def _alike(one: RankFacts, a: Condition, first: RankFacts, b: Condition) -> bool
 
 
 def stopped_ranks(facts: Facts) -> Ruling:
-    """A process may not run: a signal stopped it, or its cgroup is frozen."""
+    """A process cannot run: a signal stopped it, or its cgroup is frozen."""
     named = conditions(facts, "rank-stopped")
     if not named:
         return "no process is stopped (state T) or in a frozen cgroup"
@@ -257,7 +257,7 @@ def _connects_again(view: View) -> bool:
 
 
 def kept_by_its_device(facts: Facts) -> Ruling:
-    """A rank's own device keeps it in a collective: the driver reports an error of it, or all peers are past it."""
+    """A rank's own device holds it up in a collective: the driver reports a device error, or all peers are past it."""
     lost = conditions(facts, "gpu-lost")
     named = lost or {
         rank: condition
@@ -300,7 +300,7 @@ def alone(facts: Facts) -> Ruling:
 
 
 def nobody_stands_out(facts: Facts) -> Finding:
-    """Nothing singles a rank out."""
+    """Nothing singles out a rank."""
     waits = list(facts.waiting)
     # Without those of which neither a stack nor a record is there.
     own = {r: c for r, c in conditions(facts).items() if c.cause != "missing-from-collective" or c.frame is not None}

@@ -34,7 +34,7 @@ from safelaunch.verdict.waits import Case
 
 
 def unfit_transfers(case: Case) -> Ruling:
-    """All ranks have arrived, but what one gives is not what another takes: in size, type or root.
+    """All ranks have arrived, but what one rank sends is not what another expects: size, type or root differ.
 
     Of a send and its receive, either may be the wrong one: both are named. Of an all_to_all only the sums are known.
     """
@@ -66,7 +66,7 @@ def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
     return Finding(
         "collective-mismatch",
         (Doubt.EITHER_SIDE,),
-        f"Rank {text}: they do not fit.",
+        f"Rank {text}: they do not match.",
         tuple(waiting_culprit(facts.ranks[rank], f"Rank {rank} {says[rank]}.", sites[rank]) for rank in says),
         tuple(
             record_claim(
@@ -142,7 +142,8 @@ def _exchange(facts: Facts, wait: PeerWait, members: tuple[int, ...], sums: tupl
 
 
 def groups_made_apart(case: Case) -> Ruling:
-    """Ranks wait in ``new_group``, or in a group that peers have without them: not all made the same groups before.
+    """Ranks wait in ``new_group``, or in a group that their peers created without them: not all ranks created the
+    same groups.
 
     torch names groups by a count of its own on each rank, so ranks that are not in step wait for different ones.
     """

@@ -46,7 +46,7 @@ _UNEXPLAINED = Condition(
 
 
 def blocked_by(case: Case) -> Ruling:
-    """Peers wait for a rank that waits for nobody: its own state is the cause.
+    """Peers wait for a rank that waits for no other: its own state is the cause.
 
     Waits are followed to their end, so a rank that waits for a rank that waits is nobody's culprit. Ranks that hold
     up others in different ways are all named, under the cause that is surest.
@@ -109,7 +109,7 @@ def _mismatch_in(case: Case) -> str:
 
 
 def unseen_peers(case: Case) -> Ruling:
-    """Ranks wait for peers that were not seen: majority alone names nobody.
+    """Ranks wait for peers that were not seen: a majority alone names no rank.
 
     A mismatch among those that were seen is a fact all the same, and is told without a culprit.
     """
@@ -201,7 +201,7 @@ def _either_end(case: Case, ranks: Collection[int], text: str, *advice: Advice) 
 
 
 def one_sided(case: Case) -> Ruling:
-    """A rank waits to send to a peer, or to receive from it, that is elsewhere and waits for the rank in turn.
+    """A rank waits to send to or receive from a peer that is elsewhere, waiting for the rank in turn.
 
     The peer's own habit may show that it left out its part; else the rank may as well have made a call too many. Most
     ranks may be with the peer, and that tells nothing: a send or receive is a matter of two.
@@ -254,7 +254,8 @@ def _inner_circle(classes: tuple[Waiters, ...]) -> tuple[Waiters, ...]:
 
 
 def waits_outside_collectives(case: Case) -> Ruling:
-    """A rank has a lock that others wait for, or owes them a message or file: it waits in turn, or is at fault itself.
+    """A rank holds a lock that others wait for, or owes them a message or file: it waits in turn, or is at fault
+    itself.
 
     Only where nobody else is waited for who does something of his own: then that comes first.
     """
@@ -320,10 +321,10 @@ def _kept_from_serving(
 
 
 _WHY: Mapping[Kind, str] = {
-    "message": "at the other end of the connection at which {who} {waits}",
-    "poll": "and may be the one to make what {who} {waits} for",
-    "key": "and is the one to set the key of the store that {who} {waits} for",
-    "file": "with a file locked that {who} {waits} for",
+    "message": "at the other end of the connection that {who} {waits} on",
+    "poll": "and may be the one that should create what {who} {waits} for",
+    "key": "and is the rank that should set the store key that {who} {waits} for",
+    "file": "holding a file lock that {who} {waits} for",
 }
 
 

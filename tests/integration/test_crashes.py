@@ -144,7 +144,7 @@ def test_a_gpu_that_is_out_of_memory(more: tuple[str, ...], node: stub.Node, tmp
         own = ("--preset=oom-debug", "--gpus=2", "--nproc-per-node=2")
         result = run(tmp_path, *own, *script, f"--beside={other.pid}", env=node.environ)
         other.kill()
-    said = f"Process {other.pid}, which is none of this job, has 9.0 GiB of the same GPU."
+    said = f"Process {other.pid}, which does not belong to this job, uses 9.0 GiB of the same GPU."
     assert said in result.verdict["summary"]
     assert said in " ".join(result.stderr.replace("safelaunch: ", " ").split())
     assert any("`safelaunch gpus`" in one for one in result.verdict["suggestions"])

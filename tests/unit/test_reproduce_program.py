@@ -44,7 +44,7 @@ def test_one_absent_rank_of_many_needs_one_peer() -> None:
 
 def test_the_head_says_who_the_ranks_were(tmp_path: Path) -> None:
     text = reproduction_of(absent(tmp_path, 3), FEWEST).text
-    assert "# Ranks are counted anew: 0 was 0, 1 was 3." in text
+    assert "# Ranks are renumbered: 0 was 0, 1 was 3." in text
 
 
 def test_transfers_name_their_peers_by_new_numbers(tmp_path: Path) -> None:

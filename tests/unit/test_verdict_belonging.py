@@ -42,7 +42,7 @@ def member(number: int, *, asleep: bool, name: str = "mesh_pp", gpu: str = "") -
 def test_all_ranks_of_one_group_are_told_as_that_group() -> None:
     verdict = diagnose(job(*(member(n, asleep=n >= 2) for n in WORLD)))
     assert [one.rank for one in verdict.culprits] == [2, 3]
-    assert verdict.summary.endswith("These are all ranks of group mesh_pp.")
+    assert verdict.summary.endswith("These are all the ranks of group mesh_pp.")
     assert any(claim.claim == "rank 2 is in '2' (ranks 0,2), mesh_pp (ranks 2-3)" for claim in verdict.evidence)
 
 
@@ -98,8 +98,8 @@ def terminated(pid: int) -> RankEvidence:
 
 def test_another_process_on_the_gpu_is_named() -> None:
     stranger, peer = out_of_memory(FULL), out_of_memory(FULL, peer=4711)
-    assert "Process 4711, which is none of this job, has 5.0 GiB of the same GPU." in stranger.summary
-    assert "Rank 1 has 5.0 GiB of the same GPU." in peer.summary
+    assert "Process 4711, which does not belong to this job, uses 5.0 GiB of the same GPU." in stranger.summary
+    assert "Rank 1 uses 5.0 GiB of the same GPU." in peer.summary
     assert any("`safelaunch gpus`" in one for one in stranger.suggestions)
     assert any("LOCAL_RANK" in one for one in peer.suggestions)
 

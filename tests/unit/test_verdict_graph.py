@@ -131,7 +131,7 @@ def test_a_lock_that_a_rank_holds_itself() -> None:
     assert (
         "Rank 1 waits at train.py:9 (append) for a lock that it holds itself, by another open file" in verdict.summary
     )
-    assert verdict.suggestions[0].startswith("Release the lock on every way out")
+    assert verdict.suggestions[0].startswith("Release the lock on every exit path")
 
 
 def on_two_nodes(*ranks: RankEvidence) -> Evidence:
@@ -180,7 +180,7 @@ def joins(number: int, frames: tuple[Frame, ...] = JOIN, thread: tuple[Frame, ..
 
 def test_the_overview_says_what_such_a_rank_waits_in() -> None:
     rows = [row_of(one) for one in Facts.of(job(joins(0), joins(1))).ranks.values()]
-    assert [row.doing for row in rows] == ["waits in all_reduce at train.py:31 (sync) in a thread of its own"] * 2
+    assert [row.doing for row in rows] == ["waits in all_reduce at train.py:31 (sync) in a separate thread"] * 2
 
 
 def test_the_lock_of_a_build_that_nobody_makes_is_told_with_its_file() -> None:

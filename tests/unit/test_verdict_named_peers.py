@@ -99,7 +99,7 @@ def ring(number: int, to: int | None = None, source: int | None = None) -> RankE
 def test_a_rank_of_a_ring_that_names_the_wrong_neighbour(odd: RankEvidence, words: str) -> None:
     verdict = diagnose(job(ring(0), ring(1), odd, ring(3)))
     assert named(verdict) == ("collective-mismatch", [2], "medium")
-    assert words in verdict.summary and "computes its peers" in verdict.suggestions[0]
+    assert words in verdict.summary and "chooses its peers" in verdict.suggestions[0]
 
 
 def test_a_ring_whose_batches_fit_or_that_is_turned_by_all_names_no_wrong_neighbour() -> None:

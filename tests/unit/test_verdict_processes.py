@@ -54,8 +54,8 @@ def test_a_child_that_fills_a_pipe_which_its_waiting_parent_is_to_read() -> None
     assert named(verdict) == ("stuck-in-user-code", 1, 7, "main")
     assert verdict.confidence == "high"
     assert verdict.summary.startswith(
-        "Rank 1 waits for a subprocess at train.py:7 (train); child process 70 cannot go on writing: the pipe is full,"
-        " and this process is to read it, while"
+        "Rank 1 waits for a subprocess at train.py:7 (train); child process 70 is blocked writing: the pipe is full,"
+        " and this process should read it, while"
     )
     assert "communicate()" in verdict.suggestions[0]
 
@@ -74,7 +74,7 @@ def test_a_child_that_waits_for_what_its_joining_parent_is_to_send(world: int) -
     child = process(70, (RECV, SERVES, MODULE), "pipe", role="child", told=ends(RANK))
     verdict = parent(waits_for(70, JOIN), child, world=world)
     assert named(verdict) == ("stuck-in-user-code", 1, 7, "main")
-    assert "child process 70 waits at server.py:44 (serve) for what this process is to send" in verdict.summary
+    assert "child process 70 waits at server.py:44 (serve) for what this process should send" in verdict.summary
     assert "sentinel" in verdict.suggestions[0]
 
 
@@ -89,7 +89,7 @@ def test_a_pipe_that_only_the_reader_has_open(ends_closed: bool, who: str) -> No
     reads = process(RANK, in_user(7), "pipe", told=ends(RANK, ends_closed=ends_closed))
     verdict = parent(reads, process(70, (), "zombie", role="child"))
     assert named(verdict) == ("blocking-io", 1, 7, "main")
-    assert "its child process 70 has ended and not been reaped" in verdict.summary
+    assert "its child process 70 has ended and has not been reaped" in verdict.summary
     assert f"{who} the write end open" in verdict.summary
     assert "Close the other end of the pipe here" in verdict.suggestions[0]
 

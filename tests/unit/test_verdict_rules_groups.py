@@ -80,7 +80,7 @@ def test_where_a_rank_does_not_tell() -> None:
             "0@41 1@41",
             "1@42*",
             "collective-mismatch",
-            "for the first time, where it had always called all_reduce of group '0'",
+            "for the first time; until then it had always called all_reduce of group '0'",
         ),
     ],
 )

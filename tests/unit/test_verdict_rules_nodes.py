@@ -146,7 +146,7 @@ def test_both_sides_of_a_partition_are_here() -> None:
     ranks = tuple(each for side in sides for each in side.ranks)
     verdict = diagnose(job(*ranks, nodes=all_nodes(sides)))
     assert said(verdict) == ("node-unreachable", "high", ["b:2-3", "a:0-1"])
-    assert "both sides live" in verdict.summary
+    assert "both sides are alive" in verdict.summary
 
 
 # --- torchrun is stopped ----------------------------------------------------------------------------------------------

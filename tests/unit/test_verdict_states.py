@@ -149,7 +149,7 @@ def parent(frames: tuple[Frame, ...], kernel: str, *children: Any) -> Verdict:
 def test_a_child_that_is_dead_sends_nothing() -> None:
     verdict = parent((*MESSAGE, *in_user(7)), "pipe", TRACKER, process(72, (), "zombie", role="child"))
     assert (verdict.cause, verdict.culprits[0].frame) == ("blocking-io", at(7))
-    assert "its child process 72 has ended and not been reaped" in verdict.summary
+    assert "its child process 72 has ended and has not been reaped" in verdict.summary
     assert any(claim.claim.endswith("child process 72: state Z") for claim in verdict.evidence)
 
 
