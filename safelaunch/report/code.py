@@ -11,7 +11,7 @@ from safelaunch.report.overview import frames_at_fault
 from safelaunch.verdict.findings import capital
 from safelaunch.verdict.guarding import whereabouts
 from safelaunch.verdict.rank_state import Facts, child_views, user_stack_of, view_of
-from safelaunch.verdict.reading.frames import place, stack_of
+from safelaunch.verdict.reading.frames import place, same_line, stack_of
 from safelaunch.verdict.reading.guards import Guard, way_to
 
 MOST_SIDES = 6
@@ -109,7 +109,7 @@ def _beside(facts: Facts, culprit: Culprit, stack: Sequence[Frame]) -> dict[Fram
         return {}
     main = view.sample.main_thread
     everywhere = [frame for thread in view.sample.threads for frame in thread.frames]
-    past = culprit.process == "main" and not any(_same_line(frame, culprit.frame) for frame in everywhere)
+    past = culprit.process == "main" and not any(same_line(frame, culprit.frame) for frame in everywhere)
     found = [(view.stack_of(main).user_frame, "now" if past else "its main thread", True)]
     found += [
         (view.stack_of(one).user_frame, f"its thread '{one.name}'" if one.name else "its thread", False)
@@ -163,15 +163,10 @@ def _stack_of_culprit(facts: Facts, culprit: Culprit) -> tuple[Frame, ...]:
     stack = stack_of(evidence, frames_at_fault(culprit, evidence)).user_frames
     if culprit.frame is None:
         return stack or _recorded(facts, culprit.rank, None)
-    at = next((number for number, frame in enumerate(stack) if _same_line(frame, culprit.frame)), None)
+    at = next((number for number, frame in enumerate(stack) if same_line(frame, culprit.frame)), None)
     if at is not None:
         return stack[at:]
     return _recorded(facts, culprit.rank, culprit.frame) or (culprit.frame,)
-
-
-def _same_line(one: Frame | None, other: Frame | None) -> bool:
-    """A recorded frame has the name of a function without that of its class."""
-    return one is not None and other is not None and (one.file, one.line) == (other.file, other.line)
 
 
 def _recorded(facts: Facts, rank: int, frame: Frame | None) -> tuple[Frame, ...]:
@@ -181,7 +176,7 @@ def _recorded(facts: Facts, rank: int, frame: Frame | None) -> tuple[Frame, ...]
     ring = Entries.of(record.entries if record is not None else ())
     for kind in dict.fromkeys(reversed(ring.kind_of)):  # few, where the calls are many
         stack = stack_of(evidence, ring.kinds.all[kind].frames).user_frames
-        if stack and (frame is None or _same_line(stack[0], frame)):
+        if stack and (frame is None or same_line(stack[0], frame)):
             return stack
     return ()
 

@@ -197,7 +197,7 @@ def _entry_for(
         return None
     for entry in reversed(fitting):
         site = fr.stack_of(rank, entry.frames).user_frame
-        if site is not None and mine is not None and (site.file, site.line) == (mine.file, mine.line):
+        if fr.same_line(site, mine):
             return entry
     named = [e for e in fitting if seen is not None and op_name(e).strip("_") in seen.op]
     best = named or fitting

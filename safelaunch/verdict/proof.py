@@ -442,7 +442,7 @@ class _Prover:
         threads = view.sample.threads if view.sample is not None else ()
         others = {thread.ident for thread in threads if thread is not view.thread} - {0}
         mine = [one for one in self._pending(view) if one.is_p2p == is_p2p and one.thread not in others]
-        here = [one for one in mine if _same_line(fr.stack_of(view.rank, one.frames).user_frame, view.user_frame)]
+        here = [one for one in mine if fr.same_line(fr.stack_of(view.rank, one.frames).user_frame, view.user_frame)]
         return here or mine
 
     def _uses_device(self, view: View) -> bool:
@@ -669,10 +669,6 @@ def _in_lock(view: View) -> bool:
 def _is_public(path: str) -> bool:
     """Whether the file behind a shared lock has a name that processes of other jobs may open it by."""
     return path.startswith(("/", "?")) and not (path.endswith(" (deleted)") or "/sem.mp-" in path)
-
-
-def _same_line(one: Frame | None, other: Frame | None) -> bool:
-    return one is not None and other is not None and (one.file, one.line) == (other.file, other.line)
 
 
 def _is_own_line(view: View) -> bool:

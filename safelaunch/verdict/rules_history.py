@@ -97,11 +97,7 @@ def _newest_call(case: Case, rank: int) -> Collective | None:
         return case.call_of(rank)
     newest = next((call for call in reversed(case.alignment.ring(rank)) if not call.is_p2p), None)
     site = case.alignment.stack(rank, newest).user_frame if newest is not None else None
-    return newest if _is_at(site, wait.frame) else None
-
-
-def _is_at(one: Frame | None, other: Frame | None) -> bool:
-    return one is not None and other is not None and (one.file, one.line) == (other.file, other.line)
+    return newest if fr.same_line(site, wait.frame) else None
 
 
 def _never_made(case: Case, rank: int, call: Collective, others: Sequence[int]) -> bool:
