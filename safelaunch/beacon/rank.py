@@ -9,7 +9,7 @@ import gc
 import os
 import sys
 
-from . import caught_exceptions, descriptors, faults, imports, layout, lifeline, log, marks, output, page
+from . import caught_exceptions, descriptors, faults, imports, layout, lifeline, log, marks, output, page, timers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
         lambda: output.install(base + layout.RING_SUFFIX),
         lambda: faults.install(base, words, supervisor),
         lambda: caught_exceptions.install(base + layout.CAUGHT_SUFFIX),
+        lambda: timers.install(words),
         lambda: _write_meta(base),
         lambda: os.register_at_fork(after_in_child=_after_fork),
         lambda: _check_values(base, env.get(layout.CHECKS, "")),

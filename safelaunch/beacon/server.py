@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import sys
 import threading
 
@@ -32,6 +33,8 @@ _OPTIMIZED = 0x1  # a function's own variables, and no module's
 GIL_HANDLER = "safelaunch_gil"
 FLIGHT_RECORD_HANDLER = "safelaunch_flight_record"
 MOST_BACKENDS = 16
+MOST_PREFIXES = 8
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _GLOO = "gloo"  # records by itself, and is the recorder that torch reads where no backend is named
 
 
@@ -86,7 +89,16 @@ def _told() -> bytes:
 
         groups, made = _groups()
         told: dict[str, object] = {"handling": _handled_exceptions(), "groups": groups, "groups_made": made}
-        more = {"posted": _posted, "called": _descriptions, "foreign_backend": _foreign_backend, "batches": _batches}
+        more = {
+            "posted": _posted,
+            "called": _descriptions,
+            "foreign_backend": _foreign_backend,
+            "batches": _batches,
+            "stores": _stores,
+            "handlers": _handlers,
+            "library_threads": _library_threads,
+            "torch": _torch_directories,
+        }
         for name, find in more.items():
             with contextlib.suppress(Exception):  # objects that look like c10d's, and are none
                 told[name] = find()
@@ -122,6 +134,50 @@ def _descriptions() -> dict[str, str]:
     names = dict(world.pg_names) if world is not None else {}
     found = {str(name): getattr(group, "group_desc", "") for group, name in names.items()}
     return {name: text[:MOST_CHARACTERS] for name, text in found.items() if type(text) is str and text}
+
+
+def _stores() -> dict[str, str]:
+    """Name → address of the store by which the ranks of each process group found each other.
+
+    Groups of the same name and the same ranks are different groups if their stores differ.
+    """
+    world = _world()
+    found = {}
+    for group, (_, store) in list(world.pg_map.items()) if world is not None else ():
+        for _ in range(MOST_PREFIXES):
+            store = getattr(store, "underlying_store", None) or store
+        host, port, path = (getattr(store, name, None) for name in ("host", "port", "path"))
+        if type(host) is str and type(port) is int:
+            host = socket.gethostname() if host in _LOOPBACK else host
+            found[str(world.pg_names[group])] = f"{host}:{port}"
+        elif type(path) is str:
+            found[str(world.pg_names[group])] = path
+    return found
+
+
+def _handlers() -> list[int]:
+    """Signals for which the script has a handler of its own, which Python runs in the main thread."""
+    import signal
+
+    present = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    return sorted(
+        int(number)
+        for number, handler in present.items()
+        if callable(handler) and handler is not signal.default_int_handler
+    )
+
+
+def _library_threads() -> list[dict[str, object]]:
+    from . import reach
+
+    main = threading.main_thread().ident
+    return reach.library_threads(main) if main is not None else []
+
+
+def _torch_directories() -> list[str]:
+    """As frames name the directory of the imported torch, and as the kernel names it."""
+    place = os.path.dirname(sys.modules["torch"].__file__ or "")
+    return list(dict.fromkeys((place, os.path.realpath(place))))
 
 
 def _foreign_backend() -> bool:

@@ -191,7 +191,7 @@ def _rank(
     family = [*process.descendants([target.pid], table=table), *proc.orphans(target.pid, table)]
     below = [one.pid for one in family[:MAX_CHILDREN]]
     left_s = max(0.0, until - time.monotonic())
-    looks = gather([partial(_process, pid, each_s, locks) for pid in below], deadline_s=left_s, workers=4)
+    looks = gather([partial(_child, target, pid, each_s, locks) for pid in below], deadline_s=left_s, workers=4)
     late_one = Result[StackSample](None, "py-spy dump", left_s, missing=late(left_s), kind="timeout")
     children = (one or ProcessLook(pid, None, late_one) for pid, one in zip(below, looks, strict=True))
     return RankLook(target.rank, main, tuple(one for one in children if one.state is not None or one.is_late))
@@ -204,6 +204,14 @@ def _process(pid: int, deadline_s: float, locks: tuple[waits.Held, ...] | None) 
         return ProcessLook(pid, None, Result(None, "py-spy dump", 0.0, missing=error.message))
     stack = stacks.stack_of(pid, state, deadline_s=deadline_s)
     return ProcessLook(pid, _with_polled_lock(state, stack), stack)
+
+
+def _child(target: Target, pid: int, deadline_s: float, locks: tuple[waits.Held, ...] | None) -> ProcessLook:
+    found = _process(pid, deadline_s, locks)
+    if found.state is None or not target.page_name:
+        return found
+    is_fork = within_or(False, LOCK_DEADLINE_S, f"/proc/{pid}", lambda: proc.is_fork(pid, target.page_name))
+    return replace(found, state=msgspec.structs.replace(found.state, is_fork=is_fork))
 
 
 def _with_polled_lock(state: ProcessState, stack: Result[StackSample]) -> ProcessState:

@@ -17,11 +17,14 @@ FUNCTION, OBJECT = 2, 1
 
 
 class Mapping(NamedTuple):
+    """A mapped part of a file. ``identity``: device and inode of the file, which a renamed or deleted file keeps."""
+
     start: int
     end: int
     offset: int
     path: str
     executable: bool = True
+    identity: str = ""
 
     @property
     def name(self) -> str:
@@ -56,7 +59,8 @@ class Memory:
             fields = line.split(maxsplit=5)
             if len(fields) == 6:
                 start, _, end = fields[0].partition("-")
-                found.append(Mapping(int(start, 16), int(end, 16), int(fields[2], 16), fields[5], "x" in fields[1]))
+                begins, ends, offset = int(start, 16), int(end, 16), int(fields[2], 16)
+                found.append(Mapping(begins, ends, offset, fields[5], "x" in fields[1], f"{fields[3]} {fields[4]}"))
         return found
 
     def symbols(self, mapping: Mapping, wanted: re.Pattern[bytes], kind: int = FUNCTION) -> tuple[Symbol, ...]:

@@ -162,6 +162,7 @@ class Page:
             exception_ns=w[layout.EXCEPTION_NS],
             exit_ns=w[layout.EXIT_NS],
             returned_ns=w[layout.RETURNED_NS],
+            sets_timers=w[layout.TIMERS] != layout.NO_TIMER,
         )
 
 

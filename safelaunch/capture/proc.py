@@ -88,7 +88,7 @@ def read_quick(pid: int) -> ProcessState:
     stat = procstat.read(pid)
     if stat is None:
         raise CaptureError(f"process {pid} is gone")
-    signals, child_ends = procstat.handled(pid)
+    handled = procstat.handled(pid)
     return ProcessState(
         pid=pid,
         ppid=stat.ppid,
@@ -102,9 +102,19 @@ def read_quick(pid: int) -> ProcessState:
         frozen=is_frozen(pid),
         throttled_ms=throttled_ms(pid),
         wait_status=stat.wait_status if stat.state in "ZX" else 0,
-        handles_signals=signals,
-        handles_child_ends=child_ends,
+        handles_signals=handled.own,
+        handles_termination=handled.termination,
+        handles_child_ends=handled.child_ends,
     )
+
+
+def is_fork(pid: int, page_name: str) -> bool:
+    """Whether a child runs no other program than its rank, whose page it has mapped then, and has no POSIX timer."""
+    try:
+        timers = _text(Path(f"/proc/{pid}/timers"))
+        return not timers and f"/pages/{page_name}\n" in _text(Path(f"/proc/{pid}/maps")) + "\n"
+    except OSError:  # it has ended, is another user's, or the kernel doesn't show timers
+        return False
 
 
 def state_letter(pid: int) -> str:
@@ -228,6 +238,8 @@ def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting) -> Thre
     number, arguments = call if call else (None, ())
     name = waits.name_of(number) if number is not None else ""
     io, scheduled = parse_io(optional("io")), parse_schedstat(optional("schedstat"))
+    futex, futex_file = resting.shared_futex(arguments) if name == "futex" else ("", "")
+    rests_in = resting.rests_in(text)
     thread = ThreadState(
         tid=tid,
         name=stat.name,
@@ -235,7 +247,8 @@ def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting) -> Thre
         wchan="" if wchan == "0" else wchan,
         syscall=number,
         syscall_name=name,
-        fd_target=resting.shared_futex(arguments) if name == "futex" else "",
+        fd_target=futex,
+        futex_file=futex_file,
         cpu_ms=stat.cpu_ms,
         io_bytes=sum(io) if io is not None else None,
         written_bytes=io[1] if io is not None else None,
@@ -243,7 +256,8 @@ def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting) -> Thre
         slices=scheduled[1] if scheduled is not None else None,
         ends_s=waits.ends_s(name, arguments, Memory(pid).read),
         child=waits.child_of(name, arguments),
-        rests_in=resting.rests_in(text),
+        rests_in=rests_in,
+        libraries=resting.libraries(text) if rests_in not in ("lock", "gil") else (),
         started_ns=time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + stat.start_ticks * procstat.TICK_NS,
     )
     return _with_target(thread, pid, arguments)

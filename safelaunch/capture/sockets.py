@@ -374,8 +374,8 @@ def _wanted(state: ProcessState) -> Iterator[tuple[int, Wanted]]:
         if inode in peers:
             yield tid, (f"socket:[{peers[inode]}]", False)
     for thread in state.threads:
-        if thread.syscall_name.startswith("futex") and thread.fd_target.startswith("/"):
-            yield thread.tid, (thread.fd_target, True)  # a semaphore that processes share
+        if thread.futex_file:
+            yield thread.tid, (thread.futex_file, True)  # a semaphore that processes share
 
 
 def _own_socket(thread: ThreadState) -> str:
@@ -384,12 +384,12 @@ def _own_socket(thread: ThreadState) -> str:
 
 def _holders(wanted: frozenset[Wanted], own: Collection[int], pids: Iterable[int], until: _Until) -> _Held:
     targets = {target for target, _ in wanted}
-    mapped = [one for one in wanted if one[0].startswith("/")]
+    mapped = [one for one in wanted if " " in one[0]]  # device and inode
     found: dict[Wanted, dict[int, OtherEnd]] = {one: {} for one in wanted}
     mine: set[str] = set()  # of the job's processes: through these, a descriptor may have been given away
     seen: set[str] = set()
     given = {link_of(f"/proc/self/fd/{number}") for number in range(3)}  # to safelaunch, and on to the job
-    hidden, rings = False, set[int]()
+    unreadable, rings = set[int](), set[int]()
     began = min((one.start_ticks for one in map(procstat.read, own) if one is not None), default=0)
     groups = {_group(pid) for pid in own}
     for pid in dict.fromkeys((*own, *pids)):
@@ -405,14 +405,23 @@ def _holders(wanted: frozenset[Wanted], own: Collection[int], pids: Iterable[int
         seen |= its
         rings |= {pid} if _IO_URING in its else set()
         mine |= its - given if pid in own else set()
-        hidden = hidden or (not its and _may_hide_its(pid, began, groups))
-        mappings = text_of(f"/proc/{pid}/maps") if mapped else ""
+        unreadable |= {pid} if not its and _hides_its(pid) else set()
+        mappings = _mapped_files(pid) if mapped else frozenset()
         for one in mapped:
             if one[0] in mappings:
                 found[one].setdefault(pid, OtherEnd(pid, _name(pid)))
     served = any(pid in rings for each in found.values() for pid in each)
-    closed = not hidden and not served and _are_closed(own, mine, seen)
+    closed = not unreadable and not served and _are_closed(own, mine, seen)
+    if any(_may_have_inherited(pid, began, groups) for pid in unreadable):
+        found = {one: each for one, each in found.items() if one not in mapped}
     return _Held({one: tuple(each.values()) for one, each in found.items()}, closed)
+
+
+def _mapped_files(pid: int) -> frozenset[str]:
+    """Device and inode of each file that the process has mapped; a file has one path for who made it and another for
+    who opened it by its name."""
+    lines = (line.split(maxsplit=5) for line in text_of(f"/proc/{pid}/maps").splitlines())
+    return frozenset(f"{fields[3]} {fields[4]}" for fields in lines if len(fields) == 6)
 
 
 def _is_socket(one: Wanted) -> bool:
@@ -423,15 +432,19 @@ def _group(pid: int) -> str:
     return text_of(f"/proc/{pid}/cgroup")
 
 
-def _may_hide_its(pid: int, began: int, groups: Collection[str]) -> bool:
-    """Whether a process may have inherited descriptors of the job's and does not show them: one of another user, in one
-    of the job's control ``groups`` and no older than it (``began``, in ticks), as a daemon may be that has left its
-    session.
+def _may_have_inherited(pid: int, began: int, groups: Collection[str]) -> bool:
+    """Whether the process can be a child of the job's by its age (``began``: ticks) and control group."""
+    state = procstat.read(pid)
+    return state is not None and state.start_ticks >= began and _group(pid) in groups
+
+
+def _hides_its(pid: int) -> bool:
+    """Whether a process has descriptors that it does not show, because it belongs to another user.
+
+    The job can have sent it one of its own over a Unix socket that is closed by now, whatever its age and group.
     """
     state = procstat.read(pid)
-    if state is None or state.ppid in (0, _KTHREADD) or _group(pid) not in groups:
-        return False
-    if state.start_ticks < began:
+    if state is None or state.pid == _KTHREADD or state.ppid == _KTHREADD:
         return False
     try:
         if state.state in "ZX":  # where other threads live, their descriptors are there and not shown

@@ -163,6 +163,10 @@ def _seconds(data: bytes, per_second: float) -> float | None:
 
 MAX_THREADS = 1024  # of a process; one takes 0.1 ms
 STACK_BYTES = 4096
+WHOLE_STACK_BYTES = 64 << 10
+MOST_LIBRARIES = 8
+_DELETED = " (deleted)"
+_SEMAPHORES = "/dev/shm"  # where the C library keeps named semaphores (sem_overview(7))
 
 _PASSED = re.compile(r"(libc|libpthread|ld|ld-\w.*|libstdc\+\+|libc\+\+)[.-].*|ld-musl.*|\[vdso\]")  # wait for callers
 _PYTHON = re.compile(r"(lib)?python\d.*")
@@ -174,6 +178,7 @@ _WAITS = (
 )
 _WANTED = re.compile(f"({_LOCKS}|{_WAITS})".encode())
 _STUB = re.compile(rb"(?:\xf3\x0f\x1e\xfa)?\xf2?\xff\x25(?P<at>.{4})", re.DOTALL)  # of the procedure linkage table
+_CALL = re.compile(rb"\xe8.{4}\Z|\xff(?:[\xd0-\xd7\x10-\x17]|[\x50-\x57].|[\x90-\x97\x15].{4}|\x14.)\Z", re.DOTALL)
 _BY_REGISTER = re.compile(rb"\xff(?:[\xd0-\xd7\x10-\x17]|[\x50-\x57].|[\x90-\x97].{4})\Z", re.DOTALL)
 
 
@@ -185,6 +190,7 @@ class Resting:
     """The threads of one process."""
 
     def __init__(self, pid: int) -> None:
+        self._pid = pid
         self._memory = Memory(pid)
         self._left = MAX_THREADS
 
@@ -200,6 +206,40 @@ class Resting:
         with suppress(OSError, ValueError):  # it may have ended, or be another user's
             return self._rests_in(int(fields[7], 16), int(fields[8], 16))
         return ""
+
+    def libraries(self, syscall: str) -> tuple[str, ...]:
+        """Paths of the files whose code the native stack of a thread leads through, without the C and C++ libraries.
+
+        A thread that a library has started runs that library's code, whatever it waits in. Holds ``?`` if the stack is
+        not readable, or deeper than what is read. Remains of earlier calls can add files, but none is missing.
+
+        Args:
+            syscall: the thread's ``/proc/<pid>/task/<tid>/syscall``.
+        """
+        fields = syscall.split()
+        if len(fields) != 9:
+            return ("?",)
+        try:
+            words = self._memory.read(int(fields[7], 16), WHOLE_STACK_BYTES)
+            found = self._files_of(words[: len(words) & ~7])
+        except (OSError, ValueError):  # it has ended, or is another user's
+            return ("?",)
+        is_whole = 0 < len(words) < WHOLE_STACK_BYTES
+        return tuple(found)[:MOST_LIBRARIES] if is_whole and len(found) <= MOST_LIBRARIES else (*list(found)[:4], "?")
+
+    def _files_of(self, words: bytes) -> dict[str, None]:
+        starts, mappings = self._executable
+        low, high = (starts[0], mappings[-1].end) if starts else (0, 0)
+        found: dict[str, None] = {}
+        for (address,) in struct.iter_unpack("=Q", words):
+            if not low < address < high:
+                continue
+            at = self._mapping(address)
+            if at is None or at.path in found or _passed(at) or not at.path.startswith("/"):
+                continue
+            if platform.machine() != "x86_64" or _CALL.search(self._memory.read(address - 7, 7)):
+                found[at.path] = None
+        return found
 
     def _rests_in(self, stack: int, instruction: int) -> str:
         at = self._mapping(instruction)
@@ -254,16 +294,36 @@ class Resting:
         at = bisect_right(starts, address) - 1
         return mappings[at] if at >= 0 and address < mappings[at].end else None
 
-    def shared_futex(self, arguments: Sequence[int]) -> str:
-        """The file in whose mapping a futex lies that other processes may wake; ``?`` if unreadable; empty for none.
+    def shared_futex(self, arguments: Sequence[int]) -> tuple[str, str]:
+        """Finds the file in whose mapping a futex lies that other processes can wake.
 
-        ``arguments``: of the system call.
+        Returns its path, with `` (deleted)`` if no process can open it by a name any more, and its identity. The path
+        is ``?`` if that is not readable, and empty if the futex belongs to this process alone.
+
+        Args:
+            arguments: of the system call.
         """
         if arguments[1] & _FUTEX_PRIVATE:
-            return ""
-        with suppress(OSError):
-            return next((one.path for one in self._memory.mappings if one.start <= arguments[0] < one.end), "")
-        return "?"
+            return "", ""
+        try:
+            at = next((one for one in self._memory.mappings if one.start <= arguments[0] < one.end), None)
+            return ("", "") if at is None else (self._present_name(at), at.identity)
+        except OSError:
+            return "?", ""
+
+    def _present_name(self, mapping: Mapping) -> str:
+        """Path of the mapped file under the name that it has now.
+
+        glibc creates a named semaphore under a temporary name, links it to its own name and removes the temporary one,
+        so that its creator shows a deleted file that others can open.
+        """
+        if not mapping.path.endswith(_DELETED):
+            return mapping.path
+        inode = int(mapping.identity.partition(" ")[2])
+        with os.scandir(f"/proc/{self._pid}/root{_SEMAPHORES}") as entries:
+            named = (entry.name for entry in entries if entry.inode() == inode)
+            name = next(named, "")
+        return f"{_SEMAPHORES}/{name}" if name else mapping.path
 
     @cached_property
     def _executable(self) -> tuple[list[int], list[Mapping]]:

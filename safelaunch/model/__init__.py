@@ -62,6 +62,7 @@ from safelaunch.model.ranks import (
     GilTest,
     GroupStatus,
     HandledException,
+    LibraryThread,
     MemoryKills,
     NcclLog,
     OtherEnd,

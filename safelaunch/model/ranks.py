@@ -117,6 +117,10 @@ class ThreadState(Record, frozen=True):
     - ``ends_closed``: as far as descriptors tell, nobody out of sight can have been given such an end, or the lock
     - ``child``: the process for whose end the call waits
     - ``rests_in``: whose wait it is: a ``lock`` of Python's, ``gil``, or that of a file (``libtorch_cpu.so``)
+    - ``libraries``: files whose code its native stack leads through, unless it rests in a lock of Python's; ``?``
+      among them: perhaps others as well
+    - ``futex_file``: device and inode of the mapped file in which the futex lies that it waits at, if other processes
+      can wake it
     - ``started_ns``: when it began (CLOCK_REALTIME), as exact as the kernel's ticks
     - ``rested_s``: for how long it has not run, as far as the counters since an earlier look tell; None: they don't
     """
@@ -143,6 +147,8 @@ class ThreadState(Record, frozen=True):
     ends_closed: bool = False
     child: int | None = None
     rests_in: str = ""
+    libraries: tuple[str, ...] = ()
+    futex_file: str = ""
     started_ns: int | None = None
     rested_s: float | None = None
 
@@ -163,7 +169,9 @@ class ProcessState(Record, frozen=True):
     holds, and, while its main thread sleeps as if it asked for one repeatedly, the locks of others on files that it
     has open. ``wait_status``: of a zombie; 0 where it exited cleanly, and where that is not to be seen.
     ``handles_signals``: a timer, or somebody outside, may end a wait of its main thread (SIGALRM, SIGUSR1, ...);
-    ``handles_child_ends``: the end of a child of its may (SIGCHLD).
+    ``handles_termination``: SIGTERM may, unless its handler is the beacon's or torch's; ``handles_child_ends``: the end
+    of a child of its may (SIGCHLD). ``is_fork``: a child that runs no other program than its rank (it has the rank's
+    page mapped), and has no POSIX timer.
     """
 
     pid: int
@@ -180,7 +188,9 @@ class ProcessState(Record, frozen=True):
     locks: tuple[FileLock, ...] = ()
     wait_status: int = 0
     handles_signals: bool = False
+    handles_termination: bool = False
     handles_child_ends: bool = False
+    is_fork: bool = False
     note: str = ""  # why a field above is missing
     leads: int = 0  # as in ``StackSample``
 
@@ -283,6 +293,7 @@ class Progress(Record, frozen=True):
     ``step``: the user's own count if the script calls ``safelaunch.step()``, else the highest count over optimizers.
     None before the first step. ``state``: ``started`` | ``torch`` (imported) | ``exception`` | ``exited``.
     ``returned_ns``: its function returned, and the process lives on to hand over the result (``safelaunch.launch``).
+    ``sets_timers``: it, or a process forked from it, may have set a timer (``alarm``) that ends it.
     ``history``: some of its steps as the supervisor saw them, oldest first: when each was marked, and its number.
     """
 
@@ -306,6 +317,7 @@ class Progress(Record, frozen=True):
     exception_ns: int = 0
     exit_ns: int = 0
     returned_ns: int = 0
+    sets_timers: bool = True
     history: tuple[tuple[int, int], ...] = ()
 
     def mean_step_s(self, steps: int) -> float:
@@ -459,6 +471,13 @@ class NcclLog(Record, frozen=True):
     warnings: tuple[str, ...] = ()
 
 
+class LibraryThread(Record, frozen=True):
+    """A thread (``Thread.ident``) that can reach library code alone, and the packages that it reaches, as paths."""
+
+    thread: int
+    packages: tuple[str, ...]
+
+
 class GilTest(Record, frozen=True):
     """Two requests to the worker server: ``ping`` needs no GIL, ``python`` (a Python handler) does.
 
@@ -467,7 +486,11 @@ class GilTest(Record, frozen=True):
     its name; ``groups_made``: how many the rank has made, with those that it is not in; ``posted``: the sends and
     receives of the batches that threads are at; ``batches``: the batch size of each DataLoader, by its variable;
     ``called``: the description of each process group, by its name, in the order in which the groups were made;
-    ``foreign_backend``: the backend of some group is not of torch's own.
+    ``foreign_backend``: the backend of some group is not of torch's own; ``stores``: the address of the store by which
+    the ranks of each group found each other, by the group's name; ``handlers``: the signals for which the script has a
+    handler of its own; ``library_threads``: threads that never make a call of the script's (those whose packages use
+    torch are left out before anything is judged); ``torch``: the directory of the imported torch, as frames and as
+    the kernel name it.
     """
 
     ping: bool | None = None
@@ -479,6 +502,10 @@ class GilTest(Record, frozen=True):
     batches: dict[str, int] = msgspec.field(default_factory=dict)
     called: dict[str, str] = msgspec.field(default_factory=dict)
     foreign_backend: bool = False
+    stores: dict[str, str] = msgspec.field(default_factory=dict)
+    handlers: tuple[int, ...] | None = None
+    library_threads: tuple[LibraryThread, ...] = ()
+    torch: tuple[str, ...] = ()
 
 
 class RankFile(Record, frozen=True, kw_only=True):

@@ -29,17 +29,20 @@ from safelaunch.system.decoding import from_json, from_msgpack
 from safelaunch.system.errors import CaptureError
 
 if TYPE_CHECKING:
+    from safelaunch.verdict.proof import Examined
     from safelaunch.verdict.waits import Case
 
 
 @dataclass(frozen=True)
 class Judged:
-    """``unseen``: what was not seen, or is stopped, in a clause; empty for nothing. ``group``: whose time limit is the
-    first to end, in words."""
+    """``unseen``: what was not seen, or is stopped, in a clause; empty for nothing. ``free``: the thread or process that
+    could still release the ranks, in a clause, if that is what a proof lacks. ``group``: whose time limit is the first
+    to end, in words."""
 
     found: Found
     work: tuple[Work, ...] = ()
     unseen: str = ""
+    free: str = ""
     limits: Limits = UNLIMITED
     group: str = ""
 
@@ -161,7 +164,7 @@ def _hidden(number: int, process: ProcessLook) -> Iterator[str]:
 def proves(evidence: Evidence) -> bool:
     """Whether the evidence proves that the job is dead; a fault of a rule's proves nothing."""
     try:
-        return _is_proved(_case_of(evidence))
+        return bool(_examined(_case_of(evidence)).proof)
     except Exception:  # noqa: BLE001 - the verdict will say what the rule failed on
         return False
 
@@ -173,10 +176,10 @@ def _case_of(evidence: Evidence) -> Case:
     return Case.of(replace(evidence, outcome="hang"), user_source.text)
 
 
-def _is_proved(case: Case) -> bool:
-    from safelaunch.verdict.proof import prove
+def _examined(case: Case) -> Examined:
+    from safelaunch.verdict.proof import examine
 
-    return bool(prove(case))
+    return examine(case)
 
 
 def _limits_of(case: Case, mark_s: float) -> tuple[Limits, str]:
@@ -214,16 +217,17 @@ def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: b
     unseen = what_was_not_seen(last, looks)
     try:
         case = _case_of(evidence)
-        proved, (limits, group) = _is_proved(case), _limits_of(case, mark_s)
+        examined, (limits, group) = _examined(case), _limits_of(case, mark_s)
     except Exception as error:  # noqa: BLE001 - a fault of a rule's is no reason to end a job
         return Judged("alive" if done else "unseen", done, f"the evidence was not understood: {type(error).__name__}")
     # Who has sent may be elsewhere while its bytes are still on their way: gloo records no send.
     arriving = looks.collectives_moved or any(one.kind == "network" and one.pid == one.rank for one in done)
-    if proved and covers and not unseen and not arriving:
-        return Judged("dead", done, "", limits, group)
+    if examined.proof and covers and not unseen and not arriving:
+        return Judged("dead", done, limits=limits, group=group)
     if done or looks.collectives_moved:
-        return Judged("alive", done, unseen, limits, group)
-    return Judged("unseen" if unseen else "unknown", done, unseen, limits, group)
+        return Judged("alive", done, unseen, limits=limits, group=group)
+    free = examined.free.claim if examined.free is not None else ""
+    return Judged("unseen" if unseen else "unknown", done, unseen, free, limits, group)
 
 
 # --- asked of a process of its own ------------------------------------------------------------------------------------

@@ -460,7 +460,8 @@ class StallCase:
         if judged.found == "alive":
             what = f"the job is working ({judged.work[0].words})" if judged.work else "the job is working"
         else:
-            what = self._no_proof + (f" ({judged.unseen})" if judged.unseen else "")
+            lacks = judged.unseen or judged.free
+            what = self._no_proof + (f" ({lacks})" if lacks else "")
         text = f"no step for {now - stall.mark_s:.0f} s, but {what}: it continues"
         limit_s = ends_after_s(self._watch.policy, stall, judged.answer, judged.limits)
         if limit_s is not None:

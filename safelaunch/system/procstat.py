@@ -11,15 +11,16 @@ import os
 import re
 import signal
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from safelaunch.system.files import text_of
 
 TICK_NS = 10**9 // os.sysconf("SC_CLK_TCK")
-# Signals that Python, the beacon or torch handle in each program, and that of a child's end. Any other one may do
-# something for the program, whoever sends it: a timer, a file, a stranger.
+# Signals that Python, the beacon or torch handle in each program, and those with a field of their own. Any other one
+# can do something for the program, whoever sends it: a timer, a file, a stranger.
 _USUAL = (
-    *(signal.SIGINT, signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV, signal.SIGPIPE),
-    *(signal.SIGTERM, signal.SIGXFSZ, signal.SIGCHLD),
+    *(signal.SIGINT, signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV),
+    *(signal.SIGTERM, signal.SIGCHLD),
 )
 _OF_THREADS = (32, 33)  # the C library's own
 _SIGNALS = (1 << 64) - 1 - sum(1 << (number - 1) for number in (*_USUAL, *_OF_THREADS))
@@ -66,12 +67,19 @@ def parse(text: str) -> Stat:
     )
 
 
-def handled(pid: int) -> tuple[bool, bool]:
-    """Whether the process has a handler of a signal that others, or a timer, send for its own purposes; and of
-    SIGCHLD. False if it is gone."""
+class Handled(NamedTuple):
+    """Which signals a process has handlers for. ``own``: one that others, or a timer, send for its own purposes."""
+
+    own: bool
+    termination: bool
+    child_ends: bool
+
+
+def handled(pid: int) -> Handled:
+    """Reads it from ``/proc/<pid>/status``; nothing is handled if the process is gone."""
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", text_of(f"/proc/{pid}/status"), re.MULTILINE)
     mask = int(caught[1], 16) if caught else 0
-    return bool(mask & _SIGNALS), bool(mask & 1 << signal.SIGCHLD - 1)
+    return Handled(bool(mask & _SIGNALS), bool(mask & 1 << signal.SIGTERM - 1), bool(mask & 1 << signal.SIGCHLD - 1))
 
 
 def read(pid: int, tid: int | None = None) -> Stat | None:

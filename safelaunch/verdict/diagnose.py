@@ -35,7 +35,7 @@ from safelaunch.verdict.findings import (
     wait_words,
 )
 from safelaunch.verdict.guarding import guards, parted
-from safelaunch.verdict.proof import prove
+from safelaunch.verdict.proof import Examined, examine
 from safelaunch.verdict.rank_state import Facts, view_of
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.source import ReadSource
@@ -101,7 +101,8 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
     if finding.cause in ("slow-not-stuck", *WRONG_RESULTS):
         victims = []
     # None of a job that was seen to work, or of which something was not seen.
-    proof = prove(case) if evidence.answer in (None, "dead") else ()
+    examined = examine(case) if evidence.answer in (None, "dead", "unknown") else Examined()
+    proof = examined.proof if evidence.answer != "unknown" else ()
     may_go_on = evidence.outcome in ("hang", "suspect") and evidence.answer not in (None, "dead")
     may_go_on |= has_no_steps(evidence) and finding.cause != "slow-not-stuck" and not proof
     doubtful = {
@@ -114,7 +115,8 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
     }
     doubts = (*finding.doubts, *those(doubtful))
     suggestions, step = advise(case, finding)
-    claims = (*finding.claims, *nccl_claims(evidence), *version_claims(evidence))
+    free = (examined.free,) if may_go_on and examined.free is not None else ()
+    claims = (*finding.claims, *free, *nccl_claims(evidence), *version_claims(evidence))
     return Verdict(
         schema=SCHEMA,
         outcome=evidence.outcome,

@@ -1,17 +1,17 @@
 """Is the job proved dead? Its waits as needs that threads, processes or ranks have to meet (:func:`.graph.stuck`).
 
-Whatever is not known here may go on and release others: a thread that moved between two looks, sleeps, waits for
-something outside the job or for a time limit, or whose wait is not understood. So what is missing is never a proof.
-Who *could* release a wait is read from the record: threads that have made calls, descriptors that are open, threads
-that run the user's code and may hold a lock.
+Whatever is not shown to be unable to release a wait can release it: a thread that moved between two looks, sleeps,
+waits for something outside the job or for a time limit, or whose wait is not understood; a process that a timer can
+end; a native thread of an unknown library. So missing evidence never proves anything.
 
-The job is dead where the main thread of every rank that has not ended can never go on.
+The job is dead if the main thread of every rank that has not ended can never continue.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+import signal
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,6 +25,7 @@ from safelaunch.model import (
     RankEvidence,
     StackSample,
     Thread,
+    ThreadState,
     rank_words,
 )
 from safelaunch.verdict.collectives import described, number_of, op_name, signature
@@ -34,22 +35,26 @@ from safelaunch.verdict.peers import PeerWait, line_before_c10d, peer_wait
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.innermost import is_given_by
-from safelaunch.verdict.reading.kernel import kind_of
 from safelaunch.verdict.reading.source import ReadSource
 from safelaunch.verdict.waits import Case
 
 MOST_EDGES = 24
 OTHERS = -1
-HABIT = 8  # calls that its rank has made since a thread began
 _NEVER: frozenset[Node] = frozenset()
 # Native threads of torch and of the libraries below it run no Python code of their own accord: what they call back is
-# the end of a call of c10d. Any other one may set an event or put something into a queue. A name tells nothing: whoever
-# a thread begins inherits its own.
+# the end of a c10d call. Any other one can set an event or put something into a queue. The thread's name shows nothing:
+# a new thread inherits the name of the one that starts it.
 _TORCH = re.compile(r"(libtorch(_cpu|_cuda|_hip|_xpu|_python)?|libc10(_\w+)?)\.so[.\d]*")
 _BELOW_TORCH = re.compile(
     rf"{_TORCH.pattern}|(libgomp|libi?omp5?|lib(scipy_)?openblas\w*|libmkl_\w+|libnccl|libcuda(rt)?|libcupti"
     r"|libuc[spt]|libibverbs|libmlx5)(-\w+)?\.so[.\d]*"
 )
+# Where torch's own threads rest: idle workers, gloo's event loop, the worker server. In any other call, such as the
+# wait for a store's key, the thread runs what somebody has given it.
+_TORCH_RESTS = ("futex", "futex_wait", "epoll_wait", "epoll_pwait", "epoll_pwait2", "accept", "accept4")
+_SYSTEM = ("/usr/", "/lib", "/opt/")  # where drivers and system libraries are
+_TORCH_FILE = re.compile(r"/(?:site|dist)-packages/torch/")
+_PICKLING = frozenset({"_tensor_to_object", "_object_to_tensor"})  # functions of c10d that run code of the objects
 # TensorPipe's threads. With these, or with a worker server beside the beacon's, threads of torch's library run what
 # other processes ask for.
 _OF_RPC = "TP_"
@@ -60,8 +65,8 @@ _OF_STORES_S = (300.0, 600.0)  # those of a store's: its own, or that of NCCL's 
 
 @dataclass(frozen=True)
 class _Actor:
-    """A thread of a process of a rank; ``tid`` 0: of a process that runs no Python, its first; ``OTHERS``: all threads
-    of which nothing is known."""
+    """A thread of a process of a rank; ``tid`` 0: of a process that runs no Python, its first; ``OTHERS``: all native
+    threads of which nothing is known."""
 
     rank: int
     pid: int
@@ -101,6 +106,40 @@ class _Transfer:
 
 
 @dataclass(frozen=True)
+class _Torch:
+    """The installation that a rank has imported: what is torch's, and what is below it.
+
+    ``places``: directories of torch; none if they are not known. ``roots``: those of installed packages.
+    """
+
+    places: tuple[str, ...]
+    roots: tuple[str, ...]
+
+    @classmethod
+    def of(cls, rank: RankEvidence) -> _Torch:
+        places = rank.gil.torch or tuple(f"{root.rstrip('/')}/torch" for root in rank.code_roots)
+        return cls(tuple(f"{place}/" for place in places), rank.code_roots)
+
+    def owns(self, path: str) -> bool:
+        path = fr.normal(path)
+        return path.startswith(self.places) if self.places else _TORCH_FILE.search(path) is not None
+
+    def owns_thread(self, thread: ThreadState) -> bool:
+        """Whether a native thread runs code of torch and of the libraries below it alone."""
+        if not thread.libraries or not all(map(self._owns_library, thread.libraries)):
+            return False
+        return _TORCH.fullmatch(thread.rests_in) is None or thread.syscall_name in _TORCH_RESTS
+
+    def _owns_library(self, path: str) -> bool:
+        name = path.rpartition("/")[2]
+        if _TORCH.fullmatch(name):
+            return self.owns(path)
+        return _BELOW_TORCH.fullmatch(name) is not None and (
+            self.owns(path) or path.startswith((*self.roots, *_SYSTEM))
+        )
+
+
+@dataclass(frozen=True)
 class _Process:
     """``views``: of its threads that run Python, the main one first; of its first thread alone where none does."""
 
@@ -108,6 +147,7 @@ class _Process:
     evidence: ProcessEvidence
     views: Mapping[_Actor, View]
     runs_python: bool
+    torch: _Torch
 
     @classmethod
     def of(cls, evidence: ProcessEvidence, rank: RankEvidence, read_source: ReadSource) -> _Process:
@@ -117,7 +157,8 @@ class _Process:
             _Actor(rank.rank, evidence.pid, one.os_tid or 0): replace(first, other=one) if number else first
             for number, one in enumerate(threads)
         }
-        return cls(rank.rank, evidence, views or {_Actor(rank.rank, evidence.pid, 0): first}, bool(threads))
+        main = {_Actor(rank.rank, evidence.pid, 0): first}
+        return cls(rank.rank, evidence, views or main, bool(threads), _Torch.of(rank))
 
     @property
     def main(self) -> _Actor:
@@ -135,38 +176,61 @@ class _Process:
         return frozenset(self.views) - {self.actor(view)}
 
     @cached_property
-    def unknown(self) -> frozenset[int]:
-        """The native threads that may run Python code of their own accord."""
-        python = {one.thread.os_tid for one in self.views.values() if one.thread and self.runs_python}
+    def unknown(self) -> tuple[ThreadState, ...]:
+        """Native threads that can run code of the user's of their own accord."""
+        if not self.runs_python:
+            return self.newest.threads[1:] if self.evidence.states else ()
+        python = {one.thread.os_tid for one in self.views.values() if one.thread}
         native = [thread for thread in self.newest.threads if thread.tid not in python]
         listening = [one for one in native if one.syscall_name.startswith("accept") and _TORCH.fullmatch(one.rests_in)]
         serves = any(thread.name.startswith(_OF_RPC) for thread in native) or len(listening) > 1
-        return frozenset(thread.tid for thread in native if serves or not _BELOW_TORCH.fullmatch(thread.rests_in))
+        return tuple(thread for thread in native if serves or not self.torch.owns_thread(thread))
 
     @property
     def serves_a_store(self) -> bool:
         return any(thread.name.startswith("pt_tcpstore") for thread in self.newest.threads)
 
     @property
-    def has_others(self) -> bool:
-        """Whether it has native threads of which nothing is known."""
-        if self.runs_python:
-            return bool(self.unknown)
-        return bool(self.evidence.states) and len(self.newest.threads) > 1
+    def others(self) -> frozenset[Node]:
+        """Stands for the native threads of which nothing is known; empty if there are none."""
+        return frozenset({_Actor(self.rank, self.evidence.pid, OTHERS)}) if self.unknown else _NEVER
+
+    @cached_property
+    def others_rest(self) -> bool:
+        """Whether the unknown native threads all wait, without a time limit, for another thread to wake them."""
+        before = self.evidence.states[-2:][0]
+        earlier = {thread.tid: thread for thread in before.threads}
+        return len(self.evidence.states) > 1 and all(_rests(one, earlier.get(one.tid)) for one in self.unknown)
+
+
+@dataclass(frozen=True)
+class Examined:
+    """``proof``: the closed set of waits that keeps every rank where it is; empty if nothing proves that.
+
+    ``free``: then, what could still release the ranks, if that is another thread or process than their main threads.
+    """
+
+    proof: tuple[ProofEdge, ...] = ()
+    free: Claim | None = None
 
 
 def prove(case: Case) -> tuple[ProofEdge, ...]:
-    """The closed set of waits that keeps every rank where it is; empty where nothing proves that."""
+    """Returns the closed set of waits that keeps every rank where it is; empty if nothing proves that."""
+    return examine(case).proof
+
+
+def examine(case: Case) -> Examined:
+    """Looks for a proof that the job is dead, or else for what could still release it."""
     if case.unseen or case.evidence.outcome == "crash" or not case.ranks:
-        return ()
+        return Examined()
     ended = {rank: one.evidence.exit for rank, one in case.ranks.items() if one.evidence.exit is not None}
     living = [rank for rank in case.ranks if rank not in ended]
     if not living or any(exit_.returncode for exit_ in ended.values()):
-        return ()  # a rank that failed ends the others, or has them started again
+        return Examined()  # a rank that failed ends the others, or has them started again
     mains = [one.evidence.main for one in case.ranks.values() if one.evidence.main is not None]
     if any(state.leads for main in mains for state in main.states):
-        return ()  # its first thread is a framework's, which may end any wait
-    return _Prover(case, living).proof()
+        return Examined()  # its first thread is a framework's, which may end any wait
+    return _Prover(case, living).examined()
 
 
 class _Prover:
@@ -184,16 +248,55 @@ class _Prover:
             if (main := self._processes.get((one.host, one.pid))) is not None and main.runs_python:
                 self._of_ranks[rank] = main
 
-    def proof(self) -> tuple[ProofEdge, ...]:
+    def examined(self) -> Examined:
         if self._of_ranks.keys() != self._living:
-            return ()
+            return Examined()
         needs: dict[Node, tuple[Need, ...]] = {}
         for process in self._processes.values():
             for actor, view in process.views.items():
                 needs[actor] = self._needs(view, process)
+            needs.update(self._needs_of_others(process))
         self._add_calls(needs)
         found = stuck({node: each for node, each in needs.items() if each})
-        return self._edges(found) if found.keys() >= set(self._mains) else ()
+        if found.keys() >= set(self._mains):
+            return Examined(self._edges(found))
+        return Examined((), self._what_is_free(needs, found))
+
+    def _needs_of_others(self, process: _Process) -> dict[Node, tuple[Need, ...]]:
+        """Native threads that rest go on only if a thread of their process, or the end of a call, wakes one of them."""
+        if not process.others or not process.others_rest or self._handles(process) or _hears_of_ends(process):
+            return {}
+        calls_of = {_call(entry, process.rank) for entry in self._open_calls.get(process.rank, ())}
+        need = Need(frozenset(process.views) | calls_of, "another thread of the process to wake it")
+        return dict.fromkeys(process.others, (need,))
+
+    def _what_is_free(self, needs: Mapping[Node, Sequence[Need]], found: Mapping[Node, Need]) -> Claim | None:
+        """From a main thread that can be released along what could release it, to what acts by itself."""
+        for node in sorted(self._mains.keys() - found.keys(), key=repr):
+            seen = {node}
+            while needs.get(node):
+                givers = (giver for need in needs[node] for giver in sorted(need.givers, key=repr))
+                following = next((giver for giver in givers if giver not in found and giver not in seen), None)
+                if following is None:
+                    break
+                node = following
+                seen.add(node)
+            if isinstance(node, _Actor) and node not in self._mains and not needs.get(node):
+                return Claim(f"{self._described(node)} could still release the ranks", f"ranks/{node.rank}/stack.txt")
+        return None
+
+    def _described(self, node: _Actor) -> str:
+        """A thread or process, and where it is."""
+        host = self._case.ranks[node.rank].evidence.host
+        process = self._processes[host, node.pid]
+        is_rank = process is self._of_ranks.get(node.rank)
+        whose = f"rank {node.rank}" if is_rank else f"process {node.pid} of rank {node.rank}"
+        if node.tid == OTHERS:
+            files = {path.rpartition("/")[2] for one in process.unknown for path in one.libraries} - {"?"}
+            return f"a native thread of {whose}" + (f" ({', '.join(sorted(files)[:3])})" if files else "")
+        view = process.views[node]
+        which = f"thread {view.name} of {whose}" if view.other is not None else whose
+        return f"{which} ({fr.place(view.user_frame)})" if view.user_frame is not None else which
 
     @cached_property
     def _mains(self) -> dict[Node, int]:
@@ -210,7 +313,7 @@ class _Prover:
             return self._on_device(view) if view.wait.kind == "running" else ()
         if found := self._of_c10d(view, process):
             return found
-        if view.wait.left_s is not None or _may_be_interrupted(view):
+        if view.wait.left_s is not None or self._may_be_interrupted(view, process):
             return ()  # a time limit ends it, or a timer
         of_kind = {
             "lock": self._of_lock,
@@ -228,7 +331,7 @@ class _Prover:
 
     def _children_heard(self, processes: Iterable[_Process]) -> frozenset[Node]:
         """The threads of the children of whose ends a handler of these processes hears."""
-        parents = {one.evidence.pid: one.rank for one in processes if one.newest.handles_child_ends}
+        parents = {one.evidence.pid: one.rank for one in processes if _hears_of_ends(one)}
         family = self._processes.items()
         return self._threads_of(owner for owner, one in family if parents.get(one.newest.ppid) == one.rank)
 
@@ -236,6 +339,8 @@ class _Prover:
         seen = view.awaited.peers
         if process is not self._of_ranks[view.rank.rank] or view.rank.gil.foreign_backend:
             return ()  # its groups are its own, and no rank's; or nobody knows what ends their calls
+        if seen is not None and not _is_in_torch(view, process.torch):
+            return ()
         if seen is None:
             return self._on_device(view) or self._of_open_calls(view, process)
         wait = peer_wait(view.rank, view, self._case.alignment)
@@ -274,12 +379,12 @@ class _Prover:
     def _of_transfer(self, view: View, wait: PeerWait) -> tuple[Need, ...]:
         """One that is not recorded: any thread of the peer that runs the user's code may be the one to meet it."""
         mine, rank = _Transfer.of(wait), view.rank.rank
-        if not self._case.alignment.is_in_closed_groups(rank):
+        if not self._case.alignment.is_in_closed_groups(rank) or not all(map(self._is_one, view.rank.gil.stores)):
             return ()
         peers = [wait.peer] if wait.peer is not None else sorted(self._case.world - {rank})
         if any(mine.may_meet(rank, other, peer) for peer in peers for other in self._transfers.get(peer, ())):
             return ()  # it may be under way
-        givers = _NEVER.union(*map(self._callers, peers), *map(self._not_of_torch, peers))
+        givers = _NEVER.union(*map(self._callers, peers))
         return (Need(givers, wait.words, wait.claims[0] if wait.claims else None),)
 
     @cached_property
@@ -295,12 +400,6 @@ class _Prover:
             posted = self._case.ranks[rank].evidence.gil.posted
             mine += [_Transfer(one.sends, one.peer, one.tag) for one in posted]
         return found
-
-    def _not_of_torch(self, rank: int) -> frozenset[Node]:
-        """The threads that may run code of the user's or of a library: all but those that torch begins for itself."""
-        if rank not in self._living:
-            return _NEVER
-        return frozenset(actor for actor, view in self._of_ranks[rank].views.items() if not _is_of_torch(view))
 
     def _has_come(self, rank: int) -> bool:
         """It is in ``init_process_group``, or past it."""
@@ -334,8 +433,7 @@ class _Prover:
         rests_in = _rests_in(view)
         if rests_in in ("lock", "gil") or not (calls.in_torch(view.stack) or _is_own_line(view)):
             return ()
-        in_future = calls.FUTURE.on(view.stack.called)
-        if calls.RPC.on(view.stack.called) or (in_future and process.has_others):
+        if calls.RPC.on(view.stack.called) or (calls.FUTURE.on(view.stack.called) and process.unknown):
             return ()  # another rank may answer, through a native thread
         pending = [entry for entry in self._pending(view) if entry.thread in (0, _ident(view))]
         of_torch = _TORCH.fullmatch(rests_in) is not None
@@ -346,13 +444,12 @@ class _Prover:
             return self._of_transfer(view, wait)
         if not of_torch and rests_in:
             return ()  # a library of its own
-        givers: set[Node] = {_call(entry, view.rank.rank) for entry in pending}
+        # A thread of the user's can end it, too: by the Future of a communication hook, say.
+        givers: set[Node] = {_call(entry, view.rank.rank) for entry in pending} | process.beside(view) | process.others
         if not of_torch and not calls.in_torch(view.stack):
-            if _may_be_interrupted(view):
+            if self._may_be_interrupted(view, process):
                 return ()  # or it is a lock, after all
-            givers |= process.beside(view) | self._ends_handled(view, process)
-        elif in_future:
-            givers |= process.beside(view)
+            givers |= self._ends_handled(view, process)
         return (Need(frozenset(givers), " or ".join(described(one) for one in pending[:3]), _stack_claim(view)),)
 
     def _of_lock(self, view: View, process: _Process) -> tuple[Need, ...]:
@@ -367,10 +464,7 @@ class _Prover:
         if rests_in not in ("lock", "gil") and not shared and (lock is None or rests_in):
             return ()  # what others have built with the same frames may be ended by somebody else
         what = lock.what if lock is not None else "a lock"
-        held = lock is not None and lock.on == "lock"
-        if self._may_call_natively(process) if held else process.unknown:
-            return ()  # any thread may release a lock, not only the one that holds it
-        givers = process.beside(view)
+        givers = process.beside(view) | process.others  # any thread may release a lock, not only the one that holds it
         if shared:
             givers |= self._threads_of(sharers) - {process.actor(view)}
         elif lock is not None and lock.by_processes:
@@ -382,7 +476,7 @@ class _Prover:
 
     def _of_child(self, view: View, process: _Process) -> tuple[Need, ...]:
         pid, host = view.wait.thread.child, view.rank.host
-        parent = process.evidence.pid
+        parent = process.evidence.pid  # nobody else's children
         children = [
             (host, one.pid)
             for one in view.rank.children
@@ -390,6 +484,8 @@ class _Prover:
         ]
         if not children or any(child not in self._processes for child in children):
             return ()  # one that was not seen, or has ended and is about to be reaped
+        if not all(self._never_ends(self._processes[child]) for child in children):
+            return ()
         givers = self._threads_of([*children, (host, parent)]) - {process.actor(view)}  # another thread may end it
         return (Need(givers, f"a child process to end ({view.place})", _stack_claim(view)),)
 
@@ -397,15 +493,21 @@ class _Prover:
         wait, thread, host = view.wait, view.wait.thread, view.rank.host
         if thread.locked_by is not None and thread.ends_closed:
             pids = [*self._sharing(host, thread.locked_by), *thread.lock_sharers]
+            keepers = {thread.locked_by}
         elif wait.ends is not None and thread.ends_closed and wait.kind == "io" and not thread.times_out:
             pids = [*(end.pid for end in wait.ends), *thread.lock_sharers]
+            keepers = {end.pid for end in wait.ends}
         else:
             return ()
         owners = {(host, pid) for pid in (*pids, process.evidence.pid)}
         if not pids or not owners <= self._processes.keys():
             return ()
+        if not any(self._never_ends(self._processes[host, pid]) for pid in keepers):
+            return ()  # the wait ends with the last of them
+        if thread.fd_target.startswith("pipe:") and keepers == {process.evidence.pid}:
+            return ()  # for whoever opens it through /proc
         others = [self._processes[owner] for owner in owners]
-        if any(one.newest.handles_signals or one.serves_a_store for one in others):
+        if any(self._handles(one) or one.serves_a_store for one in others):
             return ()  # a handler may write, or unlock; anybody may set a key
         givers = (self._threads_of(owners) | self._children_heard(others)) - {process.actor(view)}
         return (Need(givers, f"an answer to {wait.call} on {thread.fd_target} at {view.place}", _stack_claim(view)),)
@@ -413,8 +515,30 @@ class _Prover:
     def _threads_of(self, owners: Iterable[tuple[str, int]]) -> frozenset[Node]:
         """All threads of these processes, native ones, too: they may write, close, or end their process."""
         processes = [self._processes[owner] for owner in owners]
-        others = {_Actor(one.rank, one.evidence.pid, OTHERS) for one in processes if one.has_others}
-        return frozenset(others.union(*(one.views for one in processes)))
+        return _NEVER.union(*(one.others for one in processes), *(one.views for one in processes))
+
+    def _never_ends(self, process: _Process) -> bool:
+        """Whether no timer can end it: a rank, whose end is the job's; or a fork of a rank that sets no timers."""
+        if process is self._of_ranks.get(process.rank):
+            return True
+        progress = self._case.ranks[process.rank].evidence.progress
+        return process.newest.is_fork and progress is not None and not progress.sets_timers
+
+    def _handles(self, process: _Process) -> bool:
+        """Whether a signal's handler of the script's can run in it, whoever sends the signal.
+
+        The beacon and torch handle SIGTERM themselves, and only a rank reports the handlers that Python has.
+        """
+        state, told = process.newest, None
+        if process is self._of_ranks.get(process.rank):
+            told = self._case.ranks[process.rank].evidence.gil.handlers
+        is_loader = process.evidence.role == "dataloader worker"
+        unknown = state.handles_termination and told is None and not is_loader
+        return state.handles_signals or unknown or bool(set(told or ()) - {signal.SIGCHLD})
+
+    def _may_be_interrupted(self, view: View, process: _Process) -> bool:
+        """A signal's handler runs in the main thread, and may raise there. Calls of c10d don't return for it."""
+        return view.os_tid == view.process.pid and self._handles(process)
 
     def _sharing(self, host: str, pid: int) -> list[int]:
         """The process and all others of its rank: a lock on a file is inherited."""
@@ -475,6 +599,8 @@ class _Prover:
             return tuple(Need(self._callers(peer), f"{described(entry)} on rank {peer}", claim) for peer in missing)
         if not self._case.alignment.is_closed(entry.group):
             return ()
+        if not self._is_one(entry.group):
+            return ()
         members, _ = self._case.alignment.members(entry.group)
         needs = []
         for member in sorted(members - {rank}):
@@ -490,46 +616,26 @@ class _Prover:
                 needs.append(Need(self._callers(member), f"rank {member} to enter {described(entry)}", claim))
         return tuple(needs)
 
+    def _is_one(self, group: str) -> bool:
+        """Whether a group is the same on all ranks that list it: they have found each other by one store."""
+        told = [self._case.ranks[rank].evidence.gil for rank in self._living]
+        return len({gil.stores.get(group) for gil in told if gil.python and group in gil.groups}) <= 1
+
     def _callers(self, rank: int) -> frozenset[Node]:
-        """The threads of ``rank`` that may make a call: its main one, those that ever did, and those that are too new
-        to have a habit; none once it ended.
+        """The threads of ``rank`` that could make a call, whatever they have done so far; none once it has ended.
+
+        All but torch's own, and those that can reach library code alone.
         """
         if rank not in self._living:
             return _NEVER
-        process, known = self._of_ranks[rank], self._idents[rank]
-        made = {actor for actor, view in process.views.items() if not known or _ident(view) in known | {0}}
-        new = self._not_of_torch(rank) - self._accustomed(process)
-        if self._may_call_natively(process):
-            new |= {_Actor(rank, process.evidence.pid, OTHERS)}  # native code may call back into Python
-        return new | made | {process.main}
+        process = self._of_ranks[rank]
+        libraries = {one.thread for one in self._case.ranks[rank].evidence.gil.library_threads}
 
-    def _may_call_natively(self, process: _Process) -> bool:
-        """Whether native threads of which nothing is known may go on: any but an old one that waits for its process,
-        of which no handler may wake it, either."""
-        state = process.newest
-        own = [t for t in state.threads if t.syscall_name.startswith("futex") and not t.fd_target and t.ends_s is None]
-        idle = {t.tid for t in own} if not (state.handles_signals or state.handles_child_ends) else set()
-        return bool(process.unknown - (self._old_threads(process) & idle))
+        def may_call(view: View) -> bool:
+            return view.user_frame is not None or not (_ident(view) in libraries or _is_of_torch(view, process.torch))
 
-    def _accustomed(self, process: _Process) -> frozenset[Node]:
-        """Threads that have let their rank make several calls without making one themselves, and that have had their
-        turn in the present quiet as well: what rests for long may do something new when it goes on, and who listens,
-        when it hears something."""
-        old = self._old_threads(process)
-        threads = process.newest.threads
-        had_its_turn = {t.tid for t in threads if t.rested_s == 0 and kind_of(t) not in ("select", "poll", "io")}
-        return frozenset(actor for actor in process.views if actor.tid in old & had_its_turn)
-
-    def _old_threads(self, process: _Process) -> frozenset[int]:
-        made = sorted(self._case.alignment.ring(process.rank).created_ns)
-        if len(made) < HABIT:
-            return frozenset()
-        threads = process.newest.threads
-        return frozenset(t.tid for t in threads if t.started_ns is not None and t.started_ns < made[-HABIT])
-
-    @cached_property
-    def _idents(self) -> dict[int, frozenset[int]]:
-        return {rank: frozenset(self._case.alignment.ring(rank).threads) - {0} for rank in self._living}
+        threads = {actor for actor, view in process.views.items() if may_call(view)}
+        return frozenset(threads | {process.main}) | process.others
 
     # --- in words -----------------------------------------------------------------------------------------------------
 
@@ -652,14 +758,37 @@ def _rests_in(view: View) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def _may_be_interrupted(view: View) -> bool:
-    """A signal's handler runs in the main thread, and may raise there. Calls of c10d don't return for it."""
-    return view.os_tid == view.process.pid and view.process.states[-1].handles_signals
+def _hears_of_ends(process: _Process) -> bool:
+    """Whether a handler of its main thread hears of the end of a child."""
+    return process.newest.handles_child_ends
 
 
-def _is_of_torch(view: View) -> bool:
+def _rests(thread: ThreadState, before: ThreadState | None) -> bool:
+    """Whether it waits for another thread of its process to wake it, and has not run since an earlier look."""
+    private = thread.syscall_name.startswith("futex") and not thread.fd_target and thread.ends_s is None
+    if not private or before is None or before.syscall_name != thread.syscall_name:
+        return False
+    return thread.slices is not None and thread.slices == before.slices
+
+
+def _is_in_torch(view: View, torch: _Torch) -> bool:
+    """Whether the call that its frames show is torch's, and the thread rests in torch's native code.
+
+    Another library can have a file of the same name; and an object that c10d unpickles runs code of its own.
+    """
+    inner = view.stack.called
+    if not inner or not all(torch.owns(one.file) for one in inner if "torch/" in fr.normal(one.file)):
+        return False
+    rests_in = _rests_in(view)
+    if rests_in:
+        return _BELOW_TORCH.fullmatch(rests_in) is not None
+    return fr.short(inner[0].function) not in _PICKLING
+
+
+def _is_of_torch(view: View, torch: _Torch) -> bool:
+    """Whether torch has begun the thread for itself. What ``torch.distributed`` begins can make calls."""
     begun = next((frame.file for frame in reversed(view.frames) if fr.basename(frame.file) != "threading.py"), "")
-    return "/torch/" in fr.normal(begun) and fr.is_library(begun) and not view.user_frame
+    return torch.owns(begun) and "/torch/distributed/" not in fr.normal(begun) and not view.user_frame
 
 
 def _in_lock(view: View) -> bool:
@@ -668,7 +797,7 @@ def _in_lock(view: View) -> bool:
 
 def _is_public(path: str) -> bool:
     """Whether the file behind a shared lock has a name that processes of other jobs may open it by."""
-    return path.startswith(("/", "?")) and not (path.endswith(" (deleted)") or "/sem.mp-" in path)
+    return path.startswith(("/SYSV", "/memfd:", "?")) or (path.startswith("/") and not path.endswith(" (deleted)"))
 
 
 def _is_own_line(view: View) -> bool:

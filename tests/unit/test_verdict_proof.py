@@ -26,15 +26,17 @@ from safelaunch.model import (
     Evidence,
     Frame,
     GilTest,
+    LibraryThread,
     OtherEnd,
     Posted,
     ProcessEvidence,
+    Progress,
     ProofEdge,
     RankEvidence,
     RankExit,
 )
 from safelaunch.verdict.graph import Need, Node, stuck
-from safelaunch.verdict.proof import HABIT, _Prover, prove
+from safelaunch.verdict.proof import _Prover, prove
 from safelaunch.verdict.waits import Case
 
 EXAMPLES = int(os.environ.get("SAFELAUNCH_EXAMPLES", "0"))
@@ -162,20 +164,27 @@ def at_pipe(*ends: int, ends_closed: bool = True, **fields: Any) -> RankEvidence
 
 
 def with_child(child: ProcessEvidence) -> RankEvidence:
-    one = rank(0, in_user(40), "wait4", flight=behind(), children=[child])
+    one = setting_no_timers(rank(0, in_user(40), "wait4", flight=behind(), children=[child]))
     return changed(one, with_kernel, child=child.pid)
 
 
 def reader(*ends: int) -> ProcessEvidence:
-    child = process(1500, in_user(60), "pipe", role="child")
+    """A child that runs no other program than its rank, and waits for a message."""
+    child = with_states(process(1500, in_user(60), "pipe", role="child"), is_fork=True)
     return with_kernel(child, inode=1, ends=tuple(map(OtherEnd, ends)), ends_closed=True)
+
+
+def setting_no_timers(one: RankEvidence) -> RankEvidence:
+    progress = Progress(one.rank, one.rank, 2, 0, one.pid, 5, "torch", sets_timers=False)
+    return structs.replace(one, progress=progress)
 
 
 def with_native_thread(one: ProcessEvidence, rests_in: str = "", **fields: Any) -> ProcessEvidence:
     """The process with one more thread, which runs no Python."""
     states = []
     for state in one.states:
-        told = {"name": "pt_worker", "rests_in": rests_in, **fields}
+        path = f"{TORCH}/lib/{rests_in}" if rests_in.startswith("libtorch") else f"/home/me/{rests_in}"
+        told = {"name": "pt_worker", "rests_in": rests_in, "libraries": (path,) if rests_in else (), **fields}
         thread = structs.replace(state.threads[0], tid=one.pid + 9, **told)
         states.append(structs.replace(state, threads=(*state.threads, thread)))
     return structs.replace(one, states=tuple(states))
@@ -201,6 +210,11 @@ def in_future(*, file: str = "futures/__init__.py", **fields: Any) -> RankEviden
     return changed(one, with_kernel, rests_in="libtorch_cpu.so")
 
 
+TORCH = "/venv/lib/python3.11/site-packages/torch"
+MONITOR = "/venv/lib/python3.11/site-packages/tqdm/_monitor.py"
+POOL = {"rests_in": "libarrow.so", "syscall_name": "futex", "slices": 1}
+
+
 def asleep(pid: int) -> ProcessEvidence:
     return process(pid, in_user(60), "sleep", role="child")
 
@@ -222,17 +236,13 @@ def in_broadcast(number: int, root: int | None) -> RankEvidence:
     return rank(number, in_c10d("broadcast", 50), flight=flight, call=call)
 
 
-def with_side_thread(
-    number: int, caller: int, kernel: str = "sleep", started_ns: int | None = 1, rested_s: float | None = 0.0
-) -> RankEvidence:
-    """A rank in a collective of group ``a``, and a thread beside. ``caller`` (1: the main thread) has made the calls
-    before, at 10, 20, ..."""
-    calls = (*past(HABIT), structs.replace(entry("all_reduce", 1, group="a", line=50), record_id=HABIT + 1))
-    threads = (*[caller] * HABIT, min(caller, 1))
-    made = zip(calls, threads, range(10, 1000, 10), strict=False)
-    flight = record(*(structs.replace(c, thread=t, created_ns=ns) for c, t, ns in made), groups=TWO)
-    one = numbered(rank(number, in_c10d("all_reduce", 50), flight=flight, threads=saver(kernel)))
-    return changed(one, with_kernel, 1, started_ns=started_ns, rested_s=rested_s)
+def with_side_thread(number: int, kernel: str = "sleep", *, file: str = "", **fields: Any) -> RankEvidence:
+    """A rank in a collective of group ``a``, and a thread beside it: the user's, or a library's ``file``."""
+    calls = (*past(8), structs.replace(entry("all_reduce", 1, group="a", line=50), record_id=9))
+    flight = record(*(structs.replace(call, thread=1) for call in calls), groups=TWO)
+    threads = [("side", (Frame(file, 9, "run"),), kernel)] if file else saver(kernel)
+    one = numbered(rank(number, in_c10d("all_reduce", 50), flight=flight, threads=threads, **fields))
+    return changed(one, with_kernel, 1, **({"rests_in": "lock"} if kernel == "futex" else {}))
 
 
 def of_two_calls(number: int, first: str, *, lines: bool = True) -> RankEvidence:
@@ -285,7 +295,9 @@ PROVED: dict[str, Evidence | RankEvidence] = {
     "a peer that has ended": job(waiting(0), gone(1)),
     "a semaphore that only the rank has mapped": shared_with(1000),
     "a pipe to a child that waits as well": at_pipe(1000, 1500),
-    "a pipe to itself": at_pipe(1000),
+    "a connection to itself": at_pipe(1000, fd_target="unix socket:[1] (unnamed)"),
+    "a pipe that a child has open as well as the rank": setting_no_timers(at_pipe(1000, 1500)),
+    "a pipe that only a child has open which sets no timers": setting_no_timers(at_pipe(1500)),
     "a signal ends no call of c10d": job(
         changed(waiting(0), with_states, handles_signals=True), waiting(1, "all_gather")
     ),
@@ -293,21 +305,30 @@ PROVED: dict[str, Evidence | RankEvidence] = {
         in_library(EVENT, children=[with_states(reader(1000, 1500), ppid=1000)]), with_states, handles_child_ends=True
     ),
     "different roots": job(in_broadcast(0, 0), in_broadcast(1, 1)),
-    "a thread asleep that never called": job(with_side_thread(0, 1), in_group(1, "b", TWO)),
-    "an old native thread of an idle pool": job(
-        changed(with_side_thread(0, 1), with_native_thread, "libarrow.so", syscall_name="futex", started_ns=1),
+    "a thread asleep that reaches library code alone": job(
+        with_side_thread(0, file=MONITOR, gil=GilTest(True, True, library_threads=(LibraryThread(2, ("tqdm",)),))),
+        in_group(1, "b", TWO),
+    ),
+    "a thread of torch's own": job(with_side_thread(0, file=f"{TORCH}/utils/data/x.py"), in_group(1, "b", TWO)),
+    "an idle pool of native threads": job(
+        changed(with_side_thread(0, "futex"), with_native_thread, **POOL),
         in_group(1, "b", TWO),
     ),
     "a receive, and a rank in a collective whose thread waits, too": job(
-        in_transfer(0, "recv", 1, groups=TWO),
-        changed(with_side_thread(1, 1, "futex"), with_kernel, 1, rests_in="lock"),
+        in_transfer(0, "recv", 1, groups=TWO), with_side_thread(1, "futex")
+    ),
+    "a lock, and SIGTERM is handled by the beacon alone": changed(
+        in_lock(0, gil=GilTest(True, True, handlers=())), with_states, handles_termination=True
     ),
     "two calls under way, neither of which ends": of_two_calls(0, "all_gather"),
-    "a pipe, and torch's own threads": changed(at_pipe(1000, 1500), with_native_thread, "libtorch_cpu.so"),
+    "a pipe, and torch's own threads": changed(
+        at_pipe(1000, 1500), with_native_thread, "libtorch_cpu.so", syscall_name="epoll_wait"
+    ),
     "a future of a call that never ends": in_future(),
     "a lock on a file of a rank that waits": job(waiting(0), at_file_lock(1000)),
 }
 WAITS = [waiting(0), waiting(1, "all_gather")]
+UNPICKLING = rank(0, in_c10d("_tensor_to_object", 50), flight=WAITS[0].flight_record)
 
 
 def moved(**fields: Any) -> Evidence:
@@ -407,10 +428,59 @@ NOT_PROVED: dict[str, Evidence | RankEvidence] = {
     "an answer of RPC": in_future(file="distributed/rpc/api.py"),
     "a rank that failed": job(waiting(0), gone(1, 1)),
     "a crash": job(*WAITS, outcome="crash"),
-    "a thread asleep that has called": job(with_side_thread(0, 2), in_group(1, "b", TWO)),
-    "a thread asleep that began after most calls": job(with_side_thread(0, 1, started_ns=25), in_group(1, "b", TWO)),
-    "a thread asleep, and nobody knows since when": job(with_side_thread(0, 1, started_ns=None), in_group(1, "b", TWO)),
-    "a peer's thread asleep, where nobody knows who calls": job(with_side_thread(0, 0), in_group(1, "b", TWO)),
+    "a thread of the user's that polls": job(with_side_thread(0), in_group(1, "b", TWO)),
+    "a thread of a library that can reach the user's code": job(
+        with_side_thread(0, file=MONITOR), in_group(1, "b", TWO)
+    ),
+    "a thread of a library that is called much as torch": job(
+        with_side_thread(0, file="/v/lib/python3.11/site-packages/acme/torch/feeder.py"), in_group(1, "b", TWO)
+    ),
+    "a thread that torch.distributed has begun": job(
+        with_side_thread(0, file=f"{TORCH}/distributed/checkpoint/x.py"), in_group(1, "b", TWO)
+    ),
+    "a file of another library that is called as one of c10d's": job(
+        rank(
+            0,
+            (Frame("/v/lib/python3.11/site-packages/megatorch/distributed/utils.py", 9, "wait"), *in_user(40)),
+            flight=record(*past(3), entry("all_gather", 4)),
+        ),
+        waiting(1),
+    ),
+    "an object that opens a file while c10d unpickles it": job(
+        changed(
+            rank(0, in_c10d("_tensor_to_object", 50), flight=WAITS[0].flight_record), with_kernel, rests_in="python3.11"
+        ),
+        WAITS[1],
+    ),
+    "the same, where nobody knows what it rests in": job(UNPICKLING, WAITS[1]),
+    "SIGTERM may set an event": changed(
+        in_library(EVENT, gil=GilTest(True, True, handlers=(15,))), with_states, handles_termination=True
+    ),
+    "SIGTERM may be the user's, where the rank does not answer": changed(
+        in_library(EVENT), with_states, handles_termination=True
+    ),
+    "two groups of one name that have met at two stores": job(
+        *(
+            structs.replace(one, gil=GilTest(True, True, groups={"0": (0, 1)}, stores={"0": store}))
+            for one, store in zip(WAITS, ("a:1", "a:2"), strict=True)
+        )
+    ),
+    "a pipe to itself, which anybody can open through /proc": at_pipe(1000),
+    "a pipe that only a child has open, which a timer may end": at_pipe(1500),
+    "a child that a timer may end": structs.replace(with_child(reader(1000, 1500)), progress=None),
+    "a child of another program that a timer may end": with_child(with_states(reader(1000, 1500), is_fork=False)),
+    "a backward pass whose hook's Future a thread may set": in_future(file="autograd/graph.py", threads=saver("sleep")),
+    "a native thread that waits for a key of a store": changed(
+        in_library(EVENT), with_native_thread, "libtorch_cpu.so", syscall_name="recvfrom"
+    ),
+    "torch's code called by a library that has begun the thread": changed(
+        in_library(EVENT),
+        *(with_native_thread, "libtorch_cpu.so"),
+        libraries=(f"{TORCH}/lib/libtorch_cpu.so", "/home/me/libgo.so"),
+    ),
+    "a library called as torch's in another place": changed(
+        in_library(EVENT), with_native_thread, "libtorch_cpu.so", libraries=("/home/me/libtorch_cpu.so",)
+    ),
     "a send and its receive": job(in_transfer(0, "send", 1), in_transfer(1, "recv", 0)),
     "a receive in a group that the peer does not list": job(
         in_transfer(0, "recv", 1, groups={"0": (0, 1), "weights": (0, 1)}), in_transfer(1, "recv", 0)
@@ -434,23 +504,16 @@ NOT_PROVED: dict[str, Evidence | RankEvidence] = {
     "a pipe that a handler may write to": changed(
         changed(at_pipe(1000, 1500), with_native_thread, "libtorch_cpu.so"), with_states, handles_signals=True
     ),
-    "a thread that has rested for as long as anybody has looked": job(
-        with_side_thread(0, 1, rested_s=50.0), in_group(1, "b", TWO)
-    ),
-    "a thread that listens": job(with_side_thread(0, 1, "poll"), in_group(1, "b", TWO)),
-    "a thread of which nobody knows whether it has rested": job(
-        with_side_thread(0, 1, rested_s=None), in_group(1, "b", TWO)
-    ),
-    "an old native thread that other processes may wake": job(
-        changed(with_side_thread(0, 1), with_native_thread, syscall_name="futex", fd_target="/dev/shm/a", started_ns=1),
+    "a thread that listens": job(with_side_thread(0, "poll"), in_group(1, "b", TWO)),
+    "a native thread that other processes may wake": job(
+        changed(with_side_thread(0, "futex"), with_native_thread, **POOL, fd_target="/dev/shm/a"),
         in_group(1, "b", TWO),
     ),
-    "an old native thread that a handler may wake": job(
-        changed(
-            changed(with_side_thread(0, 1), with_native_thread, syscall_name="futex", started_ns=1),
-            with_states,
-            handles_signals=True,
-        ),
+    "a native thread that has run between the looks": job(
+        changed(with_side_thread(0, "futex"), with_native_thread, syscall_name="futex"), in_group(1, "b", TWO)
+    ),
+    "a native thread that a handler may wake": job(
+        changed(changed(with_side_thread(0, "futex"), with_native_thread, **POOL), with_states, handles_signals=True),
         in_group(1, "b", TWO),
     ),
     "a call that the user waits for with a time limit": moved(ends_s=60.0),
@@ -493,15 +556,15 @@ NOT_PROVED: dict[str, Evidence | RankEvidence] = {
     "a new native thread that may call back": job(
         in_transfer(0, "recv", 1), changed(in_transfer(1, "recv", 0), with_native_thread)
     ),
-    "an old native thread that hears from outside": job(
-        changed(with_side_thread(0, 1), with_native_thread, syscall_name="recvfrom", started_ns=1),
+    "a native thread that hears from outside": job(
+        changed(with_side_thread(0, "futex"), with_native_thread, syscall_name="recvfrom"),
         in_group(1, "b", TWO),
     ),
     "a semaphore with a public name": changed(
         in_library(SHARED), with_kernel, rests_in="_multiprocessing.so", fd_target="/dev/shm/sem.ours"
     ),
     "a send to somebody, and a receive": job(in_transfer(0, "send", None), in_transfer(1, "recv", 0)),
-    "a thread asleep that may send": job(in_transfer(0, "recv", 1), with_side_thread(1, 1)),
+    "a thread asleep that may send": job(in_transfer(0, "recv", 1), with_side_thread(1)),
     "a batch that may have sent": job(
         in_transfer(0, "recv", 1),
         in_transfer(1, "recv", 0, gil=GilTest(posted=(Posted(1, sends=True, peer=0), Posted(1, sends=False, peer=0)))),
