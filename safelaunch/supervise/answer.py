@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Judged:
-    """``unseen``: what was not seen, or is stopped, in a clause; empty for nothing. ``free``: the thread or process that
-    could still release the ranks, in a clause, if that is what a proof lacks. ``group``: whose time limit is the first
-    to end, in words."""
+    """``unseen``: what was not seen, or is stopped, in a clause; empty for nothing. ``free``: what could still release
+    the ranks, in a clause, if that is what a proof lacks. ``group``: whose time limit is the first to end, in words."""
 
     found: Found
     work: tuple[Work, ...] = ()

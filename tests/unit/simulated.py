@@ -4,6 +4,9 @@ A collective is numbered where a thread enters it, and may end once all members 
 operation, size and root; others wait for good. Sends and receives end when the other side is there. They are gloo's,
 which no Flight Recorder holds. Locks, queues, events and joins are Python's. The end of a call is a move of its own: in
 between the call is under way, and its threads wait although nothing is wrong.
+
+A rank can have helpers: processes that share semaphores and pipes with it, and that a timer can end. A signal can run a
+handler of its main thread, a stranger can open a semaphore that has a name, and a library has threads of its own.
 """
 
 from __future__ import annotations
@@ -23,9 +26,12 @@ from safelaunch.model import (
     Evidence,
     FlightRecord,
     Frame,
+    GilTest,
+    LibraryThread,
     OtherEnd,
     ProcessEvidence,
     ProcessState,
+    Progress,
     RankEvidence,
     RankExit,
     StackSample,
@@ -34,15 +40,18 @@ from safelaunch.model import (
 )
 
 CAPACITY = 1  # of a queue
+HELPER = 100  # index of a rank's first helper
+NAMED = "n"  # a semaphore that can be opened by its name; any other one is inherited
 
 
 @dataclass(frozen=True)
 class Op:
-    """``kind``: call | start | wait | send | recv | lock | unlock | put | get | event | set | join | sleep | exit.
+    """``kind``: call | start | wait | send | recv | lock | unlock | put | get | event | set | join | sleep | exit; and
+    with helpers: shared-wait | shared-set | child (its end) | read (what a helper writes) | tell | hear (what is told).
 
-    ``name``: of the group, lock, queue or event. ``to``: the peer of a send or receive, the thread to be joined, or the
-    root of a broadcast. ``start`` makes a call and does not wait for it, ``wait`` waits for the newest such call of the
-    thread. ``limited``: the wait has a time limit.
+    ``name``: of the group, lock, queue or event. ``to``: the peer of a send or receive, the thread to be joined, the
+    root of a broadcast, or the helper. ``start`` makes a call and does not wait for it, ``wait`` waits for the newest
+    such call of the thread. ``limited``: the wait has a time limit.
     """
 
     kind: str
@@ -54,11 +63,33 @@ class Op:
 
 
 @dataclass(frozen=True)
+class Helper:
+    """``forked``: it runs no other program than its rank. ``timer``: it ends at some time, whatever it waits for."""
+
+    ops: tuple[Op, ...]
+    forked: bool = True
+    timer: bool = False
+
+
+@dataclass(frozen=True)
 class Program:
-    """``threads``: the operations of each thread, the main one first. ``daemons``: threads that do not outlive it."""
+    """``threads``: the operations of each thread, the main one first. ``daemons``: threads that do not outlive it.
+
+    ``libraries``: threads of a library, which only sleep. ``handler``: SIGTERM sets its event.
+    """
 
     threads: tuple[tuple[Op, ...], ...]
     daemons: frozenset[int] = frozenset()
+    helpers: tuple[Helper, ...] = ()
+    libraries: frozenset[int] = frozenset()
+    handler: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing about it is out of sight: no program whose timer is not seen, no public name, no handler."""
+        ops = [op for thread in self.threads for op in thread]
+        named = any(op.kind == "shared-wait" and op.name == NAMED for op in ops)
+        return not self.handler and not named and all(helper.forked and not helper.timer for helper in self.helpers)
 
 
 @dataclass
@@ -82,6 +113,10 @@ class Actor:
     entry: Entry | None = None  # of the call that it is in
     started: Entry | None = None
 
+    @property
+    def is_helper(self) -> bool:
+        return self.index >= HELPER
+
 
 Move = tuple[str, object]
 
@@ -103,7 +138,7 @@ class Job:
         new = cls(programs, groups)
         for rank, program in programs.items():
             new.entries[rank] = []
-            for index, _ in enumerate(program.threads):
+            for index in (*range(len(program.threads)), *(HELPER + n for n in range(len(program.helpers)))):
                 new.actors[rank, index] = Actor(rank, index)
         return new
 
@@ -114,7 +149,8 @@ class Job:
         return new
 
     def op(self, actor: Actor) -> Op | None:
-        ops = self.programs[actor.rank].threads[actor.index]
+        program = self.programs[actor.rank]
+        ops = program.helpers[actor.index - HELPER].ops if actor.is_helper else program.threads[actor.index]
         return ops[actor.at] if actor.at < len(ops) else None
 
     def living(self) -> Iterator[Actor]:
@@ -128,7 +164,21 @@ class Job:
             op = self.op(actor)
             may = actor.status in ("ready", "asleep") or (op is not None and op.limited) or self.may_go_on(actor)
             found += [("run", (actor.rank, actor.index))] if may else []
-        return [*found, *self.under_way()]
+        return [*found, *self.under_way(), *self._from_outside()]
+
+    def _from_outside(self) -> Iterator[Move]:
+        """Timers, signals, and strangers."""
+        for actor in self.living():
+            program = self.programs[actor.rank]
+            if actor.is_helper and program.helpers[actor.index - HELPER].timer:
+                yield "alarm", (actor.rank, actor.index)
+            in_call = actor.entry is not None or getattr(self.op(actor), "kind", "") in ("send", "recv", "wait")
+            if actor.index == 0 and program.handler and not in_call and (actor.rank, "e") not in self.set_events:
+                yield "signal", actor.rank
+            op = self.op(actor)
+            waits = op is not None and op.kind == "shared-wait" and op.name == NAMED and actor.status == "blocked"
+            if waits and (actor.rank, NAMED) not in self.set_events:
+                yield "stranger", actor.rank
 
     def under_way(self) -> list[Move]:
         """Calls that have all that they need."""
@@ -167,6 +217,13 @@ class Job:
             return here in self.set_events
         if op.kind == "join":
             return self._is_over(actor.rank, op.to)
+        if op.kind == "shared-wait":
+            return here in self.set_events
+        if op.kind == "child":
+            return self._is_over(actor.rank, HELPER + op.to)
+        if op.kind in ("hear", "read"):
+            is_over = op.kind == "read" and self._is_over(actor.rank, HELPER + op.to)
+            return is_over or self.items[actor.rank, f"{op.kind} {op.to}"] > 0
         if op.kind == "wait":
             return actor.started is None or actor.started.done
         return op.kind not in ("call", "send", "recv")
@@ -179,7 +236,11 @@ class Job:
 
     def make(self, move: Move) -> None:
         what, which = move
-        if what == "end":
+        if what == "alarm":
+            self.actors[which].status = "done"  # type: ignore[index]
+        elif what in ("signal", "stranger"):
+            self.set_events.add((which, "e" if what == "signal" else NAMED))  # type: ignore[arg-type]
+        elif what == "end":
             for rank in self.groups[which[0]]:  # type: ignore[index]
                 for entry in self.entries[rank]:
                     entry.done |= (entry.group, entry.seq) == which
@@ -238,8 +299,12 @@ class Job:
             self.locked.discard(here)
         elif op.kind in ("put", "get"):
             self.items[here] += 1 if op.kind == "put" else -1
-        elif op.kind == "set":
+        elif op.kind in ("set", "shared-set"):
             self.set_events.add(here)
+        elif op.kind in ("tell", "write"):
+            self.items[actor.rank, f"{'hear' if op.kind == 'tell' else 'read'} {op.to}"] += 1
+        elif op.kind in ("hear", "read"):
+            self.items[actor.rank, f"{op.kind} {op.to}"] -= 1
 
     def _end(self, rank: int) -> None:
         self.gone.add(rank)
@@ -286,16 +351,20 @@ def line_of(actor: Actor) -> int:
 class Sight:
     """What the look sees. ``unrecorded``: ranks without a Flight Recorder. ``arguments``: ranks whose calls show whom
     they name. ``futexes``: ranks on which it is seen whose futex a thread rests in, if that isn't a lock of Python's.
-    ``lines``: entries have frames."""
+    ``lines``: entries have frames. ``silent``: ranks whose beacon does not answer."""
 
     unrecorded: frozenset[int] = frozenset()
     arguments: frozenset[int] = frozenset(range(99))
     futexes: frozenset[int] = frozenset(range(99))
     lines: bool = True
+    silent: frozenset[int] = frozenset()
 
     def is_whole(self, ranks: int) -> bool:
         every = set(range(ranks))
-        return not self.unrecorded and every <= self.arguments and every <= self.futexes
+        return not self.unrecorded and not self.silent and every <= self.arguments and every <= self.futexes
+
+
+LIBRARY = "/venv/lib/python3.11/site-packages/tqdm"
 
 
 def pid_of(rank: int) -> int:
@@ -310,30 +379,52 @@ def evidence_of(job_: Job, rng: random.Random, sight: Sight | None = None) -> Ev
 def _rank(job_: Job, rank: int, rng: random.Random, sight: Sight) -> RankEvidence:
     pid = pid_of(rank)
     mine = {name: members for name, members in job_.groups.items() if rank in members}
-    entries = _warm(job_, rank) + [_recorded(n, e, sight) for n, e in enumerate(job_.entries[rank], 50)]
+    entries = [_recorded(n, e, sight) for n, e in enumerate(job_.entries[rank], 50)]
     flight = None if rank in sight.unrecorded else FlightRecord("2.10", tuple(entries), mine)
-    one = RankEvidence(rank=rank, host="node1", pid=pid, flight_record=flight)
+    program = job_.programs[rank]
+    progress = Progress(rank, rank, len(job_.programs), 0, pid, 5, "torch", sets_timers=_sets_timers(program))
+    told = GilTest(
+        ping=True,
+        python=True,
+        handlers=(15,) if program.handler else (),
+        library_threads=tuple(LibraryThread(index + 1, (LIBRARY,)) for index in program.libraries),
+    )
+    gil = GilTest() if rank in sight.silent else told
+    one = RankEvidence(rank=rank, host="node1", pid=pid, flight_record=flight, progress=progress, gil=gil)
     if rank in job_.gone:
         return structs.replace(one, exit=RankExit(0, 1e9))
     threads = [actor for actor in job_.living() if actor.rank == rank]
-    seen = [_thread(job_, actor, rng, sight) for actor in threads]
+    main = _process(job_, [actor for actor in threads if not actor.is_helper], rng, sight, "main")
+    children = tuple(_process(job_, [actor], rng, sight, "child") for actor in threads if actor.is_helper)
+    return structs.replace(one, main=main, children=children)
+
+
+def _sets_timers(program: Program) -> bool:
+    """As the rank's page has it: a helper that runs another program sets its timer unseen."""
+    return any(helper.timer and helper.forked for helper in program.helpers)
+
+
+def _process(job_: Job, actors: list[Actor], rng: random.Random, sight: Sight, role: str) -> ProcessEvidence:
+    seen = [_thread(job_, actor, rng, sight) for actor in actors]
+    first, program = actors[0], job_.programs[actors[0].rank]
+    pid = _tid(first)
+    facts = {"handles_termination": role == "main"}  # by the beacon, if by nothing else
+    if first.is_helper:
+        facts = {"is_fork": program.helpers[first.index - HELPER].forked}
     states, stacks = [], []
     for number in range(2):
         kernel = tuple(pair[number][1] for pair in seen)
-        states.append(ProcessState(pid, 1, 5, 2.0 * number, "python", ("python",), kernel[0].state, kernel))
+        parent = 1 if role == "main" else pid_of(first.rank)
+        states.append(
+            ProcessState(pid, parent, 5, 2.0 * number, "python", ("python",), kernel[0].state, kernel, **facts)
+        )
         stacks.append(StackSample(pid, 2.0 * number, "py-spy dump --json", tuple(pair[number][0] for pair in seen)))
-    return structs.replace(one, main=ProcessEvidence("main", tuple(states), tuple(stacks)))
+    return ProcessEvidence(role, tuple(states), tuple(stacks))
 
 
-def _warm(job_: Job, rank: int) -> list[Collective]:
-    """Each thread that makes calls has made one in a group of its own: the record shows who does."""
-    calling = [
-        index
-        for index, ops in enumerate(job_.programs[rank].threads)
-        if any(op.kind in ("call", "start") for op in ops)
-    ]
-    entries = [Entry(f"alone {rank}", n, Op("call", size=1), index, 1, done=True) for n, index in enumerate(calling, 1)]
-    return [_recorded(number, entry, Sight()) for number, entry in enumerate(entries)]
+def _tid(actor: Actor) -> int:
+    """A helper's is its pid as well."""
+    return 5000 + 10 * actor.rank + actor.index - HELPER if actor.is_helper else pid_of(actor.rank) + actor.index
 
 
 def _recorded(number: int, entry: Entry, sight: Sight) -> Collective:
@@ -366,18 +457,22 @@ _LIBRARY = {
     "get": (("threading.py", "Condition.wait"), ("queue.py", "Queue.get")),
     "event": (("threading.py", "Condition.wait"), ("threading.py", "Event.wait")),
     "join": (("threading.py", "Thread._wait_for_tstate_lock"), ("threading.py", "Thread.join")),
+    "shared-wait": tuple(("multiprocessing/synchronize.py", f"{one}.wait") for one in ("Condition", "Event")),
     "end": (("threading.py", "Thread._wait_for_tstate_lock"), ("threading.py", "_shutdown")),
 }
 
 
 def _thread(job_: Job, actor: Actor, rng: random.Random, sight: Sight) -> list[tuple[Thread, ThreadState]]:
     """The thread as two looks see it."""
-    op, pid = job_.op(actor), pid_of(actor.rank)
+    op = job_.op(actor)
     kind = op.kind if op is not None else "end"
-    tid, ident = pid + actor.index, actor.index + 1
-    own = at(line_of(actor), "train" if actor.index == 0 else "report")
-    base = at(9, "<module>") if actor.index == 0 else Frame(f"{STDLIB}/threading.py", 982, "Thread.run")
-    thread = Thread((own, base), "MainThread" if actor.index == 0 else f"side {actor.index}", tid, ident=ident)
+    tid, ident = _tid(actor), actor.index + 1
+    is_main = actor.index in (0, *range(HELPER, HELPER + 9))
+    own = at(line_of(actor), "train" if is_main else "report")
+    if actor.index in job_.programs[actor.rank].libraries:
+        own = Frame(f"{LIBRARY}/_monitor.py", 9, "run")
+    base = at(9, "<module>") if is_main else Frame(f"{STDLIB}/threading.py", 982, "Thread.run")
+    thread = Thread((own, base), "MainThread" if is_main else f"side {actor.index}", tid, ident=ident)
     if actor.status == "asleep":
         state = ThreadState(tid=tid, name="python", slices=5, **rng.choice(_ASLEEP))  # type: ignore[arg-type]
         return [(thread, state), (thread, state)]
@@ -395,6 +490,10 @@ def _thread(job_: Job, actor: Actor, rng: random.Random, sight: Sight) -> list[t
         rests_in = "libtorch_cpu.so"
     elif kind == "wait":
         rests_in = "libtorch_cpu.so"
+    if op is not None and kind in ("shared-wait", "child", "hear", "read"):
+        thread = structs.replace(thread, frames=(*inner, own, base))
+        state = ThreadState(tid=tid, name="python", slices=5, **_with_helpers(job_, actor, op))  # type: ignore[arg-type]
+        return [(thread, state), (thread, state)]
     if actor.rank not in sight.futexes and kind != "lock":
         rests_in = ""
     frames = (*inner, base) if kind == "end" else (*inner, own, base)
@@ -402,6 +501,23 @@ def _thread(job_: Job, actor: Actor, rng: random.Random, sight: Sight) -> list[t
     ends_s = 300.0 if op is not None and op.limited else None
     state = ThreadState(tid=tid, name="python", slices=5, rests_in=rests_in, ends_s=ends_s, **_FUTEX)  # type: ignore[arg-type]
     return [(thread, state), (thread, state)]
+
+
+def _with_helpers(job_: Job, actor: Actor, op: Op) -> dict[str, object]:
+    """What the kernel shows of a thread that waits for a helper, or of a helper that waits."""
+    rank, helpers = pid_of(actor.rank), job_.programs[actor.rank].helpers
+    living = [n for n in range(len(helpers)) if not job_._is_over(actor.rank, HELPER + n)]
+    if op.kind == "child":
+        return {"state": "S", "wchan": "do_wait", "syscall_name": "wait4", "child": 5000 + 10 * actor.rank + op.to}
+    if op.kind == "shared-wait":
+        sharers = [rank, *(5000 + 10 * actor.rank + n for n in living if helpers[n].forked)]
+        path = "/dev/shm/sem.mp-1" if op.name == NAMED else "/dev/shm/sem.x (deleted)"
+        ends = tuple(map(OtherEnd, sharers))
+        return {**_FUTEX, "rests_in": "_multiprocessing.so", "fd_target": path, "futex_file": "00:1 7", "ends": ends}
+    writer = rank if op.kind == "hear" else 5000 + 10 * actor.rank + op.to
+    ends = (OtherEnd(writer),) if op.kind == "hear" or op.to in living else ()
+    pipe = {"state": "S", "wchan": "pipe_read", "syscall": 0, "syscall_name": "read", "fd": 7, "inode": 9}
+    return {**pipe, "fd_target": "pipe:[9]", "ends": ends, "ends_closed": True}
 
 
 def _running(thread: Thread, rng: random.Random) -> list[tuple[Thread, ThreadState]]:

@@ -19,7 +19,7 @@ from evidence import KERNEL, STDLIB, at, behind, entry, in_c10d, in_user, job, p
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from simulated import Job, Op, Program, Sight, evidence_of, pid_of
+from simulated import NAMED, Helper, Job, Op, Program, Sight, evidence_of, pid_of
 
 from safelaunch.model import (
     CallArguments,
@@ -649,7 +649,7 @@ def test_anybody_may_set_a_key_of_a_store(ends: tuple[int, ...]) -> None:
 
 def made(rng: random.Random) -> Job:
     """Ranks that run one script of collectives, each with changes, and side threads with programs of their own."""
-    world = rng.randint(2, 5)
+    world, has_others = rng.randint(2, 5), rng.random() < 0.5
     groups = {"all": tuple(range(world))}
     for name in ("g", "h")[: rng.randint(0, 2)]:
         groups[name] = tuple(sorted(rng.sample(range(world), rng.randint(2, world))))
@@ -667,9 +667,27 @@ def made(rng: random.Random) -> Job:
                 main.insert(place, _op(rng, number, world, mine, sides))
         threads = [[_op(rng, number, world, mine, sides) for _ in range(rng.randint(0, 4))] for _ in range(sides)]
         threads = [[op for op in ops if op.kind != "exit"] for ops in threads]
-        daemons = frozenset(index for index in range(1, sides + 1) if rng.random() < 0.5)
-        programs[number] = Program(tuple(map(tuple, (main, *threads))), daemons)
+        libraries = frozenset([sides + 1] if rng.random() < 0.2 else [])
+        threads += [[Op("sleep")] * 3 for _ in libraries]
+        daemons = frozenset(index for index in range(1, sides + 1) if rng.random() < 0.5) | libraries
+        helpers = tuple(_helper(rng, n) for n in range(rng.choice((0, 0, 1, 2)) if has_others else 0))
+        for n, _ in enumerate(helpers):
+            for _ in range(rng.choice((0, 1, 1))):
+                main.insert(rng.randint(0, len(main)), _with_helper(rng, n))
+        handler = has_others and rng.random() < 0.2
+        programs[number] = Program(tuple(map(tuple, (main, *threads))), daemons, helpers, libraries, handler)
     return Job.of(programs, groups)
+
+
+def _helper(rng: random.Random, number: int) -> Helper:
+    kinds = (Op("sleep"), Op("hear", to=number), Op("shared-set", "s"), Op("shared-set", NAMED))
+    ops = tuple(rng.choice(kinds) for _ in range(rng.randint(0, 3)))
+    return Helper(ops, forked=rng.random() < 0.7, timer=rng.random() < 0.2)
+
+
+def _with_helper(rng: random.Random, number: int) -> Op:
+    kind = rng.choice(("shared-wait", "shared-wait", "child", "read", "tell"))
+    return Op(kind, rng.choice(("s", "s", NAMED)) if kind == "shared-wait" else "", to=number)
 
 
 def _call(rng: random.Random, groups: tuple[str, ...]) -> Op:
@@ -704,7 +722,7 @@ def _sight(rng: random.Random) -> Sight:
     def some(share: float) -> frozenset[int]:
         return frozenset(number for number in range(5) if rng.random() < share)
 
-    return Sight(some(0.1), some(0.7), some(0.7), rng.random() < 0.5)
+    return Sight(some(0.1), some(0.7), some(0.7), rng.random() < 0.5, some(0.2))
 
 
 def in_proof(edges: tuple[ProofEdge, ...]) -> set[tuple[int, int]]:
@@ -717,10 +735,12 @@ def check(rng: random.Random, seen: Counter[str]) -> None:
     """Looks at one job at some moment; where it is proved dead, nothing that the proof names may move from there on."""
     played, sight = made(rng), _sight(rng)
     slow = rng.choice(((), ("end", "pass"), ("wake",), ("end", "pass", "wake")))
+    slow += rng.choice(((), ("alarm", "signal", "stranger")))
     played.play(rng, rng.choice((1000, rng.randint(0, 40))), frozenset(slow))
     edges = proof(evidence_of(played, rng, sight))
     mains = {(one.rank, 0) for one in played.living() if one.index == 0}
-    if played.is_at_rest and mains and sight.is_whole(len(played.programs)):
+    plain = sight.is_whole(len(played.programs)) and all(one.is_plain for one in played.programs.values())
+    if played.is_at_rest and mains and plain:
         seen["dead"] += 1
         seen["dead, proved"] += bool(edges)
     seen["proved, not at rest"] += bool(edges) and not played.is_at_rest
@@ -755,7 +775,7 @@ def test_a_job_that_is_proved_dead_never_moves(rng: random.Random) -> None:
 def test_most_dead_jobs_are_proved() -> None:
     """The same with plain seeds, which is quicker, and counts what is missed."""
     seen = explore(range(500))
-    assert seen["dead"] > 100
+    assert seen["dead"] > 50
     assert seen["dead, proved"] >= 0.9 * seen["dead"], seen
     assert seen["proved, not at rest"] > 0  # side threads that move are no reason not to prove
 
