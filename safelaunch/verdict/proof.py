@@ -312,7 +312,9 @@ class _Prover:
         if view.wait.kind in ("running", "stopped", "disk", "sleep", "select", "dead"):
             return self._on_device(view) if view.wait.kind == "running" else ()
         if found := self._of_c10d(view, process):
-            return found
+            # A thread beside it can abort the group, as libraries for fault tolerance do.
+            aborting = self._callers(view.rank.rank) - {process.actor(view), process.main}
+            return tuple(replace(need, givers=need.givers | aborting) for need in found)
         if view.wait.left_s is not None or self._may_be_interrupted(view, process):
             return ()  # a time limit ends it, or a timer
         of_kind = {

@@ -428,6 +428,9 @@ NOT_PROVED: dict[str, Evidence | RankEvidence] = {
     "an answer of RPC": in_future(file="distributed/rpc/api.py"),
     "a rank that failed": job(waiting(0), gone(1, 1)),
     "a crash": job(*WAITS, outcome="crash"),
+    "a thread of the waiting rank that may abort its group": job(
+        rank(0, in_c10d("all_reduce", 50), flight=WAITS[0].flight_record, threads=saver("sleep")), WAITS[1]
+    ),
     "a thread of the user's that polls": job(with_side_thread(0), in_group(1, "b", TWO)),
     "a thread of a library that can reach the user's code": job(
         with_side_thread(0, file=MONITOR), in_group(1, "b", TWO)
