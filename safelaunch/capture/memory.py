@@ -52,16 +52,21 @@ class Memory:
             return b""
 
     @cached_property
-    def mappings(self) -> list[Mapping]:
-        """Those of files, in the order of their addresses. Raises OSError."""
+    def regions(self) -> list[Mapping]:
+        """All mappings, in the order of their addresses; those of no file have an empty path. Raises OSError."""
         found = []
         for line in Path(f"/proc/{self._pid}/maps").read_text("utf-8", "replace").splitlines():
-            fields = line.split(maxsplit=5)
-            if len(fields) == 6:
-                start, _, end = fields[0].partition("-")
-                begins, ends, offset = int(start, 16), int(end, 16), int(fields[2], 16)
-                found.append(Mapping(begins, ends, offset, fields[5], "x" in fields[1], f"{fields[3]} {fields[4]}"))
+            bounds, access, offset, device, inode, *path = line.split(maxsplit=5)
+            start, _, end = bounds.partition("-")
+            begins, ends = int(start, 16), int(end, 16)
+            name = path[0] if path else ""
+            found.append(Mapping(begins, ends, int(offset, 16), name, "x" in access, f"{device} {inode}"))
         return found
+
+    @cached_property
+    def mappings(self) -> list[Mapping]:
+        """Those of files, in the order of their addresses. Raises OSError."""
+        return [one for one in self.regions if one.path]
 
     def symbols(self, mapping: Mapping, wanted: re.Pattern[bytes], kind: int = FUNCTION) -> tuple[Symbol, ...]:
         """Those that the file behind a mapping of its code exports, of ``wanted`` names."""

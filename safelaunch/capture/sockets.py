@@ -444,7 +444,7 @@ def _hides_its(pid: int) -> bool:
     The job can have sent it one of its own over a Unix socket that is closed by now, whatever its age and group.
     """
     state = procstat.read(pid)
-    if state is None or state.pid == _KTHREADD or state.ppid == _KTHREADD:
+    if state is None or state.ppid in (0, _KTHREADD):  # init keeps what it is sent, and the kernel is sent nothing
         return False
     try:
         if state.state in "ZX":  # where other threads live, their descriptors are there and not shown

@@ -220,12 +220,14 @@ class Resting:
         if len(fields) != 9:
             return ("?",)
         try:
-            words = self._memory.read(int(fields[7], 16), WHOLE_STACK_BYTES)
+            top = int(fields[7], 16)
+            size = next(one.end for one in self._memory.regions if one.start <= top < one.end) - top
+            words = self._memory.read(top, min(size, WHOLE_STACK_BYTES))
             found = self._files_of(words[: len(words) & ~7])
-        except (OSError, ValueError):  # it has ended, or is another user's
+        except (OSError, ValueError, StopIteration):  # it has ended, or is another user's
             return ("?",)
-        is_whole = 0 < len(words) < WHOLE_STACK_BYTES
-        return tuple(found)[:MOST_LIBRARIES] if is_whole and len(found) <= MOST_LIBRARIES else (*list(found)[:4], "?")
+        is_whole = 0 < len(words) == size and len(found) <= MOST_LIBRARIES
+        return tuple(found) if is_whole else (*list(found)[:MOST_LIBRARIES], "?")
 
     def _files_of(self, words: bytes) -> dict[str, None]:
         starts, mappings = self._executable

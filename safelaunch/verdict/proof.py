@@ -52,6 +52,7 @@ _BELOW_TORCH = re.compile(
 # Where torch's own threads rest: idle workers, gloo's event loop, the worker server. In any other call, such as the
 # wait for a store's key, the thread runs what somebody has given it.
 _TORCH_RESTS = ("futex", "futex_wait", "epoll_wait", "epoll_pwait", "epoll_pwait2", "accept", "accept4")
+_PYTHON = re.compile(r"(lib)?python3[\d.]*[td]?(\.so[.\d]*)?")
 _SYSTEM = ("/usr/", "/lib", "/opt/")  # where drivers and system libraries are
 _TORCH_FILE = re.compile(r"/(?:site|dist)-packages/torch/")
 _PICKLING = frozenset({"_tensor_to_object", "_object_to_tensor"})  # functions of c10d that run code of the objects
@@ -125,18 +126,21 @@ class _Torch:
         return path.startswith(self.places) if self.places else _TORCH_FILE.search(path) is not None
 
     def owns_thread(self, thread: ThreadState) -> bool:
-        """Whether a native thread runs code of torch and of the libraries below it alone."""
-        if not thread.libraries or not all(map(self._owns_library, thread.libraries)):
+        """Whether a native thread runs code of torch and of the libraries below it alone.
+
+        Python's own code can be among it: what torch calls back there has Python frames, or leaves only traces.
+        """
+        if not _BELOW_TORCH.fullmatch(thread.rests_in) or not thread.libraries:
             return False
-        return _TORCH.fullmatch(thread.rests_in) is None or thread.syscall_name in _TORCH_RESTS
+        known_rest = not _TORCH.fullmatch(thread.rests_in) or thread.syscall_name in _TORCH_RESTS
+        return known_rest and all(map(self._owns_library, thread.libraries))
 
     def _owns_library(self, path: str) -> bool:
         name = path.rpartition("/")[2]
         if _TORCH.fullmatch(name):
             return self.owns(path)
-        return _BELOW_TORCH.fullmatch(name) is not None and (
-            self.owns(path) or path.startswith((*self.roots, *_SYSTEM))
-        )
+        is_installed = self.owns(path) or path.startswith((*self.roots, *_SYSTEM))
+        return _PYTHON.fullmatch(name) is not None or (is_installed and _BELOW_TORCH.fullmatch(name) is not None)
 
 
 @dataclass(frozen=True)
@@ -198,9 +202,10 @@ class _Process:
     @cached_property
     def others_rest(self) -> bool:
         """Whether the unknown native threads all wait, without a time limit, for another thread to wake them."""
-        before = self.evidence.states[-2:][0]
-        earlier = {thread.tid: thread for thread in before.threads}
-        return len(self.evidence.states) > 1 and all(_rests(one, earlier.get(one.tid)) for one in self.unknown)
+        if len(self.evidence.states) < 2:
+            return False
+        earlier = {thread.tid: thread for thread in self.evidence.states[-2].threads}
+        return all(_rests(one, earlier.get(one.tid)) for one in self.unknown)
 
 
 @dataclass(frozen=True)

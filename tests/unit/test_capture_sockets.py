@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -208,8 +207,10 @@ def test_a_pipe_from_which_a_file_is_filled(pipe: tuple[int, int]) -> None:
     assert found is not None and [one.pid for one in found] == [writer]
 
 
-def test_a_daemon_of_another_user_may_have_an_end(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where it began after the job: it may have inherited it, then."""
+def test_a_daemon_of_another_user_may_have_been_sent_an_end(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever it began: the connection over which it was sent can be closed by now."""
     nothing_else_unread(monkeypatch)
     with started(SLEEPS) as old:
         waiting(old, "clock_nanosleep", "select")
@@ -225,8 +226,10 @@ def test_a_daemon_of_another_user_may_have_an_end(pipe: tuple[int, int], monkeyp
                 return real(path)
 
             monkeypatch.setattr(os, "scandir", scandir)
-            assert closed(reader, old)
+            assert not closed(reader, old)
             assert not closed(reader, daemon)
+            refused.clear()
+            assert closed(reader, old, daemon)
 
 
 def test_who_else_has_the_socket_itself() -> None:
@@ -288,16 +291,22 @@ TABLE = """\
 """
 
 
+def semaphores() -> list[str]:
+    """Device and inode of each that this process has mapped."""
+    lines = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    return [f"{line[3]} {line[4]}" for line in lines if len(line) == 6 and line[5].startswith("/dev/shm/sem.")]
+
+
 def test_who_has_mapped_a_semaphore() -> None:
     """A daemon that a rank has started has it as well, and is no process of the job's."""
     lock = multiprocessing.get_context("fork").Lock()
-    paths = re.findall(r"/dev/shm/sem.*", Path("/proc/self/maps").read_text())
+    (mapped,) = semaphores()[-1:]
     with subprocess.Popen(["sleep", "60"]) as stranger, lock:
         pid = os.fork()
         if pid == 0:
             lock.acquire()
         try:
-            thread = ThreadState(7, "python", "S", syscall_name="futex", fd_target=paths[-1])
+            thread = ThreadState(7, "python", "S", syscall_name="futex", futex_file=mapped)
             state = ProcessState(7, 1, 5, 0.0, "python", (), "S", (thread,))
             (told,) = with_ends([state], [os.getpid(), pid, stranger.pid])
         finally:
@@ -305,6 +314,37 @@ def test_who_has_mapped_a_semaphore() -> None:
             os.waitpid(pid, 0)
             stranger.kill()
     assert {end.pid for end in told.threads[0].ends or ()} == {os.getpid(), pid}
+
+
+@pytest.mark.parametrize(("context", "is_named"), [("fork", False), ("spawn", True)])
+def test_a_semaphore_that_is_opened_by_its_name_is_the_same_file(context: str, is_named: bool) -> None:
+    """Its creator shows a temporary name, which is deleted, whoever opens it its own."""
+    lock = multiprocessing.get_context(context).Lock()
+    code = (
+        "import sys, time, _multiprocessing as m\n"
+        "lock = m.SemLock._rebuild(0, 1, 1, sys.argv[1]) if sys.argv[1] != '-' else None\n"
+        "time.sleep(3600)"
+    )
+    (mapped,) = semaphores()[-1:]
+    with lock, subprocess.Popen([sys.executable, "-c", code, lock._semlock.name if is_named else "-"]) as opener:
+        pid = os.fork()
+        if pid == 0:
+            lock.acquire()
+        try:
+            waiting(pid, "futex")
+            waiting(opener.pid, "clock_nanosleep", "select")
+            state = read_process(pid)
+            (told,) = with_ends([state], [os.getpid(), pid, opener.pid])
+        finally:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+            opener.kill()
+    (waiter,) = (thread for thread in told.threads if thread.tid == pid)
+    assert waiter.futex_file == mapped
+    assert {end.pid for end in waiter.ends or ()} == {os.getpid(), pid, *([opener.pid] if is_named else [])}
+    assert waiter.fd_target.endswith(" (deleted)") is not is_named
+    if is_named:
+        assert waiter.fd_target == f"/dev/shm/sem.{lock._semlock.name.removeprefix('/')}"
 
 
 def test_of_several_listeners_of_one_port_the_one_at_the_address() -> None:
