@@ -182,8 +182,10 @@ class _Process:
     @cached_property
     def unknown(self) -> tuple[ThreadState, ...]:
         """Native threads that can run code of the user's of their own accord."""
+        if not self.evidence.states:
+            return ()
         if not self.runs_python:
-            return self.newest.threads[1:] if self.evidence.states else ()
+            return self.newest.threads[1:]
         python = {one.thread.os_tid for one in self.views.values() if one.thread}
         native = [thread for thread in self.newest.threads if thread.tid not in python]
         listening = [one for one in native if one.syscall_name.startswith("accept") and _TORCH.fullmatch(one.rests_in)]

@@ -333,7 +333,7 @@ def test_a_semaphore_that_is_opened_by_its_name_is_the_same_file(context: str, i
         try:
             waiting(pid, "futex")
             waiting(opener.pid, "clock_nanosleep", "select")
-            state = read_process(pid)
+            state = proc.read_process(pid)
             (told,) = with_ends([state], [os.getpid(), pid, opener.pid])
         finally:
             os.kill(pid, 9)
