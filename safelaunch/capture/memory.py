@@ -37,12 +37,17 @@ class Symbol(NamedTuple):
 
 
 class Memory:
-    def __init__(self, pid: int) -> None:
+    """The memory of process ``pid``. ``fd``: an open descriptor of it, which the process itself has sent; -1: none."""
+
+    def __init__(self, pid: int, fd: int = -1) -> None:
         self._pid = pid
+        self._fd = fd
 
     def read(self, address: int, size: int) -> bytes:
         """As much as is there; empty if it may not be read."""
         try:
+            if self._fd >= 0:
+                return os.pread(self._fd, size, address)
             with open(f"/proc/{self._pid}/mem", "rb", buffering=0) as memory:
                 return os.pread(memory.fileno(), size, address)
         except (OSError, OverflowError):

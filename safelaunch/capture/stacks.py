@@ -14,13 +14,14 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from safelaunch.capture import command, proc, user_source
+from safelaunch.capture.memory import Memory
 from safelaunch.capture.result import Result, attempt
 from safelaunch.job.process import ProcessId, identify
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
@@ -205,32 +206,44 @@ def stack_of(
         _alive(pid, state)
     except CaptureError as error:
         return Result(None, "py-spy dump --json", time.monotonic() - begin, missing=error.message)
+
+    def read() -> Result[StackSample]:
+        return dump(pid, deadline_s=until - time.monotonic(), nonblocking=True, py_spy=py_spy)
+
+    return replace(settled(pid, until, read), duration_s=time.monotonic() - begin)
+
+
+def settled(pid: int, until: float, read: Callable[[], Result[StackSample]]) -> Result[StackSample]:
+    """The stacks of ``pid`` by ``read``, which is called up to ``READS`` times, until no thread that sleeps now ran
+    meanwhile; each thread as first read whole.
+    """
     found: Result[StackSample] | None = None
     for _ in range(READS):
         before = proc.scheduled(pid)
-        read = dump(pid, deadline_s=until - time.monotonic(), nonblocking=True, py_spy=py_spy)
+        one = read()
         after = proc.scheduled(pid)
         quiet = {tid for tid, now in after.items() if not now.runs and now == before.get(tid)}
         asleep = {tid for tid, now in after.items() if not now.runs}
-        if read.value is not None:
-            whole = {one.os_tid: one for one in found.value.threads if not one.torn} if found and found.value else {}
-            threads = (_seen(one, pid, after, quiet) for one in read.value.threads)
-            merged = tuple(whole.get(one.os_tid, one) if one.torn else one for one in threads)
-            found = replace(read, value=msgspec.structs.replace(read.value, threads=merged))
-            again = any(one.torn and (one.os_tid is None or one.os_tid in asleep) for one in merged)
+        if one.value is not None:
+            threads = found.value.threads if found is not None and found.value is not None else ()
+            whole = {thread.os_tid: thread for thread in threads if not thread.torn}
+            fresh = (_seen(thread, pid, after, quiet) for thread in one.value.threads)
+            merged = tuple(whole.get(thread.os_tid, thread) if thread.torn else thread for thread in fresh)
+            found = replace(one, value=msgspec.structs.replace(one.value, threads=merged))
+            again = any(thread.torn and (thread.os_tid is None or thread.os_tid in asleep) for thread in merged)
         else:
-            found = found or read
-            again = not read.kind and quiet != set(after)  # else it is no torn read that it failed at
+            found = found or one
+            again = not one.kind and quiet != set(after)  # else it is no torn read that it failed at
         if not again or time.monotonic() >= until:
             break
     assert found is not None
-    return replace(found, duration_s=time.monotonic() - begin)
+    return found
 
 
 def _seen(thread: Thread, pid: int, threads: Mapping[int, proc.Scheduled], quiet: Collection[int]) -> Thread:
     """With its kernel id, which py-spy finds without a stop only on Python 3.11+, and whether it ran meanwhile."""
     tid = thread.os_tid
-    if tid is None and (tid := proc.tid_of(pid, thread.ident, threads)) is not None:
+    if tid is None and (tid := proc.tid_of(Memory(pid), thread.ident, threads)) is not None:
         thread = msgspec.structs.replace(thread, os_tid=tid, active=threads[tid].runs)
     return msgspec.structs.replace(thread, torn=len(quiet) < len(threads) if tid is None else tid not in quiet)
 

@@ -184,8 +184,8 @@ def _passed(mapping: Mapping) -> bool:
 class Resting:
     """The threads of one process."""
 
-    def __init__(self, pid: int) -> None:
-        self._memory = Memory(pid)
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
         self._left = MAX_THREADS
 
     def rests_in(self, syscall: str) -> str:
