@@ -40,6 +40,7 @@ from safelaunch.supervise.pollers import GroupTimeout, Health, Poller, PulseTake
 from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.respond import Incident, JobView, interrupted
 from safelaunch.supervise.stall import StallCase
+from safelaunch.supervise.tracing import Tracing
 from safelaunch.supervise.watch.job import Glance, Watch, bounds_of, policy_of
 from safelaunch.supervise.watch.quiet import frozen_s as frozen_s_of
 from safelaunch.supervise.watch.restart import Failure, failure_of, why_give_up
@@ -127,7 +128,7 @@ class Supervisor:
         self._ending: Task[tuple[process.ProcessId, ...]] | None = None
         self._pollers: list[Poller[Any]] = [GroupTimeout(self._watch, bounds.floor_s)] if bounds is not None else []
         self._pollers.append(Health(self._watch, lambda: [one.pid for one in self._processes.all()]))
-        self._pollers += PulseTaker(self._watch), WorkTaker(self._watch)
+        self._pollers += PulseTaker(self._watch), WorkTaker(self._watch), Tracing(self._watch)
         self._notices = Notices(
             self._watch,
             self._watch.policy,

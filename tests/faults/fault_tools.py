@@ -19,7 +19,7 @@ from scene import Scene, Setting
 DENIED = "echo 'Error: Permission Denied: Try running again with elevated permissions' >&2; exit 1"
 
 
-def _interpreter(home: Path) -> Path:
+def bare_interpreter(home: Path) -> Path:
     """Makes an interpreter with this one's packages but without its programs. Returns its directory."""
     (home / "bin").mkdir(parents=True)
     (home / "bin" / "python").symlink_to(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
@@ -74,7 +74,7 @@ def _arranged(fault: Callable[[Path], None] | None) -> Callable[[Setting], Abstr
 
     @contextmanager
     def arrange(setting: Setting) -> Iterator[None]:
-        beside = _interpreter(setting.scratch / "bare")
+        beside = bare_interpreter(setting.scratch / "bare")
         if fault is None:
             (beside / "py-spy").symlink_to(Path(sys.prefix) / "bin" / "py-spy")
         else:
@@ -92,6 +92,13 @@ def _broken(fault: Callable[[Path], None]) -> Callable[[Scene], None]:
         scene.steer("hang")  # if it has not begun
 
     return inject
+
+
+def without_rights(home: Path) -> tuple[str, ...]:
+    """Returns the words that start safelaunch with a py-spy that may trace nothing."""
+    beside = bare_interpreter(home)
+    denied(beside / "py-spy")
+    return os.fspath(beside / "python"), "-m", "safelaunch"
 
 
 FAULTS = {
