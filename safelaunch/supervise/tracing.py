@@ -59,7 +59,7 @@ class _Vector(ctypes.Structure):
 
 
 def may_read(pid: int) -> bool:
-    """Tells if the kernel lets this process read the memory of ``pid``, as py-spy does. Asks with an invalid address."""
+    """Tells if this process may read the memory of ``pid``, as py-spy does. Asks with an invalid address."""
     try:
         read = ctypes.CDLL(None, use_errno=True).process_vm_readv
     except (OSError, AttributeError):
