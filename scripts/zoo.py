@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
 
-import fault_tools
+import broken_py_spy
 import netns
 import zoo
 import zoo_nodes
@@ -239,7 +239,7 @@ def _run(
 ) -> tuple[list[str], dict[str, Any]]:
     """Returns what is wrong, and the verdict."""
     if nodes == 1:
-        interpreter = fault_tools.without_rights(scratch / "bare") if blind else ()
+        interpreter = broken_py_spy.without_rights(scratch / "bare") if blind else ()
         env = {"PATH": "/usr/bin:/bin"} if blind else None
         with zoo.start(specimen, culprit, scratch, ranks=world, interpreter=interpreter, env=env) as job:
             results = [job.wait()]

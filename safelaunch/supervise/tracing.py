@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import math
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -51,20 +50,17 @@ def refusal(pid: int) -> str:
     if may_read(pid):
         return ""
     read = stacks.dump(pid, nonblocking=True)  # its file may have rights that this process lacks
-    return read.missing if read.kind == "denied" else ""
-
-
-class _Vector(ctypes.Structure):
-    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+    if read.value is not None or read.kind == "timeout":
+        return ""
+    return why(stacks.explain("permission denied", stacks.tracing_facts(pid)))
 
 
 def may_read(pid: int) -> bool:
-    """Tells if this process may read the memory of ``pid``, as py-spy does. Asks with an invalid address."""
+    """Tells if this process may open the memory of ``pid``, for which the kernel asks the same as of a tracer."""
     try:
-        read = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    except (OSError, AttributeError):
-        return True  # not known
-    here, there = _Vector(ctypes.addressof(buffer := ctypes.create_string_buffer(1)), 1), _Vector(0, 1)
-    read(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-    del buffer
-    return ctypes.get_errno() not in (errno.EPERM, errno.EACCES, errno.ENOSYS)
+        os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC))
+    except PermissionError:
+        return False
+    except OSError:
+        pass  # it has ended
+    return True

@@ -12,61 +12,25 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from broken_py_spy import (
+    bare_interpreter,
+    denied,
+    flooding,
+    gibberish,
+    hanging,
+    killed_by_a_signal,
+    missing,
+    not_executable,
+)
 from fault_processes import kill
 from row import DIES, NAMED, Row
 from scene import Scene, Setting
-
-DENIED = "echo 'Error: Permission Denied: Try running again with elevated permissions' >&2; exit 1"
-
-
-def bare_interpreter(home: Path) -> Path:
-    """Makes an interpreter with this one's packages but without its programs. Returns its directory."""
-    (home / "bin").mkdir(parents=True)
-    (home / "bin" / "python").symlink_to(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
-    (home / "pyvenv.cfg").write_text((Path(sys.prefix) / "pyvenv.cfg").read_text())
-    (home / "lib").symlink_to(Path(sys.prefix) / "lib")
-    return home / "bin"
 
 
 def _needs() -> str:
     if sys.prefix == sys.base_prefix:
         return "needs a virtual environment, to make another one like it"
     return "there is a py-spy in /usr/bin" if Path("/usr/bin/py-spy").exists() else ""
-
-
-def missing(place: Path) -> None:
-    place.unlink(missing_ok=True)
-
-
-def not_executable(place: Path) -> None:
-    _script(place, "exit 0", 0o644)
-
-
-def hanging(place: Path) -> None:
-    _script(place, "exec sleep 3606")
-
-
-def denied(place: Path) -> None:
-    _script(place, DENIED)
-
-
-def gibberish(place: Path) -> None:
-    _script(place, "echo gibberish")
-
-
-def killed_by_a_signal(place: Path) -> None:
-    _script(place, "kill -SEGV $$")
-
-
-def flooding(place: Path) -> None:
-    _script(place, "exec yes")
-
-
-def _script(place: Path, does: str, mode: int = 0o755) -> None:
-    """Replaces py-spy by a script. Processes that have the old file open keep it."""
-    place.unlink(missing_ok=True)
-    place.write_text(f"#!/bin/sh\n{does}\n")
-    place.chmod(mode)
 
 
 def _arranged(fault: Callable[[Path], None] | None) -> Callable[[Setting], AbstractContextManager[object]]:
@@ -94,13 +58,6 @@ def _broken(fault: Callable[[Path], None]) -> Callable[[Scene], None]:
     return inject
 
 
-def without_rights(home: Path) -> tuple[str, ...]:
-    """Returns the words that start safelaunch with a py-spy that may trace nothing."""
-    beside = bare_interpreter(home)
-    denied(beside / "py-spy")
-    return os.fspath(beside / "python"), "-m", "safelaunch"
-
-
 FAULTS = {
     "missing": missing,
     "not executable": not_executable,
@@ -112,10 +69,10 @@ FAULTS = {
 }
 
 LATER = ("missing", "hanging", "denied")
-WITHOUT = replace(NAMED, said=("no stack could be read",))
+INSIDE = replace(NAMED, said=("py-spy can't read the stacks",))
 ROWS = [
     *(
-        Row(f"py-spy {name}", "suspicion", WITHOUT if name in ("missing", "denied") else NAMED,
+        Row(f"py-spy {name}", "suspicion", NAMED if name == "hanging" or name == "never stops talking" else INSIDE,
             arrange=_arranged(fault), needs=_needs)
         for name, fault in FAULTS.items()
     ),

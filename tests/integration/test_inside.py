@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import zoo
+from broken_py_spy import without_rights
 from jobs import PROGRAMS, Job
 
 from safelaunch.capture.inside import HOW
@@ -18,9 +19,10 @@ REFUSED = (sys.executable, os.fspath(PROGRAMS / "refused.py"), sys.executable, "
 LINE = "py-spy can't read the stacks of the ranks: "
 
 
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs a virtual environment, to make another one like it")
 def test_refused_tracing_is_announced_and_the_hang_is_proved_from_inside(tmp_path: Path) -> None:
-    specimen = zoo.BY_NAME["read-pipe"]
-    with zoo.start(specimen, 1, tmp_path, interpreter=REFUSED) as job:
+    specimen, interpreter = zoo.BY_NAME["lock-order"], without_rights(tmp_path / "bare")
+    with zoo.start(specimen, 1, tmp_path, interpreter=interpreter, env={"PATH": "/usr/bin:/bin"}) as job:
         result = job.wait()
 
     assert zoo.judge(specimen, 1, result) == []
@@ -39,13 +41,15 @@ def test_refused_tracing_is_announced_and_the_hang_is_proved_from_inside(tmp_pat
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="an undumpable process may read its own files only as root")
-def test_undumpable_rank_reports_its_system_calls_and_time_limits(tmp_path: Path) -> None:
+def test_undumpable_rank_sends_its_system_calls_and_time_limits(tmp_path: Path) -> None:
     specimen = zoo.BY_NAME["asleep"]
     words = [*zoo.options_of(specimen), "--nproc-per-node=2", PROGRAMS / "undumpable.py"]
     with Job([*words, *zoo.script_of(specimen, 0, tmp_path)], tmp_path, interpreter=REFUSED) as job:
         result = job.wait()
 
     assert (result.verdict["cause"], [one["rank"] for one in result.verdict["culprits"]]) == (specimen.cause, [0])
+    assert result.stderr.count(f"{LINE}permission denied") == 1
+    assert {sample["how"] for sample in result.bundle.json("ranks/0/stack.json")} == {HOW}
     states = result.bundle.json("ranks/0/proc.json")["main"]["states"]
     thread = next(one for one in states[-1]["threads"] if one["tid"] == states[-1]["pid"])
     assert thread["syscall_name"] == "clock_nanosleep"
