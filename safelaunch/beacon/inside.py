@@ -30,7 +30,8 @@ MOST_CHILDREN = 256
 _OPTIMIZED = 0x1  # a function's own variables, and no module's
 _C10D = "torch/distributed/distributed_c10d.py"
 _EXTENSIONS = "torch/utils/cpp_extension.py"
-_LOADER = "torch.utils.data._utils.worker"
+_DATALOADER = "torch/utils/data/dataloader.py"
+_NEAR = 32  # frames around the innermost one
 _READS_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
 
 
@@ -124,7 +125,8 @@ def send(connection: Any) -> None:
 def told() -> dict[str, object]:
     """Returns the whole answer. Stacks come first: while this thread has the GIL, all are of the same moment."""
     threads = _stacks()
-    return {"threads": threads, "calls": _of_tasks("syscall"), "waits": _of_tasks("wchan"), "roles": _roles()}
+    roles = log.guarded(_roles)() or {}
+    return {"threads": threads, "calls": _of_tasks("syscall"), "waits": _of_tasks("wchan"), "roles": roles}
 
 
 def _stacks() -> list[dict[str, object]]:
@@ -211,12 +213,29 @@ def _of_tasks(name: str) -> dict[str, str]:
 
 
 def _roles() -> dict[str, str]:
-    """Returns what this process has started its children for, as far as ``multiprocessing`` has started them."""
+    """Returns the workers of the DataLoaders in which threads of this process wait, by their pids."""
     found: dict[str, str] = {}
-    children: Any = getattr(sys.modules.get("multiprocessing.process"), "_children", ())
-    for child in list(children)[:MOST_CHILDREN]:
-        pid, target = getattr(getattr(child, "_popen", None), "pid", None), getattr(child, "_target", None)
-        if type(pid) is int:
-            is_loader = getattr(target, "__module__", "") == _LOADER
-            found[str(pid)] = "dataloader worker" if is_loader else "child"
+    for innermost in list(sys._current_frames().values()):
+        frame: FrameType | None = innermost
+        for _ in range(_NEAR):
+            if frame is None:
+                break
+            if frame.f_code.co_filename.endswith(_DATALOADER) and frame.f_code.co_varnames[:1] == ("self",):
+                workers: Any = getattr(_first_argument(frame), "_workers", ())
+                pids = [getattr(one, "pid", None) for one in list(workers)[:MOST_CHILDREN]]
+                found.update({str(pid): "dataloader worker" for pid in pids if type(pid) is int})
+                break
+            frame = frame.f_back
     return found
+
+
+def _first_argument(frame: FrameType) -> object:
+    if sys.version_info >= (3, 13):
+        return frame.f_locals.get("self")
+    if frame.f_trace is not None:
+        return None
+    variables: Any = frame.f_locals
+    try:
+        return variables.get("self")
+    finally:
+        variables.clear()

@@ -289,12 +289,15 @@ def _without_stacks(looks: Looks) -> str:
 def _read_from_inside(looks: Looks) -> tuple[str, ...]:
     """A line about the ranks that have sent their stacks themselves, as py-spy could not read them."""
     found: dict[str, set[int]] = {}
+    ranks: dict[int, str] = {}
     for look in looks.taken:
         for number, rank in look.ranks.items():
             stack = rank.main.stack if rank.main is not None else None
             if stack is not None and stack.value is not None and stack.value.how == inside.HOW:
-                found.setdefault(stack.note, set()).add(number)
-    return tuple(f"stacks of {rank_words(ranks)}: {note}" for note, ranks in found.items())
+                ranks.setdefault(number, stack.note)
+    for number, note in ranks.items():
+        found.setdefault(note, set()).add(number)
+    return tuple(f"stacks of {rank_words(numbers)}: {note}" for note, numbers in found.items())
 
 
 def _evidence(outcome: Outcome, ranks: Sequence[RankEvidence], world_size: int) -> Evidence:
