@@ -23,6 +23,7 @@ import msgspec
 from safelaunch.capture import command, proc, user_source
 from safelaunch.capture.memory import Memory
 from safelaunch.capture.result import Result, attempt
+from safelaunch.capture.result import why as reason_of
 from safelaunch.job.process import ProcessId, identify
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
 from safelaunch.system.decoding import from_json
@@ -33,6 +34,7 @@ from safelaunch.verdict.reading.frames import is_library
 from safelaunch.verdict.reading.kernel import WRITES
 
 DEADLINE_S = 3.0
+VERSION_S = 3.0
 READS = 3  # of a process whose threads run while they are read
 
 
@@ -412,6 +414,36 @@ def explain(stderr: str, facts: Facts) -> CaptureError:
     if "interpreter" in said:
         return CaptureError(f"no Python interpreter found: the process is starting or ending ({summary(stderr)})")
     return CaptureError(summary(stderr) or "py-spy failed without a message")
+
+
+def refusal(pid: int) -> str:
+    """Why py-spy can't read the stacks of ``pid``; empty if it can, or if that is not certain."""
+    try:
+        py_spy = find_py_spy()
+        shown = command.run([py_spy, "--version"], deadline_s=VERSION_S)
+    except CaptureError as error:
+        return reason_of(error)
+    if shown.timed_out:
+        return ""
+    if shown.returncode or not shown.stdout.startswith(b"py-spy"):
+        return f"{py_spy} does not work ({summary(shown.stderr) or 'no version'})"
+    if may_read(pid):
+        return ""
+    read = dump(pid, nonblocking=True)  # its file may have rights that this process lacks
+    if read.value is not None or read.kind == "timeout":
+        return ""
+    return reason_of(explain("permission denied", tracing_facts(pid)))
+
+
+def may_read(pid: int) -> bool:
+    """Tells if this process may open the memory of ``pid``, for which the kernel asks the same as of a tracer."""
+    try:
+        os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC))
+    except PermissionError:
+        return False
+    except OSError:
+        pass  # it has ended
+    return True
 
 
 def summary(stderr: str) -> str:

@@ -36,11 +36,10 @@ from safelaunch.supervise.early import EarlyLooks
 from safelaunch.supervise.job_context import job_context
 from safelaunch.supervise.live import Live
 from safelaunch.supervise.notices import Contracts, Notices
-from safelaunch.supervise.pollers import GroupTimeout, Health, Poller, PulseTaker, WorkTaker
+from safelaunch.supervise.pollers import GroupTimeout, Health, Poller, PulseTaker, Tracing, WorkTaker
 from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.respond import Incident, JobView, interrupted
 from safelaunch.supervise.stall import StallCase
-from safelaunch.supervise.tracing import Tracing
 from safelaunch.supervise.watch.job import Glance, Watch, bounds_of, policy_of
 from safelaunch.supervise.watch.quiet import frozen_s as frozen_s_of
 from safelaunch.supervise.watch.restart import Failure, failure_of, why_give_up
