@@ -130,9 +130,8 @@ def told() -> dict[str, object]:
 
 
 def _stacks() -> list[dict[str, object]]:
-    mine = _thread.get_ident()
-    by_ident = {ident: frame for ident, frame in sys._current_frames().items() if ident != mine}
-    return [_stack(ident, frame) for ident, frame in list(by_ident.items())[:MOST_THREADS]]
+    """Includes the thread that answers: without frames, it would look like one of an unknown library."""
+    return [_stack(ident, frame) for ident, frame in list(sys._current_frames().items())[:MOST_THREADS]]
 
 
 def _stack(ident: int, innermost: FrameType) -> dict[str, object]:
@@ -152,6 +151,7 @@ def _stack(ident: int, innermost: FrameType) -> dict[str, object]:
         frame = frame.f_back
     thread: dict[str, object] = {"thread_id": ident, "frames": frames}
     name, tid = getattr(known, "_name", None), getattr(known, "_native_id", None)
+    tid = _thread.get_native_id() if ident == _thread.get_ident() else tid
     if type(name) is str:
         thread["thread_name"] = name
     if type(tid) is int and os.path.exists(f"/proc/self/task/{tid}"):

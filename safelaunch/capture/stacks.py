@@ -30,7 +30,7 @@ from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import link_of, text_of
 from safelaunch.system.printable import clean
-from safelaunch.verdict.reading.frames import is_library
+from safelaunch.verdict.reading.frames import is_library, is_ours
 from safelaunch.verdict.reading.kernel import WRITES
 
 DEADLINE_S = 3.0
@@ -232,7 +232,11 @@ def settled(pid: int, until: float, read: Callable[[], Result[StackSample]]) -> 
             fresh = (_seen(thread, pid, after, quiet) for thread in one.value.threads)
             merged = tuple(whole.get(thread.os_tid, thread) if thread.torn else thread for thread in fresh)
             found = replace(one, value=msgspec.structs.replace(one.value, threads=merged))
-            again = any(thread.torn and (thread.os_tid is None or thread.os_tid in asleep) for thread in merged)
+            again = any(
+                thread.torn and (thread.os_tid is None or thread.os_tid in asleep)
+                for thread in merged
+                if not all(is_ours(frame.file) for frame in thread.frames)  # as one that answers does
+            )
         else:
             found = found or one
             again = not one.kind and quiet != set(after)  # else it is no torn read that it failed at
