@@ -26,6 +26,7 @@ SEND_S = 1.0
 MOST_THREADS = 4096
 MOST_FRAMES = 1024  # of a thread, the innermost ones
 MOST_CHARACTERS = 4096  # of a local variable
+MOST_BITS = 64  # of a number
 MOST_CHILDREN = 256
 _OPTIMIZED = 0x1  # a function's own variables, and no module's
 _C10D = "torch/distributed/distributed_c10d.py"
@@ -190,7 +191,8 @@ def _variables(frame: FrameType) -> list[dict[str, object]]:
 def _shown(variables: Any) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     for name, value in list(variables.items()):
-        if type(value) is int or (type(value) is str and len(value) <= MOST_CHARACTERS):
+        is_small = type(value) is int and value.bit_length() <= MOST_BITS
+        if is_small or (type(value) is str and len(value) <= MOST_CHARACTERS):
             found.append({"name": name, "repr": repr(value)})
     return found
 

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -43,29 +44,30 @@ class Token:
     pass
 
 
-def rests(go: threading.Event, there: threading.Event, number: int, token: object) -> None:
-    secret = "a" * 10  # noqa: F841 - read from outside
+def rests(go: SimpleQueue[None], there: threading.Event, number: int, token: object) -> None:
+    key = f"key/{number}"  # noqa: F841 - read from outside
+    huge = 10**5000  # noqa: F841
     there.set()
-    go.wait()
+    go.get()
 
 
-def rests_with_its_own_locals(go: threading.Event, there: threading.Event, seen: list[Any]) -> None:
+def rests_with_its_own_locals(go: SimpleQueue[None], there: threading.Event, seen: list[Any]) -> None:
     mine = locals()
     there.set()
-    go.wait()
+    go.get()
     seen.append(dict(mine))
 
 
 @contextmanager
 def resting(target: Any, *args: object) -> Iterator[threading.Thread]:
-    go, there = threading.Event(), threading.Event()
+    go, there = SimpleQueue[None](), threading.Event()
     thread = threading.Thread(target=target, args=(go, there, *args), name="rests")
     thread.start()
     there.wait()
     try:
         yield thread
     finally:
-        go.set()
+        go.put(None)
         thread.join()
 
 
@@ -80,7 +82,9 @@ def test_stacks_name_thread_function_line_and_kernel_id() -> None:
         told: Any = beacon.told()
 
     frame = next(one for one in stack["frames"] if one["name"] == "rests")
-    assert (frame["filename"], frame["line"]) == (__file__, rests.__code__.co_firstlineno + 3)
+    assert (frame["filename"], frame["line"]) == (__file__, rests.__code__.co_firstlineno + 4)
+    shown = {one["name"]: one["repr"] for one in frame["locals"]}
+    assert shown == {"number": "7", "key": "'key/7'"}
     assert (stack["thread_name"], stack["os_thread_id"]) == ("rests", thread.native_id)
     mine = next(one for one in told["threads"] if one["thread_id"] == threading.get_ident())
     assert mine["os_thread_id"] == threading.get_native_id()
