@@ -6,6 +6,7 @@ python scripts/zoo.py --ranks 4 --json zoo.json
 python scripts/zoo.py --nodes 2                 # the ranks spread over nodes, in network namespaces (root)
 python scripts/zoo.py --first-word          # with nothing configured: how soon is the right rank on the screen?
 python scripts/zoo.py --default --culprit 1     # with nothing configured: which classes are proved, and what follows?
+python scripts/zoo.py --without-py-spy --culprit 0  # py-spy may not trace: the stacks come from inside the ranks
 python scripts/zoo.py --attach --culprit 1      # under plain torchrun: what does safelaunch dump say 20 s later?
 """
 
@@ -28,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
 
+import broken_py_spy
 import netns
 import zoo
 import zoo_nodes
@@ -64,7 +66,7 @@ def main() -> int:
     keep = Path(words.keep) if words.keep else None
     with ThreadPoolExecutor(words.jobs) as pool:
         rows = []
-        for row in pool.map(lambda case: _one(*case, keep, attach=words.attach), cases):
+        for row in pool.map(lambda case: _one(*case, keep, attach=words.attach, blind=words.without_py_spy), cases):
             rows.append(row)
             mark = "needs a recorder: " if words.attach and zoo.BY_NAME[str(row["class"])].recorder else ""
             print(
@@ -96,6 +98,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--attach", action="store_true", help="attach to jobs of plain torchrun instead; seconds: of dump"
     )
+    parser.add_argument("--without-py-spy", action="store_true", help="with a py-spy that may not trace")
     parser.add_argument("--keep", metavar="DIR", help="keep bundles and output below DIR")
     words = parser.parse_args()
     if words.nodes > 1 and (reason := netns.cannot()):
@@ -181,7 +184,14 @@ def _answer(specimen: zoo.Specimen, culprit: int, world: int) -> dict[str, Any]:
 
 
 def _one(
-    specimen: zoo.Specimen, culprit: int, world: int, nodes: int, keep: Path | None, *, attach: bool = False
+    specimen: zoo.Specimen,
+    culprit: int,
+    world: int,
+    nodes: int,
+    keep: Path | None,
+    *,
+    attach: bool = False,
+    blind: bool = False,
 ) -> dict[str, Any]:
     name = f"{specimen.name}-{culprit}of{world}"
     scratch = Path(tempfile.mkdtemp(prefix="zoo-"))
@@ -196,10 +206,11 @@ def _one(
         if attach:
             wrong, verdict, begin = _attach(specimen, culprit, world, scratch)
         else:
-            wrong, verdict = _run(specimen, culprit, world, nodes, scratch)
+            wrong, verdict = _run(specimen, culprit, world, nodes, scratch, blind=blind)
     except AssertionError as error:  # the job did not end; the message contains its output
         wrong, verdict = [str(error).splitlines()[0]], {}
     row |= {"seconds": round(time.monotonic() - begin, 1), "cause": verdict.get("cause", "-")}
+    row |= {"named": [one["rank"] for one in verdict.get("culprits", ())]}
     row |= {"confidence": verdict.get("confidence", "-"), "summary": verdict.get("summary", ""), "wrong": wrong}
     if keep is None:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -224,11 +235,13 @@ def _attach(specimen: zoo.Specimen, culprit: int, world: int, scratch: Path) -> 
 
 
 def _run(
-    specimen: zoo.Specimen, culprit: int, world: int, nodes: int, scratch: Path
+    specimen: zoo.Specimen, culprit: int, world: int, nodes: int, scratch: Path, *, blind: bool = False
 ) -> tuple[list[str], dict[str, Any]]:
     """Returns what is wrong, and the verdict."""
     if nodes == 1:
-        with zoo.start(specimen, culprit, scratch, ranks=world) as job:
+        interpreter = broken_py_spy.without_rights(scratch / "bare") if blind else ()
+        env = {"PATH": "/usr/bin:/bin"} if blind else None
+        with zoo.start(specimen, culprit, scratch, ranks=world, interpreter=interpreter, env=env) as job:
             results = [job.wait()]
         wrong = zoo.judge(specimen, culprit, results[0], ranks=world)
     else:

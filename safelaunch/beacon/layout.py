@@ -81,6 +81,8 @@ def parse_page_name(name: str) -> tuple[int, int, int] | None:
 
 AGENT_PAGE = "agent"  # the torchrun agent's page: only PID, START_TICKS, ACK and ENDING are used
 SERVER_SUFFIX = ".sock"
+ASK_SUFFIX = ".ask"  # the supervisor's socket, to which the rank sends its stacks
+STACKS_SUFFIX = ".stk"  # the rank's own socket for them, if its torch's worker server takes no handlers
 RING_SUFFIX = ".ring"
 META_SUFFIX = ".meta"
 FAULT_SUFFIX = ".fault"

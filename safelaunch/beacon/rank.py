@@ -153,7 +153,7 @@ def _torch_distributed(c10d: Any, base: str, words: memoryview, env: Mapping[str
     from . import server
 
     log.guarded(set_group_timeout)(c10d, env.get("SAFELAUNCH_GROUP_TIMEOUT", ""))
-    if server.start(base + layout.SERVER_SUFFIX, words):
+    if server.start(base, words):
         marks.set_server_up()
 
 

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 
-from . import descriptors, layout, log, page
+from . import descriptors, inside, layout, log, page
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,8 +38,9 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _GLOO = "gloo"  # records by itself, and is the recorder that torch reads where no backend is named
 
 
-def start(path: str, words: memoryview) -> bool:
-    """Starts the server on the socket ``path``. Returns False if this torch has none. ``words``: the rank's page."""
+def start(base: str, words: memoryview) -> bool:
+    """Starts the server. Returns False if this torch has none. ``base``: the path of the rank's page ``words``."""
+    path = base + layout.SERVER_SUFFIX
     try:
         from torch._C import _distributed_c10d as c10d
 
@@ -47,7 +48,9 @@ def start(path: str, words: memoryview) -> bool:
     except (ImportError, AttributeError):
         return False
     register = getattr(c10d, "_register_handler", None)
-    if register is not None:
+    if register is None:
+        inside.listen(base, words)
+    else:
 
         def add(name: str, answer: Callable[[Any, Any], None]) -> None:
             handler = _counted(answer, words)
@@ -57,6 +60,7 @@ def start(path: str, words: memoryview) -> bool:
 
         add(GIL_HANDLER, _answer_gil)
         add(FLIGHT_RECORD_HANDLER, _answer_flight_record)
+        add(inside.HANDLER, inside.handler(base))
         _follow_recorders(add)
     global _server
     _server = _without_server_log(lambda: descriptors.protect_new_sockets(lambda: server_class(path)))

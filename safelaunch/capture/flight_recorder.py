@@ -323,6 +323,9 @@ _COUNTED = "safelaunch_"  # the handlers that count the questions which they hav
 class Questions(Protocol):
     """The part of a rank's page that its Python handlers need; see ``capture.pages.Page``."""
 
+    @property
+    def owes_answer(self) -> bool: ...
+
     def begin_question(self) -> bool: ...
 
     def withdraw_question(self) -> None: ...

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -16,7 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from safelaunch.capture import proc, sockets, stacks, waits
+from safelaunch.capture import inside, proc, sockets, stacks, waits
 from safelaunch.capture.flight_recorder import Questions
 from safelaunch.capture.result import gather, late
 from safelaunch.job import process
@@ -30,6 +31,10 @@ T = TypeVar("T")
 LOCK_DEADLINE_S = 0.5
 LEAST_ENDS_S = 0.5
 RETURN_S = 0.2  # what has been read of a rank has to be returned before the look is over
+INSIDE_S = 2.0
+LEAST_STATE_S = 0.3
+# What such a sample lacks, with the reason after it.
+INSTEAD = "read from inside the rank, without C frames and without the stacks of its child processes"
 MAX_CHILDREN = 48  # per rank: a loader's worker pool is smaller, and the look must stay short
 
 
@@ -53,11 +58,13 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class ProcessLook:
-    """One process at one moment; ``state`` None: it is gone, or was not seen in time (``is_late``)."""
+    """One process at one moment; ``state`` None: it is gone, or was not seen in time (``is_late``). ``role``: what its
+    rank has started it for, if that was asked."""
 
     pid: int
     state: ProcessState | None
     stack: Result[StackSample]
+    role: str = ""
 
     @property
     def is_late(self) -> bool:
@@ -188,13 +195,37 @@ def _rank(
     main = _process(target.pid, each_s, locks)
     if main.state is not None and main.state.start_ticks != target.start_ticks:
         main = ProcessLook(target.pid, None, Result(None, "py-spy dump", 0.0, missing="the process has ended"))
+    main, roles = _from_inside(target, main, locks, until)
     family = [*process.descendants([target.pid], table=table), *proc.orphans(target.pid, table)]
     below = [one.pid for one in family[:MAX_CHILDREN]]
     left_s = max(0.0, until - time.monotonic())
     looks = gather([partial(_child, target, pid, each_s, locks) for pid in below], deadline_s=left_s, workers=4)
     late_one = Result[StackSample](None, "py-spy dump", left_s, missing=late(left_s), kind="timeout")
     children = (one or ProcessLook(pid, None, late_one) for pid, one in zip(below, looks, strict=True))
-    return RankLook(target.rank, main, tuple(one for one in children if one.state is not None or one.is_late))
+    known = (replace(one, role=roles.get(one.pid, "")) for one in children)
+    return RankLook(target.rank, main, tuple(one for one in known if one.state is not None or one.is_late))
+
+
+def _from_inside(
+    target: Target, main: ProcessLook, locks: tuple[waits.Held, ...] | None, until: float
+) -> tuple[ProcessLook, Mapping[int, str]]:
+    """The rank's main process with its stacks as it tells them itself, if they could not be read from outside; and the
+    roles of its children."""
+    state, questions, left_s = main.state, target.questions, until - time.monotonic()
+    if main.stack.value is not None or state is None or target.socket is None or questions is None or left_s <= 0:
+        return main, {}
+    if state.state in "TtZX" or state.frozen or questions.owes_answer:
+        return main, {}  # it would not answer, and a question without an answer delays its end
+    with inside.asked(target.socket, target.pid, questions, deadline_s=min(left_s, INSIDE_S)) as told:
+        if told.stack.value is None:
+            missing = f"{main.stack.missing}; {told.stack.missing}"
+            return replace(main, stack=replace(main.stack, missing=missing)), {}
+        if all(thread.syscall is None for thread in state.threads):  # the kernel shows them to the rank alone
+            with suppress(CaptureError):
+                left_s = max(LEAST_STATE_S, until - time.monotonic())
+                state = proc.read_process(target.pid, deadline_s=left_s, locks=locks, own=told.own)
+        stack = replace(told.stack, note=f"{INSTEAD}: {main.stack.missing}")
+        return replace(main, state=_with_polled_lock(state, stack), stack=stack), told.roles
 
 
 def _process(pid: int, deadline_s: float, locks: tuple[waits.Held, ...] | None) -> ProcessLook:
@@ -240,7 +271,8 @@ def _merge(looks: Sequence[ProcessLook], role: str) -> ProcessEvidence | None:
     samples = _once_each(look.stack.value for look in looks if look.stack.value is not None)
     if not states and not samples:
         return None
-    return ProcessEvidence(role or proc.role_of(states[-1] if states else None, samples), states, samples)
+    told = next((look.role for look in looks if look.role), "")
+    return ProcessEvidence(role or told or proc.role_of(states[-1] if states else None, samples), states, samples)
 
 
 def _once_each(values: Iterable[T]) -> tuple[T, ...]:

@@ -40,13 +40,18 @@ class Symbol(NamedTuple):
 
 
 class Memory:
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
+    """The memory of process ``pid``. ``fd``: an open descriptor of it, which the process itself has sent; -1: none."""
+
+    def __init__(self, pid: int, fd: int = -1) -> None:
+        self.pid = pid
+        self._fd = fd
 
     def read(self, address: int, size: int) -> bytes:
         """As much as is there; empty if it may not be read."""
         try:
-            with open(f"/proc/{self._pid}/mem", "rb", buffering=0) as memory:
+            if self._fd >= 0:
+                return os.pread(self._fd, size, address)
+            with open(f"/proc/{self.pid}/mem", "rb", buffering=0) as memory:
                 return os.pread(memory.fileno(), size, address)
         except (OSError, OverflowError):
             return b""
@@ -55,7 +60,7 @@ class Memory:
     def regions(self) -> list[Mapping]:
         """All mappings, in the order of their addresses; those of no file have an empty path. Raises OSError."""
         found = []
-        for line in Path(f"/proc/{self._pid}/maps").read_text("utf-8", "replace").splitlines():
+        for line in Path(f"/proc/{self.pid}/maps").read_text("utf-8", "replace").splitlines():
             bounds, access, offset, device, inode, *path = line.split(maxsplit=5)
             start, _, end = bounds.partition("-")
             begins, ends = int(start, 16), int(end, 16)
@@ -70,7 +75,7 @@ class Memory:
 
     def symbols(self, mapping: Mapping, wanted: re.Pattern[bytes], kind: int = FUNCTION) -> tuple[Symbol, ...]:
         """Those that the file behind a mapping of its code exports, of ``wanted`` names."""
-        path = f"/proc/{self._pid}/root{mapping.path}"
+        path = f"/proc/{self.pid}/root{mapping.path}"
         with suppress(OSError, OverflowError, IndexError, struct.error):  # the file may be damaged
             status = Path(path).stat()
             delta, found = _exported(path, (status.st_dev, status.st_ino, status.st_mtime_ns), wanted, kind)

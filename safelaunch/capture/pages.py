@@ -117,6 +117,11 @@ class Page:
         with self._asking:
             self._words[layout.ASKED] -= 1
 
+    @property
+    def owes_answer(self) -> bool:
+        """Whether a handler of the rank's may still wait for the GIL: it has not answered an earlier question."""
+        return self._words[layout.ANSWERED] < self._words[layout.ASKED]
+
     def announce_end(self) -> None:
         """Tells the agent that the next SIGTERM is safelaunch's, so that it prints no traceback."""
         self._words[layout.ENDING] = 1

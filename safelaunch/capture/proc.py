@@ -12,8 +12,9 @@ import re
 import struct
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,27 @@ from safelaunch.verdict.reading.kernel import kind_of
 
 _MAX_PATH = 4096
 MAX_THREADS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What a process has told of itself, which others may read only with the right to trace it.
+
+    ``calls`` and ``waits``: the files ``syscall`` and ``wchan`` of its threads. ``memory``: a descriptor of its memory,
+    -1 if there is none.
+    """
+
+    calls: Mapping[int, str]
+    waits: Mapping[int, str]
+    memory: int = -1
+
+    def of(self, name: str, tid: int) -> str:
+        """The file ``name`` of a thread; empty if the process has not told it, or the kernel gives none."""
+        text = {"syscall": self.calls, "wchan": self.waits}.get(name, {}).get(tid, "")
+        return "" if text == "0" else text
+
+
+NOTHING = Own({}, {})
 
 
 def parse_syscall(text: str) -> tuple[int, tuple[int, ...]] | None:
@@ -58,10 +80,12 @@ def parse_schedstat(text: str) -> tuple[int, int] | None:
     return int(fields[1]) // 1_000_000, int(fields[2])
 
 
-def read_process(pid: int, *, deadline_s: float = 2.0, locks: Sequence[waits.Held] | None = None) -> ProcessState:
+def read_process(
+    pid: int, *, deadline_s: float = 2.0, locks: Sequence[waits.Held] | None = None, own: Own = NOTHING
+) -> ProcessState:
     """The current state of a process and its threads; takes at most ``deadline_s`` seconds.
 
-    ``locks``: those of the node, where they have been read.
+    ``locks``: those of the node, where they have been read. ``own``: what it has told of itself.
 
     ``note`` names what is left out: files that may not be read (another user's process) or that do not answer.
     Raises ``CaptureError`` only if the process does not exist.
@@ -70,7 +94,9 @@ def read_process(pid: int, *, deadline_s: float = 2.0, locks: Sequence[waits.Hel
     if quick.state in "ZX":
         return structs.replace(quick, note="zombie: it has ended, but its parent has not reaped it")
     try:
-        threads, cmdline, held, notes = within(deadline_s, f"/proc/{pid}", lambda: _details(pid, quick.state, locks))
+        threads, cmdline, held, notes = within(
+            deadline_s, f"/proc/{pid}", lambda: _details(pid, quick.state, locks, own)
+        )
     except CaptureError as error:
         return structs.replace(quick, note=error.message)
     except Exception as error:  # noqa: BLE001 - the boundary: everything read so far still counts
@@ -160,13 +186,14 @@ def role_of(state: ProcessState | None, stacks: tuple[StackSample, ...] = ()) ->
 
 
 def _details(
-    pid: int, letter: str, locks: Sequence[waits.Held] | None
+    pid: int, letter: str, locks: Sequence[waits.Held] | None, own: Own
 ) -> tuple[tuple[ThreadState, ...], tuple[str, ...], tuple[FileLock, ...], list[str]]:
     """Threads, command line, file locks and notes: the part that may block."""
     notes: list[str] = []
     denied: set[str] = set()
-    resting = Resting(pid)
-    threads = _threads(pid, lambda pid, tid: _full_thread(pid, tid, denied, resting))
+    memory = Memory(pid, own.memory)
+    resting = Resting(memory)
+    threads = _threads(pid, lambda pid, tid: _full_thread(pid, tid, denied, resting, memory, own))
     if denied:
         notes.append(
             f"{', '.join(sorted(denied))} of its threads: permission denied"
@@ -219,7 +246,7 @@ def _quick_thread(pid: int, tid: int) -> ThreadState:
     return ThreadState(tid=tid, name=stat.name, state=stat.state, cpu_ms=stat.cpu_ms)
 
 
-def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting) -> ThreadState:
+def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting, memory: Memory, own: Own) -> ThreadState:
     task = Path(f"/proc/{pid}/task/{tid}")
     stat = _thread_stat(pid, tid)
 
@@ -227,6 +254,8 @@ def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting) -> Thre
         try:
             return _text(task / name)
         except PermissionError:
+            if told := own.of(name, tid):
+                return told
             denied.add(name)
         except OSError:
             pass  # the kernel was built without it, or the thread just ended
@@ -244,7 +273,7 @@ def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting) -> Thre
         tid=tid,
         name=stat.name,
         state=stat.state,
-        wchan="" if wchan == "0" else wchan,
+        wchan=own.of("wchan", tid) if wchan in ("", "0") else wchan,
         syscall=number,
         syscall_name=name,
         fd_target=futex,
@@ -254,25 +283,25 @@ def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting) -> Thre
         written_bytes=io[1] if io is not None else None,
         queued_ms=scheduled[0] if scheduled is not None else None,
         slices=scheduled[1] if scheduled is not None else None,
-        ends_s=waits.ends_s(name, arguments, Memory(pid).read),
+        ends_s=waits.ends_s(name, arguments, memory.read),
         child=waits.child_of(name, arguments),
         rests_in=rests_in,
         libraries=resting.libraries(text) if rests_in not in ("lock", "gil") else (),
         started_ns=time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + stat.start_ticks * procstat.TICK_NS,
     )
-    return _with_target(thread, pid, arguments)
+    return _with_target(thread, pid, arguments, memory)
 
 
-def _with_target(thread: ThreadState, pid: int, arguments: tuple[int, ...]) -> ThreadState:
+def _with_target(thread: ThreadState, pid: int, arguments: tuple[int, ...], memory: Memory) -> ThreadState:
     """With what its call works on: a descriptor, or a path."""
     name, fd = thread.syscall_name, None
     if name in waits.FD_FIRST:
         fd = arguments[0] & 0xFFFFFFFF
     elif name in ("poll", "ppoll") and arguments[1] == 1:  # one descriptor: a read or connect with a timeout
-        pollfd = Memory(pid).read(arguments[0], 4)
+        pollfd = memory.read(arguments[0], 4)
         fd = struct.unpack("=i", pollfd)[0] if len(pollfd) == 4 else None
     elif name in waits.PATH_ARGUMENT:
-        raw, ended, _ = Memory(pid).read(arguments[waits.PATH_ARGUMENT[name]], _MAX_PATH).partition(b"\0")
+        raw, ended, _ = memory.read(arguments[waits.PATH_ARGUMENT[name]], _MAX_PATH).partition(b"\0")
         return structs.replace(thread, fd_target=raw.decode("utf-8", "replace") if ended else "")
     if fd is None or not 0 <= fd < 1 << 24:
         return thread
@@ -328,9 +357,9 @@ def _slices(pid: int, tid: int) -> str:
 _TID_AT = {"x86_64": 720, "aarch64": 208}  # in glibc's struct pthread, which pthread_self() points at
 
 
-def tid_of(pid: int, ident: int, tids: Collection[int]) -> int | None:
+def tid_of(memory: Memory, ident: int, tids: Collection[int]) -> int | None:
     """The kernel's number of a thread of which Python knows ``pthread_self()``; one of ``tids``."""
     at = _TID_AT.get(platform.machine())
-    data = Memory(pid).read(ident + at, 4) if at and ident else b""
+    data = memory.read(ident + at, 4) if at and ident else b""
     tid = int.from_bytes(data, sys.byteorder)
     return tid if len(data) == 4 and tid in tids else None

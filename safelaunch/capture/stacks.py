@@ -14,24 +14,27 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from safelaunch.capture import command, proc, user_source
+from safelaunch.capture.memory import Memory
 from safelaunch.capture.result import Result, attempt
+from safelaunch.capture.result import why as reason_of
 from safelaunch.job.process import ProcessId, identify
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import link_of, text_of
 from safelaunch.system.printable import clean
-from safelaunch.verdict.reading.frames import is_library
+from safelaunch.verdict.reading.frames import is_library, is_ours
 from safelaunch.verdict.reading.kernel import WRITES
 
 DEADLINE_S = 3.0
+VERSION_S = 3.0
 READS = 3  # of a process whose threads run while they are read
 
 
@@ -205,32 +208,48 @@ def stack_of(
         _alive(pid, state)
     except CaptureError as error:
         return Result(None, "py-spy dump --json", time.monotonic() - begin, missing=error.message)
+
+    def read() -> Result[StackSample]:
+        return dump(pid, deadline_s=until - time.monotonic(), nonblocking=True, py_spy=py_spy)
+
+    return replace(settled(pid, until, read), duration_s=time.monotonic() - begin)
+
+
+def settled(pid: int, until: float, read: Callable[[], Result[StackSample]]) -> Result[StackSample]:
+    """The stacks of ``pid`` by ``read``, which is called up to ``READS`` times, until no thread that sleeps now ran
+    meanwhile; each thread as first read whole.
+    """
     found: Result[StackSample] | None = None
     for _ in range(READS):
         before = proc.scheduled(pid)
-        read = dump(pid, deadline_s=until - time.monotonic(), nonblocking=True, py_spy=py_spy)
+        one = read()
         after = proc.scheduled(pid)
         quiet = {tid for tid, now in after.items() if not now.runs and now == before.get(tid)}
         asleep = {tid for tid, now in after.items() if not now.runs}
-        if read.value is not None:
-            whole = {one.os_tid: one for one in found.value.threads if not one.torn} if found and found.value else {}
-            threads = (_seen(one, pid, after, quiet) for one in read.value.threads)
-            merged = tuple(whole.get(one.os_tid, one) if one.torn else one for one in threads)
-            found = replace(read, value=msgspec.structs.replace(read.value, threads=merged))
-            again = any(one.torn and (one.os_tid is None or one.os_tid in asleep) for one in merged)
+        if one.value is not None:
+            threads = found.value.threads if found is not None and found.value is not None else ()
+            whole = {thread.os_tid: thread for thread in threads if not thread.torn}
+            fresh = (_seen(thread, pid, after, quiet) for thread in one.value.threads)
+            merged = tuple(whole.get(thread.os_tid, thread) if thread.torn else thread for thread in fresh)
+            found = replace(one, value=msgspec.structs.replace(one.value, threads=merged))
+            again = any(
+                thread.torn and (thread.os_tid is None or thread.os_tid in asleep)
+                for thread in merged
+                if not all(is_ours(frame.file) for frame in thread.frames)  # as one that answers does
+            )
         else:
-            found = found or read
-            again = not read.kind and quiet != set(after)  # else it is no torn read that it failed at
+            found = found or one
+            again = not one.kind and quiet != set(after)  # else it is no torn read that it failed at
         if not again or time.monotonic() >= until:
             break
     assert found is not None
-    return replace(found, duration_s=time.monotonic() - begin)
+    return found
 
 
 def _seen(thread: Thread, pid: int, threads: Mapping[int, proc.Scheduled], quiet: Collection[int]) -> Thread:
     """With its kernel id, which py-spy finds without a stop only on Python 3.11+, and whether it ran meanwhile."""
     tid = thread.os_tid
-    if tid is None and (tid := proc.tid_of(pid, thread.ident, threads)) is not None:
+    if tid is None and (tid := proc.tid_of(Memory(pid), thread.ident, threads)) is not None:
         thread = msgspec.structs.replace(thread, os_tid=tid, active=threads[tid].runs)
     return msgspec.structs.replace(thread, torn=len(quiet) < len(threads) if tid is None else tid not in quiet)
 
@@ -399,6 +418,36 @@ def explain(stderr: str, facts: Facts) -> CaptureError:
     if "interpreter" in said:
         return CaptureError(f"no Python interpreter found: the process is starting or ending ({summary(stderr)})")
     return CaptureError(summary(stderr) or "py-spy failed without a message")
+
+
+def refusal(pid: int) -> str:
+    """Why py-spy can't read the stacks of ``pid``; empty if it can, or if that is not certain."""
+    try:
+        py_spy = find_py_spy()
+        shown = command.run([py_spy, "--version"], deadline_s=VERSION_S)
+    except CaptureError as error:
+        return reason_of(error)
+    if shown.timed_out:
+        return ""
+    if shown.returncode or not shown.stdout.startswith(b"py-spy"):
+        return f"{py_spy} does not work ({summary(shown.stderr) or 'no version'})"
+    if may_read(pid):
+        return ""
+    read = dump(pid, nonblocking=True)  # its file may have rights that this process lacks
+    if read.value is not None or read.kind == "timeout":
+        return ""
+    return reason_of(explain("permission denied", tracing_facts(pid)))
+
+
+def may_read(pid: int) -> bool:
+    """Tells if this process may open the memory of ``pid``, for which the kernel asks the same as of a tracer."""
+    try:
+        os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC))
+    except PermissionError:
+        return False
+    except OSError:
+        pass  # it has ended
+    return True
 
 
 def summary(stderr: str) -> str:

@@ -189,9 +189,8 @@ def _passed(mapping: Mapping) -> bool:
 class Resting:
     """The threads of one process."""
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._memory = Memory(pid)
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
         self._left = MAX_THREADS
 
     def rests_in(self, syscall: str) -> str:
@@ -322,7 +321,7 @@ class Resting:
         if not mapping.path.endswith(_DELETED):
             return mapping.path
         inode = int(mapping.identity.partition(" ")[2])
-        with os.scandir(f"/proc/{self._pid}/root{_SEMAPHORES}") as entries:
+        with os.scandir(f"/proc/{self._memory.pid}/root{_SEMAPHORES}") as entries:
             named = (entry.name for entry in entries if entry.inode() == inode)
             name = next(named, "")
         return f"{_SEMAPHORES}/{name}" if name else mapping.path

@@ -107,7 +107,7 @@ def py_spy_check(path: str, version: str, python: tuple[int, int]) -> Check:
     if not path:
         return failed(
             name,
-            "not installed, so safelaunch reads no Python stacks and reaches few verdicts",
+            "not installed: the ranks send their own stacks, without C frames and without those of child processes",
             "pip install 'py-spy>=0.4.0'",
         )
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())

@@ -20,7 +20,7 @@ from safelaunch.bundle.staging import (
     Staging,
     roomier,
 )
-from safelaunch.capture import collect, gpu, nccl, node
+from safelaunch.capture import collect, gpu, inside, nccl, node
 from safelaunch.capture.cgroups import deaths_between, kill_counts, kills_of
 from safelaunch.capture.node import Subject, since
 from safelaunch.capture.pages import read_meta
@@ -39,6 +39,7 @@ from safelaunch.model import (
     RankExit,
     RankFile,
     node_file,
+    rank_words,
 )
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.kinds import CRASH, Kind
@@ -203,7 +204,7 @@ def take_evidence(
     evidence = _evidence(kind.outcome, complete, known.world_size)
     evidence = msgspec.structs.replace(
         evidence,
-        notes=known.notes,
+        notes=(*known.notes, *_read_from_inside(looks)),
         early=known.early,
         inconsistent=known.inconsistent,
         launched=_launched(context),
@@ -283,6 +284,20 @@ def _without_stacks(looks: Looks) -> str:
     ]
     reasons = {stack.missing for stack in found}
     return next(iter(reasons)) if len(reasons) == 1 and not any(stack.value for stack in found) else ""
+
+
+def _read_from_inside(looks: Looks) -> tuple[str, ...]:
+    """A line about the ranks that have sent their stacks themselves, as py-spy could not read them."""
+    found: dict[str, set[int]] = {}
+    ranks: dict[int, str] = {}
+    for look in looks.taken:
+        for number, rank in look.ranks.items():
+            stack = rank.main.stack if rank.main is not None else None
+            if stack is not None and stack.value is not None and stack.value.how == inside.HOW:
+                ranks.setdefault(number, stack.note)
+    for number, note in ranks.items():
+        found.setdefault(note, set()).add(number)
+    return tuple(f"stacks of {rank_words(numbers)}: {note}" for note, numbers in found.items())
 
 
 def _evidence(outcome: Outcome, ranks: Sequence[RankEvidence], world_size: int) -> Evidence:

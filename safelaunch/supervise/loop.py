@@ -36,7 +36,7 @@ from safelaunch.supervise.early import EarlyLooks
 from safelaunch.supervise.job_context import job_context
 from safelaunch.supervise.live import Live
 from safelaunch.supervise.notices import Contracts, Notices
-from safelaunch.supervise.pollers import GroupTimeout, Health, Poller, PulseTaker, WorkTaker
+from safelaunch.supervise.pollers import GroupTimeout, Health, Poller, PulseTaker, Tracing, WorkTaker
 from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.respond import Incident, JobView, interrupted
 from safelaunch.supervise.stall import StallCase
@@ -127,7 +127,7 @@ class Supervisor:
         self._ending: Task[tuple[process.ProcessId, ...]] | None = None
         self._pollers: list[Poller[Any]] = [GroupTimeout(self._watch, bounds.floor_s)] if bounds is not None else []
         self._pollers.append(Health(self._watch, lambda: [one.pid for one in self._processes.all()]))
-        self._pollers += PulseTaker(self._watch), WorkTaker(self._watch)
+        self._pollers += PulseTaker(self._watch), WorkTaker(self._watch), Tracing(self._watch)
         self._notices = Notices(
             self._watch,
             self._watch.policy,

@@ -5,13 +5,14 @@ The worker servers' C++ threads answer without the GIL and without running a fra
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from safelaunch.capture import counters
+from safelaunch.capture import counters, stacks
 from safelaunch.capture.counters import Counters
 from safelaunch.capture.flight_recorder import arrivals_of, default_timeout_s
 from safelaunch.capture.gpu import gpus
@@ -30,6 +31,8 @@ Answer = TypeVar("Answer")
 
 CAP_AFTER_S, CAP_AGAIN_S = 5.0, 900.0  # groups may be created late
 HEALTH_AFTER_S, HEALTH_AGAIN_S = 60.0, 600.0  # of steps: the first ones are always the slowest
+_INSTEAD = "the ranks send their stacks themselves, without C frames and without the stacks of child processes"
+_FIX = "run 'safelaunch doctor' where the job runs: it shows the fix"
 MIB = 1 << 20
 NOTICEABLE_BYTES = 256 * MIB  # a CUDA context alone takes as much
 
@@ -108,6 +111,27 @@ class GroupTimeout(Poller["float | None"]):
     def take(self, answer: float | None, now: float) -> None:
         if answer is not None:
             self._watch.cap_s = rhythm.cap_of(answer, self._floor_s)
+
+
+class Tracing(Poller[str]):
+    """Checks once, as soon as there is a rank, if py-spy can read its stacks, and prints a line if it can't.
+
+    No check stops the rank.
+    """
+
+    name, again_s = "tracing", math.inf
+    _asked = False
+
+    def is_due(self, now: float) -> bool:
+        return not self._asked and any(target.has_beacon for target in self._watch.targets())
+
+    def question(self) -> Callable[[], str] | None:
+        self._asked = True
+        return partial(stacks.refusal, next(target.pid for target in self._watch.targets() if target.has_beacon))
+
+    def take(self, answer: str, now: float) -> None:
+        if answer:
+            say(f"py-spy can't read the stacks of the ranks: {answer}; {_INSTEAD}; {_FIX}")
 
 
 class PulseTaker(Poller[dict[int, int]]):

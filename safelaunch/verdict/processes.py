@@ -252,7 +252,7 @@ class Inside:
         own = self._condition(view)
         children = self._children if view is self.main else ()
         if view is self.main and view.awaited.processes == "workers":
-            return _no_worker_to_blame(view, len(_workers(children)))
+            return _no_worker_to_blame(view, _workers(children))
         if own.lock is not None and view.other is None:
             return self._of_a_lock(view, own, own.lock)
         kept = self._kept_open(view) if own.cause == "blocking-io" else None
@@ -447,8 +447,14 @@ def _how_ended(process: ProcessEvidence) -> str:
     return f" by {signal_name(-number)}" if number else f" with code {code}" if code else ""
 
 
-def _no_worker_to_blame(view: View, workers: int) -> Condition:
-    seen = f"none of its {workers} workers that were seen has work" if workers else "no worker of it was seen"
+def _no_worker_to_blame(view: View, workers: Sequence[View]) -> Condition:
+    count = f"{len(workers)} worker{'s' * (len(workers) != 1)}"
+    if not workers:
+        seen = "no worker of it was seen"
+    elif any(worker.frames for worker in workers):
+        seen = f"none of its {len(workers)} workers that were seen has work"
+    else:
+        seen = f"the stacks of its {count} could not be read"
     text = f"waits for its DataLoader at {view.place}; {seen}"
     doubts, claims = (Doubt.STATE_INFERRED,), (_waits_for_loader(view),)
     return Condition("data-loading", text, view.user_frame, view.process.pid, doubts=doubts, claims=claims)

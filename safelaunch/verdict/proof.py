@@ -145,7 +145,8 @@ class _Torch:
 
 @dataclass(frozen=True)
 class _Process:
-    """``views``: of its threads that run Python, the main one first; of its first thread alone where none does."""
+    """``views``: of its threads that run Python, the main one first; of its first thread alone where none does. Those
+    that run the beacon alone are left out: they release nothing and call nothing."""
 
     rank: int
     evidence: ProcessEvidence
@@ -156,7 +157,7 @@ class _Process:
     @classmethod
     def of(cls, evidence: ProcessEvidence, rank: RankEvidence, read_source: ReadSource) -> _Process:
         first = View(evidence, rank, read_source=read_source)
-        threads = _python_threads(evidence)
+        threads = [one for one in _python_threads(evidence) if not _is_ours(one)]
         views = {
             _Actor(rank.rank, evidence.pid, one.os_tid or 0): replace(first, other=one) if number else first
             for number, one in enumerate(threads)
@@ -186,7 +187,7 @@ class _Process:
             return ()
         if not self.runs_python:
             return self.newest.threads[1:]
-        python = {one.thread.os_tid for one in self.views.values() if one.thread}
+        python = {one.os_tid for one in _python_threads(self.evidence)}
         native = [thread for thread in self.newest.threads if thread.tid not in python]
         listening = [one for one in native if one.syscall_name.startswith("accept") and _TORCH.fullmatch(one.rests_in)]
         serves = any(thread.name.startswith(_OF_RPC) for thread in native) or len(listening) > 1
@@ -721,6 +722,10 @@ def _is_gone(process: ProcessEvidence) -> bool:
 
 def _plain(process: ProcessEvidence) -> list[StackSample]:
     return [sample for sample in process.stacks if not sample.native]
+
+
+def _is_ours(thread: Thread) -> bool:
+    return bool(thread.frames) and all(fr.is_ours(frame.file) for frame in thread.frames)
 
 
 def _python_threads(process: ProcessEvidence) -> tuple[Thread, ...]:

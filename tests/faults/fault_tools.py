@@ -12,20 +12,19 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from broken_py_spy import (
+    bare_interpreter,
+    denied,
+    flooding,
+    gibberish,
+    hanging,
+    killed_by_a_signal,
+    missing,
+    not_executable,
+)
 from fault_processes import kill
 from row import DIES, NAMED, Row
 from scene import Scene, Setting
-
-DENIED = "echo 'Error: Permission Denied: Try running again with elevated permissions' >&2; exit 1"
-
-
-def _interpreter(home: Path) -> Path:
-    """Makes an interpreter with this one's packages but without its programs. Returns its directory."""
-    (home / "bin").mkdir(parents=True)
-    (home / "bin" / "python").symlink_to(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
-    (home / "pyvenv.cfg").write_text((Path(sys.prefix) / "pyvenv.cfg").read_text())
-    (home / "lib").symlink_to(Path(sys.prefix) / "lib")
-    return home / "bin"
 
 
 def _needs() -> str:
@@ -34,47 +33,12 @@ def _needs() -> str:
     return "there is a py-spy in /usr/bin" if Path("/usr/bin/py-spy").exists() else ""
 
 
-def missing(place: Path) -> None:
-    place.unlink(missing_ok=True)
-
-
-def not_executable(place: Path) -> None:
-    _script(place, "exit 0", 0o644)
-
-
-def hanging(place: Path) -> None:
-    _script(place, "exec sleep 3606")
-
-
-def denied(place: Path) -> None:
-    _script(place, DENIED)
-
-
-def gibberish(place: Path) -> None:
-    _script(place, "echo gibberish")
-
-
-def killed_by_a_signal(place: Path) -> None:
-    _script(place, "kill -SEGV $$")
-
-
-def flooding(place: Path) -> None:
-    _script(place, "exec yes")
-
-
-def _script(place: Path, does: str, mode: int = 0o755) -> None:
-    """Replaces py-spy by a script. Processes that have the old file open keep it."""
-    place.unlink(missing_ok=True)
-    place.write_text(f"#!/bin/sh\n{does}\n")
-    place.chmod(mode)
-
-
 def _arranged(fault: Callable[[Path], None] | None) -> Callable[[Setting], AbstractContextManager[object]]:
     """Provides an interpreter whose py-spy is broken from the start, or works (None)."""
 
     @contextmanager
     def arrange(setting: Setting) -> Iterator[None]:
-        beside = _interpreter(setting.scratch / "bare")
+        beside = bare_interpreter(setting.scratch / "bare")
         if fault is None:
             (beside / "py-spy").symlink_to(Path(sys.prefix) / "bin" / "py-spy")
         else:
@@ -105,10 +69,10 @@ FAULTS = {
 }
 
 LATER = ("missing", "hanging", "denied")
-WITHOUT = replace(NAMED, said=("no stack could be read",))
+INSIDE = replace(NAMED, said=("py-spy can't read the stacks",))
 ROWS = [
     *(
-        Row(f"py-spy {name}", "suspicion", WITHOUT if name in ("missing", "denied") else NAMED,
+        Row(f"py-spy {name}", "suspicion", NAMED if name == "hanging" or name == "never stops talking" else INSIDE,
             arrange=_arranged(fault), needs=_needs)
         for name, fault in FAULTS.items()
     ),

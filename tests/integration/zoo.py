@@ -10,7 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,17 +195,21 @@ def start(
     configured: bool = True,
     more: Sequence[str] = (),
     launcher: Sequence[str] = (),
+    interpreter: Sequence[str] = (),
+    env: Mapping[str, str | None] | None = None,
 ) -> Job:
     """Starts ``specimen`` under safelaunch in the empty directory ``scratch``. ``configured`` False: by defaults.
 
-    ``more``: arguments of the program. ``launcher``: another one than safelaunch.
+    ``more``: arguments of the program. ``launcher``: another one than safelaunch. ``interpreter``: words that start
+    safelaunch.
     """
     prepare(specimen, scratch)
     own = [
         *(options_of(specimen) if configured and not launcher else ()),
         f"--nproc-per-node={ranks or specimen.ranks}",
     ]
-    return Job([*own, *script_of(specimen, culprit, scratch), *more], scratch, launcher=launcher)
+    words = [*own, *script_of(specimen, culprit, scratch), *more]
+    return Job(words, scratch, launcher=launcher, interpreter=interpreter, env=env)
 
 
 def prepare(specimen: Specimen, scratch: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 from evidence import in_c10d, in_user, looked_at, process
 from msgspec import structs
 
-from safelaunch.capture import look, proc, stacks, waits
+from safelaunch.capture import inside, look, proc, stacks, waits
 from safelaunch.capture.counters import Counters, ProcessCounters, Used
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target, evidence_of, with_c_frames
 from safelaunch.capture.result import Result
@@ -180,3 +182,44 @@ def test_how_long_a_thread_has_rested(before: float | None, now: float, rested_s
     main = _rested(look_, counted(100.0, before), counted(130.0, now)).ranks[0].main
     assert main is not None and main.state is not None and main.state.threads[0].rested_s == rested_s
     assert _rested(look_, None, counted(130.0, now)) == look_
+
+
+class Answers:
+    """A rank's page: ``owes_answer`` as given."""
+
+    def __init__(self, owes_answer: bool = False) -> None:
+        self.owes_answer = owes_answer
+
+    def begin_question(self) -> bool:
+        return True
+
+    def withdraw_question(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("state", "owes", "asks"),
+    [("S", False, True), ("D", False, True), ("T", False, False), ("t", False, False), ("S", True, False)],
+)
+def test_rank_is_asked_for_stacks_unless_stopped_or_still_owing_an_answer(
+    state: str, owes: bool, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = looked_at(0, in_user(7)).main
+    assert given is not None and given.state is not None and given.stack.value is not None
+    refused = Result[StackSample](None, "py-spy", 0.1, missing="permission denied", kind="denied")
+    main = replace(given, state=structs.replace(given.state, state=state), stack=refused)
+    asked: list[int] = []
+
+    @contextmanager
+    def answer(server: Path, pid: int, questions: object, *, deadline_s: float) -> Iterator[inside.Inside]:
+        asked.append(pid)
+        yield inside.Inside(replace(given.stack, how=inside.HOW), roles={7: "dataloader worker"})
+
+    monkeypatch.setattr(inside, "asked", answer)
+    target = Target(0, 0, main.pid, 1, "0-0-1", Path("/nowhere.sock"), Answers(owes))
+    seen, roles = look._from_inside(target, main, None, time.monotonic() + 60.0)
+
+    assert asked == ([main.pid] if asks else [])
+    assert (seen.stack.value, seen.stack.missing) == ((given.stack.value, "") if asks else (None, "permission denied"))
+    if asks:
+        assert "permission denied" in seen.stack.note and "without C frames" in seen.stack.note
+        assert roles == {7: "dataloader worker"}

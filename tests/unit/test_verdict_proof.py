@@ -139,6 +139,13 @@ def in_lock(number: int, *, flight: Any = None, **fields: Any) -> RankEvidence:
     return changed(changed(one, with_kernel, rests_in="lock"), with_kernel, 1, rests_in="lock")
 
 
+def beside_the_beacon() -> RankEvidence:
+    """As ``in_lock``, with a thread of the beacon that waits to be asked for stacks."""
+    listener = ("", (Frame("/env/_safelaunch_beacon/inside.py", 75, "_serve"),), "poll")
+    one = rank(0, in_user(40), flight=behind(), threads=[*saver("futex"), listener])
+    return changed(changed(one, with_kernel, rests_in="lock"), with_kernel, 1, rests_in="lock")
+
+
 QUEUE = (Frame(f"{STDLIB}/threading.py", 320, "Condition.wait"), Frame(f"{STDLIB}/queue.py", 171, "Queue.get"))
 EVENT = (Frame(f"{STDLIB}/threading.py", 320, "Condition.wait"), Frame(f"{STDLIB}/threading.py", 607, "Event.wait"))
 
@@ -289,6 +296,7 @@ PROVED: dict[str, Evidence | RankEvidence] = {
     "a circle of sends": job(*(in_transfer(n, "send", (n + 1) % 3, groups={"0": (0, 1, 2)}) for n in range(3))),
     "a receive of what a rank in a collective would send": in_transfer(0, "recv", 1),
     "locks, and a peer in a collective": in_lock(0),
+    "locks, and a thread of the beacon": beside_the_beacon(),
     "a queue that nobody fills": in_library(QUEUE),
     "an event that nobody sets": in_library(EVENT),
     "a child that waits for its parent": with_child(reader(1000, 1500)),

@@ -1,0 +1,243 @@
+"""Returns from inside a rank what a stack reader would read from outside, for nodes that refuse py-spy.
+
+Nothing here runs until the supervisor asks. The answer goes to a unix socket beside the rank's page: JSON in the form
+of ``py-spy dump --json``, what the kernel shows of each thread to the process itself alone, and a descriptor of the
+process's own memory. Without the right to trace, the supervisor can open none of these.
+"""
+
+from __future__ import annotations
+
+import _socket
+import _thread
+import os
+import sys
+import threading
+
+from . import layout, log, page
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import CodeType, FrameType
+    from typing import Any
+
+HANDLER = "safelaunch_stacks"
+SEND_S = 1.0
+MOST_THREADS = 4096
+MOST_FRAMES = 1024  # of a thread, the innermost ones
+MOST_CHARACTERS = 4096  # of a local variable
+MOST_BITS = 64  # of a number
+MOST_CHILDREN = 256
+_OPTIMIZED = 0x1  # a function's own variables, and no module's
+_C10D = "torch/distributed/distributed_c10d.py"
+_EXTENSIONS = "torch/utils/cpp_extension.py"
+_DATALOADER = "torch/utils/data/dataloader.py"
+_NEAR = 32  # frames around the innermost one
+_READS_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
+
+
+def handler(base: str) -> Callable[[Any, Any], None]:
+    """Returns a handler for c10d's worker server. ``base``: the path of the rank's page."""
+
+    def answer(request: Any, response: Any) -> None:
+        _answer(base + layout.ASK_SUFFIX)
+        response.set_content(b"{}", "application/json")
+        response.set_status(200)
+
+    return answer
+
+
+@log.guarded
+def _answer(path: str) -> None:
+    """Connects to the supervisor's socket and sends the answer."""
+    with _Closing(_socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)) as connection:
+        connection.settimeout(SEND_S)
+        try:
+            connection.connect(path)
+        except OSError:
+            return  # the supervisor waits no longer
+        send(connection)
+
+
+@log.guarded
+def listen(base: str, words: memoryview) -> None:
+    """Starts a thread that answers on a socket of its own, for a torch whose worker server takes no handlers."""
+    listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    listener.bind(base + layout.STACKS_SUFFIX)
+    os.chmod(base + layout.STACKS_SUFFIX, 0o600)
+    listener.listen(4)
+    fd = page.out_of_the_way(listener.detach())
+    _thread.start_new_thread(_serve, (fd, words, os.getpid()))
+    os.register_at_fork(after_in_child=lambda: _close(fd))
+
+
+@log.guarded
+def _serve(fd: int, words: memoryview, owner: int) -> None:
+    listener: Any = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, fd)
+    while os.getpid() == owner:
+        number, _ = listener._accept()
+        try:
+            with _Closing(_socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, number)) as connection:
+                connection.settimeout(SEND_S)
+                log.guarded(send)(connection)
+        finally:
+            words[layout.ANSWERED] += 1
+
+
+def _close(fd: int) -> None:
+    try:
+        os.close(fd)
+    except OSError:
+        pass  # the script closed it before us
+
+
+class _Closing:
+    """Closes a socket. ``_socket``'s own type is no context manager."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> Any:
+        return self._connection
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+
+def send(connection: Any) -> None:
+    """Sends the descriptor of this process's memory with the first byte, then the rest until the end of the stream."""
+    data = b"\n" + page.as_json(told()).encode("utf-8", "replace")
+    try:
+        memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        memory = -1
+    try:
+        rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, memory.to_bytes(4, sys.byteorder))] if memory >= 0 else []
+        sent = connection.sendmsg([data[:1]], rights, _socket.MSG_NOSIGNAL)
+        while sent < len(data):  # never with SIGPIPE, by which a script may let itself be ended
+            sent += connection.send(data[sent : sent + (1 << 16)], _socket.MSG_NOSIGNAL)
+    except OSError:
+        pass  # the supervisor waits no longer
+    finally:
+        if memory >= 0:
+            os.close(memory)
+
+
+def told() -> dict[str, object]:
+    """Returns the whole answer. Stacks come first: while this thread has the GIL, all are of the same moment."""
+    threads = _stacks()
+    roles = log.guarded(_roles)() or {}
+    return {"threads": threads, "calls": _of_tasks("syscall"), "waits": _of_tasks("wchan"), "roles": roles}
+
+
+def _stacks() -> list[dict[str, object]]:
+    """Includes the thread that answers: without frames, it would look like one of an unknown library."""
+    return [_stack(ident, frame) for ident, frame in list(sys._current_frames().items())[:MOST_THREADS]]
+
+
+def _stack(ident: int, innermost: FrameType) -> dict[str, object]:
+    known: Any = getattr(threading, "_active", {}).get(ident)
+    frames: list[dict[str, object]] = []
+    frame: FrameType | None = innermost
+    while frame is not None and len(frames) < MOST_FRAMES:
+        code = frame.f_code
+        one: dict[str, object] = {
+            "name": getattr(code, "co_qualname", code.co_name),
+            "filename": code.co_filename,
+            "line": frame.f_lineno or 0,
+        }
+        if _tells(code, innermost=not frames) and (found := _variables(frame)):
+            one["locals"] = found
+        frames.append(one)
+        frame = frame.f_back
+    thread: dict[str, object] = {"thread_id": ident, "frames": frames}
+    name, tid = getattr(known, "_name", None), getattr(known, "_native_id", None)
+    tid = _thread.get_native_id() if ident == _thread.get_ident() else tid
+    if type(name) is str:
+        thread["thread_name"] = name
+    if type(tid) is int and os.path.exists(f"/proc/self/task/{tid}"):
+        thread["os_thread_id"] = tid
+    return thread
+
+
+def _tells(code: CodeType, *, innermost: bool) -> bool:
+    """Tells if the verdict asks for variables of such a function: c10d's, and those that wait for a key or a lock."""
+    file = code.co_filename
+    if file.endswith((_C10D, _EXTENSIONS)) or "/filelock/" in file:
+        return True
+    return innermost and not {"get", "wait"}.isdisjoint(code.co_names)
+
+
+def _variables(frame: FrameType) -> list[dict[str, object]]:
+    """Returns the numbers and strings among the variables of the function.
+
+    Before Python 3.13, a look leaves a copy of all variables behind, which is cleared again. That copy is the
+    dictionary that ``locals()`` returns, and what a debugger writes back: such functions are left alone.
+    """
+    code = frame.f_code
+    if not code.co_flags & _OPTIMIZED or frame.f_trace is not None:
+        return []
+    if sys.version_info >= (3, 13):
+        return _shown(frame.f_locals)
+    if not _READS_LOCALS.isdisjoint(code.co_names):
+        return []
+    variables: Any = frame.f_locals
+    try:
+        return _shown(variables)
+    finally:
+        variables.clear()
+
+
+def _shown(variables: Any) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
+    for name, value in list(variables.items()):
+        is_small = type(value) is int and value.bit_length() <= MOST_BITS
+        if is_small or (type(value) is str and len(value) <= MOST_CHARACTERS):
+            found.append({"name": name, "repr": repr(value)})
+    return found
+
+
+def _of_tasks(name: str) -> dict[str, str]:
+    """Returns a file of each thread of this process, by the thread's number."""
+    found: dict[str, str] = {}
+    for tid in os.listdir("/proc/self/task")[:MOST_THREADS]:
+        try:
+            fd = os.open(f"/proc/self/task/{tid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            found[tid] = os.read(fd, 512).decode("ascii", "replace").strip()
+        except OSError:
+            pass  # it has ended
+        finally:
+            os.close(fd)
+    return found
+
+
+def _roles() -> dict[str, str]:
+    """Returns the workers of the DataLoaders in which threads of this process wait, by their pids."""
+    found: dict[str, str] = {}
+    for innermost in list(sys._current_frames().values()):
+        frame: FrameType | None = innermost
+        for _ in range(_NEAR):
+            if frame is None:
+                break
+            if frame.f_code.co_filename.endswith(_DATALOADER) and frame.f_code.co_varnames[:1] == ("self",):
+                workers: Any = getattr(_first_argument(frame), "_workers", ())
+                pids = [getattr(one, "pid", None) for one in list(workers)[:MOST_CHILDREN]]
+                found.update({str(pid): "dataloader worker" for pid in pids if type(pid) is int})
+                break
+            frame = frame.f_back
+    return found
+
+
+def _first_argument(frame: FrameType) -> object:
+    if sys.version_info >= (3, 13):
+        return frame.f_locals.get("self")
+    if frame.f_trace is not None:
+        return None
+    variables: Any = frame.f_locals
+    try:
+        return variables.get("self")
+    finally:
+        variables.clear()

@@ -1,0 +1,172 @@
+"""Reads a rank's stacks from inside, where py-spy is refused, missing or fails; see ``beacon/inside.py``.
+
+It needs the rank's GIL for a moment, which nearly every wait releases. It shows no C frames, and of the rank's
+children only their roles. What only the rank may read of itself comes with it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from safelaunch.beacon import inside, layout
+from safelaunch.capture import proc, stacks
+from safelaunch.capture.flight_recorder import Questions, Unanswered, post_to_python
+from safelaunch.capture.memory import Memory
+from safelaunch.capture.proc import NOTHING, Own
+from safelaunch.capture.result import Result, attempt, left
+from safelaunch.model import StackSample, Thread
+from safelaunch.system.decoding import from_json
+from safelaunch.system.errors import CaptureError
+
+HOW = "the rank's beacon"
+ASK_S = 1.0  # of one question: the GIL is free, or it is not
+MOST_BYTES = 32 << 20
+
+
+class _Told(msgspec.Struct):
+    threads: msgspec.Raw
+    calls: dict[int, str] = {}
+    waits: dict[int, str] = {}
+    roles: dict[int, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """A rank's answer. ``own`` holds a descriptor. ``roles``: what it has started its children for, by their pids."""
+
+    stack: Result[StackSample]
+    own: Own = NOTHING
+    roles: Mapping[int, str] = field(default_factory=dict)
+
+
+@contextmanager
+def asked(server: Path, pid: int, questions: Questions, *, deadline_s: float) -> Iterator[Inside]:
+    """The stacks of rank ``pid`` as it tells them itself, for at most ``deadline_s`` seconds; never raises.
+
+    ``server``: the socket of its worker server. The descriptor in the answer is closed at the end.
+    """
+    until = time.monotonic() + deadline_s
+    owns: list[Own] = []
+    roles: dict[int, str] = {}
+
+    def read() -> StackSample:
+        begin = time.monotonic()
+        data, fd = _answer(server, questions, min(until, begin + ASK_S))
+        owns.append(Own({}, {}, fd))
+        try:
+            told = from_json(data, _Told)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise CaptureError(f"{HOW}: unreadable answer: {error}") from error
+        owns[-1] = Own(told.calls, told.waits, fd)
+        roles.update(told.roles)
+        return _with_tids(stacks.parse(bytes(told.threads), pid=pid, at_s=begin, how=HOW), Memory(pid, fd))
+
+    try:
+        stack = stacks.settled(pid, until, lambda: attempt(HOW, read))
+        yield Inside(stack, owns[-1] if owns else NOTHING, roles)
+    finally:
+        for own in owns:
+            if own.memory >= 0:
+                os.close(own.memory)
+
+
+def _with_tids(sample: StackSample, memory: Memory) -> StackSample:
+    """With the kernel's numbers of threads that ``threading`` does not know."""
+    tids = proc.scheduled(sample.pid)
+
+    def known(thread: Thread) -> Thread:
+        tid = thread.os_tid or proc.tid_of(memory, thread.ident, tids)
+        return msgspec.structs.replace(thread, os_tid=tid, active=tid in tids and tids[tid].runs)
+
+    return msgspec.structs.replace(sample, threads=tuple(map(known, sample.threads)))
+
+
+def _answer(server: Path, questions: Questions, until: float) -> tuple[bytes, int]:
+    """The bytes of the answer, and a descriptor, -1 for none. Raises ``CaptureError``."""
+    base = server.with_suffix("")
+    own = Path(f"{base}{layout.STACKS_SUFFIX}")
+    try:
+        if own.exists():
+            return _from_thread(own, questions, until)
+        return _from_handler(server, Path(f"{base}{layout.ASK_SUFFIX}"), questions, until)
+    except TimeoutError as error:
+        raise CaptureError(f"{HOW}: no answer in time, as its GIL is not free", kind="timeout") from error
+    except OSError as error:
+        raise CaptureError(f"{HOW}: {error.strerror or error}") from error
+
+
+def _from_thread(path: Path, questions: Questions, until: float) -> tuple[bytes, int]:
+    """Asks the thread that serves stacks in a rank whose torch takes no handlers."""
+    if not questions.begin_question():
+        raise Unanswered("absent", "the rank is exiting")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            connection.settimeout(left(until))
+            connection.connect(os.fspath(path))
+        except OSError:
+            questions.withdraw_question()
+            raise
+        return _receive(connection, until)
+
+
+def _from_handler(server: Path, path: Path, questions: Questions, until: float) -> tuple[bytes, int]:
+    """Asks the handler, which connects to the socket ``path``."""
+    failed: list[CaptureError] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        path.unlink(missing_ok=True)
+        listener.bind(os.fspath(path))
+        listener.listen(1)
+
+        def post() -> None:
+            try:
+                post_to_python(os.fspath(server), inside.HANDLER, questions, deadline_s=left(until))
+            except CaptureError as error:
+                failed.append(error)
+            except OSError:
+                pass  # too late
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the other thread, if it still waits
+
+        asking = threading.Thread(target=post, name="ask a rank for its stacks", daemon=True)
+        asking.start()
+        try:
+            listener.settimeout(left(until))
+            connection, _ = listener.accept()
+            with connection:
+                return _receive(connection, until)
+        except OSError:
+            if failed:
+                raise failed[0] from None
+            raise
+        finally:
+            path.unlink(missing_ok=True)
+            asking.join(max(0.0, until - time.monotonic()))
+
+
+def _receive(connection: socket.socket, until: float) -> tuple[bytes, int]:
+    connection.settimeout(left(until))
+    data, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    memory = descriptors[0] if descriptors else -1
+    try:
+        parts, size = [data], len(data)
+        while data:
+            connection.settimeout(left(until))
+            data = connection.recv(1 << 18)
+            parts.append(data)
+            size += len(data)
+            if size > MOST_BYTES:
+                raise CaptureError(f"{HOW}: the answer does not end")
+        return b"".join(parts), memory
+    except BaseException:
+        if memory >= 0:
+            os.close(memory)
+        raise
