@@ -258,8 +258,9 @@ _WATCHING = (
     Option(
         "max-stall",
         *_DURATION,
-        "End the job after this long without a step, even if it is working; under --stall-timeout auto, the default "
-        "does not end a working job [12 x an explicit --stall-timeout, else 30m].",
+        "End the job after this long without a step, even if it is working [12 x an explicit --stall-timeout; 30m "
+        "before the first step with an explicit --startup-timeout; else never: only a job that is proved dead, or "
+        "that torch is about to end, is ended].",
     ),
     Option(
         "startup-timeout",
@@ -418,7 +419,7 @@ WATCHDOG_KEYS = (
 
 DEFAULT_STALL_TIMEOUT_S = 600.0
 DEFAULT_STARTUP_TIMEOUT_S = 1800.0
-DEFAULT_MAX_STALL_S = 1800.0
+STARTUP_MAX_STALL_S = 1800.0  # before the first step, with an explicit startup timeout
 MAX_STALL_FACTOR = 12
 DEFAULT_BUNDLE_DIR = "safelaunch-bundles"
 DEFAULT_STALL_FLOOR_S = 60.0
@@ -503,13 +504,13 @@ class Settings:
         return DEFAULT_STALL_TIMEOUT_S if self.stall_timeout_s is None else self.stall_timeout_s
 
     @property
-    def effective_max_stall_s(self) -> float:
-        """The given value; else 12 times an explicit stall timeout; else 1800 seconds."""
+    def effective_max_stall_s(self) -> float | None:
+        """The given value; else 12 times an explicit stall timeout; else None: no default ends a job."""
         if self.max_stall_s is not None:
             return self.max_stall_s
         if self.stall_timeout_s is not None:
             return MAX_STALL_FACTOR * self.stall_timeout_s
-        return DEFAULT_MAX_STALL_S
+        return None
 
     @property
     def max_stall_origin(self) -> str:

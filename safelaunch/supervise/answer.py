@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -58,16 +59,25 @@ def work_in(looks: Looks, background: Background) -> tuple[Work, ...]:
         waiting |= waits
         foreground |= awaited
     found = (work.found(*window, background, foreground=foreground, waiting=waiting) for window in looks.windows)
-    return next(filter(None, found), ()) or tuple(_fed(*looks.taken[-2:]))
+    mains = {one.main.pid for one in last.ranks.values() if one.main is not None}
+    return next(filter(None, found), ()) or tuple(_fed(*looks.taken[-2:], (mains | foreground) - waiting))
 
 
-_RECEIVES = ("read", "readv", "recvfrom", "recvmsg")
+_READS = ("read", "readv")
+_RECEIVES = ("recvfrom", "recvmsg", "recvmmsg")
+_MOVES = ("splice", "sendfile", "copy_file_range", "io_uring_enter", "io_getevents")
 _LEAST_PER_S = 2.0  # a heartbeat is less
+_TURNS = 4.0  # for each time that a wait ends by itself: a busy machine or a busy GIL interrupts what a loop does
 
 
-def _fed(before: Look, after: Look) -> Iterator[Work]:
-    """The threads that rest in a receive on a Unix socket, and were woken: something has come each time. Nowhere else
-    does the kernel count that.
+def _fed(before: Look, after: Look, awaited: Collection[int]) -> Iterator[Work]:
+    """The threads that were woken by what they receive, where the kernel counts no bytes.
+
+    A wait that has a time limit ends by itself once in that time, so a loop that only polls wakes no more often than
+    its limit explains; a thread that receives wakes more often, or has no limit at all.
+
+    ``awaited``: the processes whose main thread is a rank's, or has a rank's wait for it. Of other threads, only those
+    that rest in a receive on a Unix socket count.
     """
     states = {one.pid: one.state for rank in before.ranks.values() for one in rank.processes if one.state is not None}
     for rank in after.ranks.values():
@@ -75,18 +85,41 @@ def _fed(before: Look, after: Look) -> Iterator[Work]:
             was, now = states.get(process.pid), process.state
             if rank.main is None or was is None or now is None:
                 continue
-            earlier = {thread.tid: thread for thread in was.threads if _receives(thread)}
-            for thread in filter(_receives, now.threads):
+            earlier = {thread.tid: thread for thread in was.threads}
+            for thread in now.threads:
                 one = earlier.get(thread.tid)
                 if one is None or one.slices is None or thread.slices is None:
                     continue
                 woken, seconds = thread.slices - one.slices, now.at_s - was.at_s
-                if woken > _LEAST_PER_S * seconds:
+                limits = [_ends_by_itself(each, at_s) for each, at_s in ((one, was.at_s), (thread, now.at_s))]
+                is_main = thread.tid == process.pid and process.pid in awaited
+                receives = all(map(_is_fed if is_main else _is_on_unix_socket, (one, thread)))
+                explained = max(_TURNS / limit for limit in limits)
+                if receives and woken > max(_LEAST_PER_S, explained) * seconds:
                     yield Work(rank.main.pid, process.pid, thread.tid, "messages", woken / seconds)
 
 
-def _receives(thread: ThreadState) -> bool:
-    return thread.syscall_name in _RECEIVES and thread.fd_target.startswith("unix ")
+def _ends_by_itself(thread: ThreadState, at_s: float) -> float:
+    """After how many seconds the call ends, at the latest."""
+    return math.inf if thread.ends_s is None else max(1e-6, thread.ends_s - at_s)
+
+
+def _is_fed(thread: ThreadState) -> bool:
+    """Whether the call ends when something comes whose bytes the kernel counts nowhere, or may be that."""
+    from safelaunch.verdict.reading.kernel import kind_of
+
+    is_socket = not thread.fd_target.startswith("tcp")
+    is_receiving = thread.syscall_name in _RECEIVES and is_socket
+    return (
+        is_receiving
+        or thread.syscall_name in _MOVES
+        or kind_of(thread) in ("select", "poll")
+        or _is_on_unix_socket(thread)
+    )
+
+
+def _is_on_unix_socket(thread: ThreadState) -> bool:
+    return thread.syscall_name in (*_READS, *_RECEIVES) and thread.fd_target.startswith("unix ")
 
 
 def _awaited(rank: RankLook) -> tuple[set[int], set[int]]:
@@ -195,11 +228,10 @@ def _limits_of(case: Case, mark_s: float) -> tuple[Limits, str]:
             if entry is not None and entry.group == wait.group and entry.timeout_ms and entry.created_ns:
                 unix_s = entry.created_ns / 1e9 + entry.timeout_ms / 1000
                 found.append((unix_s, label_of(entry), entry.by_gloo))
-    waits = any(one.wait is not None for one in case.ranks.values())
     if not found:
-        return Limits(waits=waits), ""
+        return UNLIMITED, ""
     unix_s, group, raises = min(found)
-    return Limits(unix_s - time.time() + time.monotonic() - mark_s, waits, raises), group
+    return Limits(unix_s - time.time() + time.monotonic() - mark_s, raises), group
 
 
 def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: bool, mark_s: float) -> Judged:
