@@ -6,14 +6,15 @@ help text all read this table.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NamedTuple, TypedDict
 
+from safelaunch.beacon.durations import seconds_of
 from safelaunch.settings.yamlfile import Node, did_you_mean, texts_of
 from safelaunch.system.errors import PresetError, UsageError
 
@@ -23,8 +24,6 @@ ON_STALL = ("kill", "restart", "dump")
 ON_INCONSISTENT = ("report", "dump", "stop")
 AUTO = "auto"
 
-_SECONDS = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?(s|m|h)?", re.IGNORECASE)
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _GPU_ID = re.compile(r"[0-9]+|(?:GPU|MIG)-[A-Za-z0-9/-]+")
 _STORE = re.compile(r"(?:(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):)?([0-9]{1,5})", re.ASCII)
@@ -34,13 +33,7 @@ _FALSE = ("0", "false", "no", "off")
 
 def parse_seconds(text: str) -> float:
     """Seconds from ``600``, ``1.5``, ``90s``, ``10m`` or ``2h``; ValueError unless positive and finite."""
-    match = _SECONDS.fullmatch(text.strip())
-    if not match:
-        raise ValueError(text)
-    seconds = float(match[1] + (match[2] or "")) * _UNITS[(match[3] or "").lower()]
-    if not math.isfinite(seconds) or seconds <= 0:
-        raise ValueError(text)
-    return seconds
+    return seconds_of(text)
 
 
 class GroupTimeout(NamedTuple):
@@ -186,6 +179,11 @@ class Option:
         """The field of :class:`Settings` that has its value: ``stall_timeout_s``, ``presets``, ``watch``."""
         name = self.name.removeprefix("no-").replace("-", "_")
         return f"{name}_s" if self.parse in (parse_seconds, parse_stall_timeout) else name + "s" * self.repeatable
+
+    @property
+    def is_duration(self) -> bool:
+        """Whether its value is a duration, or may be one."""
+        return self.parse in (parse_seconds, parse_stall_timeout, parse_group_timeout, parse_wait)
 
     def setting(self, value: object) -> object:
         """The value of that field: a switch ``no-...`` turns it off."""
@@ -521,7 +519,7 @@ class Settings:
 
 
 Text = str | os.PathLike[str]
-Seconds = float | str  # 90, "90s", "10m"
+Seconds = float | str | timedelta  # 90, "90s", "10m", timedelta(minutes=10)
 
 
 class Options(TypedDict, total=False):

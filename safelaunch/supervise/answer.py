@@ -60,13 +60,16 @@ def work_in(looks: Looks, background: Background) -> tuple[Work, ...]:
         foreground |= awaited
     found = (work.found(*window, background, foreground=foreground, waiting=waiting) for window in looks.windows)
     mains = {one.main.pid for one in last.ranks.values() if one.main is not None}
-    return next(filter(None, found), ()) or tuple(_fed(*looks.taken[-2:], (mains | foreground) - waiting))
+    before, after = looks.taken[-2:]
+    return next(filter(None, found), ()) or tuple(_fed(before, after, (mains | foreground) - waiting))
 
 
 _READS = ("read", "readv")
 _RECEIVES = ("recvfrom", "recvmsg", "recvmmsg")
 _MOVES = ("splice", "sendfile", "copy_file_range", "io_uring_enter", "io_getevents")
+_WAITS = ("select", "pselect6", "poll", "ppoll", "epoll_wait", "epoll_pwait", "epoll_pwait2")
 _LEAST_PER_S = 2.0  # a heartbeat is less
+_SHORT_S = 0.05  # a wait with such a limit is one of a loop, whatever comes meanwhile
 _TURNS = 4.0  # for each time that a wait ends by itself: a busy machine or a busy GIL interrupts what a loop does
 
 
@@ -91,31 +94,28 @@ def _fed(before: Look, after: Look, awaited: Collection[int]) -> Iterator[Work]:
                 if one is None or one.slices is None or thread.slices is None:
                     continue
                 woken, seconds = thread.slices - one.slices, now.at_s - was.at_s
-                limits = [_ends_by_itself(each, at_s) for each, at_s in ((one, was.at_s), (thread, now.at_s))]
                 is_main = thread.tid == process.pid and process.pid in awaited
                 receives = all(map(_is_fed if is_main else _is_on_unix_socket, (one, thread)))
-                explained = max(_TURNS / limit for limit in limits)
-                if receives and woken > max(_LEAST_PER_S, explained) * seconds:
+                polls = max(_turns_per_s(one, was.at_s), _turns_per_s(thread, now.at_s))
+                if receives and woken > max(_LEAST_PER_S, polls) * seconds:
                     yield Work(rank.main.pid, process.pid, thread.tid, "messages", woken / seconds)
 
 
-def _ends_by_itself(thread: ThreadState, at_s: float) -> float:
-    """After how many seconds the call ends, at the latest."""
-    return math.inf if thread.ends_s is None else max(1e-6, thread.ends_s - at_s)
+def _turns_per_s(thread: ThreadState, at_s: float) -> float:
+    """How often per second a loop around this call may be given a core, though nothing comes."""
+    if thread.times_out:
+        return math.inf  # after a time that is not known
+    if thread.ends_s is None:
+        return 0.0
+    limit_s = thread.ends_s - at_s
+    return _TURNS / limit_s if limit_s > _SHORT_S else math.inf
 
 
 def _is_fed(thread: ThreadState) -> bool:
-    """Whether the call ends when something comes whose bytes the kernel counts nowhere, or may be that."""
-    from safelaunch.verdict.reading.kernel import kind_of
-
-    is_socket = not thread.fd_target.startswith("tcp")
-    is_receiving = thread.syscall_name in _RECEIVES and is_socket
-    return (
-        is_receiving
-        or thread.syscall_name in _MOVES
-        or kind_of(thread) in ("select", "poll")
-        or _is_on_unix_socket(thread)
-    )
+    """Whether the call may wait for what the kernel counts nowhere."""
+    name = thread.syscall_name
+    is_receiving = name in _RECEIVES and not thread.fd_target.startswith("tcp")
+    return is_receiving or name in _WAITS or name in _MOVES or _is_on_unix_socket(thread)
 
 
 def _is_on_unix_socket(thread: ThreadState) -> bool:

@@ -36,8 +36,10 @@ QUESTION_FILE = "early"
 
 @dataclass(frozen=True)
 class _Word:
-    """What both looks found, if that is worth a word, and whether it proves the job dead. ``worked_s``: when they saw it
-    work (CLOCK_MONOTONIC); 0: they did not."""
+    """What both looks found, if that is worth a word, and whether it proves the job dead.
+
+    ``worked_s``: when they saw the job work (CLOCK_MONOTONIC), or 0.
+    """
 
     look: EarlyLook | None = None
     proved: bool = False
