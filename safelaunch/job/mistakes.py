@@ -6,7 +6,7 @@ import ast
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -64,6 +64,44 @@ def python_script(words: Sequence[str]) -> str:
         return ""
     script = next((word for word in rest if not word.startswith("-")), "")
     return script if script.endswith(".py") and not {"-m", "-c"} & set(rest[: rest.index(script)]) else ""
+
+
+def misplaced(script: Sequence[str], flags: Collection[str], read: Callable[[], str]) -> list[str]:
+    """Which of safelaunch's ``flags`` come after the script, which gets them, although it plainly reads none of that
+    name.
+
+    ``read``: returns the source of the script, which is asked for only if it matters.
+    """
+    words = script[1 : script.index("--")] if "--" in script else script[1:]
+    found = sorted({word.partition("=")[0] for word in words} & set(flags))
+    source = read() if found else ""
+    return [flag for flag in found if not reads_option(source, flag)]
+
+
+def reads_option(source: str, flag: str) -> bool:
+    """Whether a script may read an option of this name: by argparse or click, from a dataclass or a function whose
+    fields become options, or by absl's flags.
+    """
+    name = re.escape(flag[2:]).replace(r"\-", "[-_]")
+    if re.search(rf"(?<![\w-])(?:--{name}(?![\w-])|{name} *[:=](?!=)|(?P<quote>[\"']){name}(?P=quote))", source):
+        return True
+    return flag == "--config" and "LightningCLI" in source
+
+
+def imported_names(source: str) -> set[str]:
+    """The modules that a source may import; relative ones without their dots. Empty if it is no Python."""
+    found: set[str] = set()
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return found
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = node.module or ""
+            found |= {package, *(f"{package}.{one.name}".strip(".") for one in node.names)} - {""}
+    return found
 
 
 def may_be_a_rank(text: bytes) -> bool:
