@@ -469,7 +469,9 @@ class StallCase:
         text = f"no step for {now - stall.mark_s:.0f} s, but {what}: it continues"
         limit_s = ends_after_s(self._watch.policy, stall, judged.answer, judged.limits)
         if limit_s is not None:
-            text += f"; without a step, it is ended after {limit_s:.0f} s: {self._why_ended(stall, judged)}"
+            idle = idle_s(self._watch.state, self._watch.policy, stall, judged.answer, now)
+            after = f"after {limit_s:.0f} s" if idle == now - stall.mark_s else f"{limit_s:.0f} s after it last worked"
+            text += f"; without a step, it is ended {after}: {self._why_ended(stall, judged)}"
         say(text)
 
 

@@ -281,7 +281,7 @@ def test_a_job_that_continues_is_reported_once_for_each_answer_and_every_hour(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """No default limit is announced: no rank waits in a group."""
-    case = saying(SimpleNamespace(policy=Policy(60.0, 1800.0, 1800.0), unseen=()))
+    case = saying(SimpleNamespace(policy=Policy(60.0, 1800.0, 1800.0), unseen=(), state=started(0.0)))
     stall = Stall((0,), 0.0, 60.0, 60.0, False, 61)
     for now in (60.0, 120.0, 3600.0, 3661.0, 3700.0, 7200.0, 7262.0):
         case._say_waiting(stall, Judged("unknown"), now)
@@ -289,6 +289,14 @@ def test_a_job_that_continues_is_reported_once_for_each_answer_and_every_hour(
     assert [line.split("no step for ")[1] for line in said] == [
         f"{seconds} s, but nothing proves a hang: it continues" for seconds in (60, 3661, 7262)
     ]
+
+
+def test_a_threshold_of_the_user_is_said_to_count_from_the_last_work(capfd: pytest.CaptureFixture[str]) -> None:
+    policy = Policy(20.0, 1800.0, 240.0, stall_given=True)
+    watch = SimpleNamespace(policy=policy, unseen=(), state=replace(started(0.0), worked_s=16.0))
+    saying(watch)._say_waiting(Stall((0,), 0.0, 20.0, 20.0, False, 61), Judged("unknown"), 22.0)
+    said = " ".join(capfd.readouterr().err.split())
+    assert "without a step, it is ended 20 s after it last worked: that is --stall-timeout" in said
 
 
 @pytest.mark.parametrize(("policy", "ends"), [({}, False), ({"max_stall_given": True}, True)])
