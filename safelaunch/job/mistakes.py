@@ -67,10 +67,9 @@ def python_script(words: Sequence[str]) -> str:
 
 
 def misplaced(script: Sequence[str], flags: Collection[str], read: Callable[[], str]) -> list[str]:
-    """Which of safelaunch's ``flags`` come after the script, which gets them, although it plainly reads none of that
-    name.
+    """Returns those of safelaunch's ``flags`` that come after the script and that the script doesn't plainly read.
 
-    ``read``: returns the source of the script, which is asked for only if it matters.
+    ``read`` returns the script's source, and is called only if there are such flags.
     """
     words = script[1 : script.index("--")] if "--" in script else script[1:]
     found = sorted({word.partition("=")[0] for word in words} & set(flags))
@@ -79,8 +78,8 @@ def misplaced(script: Sequence[str], flags: Collection[str], read: Callable[[], 
 
 
 def reads_option(source: str, flag: str) -> bool:
-    """Whether a script may read an option of this name: by argparse or click, from a dataclass or a function whose
-    fields become options, or by absl's flags.
+    """Returns whether a script may read an option of this name: through argparse, click or absl, or from a dataclass or
+    a function whose fields become options.
     """
     name = re.escape(flag[2:]).replace(r"\-", "[-_]")
     if re.search(rf"(?<![\w-])(?:--{name}(?![\w-])|{name} *[:=](?!=)|(?P<quote>[\"']){name}(?P=quote))", source):
@@ -89,7 +88,7 @@ def reads_option(source: str, flag: str) -> bool:
 
 
 def imported_names(source: str) -> set[str]:
-    """The modules that a source may import; relative ones without their dots. Empty if it is no Python."""
+    """Returns the modules that a source may import, relative ones without their dots; none if it isn't Python."""
     found: set[str] = set()
     try:
         nodes = list(ast.walk(ast.parse(source)))

@@ -262,7 +262,7 @@ def describe(plan: Plan, width: int) -> str:
 
 
 def _max_stall(settings: Settings) -> str:
-    """When the job is ended without a step, whatever it does."""
+    """Returns after how long without a step the job is ended, even if it is working."""
     if settings.effective_max_stall_s is not None:
         return f"{settings.effective_max_stall_s:g} s"
     never = "never: only a job that is proved dead, or that torch is about to end, is ended"

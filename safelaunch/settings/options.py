@@ -182,7 +182,7 @@ class Option:
 
     @property
     def is_duration(self) -> bool:
-        """Whether its value is a duration, or may be one."""
+        """Returns whether its value can be a duration."""
         return self.parse in (parse_seconds, parse_stall_timeout, parse_group_timeout, parse_wait)
 
     def setting(self, value: object) -> object:

@@ -102,7 +102,7 @@ def _fed(before: Look, after: Look, awaited: Collection[int]) -> Iterator[Work]:
 
 
 def _turns_per_s(thread: ThreadState, at_s: float) -> float:
-    """How often per second a loop around this call may be given a core, though nothing comes."""
+    """Returns how often per second a loop around this call may be given a core though it receives nothing."""
     if thread.times_out:
         return math.inf  # after a time that is not known
     if thread.ends_s is None:
@@ -112,7 +112,7 @@ def _turns_per_s(thread: ThreadState, at_s: float) -> float:
 
 
 def _is_fed(thread: ThreadState) -> bool:
-    """Whether the call may wait for what the kernel counts nowhere."""
+    """Returns whether the call may wait for data that the kernel doesn't count."""
     name = thread.syscall_name
     is_receiving = name in _RECEIVES and not thread.fd_target.startswith("tcp")
     return is_receiving or name in _WAITS or name in _MOVES or _is_on_unix_socket(thread)

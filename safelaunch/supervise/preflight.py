@@ -17,7 +17,7 @@ from safelaunch.settings.options import BY_FLAG, OPTION_GROUPS, Settings
 from safelaunch.system.errors import UsageError
 
 LARGEST_SCRIPT = 1 << 20
-MOST_IMPORTED = 64  # modules beside the script
+MOST_IMPORTED = 64  # modules in the folder of the script
 SHORTEST_KEY, LONGEST_KEY = 16, 4096  # bytes
 
 
@@ -68,9 +68,9 @@ def mistakes_of_exec(words: Sequence[str], environ: Mapping[str, str]) -> list[s
 
 
 def misplaced(script: Sequence[str], *, is_module: bool = False) -> list[str]:
-    """A line about each option of safelaunch's that comes after the script, which does not seem to have such an option.
+    """Returns a line about each option of safelaunch's after the script, unless the script seems to have that option.
 
-    It looks into the script and the modules beside it that it imports.
+    It searches the script and the modules in the same folder that the script imports.
     """
     words = mistakes.misplaced(script, BY_FLAG, lambda: _text_with_imports(_file_of(script[0], is_module=is_module)))
     return [f"{one} comes after {script[0]}, so the script gets it; put safelaunch's options first" for one in words]

@@ -15,6 +15,7 @@ import pytest
 import safelaunch
 from safelaunch.beacon import marks
 from safelaunch.beacon.durations import seconds_of
+from safelaunch.cli import colaunch, record
 from safelaunch.cli.api.launching import words_of
 from safelaunch.settings.config import resolve
 from safelaunch.settings.options import Settings
@@ -64,6 +65,11 @@ PLACES: dict[str, Callable[[Any, Path], Settings]] = {
 @pytest.mark.parametrize("given", [300, 300.0, "300", "5m"], ids=repr)
 def test_options_take_durations_alike(where: str, given: Any, tmp_path: Path) -> None:
     assert PLACES[where](given, tmp_path).stall_timeout_s == 300.0
+
+
+def test_the_commands_take_them_alike() -> None:
+    assert [record.parser().parse_args(["--duration", text]).duration for text in ("90", "90s", "1.5m")] == [90.0] * 3
+    assert colaunch.parser().parse_args(["--timeout", "2h", "spec.yaml"]).timeout == 7200.0
 
 
 @pytest.fixture(params=["outside a run", "inside a run"])

@@ -150,7 +150,7 @@ _OF_A_JOB = re.compile(
 
 
 def is_of_a_job(text: str) -> bool:
-    """Whether a job may have printed this line."""
+    """Returns whether a job may have printed this line."""
     return _OF_A_JOB.search(text) is not None
 
 

@@ -61,7 +61,7 @@ def read_logs(paths: Sequence[Path], root: Path | None = None) -> Found:
 
 
 def _read(path: Path, name: str, job: Printed, speaker: Speaker | None) -> tuple[int, bool]:
-    """The number of lines, and whether a job may have printed one of them, or printed none."""
+    """Returns the number of lines, and whether the file is empty or a job may have printed one of its lines."""
     lines = lines_of(path, name)
     ahead = deque(islice(lines, 200))
     texts = [line.text for line in ahead if line is not None]

@@ -307,7 +307,7 @@ class Watch:
         self.state = replace(self.state, proved_mark_s=mark_s)
 
     def saw_work(self, at_s: float) -> None:
-        """An early look saw the job work."""
+        """Records that an early look saw the job work."""
         self.state = replace(self.state, worked_s=max(self.state.worked_s, at_s))
 
     @property

@@ -27,10 +27,10 @@ class Floor(NamedTuple):
     per_s: float
 
     def within(self, seconds: float, *, awaited: bool = False) -> float:
-        """The most that is no work in a window.
+        """Returns the most that isn't work in a window of so many seconds.
 
-        What a main thread does itself, or waits for, has less room in a short window: what is done at a steady pace
-        then counts in a short window if it counts in a long one. Background work may come in bursts.
+        Background work may come in bursts. If a main thread does it or waits for it (``awaited``), ``once`` shrinks with
+        the window, so that a steady pace that counts in a long window counts in a short one.
         """
         once = self.once * min(1.0, seconds / BURST_S) if awaited else self.once
         return max(once, self.per_s * seconds)
