@@ -69,18 +69,18 @@ _RECEIVES = ("recvfrom", "recvmsg", "recvmmsg")
 _MOVES = ("splice", "sendfile", "copy_file_range", "io_uring_enter", "io_getevents")
 _WAITS = ("select", "pselect6", "poll", "ppoll", "epoll_wait", "epoll_pwait", "epoll_pwait2")
 _LEAST_PER_S = 2.0  # a heartbeat is less
-_SHORT_S = 0.05  # a wait with such a limit is one of a loop, whatever comes meanwhile
-_TURNS = 4.0  # for each time that a wait ends by itself: a busy machine or a busy GIL interrupts what a loop does
+_SHORT_S = 0.05  # a wait with a shorter limit is part of a polling loop, whatever it receives
+_TURNS = 4.0  # per limit: on a busy machine, or with a busy GIL, a loop is interrupted between two waits
 
 
 def _fed(before: Look, after: Look, awaited: Collection[int]) -> Iterator[Work]:
-    """The threads that were woken by what they receive, where the kernel counts no bytes.
+    """Yields the threads that were woken by data that they receive, if the kernel doesn't count its bytes.
 
-    A wait that has a time limit ends by itself once in that time, so a loop that only polls wakes no more often than
-    its limit explains; a thread that receives wakes more often, or has no limit at all.
+    A wait with a time limit ends by itself once in that time, so a loop that only polls wakes no more often than its
+    limit explains; a thread that receives wakes more often, or has no limit.
 
-    ``awaited``: the processes whose main thread is a rank's, or has a rank's wait for it. Of other threads, only those
-    that rest in a receive on a Unix socket count.
+    ``awaited``: processes whose main thread counts, because it is a rank's, or a rank's main thread waits for the
+    process. Other threads count only if they rest in a receive on a Unix socket.
     """
     states = {one.pid: one.state for rank in before.ranks.values() for one in rank.processes if one.state is not None}
     for rank in after.ranks.values():
