@@ -29,8 +29,8 @@ class Floor(NamedTuple):
     def within(self, seconds: float, *, awaited: bool = False) -> float:
         """Returns the most that isn't work in a window of so many seconds.
 
-        Background work may come in bursts. If a main thread does the work or waits for it (``awaited``), ``once`` shrinks
-        with the window, so that a steady pace that counts in a long window counts in a short one.
+        Background work may come in bursts. If a main thread does the work or waits for it (``awaited``), ``once``
+        shrinks with the window, so that a steady pace that counts in a long window counts in a short one.
         """
         once = self.once * min(1.0, seconds / BURST_S) if awaited else self.once
         return max(once, self.per_s * seconds)
