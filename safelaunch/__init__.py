@@ -13,6 +13,8 @@ from contextlib import contextmanager as _contextmanager
 _TYPE_CHECKING = False  # importing typing would cost a training script a few milliseconds
 if _TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+    from datetime import timedelta
     from typing import Any as _Any
 
     from safelaunch.beacon import probes
@@ -84,13 +86,22 @@ def step(*, loss: _Any = None) -> None:
         marks.user_stepped(loss)
 
 
-@_contextmanager
-def phase(name: str, timeout: float = 0.0) -> Iterator[None]:
-    """Names what this rank does in the block (``with safelaunch.phase("eval", timeout=1800): ...``).
+def phase(name: str, timeout: float | str | timedelta | None = None) -> AbstractContextManager[None]:
+    """Names what this rank does in the block (``with safelaunch.phase("eval", timeout="30m"): ...``).
 
-    ``timeout``: seconds after which the phase counts as stalled. 0 keeps that of the phase around it, else the
-    watchdog's own threshold. After the block, the phase around it goes on as it began.
+    ``timeout``: after this long, the phase counts as stalled: seconds, ``"90s"``, ``"10m"``, ``"2h"`` or a
+    ``timedelta``. Without one, or with 0, that of the phase around it applies, else the watchdog's own threshold. After
+    the block, the phase around it goes on as it began. Raises ValueError for anything else, outside a run as well.
     """
+    if timeout is None or (timeout == 0 and not isinstance(timeout, bool)):
+        return _phase(name, 0.0)
+    from safelaunch.beacon.durations import seconds_of
+
+    return _phase(name, seconds_of(timeout))
+
+
+@_contextmanager
+def _phase(name: str, timeout: float) -> Iterator[None]:
     marks = _marks()
     if marks is None:
         yield

@@ -123,7 +123,7 @@ def enter_phase(name: str, timeout_s: float) -> Phase:
 
     ``timeout_s`` 0: the time of the phase around it goes on, else the watchdog's own threshold holds.
     """
-    before, given = get_phase(), _timeout(timeout_s)
+    before, given = get_phase(), min(timeout_s, LONGEST_S)
     if given or not before[1]:
         _set_phase(str(name), given, monotonic_ns())
     else:
@@ -145,15 +145,6 @@ def _set_phase(name: str, timeout_s: float, since_ns: int) -> None:
     _words[layout.PHASE_SINCE_NS] = since_ns
     _words[layout.MARKED_NS] = monotonic_ns()
     _words[layout.PHASE_LENGTH] = len(data)
-
-
-def _timeout(given: float) -> float:
-    """Returns seconds that fit a word. Never raises: outside a run, any argument is accepted."""
-    try:
-        seconds = float(given)
-    except (TypeError, ValueError):
-        return 0.0
-    return min(seconds, LONGEST_S) if seconds > 0 else 0.0
 
 
 def get_phase() -> Phase:

@@ -1,8 +1,8 @@
 """Counters of work: what the processes of a job have computed, read, written, sent and received so far.
 
-Nothing here touches the processes. There are limits to what the kernel counts: ``recv`` and ``send`` on Unix sockets
-count nowhere, unlike ``read`` and ``write`` (``supervise.answer`` looks at who waits there); and what a process does to
-mapped pages that it already has is CPU only.
+Nothing here touches the processes. There are limits to what the kernel counts: ``splice``, and ``recv`` and ``send`` on
+Unix and UDP sockets count nowhere, unlike ``read`` and ``write`` (``supervise.answer`` looks at the threads that wait
+there); and what a process does to mapped pages that it already has is CPU only.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from safelaunch.leases.resources import gather
 from safelaunch.settings.config import resolve
 from safelaunch.settings.options import help_text, options_of, wrapped
 from safelaunch.settings.yamlfile import did_you_mean
-from safelaunch.supervise.preflight import check, mistakes_of_exec, without_effect
+from safelaunch.supervise.preflight import check, misplaced, mistakes_of_exec, without_effect
 from safelaunch.system.console import say, show
 from safelaunch.system.errors import UsageError
 
@@ -54,7 +54,9 @@ def main(words: list[str]) -> int:
         torch = None  # the command may have its own
     settings = resolve(command.own, environ, working_directory(), lambda: torch.version if torch else None)
     check(settings)
-    for note in (*without_effect(settings), *mistakes_of_exec(command.script, environ)):
+    scripts = [place for place, word in enumerate(command.script) if word.endswith(".py")]
+    late = misplaced(command.script[scripts[0] :]) if scripts else []
+    for note in (*without_effect(settings), *mistakes_of_exec(command.script, environ), *late):
         say(note)
     given = gather(replace(command, program=program), settings, environ, None)
     return start(

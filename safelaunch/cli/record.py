@@ -19,6 +19,7 @@ from safelaunch.cli.parsing import Parser
 from safelaunch.job.paths import working_directory
 from safelaunch.model.recording import Recording, decode
 from safelaunch.model.words import ranks_in
+from safelaunch.settings.options import parse_seconds
 from safelaunch.supervise.control.discover import Run, look, our_roots
 from safelaunch.supervise.control.protocol import RecordAnswer, Request
 from safelaunch.system.console import display, say, show, show_json
@@ -64,7 +65,7 @@ def parser() -> Parser:
 
 def _duration(text: str) -> float:
     try:
-        seconds = float(text.removesuffix("s"))
+        seconds = parse_seconds(text)
     except ValueError:
         seconds = 0.0
     if not 1.0 <= seconds <= LONGEST_S:

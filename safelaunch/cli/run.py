@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from shutil import which
@@ -11,7 +10,7 @@ from shutil import which
 from safelaunch.cli import COMMANDS
 from safelaunch.job import mistakes, torchrun
 from safelaunch.job.argv import CommandLine, options_given, restarts, split
-from safelaunch.job.mistakes import nodes_never_meet
+from safelaunch.job.mistakes import is_given, nodes_never_meet
 from safelaunch.job.paths import run_root, working_directory
 from safelaunch.job.plan import Plan, Surroundings, build, describe
 from safelaunch.job.torchrun import Torch
@@ -20,7 +19,7 @@ from safelaunch.leases.resources import Resources
 from safelaunch.settings.config import resolve
 from safelaunch.settings.options import BY_FLAG, OWN_OPTIONS, Settings
 from safelaunch.settings.yamlfile import nearest
-from safelaunch.supervise.preflight import check, mistakes_of_torchrun, without_effect
+from safelaunch.supervise.preflight import check, misplaced, mistakes_of_torchrun, without_effect
 from safelaunch.system.console import room, say, show
 from safelaunch.system.errors import UsageError
 
@@ -75,8 +74,7 @@ def _settings(
     if why and not settings.dry_run:
         raise UsageError(why)
     notes = [*filter(None, (why, torch.note)), *notes, *without_effect(settings)]
-    for option in misplaced(command.script):
-        notes.append(f"{option} comes after {command.script[0]}, so the script gets it; put safelaunch's options first")
+    notes += misplaced(command.script, is_module=is_given(options or (), environ, "module", "-m"))
     if settings.on_stall == "restart" and not restarts(command, environ):
         notes.append(NO_RESTARTS)
         settings = replace(settings, on_stall="kill")
@@ -120,12 +118,6 @@ def _why_no_script(command: CommandLine, options: Collection[str], environ: Mapp
     if why and which(word, path=environ.get("PATH")) is not None:
         return f"{word} is a program, not a Python script; to watch what it starts: safelaunch exec -- {word} ..."
     return why
-
-
-def misplaced(script: Sequence[str]) -> list[str]:
-    """Options after the script that hardly any script has: the user meant safelaunch."""
-    ours = {option.flag for option in OWN_OPTIONS if re.search("stall|bundle|startup-timeout|no-watch", option.name)}
-    return sorted({word.partition("=")[0] for word in script[1:]} & ours)
 
 
 def surroundings(environ: dict[str, str], given: Resources, typed: Sequence[str]) -> Surroundings:

@@ -6,7 +6,7 @@ import ast
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -64,6 +64,43 @@ def python_script(words: Sequence[str]) -> str:
         return ""
     script = next((word for word in rest if not word.startswith("-")), "")
     return script if script.endswith(".py") and not {"-m", "-c"} & set(rest[: rest.index(script)]) else ""
+
+
+def misplaced(script: Sequence[str], flags: Collection[str], read: Callable[[], str]) -> list[str]:
+    """Returns those of safelaunch's ``flags`` that come after the script and that the script doesn't plainly read.
+
+    ``read`` returns the script's source, and is called only if there are such flags.
+    """
+    words = script[1 : script.index("--")] if "--" in script else script[1:]
+    found = sorted({word.partition("=")[0] for word in words} & set(flags))
+    source = read() if found else ""
+    return [flag for flag in found if not reads_option(source, flag)]
+
+
+def reads_option(source: str, flag: str) -> bool:
+    """Returns whether a script may read an option of this name: through argparse, click or absl, or from a dataclass or
+    a function whose fields become options.
+    """
+    name = re.escape(flag[2:]).replace(r"\-", "[-_]")
+    if re.search(rf"(?<![\w-])(?:--{name}(?![\w-])|{name} *[:=](?!=)|(?P<quote>[\"']){name}(?P=quote))", source):
+        return True
+    return flag == "--config" and "LightningCLI" in source
+
+
+def imported_names(source: str) -> set[str]:
+    """Returns the modules that a source may import, relative ones without their dots; none if it isn't Python."""
+    found: set[str] = set()
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return found
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = node.module or ""
+            found |= {package, *(f"{package}.{one.name}".strip(".") for one in node.names)} - {""}
+    return found
 
 
 def may_be_a_rank(text: bytes) -> bool:

@@ -13,7 +13,7 @@ from safelaunch.beacon import layout
 from safelaunch.job.argv import CommandLine, is_one_node, restarts
 from safelaunch.job.torchrun import Torch, launcher
 from safelaunch.settings.config import INTERNAL_ENV
-from safelaunch.settings.options import STALL_CEILING_S, EnvSetting, Settings
+from safelaunch.settings.options import STALL_CEILING_S, STARTUP_MAX_STALL_S, EnvSetting, Settings
 from safelaunch.system.console import command_lines
 
 LEASES = "SAFELAUNCH_LEASES"  # the beacons' locks, by path
@@ -247,7 +247,7 @@ def describe(plan: Plan, width: int) -> str:
         lines += [
             f"  stall timeout    {stall}   ({settings.origin('stall-timeout')})",
             f"  startup timeout  {settings.startup_timeout_s:g} s   ({settings.origin('startup-timeout')})",
-            f"  max stall        {settings.effective_max_stall_s:g} s   ({settings.max_stall_origin})",
+            f"  max stall        {_max_stall(settings)}   ({settings.max_stall_origin})",
             f"  on stall         {settings.on_stall}   ({settings.origin('on-stall')})",
             f"  check every      {settings.check_every or 'never'}   ({settings.origin('check-every')})",
             f"  early look       {'yes' if settings.early_look else 'no'}   ({settings.origin('no-early-look')})",
@@ -259,6 +259,16 @@ def describe(plan: Plan, width: int) -> str:
     lines += ["", "environment"]
     lines += _variables(plan) or ["  nothing except safelaunch's own variables"]
     return redactor.text("\n".join(lines))
+
+
+def _max_stall(settings: Settings) -> str:
+    """Returns after how long without a step the job is ended, even if it is working."""
+    if settings.effective_max_stall_s is not None:
+        return f"{settings.effective_max_stall_s:g} s"
+    never = "never: only a job that is proved dead, or that torch is about to end, is ended"
+    if settings.is_explicit("startup-timeout"):
+        return f"{max(STARTUP_MAX_STALL_S, settings.startup_timeout_s):g} s before the first step, then {never}"
+    return never
 
 
 def _group_timeout(settings: Settings) -> str:

@@ -6,14 +6,15 @@ help text all read this table.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NamedTuple, TypedDict
 
+from safelaunch.beacon.durations import seconds_of
 from safelaunch.settings.yamlfile import Node, did_you_mean, texts_of
 from safelaunch.system.errors import PresetError, UsageError
 
@@ -23,8 +24,6 @@ ON_STALL = ("kill", "restart", "dump")
 ON_INCONSISTENT = ("report", "dump", "stop")
 AUTO = "auto"
 
-_SECONDS = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?(s|m|h)?", re.IGNORECASE)
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _GPU_ID = re.compile(r"[0-9]+|(?:GPU|MIG)-[A-Za-z0-9/-]+")
 _STORE = re.compile(r"(?:(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):)?([0-9]{1,5})", re.ASCII)
@@ -34,13 +33,7 @@ _FALSE = ("0", "false", "no", "off")
 
 def parse_seconds(text: str) -> float:
     """Seconds from ``600``, ``1.5``, ``90s``, ``10m`` or ``2h``; ValueError unless positive and finite."""
-    match = _SECONDS.fullmatch(text.strip())
-    if not match:
-        raise ValueError(text)
-    seconds = float(match[1] + (match[2] or "")) * _UNITS[(match[3] or "").lower()]
-    if not math.isfinite(seconds) or seconds <= 0:
-        raise ValueError(text)
-    return seconds
+    return seconds_of(text)
 
 
 class GroupTimeout(NamedTuple):
@@ -187,6 +180,11 @@ class Option:
         name = self.name.removeprefix("no-").replace("-", "_")
         return f"{name}_s" if self.parse in (parse_seconds, parse_stall_timeout) else name + "s" * self.repeatable
 
+    @property
+    def is_duration(self) -> bool:
+        """Returns whether its value can be a duration."""
+        return self.parse in (parse_seconds, parse_stall_timeout, parse_group_timeout, parse_wait)
+
     def setting(self, value: object) -> object:
         """The value of that field: a switch ``no-...`` turns it off."""
         return not value if self.name.startswith("no-") else value
@@ -258,8 +256,9 @@ _WATCHING = (
     Option(
         "max-stall",
         *_DURATION,
-        "End the job after this long without a step, even if it is working; under --stall-timeout auto, the default "
-        "does not end a working job [12 x an explicit --stall-timeout, else 30m].",
+        "End the job after this long without a step, even if it is working [12 x an explicit --stall-timeout; 30m "
+        "before the first step with an explicit --startup-timeout; else never: only a job that is proved dead, or "
+        "that torch is about to end, is ended].",
     ),
     Option(
         "startup-timeout",
@@ -418,7 +417,7 @@ WATCHDOG_KEYS = (
 
 DEFAULT_STALL_TIMEOUT_S = 600.0
 DEFAULT_STARTUP_TIMEOUT_S = 1800.0
-DEFAULT_MAX_STALL_S = 1800.0
+STARTUP_MAX_STALL_S = 1800.0  # before the first step, with an explicit startup timeout
 MAX_STALL_FACTOR = 12
 DEFAULT_BUNDLE_DIR = "safelaunch-bundles"
 DEFAULT_STALL_FLOOR_S = 60.0
@@ -503,13 +502,13 @@ class Settings:
         return DEFAULT_STALL_TIMEOUT_S if self.stall_timeout_s is None else self.stall_timeout_s
 
     @property
-    def effective_max_stall_s(self) -> float:
-        """The given value; else 12 times an explicit stall timeout; else 1800 seconds."""
+    def effective_max_stall_s(self) -> float | None:
+        """The given value; else 12 times an explicit stall timeout; else None: no default ends a job."""
         if self.max_stall_s is not None:
             return self.max_stall_s
         if self.stall_timeout_s is not None:
             return MAX_STALL_FACTOR * self.stall_timeout_s
-        return DEFAULT_MAX_STALL_S
+        return None
 
     @property
     def max_stall_origin(self) -> str:
@@ -520,7 +519,7 @@ class Settings:
 
 
 Text = str | os.PathLike[str]
-Seconds = float | str  # 90, "90s", "10m"
+Seconds = float | str | timedelta  # 90, "90s", "10m", timedelta(minutes=10)
 
 
 class Options(TypedDict, total=False):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -60,16 +61,28 @@ def work_in(looks: Looks, background: Background) -> tuple[Work, ...]:
         waiting |= waits
         foreground |= awaited
     found = (work.found(*window, background, foreground=foreground, waiting=waiting) for window in looks.windows)
-    return next(filter(None, found), ()) or tuple(_fed(*looks.taken[-2:]))
+    mains = {one.main.pid for one in last.ranks.values() if one.main is not None}
+    before, after = looks.taken[-2:]
+    return next(filter(None, found), ()) or tuple(_fed(before, after, (mains | foreground) - waiting))
 
 
-_RECEIVES = ("read", "readv", "recvfrom", "recvmsg")
+_READS = ("read", "readv")
+_RECEIVES = ("recvfrom", "recvmsg", "recvmmsg")
+_MOVES = ("splice", "sendfile", "copy_file_range", "io_uring_enter", "io_getevents")
+_WAITS = ("select", "pselect6", "poll", "ppoll", "epoll_wait", "epoll_pwait", "epoll_pwait2")
 _LEAST_PER_S = 2.0  # a heartbeat is less
+_SHORT_S = 0.05  # a wait with a shorter limit is part of a polling loop, whatever it receives
+_TURNS = 4.0  # per limit: on a busy machine, or with a busy GIL, a loop is interrupted between two waits
 
 
-def _fed(before: Look, after: Look) -> Iterator[Work]:
-    """The threads that rest in a receive on a Unix socket, and were woken: something has come each time. Nowhere else
-    does the kernel count that.
+def _fed(before: Look, after: Look, awaited: Collection[int]) -> Iterator[Work]:
+    """Yields the threads that were woken by data that they receive, if the kernel doesn't count its bytes.
+
+    A wait with a time limit ends by itself once in that time, so a loop that only polls wakes no more often than its
+    limit explains; a thread that receives wakes more often, or has no limit.
+
+    ``awaited``: processes whose main thread counts, because it is a rank's, or a rank's main thread waits for the
+    process. Other threads count only if they rest in a receive on a Unix socket.
     """
     states = {one.pid: one.state for rank in before.ranks.values() for one in rank.processes if one.state is not None}
     for rank in after.ranks.values():
@@ -77,18 +90,38 @@ def _fed(before: Look, after: Look) -> Iterator[Work]:
             was, now = states.get(process.pid), process.state
             if rank.main is None or was is None or now is None:
                 continue
-            earlier = {thread.tid: thread for thread in was.threads if _receives(thread)}
-            for thread in filter(_receives, now.threads):
+            earlier = {thread.tid: thread for thread in was.threads}
+            for thread in now.threads:
                 one = earlier.get(thread.tid)
                 if one is None or one.slices is None or thread.slices is None:
                     continue
                 woken, seconds = thread.slices - one.slices, now.at_s - was.at_s
-                if woken > _LEAST_PER_S * seconds:
+                is_main = thread.tid == process.pid and process.pid in awaited
+                receives = all(map(_is_fed if is_main else _is_on_unix_socket, (one, thread)))
+                polls = max(_turns_per_s(one, was.at_s), _turns_per_s(thread, now.at_s))
+                if receives and woken > max(_LEAST_PER_S, polls) * seconds:
                     yield Work(rank.main.pid, process.pid, thread.tid, "messages", woken / seconds)
 
 
-def _receives(thread: ThreadState) -> bool:
-    return thread.syscall_name in _RECEIVES and thread.fd_target.startswith("unix ")
+def _turns_per_s(thread: ThreadState, at_s: float) -> float:
+    """Returns how often per second a loop around this call may be given a core though it receives nothing."""
+    if thread.times_out:
+        return math.inf  # after a time that is not known
+    if thread.ends_s is None:
+        return 0.0
+    limit_s = thread.ends_s - at_s
+    return _TURNS / limit_s if limit_s > _SHORT_S else math.inf
+
+
+def _is_fed(thread: ThreadState) -> bool:
+    """Returns whether the call may wait for data that the kernel doesn't count."""
+    name = thread.syscall_name
+    is_receiving = name in _RECEIVES and not thread.fd_target.startswith("tcp")
+    return is_receiving or name in _WAITS or name in _MOVES or _is_on_unix_socket(thread)
+
+
+def _is_on_unix_socket(thread: ThreadState) -> bool:
+    return thread.syscall_name in (*_READS, *_RECEIVES) and thread.fd_target.startswith("unix ")
 
 
 def _awaited(rank: RankLook) -> tuple[set[int], set[int]]:
@@ -197,11 +230,10 @@ def _limits_of(case: Case, mark_s: float) -> tuple[Limits, str]:
             if entry is not None and entry.group == wait.group and entry.timeout_ms and entry.created_ns:
                 unix_s = entry.created_ns / 1e9 + entry.timeout_ms / 1000
                 found.append((unix_s, label_of(entry), entry.by_gloo))
-    waits = any(one.wait is not None for one in case.ranks.values())
     if not found:
-        return Limits(waits=waits), ""
+        return UNLIMITED, ""
     unix_s, group, raises = min(found)
-    return Limits(unix_s - time.time() + time.monotonic() - mark_s, waits, raises), group
+    return Limits(unix_s - time.time() + time.monotonic() - mark_s, raises), group
 
 
 def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: bool, mark_s: float) -> Judged:

@@ -36,10 +36,14 @@ QUESTION_FILE = "early"
 
 @dataclass(frozen=True)
 class _Word:
-    """What both looks found, if that is worth a word, and whether it proves the job dead."""
+    """What both looks found, if that is worth a word, and whether it proves the job dead.
+
+    ``worked_s``: when they saw the job work (CLOCK_MONOTONIC), or 0.
+    """
 
     look: EarlyLook | None = None
     proved: bool = False
+    worked_s: float = 0.0
 
 
 class EarlyLooks:
@@ -111,8 +115,9 @@ class EarlyLooks:
         active = tuple(sorted({ranks[one.rank] for one in done if one.rank in ranks}))
         still = not (done or looks.collectives_moved)
         tells = still or (active and self._job.is_whole and spell.stage == "steps")
+        worked_s = 0.0 if still else looks.taken[-1].end_s
         if answer.all_are_stopped(looks.taken[-1]) or not tells:
-            return _Word()
+            return _Word(worked_s=worked_s)
         prove = still and self._job.is_whole and not answer.what_was_not_seen(looks.taken[-1], looks)
         looks = replace(looks, targets=tuple(without_the_gil(target, looks.taken[-1]) for target in looks.targets))
         kind = replace(FIRST_WORD, asks=still)
@@ -121,7 +126,7 @@ class EarlyLooks:
         found = answer.ask(evidence, None if still else active, place, prove=prove)
         found = self._context.cleaned(found)
         if not found.words or (found.common and spell.stage != "steps"):
-            return _Word(None, found.proved)
+            return _Word(None, found.proved, worked_s)
         early = EarlyLook(
             unix_s=round(time.time(), 3),
             quiet_s=0.0,
@@ -131,11 +136,13 @@ class EarlyLooks:
             cause=found.cause,
             places=found.places,
         )
-        return _Word(early, found.proved)
+        return _Word(early, found.proved, worked_s)
 
     def _tell(self, word: _Word, spell: Spell, begin_s: float, now: float) -> None:
         if word.proved:
             self._watch.is_proved_dead(spell.since_s)
+        if word.worked_s:
+            self._watch.saw_work(word.worked_s)
         if word.look is None:
             return
         found = structs.replace(word.look, quiet_s=round(now - begin_s, 1))

@@ -95,7 +95,7 @@ class Notices:
         why = f" ({self._council.why_alone})"
         say(
             f"{here}; the others are on other nodes, whose supervisors this one can't reach{why}. safelaunch ends the "
-            "job from here only at --max-stall."
+            "job from here only at a --max-stall that you set."
         )
 
     def _say_without_beacon(self) -> None:

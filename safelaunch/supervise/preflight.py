@@ -5,16 +5,19 @@ from __future__ import annotations
 import ast
 import os
 import stat
+import sys
 from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 from safelaunch.job import mistakes, torchrun
 from safelaunch.job.argv import CommandLine
 from safelaunch.job.mistakes import is_given
-from safelaunch.settings.options import OPTION_GROUPS, Settings
+from safelaunch.settings.options import BY_FLAG, OPTION_GROUPS, Settings
 from safelaunch.system.errors import UsageError
 
 LARGEST_SCRIPT = 1 << 20
+MOST_IMPORTED = 64  # modules in the folder of the script
 SHORTEST_KEY, LONGEST_KEY = 16, 4096  # bytes
 
 
@@ -62,6 +65,41 @@ def mistakes_of_exec(words: Sequence[str], environ: Mapping[str, str]) -> list[s
     source = _source_of(script) if script and "RANK" not in environ else None
     lacking = mistakes.lacks_rank_variables(script, source) if source is not None else ""
     return [lacking] if lacking else []
+
+
+def misplaced(script: Sequence[str], *, is_module: bool = False) -> list[str]:
+    """Returns a line about each option of safelaunch's after the script, unless the script seems to have that option.
+
+    It searches the script and the modules in the same folder that the script imports.
+    """
+    words = mistakes.misplaced(script, BY_FLAG, lambda: _text_with_imports(_file_of(script[0], is_module=is_module)))
+    return [f"{one} comes after {script[0]}, so the script gets it; put safelaunch's options first" for one in words]
+
+
+def _file_of(word: str, *, is_module: bool) -> Path:
+    if not is_module:
+        return Path(word)
+    place = Path(*word.split("."))
+    roots = [Path(root or ".") for root in ("", *sys.path)]
+    names = (place.with_suffix(".py"), place / "__main__.py")
+    return next((root / name for root in roots for name in names if (root / name).is_file()), place)
+
+
+def _text_with_imports(script: Path) -> str:
+    text = _text_of(script)
+    folder, modules = script.parent, [Path(*name.split(".")) for name in sorted(mistakes.imported_names(text))]
+    files = [folder / name for one in modules for name in (one.with_suffix(".py"), one / "__init__.py")]
+    return "\n".join([text, *map(_text_of, islice(filter(Path.is_file, files), MOST_IMPORTED))])
+
+
+def _text_of(path: Path) -> str:
+    try:
+        if not path.is_file():
+            return ""
+        with path.open("rb") as file:
+            return file.read(LARGEST_SCRIPT).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return ""
 
 
 def _source_of(script: str) -> ast.Module | None:

@@ -25,6 +25,7 @@ from safelaunch.system.console import say
 from safelaunch.system.task import Task
 
 MOST_LOOK_S = 24.0
+REMIND_EVERY_S = 3600.0  # of a job that makes no step and continues
 AGAIN = 1.5  # a quiet time gets a second bundle only if it lasts so many times as long as one that ended by itself
 
 
@@ -66,7 +67,7 @@ class StallCase:
     """One stall: suspicion → two looks → answer → bundle. Call ``advance`` on every tick; it never blocks.
 
     A supervisor that does not see every rank of the job can prove nothing. If the supervisors of all nodes can talk,
-    all look and vote, and the evidence of all is judged as one; else this one acts only at --max-stall.
+    all look and vote, and the evidence of all is judged as one; else this one acts only at a --max-stall of the user's.
     """
 
     def __init__(self, job: JobView) -> None:
@@ -84,6 +85,7 @@ class StallCase:
         self.attempt = (0, 0)  # the attempt that was found to hang, here or by all nodes
         self._looked_at: tuple[int, int] | None = None  # the attempt under suspicion
         self._said_waiting = ""
+        self._remind_s = 0.0  # when the answer is to be repeated
         self._look_s = LOOK_S  # grows while processes do not answer in time
         self._starvation, self._patience = Starvation(), 1.0
 
@@ -374,6 +376,8 @@ class StallCase:
             agreed = rounds.hang(number, found.evidence, found.staging.root, moves, overdue=overdue)
             void = agreed is None or (agreed.verdict is not None and not rounds.all_agree(number, moves))
             self._goes_on = not void and agreed is not None and agreed.outcome == "suspect" and bundled
+            if self._goes_on:
+                self._say_waiting(suspicion.stall, judged, now)
             if agreed is None or void or self._goes_on:
                 found.discard()
                 return None
@@ -443,20 +447,21 @@ class StallCase:
         return "nothing on this node proves a hang" if not self._job.is_whole else "nothing proves a hang"
 
     def _why_ended(self, stall: Stall, judged: Judged) -> str:
-        policy, limits = self._watch.policy, judged.limits
+        policy = self._watch.policy
         if policy.is_given(stall) and judged.found == "unknown":
             at_start = stall.before_first_step and not policy.has_one_limit
             return f"that is {'--startup-timeout' if at_start else '--stall-timeout'}"
-        before_s, limit_s = limits.before_abort_s, ends_after_s(policy, stall, judged.answer, limits)
-        if before_s is not None and limit_s is not None and before_s <= limit_s < policy.max_stall_s:
+        if policy.is_given(stall) or policy.max_stall_given:
+            return "that is --max-stall"
+        if judged.group:
             return f"the timeout of group {judged.group} expires then"
-        return "that is --max-stall"
+        return "the nodes of this job have agreed to end it"
 
     def _say_waiting(self, stall: Stall, judged: Judged, now: float) -> None:
-        """Once for each answer."""
-        if self._said_waiting == judged.found:
+        """Once for each answer, and then every ``REMIND_EVERY_S``."""
+        if self._said_waiting == judged.found and now < self._remind_s:
             return
-        self._said_waiting = judged.found
+        self._said_waiting, self._remind_s = judged.found, now + REMIND_EVERY_S
         if judged.found == "alive":
             what = f"the job is working ({judged.work[0].words})" if judged.work else "the job is working"
         else:
@@ -465,7 +470,9 @@ class StallCase:
         text = f"no step for {now - stall.mark_s:.0f} s, but {what}: it continues"
         limit_s = ends_after_s(self._watch.policy, stall, judged.answer, judged.limits)
         if limit_s is not None:
-            text += f"; without a step, it is ended after {limit_s:.0f} s: {self._why_ended(stall, judged)}"
+            idle = idle_s(self._watch.state, self._watch.policy, stall, judged.answer, now)
+            after = f"after {limit_s:.0f} s" if idle == now - stall.mark_s else f"{limit_s:.0f} s after it last worked"
+            text += f"; without a step, it is ended {after}: {self._why_ended(stall, judged)}"
         say(text)
 
 

@@ -4,6 +4,7 @@ SafelaunchError                 base class; the command line prints it and exits
  ├── InterruptedWait            the user stopped waiting for GPUs; nothing was started (exit 130)
  ├── UsageError                 safelaunch's options, presets, configuration, resources, bundle directory (exit 2)
  │    ├── PresetError           a preset or configuration file: unknown name or key, wrong type
+ │    ├── DurationError         a keyword of ``safelaunch.launch`` that is no duration (a ValueError, too)
  │    ├── SpecError             a sweep of colaunch: its file, grid, placeholders, names or needs
  │    └── ResourceError         GPUs or ports are not available
  │         └── StoreError       the lease directory cannot be used
@@ -50,6 +51,10 @@ class InterruptedWait(SafelaunchError):
 
 class PresetError(UsageError):
     """A preset or configuration file is invalid. The message names file and line."""
+
+
+class DurationError(UsageError, ValueError):
+    """A value that is no duration. It is raised at the call that gives it."""
 
 
 class SpecError(UsageError):

@@ -76,7 +76,7 @@ def record_claim(rank: int, text: str) -> Claim:
     return Claim(text, f"ranks/{rank}/flight_recorder.json")
 
 
-# A sleep or a wait that is over sooner may be one of a loop that polls. As long as --max-stall, which then decides.
+# A sleep or a wait that is over sooner may be one of a loop that polls.
 FOR_GOOD_S = 1800.0
 
 

@@ -17,7 +17,7 @@ from pages import DOCS, PAGES, ROOT, blocks, table
 from safelaunch.cli import COMMANDS, main
 from safelaunch.cli.help import EXIT_CODES
 from safelaunch.model import Culprit, Verdict
-from safelaunch.settings.options import BY_NAME, MAX_STALL_FACTOR, OWN_OPTIONS, Option, Settings
+from safelaunch.settings.options import BY_NAME, MAX_STALL_FACTOR, OWN_OPTIONS, STARTUP_MAX_STALL_S, Option, Settings
 from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.rules import KINDS, OWN
@@ -185,7 +185,8 @@ def test_defaults() -> None:
     assert f"[{settings.stall_floor_s:g}s]" in BY_NAME["stall-floor"].help
     assert f"[{settings.startup_timeout_s / 60:g}m]" in BY_NAME["startup-timeout"].help
     assert f"[{MAX_STALL_FACTOR} x" in BY_NAME["max-stall"].help
-    assert f"else {settings.effective_max_stall_s / 60:g}m]" in BY_NAME["max-stall"].help
+    assert settings.effective_max_stall_s is None and "else never" in BY_NAME["max-stall"].help
+    assert f"{STARTUP_MAX_STALL_S / 60:g}m before the first step" in " ".join(BY_NAME["max-stall"].help.split())
     assert f"[{settings.on_stall}]" in BY_NAME["on-stall"].help
     assert f"[./{settings.bundle_dir}]" in BY_NAME["bundle-dir"].help
 

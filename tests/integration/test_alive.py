@@ -31,6 +31,23 @@ def test_none_is_ended_broken_or_accused(tmp_path: Path) -> None:
     assert any(not answer.skipped for answer in answers)
 
 
+UNCOUNTED = (
+    "a_child_that_writes_6_kb_a_second",
+    "a_selector_and_a_unix_socket",
+    "recv_of_datagrams",
+    "splices_a_pipe_into_a_file",
+)
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(900)
+def test_steady_work_that_the_kernel_hardly_counts_is_seen_under_an_explicit_threshold(tmp_path: Path) -> None:
+    how = alive.How(quiet_s=25.0, own=("--stall-timeout=8",))
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        answers = list(pool.map(lambda name: alive.run(alive.CASES[name], tmp_path / name, how), UNCOUNTED))
+    assert {answer.name: answer.wrong or answer.skipped for answer in answers} == dict.fromkeys(UNCOUNTED, "")
+
+
 def test_there_are_enough_and_of_every_kind() -> None:
     cases = alive.CASES.values()
     assert len(cases) >= 100 and len(BARE) >= 100

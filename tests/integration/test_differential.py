@@ -333,7 +333,9 @@ def test_one_rank(twins: Twins) -> None:
     assert seen["argv"] == ["observe.py", "--preset", "x", "--stall-timeout", "--dry-run"]
     assert "PYTHONPATH" not in seen["env"]
     assert seen["own_session"]
-    assert [line.partition(",")[0] for line in ours.own_lines] == ["safelaunch: --stall-timeout comes after observe.py"]
+    late = ("--dry-run", "--preset", "--stall-timeout")
+    said = [line.partition(",")[0] for line in ours.own_lines]
+    assert said == [f"safelaunch: {option} comes after observe.py" for option in late]
     assert no_bundle(ours)
     assert list((twins.runtime / "safelaunch").iterdir()) == [], "the run directory is gone"
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import safelaunch
 from safelaunch.bundle.reading import locate
 from safelaunch.bundle.reading.guard import Unreadable
 from safelaunch.bundle.reading.log_lines import CHUNK_BYTES
@@ -246,6 +247,67 @@ def test_nobody_is_blamed(text: str, tmp_path: Path, capfd: pytest.CaptureFixtur
     assert not shown.out
     assert "DUE TO TIME LIMIT" in shown.err if "TIME LIMIT" in text else "nothing wrong seen" in shown.err
     assert code == (0 if "TIME LIMIT" in text else 1)
+
+
+PASSWD = "root:x:0:0:root:/root:/bin/bash\ngames:x:5:60:games:/usr/games:/usr/sbin/nologin\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PASSWD,
+        "127.0.0.1 localhost\n::1 ip6-localhost\n",
+        'NAME="Debian"\nVERSION_ID="12"\n',
+        "numpy==1.26.4\npyyaml>=6\n",
+        "# A page\n\nIt says how to train a model, step by step.\n",
+    ],
+)
+def test_a_text_that_no_job_has_printed_is_no_log(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """On the command line, from Python, alone or in a folder."""
+    path = log_of(text, tmp_path)
+    for words in ([str(path)], [str(path), "--json"], [str(path), str(path)]):
+        with pytest.raises(UsageError, match="neither a bundle, nor Flight Recorder dumps, nor stacks, nor the log"):
+            main(words)
+    assert UsageError.exit_code == 2
+    with pytest.raises(UsageError, match="It holds no bundle, no run directory, no log"):
+        main([str(tmp_path)])
+    assert not capfd.readouterr().out
+
+
+def test_python_says_so_as_well(tmp_path: Path) -> None:
+    with pytest.raises(safelaunch.UsageError, match="nor the log of a job"):
+        safelaunch.diagnose(log_of(PASSWD, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "epoch 3: loss 0.21",
+        "step=100",
+        "Iter [10/200]",
+        "acc: 0.93",
+        "val_acc=9e-1 lr = 1.5e-05",
+        " 45%|####      | 9/20 [00:03<00:04, 2.50it/s]",
+        "[rank1]: hello",
+        "[default0]:hello",
+        "2026-11-25 10:00:00,000 hello",
+        "10:00:01 hello",
+        "INFO:root:hello",
+        "W1125 10:00:00.000000 140 torch/distributed/run.py:792] hello",
+        "a.py:3: UserWarning: hello",
+        "ValueError: hello",
+        "bash: python: command not found",
+        "Segmentation fault (core dumped)",
+        "Killed",
+        "Using 8 GPUs on cuda:0",
+    ],
+)
+def test_one_line_that_a_job_may_have_printed_makes_a_log(
+    line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = log_of(PASSWD + line + "\n" + PASSWD, tmp_path)
+    assert main([str(path)]) in (0, 1)
+    assert "nor the log of a job" not in capfd.readouterr().err
 
 
 def test_a_launcher_that_kills_its_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.bundle.reading import locate
-from safelaunch.bundle.reading.guard import Found
+from safelaunch.bundle.reading.guard import Found, Unreadable
 from safelaunch.verdict.diagnose import diagnose
 
 LIBRARY = "/opt/venv/lib/python3.11/site-packages/torch/distributed"
@@ -120,8 +120,14 @@ def test_beside_a_log_only_stacks_that_name_their_rank_count(tmp_path: Path) -> 
     assert found.evidence.ranks[1].main is not None
 
 
-@pytest.mark.parametrize("text", ["", "[]", "[1]", '[{"frames": 3}]', "Process 1: x\nThread 5 (idle)\n    no frame\n"])
+def test_an_empty_file_has_none(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    assert not locate.read(tmp_path / "a.txt").evidence.ranks
+
+
+@pytest.mark.parametrize("text", ["[]", "[1]", '[{"frames": 3}]', "Process 1: x\nThread 5 (idle)\n    no frame\n"])
 def test_none(text: str, tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text(text)
-    assert not locate.read(path).evidence.ranks
+    with pytest.raises(Unreadable, match="neither a bundle, nor Flight Recorder dumps, nor stacks, nor the log"):
+        locate.read(path)

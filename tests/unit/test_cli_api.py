@@ -54,7 +54,7 @@ def test_every_name_of_the_package_is_there() -> None:
 
 
 def test_the_keywords_are_the_options() -> None:
-    flags = {flag for flag, _ in words_of(dict.fromkeys(Options.__annotations__, "x"))}
+    flags = {flag for flag, _ in words_of(dict.fromkeys(Options.__annotations__, "1"))}
     flags |= {flag for flag, _ in words_of({"watch": False})}
     assert flags == {option.flag for option in OWN_OPTIONS if "run" in option.commands} - {"--dry-run"}
 

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from safelaunch.cli.run import misplaced
 from safelaunch.job.argv import CommandLine, options_given, split
 from safelaunch.job.torchrun import KNOWN
 from safelaunch.settings.options import OWN_OPTIONS
@@ -284,9 +283,3 @@ def test_generated_lines(line: tuple[list[str], list[tuple[int, list[str]]]]) ->
 @given(st.lists(st.sampled_from(NASTY) | WORD | st.sampled_from(sorted(KNOWN)), max_size=6))
 def test_generated_heaps_of_words(words: list[str]) -> None:
     agree(words)
-
-
-def test_options_meant_for_us_behind_the_script_are_noticed() -> None:
-    words = ("train.py", "--lr", "1", "--stall-timeout=5", "--bundle-dir", "b", "--preset", "x", "--config", "c.yaml")
-    assert misplaced(words) == ["--bundle-dir", "--stall-timeout"]  # a script may well have a --preset of its own
-    assert misplaced(("--stall-timeout.py",)) == misplaced(()) == []

@@ -16,6 +16,8 @@ from safelaunch.job import mistakes, torchrun
 from safelaunch.job.argv import CommandLine, split
 from safelaunch.job.mistakes import why_missing
 from safelaunch.job.torchrun import KNOWN
+from safelaunch.settings.options import BY_FLAG
+from safelaunch.supervise import preflight
 
 
 def command(words: str) -> CommandLine:
@@ -258,3 +260,64 @@ def test_what_is_not_known_passes() -> None:
     assert why() == ""
     assert why("whatever", environ={**ENVIRON, "PYTHON_EXEC": "nsys"}) == "", "torchrun starts that instead of Python"
     assert why_missing(["no_such_module"], {"-m"}, ENVIRON, "/another/python") == "", "it may be installed there"
+
+
+# --- options of safelaunch's after the script -------------------------------------------------------------------------
+
+
+def late(words: str, source: str = "") -> list[str]:
+    return mistakes.misplaced(words.split(), BY_FLAG, lambda: source)
+
+
+@pytest.mark.parametrize("flag", sorted(BY_FLAG))
+def test_each_own_option_after_the_script_is_noticed(flag: str) -> None:
+    assert late(f"train.py --lr 1 {flag}=5") == late(f"train.py {flag} 5") == [flag]
+    assert late(f"train.py {flag}", f"parser.add_argument('{flag}')") == []
+
+
+def test_words_that_are_no_option_of_ours_are_the_scripts() -> None:
+    assert late("--stall-timeout.py") == late("train.py --dry-runs --dry --lr 1") == late("train.py -- --dry-run") == []
+    assert mistakes.misplaced((), BY_FLAG, lambda: "") == []
+    assert late("train.py --wait --bundle-dir b --dry-run") == ["--bundle-dir", "--dry-run", "--wait"]
+
+
+@pytest.mark.parametrize(
+    ("source", "reads"),
+    [
+        ("parser.add_argument('--dry-run', action='store_true')", True),
+        ('parser.add_argument("-n", "--dry_run")', True),
+        ("@click.option('--dry-run/--no-dry-run')", True),
+        ("@dataclass\nclass Arguments:\n    dry_run: bool = False", True),
+        ("def main(lr=1, dry_run=False): ...", True),
+        ("flags.DEFINE_bool('dry_run', False, 'help')", True),
+        ("# --dry-runs, my-dry-run: nothing of the kind", False),
+        ("args = parser.parse_args()", False),
+        ("if args.dry_run == 1: ...", False),
+        ("", False),
+    ],
+)
+def test_an_option_that_the_script_plainly_reads_is_its_own(source: str, reads: bool) -> None:
+    assert mistakes.reads_option(source, "--dry-run") is reads
+
+
+def test_the_config_of_lightnings_command_line_is_its_own() -> None:
+    assert mistakes.reads_option("cli = LightningCLI(Model)", "--config")
+    assert not mistakes.reads_option("cli = LightningCLI(Model)", "--dry-run")
+
+
+def test_the_modules_that_the_script_imports_may_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "options").mkdir()
+    (tmp_path / "options" / "__init__.py").write_text("")
+    (tmp_path / "options" / "of_user.py").write_text("parser.add_argument('--dry-run')")
+    (tmp_path / "train.py").write_text("import os, sys\nfrom options import of_user as options\n")
+    script = str(tmp_path / "train.py")
+    assert preflight.misplaced([script, "--dry-run"]) == []
+    assert preflight.misplaced([script, "--run-name=a"]) == [
+        f"--run-name comes after {script}, so the script gets it; put safelaunch's options first"
+    ]
+    monkeypatch.chdir(tmp_path)
+    assert preflight.misplaced(["options.of_user", "--dry-run"], is_module=True) == []
+    assert len(preflight.misplaced(["options", "--dry-run"], is_module=True)) == 1
+    (tmp_path / "train.py").write_text("is (no python")
+    assert len(preflight.misplaced([script, "--dry-run"])) == 1
+    assert len(preflight.misplaced([str(tmp_path / "none.py"), "--dry-run"])) == 1

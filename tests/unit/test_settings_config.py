@@ -191,7 +191,7 @@ def test_defaults(tmp_path: Path) -> None:
     assert settings.stall_timeout_s is None
     assert settings.effective_stall_timeout_s == 600.0
     assert settings.startup_timeout_s == 1800.0
-    assert settings.effective_max_stall_s == 1800.0
+    assert settings.effective_max_stall_s is None
     assert settings.max_stall_origin == "default"
     assert settings.on_stall == "kill"
     assert settings.watch is True
@@ -211,12 +211,12 @@ def test_defaults(tmp_path: Path) -> None:
     ("cli", "seconds", "origin"),
     [
         (["--stall-timeout=10"], 120.0, "12 x stall-timeout (command line)"),
-        (["--stall-timeout=auto"], 1800.0, "default"),
+        (["--stall-timeout=auto"], None, "default"),
         (["--stall-timeout=10", "--max-stall=50"], 50.0, "command line"),
         (["--max-stall=50"], 50.0, "command line"),
     ],
 )
-def test_max_stall(tmp_path: Path, cli: list[str], seconds: float, origin: str) -> None:
+def test_max_stall(tmp_path: Path, cli: list[str], seconds: float | None, origin: str) -> None:
     settings = settle(tmp_path, *cli)
     assert (settings.effective_max_stall_s, settings.max_stall_origin) == (seconds, origin)
 

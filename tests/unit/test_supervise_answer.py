@@ -107,28 +107,75 @@ def test_calls_that_go_on_are_work() -> None:
     assert judged(looks(*IN_CALL, entries=(4, 5))).found == "alive"
 
 
+UNIX, UDP, TCP, EPOLL = "unix socket:[7] (unnamed, e.g. a socketpair)", "udp 0.0.0.0:9", "tcp 1:1 -> 2:2", "eventpoll"
+
+
+def woken(pid: int, call: str, target: str, limit_s: float | None, times: int, **more: Any) -> tuple[ProcessLook, ...]:
+    """A process in two looks, ten seconds apart, in each of which its thread rests in ``call``."""
+    found = []
+    for at_s, slices in ((0.0, 0), (10.0, times)):
+        ends_s = None if limit_s is None else at_s + limit_s
+        one = process(pid, in_user(7), syscall_name=call, fd_target=target, slices=slices, ends_s=ends_s, **more)
+        found.append(dataclasses.replace(one, state=replace(one.state, at_s=at_s)))  # type: ignore[type-var]
+    return tuple(found)
+
+
 @pytest.mark.parametrize(
-    ("target", "call", "woken", "found"),
+    ("call", "target", "limit_s", "times", "found"),
     [
-        ("unix socket:[7] (unnamed, e.g. a socketpair)", "recvfrom", 100, "alive"),
-        ("unix socket:[7] (unnamed, e.g. a socketpair)", "recvfrom", 10, "unknown"),
-        ("unix socket:[7] (unnamed, e.g. a socketpair)", "futex", 100, "unknown"),
-        ("pipe:[7]", "read", 100, "unknown"),
+        ("recvfrom", UNIX, None, 100, "alive"),
+        ("recvfrom", UNIX, None, 10, "unknown"),
+        ("futex", UNIX, None, 100, "unknown"),
+        ("read", "pipe:[7]", None, 100, "unknown"),
+        ("recvfrom", UDP, None, 100, "alive"),
+        ("recvmsg", "netlink", None, 100, "alive"),
+        ("recvfrom", TCP, None, 100, "unknown"),  # its bytes are counted
+        ("splice", "pipe:[7]", None, 100, "alive"),
+        ("epoll_wait", EPOLL, None, 100, "alive"),  # a selector: asyncio, multiprocessing.connection, zmq
+        ("epoll_wait", EPOLL, None, 10, "unknown"),  # a heartbeat
+        ("select", "", 60.0, 100, "alive"),
+        ("poll", UDP, 0.5, 200, "alive"),
+        ("poll", UDP, 0.5, 20, "unknown"),  # polls, twice per second
+        ("poll", UDP, 0.1, 100, "unknown"),
+        ("poll", UDP, 0.1, 250, "unknown"),  # the same, on a busy machine
+        ("select", "", 0.001, 9000, "unknown"),
+        ("select", "", 0.2, 50, "unknown"),  # ``time.sleep(0.2)`` of Python 3.10
+        ("clock_nanosleep", "", 0.2, 50, "unknown"),  # ``while not os.path.exists(path): time.sleep(0.2)``
+        ("", EPOLL, None, 100, "unknown"),  # a call that could not be read
     ],
 )
-def test_who_is_woken_in_a_receive_has_received(target: str, call: str, woken: int, found: str) -> None:
-    """The kernel counts no bytes of ``recv`` on Unix sockets. Of pipes it does."""
-    one, other = (
-        RankLook(0, process(1000, in_user(7), syscall_name=call, fd_target=target, slices=at)) for at in (0, woken)
+def test_a_main_thread_that_is_woken_more_often_than_its_wait_ends_receives(
+    call: str, target: str, limit_s: float | None, times: int, found: str
+) -> None:
+    """The kernel counts no bytes of ``recv`` on Unix and UDP sockets, nor of ``splice``. Of pipes and TCP it does."""
+    one, other = woken(1000, call, target, limit_s, times)
+    assert judged_twice(RankLook(0, one), RankLook(0, other)) == found
+
+
+def judged_twice(first: RankLook, second: RankLook, peer: RankLook = IN_CALL[1]) -> str:
+    taken = dataclasses.replace(
+        looks(first, peer), taken=(Look(0.0, 0.1, {0: first, 1: peer}), Look(10.0, 10.1, {0: second, 1: peer}))
     )
-    other = dataclasses.replace(
-        other,
-        main=dataclasses.replace(other.main, state=replace(other.main.state, at_s=10.0)),  # type: ignore[union-attr, type-var]
-    )
-    taken = looks(one, IN_CALL[1])
-    second = Look(0.0, 0.1, {0: other, 1: IN_CALL[1]})
-    evidence = job(side(0, in_user(7)), waiting(1))
-    assert judged(dataclasses.replace(taken, taken=(taken.taken[0], second)), evidence).found == found
+    return judged(taken, job(side(0, in_user(7)), waiting(1))).found
+
+
+def test_a_wait_with_a_time_limit_of_its_socket_says_nothing_by_its_wake_ups() -> None:
+    one, other = woken(1000, "recvfrom", UDP, None, 100, times_out=True)
+    assert judged_twice(RankLook(0, one), RankLook(0, other)) == "unknown"
+
+
+def test_wake_ups_of_a_child_count_if_the_main_thread_waits_for_it_and_of_other_threads_on_unix_sockets_only() -> None:
+    one, other = woken(2000, "epoll_wait", EPOLL, None, 100)
+    waits = process(1000, (Frame("/usr/lib/python3.11/subprocess.py", 1264, "Popen.wait"), *in_user(7)))
+    assert judged_twice(RankLook(0, waits, (one,)), RankLook(0, waits, (other,))) == "alive"
+    sleeps = process(1000, in_user(7))
+    assert judged_twice(RankLook(0, sleeps, (one,)), RankLook(0, sleeps, (other,))) == "unknown"
+    one, other = woken(2000, "recvfrom", UNIX, None, 100)
+    assert judged_twice(RankLook(0, sleeps, (one,)), RankLook(0, sleeps, (other,))) == "alive"
+    one, other = woken(1000, "epoll_wait", EPOLL, None, 100)
+    peers = in_c10d("all_reduce", 50)
+    ones = [dataclasses.replace(each, stack=process(1000, peers).stack) for each in (one, other)]
+    assert answer.work_in(looks(RankLook(0, ones[1])), Background()) == ()
 
 
 def test_the_main_threads_cpu_is_work_unless_it_waits_for_peers() -> None:
@@ -195,6 +242,6 @@ def test_the_first_time_limit_of_a_group_in_which_a_rank_waits() -> None:
     call = replace(entry("all_reduce", 4, line=50), created_ns=now_ns - 50 * 10**9, timeout_ms=600_000)
     waits = waiting(0, flight=record(*past(3), call))
     found = judged(looks(*IN_CALL), job(waits, side(1, in_user(7), "sleep")))
-    assert found.limits.waits and found.limits.raises and found.limits.abort_s == pytest.approx(610, abs=5)
+    assert found.limits.raises and found.limits.abort_s == pytest.approx(610, abs=5)
     assert found.limits.before_abort_s == pytest.approx(550, abs=6)
-    assert judged(looks(*IN_CALL), job(side(0, in_user(7), "sleep"))).limits.waits is False
+    assert judged(looks(*IN_CALL), job(side(0, in_user(7), "sleep"))).limits.abort_s is None

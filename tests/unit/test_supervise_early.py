@@ -18,7 +18,9 @@ from msgspec.structs import replace
 from safelaunch.bundle.onbundle import Notifier
 from safelaunch.capture.flight_recorder import Questions
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
+from safelaunch.capture.pages import Roster
 from safelaunch.capture.result import Result
+from safelaunch.job.paths import RunPaths
 from safelaunch.model import EarlyLook, FirstWord, Place, StackSample, Thread
 from safelaunch.supervise import answer, collecting, early, respond
 from safelaunch.supervise.early import EarlyLooks, without_the_gil
@@ -26,8 +28,9 @@ from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.kinds import FIRST_WORD, Kind
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.respond import JobView
+from safelaunch.supervise.watch.job import Watch as RealWatch
 from safelaunch.supervise.watch.quiet import Spell
-from safelaunch.supervise.watch.stall import Policy, Status
+from safelaunch.supervise.watch.stall import Policy, Stall, Status, idle_s
 from safelaunch.supervise.watch.work import Background, Work
 
 ASLEEP = FirstWord("rank 1 is asleep in train.py:7 (load)", "stuck-in-user-code", (Place(1, at(7, "load")),))
@@ -59,6 +62,10 @@ class Watch:
 
     quiet_readings: int = 0  # how often what the job had done was forgotten
     proved_s: float = 0.0
+    worked: int = 0  # how often an early look saw work
+
+    def saw_work(self, at_s: float) -> None:
+        self.worked += 1
 
     def read_quiet_again(self) -> None:
         self.quiet_readings += 1
@@ -84,7 +91,7 @@ class Job:
 
         def look_at(targets: Any, looks: Looks | None, **_: Any) -> Looks:
             job.looks += 1
-            one = Look(0.0, 0.0, self.ranks)
+            one = Look(0.0, self.now, self.ranks)
             return Looks((Target(0, 0, 1000, 0),), taken=(one,), entries=self.entries if looks is not None else ())
 
         def evidence_of(kind: Kind, *_: Any) -> None:
@@ -123,6 +130,26 @@ class Job:
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     return Job(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("works", "entries", "seen"), [((1000,), ({}, {}), True), ((), ({}, {0: 5}), True), ((), ({}, {}), False)]
+)
+def test_an_early_look_that_sees_work_counts_for_the_users_threshold(
+    works: tuple[int, ...], entries: Any, seen: bool, job: Job
+) -> None:
+    job.works, job.entries = works, entries
+    job.wait(12)
+    assert bool(job.watch.worked) is seen
+
+
+def test_what_an_early_look_saw_delays_only_a_threshold_of_the_user(tmp_path: Path) -> None:
+    policy = Policy(20.0, 20.0, 240.0, stall_given=True)
+    watch = RealWatch(Roster(RunPaths(tmp_path)), policy, 0.0)
+    watch.saw_work(16.0)
+    stall = Stall((0,), 0.0, 20.0, 20.0, before_first_step=False)
+    assert idle_s(watch.state, policy, stall, "unknown", 22.0) == 6.0
+    assert idle_s(watch.state, policy, stall, "dead", 22.0) == 22.0
 
 
 def test_a_rank_that_stands_still_is_told_within_seconds_and_again_at_growing_distances(job: Job) -> None:

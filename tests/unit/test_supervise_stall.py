@@ -36,7 +36,7 @@ from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.stall import StallCase, _Suspicion
 from safelaunch.supervise.watch.job import Glance, Watch
 from safelaunch.supervise.watch.rhythm import Threshold
-from safelaunch.supervise.watch.stall import Event, Found, Limits, Policy, Stall
+from safelaunch.supervise.watch.stall import Event, Found, Limits, Policy, Stall, started
 
 SUSPECT = Stall(ranks=(0,), mark_s=0.0, stalled_s=5.0, threshold_s=3.0, step=5, before_first_step=False)
 SUSPECTED = Glance((), Event("suspect", SUSPECT), ())
@@ -259,7 +259,11 @@ OVER = Judged("unknown", limits=Limits(200.0), group="'0'")
             "ranks 0-1 have made no step for 60 s (last step 61), while the others continue: c",
         ),
         ((40.0, 40.0, 40.1), OVER, "nothing proves a hang, but the timeout of group '0' expires then: collecting"),
-        ((40.0, 40.0, 40.1), Judged("unseen"), "nothing proves a hang, but that is --max-stall: collecting"),
+        (
+            (40.0, 40.0, 40.1),
+            Judged("unseen"),
+            "nothing proves a hang, but the nodes of this job have agreed",
+        ),
     ],
 )
 def test_what_is_said_before_a_job_is_ended(
@@ -271,6 +275,40 @@ def test_what_is_said_before_a_job_is_ended(
     case = saying(watch)
     case._say_hang(Stall((0,), 40.0, 60.0, 60.0, False, 61), judged, 100.0)
     assert said in " ".join(capfd.readouterr().err.split())
+
+
+def test_a_job_that_continues_is_reported_once_for_each_answer_and_every_hour(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """No default limit is announced: no rank waits in a group."""
+    case = saying(SimpleNamespace(policy=Policy(60.0, 1800.0, 1800.0), unseen=(), state=started(0.0)))
+    stall = Stall((0,), 0.0, 60.0, 60.0, False, 61)
+    for now in (60.0, 120.0, 3600.0, 3661.0, 3700.0, 7200.0, 7262.0):
+        case._say_waiting(stall, Judged("unknown"), now)
+    said = [line for line in capfd.readouterr().err.splitlines() if "no step for" in line]
+    assert [line.split("no step for ")[1] for line in said] == [
+        f"{seconds} s, but nothing proves a hang: it continues" for seconds in (60, 3661, 7262)
+    ]
+
+
+def test_a_threshold_of_the_user_is_said_to_count_from_the_last_work(capfd: pytest.CaptureFixture[str]) -> None:
+    policy = Policy(20.0, 1800.0, 240.0, stall_given=True)
+    watch = SimpleNamespace(policy=policy, unseen=(), state=replace(started(0.0), worked_s=16.0))
+    saying(watch)._say_waiting(Stall((0,), 0.0, 20.0, 20.0, False, 61), Judged("unknown"), 22.0)
+    said = " ".join(capfd.readouterr().err.split())
+    assert "without a step, it is ended 20 s after it last worked: that is --stall-timeout" in said
+
+
+@pytest.mark.parametrize(("policy", "ends"), [({}, False), ({"max_stall_given": True}, True)])
+def test_only_a_max_stall_of_the_user_says_to_all_nodes_that_a_job_without_a_proof_ends(
+    policy: dict[str, bool], ends: bool
+) -> None:
+    """``_is_at_limit`` is what a node tells the leader, and what the evidence of all nodes is judged with."""
+    policy_ = replace(Policy(60.0, 1800.0, 1800.0), **policy)
+    watch = SimpleNamespace(policy=policy_, unseen=(1,), state=started(0.0))
+    stall = Stall((0,), time.monotonic() - 7200.0, 7200.0, 60.0, False, 61)
+    for found in ("unknown", "unseen"):
+        assert saying(watch)._is_at_limit(stall, Judged(found)) is ends  # type: ignore[arg-type]
 
 
 def test_one_node_of_several_knows_of_its_own_evidence_only(capfd: pytest.CaptureFixture[str]) -> None:

@@ -262,7 +262,8 @@ def test_the_users_threshold_counts_from_when_the_job_was_last_seen_to_work() ->
     worked = [at for at, kind in job.until(400) if kind == "undecided" and at < 60]
     assert job.events[-1][1] == "hang"
     assert 30.0 <= job.events[-1][0] - worked[-1] < 40.0
-    learned = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive" if now < 60 else "unknown")
+    capped = replace(POLICY, max_stall_given=True)
+    learned = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive" if now < 60 else "unknown", capped)
     assert learned.until(400)[-1] == (370.0, "hang")
 
 
@@ -331,6 +332,15 @@ def test_undecided_until_max_stall() -> None:
     assert set(job.kinds[:-1]) == {"suspect", "undecided"}
 
 
+def test_a_job_whose_ranks_poll_for_hours_is_never_ended_by_a_default() -> None:
+    job = Replay(lambda now: [rank(0, 10.0)], lambda now: "unknown", AUTO)
+    job.until(24 * 3600)
+    looks = [at for at, kind in job.events if kind == "suspect"]
+    assert set(job.kinds) == {"suspect", "undecided"}
+    assert max(b - a for a, b in pairwise(looks)) < 610, "a proof is still looked for"
+    assert sum(at > 20 * 3600 for at in looks) < 30
+
+
 def test_looks_grow_no_denser_than_a_quarter_of_the_threshold_and_at_most_a_minute_apart() -> None:
     job = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive", replace(GIVEN, stall_s=600.0, max_stall_s=7200.0))
     job.until(7000)
@@ -348,7 +358,8 @@ CONCLUSIONS: dict[str, tuple[Stall, Found, float, Policy, str, Status]] = {
     "dead": (STALL, "dead", 40, POLICY, "hang", Status.HUNG),
     "alive": (STALL, "alive", 1e6, POLICY, "undecided", Status.UNDECIDED),
     "unknown": (STALL, "unknown", 40, POLICY, "undecided", Status.UNDECIDED),
-    "unknown at the limit": (STALL, "unknown", 360, POLICY, "hang", Status.HUNG),
+    "unknown, whatever its age": (STALL, "unknown", 1e6, POLICY, "undecided", Status.UNDECIDED),
+    "unknown at the user's limit": (STALL, "unknown", 360, replace(POLICY, max_stall_given=True), "hang", Status.HUNG),
     "unknown, by the user's threshold": (STALL, "unknown", 40, GIVEN, "hang", Status.HUNG),
     "unseen, by the user's threshold": (STALL, "unseen", 40, GIVEN, "undecided", Status.UNDECIDED),
 }
@@ -368,36 +379,35 @@ AUTO = Policy(stall_s=60.0, startup_s=1800.0, max_stall_s=1800.0)
 EIGHT = Policy(stall_s=8.0, startup_s=1800.0, max_stall_s=96.0, stall_given=True)
 CAPPED = replace(AUTO, max_stall_s=300.0, max_stall_given=True)
 STARTS = replace(AUTO, startup_s=20.0, max_stall_s=240.0, startup_given=True)
-WAITS, ALONE, GROUP = UNLIMITED, Limits(None, waits=False), Limits(600.0)
+GROUP = Limits(600.0)
 # policy, threshold, answer, limits: when it is ended, and when the bundle of a job that continues is due
 TABLE: dict[str, tuple[Policy, bool, Answer, Limits, float | None, float | None]] = {
-    "dead": (AUTO, False, "dead", WAITS, 60.0, 60.0),
-    "alive": (AUTO, False, "alive", WAITS, None, ALIVE_BUNDLE_S),
+    "dead": (AUTO, False, "dead", UNLIMITED, 60.0, 60.0),
+    "alive": (AUTO, False, "alive", UNLIMITED, None, ALIVE_BUNDLE_S),
     "alive, in a group": (AUTO, False, "alive", GROUP, None, 540.0),
-    "unknown": (AUTO, False, "unknown", WAITS, 1800.0, 60.0),
+    "unknown": (AUTO, False, "unknown", UNLIMITED, None, 60.0),
     "unknown, in a group": (AUTO, False, "unknown", GROUP, 540.0, 60.0),
     "unknown, in a group of a short timeout": (AUTO, False, "unknown", Limits(15.0), 60.0, 60.0),
     "unknown, in a group whose timeout raises an error": (
         *(AUTO, False, "unknown", Limits(100.0, raises=True)),
-        *(1800.0, 60.0),
+        *(None, 60.0),
     ),
-    "unknown, in a group of a long timeout": (AUTO, False, "unknown", Limits(7200.0), 1800.0, 60.0),
-    "unseen": (AUTO, False, "unseen", WAITS, 1800.0, 60.0),
-    "unseen, in a group": (AUTO, False, "unseen", GROUP, 1800.0, 60.0),
-    "unseen, in a group of a long timeout": (AUTO, False, "unseen", Limits(7200.0), 7200.0, 60.0),
-    "given: dead": (EIGHT, False, "dead", WAITS, 8.0, None),
+    "unknown, in a group of a long timeout": (AUTO, False, "unknown", Limits(7200.0), 7140.0, 60.0),
+    "unseen": (AUTO, False, "unseen", UNLIMITED, None, 60.0),
+    "unseen, in a group": (AUTO, False, "unseen", GROUP, None, 60.0),
+    "given: dead": (EIGHT, False, "dead", UNLIMITED, 8.0, None),
     "given: alive": (EIGHT, False, "alive", GROUP, 96.0, None),
     "given: unknown": (EIGHT, False, "unknown", GROUP, 8.0, None),
     "given: unseen": (EIGHT, False, "unseen", GROUP, 96.0, None),
-    "max-stall: alive": (CAPPED, False, "alive", WAITS, 300.0, ALIVE_BUNDLE_S),
-    "max-stall: unknown": (CAPPED, False, "unknown", WAITS, 300.0, 60.0),
-    "start: dead": (AUTO, True, "dead", WAITS, 1800.0, 1800.0),
-    "start: alive": (AUTO, True, "alive", WAITS, None, 1800.0),
-    "start: unknown": (AUTO, True, "unknown", WAITS, 1800.0, 1800.0),
-    "start: a server that nobody calls": (AUTO, True, "unknown", ALONE, None, 1800.0),
-    "start: the threshold of steps says nothing": (EIGHT, True, "unknown", WAITS, 1800.0, 1800.0),
-    "start given: unknown": (STARTS, True, "unknown", ALONE, 20.0, None),
-    "start given: alive": (STARTS, True, "alive", ALONE, 240.0, None),
+    "max-stall: alive": (CAPPED, False, "alive", UNLIMITED, 300.0, ALIVE_BUNDLE_S),
+    "max-stall: unknown": (CAPPED, False, "unknown", UNLIMITED, 300.0, 60.0),
+    "start: dead": (AUTO, True, "dead", UNLIMITED, 1800.0, 1800.0),
+    "start: alive": (AUTO, True, "alive", UNLIMITED, None, 1800.0),
+    "start: unknown": (AUTO, True, "unknown", UNLIMITED, None, 1800.0),
+    "start: unknown, in a group": (AUTO, True, "unknown", Limits(7200.0), 7140.0, 1800.0),
+    "start: the threshold of steps says nothing": (EIGHT, True, "unknown", UNLIMITED, None, 1800.0),
+    "start given: unknown": (STARTS, True, "unknown", UNLIMITED, 20.0, None),
+    "start given: alive": (STARTS, True, "alive", UNLIMITED, 240.0, None),
 }
 
 

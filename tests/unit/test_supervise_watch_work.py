@@ -102,6 +102,25 @@ def test_beside_what_was_learned(
     assert kinds(found(START, at(10.0, after), LEARNED, **more)) == expected
 
 
+@pytest.mark.parametrize(
+    ("after", "more", "expected"),
+    [
+        (using(key=CHILD, io_bytes=12_000), {"foreground": [20]}, [("io", 20, None)]),  # 6 kB/s
+        (using(key=CHILD, io_bytes=3_000), {"foreground": [20]}, []),
+        (using(key=CHILD, io_bytes=12_000), {}, []),  # may be a burst, for which nobody waits
+        (using(io_bytes=12_000, main_io_bytes=12_000), {}, [("io", 10, 10)]),
+        (using(io_bytes=12_000, main_io_bytes=12_000), {"waiting": [10]}, []),
+        (using(io_bytes=3_000, main_io_bytes=3_000), {}, []),
+        (using(key=CHILD, sockets={9: 3_000}), {"foreground": [20]}, [("network", 20, None)]),
+        (using(key=CHILD, faults=200), {"foreground": [20]}, []),
+    ],
+)
+def test_what_is_waited_for_counts_at_the_same_pace_in_a_window_of_two_seconds(
+    after: Mapping[Any, ProcessCounters], more: dict[str, Any], expected: list[tuple[str, int, int | None]]
+) -> None:
+    assert kinds(found(START, at(2.0, after), Background(), **more)) == expected
+
+
 def test_a_burst_of_a_second_may_fill_a_shorter_window() -> None:
     after = cpu(THREAD, 500)
     assert found(START, at(0.6, after), Background()) != ()

@@ -50,6 +50,11 @@ _NOTHING = (
     " rank number: nccl_trace_rank_0, comm_lib_trace_rank_0, dump_0.json)"
 )
 
+_NO_OUTPUT = (
+    "it is neither a bundle, nor Flight Recorder dumps, nor stacks, nor the log of a job: no line of it looks like the"
+    " output of a launcher, torch, Python or a training script"
+)
+
 
 def read(path: Path) -> Found:
     """The evidence at ``path``: a bundle or its ``.tar.gz``, a folder of bundles from several nodes, a run directory,
@@ -132,6 +137,8 @@ def _of_texts(paths: Sequence[Path], root: Path | None = None) -> Found:
     printed = logs.read_logs(paths, root)
     saved = [path for path in paths if path != log_lines.STDIN]
     found = stacks.read_stacks(saved, root, only_named=bool(printed.evidence.ranks))
+    if found is None and not printed.is_output:
+        raise Unreadable(_NO_OUTPUT if root is None else _NOTHING)
     if found is None or printed.evidence.ranks:
         return printed if found is None else _with_stacks(printed, found)
     return replace(found, remarks=(*found.remarks, *printed.remarks))

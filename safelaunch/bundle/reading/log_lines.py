@@ -136,6 +136,24 @@ def _clean(line: bytes) -> str:
     return _COLOURS.sub("", text) if "\x1b" in text else text
 
 
+# What other texts hardly hold: levels, warnings, errors, times of day, progress bars, metrics, launchers' names, and
+# what reports an end.
+_OF_A_JOB = re.compile(
+    r"\b(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\b|^\[?[DIWEF]\d{4} |\b\d\d:\d\d:\d\d\b"
+    r"|Traceback \(most|\w(?:Error|Warning|Exception): |[Nn]o such file or directory|command not found"
+    r"|core dumped|^Killed|terminate called|\d%\||\b(?:it|s|tokens|samples|images)/(?:s|sec|it|step)\b"
+    r"|\b(?i:epoch|step|iter|iteration|batch|rank|world.size|gpu|cuda|pid|seed|loss|exit.?code|signal)s?\W{0,4}\d"
+    r"|[\w)\]] ?[=:] ?-?(?:\d+\.\d+(?:e[+-]?\d+)?|nan|inf)(?![\w.])"
+    r"|\b(?:torchrun|torch\.distributed|c10d|NCCL|srun|slurmstepd|mpirun|safelaunch|wandb): |\[rank|\[default\d|"
+    + "|".join(re.escape(needle.decode()) for needle in _TELLING)
+)
+
+
+def is_of_a_job(text: str) -> bool:
+    """Returns whether a job may have printed this line."""
+    return _OF_A_JOB.search(text) is not None
+
+
 # --- whose line it is -------------------------------------------------------------------------------------------------
 
 Speaker = int | str  # a rank, or what stands for one or several: a process, a container, a task, a node

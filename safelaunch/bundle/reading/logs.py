@@ -6,6 +6,7 @@ import re
 import signal
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from safelaunch.bundle.reading.log_lines import (
     Signer,
     Speaker,
     hosts_of,
+    is_of_a_job,
     lines_of,
     speakers_of_names,
 )
@@ -42,33 +44,38 @@ def read_logs(paths: Sequence[Path], root: Path | None = None) -> Found:
 
     ``root``: the folder from which they are called; without one, by their names alone.
     """
-    job, count = Printed(), 0
+    job, count, is_output = Printed(), 0, False
     names = [str(path.relative_to(root)) if root is not None else path.name for path in paths]
     whose = speakers_of_names(names)
     for path, name in zip(paths, names, strict=True):
         try:
-            count += _read(path, name, job, whose.get(name))
+            lines, printed = _read(path, name, job, whose.get(name))
         except NOT_GZIP as error:
             raise Unreadable("it is damaged") from error
         except OSError as error:
             raise cannot_be_read(error) from error
+        count, is_output = count + lines, is_output or printed
     job.end()
-    return _found(job, names, count)
+    found = _found(job, names, count)
+    return replace(found, is_output=is_output or bool(found.evidence.ranks or found.remarks))
 
 
-def _read(path: Path, name: str, job: Printed, speaker: Speaker | None) -> int:
+def _read(path: Path, name: str, job: Printed, speaker: Speaker | None) -> tuple[int, bool]:
+    """Returns the number of lines, and whether the file is empty or a job may have printed one of its lines."""
     lines = lines_of(path, name)
     ahead = deque(islice(lines, 200))
     texts = [line.text for line in ahead if line is not None]
     known = Signer(speaker, hosts_of(texts))
-    last = 0
+    last, is_output = 0, not any(map(str.strip, texts))
     while ahead:
         line = ahead.popleft()
         ahead.extend(islice(lines, 1))
         if line is not None:
             last = line.number
-            job.hear(known.said(line, ahead))
-    return last
+            said = known.said(line, ahead)
+            is_output = is_output or said.speaker is not None or is_of_a_job(line.text)
+            job.hear(said)
+    return last, is_output
 
 
 def _found(job: Printed, names: Sequence[str], count: int) -> Found:

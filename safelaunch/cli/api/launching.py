@@ -19,12 +19,13 @@ from shutil import rmtree
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from safelaunch.beacon import entrypoint as ranks
+from safelaunch.beacon.durations import seconds_of
 from safelaunch.cli.api.wire import Done, Ended, FromSupervisor, Line, Ready, Refused, Request, Stop, Stopping
 from safelaunch.model import Verdict
-from safelaunch.settings.options import Options
+from safelaunch.settings.options import BY_FLAG, Option, Options
 from safelaunch.system import errors, procstat
 from safelaunch.system.console import say
-from safelaunch.system.errors import SafelaunchError, UsageError
+from safelaunch.system.errors import DurationError, SafelaunchError, UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -53,11 +54,17 @@ def command(module: str, function: str = "main") -> list[str]:
 
 
 def words_of(options: Mapping[str, object]) -> tuple[tuple[str, str | None], ...]:
-    """The options as the command line's flags and values. What is unknown or wrong is found where those are."""
+    """The options as the command line's flags and values. What is unknown or wrong is found where those are.
+
+    Raises DurationError for what should be a duration and is none.
+    """
     found: list[tuple[str, str | None]] = []
     for name, value in options.items():
         flag = "--config" if name == "config_file" else f"--{name.replace('_', '-')}"
-        if name == "watch":
+        option = BY_FLAG.get(flag)
+        if option is not None and option.is_duration and value is not None and not _is_switch(option, value):
+            found.append((flag, _duration(name, option, value)))
+        elif name == "watch":
             found += [] if value else [("--no-watch", None)]
         elif isinstance(value, bool):
             found += [(flag, None)] if value else []
@@ -66,6 +73,20 @@ def words_of(options: Mapping[str, object]) -> tuple[tuple[str, str | None], ...
         elif value is not None:
             found.append((flag, str(value)))
     return tuple(found)
+
+
+def _is_switch(option: Option, value: object) -> bool:
+    return option.value_is_optional and isinstance(value, bool)
+
+
+def _duration(name: str, option: Option, value: object) -> str:
+    """The value as the command line has it."""
+    try:
+        text = value if isinstance(value, str) else f"{seconds_of(value):.15g}"
+        option.parse(text)
+    except ValueError:
+        raise DurationError(f"{name}: {value!r} is not {option.expects}, or a timedelta") from None
+    return text
 
 
 # --- ``safelaunch.diagnose(path)``: a verdict from files --------------------------------------------------------------
@@ -185,7 +206,8 @@ def launch(config: LaunchConfig, entrypoint: Callable[..., T] | str | None, **op
     ``HangError`` says why.
 
     ``entrypoint``: a function, or a program whose arguments are given to the call. ``options``: see ``Options``. The
-    environment, the configuration file and presets count as they do on the command line.
+    environment, the configuration file and presets count as they do on the command line. Raises ValueError for a
+    keyword that should be a duration and is none.
     """
     return Launch(config, entrypoint, words_of(options))
 

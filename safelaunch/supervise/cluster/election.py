@@ -183,7 +183,7 @@ class Leader:
         waiting = len(mine) < len(_judged(given)) or "" in votes
         if waiting and now - self._since_s < page.window_s + LOOKS_S:
             return page
-        if waiting or not page.covered:  # each is alone then, and acts at --max-stall
+        if waiting or not page.covered:  # each is alone then, and acts at a --max-stall of the user's
             return self._closed(page, "elsewhere", now)
         if votes == {"stopped"}:
             return self._closed(page, "stopped", now)

@@ -14,7 +14,7 @@ from safelaunch.capture.look import Target
 from safelaunch.capture.pages import AgentEvent, Page, Roster, Worker
 from safelaunch.job.process import identify
 from safelaunch.model import EarlyLook, Inconsistency, Progress
-from safelaunch.settings.options import STALL_CEILING_S, Settings
+from safelaunch.settings.options import STALL_CEILING_S, STARTUP_MAX_STALL_S, Settings
 from safelaunch.supervise.watch import quiet, rhythm, stall
 from safelaunch.supervise.watch.work import Background
 
@@ -29,7 +29,7 @@ def policy_of(settings: Settings) -> stall.Policy:
     return stall.Policy(
         stall_s=stall_s,
         startup_s=settings.startup_timeout_s,
-        max_stall_s=max(settings.effective_max_stall_s, stall_s),
+        max_stall_s=max(settings.effective_max_stall_s or STARTUP_MAX_STALL_S, stall_s),
         confirm_s=stall.confirm_after_s(stall_s),
         stall_given=settings.stall_timeout_s is not None,
         startup_given=settings.is_explicit("startup-timeout"),
@@ -305,6 +305,10 @@ class Watch:
     def is_proved_dead(self, mark_s: float) -> None:
         """An early look has proved it, of the quiet time since ``mark_s``."""
         self.state = replace(self.state, proved_mark_s=mark_s)
+
+    def saw_work(self, at_s: float) -> None:
+        """Records that an early look saw the job work."""
+        self.state = replace(self.state, worked_s=max(self.state.worked_s, at_s))
 
     @property
     def quiet(self) -> Counters | None:

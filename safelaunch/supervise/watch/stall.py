@@ -25,6 +25,7 @@ CLOCK_GAP_S = 5.0
 class Policy(msgspec.Struct, frozen=True):
     """Thresholds in seconds. ``stall_given``, ``startup_given``, ``max_stall_given``: by the user.
 
+    ``max_stall_s``: applies only if the user has set it or the threshold.
     ``proved_s``: of a job that an early look has proved dead, where the threshold is not the user's.
     """
 
@@ -91,7 +92,7 @@ class State(msgspec.Struct, frozen=True):
     covers: frozenset[tuple[int, float]] = frozenset()
     excused: bool = False
     proved_mark_s: float = 0.0  # the slowest rank's mark since when an early look has proved the job dead
-    worked_s: float = 0.0  # when a closer look last saw the job work
+    worked_s: float = 0.0  # when a look last saw the job work, an early one included
     due_s: float = 0.0  # when the slowest rank is suspected unless it marks progress; 0: nobody is judged
 
 
@@ -125,11 +126,10 @@ class Limits(msgspec.Struct, frozen=True):
     """The time limits of the groups in which ranks wait, as ages of the stall in seconds; None: none is known.
 
     ``abort_s``: when the first of them is over, and torch aborts the job, or only ``raises`` an error, which the script
-    may handle. ``waits``: some rank waits for its peers.
+    may handle.
     """
 
     abort_s: float | None = None
-    waits: bool = True
     raises: bool = False
 
     @property
@@ -219,18 +219,19 @@ def _base_s(state: State, covers: frozenset[tuple[int, float]], policy: Policy, 
 
 
 def ends_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -> float | None:
-    """How long the job may go without progress before it is ended; None: for ever."""
-    threshold_s, limit_s = stall.threshold_s, max(policy.max_stall_s, stall.threshold_s)
+    """How long the job may go without progress before it is ended; None: for ever.
+
+    A job is ended only if it is proved dead, or if the user has said so, or shortly before torch would end it.
+    """
+    threshold_s = stall.threshold_s
     given = policy.is_given(stall)
     if answer == "dead" or (answer == "unknown" and given):
         return threshold_s
     if given or policy.max_stall_given:
-        return limit_s
-    if answer == "alive" or (stall.before_first_step and not limits.waits):
-        return None  # it works, or is a server that nobody calls
+        return max(policy.max_stall_s, threshold_s)
     if answer == "unknown" and limits.before_abort_s is not None and not limits.raises:
-        return min(limit_s, max(threshold_s, limits.before_abort_s))
-    return max(limit_s, limits.abort_s or 0.0)
+        return max(threshold_s, limits.before_abort_s)
+    return None
 
 
 def idle_s(state: State, policy: Policy, stall: Stall, answer: Answer, now: float) -> float:
@@ -255,9 +256,13 @@ ALIVE_BUNDLE_S = 1800.0
 
 
 def look_again_after_s(policy: Policy, stall: Stall, now: float) -> float:
-    """Two looks and what they ask for take about a second of CPU, so they grow rarer as the wait grows longer."""
-    often_s = max(stall.threshold_s / 4, 0.15 * (now - stall.mark_s))
-    return max(policy.confirm_s, 5.0, min(often_s, 60.0))
+    """Two looks and what they ask for take about a second of CPU, so they grow rarer as the wait grows longer.
+
+    They are at most a minute apart within the first two hours, and ten minutes later on.
+    """
+    waited_s = now - stall.mark_s
+    most_s = min(600.0, max(60.0, waited_s / 120))
+    return max(policy.confirm_s, 5.0, min(max(stall.threshold_s / 4, 0.15 * waited_s), most_s))
 
 
 def conclude(

@@ -26,6 +26,17 @@ class Floor(NamedTuple):
     once: float
     per_s: float
 
+    def within(self, seconds: float, *, awaited: bool = False) -> float:
+        """Returns the most that isn't work in a window of so many seconds.
+
+        Background work may come in bursts. If a main thread does the work or waits for it (``awaited``), ``once``
+        shrinks with the window, so that a steady pace that counts in a long window counts in a short one.
+        """
+        once = self.once * min(1.0, seconds / BURST_S) if awaited else self.once
+        return max(once, self.per_s * seconds)
+
+
+BURST_S = 10.0  # in such a window, ``once`` is done once
 
 FLOORS: Mapping[Kind, Floor] = {
     # Milliseconds. A thread that polls every millisecond takes up to 3 % of a core.
@@ -144,10 +155,9 @@ def found(
         return ()
     work: list[tuple[float, Work]] = []
 
-    def judge(use: _Use, hidden: float = 0.0) -> None:
+    def judge(use: _Use, hidden: float = 0.0, *, awaited: bool = False) -> None:
         kind, pid, _, tid = use.what
-        floor = FLOORS[kind]
-        allowed = max(floor.once, floor.per_s * seconds) + hidden
+        allowed = FLOORS[kind].within(seconds, awaited=awaited and kind in ("io", "network")) + hidden
         if use.amount > allowed:
             work.append((use.amount / max(allowed, 1), Work(use.rank, pid, tid, kind, use.amount / seconds)))
 
@@ -163,7 +173,7 @@ def found(
         kind, pid, start_ticks, tid = use.what
         is_main = tid == pid == use.rank
         if pid in foreground or (is_main and pid not in waiting):
-            judge(use)
+            judge(use, awaited=True)
         elif not (is_main and kind == "cpu") and not (helpers and (pid, start_ticks) not in before.processes):
             judge(use, _hidden(use, background, seconds))
     return tuple(one for _, one in sorted(work, key=lambda item: -item[0]))

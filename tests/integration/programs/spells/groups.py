@@ -318,7 +318,7 @@ def one_rank_has_finished_and_uploads(spell: Spell) -> None:
 def a_phase_with_a_timeout(spell: Spell) -> None:
     import safelaunch
 
-    with safelaunch.phase("evaluation", timeout=120 + spell.quiet):
+    with safelaunch.phase("evaluation", timeout=f"{120 + spell.quiet:g}s"):
         time.sleep(spell.quiet)
 
 

@@ -8,6 +8,7 @@ import io
 import mmap
 import os
 import random
+import selectors
 import socket
 import struct
 import subprocess
@@ -15,8 +16,9 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 
-from .table import Outside, Spell, case
+from .table import Outside, Spell, case, until
 
 DRIPS = 40
 
@@ -210,6 +212,89 @@ def writes_to_a_slow_child(spell: Spell) -> None:
         torch.save(torch.zeros(int(spell.quiet * 1e6 / 4)), child.stdin)
         child.stdin.close()
         assert child.wait() == 0
+
+
+PIECES_PER_S = 10
+
+
+def _sends(outside: Outside, send: Callable[[bytes], object], size: int) -> None:
+    for _ in range(int(outside.quiet * PIECES_PER_S)):
+        send(bytes(size))
+        time.sleep(1 / PIECES_PER_S)
+
+
+def _sends_on_a_unix_socket(outside: Outside) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(outside.scratch / "socket"))
+        server.listen()
+        outside.say("listens")
+        connection = server.accept()[0]
+        _sends(outside, connection.sendall, 65_000)
+        connection.close()
+
+
+@case(outside=_sends_on_a_unix_socket, works=True)
+def a_selector_and_a_unix_socket(spell: Spell) -> None:
+    """As asyncio and gRPC read from a service on the same machine."""
+    spell.said("listens")
+    got, buffer = 0, bytearray(1 << 20)
+    with socket.socket(socket.AF_UNIX) as source, selectors.DefaultSelector() as selector:
+        source.connect(str(spell.scratch / "socket"))
+        source.setblocking(False)
+        selector.register(source, selectors.EVENT_READ)
+        while selector.select() and (number := source.recv_into(buffer)):
+            got += number
+    assert got == int(spell.quiet * PIECES_PER_S) * 65_000
+
+
+def _sends_datagrams(outside: Outside) -> None:
+    outside.begun()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        port = int(outside.said("receives"))
+        _sends(outside, lambda data: sender.sendto(data, ("127.0.0.1", port)), 8000)
+        until(lambda: sender.sendto(b"", ("127.0.0.1", port)) or (outside.scratch / "received").exists())
+
+
+@case(outside=_sends_datagrams, works=True)
+def recv_of_datagrams(spell: Spell) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(("127.0.0.1", 0))
+        spell.say("receives", receiver.getsockname()[1])
+        got = 0
+        while data := receiver.recv(1 << 16):
+            got += len(data)
+        spell.say("received")
+    assert got > spell.quiet * PIECES_PER_S * 8000 / 2
+
+
+def _feeds_a_named_pipe(outside: Outside) -> None:
+    outside.said("made")
+    with open(outside.scratch / "pipe", "wb", buffering=0) as pipe:
+        _sends(outside, pipe.write, 60_000)
+
+
+@case(outside=_feeds_a_named_pipe, works=True)
+def splices_a_pipe_into_a_file(spell: Spell) -> None:
+    os.mkfifo(spell.scratch / "pipe")
+    spell.say("made")
+    with open(spell.scratch / "pipe", "rb", buffering=0) as source, open(spell.scratch / "copy", "wb") as file:
+        while os.splice(source.fileno(), file.fileno(), 1 << 20):
+            pass
+    assert os.path.getsize(spell.scratch / "copy") == int(spell.quiet * PIECES_PER_S) * 60_000
+
+
+WRITER = (
+    "import sys, time\n"
+    "with open(sys.argv[1], 'wb', buffering=0) as file:\n"
+    " for _ in range(int(float(sys.argv[2]) * 5)): file.write(bytes(1200)); time.sleep(0.2)"
+)
+
+
+@case(works=True)
+def a_child_that_writes_6_kb_a_second(spell: Spell) -> None:
+    place = spell.scratch / "growing"
+    subprocess.run([sys.executable, "-c", WRITER, place, str(spell.quiet)], check=True)
+    assert os.path.getsize(place) == int(spell.quiet * 5) * 1200
 
 
 def _dribbles(outside: Outside) -> None:

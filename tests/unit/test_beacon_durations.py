@@ -1,0 +1,139 @@
+"""Durations wherever safelaunch takes one: in a phase of a script, a keyword of ``launch``, an option, a file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import safelaunch
+from safelaunch.beacon import marks
+from safelaunch.beacon.durations import seconds_of
+from safelaunch.cli import colaunch, record
+from safelaunch.cli.api.launching import words_of
+from safelaunch.settings.config import resolve
+from safelaunch.settings.options import Settings
+
+GOOD: list[tuple[Any, float]] = [
+    (300, 300.0),
+    (1.5, 1.5),
+    ("300", 300.0),
+    ("90s", 90.0),
+    ("5m", 300.0),
+    (" 2H ", 7200.0),
+    (timedelta(minutes=5), 300.0),
+    (timedelta(milliseconds=1500), 1.5),
+    (Fraction(1, 4), 0.25),
+]
+BAD: list[Any] = [
+    "soon", "", "-5", "5 minutes", "1h30m", -1, True, float("nan"), float("inf"), 10**400, timedelta(0),
+    timedelta(seconds=-3), [5], {"s": 5}, 1j, b"5m",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "seconds"), GOOD)
+def test_a_duration_gives_its_seconds(given: Any, seconds: float) -> None:
+    assert seconds_of(given) == seconds
+
+
+@pytest.mark.parametrize("given", BAD, ids=repr)
+def test_anything_else_raises_a_value_error(given: Any) -> None:
+    with pytest.raises(ValueError, match="is not a duration: a positive number of seconds, 90s, 10m, 2h"):
+        seconds_of(given)
+
+
+def _from_file(value: Any, place: Path) -> Settings:
+    (place / "safelaunch.yaml").write_text(f"stall-timeout: {value}\n")
+    return resolve((), {}, place, lambda: None)
+
+
+PLACES: dict[str, Callable[[Any, Path], Settings]] = {
+    "option": lambda value, place: resolve((("--stall-timeout", str(value)),), {}, place, lambda: None),
+    "variable": lambda value, place: resolve((), {"SAFELAUNCH_STALL_TIMEOUT": str(value)}, place, lambda: None),
+    "file": _from_file,
+    "keyword": lambda value, place: resolve(words_of({"stall_timeout": value}), {}, place, lambda: None),
+}
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("given", [300, 300.0, "300", "5m"], ids=repr)
+def test_options_take_durations_alike(where: str, given: Any, tmp_path: Path) -> None:
+    assert PLACES[where](given, tmp_path).stall_timeout_s == 300.0
+
+
+def test_the_commands_take_them_alike() -> None:
+    assert [record.parser().parse_args(["--duration", text]).duration for text in ("90", "90s", "1.5m")] == [90.0] * 3
+    assert colaunch.parser().parse_args(["--timeout", "2h", "spec.yaml"]).timeout == 7200.0
+
+
+@pytest.fixture(params=["outside a run", "inside a run"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The beacon's marks of the rank, or none."""
+    entered: list[float] = []
+    if request.param == "outside a run":
+        monkeypatch.delitem(sys.modules, "_safelaunch_beacon.marks", raising=False)
+        return None
+    of_rank = SimpleNamespace(
+        enter_phase=lambda name, timeout_s: entered.append(timeout_s), leave_phase=lambda before: None
+    )
+    monkeypatch.setitem(sys.modules, "_safelaunch_beacon.marks", of_rank)
+    return entered
+
+
+@pytest.mark.parametrize(("given", "seconds"), [*GOOD, (None, 0.0), (0, 0.0), (0.0, 0.0)])
+def test_a_phase_takes_any_duration(given: Any, seconds: float, place: Any) -> None:
+    with safelaunch.phase("eval", timeout=given):
+        pass
+    assert place in (None, [seconds])
+
+
+@pytest.mark.parametrize("given", BAD, ids=repr)
+def test_a_phase_raises_at_the_call(given: Any, place: Any) -> None:
+    with pytest.raises(ValueError, match="is not a duration"):
+        safelaunch.phase("eval", timeout=given)
+    assert place in (None, [])
+
+
+def test_a_phase_is_a_decorator_as_well(place: Any) -> None:
+    @safelaunch.phase("eval", timeout="5m")
+    def evaluate() -> int:
+        return 3
+
+    assert (evaluate(), evaluate()) == (3, 3)
+    assert place in (None, [300.0, 300.0])
+
+
+def test_the_longest_phase_fits_its_word() -> None:
+    before = marks.enter_phase("eval", 1e300)
+    assert marks.get_phase()[1] == marks.LONGEST_S
+    marks.leave_phase(before)
+
+
+@pytest.mark.parametrize("name", ["stall_timeout", "stall_floor", "max_stall", "startup_timeout", "pg_timeout", "wait"])
+def test_a_keyword_of_launch_raises_at_the_call(name: str) -> None:
+    for given in ("soon", -1, float("nan"), timedelta(0)):
+        with pytest.raises(ValueError, match=f"{name}: .* is not .*, or a timedelta") as raised:
+            safelaunch.launch(None, "train.py", **{name: given})  # type: ignore[call-overload]
+        assert isinstance(raised.value, safelaunch.UsageError)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stall_timeout": timedelta(minutes=5)}, [("--stall-timeout", "300")]),
+        ({"stall_timeout": "auto", "max_stall": "2h"}, [("--stall-timeout", "auto"), ("--max-stall", "2h")]),
+        ({"pg_timeout": "10m!"}, [("--pg-timeout", "10m!")]),
+        ({"pg_timeout": timedelta(hours=1)}, [("--pg-timeout", "3600")]),
+        ({"wait": True}, [("--wait", None)]),
+        ({"wait": False, "stall_floor": None}, []),
+        ({"wait": timedelta(seconds=1.5)}, [("--wait", "1.5")]),
+    ],
+)
+def test_keywords_of_launch_become_words(options: dict[str, Any], words: list[tuple[str, str | None]]) -> None:
+    assert list(words_of(options)) == words
