@@ -204,7 +204,7 @@ def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: t
     sites = {rank: _site_of(facts, rank, shift) for rank in shift.ranks}
     return Finding(
         "collective-mismatch",
-        those({Doubt.NO_AGREEMENT_SINCE: not shift.agrees_again, Doubt.NO_FRAMES: not shift.by_frames}),
+        those({Doubt.FEW_AGREE_SINCE: not shift.agrees_again, Doubt.NO_FRAMES: not shift.by_frames}),
         summary,
         tuple(waiting_culprit(facts.ranks[r], f"Rank {r} {did} ({number}).", sites[r]) for r in shift.ranks),
         (*places, record_claim(shift.ranks[0], agree), *claims, *wait_claims(facts, sorted(words))),
