@@ -307,9 +307,13 @@ TASK_DONE = _sub_case(
     "Call `task_done()` for each item in a `finally`: an exception before it leaves `join()` waiting forever."
 )
 OWN_LOOP = _sub_case("`await` the coroutine on the thread of its loop; move blocking code to `asyncio.to_thread()`.")
+LOCKED_INIT = _sub_case(
+    "Release the lock before `init_process_group`, or take it afterwards: that call returns only when all ranks are "
+    "there, and those that wait for the lock cannot come.",
+)
 _LOCK_ORDER = _sub_case(
     "Acquire locks in one order everywhere; never call a collective or join a thread with a lock held.",
-    unless=(FORKED_LOCK,),
+    unless=(FORKED_LOCK, LOCKED_INIT),
 )
 SIGNAL = _sub_case(
     "Look for the thread at the other end of this queue, or that should set this event, and why it ended: it must do "
@@ -699,6 +703,7 @@ class LockDeadlock(Cause, name="lock-deadlock"):
         FORKED_LOCK,
         SIGNAL,
         TIMED,
+        LOCKED_INIT,
         _LOCK_ORDER,
         Advice(
             "Add a timeout to `lock.acquire()`, `queue.get()`, `event.wait()` and `future.result()`, so that it raises "

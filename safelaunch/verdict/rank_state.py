@@ -217,8 +217,11 @@ def _locked_elsewhere(facts: Facts, one: RankFacts, own: Condition) -> Condition
 
     Where nodes share files, each kernel knows its own locks alone.
     """
-    if (one.evidence.host, own.locked_by) in facts.processes:
-        return own
+    owner = facts.processes.get((one.evidence.host, own.locked_by)) if own.locked_by is not None else None
+    if owner is not None:
+        rank, _ = owner
+        who = f"rank {rank}" if facts.ranks[rank].evidence.pid == own.locked_by else f"{own.holder}, of rank {rank}"
+        return own if rank == one.rank else own.with_holder(who)
     others = [
         (host, rank, lock)
         for (host, _), (rank, locks) in facts.processes.items()

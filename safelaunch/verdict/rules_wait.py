@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from safelaunch.model import Claim, Collective
-from safelaunch.verdict.causes import LOCK, OWN_LOOP, PEERS_DIFFER, TAGS_DIFFER, Advice
+from safelaunch.verdict.causes import LOCK, LOCKED_INIT, OWN_LOOP, PEERS_DIFFER, TAGS_DIFFER, Advice
 from safelaunch.verdict.collectives import described, mismatch_at, op_name
 from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
 from safelaunch.verdict.doubts import Doubt, levels_of, those
@@ -357,6 +357,7 @@ def _in_a_circle(case: Case, kind: Kind, waiting: Mapping[int, Holder], all_wait
     text = summary_of(own, case, holders)
     text += f" {capital(by.words)}." if by.words else ""
     named, first = {one.rank for one in culprits}, next(iter(own.values()))
+    in_init = any(rank in case.waiting and case.waiting[rank].kind == "init" for rank in holders)
     return Finding(
         "lock-deadlock" if locked else first.cause,
         doubts,
@@ -364,7 +365,7 @@ def _in_a_circle(case: Case, kind: Kind, waiting: Mapping[int, Holder], all_wait
         tuple(culprits),
         condition_claims(own) + wait_claims(case, case.waiting),
         victims=tuple(rank for rank in all_waiting if rank not in named),
-        advice=LOCK if locked else first.advice,
+        advice=(frozenset({LOCKED_INIT}) if in_init else LOCK) if locked else first.advice,
     )
 
 

@@ -8,6 +8,7 @@ says which key it waits for, and the file which lines set it. Which lock a line 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,6 +36,7 @@ _ASKS: tuple[tuple[Kind, frozenset[str]], ...] = (
     ),
 )
 _SLEEPS = "sleep"
+_LOCKS_A_FILE = re.compile(r"\b(?:flock|lockf)\(")
 _MOST_TEXT = 120
 _Loop = ast.While | ast.For
 
@@ -56,6 +58,11 @@ class Poll:
     def words(self) -> str:
         """```while not os.path.exists(flag)` (train.py:41)``."""
         return f"`{self.text}` ({basename(self.file)}:{self.line})"
+
+    @property
+    def tries_a_lock(self) -> bool:
+        """By the names of the standard library."""
+        return _LOCKS_A_FILE.search(self.text) is not None
 
 
 def poll_at(stack: Sequence[Frame], read_source: ReadSource, *, asleep: bool = True) -> Poll | None:
