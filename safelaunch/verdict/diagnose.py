@@ -219,7 +219,7 @@ def _of_part(evidence: Evidence) -> FirstWord:
     facts = Facts.of(evidence)
     own = conditions(facts)
     if not own:
-        return FirstWord(_clause(apart(wait_words(facts, facts.waiting))), common=True)
+        return FirstWord(_clause(apart(facts, wait_words(facts, facts.waiting))), common=True)
     words, first = summary_of(own, facts, facts.waiting).rstrip("."), next(iter(own.values()))
     places = tuple(Place(rank, condition.frame) for rank, condition in own.items())
     return FirstWord(_clause(words), first.cause, places, any(_imports(evidence, rank) for rank in own))
@@ -233,7 +233,7 @@ def first_word_of_active(evidence: Evidence, ranks: Collection[int]) -> FirstWor
     if not seen:
         return FirstWord(common=True)
     parts = [f"{ranks_do(members, 'is', 'are')} active at {place}" for place, members in by_place(seen)[:3]]
-    waiting = apart(wait_words(facts, [rank for rank in facts.ranks if rank not in seen]))
+    waiting = apart(facts, wait_words(facts, [rank for rank in facts.ranks if rank not in seen]))
     words = ", ".join(parts) + (f", while {waiting}" if waiting else "")
     return FirstWord(_clause(words), "", tuple(Place(rank, frames[rank]) for rank in seen), common=True)
 

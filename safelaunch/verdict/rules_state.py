@@ -30,6 +30,7 @@ from safelaunch.verdict.findings import (
     each_of,
     most_doubtful,
     ranks_do,
+    ranks_wait,
     ranks_word,
     summary_of,
     unseen_words,
@@ -204,7 +205,7 @@ def init_not_joined(case: Case) -> Ruling:
     if not absent and not case.unseen and (found := _store_not_reached(case, inside)) is not None:
         return found
     if not absent and not case.unseen:
-        return f"{capital(ranks_do(inside, 'waits', 'wait'))} in init_process_group, and no rank is absent from it"
+        return f"{capital(ranks_wait(case, inside))} in init_process_group, and no rank is absent from it"
     named = {r: replace(c, reason=f"never reached init_process_group: it {c.reason}") for r, c in absent.items()}
     waits = capital(waits_words(case, inside))
     text = "" if named else f"{waits}, and {unseen_words(case)} at all: it may never have started."
