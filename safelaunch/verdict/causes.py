@@ -506,6 +506,13 @@ class MissingFromCollective(Cause, name="missing-from-collective"):
     of_node = "perhaps"
 
 
+ITERABLE = _sub_case(
+    "The loop reads an iterable dataset, for which there is no sampler: split its items by rank "
+    "(`itertools.islice(items, rank, None, world_size)`), and end the loop on all ranks after the smallest number of "
+    "batches that any rank has (an `all_reduce` (MIN) before the loop)."
+)
+
+
 class UnevenBatches(Cause, name="uneven-batches"):
     """A rank left the training loop, or exited cleanly, while others are still in it: it had fewer batches, or stopped
     early.
@@ -522,10 +529,11 @@ class UnevenBatches(Cause, name="uneven-batches"):
         BROKEN_OFF,
         UNUSED_PARAMETERS,
         LEFT_OUT,
+        ITERABLE,
         Advice(
             "Give every rank the same number of batches: `DistributedSampler` with `drop_last=True`, or agree on a "
             "number of steps with an `all_reduce` (MIN) before the loop.",
-            unless=(EXIT_CALLED,),
+            unless=(EXIT_CALLED, ITERABLE),
         ),
         Advice(
             "Or wrap the loop in `with model.join():`, where ranks that have run out of batches answer DDP's"

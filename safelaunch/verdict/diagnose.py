@@ -16,6 +16,7 @@ import msgspec
 from safelaunch.model import Evidence, FirstWord, Place, Verdict, format_ranks
 from safelaunch.verdict import remarks
 from safelaunch.verdict.advice import advise
+from safelaunch.verdict.batches import counts, with_loops_left
 from safelaunch.verdict.belonging import belonging, gpu_memory, with_group_names
 from safelaunch.verdict.causes import BY_ITSELF
 from safelaunch.verdict.collectives import out_of_sight, sides_of
@@ -57,6 +58,7 @@ EXPLANATIONS: tuple[tuple[Explanation, ...], ...] = (
         remarks.own_words,
         gpu_memory,
         remarks.debug_detail,
+        counts,
         remarks.driver_errors,
         belonging,
         node_behind,
@@ -77,6 +79,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
     case = Case.of(evidence, read_source)
     finding, ruled_out = _conclude(case)
     for explanations in EXPLANATIONS:
+        finding = with_loops_left(case, finding)
         finding = annotated(finding, [note for one in explanations for note in one(case, finding)])
     finding = with_the_time_without_a_step(case, with_group_names(case, finding))
     return with_repeats(with_gpus(_verdict(case, finding, ruled_out), evidence), evidence)

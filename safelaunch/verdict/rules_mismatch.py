@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from safelaunch.model import Claim, Frame
+from msgspec import structs
+
+from safelaunch.model import Claim, Culprit, Frame
 from safelaunch.verdict.causes import BROKEN_OFF, LEFT_OUT, SIZES_DIFFER, UNUSED_PARAMETERS, Advice
 from safelaunch.verdict.collectives import (
     Mismatch,
@@ -267,10 +269,7 @@ def _finding(facts: Facts, meeting: Meeting) -> Finding:
         left.cause if left is not None and (left.sure or meeting.odd == left.ahead) else "collective-mismatch",
         meeting.doubts if meeting.majority else (*meeting.doubts, Doubt.NO_MAJORITY),
         f"{text}.{tail}",
-        tuple(
-            waiting_culprit(facts.ranks[r], _reason(facts, meeting, r, left), meeting.calls[r].site)
-            for r in meeting.odd
-        ),
+        tuple(_culprit(facts, meeting, rank, left) for rank in meeting.odd),
         meeting.claims + wait_claims(facts, words),
         _other_end(facts, meeting),
         advice=_advice(meeting, left),
@@ -396,6 +395,14 @@ class LeftLoop:
         if self.round == "whole":
             return f"each earlier round of {loop} had as many calls and ended there"
         return f"{ahead} left {loop}, in this iteration or the previous one{skips}"
+
+
+def _culprit(facts: Facts, meeting: Meeting, rank: int, left: LeftLoop | None) -> Culprit:
+    found = waiting_culprit(facts.ranks[rank], _reason(facts, meeting, rank, left), meeting.calls[rank].site)
+    if left is None or rank not in left.ahead:
+        return found
+    inside = left.loop.inside
+    return structs.replace(found, left=Frame(inside.file, left.loop.line, inside.function))
 
 
 def _reason(facts: Facts, meeting: Meeting, rank: int, left: LeftLoop | None) -> str:
