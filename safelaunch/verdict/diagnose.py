@@ -16,7 +16,6 @@ import msgspec
 from safelaunch.model import Evidence, FirstWord, Place, Verdict, format_ranks
 from safelaunch.verdict import remarks
 from safelaunch.verdict.advice import advise
-from safelaunch.verdict.batches import counts, with_loops_left
 from safelaunch.verdict.belonging import belonging, gpu_memory, with_group_names
 from safelaunch.verdict.causes import BY_ITSELF
 from safelaunch.verdict.collectives import out_of_sight, sides_of
@@ -40,7 +39,7 @@ from safelaunch.verdict.proof import prove
 from safelaunch.verdict.rank_state import Facts, view_of
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.source import ReadSource
-from safelaunch.verdict.remarks import with_gpus, with_repeats
+from safelaunch.verdict.remarks import with_gpus, with_loops_left, with_repeats
 from safelaunch.verdict.rules import KINDS
 from safelaunch.verdict.rules_live import WRONG_RESULTS, has_no_steps, with_the_time_without_a_step
 from safelaunch.verdict.rules_nodes import nccl_claims, nccl_rules_out, node_behind, version_claims
@@ -58,7 +57,7 @@ EXPLANATIONS: tuple[tuple[Explanation, ...], ...] = (
         remarks.own_words,
         gpu_memory,
         remarks.debug_detail,
-        counts,
+        remarks.steps_made,
         remarks.driver_errors,
         belonging,
         node_behind,

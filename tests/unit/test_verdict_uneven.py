@@ -1,4 +1,4 @@
-"""Ranks that had fewer batches: their numbers of steps, the loop that they left, and advice that fits what they read."""
+"""Ranks that had fewer batches: each rank's steps, the loop that was left, and advice that fits what it read."""
 
 from __future__ import annotations
 
