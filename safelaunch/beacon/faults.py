@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
     from typing import NoReturn
 
-MAX_FRAMES = 64  # of a call of exit
+MAX_FRAMES = 64  # of a call of exit, or of an earlier exception
+MAX_EARLIER = 8  # exceptions from which the uncaught one came; the first ones count
+MAX_LINKS = 64  # that are followed to them
 PR_SET_PTRACER = 0x59616D61
 SIGTERM = 15  # importing signal costs a rank 2 ms
 YAMA = "/proc/sys/kernel/yama/ptrace_scope"
@@ -139,19 +141,52 @@ def _note_exception(kind: type[BaseException], value: BaseException, traceback: 
         # Importing json or traceback runs one. Besides, an interrupt is not a fault of the rank's code.
         return
     _words[layout.EXCEPTION_NS] = monotonic_ns()
+    record = {
+        "type": _name_of(kind),
+        "message": _text_of(value)[:4096],
+        "time_unix_s": time(),
+        "frames": _frames_of(traceback),
+        "text": _formatted(value)[-32768:],
+        "earlier": log.guarded(_earlier)(value) or [],
+    }
+    page.note(_base + layout.EXCEPTION_SUFFIX, record)
+    marks.set_state(layout.EXCEPTION)
+
+
+def _name_of(kind: type[BaseException]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}" if kind.__module__ != "builtins" else kind.__qualname__
+
+
+def _frames_of(traceback: TracebackType | None) -> list[dict[str, object]]:
+    """Returns the frames of a traceback, innermost first."""
     frames: list[dict[str, object]] = []
     while traceback is not None:
         frames.append(_frame(traceback.tb_frame, traceback.tb_lineno))
         traceback = traceback.tb_next
-    record = {
-        "type": f"{kind.__module__}.{kind.__qualname__}" if kind.__module__ != "builtins" else kind.__qualname__,
-        "message": _text_of(value)[:4096],
-        "time_unix_s": time(),
-        "frames": frames[::-1],
-        "text": _formatted(value)[-32768:],
-    }
-    page.note(_base + layout.EXCEPTION_SUFFIX, record)
-    marks.set_state(layout.EXCEPTION)
+    return frames[::-1]
+
+
+def _earlier(value: BaseException) -> list[dict[str, object]]:
+    """Returns the exceptions from which ``value`` came, the first one first, as a traceback prints them."""
+    found: list[tuple[BaseException, bool]] = []
+    seen, one = {id(value)}, value
+    while len(found) < MAX_LINKS:
+        explicit = one.__cause__ is not None
+        before = one.__cause__ if explicit or one.__suppress_context__ else one.__context__
+        if before is None or id(before) in seen:
+            break
+        found.append((before, explicit))
+        seen.add(id(before))
+        one = before
+    return [
+        {
+            "type": _name_of(type(each)),
+            "message": _text_of(each)[:4096],
+            "frames": _frames_of(each.__traceback__)[:MAX_FRAMES],
+            "explicit": explicit,
+        }
+        for each, explicit in found[::-1][:MAX_EARLIER]
+    ]
 
 
 def _frame(frame: FrameType, line: int | None) -> dict[str, object]:

@@ -54,6 +54,7 @@ from safelaunch.model.ranks import (
     CaughtException,
     Collective,
     DeviceMemory,
+    EarlierException,
     ExitCall,
     FatalError,
     FileLock,

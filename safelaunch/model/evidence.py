@@ -391,6 +391,8 @@ class Culprit(Record, frozen=True, omit_defaults=False):
     """why it is named"""
     gpu: str | msgspec.UnsetType = msgspec.UNSET
     """the UUID of its GPU, only if the GPU itself may be broken"""
+    left: Frame | msgspec.UnsetType = msgspec.UNSET
+    """the first line of the loop that it has left and its peers are still in, only if the source shows that loop"""
 
 
 class Claim(Record, frozen=True, omit_defaults=False):

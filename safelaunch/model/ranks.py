@@ -325,10 +325,23 @@ class Progress(Record, frozen=True):
         return (self.last_step_ns - self.first_step_ns) / 1e9 / max(1, steps - 1)
 
 
+class EarlierException(Record, frozen=True):
+    """An exception from which a later one came. ``frames``: innermost first, from its own line to the handler's.
+
+    ``explicit``: the later one was raised ``from`` it; else it was raised while this one was handled.
+    """
+
+    type: str
+    message: str
+    frames: tuple[Frame, ...] = ()
+    explicit: bool = False
+
+
 class RankException(Record, frozen=True):
     """The first uncaught exception of a rank, recorded by its beacon.
 
     ``time_unix_s`` is CLOCK_REALTIME. ``frames`` is innermost first. ``text`` is the traceback as printed.
+    ``earlier``: the exceptions from which it came, the first one first.
     """
 
     type: str
@@ -336,6 +349,7 @@ class RankException(Record, frozen=True):
     time_unix_s: float
     frames: tuple[Frame, ...] = ()
     text: str = ""
+    earlier: tuple[EarlierException, ...] = ()
 
 
 class CaughtException(Record, frozen=True):

@@ -239,12 +239,13 @@ def notes_of(status: PeerStatus) -> tuple[str, ...]:
 
 def own_failure(host: str, exits: Mapping[int, int], exceptions: Mapping[int, RankException]) -> str:
     """What failed here, where that is no consequence of what failed elsewhere; empty where nothing is known to have."""
-    from safelaunch.verdict.exits import is_consequence, one_line, signal_name  # late: most jobs never fail
+    from safelaunch.verdict.exits import is_consequence, one_line, root_of, signal_name  # late: most jobs never fail
     from safelaunch.verdict.reading.tracebacks import gathered
 
     for rank, exception in sorted(exceptions.items()):
         if not is_consequence(exception) or gathered(exception.message):  # of whom, only all nodes together tell
-            return f"rank {rank} on {host} raised {exception.type}: {one_line(exception.message)}"
+            root = root_of(exception)
+            return f"rank {rank} on {host} raised {root.type}: {one_line(root.message)}"
     for rank, code in sorted(exits.items()):
         if code < 0 and -code in _OWN_SIGNALS:
             return f"rank {rank} on {host} was ended by {signal_name(code)}"

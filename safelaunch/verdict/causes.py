@@ -307,9 +307,13 @@ TASK_DONE = _sub_case(
     "Call `task_done()` for each item in a `finally`: an exception before it leaves `join()` waiting forever."
 )
 OWN_LOOP = _sub_case("`await` the coroutine on the thread of its loop; move blocking code to `asyncio.to_thread()`.")
+LOCKED_INIT = _sub_case(
+    "Release the lock before `init_process_group`, or take it afterwards: that call returns only when all ranks are "
+    "there, and those that wait for the lock cannot come.",
+)
 _LOCK_ORDER = _sub_case(
     "Acquire locks in one order everywhere; never call a collective or join a thread with a lock held.",
-    unless=(FORKED_LOCK,),
+    unless=(FORKED_LOCK, LOCKED_INIT),
 )
 SIGNAL = _sub_case(
     "Look for the thread at the other end of this queue, or that should set this event, and why it ended: it must do "
@@ -502,6 +506,13 @@ class MissingFromCollective(Cause, name="missing-from-collective"):
     of_node = "perhaps"
 
 
+ITERABLE = _sub_case(
+    "The loop reads an iterable dataset, for which there is no sampler: split its items by rank "
+    "(`itertools.islice(items, rank, None, world_size)`), and end the loop on all ranks after the smallest number of "
+    "batches that any rank has (an `all_reduce` (MIN) before the loop)."
+)
+
+
 class UnevenBatches(Cause, name="uneven-batches"):
     """A rank left the training loop, or exited cleanly, while others are still in it: it had fewer batches, or stopped
     early.
@@ -518,10 +529,11 @@ class UnevenBatches(Cause, name="uneven-batches"):
         BROKEN_OFF,
         UNUSED_PARAMETERS,
         LEFT_OUT,
+        ITERABLE,
         Advice(
             "Give every rank the same number of batches: `DistributedSampler` with `drop_last=True`, or agree on a "
             "number of steps with an `all_reduce` (MIN) before the loop.",
-            unless=(EXIT_CALLED,),
+            unless=(EXIT_CALLED, ITERABLE),
         ),
         Advice(
             "Or wrap the loop in `with model.join():`, where ranks that have run out of batches answer DDP's"
@@ -699,6 +711,7 @@ class LockDeadlock(Cause, name="lock-deadlock"):
         FORKED_LOCK,
         SIGNAL,
         TIMED,
+        LOCKED_INIT,
         _LOCK_ORDER,
         Advice(
             "Add a timeout to `lock.acquire()`, `queue.get()`, `event.wait()` and `future.result()`, so that it raises "

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from msgspec import structs
+
 from safelaunch.model import Claim, Frame, OtherEnd, ProcessEvidence, RankEvidence, StackSample, Thread
 from safelaunch.verdict import causes
 from safelaunch.verdict.causes import Advice
@@ -50,6 +52,8 @@ class Condition:
     """the file for whose lock it waits"""
     locked_by: int | None = None
     """the process that has locked that file"""
+    holder: str = ""
+    """that process, as ``reason`` and ``claims`` name it"""
     locked_on: str = ""
     """the host of that process, where it is not its own"""
     ends: tuple[OtherEnd, ...] = ()
@@ -65,6 +69,12 @@ class Condition:
     for_good: bool = False
     """it will not go on, whatever any other process does or sends, and no time limit ends it soon; without that, it may
     be waiting for a rank that nobody saw"""
+
+    def with_holder(self, words: str) -> Condition:
+        """The same, with the process that has locked the file named in these words."""
+        old, new = f"locked by {self.holder}", f"locked by {words}"
+        claims = tuple(structs.replace(one, claim=one.claim.replace(old, new)) for one in self.claims)
+        return replace(self, reason=self.reason.replace(old, new), holder=words, claims=claims)
 
     def with_clause(self, words: str, *claims: Claim, advice: Iterable[Advice] = ()) -> Condition:
         """The same, with something more to tell, what shows it, and what to do about it."""
@@ -318,12 +328,22 @@ def _polls(view: View) -> Condition | None:
     """
     lock = polled_lock(view.process, view.wait) if view.other is None else None
     native = view.native(calls.SLEEPS) if lock is not None else ""
-    if lock is None or (native == "python" and not view.stack.called):
+    tries = view.poll is not None and view.poll.tries_a_lock
+    if lock is None or (native == "python" and not view.stack.called and not tries):
         return None
-    text = f"keeps asking at {view.place} for a lock on {lock.path}, locked by pid {lock.pid}{lock.program}"
-    claim = view.kernel_claim(f"it has {lock.path} open, which process {lock.pid} has locked")
-    doubts = () if native == "sqlite" or calls.FILE_LOCK.on(view.stack.called) else (Doubt.STATE_INFERRED,)
-    return Condition("blocking-io", text, doubts=doubts, claims=(claim,), locks=lock.path, locked_by=lock.pid)
+    holder = f"pid {lock.pid}{lock.program}"
+    text = f"keeps asking at {view.place} for a lock on {lock.path}, locked by {holder}"
+    claim = view.kernel_claim(f"it asks for {lock.path}, locked by {holder}")
+    sure = tries or native == "sqlite" or calls.FILE_LOCK.on(view.stack.called)
+    return Condition(
+        "blocking-io",
+        text,
+        doubts=() if sure else (Doubt.STATE_INFERRED,),
+        claims=(claim,),
+        locks=lock.path,
+        locked_by=lock.pid,
+        holder=holder,
+    )
 
 
 def _io_or_sleep(view: View) -> Condition | None:
@@ -353,6 +373,7 @@ def _io_or_sleep(view: View) -> Condition | None:
             text,
             locks=wait.wanted_lock,
             locked_by=wait.thread.locked_by,
+            holder=wait.lock_holder,
             ends=others,
             advice=advice,
         )

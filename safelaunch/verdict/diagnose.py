@@ -39,7 +39,7 @@ from safelaunch.verdict.proof import Examined, examine
 from safelaunch.verdict.rank_state import Facts, view_of
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.source import ReadSource
-from safelaunch.verdict.remarks import with_gpus, with_repeats
+from safelaunch.verdict.remarks import with_gpus, with_loops_left, with_repeats
 from safelaunch.verdict.rules import KINDS
 from safelaunch.verdict.rules_live import WRONG_RESULTS, has_no_steps, with_the_time_without_a_step
 from safelaunch.verdict.rules_nodes import nccl_claims, nccl_rules_out, node_behind, version_claims
@@ -57,6 +57,7 @@ EXPLANATIONS: tuple[tuple[Explanation, ...], ...] = (
         remarks.own_words,
         gpu_memory,
         remarks.debug_detail,
+        remarks.steps_made,
         remarks.driver_errors,
         belonging,
         node_behind,
@@ -77,6 +78,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
     case = Case.of(evidence, read_source)
     finding, ruled_out = _conclude(case)
     for explanations in EXPLANATIONS:
+        finding = with_loops_left(case, finding)
         finding = annotated(finding, [note for one in explanations for note in one(case, finding)])
     finding = with_the_time_without_a_step(case, with_group_names(case, finding))
     return with_repeats(with_gpus(_verdict(case, finding, ruled_out), evidence), evidence)
@@ -221,7 +223,7 @@ def _of_part(evidence: Evidence) -> FirstWord:
     facts = Facts.of(evidence)
     own = conditions(facts)
     if not own:
-        return FirstWord(_clause(apart(wait_words(facts, facts.waiting))), common=True)
+        return FirstWord(_clause(apart(facts, wait_words(facts, facts.waiting))), common=True)
     words, first = summary_of(own, facts, facts.waiting).rstrip("."), next(iter(own.values()))
     places = tuple(Place(rank, condition.frame) for rank, condition in own.items())
     return FirstWord(_clause(words), first.cause, places, any(_imports(evidence, rank) for rank in own))
@@ -235,7 +237,7 @@ def first_word_of_active(evidence: Evidence, ranks: Collection[int]) -> FirstWor
     if not seen:
         return FirstWord(common=True)
     parts = [f"{ranks_do(members, 'is', 'are')} active at {place}" for place, members in by_place(seen)[:3]]
-    waiting = apart(wait_words(facts, [rank for rank in facts.ranks if rank not in seen]))
+    waiting = apart(facts, wait_words(facts, [rank for rank in facts.ranks if rank not in seen]))
     words = ", ".join(parts) + (f", while {waiting}" if waiting else "")
     return FirstWord(_clause(words), "", tuple(Place(rank, frames[rank]) for rank in seen), common=True)
 

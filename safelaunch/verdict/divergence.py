@@ -18,11 +18,11 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from operator import ne
+from operator import eq, ne
 from typing import Literal
 
 from safelaunch.model import Collective, Frame
-from safelaunch.verdict.collectives import Alignment, Mismatch, first_mismatch, sides_of, signature, vote
+from safelaunch.verdict.collectives import Alignment, Mismatch, first_mismatch, fits, sides_of, signature, vote
 from safelaunch.verdict.comparable import Column, Numbering, Window, first_difference
 from safelaunch.verdict.reading.frames import Stack
 
@@ -57,10 +57,11 @@ def signature_of(entry: Collective, stack: Stack) -> Identity:
 class History:
     """The calls of one rank by number, without a gap; ``at(number)`` is a call's identity."""
 
-    def __init__(self, window: Window, column: Column, identities: Numbering) -> None:
+    def __init__(self, window: Window, column: Column, identities: Numbering, signatures: Numbering) -> None:
         self.window = window
         self.column = column
         self._identities = identities
+        self._signatures = signatures
 
     @property
     def first(self) -> int:
@@ -78,6 +79,18 @@ class History:
     def is_over(self, number: int) -> bool:
         entry = self.window.at(number)
         return entry is not None and entry.completed
+
+    def misfits(self, begin: int, other: History, at: int, count: int) -> int:
+        """Returns how many of ``count`` calls from the same places cannot meet, as one line leads to many calls."""
+        sides = ((self, begin), (other, at))
+        mine, theirs = (one._signatures.column(one.window).values_of(first, count) for one, first in sides)
+        places = map(eq, self.column.values_of(begin, count), other.column.values_of(at, count))
+        pairs = Counter(pair for pair, same in zip(zip(mine, theirs, strict=True), places, strict=True) if same)
+        return sum(times for pair, times in pairs.items() if not self._may_meet(*pair))
+
+    def _may_meet(self, one: int, other: int) -> bool:
+        a, b = self._signatures.value(one), self._signatures.value(other)
+        return not isinstance(a, tuple) or not isinstance(b, tuple) or fits(a, b)
 
     def before(self, number: int) -> set[Identity]:
         return self._of(self.column.values[: max(0, number - self.first)])
@@ -100,10 +113,11 @@ def histories_of(windows: Mapping[int, Window]) -> tuple[dict[int, History], boo
     """
     by_frames = any(kind.frames for window in windows.values() for kind in window.entries.used().values())
     identities = Numbering(identity_of if by_frames else signature_of)
+    signatures = Numbering(lambda entry, _: signature(entry))
     columns = {rank: identities.column(window) for rank, window in windows.items()}
     riddle = identities.number_of(UNKNOWN)
     found = {
-        rank: History(windows[rank], column, identities)
+        rank: History(windows[rank], column, identities, signatures)
         for rank, column in columns.items()
         if column.whole and riddle not in column.values
     }
@@ -147,7 +161,10 @@ def offset(mine: History, theirs: History, parted: int, *, odd: bool = False) ->
     if found is None or level is None:
         return found
     differ, ends_alike = level
-    return None if differ < found.calls + ends_alike else found
+    differ += mine.misfits(parted, theirs, parted, mine.overlap(parted, theirs, parted))
+    longer, shorter = (mine, theirs) if found.extra is found.of_first else (theirs, mine)
+    odd_ones = found.calls + longer.misfits(parted + found.calls, shorter, parted, found.matched)
+    return None if differ < odd_ones + ends_alike else found
 
 
 def _shift(mine: History, theirs: History, parted: int, *, odd: bool) -> Offset | None:

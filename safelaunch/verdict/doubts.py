@@ -49,7 +49,7 @@ class Doubt(Enum):
     STACKS_ALONE = "calls", 1, "Without sequence numbers, only stacks show what the ranks wait in."
     LINES_ALONE = "calls", 2, "Only stacks show the calls, and those of two lines may match."
     SUMS_ALONE = "calls", 1, "For all_to_all, only the sums over all ranks can be compared."
-    NO_AGREEMENT_SINCE = "calls", 1, "The histories have not matched again since they diverged."
+    FEW_AGREE_SINCE = "calls", 1, "Too few calls have matched since the histories diverged: that may be coincidence."
     NO_FRAMES = "calls", 1, "The records do not show which lines made the calls."
     MAY_SKIP_CALLS = "calls", 1, "The rank may have had as many batches, and skipped the calls of one."
     ROUND_UNKNOWN = "calls", 1, "Both lines are in one outer loop, so the rank may just be an iteration behind."

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import structs
 
-from safelaunch.model import Claim, Evidence, Frame, NcclLog, RankEvidence, RankException
+from safelaunch.model import Claim, EarlierException, Evidence, Frame, NcclLog, RankEvidence, RankException
 from safelaunch.verdict import causes
 from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.conditions import Condition, View
@@ -62,9 +62,42 @@ def is_consequence(exception: RankException, log: NcclLog | None = None) -> bool
     return any(_blames_a_peer(one, log) for one in (exception, *_before(exception)))
 
 
+def _earlier(exception: RankException) -> Sequence[EarlierException]:
+    return exception.earlier or tracebacks.earlier(exception.text)
+
+
 def _before(exception: RankException) -> Iterator[RankException]:
     """The exceptions from which this one came."""
-    return (_inner(exception, part) for part in tracebacks.earlier(exception.text))
+    for one in _earlier(exception):
+        yield RankException(one.type, one.message, exception.time_unix_s, one.frames)
+
+
+# What code catches on its ordinary way: `try: return cache[key]`, `except KeyError: return compute(key)`.
+CAUGHT_AS_A_RULE = (
+    "StopIteration", "Empty", "Full", "KeyError", "AttributeError", "ImportError", "ModuleNotFoundError",
+)  # fmt: skip
+
+
+def root_of(exception: RankException) -> RankException:
+    """Returns the exception from which the others of a chain came; ``exception`` itself if it came from none.
+
+    A handler may also take another way, which fails for a reason of its own: what it has handled is not the cause.
+    """
+    _, remote = tracebacks.of_worker(exception.text)
+    root: RankException | EarlierException = exception
+    for one in reversed(_earlier(exception)):
+        if not one.frames or one.frames == remote.frames or _is_another_way(one, root):
+            break
+        root = one
+    return root if isinstance(root, RankException) else RankException(root.type, root.message, 0.0, root.frames)
+
+
+def _is_another_way(handled: EarlierException, later: RankException | EarlierException) -> bool:
+    """The handler of an exception that is caught as a rule has called what raised the later one."""
+    if handled.explicit or handled.type.rpartition(".")[2] not in CAUGHT_AS_A_RULE:
+        return False
+    handler, raised = handled.frames[-1], later.frames[0] if later.frames else None
+    return raised is None or (handler.file, handler.function) != (raised.file, raised.function)
 
 
 def _inner(exception: RankException, part: tracebacks.Traceback) -> RankException:
@@ -263,12 +296,17 @@ def gone_condition(rank: RankEvidence, view: View | None) -> Condition | None:
 
 
 def exception_condition(rank: RankEvidence, exception: RankException) -> Condition:
-    """One that came from a worker process has been raised again in the rank; the worker's line is the one at fault."""
-    claim = Claim(f"first exception: {exception.type}", f"ranks/{rank.rank}/exception.json")
-    text = f"raised {exception.type}: {one_line(_essence(exception.message)).rstrip(' .:')}"
-    frame = fr.stack_of(rank, exception.frames).user_frame
-    where, process = fr.at(frame), "main"
-    told, logged = failure_of(exception), nccl_failure(rank)
+    """One that came from a worker process has been raised again in the rank; the worker's line is the one at fault.
+
+    Of a chain, the first exception is the cause, and the last one, which ended the rank, what became of it.
+    """
+    root = root_of(exception)
+    frame = fr.stack_of(rank, root.frames).user_frame
+    if frame is None and root is not exception:
+        root, frame = exception, fr.stack_of(rank, exception.frames).user_frame
+    claim = Claim(f"first exception: {root.type}", f"ranks/{rank.rank}/exception.json")
+    text, where, process = f"raised {_raised_words(root)}", fr.at(frame), "main"
+    told, logged = failure_of(root) or failure_of(exception), nccl_failure(rank)
     claims: tuple[Claim, ...] = (claim,)
     if told is not None and told.general and logged is not None:
         told, claims = logged, (claim, logged_claim(rank))
@@ -278,13 +316,21 @@ def exception_condition(rank: RankEvidence, exception: RankException) -> Conditi
     inside = fr.stack_of(rank, remote.frames).user_frame
     if inside is not None:
         process = worker
-        text = f"raised {exception.type} in a {process}: {one_line(remote.message or exception.message)}"
+        text = f"raised {root.type} in a {process}: {one_line(remote.message or root.message)}"
         where, frame = fr.at(inside), inside
     text, advice = text + where, frozenset[Advice]()
+    if root is not exception:
+        text += f", which became {_raised_words(exception)}{fr.at(fr.stack_of(rank, exception.frames).user_frame)}"
     if _WORKER_KILLED.search(f"{exception.message}\n{exception.text}"):
         words, memory, advice = _memory_words(rank)
         text, claims = text + words, (*claims, *memory)
     return Condition("rank-exception", text, frame, rank.pid, process, claims=claims, advice=advice)
+
+
+def _raised_words(one: RankException) -> str:
+    """``KeyError: 'x'``."""
+    message = one_line(_essence(one.message)).rstrip(" .:")
+    return f"{one.type.removeprefix('__main__.')}: {message}" if message else one.type.removeprefix("__main__.")
 
 
 def logged_claim(rank: RankEvidence) -> Claim:

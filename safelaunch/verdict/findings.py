@@ -127,6 +127,11 @@ def ranks_do(ranks: Collection[int], one: str, many: str) -> str:
     return f"{ranks_word(ranks)} {one if len(ranks) == 1 else many}"
 
 
+def ranks_wait(facts: Facts, ranks: Collection[int]) -> str:
+    """``rank 3 waits``, ``ranks 0-2 wait``; ``ranks 0-2 waited``, once they have all ended."""
+    return ranks_do(ranks, "waited", "waited") if facts.gone.issuperset(ranks) else ranks_do(ranks, "waits", "wait")
+
+
 def unseen_words(facts: Facts) -> str:
     """``ranks 4-7 were not seen``."""
     return f"{ranks_do(facts.unseen, 'was', 'were')} not seen"
@@ -153,9 +158,12 @@ def waiting_culprit(facts: RankFacts, reason: str, site: Frame | None = None) ->
 def waiting_culprits(facts: Facts, ranks: Iterable[int]) -> tuple[Culprit, ...]:
     """Ranks of which nothing more is to be said than what they wait in."""
     waits = {
-        rank: f"waits in {facts.waiting[rank].words}" if rank in facts.waiting else "met no peer" for rank in ranks
+        rank: f"{ranks_wait(facts, [rank])} in {facts.waiting[rank].words}"
+        if rank in facts.waiting
+        else f"rank {rank} met no peer"
+        for rank in ranks
     }
-    return tuple(waiting_culprit(facts.ranks[rank], f"Rank {rank} {does}.") for rank, does in waits.items())
+    return tuple(waiting_culprit(facts.ranks[rank], f"{capital(does)}.") for rank, does in waits.items())
 
 
 def wait_words(facts: Facts, ranks: Iterable[int]) -> dict[int, str]:
@@ -195,11 +203,11 @@ def by_place(words: Mapping[int, P]) -> list[tuple[P, list[int]]]:
     return list(sides_of(words).items())
 
 
-def apart(words: Mapping[int, str], limit: int = 3) -> str:
+def apart(facts: Facts, words: Mapping[int, str], limit: int = 3) -> str:
     """``rank 0 waits in all_gather at train.py:41 while ranks 1-3 wait in all_reduce at train.py:9``; three or more
     places as a list."""
     places = by_place(words)
-    parts = [f"{ranks_do(ranks, 'waits', 'wait')} in {place}" for place, ranks in places[:2]]
+    parts = [f"{ranks_wait(facts, ranks)} in {place}" for place, ranks in places[:2]]
     if len(places) < 3:
         return " while ".join(parts)
     parts = [parts[0], *(f"{ranks_word(ranks)} in {place}" for place, ranks in places[1:limit])]
@@ -213,7 +221,7 @@ def waits_words(facts: Facts, ranks: Iterable[int], limit: int = 3) -> str:
     places = sorted(by_place(wait_words(facts, ranks)), key=lambda item: (-len(item[1]), item[1]))
     parts = [f"{ranks_word(members)} in {place}" for place, members in places[:limit]]
     if places:
-        parts[0] = f"{ranks_do(places[0][1], 'waits', 'wait')} in {places[0][0]}"
+        parts[0] = f"{ranks_wait(facts, places[0][1])} in {places[0][0]}"
     if len(places) > limit:
         parts.append(f"others in {len(places) - limit} more places")
     return " and ".join(parts)

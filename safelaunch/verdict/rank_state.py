@@ -71,17 +71,24 @@ class Facts:
     alignment: Alignment
     histories: Histories
     read_source: ReadSource = NO_SOURCE
+    gone: frozenset[int] = frozenset()
+    """the ranks that have ended, or raised: what they waited in they wait in no more"""
 
     @classmethod
     def of(cls: type[F], evidence: Evidence, read_source: ReadSource | None = None) -> F:
         read_source = read_source or NO_SOURCE
+        gone = frozenset(
+            one.rank
+            for one in evidence.ranks
+            if evidence.outcome == "crash" or one.exit is not None or one.exception is not None
+        )
         if evidence.outcome in ("hang", "suspect"):
             evidence = structs.replace(evidence, ranks=tuple(map(_before_its_end, evidence.ranks)))
         alignment = Alignment(evidence.ranks, evidence.world_size)
         ordered = sorted(evidence.ranks, key=lambda r: r.rank)
         ranks = {r.rank: rank_facts(r, alignment, read_source) for r in ordered}
         histories = Histories(alignment)
-        facts = cls(evidence, ranks, alignment, histories, read_source)
+        facts = cls(evidence, ranks, alignment, histories, read_source, gone)
         changed = {rank: one for rank in ranks if (one := _seen_from_the_others(facts, rank)) is not None}
         return replace(facts, ranks={**ranks, **changed}) if changed else facts
 
@@ -217,8 +224,11 @@ def _locked_elsewhere(facts: Facts, one: RankFacts, own: Condition) -> Condition
 
     Where nodes share files, each kernel knows its own locks alone.
     """
-    if (one.evidence.host, own.locked_by) in facts.processes:
-        return own
+    owner = facts.processes.get((one.evidence.host, own.locked_by)) if own.locked_by is not None else None
+    if owner is not None:
+        rank, _ = owner
+        who = f"rank {rank}" if facts.ranks[rank].evidence.pid == own.locked_by else f"{own.holder}, of rank {rank}"
+        return own if rank == one.rank else own.with_holder(who)
     others = [
         (host, rank, lock)
         for (host, _), (rank, locks) in facts.processes.items()

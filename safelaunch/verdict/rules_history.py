@@ -20,7 +20,7 @@ from safelaunch.verdict.findings import (
     apart,
     capital,
     conditions,
-    ranks_do,
+    ranks_wait,
     ranks_word,
     wait_claims,
     wait_words,
@@ -61,7 +61,7 @@ def called_past_the_end(case: Case) -> Ruling:
     shift = next((one for one in shifts if one.agrees_again or one.explains_lag()), None)
     if shift is not None:
         return shifted(case, shift, wait_words(case, waiting))
-    words, who = apart(wait_words(case, waiting)), ranks_word(ended)
+    words, who = apart(case, wait_words(case, waiting)), ranks_word(ended)
     if len(made) == len(waiting) and all(_never_made(case, rank, made[rank], ended) for rank in waiting):
         text = f"{words}, which {who} never called before {'it' if len(ended) == 1 else 'they'} ended"
         claim = record_claim(ended[0], f"rank {ended[0]}: none of its calls comes from there")
@@ -166,7 +166,7 @@ def of_role(case: Case, one: Divergence) -> Finding:
     return Finding(
         "collective-mismatch",
         (Doubt.ROLE_ALONE,),
-        f"Rank {rank} {text}; now {apart(wait_words(case, case.waits.in_circle))}.",
+        f"Rank {rank} {text}; now {apart(case, wait_words(case, case.waits.in_circle))}.",
         (waiting_culprit(case.ranks[rank], f"Rank {rank} {text}.", sites[missing]),),
         (*claims, *wait_claims(case, case.waits.in_circle)),
         () if missing else (f"groups entered in different orders: rank {rank} may yet make the other call",),
@@ -191,7 +191,7 @@ def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: t
     number = f"collective #{seq} of group {group!r}"
     summary = f"{capital(ranks_word(shift.ranks))} {did} ({number}); {'it has' if one else 'they have'}"
     summary += f" been {'ahead of' if extra else 'behind'} {their} peers since"
-    summary += f", and now {apart(words)}." if words else "."
+    summary += f", and now {apart(facts, words)}." if words else "."
     ends = (shift.ranks[0], shift.peers[0])
     places = [
         record_claim(rank, f"rank {rank}: #{shift.number} is {_called(facts, rank, shift)}")
@@ -204,7 +204,7 @@ def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: t
     sites = {rank: _site_of(facts, rank, shift) for rank in shift.ranks}
     return Finding(
         "collective-mismatch",
-        those({Doubt.NO_AGREEMENT_SINCE: not shift.agrees_again, Doubt.NO_FRAMES: not shift.by_frames}),
+        those({Doubt.FEW_AGREE_SINCE: not shift.agrees_again, Doubt.NO_FRAMES: not shift.by_frames}),
         summary,
         tuple(waiting_culprit(facts.ranks[r], f"Rank {r} {did} ({number}).", sites[r]) for r in shift.ranks),
         (*places, record_claim(shift.ranks[0], agree), *claims, *wait_claims(facts, sorted(words))),
@@ -352,12 +352,13 @@ def new_between_groups(case: Case) -> Ruling:
         f"{op_name(call)} of group {call.group!r} at {_way(case.alignment.stack(rank, call).user_frames)}"
         for call in (_calls_waited_in(case)[rank], new[rank])
     )
-    text = f"{ranks_do(one.ranks, 'waits', 'wait')} in {own} for the first time; until then"
+    text = f"{ranks_wait(case, one.ranks)} in {own} for the first time; until then"
     text += f" {'it had' if len(one.ranks) == 1 else 'they had'} always called {usual} instead"
+    others_in = {r: w for r, w in wait_words(case, case.waits.in_circle).items() if r not in new}
     return Finding(
         "collective-mismatch",
         (Doubt.HABIT_ALONE, *those({Doubt.NO_MAJORITY: 2 * len(new) == len(case.waits.in_circle)})),
-        f"{capital(text)}; {apart({r: w for r, w in wait_words(case, case.waits.in_circle).items() if r not in new})}.",
+        f"{capital(text)}; {apart(case, others_in)}.",
         waiting_culprits(case, one.ranks),
         wait_claims(case, case.waits.in_circle),
     )
@@ -384,7 +385,7 @@ def group_order(case: Case) -> Ruling:
         members, known = case.alignment.members(str(one.wait.group))
         known_of_all = known_of_all and known
         of = f" of {ranks_word(members)}" if known else ""
-        words.append(f"{ranks_do(one.ranks, 'waits', 'wait')} in group {one.wait.group!r}{of} ({one.wait.words})")
+        words.append(f"{ranks_wait(case, one.ranks)} in group {one.wait.group!r}{of} ({one.wait.words})")
     more = f"; and so on in {len(words) - 3} more" if len(words) > 3 else ""
     text = (" while " if len(words) == 2 else "; ").join(words[:3]) + more
     changed = list(_unusual_calls(case, new=False))

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from safelaunch.model import Claim, Frame
+from msgspec import structs
+
+from safelaunch.model import Claim, Culprit, Frame
 from safelaunch.verdict.causes import BROKEN_OFF, LEFT_OUT, SIZES_DIFFER, UNUSED_PARAMETERS, Advice
 from safelaunch.verdict.collectives import (
     Mismatch,
@@ -29,6 +31,7 @@ from safelaunch.verdict.findings import (
     by_place,
     capital,
     ranks_do,
+    ranks_wait,
     ranks_word,
     wait_claims,
     wait_words,
@@ -259,14 +262,14 @@ def _finding(facts: Facts, meeting: Meeting) -> Finding:
     words = meeting.words
     meeting, left = by_the_source(facts, meeting)
     odd_first = sorted(words, key=lambda rank: (rank not in meeting.odd, rank))
-    text = capital(apart({rank: words[rank] for rank in odd_first}))
+    text = capital(apart(facts, {rank: words[rank] for rank in odd_first}))
     text += f"; {left.says}" if left is not None else _by_steps(facts, meeting)
     tail = "" if meeting.majority else " With no majority, either side may be the one at fault."
     return Finding(
         left.cause if left is not None and (left.sure or meeting.odd == left.ahead) else "collective-mismatch",
         meeting.doubts if meeting.majority else (*meeting.doubts, Doubt.NO_MAJORITY),
         f"{text}.{tail}",
-        tuple(waiting_culprit(facts.ranks[r], _reason(meeting, r, left), meeting.calls[r].site) for r in meeting.odd),
+        tuple(_culprit(facts, meeting, rank, left) for rank in meeting.odd),
         meeting.claims + wait_claims(facts, words),
         _other_end(facts, meeting),
         advice=_advice(meeting, left),
@@ -328,7 +331,7 @@ def _other_end(facts: Facts, meeting: Meeting) -> tuple[str, ...]:
     alone = [rank for rank in meeting.odd if rank in facts.waiting and facts.waiting[rank].kind == "p2p"]
     if not alone or not meeting.majority:
         return ()
-    return (f"a peer that skipped the other end of what {ranks_do(alone, 'waits', 'wait')} in: runner-up",)
+    return (f"a peer that skipped the other end of what {ranks_wait(facts, alone)} in: runner-up",)
 
 
 _OFTEN = 1.5  # calls a step
@@ -394,14 +397,23 @@ class LeftLoop:
         return f"{ahead} left {loop}, in this iteration or the previous one{skips}"
 
 
-def _reason(meeting: Meeting, rank: int, left: LeftLoop | None) -> str:
+def _culprit(facts: Facts, meeting: Meeting, rank: int, left: LeftLoop | None) -> Culprit:
+    found = waiting_culprit(facts.ranks[rank], _reason(facts, meeting, rank, left), meeting.calls[rank].site)
+    if left is None or rank not in left.ahead:
+        return found
+    inside = left.loop.inside
+    return structs.replace(found, left=Frame(inside.file, left.loop.line, inside.function))
+
+
+def _reason(facts: Facts, meeting: Meeting, rank: int, left: LeftLoop | None) -> str:
     """Why it is named."""
+    waits = "waited" if rank in facts.gone else "waits"
     where, loop = meeting.calls[rank].words, f"the loop at {left.loop.place}" if left is not None else ""
     if left is not None and rank in left.ahead:
-        return f"Rank {rank} has left {loop}, where its peers still are, and waits in {where}."
+        return f"Rank {rank} has left {loop}, where its peers still are, and {waits} in {where}."
     if left is not None and left.sure:
-        return f"Rank {rank} is still in {loop}, which its peers have left, and waits in {where}."
-    return f"Rank {rank} waits in {where}, its peers do not."
+        return f"Rank {rank} is still in {loop}, which its peers have left, and {waits} in {where}."
+    return f"Rank {rank} {waits} in {where}, its peers {'did' if waits == 'waited' else 'do'} not."
 
 
 def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:

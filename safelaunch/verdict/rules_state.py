@@ -30,6 +30,7 @@ from safelaunch.verdict.findings import (
     each_of,
     most_doubtful,
     ranks_do,
+    ranks_wait,
     ranks_word,
     summary_of,
     unseen_words,
@@ -42,6 +43,7 @@ from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.reading.guards import way_to
 from safelaunch.verdict.reading.kernel import kind_of, thread_samples
+from safelaunch.verdict.waits import Case
 
 CLOCKS_S = 2.0
 _STORE = frozenset({STORE_NOT_REACHED})
@@ -183,28 +185,31 @@ def stopped_ranks(facts: Facts) -> Ruling:
     return blame(facts, "rank-stopped", (), named)
 
 
-def init_not_joined(facts: Facts) -> Ruling:
+def init_not_joined(case: Case) -> Ruling:
     """Ranks wait in ``init_process_group`` for ranks that never reached it, or that do not reach its store.
 
     Where an absent rank is instead comes from its own stack and goes into the reason. Ranks that were not seen at all
     are listed, not blamed: they may be on another node whose evidence is not here.
     """
-    inside = [rank for rank, wait in facts.waiting.items() if wait.kind == "init"]
+    inside = [rank for rank, wait in case.waiting.items() if wait.kind == "init"]
     if not inside:
         return ""
+    locked_out = {r for r, holder in case.waits.held_by.items() if holder.kind == "file" and holder.rank in inside}
     absent = {
         r: f.condition or Condition("missing-from-collective", "is elsewhere", f.frame)
-        for r, f in facts.ranks.items()
-        if r not in inside and not facts.alignment.joined(r) and not facts.may_wait_elsewhere(r)
+        for r, f in case.ranks.items()
+        if r not in inside and r not in locked_out and not case.alignment.joined(r) and not case.may_wait_elsewhere(r)
     }
-    if not absent and not facts.unseen and (found := _store_not_reached(facts, inside)) is not None:
+    if not absent and locked_out:
+        return ""  # a cycle: those inside hold the locks that the others wait for
+    if not absent and not case.unseen and (found := _store_not_reached(case, inside)) is not None:
         return found
-    if not absent and not facts.unseen:
-        return f"{capital(ranks_do(inside, 'waits', 'wait'))} in init_process_group, and no rank is absent from it"
+    if not absent and not case.unseen:
+        return f"{capital(ranks_wait(case, inside))} in init_process_group, and no rank is absent from it"
     named = {r: replace(c, reason=f"never reached init_process_group: it {c.reason}") for r, c in absent.items()}
-    waits = capital(waits_words(facts, inside))
-    text = "" if named else f"{waits}, and {unseen_words(facts)} at all: it may never have started."
-    return blame(facts, "init-not-joined", those({Doubt.UNSEEN_RANKS: bool(facts.unseen)}), named, inside, summary=text)
+    waits = capital(waits_words(case, inside))
+    text = "" if named else f"{waits}, and {unseen_words(case)} at all: it may never have started."
+    return blame(case, "init-not-joined", those({Doubt.UNSEEN_RANKS: bool(case.unseen)}), named, inside, summary=text)
 
 
 def _store_not_reached(facts: Facts, inside: Sequence[int]) -> Finding | None:

@@ -20,6 +20,7 @@ from safelaunch.verdict.findings import (
     Ruling,
     capital,
     ranks_do,
+    ranks_wait,
     ranks_word,
     wait_claims,
     waiting_culprit,
@@ -136,7 +137,7 @@ def _exchange(facts: Facts, wait: PeerWait, members: tuple[int, ...], sums: tupl
     return Finding(
         "collective-mismatch",
         (Doubt.SUMS_ALONE,),
-        f"{capital(ranks_do(members, 'waits', 'wait'))} in {wait.words}, {where}: {text}.",
+        f"{capital(ranks_wait(facts, members))} in {wait.words}, {where}: {text}.",
         claims=(claim, *wait_claims(facts, members)),
     )
 
@@ -164,7 +165,7 @@ def groups_made_apart(case: Case) -> Ruling:
     odd, majority = vote(counts)
     odd = odd if majority else tuple(counts[min(counts)])  # they have left out a call that every rank has to make
     parts = [f"{ranks_do(ranks, 'has', 'have')} made {count}" for count, ranks in sorted(counts.items(), reverse=True)]
-    waits = [f"{ranks_do(within, 'waits', 'wait')} in new_group"] if within else []
+    waits = [f"{ranks_wait(case, within)} in new_group"] if within else []
     waits += [f"{waits_words(case, apart)}, in a group that peers have without it"] if apart else []
     text = f"{capital(' and '.join(waits))}, and not all ranks have made the same groups: "
     text += f"{', '.join(parts)}. Every rank has to call new_group(), also for a group of others."

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from safelaunch.model import Claim, Collective
-from safelaunch.verdict.causes import LOCK, OWN_LOOP, PEERS_DIFFER, TAGS_DIFFER, Advice
+from safelaunch.verdict.causes import LOCK, LOCKED_INIT, OWN_LOOP, PEERS_DIFFER, TAGS_DIFFER, Advice
 from safelaunch.verdict.collectives import described, mismatch_at, op_name
 from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
 from safelaunch.verdict.doubts import Doubt, levels_of, those
@@ -20,7 +20,7 @@ from safelaunch.verdict.findings import (
     conditions,
     culprit,
     most_doubtful,
-    ranks_do,
+    ranks_wait,
     ranks_word,
     summary_of,
     unseen_words,
@@ -91,7 +91,7 @@ def _not_entered(case: Case, roots: list[int], limit: int = 4) -> tuple[Claim, .
         held = [one for one in case.waits.classes.values() if rank in one.blockers and one.wait.seq is not None]
         for one in sorted(held, key=lambda one: (-len(one.ranks), one.ranks))[:limit]:
             wait, who = one.wait, one.ranks
-            text = f"{wait.op} #{wait.seq} of group {wait.group!r}, in which {ranks_do(who, 'waits', 'wait')}"
+            text = f"{wait.op} #{wait.seq} of group {wait.group!r}, in which {ranks_wait(case, who)}"
             made = case.alignment.entry(rank, str(wait.group), wait.seq) if wait.seq is not None else None
             instead = f"made {described(made)} and so " if made is not None else ""
             claims.append(record_claim(who[0], f"rank {rank} {instead}has not come to {text}"))
@@ -160,7 +160,7 @@ def other_tags(case: Case) -> Ruling:
         if wait.target is None or other is None or other.source != rank or None in (wait.tag, other.tag):
             continue
         if wait.tag != other.tag:
-            words = capital(apart(wait_words(case, (rank, wait.target))))
+            words = capital(apart(case, wait_words(case, (rank, wait.target))))
             text = f"{words}: the tags differ, {wait.tag} and {other.tag}."
             return _either_end(case, (rank, wait.target), text, TAGS_DIFFER)
     return ""
@@ -210,7 +210,7 @@ def one_sided(case: Case) -> Ruling:
         rank, wait, peer = one.ranks[0], one.wait, one.wait.peer
         if peer is None or peer not in case.waits.in_circle or (theirs := case.waiting[peer]).kind == "p2p":
             continue
-        text = f"{capital(ranks_do([rank], 'waits', 'wait'))} in {wait.words}, and rank {peer} in {theirs.words}"
+        text = f"{capital(ranks_wait(case, [rank]))} in {wait.words}, and rank {peer} in {theirs.words}"
         pair, left_out = (rank, peer), _left_out(case, peer)
         if left_out is not None:
             site = case.alignment.stack(peer, left_out).user_frame
@@ -312,7 +312,7 @@ def _kept_from_serving(
     return Finding(
         "lock-deadlock",
         those({Doubt.UNSEEN_RANKS: bool(case.unseen)}),
-        f"{text} {capital(ranks_do(own, 'waits', 'wait'))} for its answer.",
+        f"{text} {capital(ranks_wait(case, own))} for its answer.",
         (waiting_culprit(case.ranks[rank], text),),
         (Claim(f"rank {rank}: {shown.claim}", shown.file), *condition_claims(own), *wait_claims(case, [rank])),
         victims=tuple(own),
@@ -357,6 +357,7 @@ def _in_a_circle(case: Case, kind: Kind, waiting: Mapping[int, Holder], all_wait
     text = summary_of(own, case, holders)
     text += f" {capital(by.words)}." if by.words else ""
     named, first = {one.rank for one in culprits}, next(iter(own.values()))
+    in_init = any(rank in case.waiting and case.waiting[rank].kind == "init" for rank in holders)
     return Finding(
         "lock-deadlock" if locked else first.cause,
         doubts,
@@ -364,7 +365,7 @@ def _in_a_circle(case: Case, kind: Kind, waiting: Mapping[int, Holder], all_wait
         tuple(culprits),
         condition_claims(own) + wait_claims(case, case.waiting),
         victims=tuple(rank for rank in all_waiting if rank not in named),
-        advice=LOCK if locked else first.advice,
+        advice=(frozenset({LOCKED_INIT}) if in_init else LOCK) if locked else first.advice,
     )
 
 

@@ -57,13 +57,15 @@ def test_an_exception_on_one_rank(tmp_path: Path) -> None:
     assert (verdict["cause"], verdict["confidence"], culprits(result)) == ("rank-exception", "high", [0])
     frame = verdict["culprits"][0]["frame"]
     assert (frame["file"], frame["line"]) == (str(CRASHING), line_of(CRASHING, "FAILS: exception"))
-    assert "ValueError: loss 3.2 is above the limit" in verdict["summary"]
+    became = f"which became TrainingError: step failed at crashing.py:{line_of(CRASHING, 'BECOMES')} (train)"
+    assert "ValueError: loss 3.2 is above the limit" in verdict["summary"] and became in verdict["summary"]
     assert verdict["victims"] == "1-2"
     assert any("consequence" in text for text in verdict["ruled_out"])
     for peer in (1, 2):  # where they stood while the failing rank still held its connections
         assert "training.py" in result.bundle.text(f"ranks/{peer}/stack.txt")
         assert "Thread" in result.bundle.text(f"ranks/{peer}/stack.txt")
-    assert result.bundle.json("ranks/0/exception.json")["type"] == "ValueError"
+    told = result.bundle.json("ranks/0/exception.json")
+    assert (told["type"], told["earlier"][0]["type"]) == ("__main__.TrainingError", "ValueError")
     assert "rank      : 0 (local_rank: 0)" in result.stderr  # torchrun's own account is there
     (log,) = result.bundle.path.glob("node/*/my_nccl.*")  # the user's variables hold, and their file is collected
     assert log.name == f"my_nccl.{socket.gethostname().partition('.')[0]}.{verdict['culprits'][0]['pid']}"

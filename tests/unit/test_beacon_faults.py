@@ -85,3 +85,28 @@ def test_what_nobody_has_asked_for_is_kept_before_the_rank_says_that_it_ends(
     monkeypatch.setattr(faults, "_owner", os.getpid())
     faults._at_exit()
     assert states == ([layout.STARTED] if kept else []) and words[layout.STATE] == layout.EXITED
+
+
+def test_the_exceptions_before_the_uncaught_one_are_recorded_from_the_first_to_the_last() -> None:
+    def outermost(first: BaseException | None, *, suppressed: bool = False) -> BaseException:
+        try:
+            try:
+                try:
+                    {}["x"]  # type: ignore[index]
+                except KeyError:
+                    raise ValueError("implicit")  # noqa: B904
+            except ValueError as error:
+                raise RuntimeError("explicit") from (None if suppressed else first or error)
+        except RuntimeError as error:
+            return error
+
+    told = [(one["type"], one["message"], one["explicit"]) for one in faults._earlier(outermost(None))]
+    assert told == [("KeyError", "'x'", False), ("ValueError", "implicit", True)]
+    assert faults._earlier(outermost(None, suppressed=True)) == []
+    circle = OSError("its own cause")
+    circle.__cause__ = error = outermost(circle)
+    assert [one["type"] for one in faults._earlier(error)] == ["OSError"]
+    for number in range(200):
+        nested = ValueError(number)
+        nested.__cause__, error = error, nested
+    assert len(faults._earlier(error)) == faults.MAX_EARLIER

@@ -23,6 +23,7 @@ from evidence import (
 from msgspec.structs import replace
 
 from safelaunch.model import (
+    EarlierException,
     ExitCall,
     FatalError,
     Frame,
@@ -66,6 +67,51 @@ def terminated(number: int) -> RankEvidence:
 def named(*ranks: RankEvidence, **fields: Any) -> tuple[str, list[int]]:
     verdict = diagnose(job(*ranks, outcome="crash", **fields))
     return verdict.cause, [c.rank for c in verdict.culprits]
+
+
+LOAD, STEP = (Frame("/home/me/data.py", 12, "load"), at(41, "step")), (at(43, "step"), at(100, "<module>"))
+CHAINED = """Traceback (most recent call last):
+  File "/home/me/train.py", line 41, in step
+  File "/home/me/data.py", line 12, in load
+KeyError: 'x'
+
+{words}:
+
+Traceback (most recent call last):
+  File "/home/me/train.py", line 100, in <module>
+  File "/home/me/train.py", line 43, in step
+TrainError: step failed
+"""
+FROM, DURING = (
+    "The above exception was the direct cause of the following exception",
+    "During handling of the above exception, another exception occurred",
+)
+CACHE = (Frame("/home/me/data.py", 12, "compute"), at(43, "step"), at(100, "<module>"))
+
+
+@pytest.mark.parametrize("printed", [True, False])
+@pytest.mark.parametrize(
+    ("words", "kind", "frames", "first"),
+    [
+        (FROM, "KeyError", STEP, True),
+        (DURING, "KeyError", STEP, True),  # its handler raises another one in its place
+        (DURING, "KeyError", CACHE, False),  # its handler computes what the cache does not have
+        (DURING, "OSError", CACHE, True),  # the handler's own clean-up fails
+    ],
+)
+def test_the_first_exception_of_a_chain_is_the_cause(
+    words: str, kind: str, frames: tuple[Frame, ...], first: bool, printed: bool
+) -> None:
+    earlier = () if printed else (EarlierException(kind, "'x'", LOAD, words == FROM),)
+    text = CHAINED.format(words=words).replace("KeyError", kind) if printed else ""
+    exception = RankException("__main__.TrainError", "step failed", 100.0, frames, text, earlier)
+    one = rank(1, seen=False, more={"exception": exception, "exit": RankExit(1, 100.2)})
+    verdict = diagnose(job(terminated(0), one, outcome="crash"))
+    (culprit,) = verdict.culprits
+    outer = f"TrainError: step failed at {'data.py:12 (compute)' if frames is CACHE else 'train.py:43 (step)'}"
+    became = f"Rank 1 raised {kind}: 'x' at data.py:12 (load), which became {outer}."
+    assert verdict.summary.startswith(became if first else f"Rank 1 raised {outer}")
+    assert culprit.frame == (LOAD if first else frames)[0]
 
 
 def test_time_decides_not_rank() -> None:

@@ -233,6 +233,27 @@ def test_calls_from_another_line_make_nobody_ahead_who_ends_where_others_do(othe
     assert "ahead of its peers" not in verdict.summary
 
 
+def test_three_calls_more_are_found_where_all_later_calls_come_from_one_line() -> None:
+    """One line of a sharded model gathers, gathers, and reduces: what it called tells a shift from another way."""
+    step = [("all_gather", 18)] * 3 + [("all_reduce", 18)] * 3
+    usual = step * 6 + [("all_gather", 18)] * 3
+    ranks = [waits(n, [*usual, *step[3:]]) for n in range(4)]
+    ranks[0] = waits(0, [*step * 6, *[("all_gather", 15)] * 3, *step[:3]])
+    verdict = diagnose(job(*ranks))
+    assert [(one.rank, one.frame and one.frame.line) for one in verdict.culprits] == [(0, 15)]
+    assert "Rank 0 called 3 collectives" in verdict.summary
+
+
+@pytest.mark.parametrize("matching", [2, 4])
+def test_calls_that_match_again_are_not_said_to_have_matched_no_more(matching: int) -> None:
+    steps = [("all_reduce", 50), ("broadcast", 51), ("all_gather", 52)] * 4
+    ranks = [waits(n, [*steps, *steps[:matching]]) for n in range(3)]
+    ranks[1] = waits(1, [*steps, ("all_gather", 52), *steps[:matching]])
+    verdict = diagnose(job(*ranks))
+    agree = any("peers' again, shifted by 1" in one.claim for one in verdict.evidence)
+    assert agree and not any("have not matched" in one for one in verdict.doubts)
+
+
 # --- a group that the rank is not in: torch only warns, and its own group waits ---------------------------------------
 
 GROUPS = {"1": (0, 1), "2": (2, 3)}

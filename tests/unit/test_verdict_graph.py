@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from evidence import (
     C10D,
+    SCRIPT,
     SITE,
     STDLIB,
     WRAPPER,
@@ -14,6 +15,7 @@ from evidence import (
     behind,
     decided,
     entry,
+    in_init,
     in_user,
     job,
     past,
@@ -93,6 +95,22 @@ def test_a_lock_that_no_rank_holds() -> None:
     verdict = diagnose(job(asks_again(0, 4711), waiting(1), waiting(2)))
     assert decided(verdict) == ("blocking-io", [(0, 9)], "medium")
     assert "/data/cache.db, locked by pid 4711, which is not one of this job's ranks" in verdict.summary
+
+
+@pytest.mark.parametrize("kernel", ["flock", "nap"])
+def test_a_lock_taken_before_init_process_group_and_kept_is_a_cycle(kernel: str) -> None:
+    """Rank 1 waits in init for rank 0, which waits for the lock of rank 1: the number of a process says nothing."""
+    source = "\n" * 6 + "while True:\n    try: fcntl.flock(file, LOCK_EX | LOCK_NB)\n    except OSError: sleep(0.05)\n"
+    waits = rank(0, in_user(9, "lock"), kernel)
+    assert waits.main is not None
+    if kernel == "nap":
+        waits = structs.replace(waits, main=with_locks(waits.main, FileLock(DATABASE, 1010, " (python, since 9:00)")))
+    verdict = diagnose(job(waits, has_locked(rank(1, in_init(11)))), lambda path: source if path == SCRIPT else None)
+    assert decided(verdict)[:2] == ("lock-deadlock", [(1, 11)])
+    assert "Rank 0 waits for a file lock at train.py:9 (lock) that rank 1 holds" in verdict.summary
+    assert "rank 1 waits in init_process_group at train.py:11 (setup)" in verdict.summary
+    assert verdict.suggestions[0].startswith("Release the lock before `init_process_group`")
+    assert "pid 1010" not in str(structs.asdict(verdict))
 
 
 def with_child(number: int, frames: tuple[Frame, ...], kernel: str) -> RankEvidence:

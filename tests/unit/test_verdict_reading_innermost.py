@@ -135,9 +135,9 @@ def key_of(line: str, **values: str) -> StoreKey | None:
 @pytest.mark.parametrize(
     ("line", "text", "value"),
     [
-        ('return self.store.get(f"export/{step}").decode()', "f'export/{step}'", "export/15"),
-        ('store.wait(["ready"], timedelta(seconds=5))', "'ready'", "ready"),
-        ('store.wait(["ready", "set"])', "['ready', 'set']", ""),
+        ('return self.store.get(f"export/{step}").decode()', 'f"export/{step}"', "export/15"),
+        ('store.wait(["ready"], timedelta(seconds=5))', '"ready"', "ready"),
+        ('store.wait(["ready", "set"])', '["ready", "set"]', ""),
         ("dist.PrefixStore('a', store).get(name)", "name", "run/7"),
         ("_get_default_store().get('epoch/' + str(step))", "'epoch/' + str(step)", ""),
         ("store.get('epoch/' + name)", "'epoch/' + name", "epoch/run/7"),

@@ -127,7 +127,7 @@ more()
         (
             ATTEMPTS.replace("any(", "any(c for c in "),
             (at(9, "checks"), at(13, "<genexpr>"), at(13, "<module>")),
-            "any((c for c in checks()))",
+            "any(c for c in checks())",
         ),
         (ATTEMPTS.replace("any(checks())", "any([*checks()])"), (at(9, "checks"), at(13, "<module>")), None),
         (ATTEMPTS, (at(10, "checks"), at(13, "<module>")), "any(checks())"),
@@ -343,3 +343,44 @@ def test_what_is_printed_on_the_usual_way_tells_nothing(line: int) -> None:
 
 def test_without_a_source_nothing_is_found() -> None:
     assert not list(left_by([Frame("/train.py", 20, "train")], lambda path: None))
+
+
+SAME = """eval_interval = 10
+best = float("inf")
+def main(args, every=5):
+    limit = args.limit * 2
+    for it in range(100):
+        if it % eval_interval == 0 and it > limit:
+            if it % every == 0:
+                if (val_loss < best
+                        and lr > 3e-3):
+                    gather()
+        step()
+main(args)
+"""
+
+
+def test_only_conditions_that_may_differ_between_ranks_are_quoted_and_as_they_are_written() -> None:
+    inside, peer = (at(10, "main"), at(12, "<module>")), (at(11, "main"), at(12, "<module>"))
+    found = parting(inside, peer, lambda path: SAME)
+    assert found is not None
+    told = [one.text for one in found.ways[0] if not one.by_round]
+    assert told == ["if val_loss < best and lr > 3e-3"]
+    by_hand = SAME.replace("eval_interval = 10", "eval_interval = pick()").replace(
+        "main(args)", "main(args, every=pick())"
+    )
+    found = parting(inside, peer, lambda path: by_hand)
+    assert found is not None and len([one for one in found.ways[0] if not one.by_round]) == 3
+
+
+def test_a_loop_ends_early_by_what_may_differ() -> None:
+    source = """for it in range(100):
+    if it >= 90:
+        break
+    if stop(loss):
+        break
+    step()
+barrier()
+"""
+    left = loop_left((at(7, "<module>"),), (at(6, "<module>"),), lambda path: source)
+    assert left is not None and left.breaks == ("`if stop(loss)` at line 4",)

@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from safelaunch.bundle.reading.log_lines import Line, Said
 from safelaunch.model import RankException
-from safelaunch.verdict.exits import is_consequence
+from safelaunch.verdict.exits import CAUGHT_AS_A_RULE, is_consequence
 from safelaunch.verdict.reading import tracebacks
 
 MOST_MESSAGE, _MOST_SINCE, _FEW, _MOST_LINES = 12, 40, 1, 2000
@@ -24,9 +24,6 @@ _GOES_ON = re.compile(  # the messages of NCCL and CUDA
 )
 _ERROR = re.compile(r"(?P<type>[A-Za-z_][\w.]*(?:\(\w+\))?)(?:: (?P<message>.*))?$", re.DOTALL)
 BARE = re.compile(r"(?!nccl)(?P<type>[A-Za-z_][\w.]*(?:Error|Exception)): +(?P<message>\S.*)", re.DOTALL)
-_CAUGHT_AS_A_RULE = (
-    "StopIteration", "Empty", "Full", "KeyError", "AttributeError", "ImportError", "ModuleNotFoundError",
-)  # fmt: skip
 
 
 @dataclass
@@ -83,7 +80,7 @@ class Traceback:
         heads = [at for at, line in enumerate(self.lines) if at <= self.at and line.startswith(HEAD)]
         last = self._exception(self.at, len(self.lines), at_s)
         first = self._exception(heads[0], heads[1], at_s) if len(heads) > 1 else None
-        if last is None or first is None or first.type.rpartition(".")[2] in _CAUGHT_AS_A_RULE:
+        if last is None or first is None or first.type.rpartition(".")[2] in CAUGHT_AS_A_RULE:
             return last
         return first if is_consequence(last) and not is_consequence(first) else last
 
@@ -139,7 +136,7 @@ class After:
 
     def is_end(self, raised: RankException, *, ended: bool) -> bool:
         """Whether nobody caught ``raised``, before this. ``ended``: something else says that the process has failed."""
-        caught = raised.type.rpartition(".")[2] in _CAUGHT_AS_A_RULE
+        caught = raised.type.rpartition(".")[2] in CAUGHT_AS_A_RULE
         message = not self.usual and (bool(self.shapes) or self.numbers <= _FEW) and not caught
         return self.lines <= (_MOST_SINCE if ended else MOST_MESSAGE if message else _FEW)
 

@@ -113,6 +113,12 @@ def way_to(frame: Frame, read_source: ReadSource) -> tuple[Guard, ...]:
     return _way(read_source(frame.file) or "", frame.file, frame.line)
 
 
+def names_at(frame: src.Located, read_source: ReadSource) -> dict[str, ast.expr]:
+    """The names that stand for one expression at that line."""
+    tree = src.tree_in(frame.file, read_source)
+    return _assigned(tree) | _assigned(src.scope_of(tree, frame.line))
+
+
 @lru_cache(256)
 def _way(text: str, file: str, line: int) -> tuple[Guard, ...]:
     tree = src.tree_of(text)

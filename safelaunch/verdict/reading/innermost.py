@@ -8,6 +8,7 @@ says which key it waits for, and the file which lines set it. Which lock a line 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,6 +36,7 @@ _ASKS: tuple[tuple[Kind, frozenset[str]], ...] = (
     ),
 )
 _SLEEPS = "sleep"
+_LOCKS_A_FILE = re.compile(r"\b(?:flock|lockf)\(")
 _MOST_TEXT = 120
 _Loop = ast.While | ast.For
 
@@ -56,6 +58,11 @@ class Poll:
     def words(self) -> str:
         """```while not os.path.exists(flag)` (train.py:41)``."""
         return f"`{self.text}` ({basename(self.file)}:{self.line})"
+
+    @property
+    def tries_a_lock(self) -> bool:
+        """By the names of the standard library."""
+        return _LOCKS_A_FILE.search(self.text) is not None
 
 
 def poll_at(stack: Sequence[Frame], read_source: ReadSource, *, asleep: bool = True) -> Poll | None:
@@ -119,7 +126,7 @@ def _comes_after(tried: ast.Try, line: int) -> bool:
     return line > src.end_of(tried) and (_leaves(tried.body) or _leaves(tried.orelse))
 
 
-def _head(statement: ast.stmt) -> ast.AST:
+def _head(statement: ast.stmt) -> ast.expr | ast.stmt:
     """Of ``with open(path) as file: ...`` its call alone."""
     return statement.items[0].context_expr if isinstance(statement, ast.With) else statement
 
@@ -134,8 +141,8 @@ def _kind(test: ast.AST) -> Kind:
     return next((kind for kind, asks in _ASKS if names & asks), "")
 
 
-def _shown(before: str, node: ast.AST) -> str:
-    text = " ".join((before + ast.unparse(node)).split())
+def _shown(before: str, node: ast.expr | ast.stmt) -> str:
+    text = before + src.text_of(node)
     return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 3]}..."
 
 
@@ -169,7 +176,7 @@ def store_key_at(frame: Frame, read_source: ReadSource, values: Mapping[str, str
     if found is None:
         return None
     key, set_at = found
-    return StoreKey(ast.unparse(key)[:_MOST_TEXT], (_value(key, values or {}) or "")[:_MOST_TEXT], set_at)
+    return StoreKey(src.text_of(key), (_value(key, values or {}) or "")[:_MOST_TEXT], set_at)
 
 
 @lru_cache(256)

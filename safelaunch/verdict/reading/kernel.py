@@ -32,6 +32,7 @@ _WCHAN: tuple[tuple[str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 _LOCKS = frozenset({"flock", "fcntl"})
+_LOCKED_BY = ", locked by pid "
 WRITES = frozenset({"write", "writev", "pwrite64", "pwritev", "send", "sendto", "sendmsg", "sendmmsg", "sendfile"})
 
 BUSY_SHARE = 0.2  # of a core, over the time between the samples; cores may be shared, waits use under 0.02
@@ -62,7 +63,12 @@ class KernelWait:
     @property
     def wanted_lock(self) -> str:
         """The file on which it waits for a lock."""
-        return self.thread.fd_target.partition(", locked by pid ")[0] if self.call in _LOCKS else ""
+        return self.thread.fd_target.partition(_LOCKED_BY)[0] if self.call in _LOCKS else ""
+
+    @property
+    def lock_holder(self) -> str:
+        """The process that has locked that file, in the kernel's words: ``pid 71 (python, since ...)``."""
+        return "".join(self.thread.fd_target.partition(_LOCKED_BY)[1:]).removeprefix(", locked by ")
 
     @property
     def writes(self) -> bool:

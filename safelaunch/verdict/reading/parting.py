@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile, zip_longest
 
 from safelaunch.model import Frame
 from safelaunch.verdict.reading import source as src
 from safelaunch.verdict.reading.frames import basename, short, spot
-from safelaunch.verdict.reading.guards import Guard, way_to
+from safelaunch.verdict.reading.guards import Guard, asks_for_the_rank, names_at, way_to
 from safelaunch.verdict.reading.source import ReadSource
 
 _CACHES = frozenset({"cache", "lru_cache", "cached", "cached_property", "memoize"})
@@ -42,7 +42,8 @@ def parting(one: Sequence[Frame], other: Sequence[Frame], read_source: ReadSourc
     stacks = _parted(one, other) or _parted_on_a_line(one, other, read_source)
     if not stacks or any(not read_source(frame.file) for stack in stacks for frame in stack):
         return None
-    ways = [list(_conditions_on(stack, read_source)) for stack in stacks]
+    callers = one[len(stacks[0]) :][::-1]
+    ways = [list(_conditions_on(stack, callers, read_source)) for stack in stacks]
     own = (
         [one for one in way if one not in others and _leads_to(one, there[0], read_source)]
         for way, others, there in zip(ways, reversed(ways), reversed(stacks), strict=True)
@@ -81,7 +82,7 @@ def _loops_with_names(frame: Frame, read_source: ReadSource) -> Iterator[tuple[G
     """The ``for`` loops around the line, the outermost first, each with the names of what it gives."""
     for loop in src.loops_around(src.scope_at(frame, read_source), frame.line):
         if not isinstance(loop, ast.While) and loop.lineno < frame.line:
-            text = ast.unparse(loop).split("\n")[0].rstrip(":")
+            text = f"for {src.text_of(loop.target)} in {src.text_of(loop.iter)}"
             yield Guard(frame.file, loop.lineno, text, taken=True), set(src.names_in(loop.target))
 
 
@@ -103,11 +104,19 @@ def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: Read
     if not left or scope is not src.scope_at(past, read_source):
         return None
     again = left[0] is not around[0] or any(src.loops_at(caller, read_source) for caller in callers)
-    return _left(left[0], inside, again, (ast.Break,))
+    return _left(left[0], inside, again, (ast.Break,), read_source)
 
 
-def _left(loop: src.AnyLoop, inside: Frame, enclosed: bool, ends: tuple[type[ast.stmt], ...]) -> src.Loop:
-    return src.Loop(loop.lineno, enclosed, inside, src.ifs_with(ends, loop), src.end_of(loop))
+def _left(
+    loop: src.AnyLoop, inside: Frame, enclosed: bool, ends: tuple[type[ast.stmt], ...], read_source: ReadSource
+) -> src.Loop:
+    """``ends``: the statements by which it is left early, under a condition that may differ between ranks."""
+    names = names_at(inside, read_source)
+    counters = {*_counters(src.scope_at(inside, read_source))}
+    ifs = src.ifs_with(
+        ends, loop, lambda test: asks_for_the_rank(test, names) or not counters.issuperset(_asked(test, names))
+    )
+    return src.Loop(loop.lineno, enclosed, inside, ifs, src.end_of(loop))
 
 
 def loop_returned_from(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> src.Loop | None:
@@ -124,7 +133,7 @@ def loop_returned_from(ahead: Sequence[Frame], behind: Sequence[Frame], read_sou
     if past.line <= caller.line or not to_call <= to_past or first is None:
         return None
     again = any(src.loops_at(frame, read_source) for frame in behind[len(below) :])
-    return _left(*first, again, (ast.Break, ast.Return))
+    return _left(*first, again, (ast.Break, ast.Return), read_source)
 
 
 def _shared(one: Sequence[Frame], other: Sequence[Frame]) -> int:
@@ -154,27 +163,39 @@ def _below(one: Sequence[Frame], other: Sequence[Frame]) -> tuple[Sequence[Frame
     return (one[::-1][at:], other[::-1][at:]) if at < min(len(one), len(other)) else ()
 
 
-def _conditions_on(stack: Sequence[Frame], read_source: ReadSource) -> Iterator[Guard]:
-    """Of a stack, outermost first. What counts rounds does so in a function that it is passed to as well."""
-    counters = frozenset[str]()
-    for frame, into in zip_longest(stack, stack[1:]):
+def _conditions_on(stack: Sequence[Frame], callers: Sequence[Frame], read_source: ReadSource) -> Iterator[Guard]:
+    """Of a stack below its ``callers``, outermost first. What counts rounds does so in a function that it is passed to
+    as well."""
+    counters, whole = frozenset[str](), [*callers, *stack]
+    for depth, (frame, into) in enumerate(zip_longest(whole, whole[1:])):
         scope = src.scope_at(frame, read_source)
         counters |= frozenset(_counters(scope))
-        yield from _conditions(frame, into, scope, counters, read_source)
+        if depth >= len(callers):
+            yield from _conditions(frame, into, scope, counters, read_source)
         counters = frozenset(_passed(frame, into, counters, read_source) if into is not None else ())
 
 
 def _passed(frame: Frame, into: Frame, names: frozenset[str], read_source: ReadSource) -> Iterator[str]:
-    """The parameters of the function that the line calls which get one of these names."""
+    """The parameters of the function that the line calls which get one of these names, or the same on all ranks."""
     function = src.scope_at(into, read_source)
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return
     parameters = [one.arg for one in function.args.args]
+    defaults = {
+        **dict(zip(parameters[::-1], function.args.defaults[::-1], strict=False)),
+        **{
+            one.arg: value
+            for one, value in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+            if value
+        },
+    }
+    known = names_at(frame, read_source)
     for call in src.calls_at(frame, read_source):
         if src.name_called(call.func) == function.name:
             own = parameters[1:] if parameters[:1] in (["self"], ["cls"]) else parameters
             pairs = [*zip(own, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)]
-            yield from (name for name, value in pairs if name is not None and ast.unparse(value) in names)
+            given = {**defaults, **{name: value for name, value in pairs if name is not None}}
+            yield from (n for n, value in given.items() if ast.unparse(value) in names or _is_alike(value, known))
 
 
 def _conditions(
@@ -182,10 +203,10 @@ def _conditions(
 ) -> Iterator[Guard]:
     for decorator in getattr(scope, "decorator_list", []):
         if _CACHES.intersection(src.names_in(decorator)):
-            yield Guard(frame.file, decorator.lineno, f"@{ast.unparse(decorator)}", taken=False)
+            yield Guard(frame.file, decorator.lineno, f"@{src.text_of(decorator)}", taken=False)
     for step in way_to(frame, read_source):
         if not step.loop and step.test is not None:
-            yield replace(step, by_round=counters.issuperset(_asked(step.test)))
+            yield replace(step, by_round=counters.issuperset(_asked(step.test, step.names)))
     if (handler := src.handler_of(frame, read_source)) is not None:
         yield Guard(frame.file, handler.lineno, _caught(handler), taken=True)
     for handler in _of_further_attempts(scope, frame.line):
@@ -194,11 +215,11 @@ def _conditions(
     item = short(into.function) if into is not None else ""
     for call in src.calls_at(frame, read_source) if item else ():
         if src.name_called(call.func) in _UP_TO_THE_FIRST and item in {*_generated_by(call.args)}:
-            yield Guard(frame.file, call.lineno, ast.unparse(call), taken=True)
+            yield Guard(frame.file, call.lineno, src.text_of(call), taken=True)
 
 
 def _caught(handler: ast.ExceptHandler) -> str:
-    return f"except {ast.unparse(handler.type)}" if handler.type is not None else "except"
+    return f"except {src.text_of(handler.type)}" if handler.type is not None else "except"
 
 
 def _generated_by(given: Sequence[ast.expr]) -> Iterator[str]:
@@ -217,10 +238,35 @@ def _of_further_attempts(scope: ast.AST, line: int) -> Iterator[ast.ExceptHandle
             yield from (each for each in one.handlers if not isinstance(each.body[-1], _ENDS))
 
 
-def _asked(test: ast.expr) -> Iterator[str]:
-    """What a condition asks for, as written, but for settings and constants: these are the same on all ranks."""
+_MOST_STEPS = 6  # of names that stand for names
+_CASTS = frozenset({"int", "float", "bool", "str", "min", "max", "round", "abs"})
+
+
+def _is_alike(value: ast.expr, names: Mapping[str, ast.expr], steps: int = _MOST_STEPS) -> bool:
+    """Whether all ranks compute the same from it: constants, settings, and names that stand for such."""
+    if not steps or asks_for_the_rank(value, names):
+        return False
+    calls = [*src.calls_in(value)]
+    if any(not isinstance(call.func, ast.Name) or call.func.id not in _CASTS for call in calls):
+        return False
+    known = {"", *_CASTS} if calls else {""}
+    for name in _asked_itself(value):
+        plain = names.get(name)
+        if name not in known and (plain is None or not _is_alike(plain, names, steps - 1)):
+            return False
+    return True
+
+
+def _asked(test: ast.expr, names: Mapping[str, ast.expr]) -> Iterator[str]:
+    """What a condition asks for, as written, but for what is the same on all ranks."""
+    alike = {name for name, value in names.items() if _is_alike(value, names)}
+    yield from ("()" for _ in src.calls_in(test))
+    yield from (name for name in _asked_itself(test) if name not in alike)
+
+
+def _asked_itself(test: ast.expr) -> Iterator[str]:
+    """The names in an expression, but for settings and constants."""
     nodes = list(ast.walk(test))
-    yield from ("()" for node in nodes if isinstance(node, ast.Call))
     owners = {node.value for node in nodes if isinstance(node, ast.Attribute)}
     for node in nodes:
         if isinstance(node, (ast.Name, ast.Attribute)) and node not in owners:

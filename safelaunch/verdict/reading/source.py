@@ -28,13 +28,20 @@ LOOPS = (ast.For, ast.While, ast.AsyncFor)
 AnyLoop = ast.For | ast.While | ast.AsyncFor
 
 
+_LINES = "lines"  # of a node of ours: those of its file
+
+
 @lru_cache(64)
 def tree_of(text: str) -> ast.Module:
     """Empty where the text is no Python."""
     try:
-        return ast.parse(text)
+        tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ast.Module([], [])
+    lines = text.splitlines(keepends=True)
+    for node in ast.walk(tree):
+        vars(node)[_LINES] = lines
+    return tree
 
 
 def tree_in(path: str, read_source: ReadSource) -> ast.Module:
@@ -146,9 +153,10 @@ class Loop:
         return one.file == self.inside.file and self.line <= one.line <= self.end
 
 
-def ifs_with(ends: tuple[type[ast.stmt], ...], loop: AnyLoop) -> tuple[str, ...]:
-    """Each ``if`` with such a statement in the loop, in words."""
+def ifs_with(ends: tuple[type[ast.stmt], ...], loop: AnyLoop, may: Callable[[ast.expr], bool]) -> tuple[str, ...]:
+    """Each ``if`` with such a statement in the loop, and a condition that ``may``, in words."""
     ifs = [one for one in ast.walk(loop) if isinstance(one, ast.If) and any(isinstance(s, ends) for s in one.body)]
+    ifs = [one for one in ifs if may(one.test)]
     return tuple(f"`if {text_of(one.test)}` at line {one.lineno}" for one in sorted(ifs, key=lambda one: one.lineno))
 
 
@@ -173,10 +181,28 @@ def attempts_of(loop: AnyLoop) -> list[ast.Try]:
 _MOST_TEXT = 120
 
 
-def text_of(node: ast.AST) -> str:
-    """Its first line, as Python would write it."""
-    text = ast.unparse(node).split("\n")[0]
+def text_of(node: ast.expr | ast.stmt) -> str:
+    """As the source has it, on one line."""
+    text = _written(node) or ast.unparse(node).split("\n")[0]
     return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 1]}…"
+
+
+def _written(node: ast.expr | ast.stmt) -> str:
+    """Empty for what has no source, and for several lines with a comment in between."""
+    lines: Sequence[str] = vars(node).get(_LINES, ())[node.lineno - 1 : end_of(node)]
+    if not lines or node.end_col_offset is None:
+        return ""
+    # Columns count bytes.
+    first, last = lines[0].encode()[node.col_offset :].decode(), lines[-1].encode()[: node.end_col_offset].decode()
+    if len(lines) == 1:
+        return lines[0].encode()[node.col_offset : node.end_col_offset].decode()
+    parts = [part.strip().removesuffix("\\").rstrip() for part in (first, *lines[1:-1], last)]
+    if any("#" in part for part in parts):
+        return ""
+    text = parts[0]
+    for part in parts[1:]:
+        text += part if text.endswith(("(", "[", "{")) or part.startswith((")", "]", "}")) else f" {part}"
+    return text
 
 
 def names_in(node: ast.AST) -> Iterator[str]:

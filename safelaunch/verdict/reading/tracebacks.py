@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from safelaunch.model import Frame
+from safelaunch.model import EarlierException, Frame
 
 _FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d{1,9}), in (?P<function>.+)$')
 _OF_A_THREAD = re.compile(r"^Exception in thread (?P<name>.+?)(?: \(.*\))?:$")
@@ -39,13 +39,15 @@ CHAIN = (
     "The above exception was the direct cause of the following exception",
     "During handling of the above exception, another exception occurred",
 )
-_CHAINED = re.compile(rf"^(?:{'|'.join(CHAIN)}):$", re.MULTILINE)
+_CHAINED = re.compile(rf"^({'|'.join(CHAIN)}):$", re.MULTILINE)
 
 
-def earlier(text: str) -> list[Traceback]:
-    """The tracebacks of the exceptions from which this one came, the first one first."""
-    parts = (parse(part.splitlines()) for part in _CHAINED.split(text)[:-1])
-    return [part for part in parts if part is not None]
+def earlier(text: str) -> list[EarlierException]:
+    """The exceptions from which this one came, as a traceback prints them, the first one first."""
+    parts = _CHAINED.split(text)
+    read = ((parse(part.splitlines()), words == CHAIN[0]) for part, words in zip(parts[::2], parts[1::2], strict=False))
+    found = [(part, *part.message.partition(": ")[::2], explicit) for part, explicit in read if part is not None]
+    return [EarlierException(kind, message, part.frames, explicit) for part, kind, message, explicit in found]
 
 
 GATHERED = "Traceback (most recent call last): (RANK "  # as torch.distributed.checkpoint begins each

@@ -28,6 +28,17 @@ def validate(loss: torch.Tensor) -> None:
         raise ValueError("loss 3.2 is above the limit")  # FAILS: exception
 
 
+class TrainingError(Exception):
+    pass
+
+
+def train(loss: torch.Tensor) -> None:
+    try:
+        validate(loss)
+    except ValueError as error:
+        raise TrainingError("step failed") from error  # BECOMES
+
+
 def leave() -> None:
     os._exit(4)  # FAILS: exit
 
@@ -75,7 +86,7 @@ def main() -> None:
             if options.how == "size":
                 share(loss)
             elif options.how == "exception":
-                validate(loss)
+                train(loss)
             elif options.how == "exit":
                 leave()
             elif options.how in ("SIGKILL", "SIGSEGV", "SIGABRT"):
