@@ -8,6 +8,8 @@ from importlib import import_module
 from io import TextIOWrapper
 from typing import NoReturn
 
+from safelaunch.system import own_imports
+
 # The first word selects a subcommand only if it is exactly one of these; anything else is torchrun's.
 # Each is a module of this package.
 COMMANDS = {
@@ -76,6 +78,7 @@ def program(module: str = "safelaunch", call: str = "from safelaunch.cli import 
 def entry() -> NoReturn:
     """The console script: like ``main``, but exits at once, without the interpreter's slow shutdown."""
     _open_standard_streams()
+    own_imports.install()
     try:
         code = main()
     except SystemExit as end:  # argparse, after printing its help
@@ -125,6 +128,26 @@ def _dispatch(words: list[str]) -> int:
     if first in COMMANDS:
         code = import_module(f".{first}", __name__).main(words[1:] if first == words[0] else words)
         return int(code)
-    from .run import main as run
+    try:
+        from .run import main as run
 
-    return run(words)
+        return run(words)
+    except ImportError as error:
+        if "safelaunch.supervise.session" in sys.modules:  # it has started the job, or tried to
+            raise
+        return _run_plain(words, error)
+
+
+def _run_plain(words: list[str], error: ImportError) -> int:
+    """Replaces this process by torchrun: a broken installation of safelaunch must not keep a job from starting."""
+    from safelaunch.job import torchrun
+    from safelaunch.job.argv import split
+    from safelaunch.settings.options import OWN_OPTIONS
+    from safelaunch.system.console import say
+
+    torch = torchrun.find(os.environ)
+    own = {option.flag: option.takes_value for option in OWN_OPTIONS}
+    command = split(words, own, torchrun.LazyOptions(torch.package))
+    say(f"not watching this job, as safelaunch is not installed properly ({error}): running plain torchrun")
+    argv = [torch.python, os.fspath(torchrun.launcher(torch.python)), *command.torchrun, *command.script]
+    os.execv(argv[0], argv)
