@@ -187,12 +187,18 @@ def read_bundle(root: Path) -> Found:
         rendezvous=bundle.json("rendezvous.json", Rendezvous),
         launched=bundle.json("launch.json", Launched),
         time=told.time or _utc(manifest.written_unix_s),
-        versions=told.versions or software(bundle.json(f"node/{manifest.host}/versions.json", dict[str, str]) or {}),
+        versions=told.versions or _versions(bundle, manifest.host),
         gpus=_gpus(bundle),
         earlier=manifest.earlier,
     )
     source = bundle.json(SOURCE_FILE, dict[str, str])
     return Found("a bundle", evidence, tuple(bundle.problems), taken=manifest.taken, source=source)
+
+
+def _versions(bundle: _Bundle, host: str) -> dict[str, str]:
+    """``host``: as the bundle says, which may be any text."""
+    known = bundle.json(f"node/{host}/versions.json", dict[str, str]) if host in bundle.hosts() else None
+    return software(known or {})
 
 
 def _utc(unix_s: float) -> str:
