@@ -31,7 +31,7 @@ def rank_words(ranks: Iterable[int] | str) -> str:
     return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
-_MOST_RANGES, _SHOWN_RANGES = 12, 8  # in a sentence
+_MOST_RANGES, _SHOWN_RANGES = 16, 8  # in a sentence
 
 
 def ranks_in(text: str) -> tuple[int, ...]:
