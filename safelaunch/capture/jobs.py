@@ -20,6 +20,7 @@ from safelaunch.capture.memory import Memory
 from safelaunch.capture.node import parse_environ
 from safelaunch.capture.result import gather, within_or
 from safelaunch.system import procstat
+from safelaunch.system.console import cut
 from safelaunch.system.errors import UsageError
 from safelaunch.system.files import link_of, text_of
 
@@ -158,8 +159,19 @@ def _above(pid: int, table: Mapping[int, Process]) -> list[int]:
     return found
 
 
-def job_of(pid: int, table: Mapping[int, Process], jobs: Sequence[FoundJob]) -> FoundJob:
-    """The job that ``pid`` is of: a rank, a child of one, the launcher or what started that. Raises UsageError."""
+_STARTERS = 3  # a shell script, say, that a scheduler's step runs
+
+
+def job_of(
+    pid: int,
+    table: Mapping[int, Process],
+    jobs: Sequence[FoundJob],
+    what: Callable[[int], str] = lambda pid: "",
+) -> FoundJob:
+    """The job that ``pid`` is of: a rank, a child of one, the launcher or what started that. Raises UsageError.
+
+    init, and processes of another user, have started no job, whatever runs below them. ``what``: what a process is.
+    """
     process = table.get(pid)
     if process is None:
         raise UsageError(f"dump: there is no process {pid} on this host.", "Run it where the ranks run.")
@@ -167,12 +179,16 @@ def job_of(pid: int, table: Mapping[int, Process], jobs: Sequence[FoundJob]) -> 
         if (job := next((job for job in jobs if one in job.members), None)) is not None:
             return job
     below = [job for job in jobs if any(pid in _above(member, table) for member in job.members)]
-    if len(below) == 1:
-        return below[0]
+    started = [job for job in below if _has_started(process, job, table)]
+    if len(started) == 1:
+        return started[0]
+    named = f"process {pid}{f' ({words})' if (words := what(pid)) else ''}"
+    ranks = ", ".join(str(job.ranks[min(job.ranks)].process.pid) for job in started or below)
+    if started:
+        raise UsageError(f"dump: {named} has started several jobs.", f"Name a rank of one: {ranks}; or use --all.")
     if below:
-        ranks = ", ".join(str(job.ranks[min(job.ranks)].process.pid) for job in below)
         raise UsageError(
-            f"dump: process {pid} has started several jobs.", f"Name a rank of one: {ranks}; or use --all."
+            f"dump: {named} is neither a rank nor the launcher of a job.", f"Name a rank of one below it: {ranks}."
         )
     if process.env is None:
         raise UsageError(
@@ -181,10 +197,24 @@ def job_of(pid: int, table: Mapping[int, Process], jobs: Sequence[FoundJob]) -> 
         )
     tasks = ", ".join(names[0] for names in TASKS)
     raise UsageError(
-        f"dump: process {pid} is of no job: neither it nor what is above and below it has RANK and WORLD_SIZE (or "
+        f"dump: {named} is of no job: neither it nor what is above and below it has RANK and WORLD_SIZE (or "
         f"{tasks}) among its environment variables.",
         "Name a rank, or the launcher.",
     )
+
+
+def _has_started(process: Process, job: FoundJob, table: Mapping[int, Process]) -> bool:
+    """Whether it is the job's launcher, or as near above it as what a user types."""
+    first = job.ranks[min(job.ranks)].process
+    near = [job.agent, *_above(job.agent, table)][: _STARTERS + 1]
+    return process.pid in near and process.user == first.user and (process.pid != 1 or job.agent == 1)
+
+
+def described(pid: int) -> str:
+    """A process by its command line and user, for an error."""
+    process = _read(pid)
+    command = cut(" ".join(command_of(pid)), 60)
+    return ", ".join(filter(None, (command, f"of {name_of_user(process.user)}" if process is not None else "")))
 
 
 def name_of_user(user: int) -> str:

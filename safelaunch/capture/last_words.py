@@ -111,6 +111,55 @@ def parse_caught(slots: bytes) -> tuple[CaughtException, ...]:
     return tuple(sorted(found, key=lambda one: one.time_unix_s))
 
 
+# --- where it left the cursor -----------------------------------------------------------------------------------------
+
+_UP = re.compile(rb"(?:\x1b\[A)*\Z")
+
+
+class UnfinishedLine:
+    """Tells how many line feeds move the cursor below what the ranks have printed on this process's stderr.
+
+    A bar above others moves the cursor back up, so several may be needed. ``pages``: of the run. Output that doesn't
+    go through Python's streams isn't seen.
+    """
+
+    def __init__(self, pages: Path) -> None:
+        self._pages = pages
+        self._streams: dict[int, frozenset[int]] = {}  # pid: its streams that lead where our stderr does
+
+    def line_feeds(self, since_ns: int) -> int:
+        """0 if the last output since then (CLOCK_REALTIME) ends with a line feed, or there is none. Raises OSError."""
+        newest, last = since_ns, b""
+        for path in self._pages.glob(f"*{layout.RING_SUFFIX}"):
+            name = layout.parse_page_name(path.name.removesuffix(layout.RING_SUFFIX))
+            streams = self._streams_here(name[2]) if name is not None else ()
+            with suppress(OSError, ValueError):
+                for time_ns, stream, data in output.read(path):
+                    if time_ns > newest and stream in streams:
+                        newest, last = time_ns, data
+        moved = _UP.search(last)
+        ups = len(moved[0]) // len(b"\x1b[A") if moved is not None else 0
+        return ups + 1 if last and not last.endswith(b"\n") else 0
+
+    def _streams_here(self, pid: int) -> frozenset[int]:
+        if pid not in self._streams:
+            here = _place(Path("/proc/self/fd/2"))
+            if here is None:
+                return frozenset()
+            found = {stream: _place(Path(f"/proc/{pid}/fd/{stream}")) for stream in STREAMS}
+            self._streams[pid] = frozenset(stream for stream, place in found.items() if place in (here, None))
+        return self._streams[pid]
+
+
+def _place(descriptor: Path) -> tuple[int, ...] | None:
+    """Identifies what a descriptor refers to; None if that isn't known, as after the end of the process."""
+    try:
+        found = descriptor.stat()
+    except OSError:
+        return None
+    return (found.st_rdev,) if stat.S_ISCHR(found.st_mode) else (found.st_dev, found.st_ino)
+
+
 # --- its output -------------------------------------------------------------------------------------------------------
 
 STREAMS = {1: "out", 2: "err"}

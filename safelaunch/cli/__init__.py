@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
 from io import TextIOWrapper
+from types import ModuleType
 from typing import NoReturn
 
 # The first word selects a subcommand only if it is exactly one of these; anything else is torchrun's.
@@ -76,6 +79,7 @@ def program(module: str = "safelaunch", call: str = "from safelaunch.cli import 
 def entry() -> NoReturn:
     """The console script: like ``main``, but exits at once, without the interpreter's slow shutdown."""
     _open_standard_streams()
+    _import_own()
     try:
         code = main()
     except SystemExit as end:  # argparse, after printing its help
@@ -125,6 +129,55 @@ def _dispatch(words: list[str]) -> int:
     if first in COMMANDS:
         code = import_module(f".{first}", __name__).main(words[1:] if first == words[0] else words)
         return int(code)
-    from .run import main as run
+    try:
+        from .run import main as run
 
-    return run(words)
+        return run(words)
+    except ImportError as error:
+        if "safelaunch.supervise.session" in sys.modules:  # it has started the job, or tried to
+            raise
+        return _run_plain(words, error)
+
+
+def _run_plain(words: list[str], error: ImportError) -> int:
+    """Replaces this process by torchrun: a broken installation of safelaunch must not keep a job from starting."""
+    from safelaunch.job import torchrun
+    from safelaunch.job.argv import split
+    from safelaunch.settings.options import OWN_OPTIONS
+    from safelaunch.system.console import say
+
+    torch = torchrun.find(os.environ)
+    own = {option.flag: option.takes_value for option in OWN_OPTIONS}
+    command = split(words, own, torchrun.LazyOptions(torch.package))
+    say(f"not watching this job, as safelaunch is not installed properly ({error}): running plain torchrun")
+    argv = [torch.python, os.fspath(torchrun.launcher(torch.python)), *command.torchrun, *command.script]
+    os.execv(argv[0], argv)
+
+
+# --- safelaunch's dependencies, whatever PYTHONPATH holds under their names -------------------------------------------
+
+_DEPENDENCIES = frozenset({"msgspec", "yaml", "_yaml", "pynvml", "rich", "pygments", "markdown_it", "mdurl", "tomli"})
+
+
+class _OwnImports:
+    """A finder for ``sys.meta_path``. What isn't in ``directories`` is found as usual."""
+
+    def __init__(self, directories: Sequence[str]) -> None:
+        self._directories = list(directories)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if path is not None or name not in _DEPENDENCIES:
+            return None
+        return PathFinder.find_spec(name, self._directories, target)
+
+
+def _import_own() -> None:
+    """Does nothing without PYTHONPATH, which is what can shadow an installation. The job's own imports don't change."""
+    if not os.environ.get("PYTHONPATH"):
+        return
+    site = sys.modules.get("site")
+    installed = [*site.getsitepackages(), site.getusersitepackages()] if site is not None else []
+    beside = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
+    sys.meta_path.insert(0, _OwnImports([beside, *(path for path in installed if path in sys.path)]))

@@ -266,13 +266,15 @@ def _write_summary(sweep: Sweep, paths: SweepPaths) -> str:
 
 def _finish(sweep: Sweep, paths: SweepPaths, problem: str, stopped_by: int) -> int:
     tracks = tuple(sweep.tracks.values())
-    show("\n".join(summary_lines(tracks)), fold=True)
+    show("\n".join(summary_lines(tracks, paths)), fold=True)
     if problem:
         say(f"the summary cannot be written to {paths.root}: {problem}")
     else:
         say(f"summary: {seen_from_here(os.fspath(paths.summary_json))}, {paths.summary_csv.name}")
     if all(track.state == "succeeded" for track in tracks):
         return 0
+    if stopped_by:
+        say("continue with --resume: the same command with this option runs the jobs that have not succeeded")
     return 128 + stopped_by if stopped_by else 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -19,7 +20,7 @@ from safelaunch.model.words import rate, since
 from safelaunch.sweep.batch import Programs, script, work_name
 from safelaunch.sweep.engine import JobView, Live, Queue, Screen, Snapshot, Work
 from safelaunch.sweep.jobs import Job, Track, port_names
-from safelaunch.sweep.paths import SweepPaths
+from safelaunch.sweep.paths import SweepPaths, summary_of
 from safelaunch.sweep.pool import Pool
 from safelaunch.system.console import PREFIX, command_lines, redact, say
 from safelaunch.system.printable import clean, clean_text
@@ -200,8 +201,8 @@ def describe_batch(jobs: Sequence[Job], paths: SweepPaths, programs: Programs, q
     return lines
 
 
-def summary_lines(tracks: Sequence[Track]) -> list[str]:
-    """The table at the end: one line per job, then the totals."""
+def summary_lines(tracks: Sequence[Track], paths: SweepPaths | None = None) -> list[str]:
+    """The table at the end: one line per job, why jobs failed, then the totals. ``paths``: to name their logs."""
     metrics = list(dict.fromkeys(name for track in tracks if track.outcome for name in track.outcome.metrics))
     columns = ("job", "parameters", "state", "cause", "exit", "took", "attempts", "step", *metrics)
     table = Table(columns, [_summary_row(track, metrics) for track in tracks])
@@ -209,17 +210,33 @@ def summary_lines(tracks: Sequence[Track]) -> list[str]:
         table = table.without("cause")
     counts = Counter[str](track.state for track in tracks)
     total = ", ".join(f"{counts[state]} {state}" for state in reversed(_ORDER) if counts[state])
-    return [*table.lines(), *_remarks(tracks), "", f"{many(len(tracks), 'job')}: {total}"]
+    return [*table.lines(), *_remarks(tracks, paths), "", f"{many(len(tracks), 'job')}: {total}"]
 
 
-def _remarks(tracks: Sequence[Track]) -> list[str]:
-    """Bundles, and why jobs did not run: both are too long for a column."""
+def _remarks(tracks: Sequence[Track], paths: SweepPaths | None) -> list[str]:
+    """Why each job failed or did not run, in a line, and where the evidence is: too long for a column."""
     found = []
     for track in tracks:
-        bundle = track.outcome.bundle if track.outcome is not None else ""
-        if bundle or track.why:
-            found.append(f"{track.job.name}: {clean(seen_from_here(bundle) if bundle else track.why)}")
+        ended = track.outcome
+        if track.state in ("succeeded", "cancelled"):
+            continue
+        bundle = ended.bundle if ended is not None else ""
+        log = os.fspath(paths.log(track.job.name, track.attempts)) if paths is not None and track.attempts else ""
+        reason = track.why or summary_of(bundle) or _exit_words(track)
+        if reason:
+            found.append(f"{track.job.name}: {clean(reason)}")
+            found += [f"  {clean(seen_from_here(place))}" for place in (bundle or log,) if place]
+    cancelled = Counter(track.why for track in tracks if track.state == "cancelled")
+    found += [f"{many(count, 'cancelled job')}: {clean(why)}" for why, count in cancelled.items() if why]
     return ["", *found] if found else []
+
+
+def _exit_words(track: Track) -> str:
+    """What is known of a failed job without a bundle."""
+    if track.outcome is None or track.state not in ("failed", "hung", "timed-out"):
+        return ""
+    code = track.outcome.exit_code
+    return f"{track.state}{f' with exit code {code}' if code is not None else ''}; the end of its log may say why"
 
 
 def _summary_row(track: Track, metrics: Sequence[str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import msgspec
 from safelaunch.bundle.reading.guard import Found, Unreadable
 from safelaunch.cli.parsing import Parser
 from safelaunch.job.paths import seen_from_here, working_directory
-from safelaunch.model import Claim, ProofEdge, Verdict, format_ranks
+from safelaunch.model import Claim, Evidence, ProofEdge, Verdict, format_ranks
 from safelaunch.report import HTML, PERFETTO
 from safelaunch.settings.config import bundle_dir_of
 from safelaunch.settings.options import parse_count
@@ -239,7 +239,9 @@ def _tell(found: Found, path: str, wanted: _Wanted) -> _Told:
         told = tuple(f"{clean(found.what)}: {clean(one)}" for one in seen)
         return _Told(REACHED if found.remarks else NOT_ENOUGH, "", told, files)
     on = display(1, os.environ)
-    return _Told(code, terminal_safe(_screen(verdict, path, on), color=on.color), tuple(_notes(found)), files)
+    return _Told(
+        code, terminal_safe(_screen(verdict, found.evidence, path, on), color=on.color), tuple(_notes(found)), files
+    )
 
 
 def _calls(found: Found, chosen: Selection, *, as_json: bool) -> _Told:
@@ -329,7 +331,7 @@ def _notes(found: Found) -> list[str]:
     return [read, *map(clean, found.remarks), *problems, *_more(len(found.problems) - _SHOWN_PROBLEMS)]
 
 
-def _screen(verdict: Verdict, path: str, on: Display) -> str:
+def _screen(verdict: Verdict, evidence: Evidence, path: str, on: Display) -> str:
     from safelaunch.capture import user_source
     from safelaunch.report import report
 
@@ -341,5 +343,6 @@ def _screen(verdict: Verdict, path: str, on: Display) -> str:
         color=on.color,
         read_line=user_source.line_for_stranger,
         cwd=os.fspath(working_directory()) if on.terminal else "",
+        evidence=evidence,
     )
     return "\n".join(line.removeprefix(PREFIX) for line in text.splitlines())

@@ -145,7 +145,7 @@ def _dump_found(words: Namespace) -> int:
     table = jobs.processes()
     found = jobs.jobs_in(table, jobs.packages_of)
     if not words.all:
-        job = jobs.job_of(words.pid, table, found)
+        job = jobs.job_of(words.pid, table, found, jobs.described)
         return _dump_run(_run_of(job), words) if _is_watched(job) else _attach(job, words)
     unwatched = [job for job in found if not _is_watched(job) and any(map(jobs.packages_of, _pids(job)))]
     if not unwatched:

@@ -8,16 +8,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import msgspec
 
+from safelaunch.bundle.copier import BUNDLE
 from safelaunch.model.words import since
 from safelaunch.report.about import in_status
 from safelaunch.supervise.control.discover import Run, describe, look, our_roots, select
 from safelaunch.supervise.control.protocol import RunStatus
 from safelaunch.system.console import display, redact, say, show, show_json, wrapped
+from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import UsageError
 from safelaunch.system.printable import clean
 
@@ -27,6 +30,8 @@ from .table import ENDLESS, Table
 
 REFRESH_S = 1.0
 PLAIN_REFRESH_S = 5.0
+MOST_READ = 64  # bundles, to find that of a run that has ended
+LARGEST_VERDICT = 4 << 20
 NONE_LIVE = "you have no runs on this node"
 _RIGHT = frozenset({"rank", "pid", "step", "rate", "age"})
 NOTE_WIDTH = 28  # beyond which it may go on in the next line
@@ -164,17 +169,75 @@ def details(status: RunStatus) -> list[str]:
 
 
 def _watch(word: str | None) -> int:
-    """Shows the runs until Ctrl-C, or until the requested run has ended."""
-    choose(look(our_roots()), word)
+    """Shows the runs until Ctrl-C, or until the requested run has ended; then says how."""
+    seen = {run.id: run for run in choose(look(our_roots()), word)}
 
     def again() -> tuple[Run, ...]:
-        return select(look(our_roots()), word)
+        runs = select(look(our_roots()), word)
+        seen.update({run.id: run for run in runs if run.status is not None})
+        return runs
 
     usable = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     try:
-        return _watch_terminal(again, word) if usable else _watch_plain(again, word)
+        code = _watch_terminal(again, word) if usable else _watch_plain(again, word)
     except KeyboardInterrupt:
         return 0
+    for run in seen.values():
+        for line in ending(run):
+            say(line)
+    return code
+
+
+class _Verdict(msgspec.Struct):
+    """The relevant part of a run's verdict."""
+
+    outcome: str = ""
+    cause: str = ""
+    summary: str = ""
+    run: str = ""
+    time: str = ""
+
+
+def ending(run: Run) -> list[str]:
+    """How a run has ended: outcome, cause and bundle of its newest incident, as its bundle directory has them."""
+    status = run.status
+    if status is None:
+        return [f"{run.id} has ended"]
+    head = f"{status.run} ({clean(status.name)}) has ended"
+    found = _newest_bundle(status)
+    if found is None:
+        return [f"{head}; it left no bundle of a hang or crash"]
+    path, verdict = found
+    outcome = "a bundle of a possible hang" if verdict.outcome == "suspect" else verdict.outcome
+    return [
+        f"{head}: {clean(outcome)}, {clean(verdict.cause)}",
+        clean(verdict.summary),
+        f"bundle: {clean(os.fspath(path))}",
+    ]
+
+
+def _newest_bundle(status: RunStatus) -> tuple[Path, _Verdict] | None:
+    """The newest bundle of a run, except those that somebody asked for."""
+    begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(status.started_unix_s))
+    directory = Path(status.bundle_dir or "/nowhere")
+    try:
+        names = [(match["time"], match[0]) for path in directory.iterdir() if (match := BUNDLE.fullmatch(path.name))]
+    except OSError:
+        return None
+    for _, name in sorted(names, reverse=True)[:MOST_READ]:
+        verdict = _read(directory / name / "verdict.json")
+        if verdict is not None and verdict.run == status.name and verdict.outcome != "dump" and verdict.time >= begun:
+            return directory / name, verdict
+    return None
+
+
+def _read(path: Path) -> _Verdict | None:
+    from safelaunch.bundle.reading.guard import Unreadable, read_limited
+
+    try:
+        return from_json(read_limited(path, LARGEST_VERDICT), _Verdict)
+    except (Unreadable, OSError, msgspec.DecodeError, RecursionError):
+        return None
 
 
 def _watch_plain(again: Callable[[], tuple[Run, ...]], word: str | None) -> int:
@@ -199,7 +262,6 @@ def _watch_terminal(again: Callable[[], tuple[Run, ...]], word: str | None) -> i
             lines = screen(runs, time.time(), *live.console.size, glyphs)
             live.update(drawn([Line(redact(line.text), line.style) for line in lines], encoding), refresh=True)
             time.sleep(REFRESH_S)
-    say(f"{word} has ended")
     return 0
 
 

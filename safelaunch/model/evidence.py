@@ -5,7 +5,7 @@ Times are seconds of ``CLOCK_MONOTONIC`` unless a name says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -287,13 +287,22 @@ class Launched(Record, frozen=True):
     """How safelaunch started a job. ``typed``: what the user typed behind ``safelaunch``, without secrets.
 
     ``presets``: those in force, wherever they were named; ``torch``: its version. Empty: not known.
-    ``distributed_debug``: the job's ``TORCH_DISTRIBUTED_DEBUG``.
+    ``distributed_debug``: the job's ``TORCH_DISTRIBUTED_DEBUG``. ``command``: what ran, without secrets.
     """
 
     typed: tuple[str, ...] = ()
     presets: tuple[str, ...] = ()
     torch: str = ""
     distributed_debug: str = ""
+    run_name: str = ""
+    host: str = ""
+    command: tuple[str, ...] = ()
+    safelaunch: str = ""
+
+    @property
+    def as_typed(self) -> tuple[str, ...]:
+        """The command line as the user knows it; what ran, if nothing was typed."""
+        return ("safelaunch", *self.typed) if self.typed else self.command
 
 
 class Evidence(Record, frozen=True):
@@ -302,7 +311,8 @@ class Evidence(Record, frozen=True):
     ``nodes``: of a job of several nodes, as far as they are known. ``early``: of this node.
     ``launched``: None for a job that safelaunch did not start. ``stopped``: ranks that their own supervisor stopped
     before the others were looked at. ``gpus``: of the nodes whose driver was asked. ``printed``: of evidence that is
-    nothing but what a job has printed, the ranks whose lines are known to be theirs.
+    nothing but what a job has printed, the ranks whose lines are known to be theirs. ``time``: when it was collected
+    (UTC, ISO 8601). ``versions``: of what the job runs on, by name, on one of its nodes.
     """
 
     outcome: Outcome
@@ -328,6 +338,16 @@ class Evidence(Record, frozen=True):
     work: tuple[str, ...] = ()  # what worked between the last two looks, in words
     ends: bool = False  # the time has come to end the job without a proof
     printed: tuple[int, ...] | None = None
+    time: str = ""
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+_OF_THE_MACHINE = frozenset({"system", "kernel", "machine", "python_executable", "torch_git"})
+
+
+def software(versions: Mapping[str, str]) -> dict[str, str]:
+    """The versions of Python, torch and what belongs to it, of all those in ``versions.json``."""
+    return {name: version for name, version in versions.items() if name not in _OF_THE_MACHINE}
 
 
 def all_nodes(halves: Sequence[Evidence]) -> tuple[NodeEvidence, ...]:
@@ -481,6 +501,32 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     could end the wait, all of it stuck as well; it is empty if nothing can. Without a proof, the list is empty"""
     recovered: bool | msgspec.UnsetType = msgspec.UNSET
     """true if the job made progress after this bundle was written"""
+    run: str = ""
+    """the run's name; this and the next fields are empty if they aren't known, as from a plain folder of dumps"""
+    host: str = ""
+    """the host on which the verdict was reached"""
+    time: str = ""
+    """when the evidence was collected: UTC, ISO 8601"""
+    world_size: int = 0
+    """number of ranks in the job"""
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
+    """versions of ``python``, ``torch``, ``safelaunch`` and others, as far as they are known"""
+    command: tuple[str, ...] = ()
+    """the job's command line as it was typed, without secrets"""
+
+    def on_record(self, evidence: Evidence) -> Verdict:
+        """The same with what identifies the job and the moment."""
+        launched = evidence.launched or Launched()
+        known = {"torch": launched.torch, "safelaunch": launched.safelaunch}
+        return msgspec.structs.replace(
+            self,
+            run=launched.run_name,
+            host=launched.host,
+            time=evidence.time,
+            world_size=evidence.world_size,
+            versions={name: version for name, version in {**known, **evidence.versions}.items() if version},
+            command=launched.as_typed,
+        )
 
     @property
     def nodes_at_fault(self) -> tuple[NodeAtFault, ...]:

@@ -19,9 +19,19 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def rank_words(ranks: Iterable[int] | str) -> str:
-    """``rank 3``, ``ranks 0-2,5``. ``ranks``: numbers, or what ``format_ranks`` has made of them."""
+    """``rank 3``, ``ranks 0-2,5``, ``ranks 0,7,9 and 96 more``. ``ranks``: numbers, or what ``format_ranks`` made."""
     text = ranks if isinstance(ranks, str) else format_ranks(ranks)
+    parts = text.split(",")
+    if len(parts) > _MOST_RANGES:
+        try:
+            left = f"{len(ranks_in(','.join(parts[_SHOWN_RANGES:])))} more"
+        except ValueError:  # somebody else's text
+            left = "others"
+        text = f"{','.join(parts[:_SHOWN_RANGES])} and {left}"
     return f"rank {text}" if text.isdigit() else f"ranks {text}"
+
+
+_MOST_RANGES, _SHOWN_RANGES = 16, 8  # in a sentence
 
 
 def ranks_in(text: str) -> tuple[int, ...]:

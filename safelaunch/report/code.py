@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from safelaunch.model import Culprit, Evidence, Frame, Verdict, rank_words
 from safelaunch.model.entries import Entries
-from safelaunch.report.overview import frames_at_fault
+from safelaunch.report.overview import frames_at_fault, range_of
 from safelaunch.verdict.findings import capital
 from safelaunch.verdict.guarding import whereabouts
 from safelaunch.verdict.rank_state import Facts, child_views, user_stack_of, view_of
@@ -87,7 +87,8 @@ def sides(facts: Facts, verdict: Verdict, said: Callable[[str], str]) -> list[Si
     found: list[Side] = []
     for (culprit, stack), ranks in shown:
         reasons = _reasons(ranks, named) if culprit else [_does(facts, ranks)]
-        does = " ".join([*reasons, *_groups_waited_in(ranks, waits), *_handled(facts, ranks[0])])
+        counted = _steps(facts, ranks) if verdict.cause == "uneven-batches" else []
+        does = " ".join([*reasons, *_groups_waited_in(ranks, waits), *_handled(facts, ranks[0]), *counted])
         stacks = [other for (_, other), _ in shown]
         if stack in stacks[: len(found)]:  # the callers were shown there
             places, callers = [reader.place(frame) for frame in stack[:1]], stack[1:]
@@ -95,10 +96,18 @@ def sides(facts: Facts, verdict: Verdict, said: Callable[[str], str]) -> list[Si
             places, callers = reader.places(
                 stack, [other for other in stacks if other != stack], stacks.count(stack) > 1
             )
+        if culprit and facts.ranks[ranks[0]].evidence.exit is not None and verdict.cause == "uneven-batches":
+            places = [reader.as_left(one) for one in places]
         beside = _beside(facts, named[ranks[0]], stack) if culprit else {}
         places += [replace(reader.place(frame), whose=whose) for frame, whose in beside.items()]
         found.append(Side(tuple(ranks), culprit, does, tuple(places), callers))
     return found
+
+
+def _steps(facts: Facts, ranks: Sequence[int]) -> list[str]:
+    """How many steps the ranks made, as far as that is known."""
+    steps = [step for rank in ranks if (step := facts.ranks[rank].step) is not None]
+    return [f"Steps: {range_of(steps)}."] if steps else []
 
 
 def _beside(facts: Facts, culprit: Culprit, stack: Sequence[Frame]) -> dict[Frame, str]:
@@ -184,7 +193,8 @@ def _recorded(facts: Facts, rank: int, frame: Frame | None) -> tuple[Frame, ...]
 def _does(facts: Facts, ranks: Sequence[int]) -> str:
     one = facts.ranks[ranks[0]]
     if one.wait is not None:
-        return f"{'Waits' if len(ranks) == 1 else 'Wait'} in {one.wait.words}."
+        waits = "Waited" if one.evidence.exit is not None else "Waits" if len(ranks) == 1 else "Wait"
+        return f"{waits} in {one.wait.words}."
     if one.condition is not None:
         return f"{capital(one.condition.reason)}."
     return ""
@@ -221,6 +231,18 @@ class _Reader:
             else:
                 callers.append(frame)
         return places, tuple(callers)
+
+    def as_left(self, place: Place) -> Place:
+        """The place of a rank that has ended: it is not at that line, and has left the loop around it."""
+        loop = next((step.line for step in way_to(place.frame, self.facts.read_source) if step.loop), None)
+        lines = []
+        for one in place.lines:
+            if one.number == loop:
+                one = replace(one, mark="here", note="left this loop")
+            elif one.mark == "here":
+                one = replace(one, mark="", note="its last recorded call" if loop is not None else "")
+            lines.append(one)
+        return replace(place, lines=tuple(lines))
 
     def place(self, frame: Frame) -> Place:
         text = self.facts.read_source(frame.file)

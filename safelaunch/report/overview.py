@@ -247,7 +247,7 @@ def without_ours(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
 def row_of(one: RankFacts) -> RankRow:
     doing = "ended by the launcher"
     if one.wait is not None:
-        doing = f"waits in {one.wait.words}"
+        doing = f"{'waits' if one.evidence.exit is None else 'waited'} in {one.wait.words}"
     elif one.condition is not None:
         doing = one.condition.reason
     frame = one.frame or (one.condition.frame if one.condition else None)

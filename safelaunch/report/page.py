@@ -27,12 +27,16 @@ from safelaunch.report.overview import Branch, merged_stacks, range_of
 from safelaunch.report.report import (
     OUTCOMES,
     beside_next,
+    confidence_sentence,
     early_lines,
     is_healthy,
     nccl_lines,
+    next_step,
     node_state,
     node_words,
+    now_words,
     proof_words,
+    sentence,
     stalled_words,
 )
 from safelaunch.report.tables import Frames, Paths, hosts_word
@@ -175,6 +179,8 @@ def _head(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> d
         "summary": verdict.summary,
         "more": clean(verdict.summary)[len(_first_sentence(clean(verdict.summary))) :].strip(),
         "confidence": verdict.confidence,
+        "sure": confidence_sentence(verdict),
+        "now": sentence(now_words(verdict)),
         "healthy": int(is_healthy(verdict)),
         "doubts": verdict.doubts,
         "proof": proof_words(verdict),
@@ -185,7 +191,7 @@ def _head(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> d
             *map(clean, verdict.blamed_before or ()),
         ],
         "suggestions": beside_next(verdict),
-        "next": [verdict.next.why, verdict.next.command] if verdict.next is not None else [],
+        "next": [step.why, step.command] if (step := next_step(verdict)) is not None else [],
         "notes": [*evidence.notes],
         "wrong": [o.words for o in evidence.inconsistent if o.words[1:] not in verdict.summary],  # what it does not say
         "early": early_lines(evidence),

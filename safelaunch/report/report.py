@@ -6,12 +6,16 @@ reach the terminal, and Markdown is escaped.
 
 from __future__ import annotations
 
+import html
 import re
+import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from msgspec.structs import replace
 
 from safelaunch.model import (
     Artifact,
@@ -37,6 +41,7 @@ from safelaunch.report.overview import (
     culprit_lines,
     devices,
     frame_text,
+    frames_at_fault,
     merged_stacks,
     row_of,
     stack_groups,
@@ -44,9 +49,11 @@ from safelaunch.report.overview import (
     tree_lines,
     world,
 )
+from safelaunch.report.tables import hosts_word
 from safelaunch.system.console import PREFIX, cut, wrapped
 from safelaunch.system.printable import clean, clean_lines, is_clean
 from safelaunch.verdict.belonging import mesh, shortage_of
+from safelaunch.verdict.exits import has_lost_a_peer
 from safelaunch.verdict.rank_state import Facts
 
 MAX_LINES = 22
@@ -98,6 +105,7 @@ def screen(
     color: bool = False,
     read_line: ReadLine | None = None,
     cwd: str = "",
+    evidence: Evidence | None = None,
 ) -> str:
     """The summary for stderr: at most ``MAX_LINES`` lines of at most ``width`` columns, each starting ``safelaunch: ``.
 
@@ -105,9 +113,11 @@ def screen(
     paths that are to be copied: the next command, and, as the last line, the bundle's path after the word ``place``.
     ``page``: the file in the bundle to open for more, which is named above it.
     ``read_line`` gives the text of a source line. ``cwd``: below it, a path may be relative where it fits only so.
+    ``evidence``: with it, the error of a rank that lost a peer is one line.
     """
+    verdict = verdict if evidence is None else _with_lost_peers(verdict, evidence)
     room = max(width - len(PREFIX), 28)
-    title = _wrap(f"{OUTCOMES[verdict.outcome]}: {verdict.cause} (confidence: {verdict.confidence})", room)
+    title = _wrap(f"{OUTCOMES[verdict.outcome]}: {verdict.cause} ({confidence_words(verdict)})", room)
     summary = _cut(_wrap(clean(verdict.summary), room), _SUMMARY_LINES, room)
     head = list(map(Line, _quoted(summary) if color else summary))
     who = [line for culprit in verdict.culprits[:3] for line in _who(culprit, room, read_line)]
@@ -119,7 +129,7 @@ def screen(
     for text in verdict.blamed_before or ():
         who += [Line(part) for part in _wrap(clean(text), room, "  ")]
     more_in = [Line(f"  details: {page} in the bundle")] if page else []
-    command = [*_command(verdict.next), *more_in, *_place(place, clean(bundle_path), room, clean(cwd))]
+    command = [*_command(next_step(verdict)), *more_in, *_place(place, clean(bundle_path), room, clean(cwd))]
     space = MAX_LINES - len(title) - len(head) - len(who) - len(command) - 1
     tail = _tail(verdict, room, space)
     space -= len(tail)
@@ -128,11 +138,23 @@ def screen(
         *head,
         *who,
         *_claims(verdict, room, max(space, 0)),
-        *tail,
     ]
-    lines = [*lines[: MAX_LINES - len(command)], *command]
+    lines = [*lines[: MAX_LINES - len(command) - len(tail)], *tail, *command]
     texts = [line.shown(color) for line in lines]
     return "".join(f"{PREFIX}{text}\n" for text in texts)
+
+
+def _with_lost_peers(verdict: Verdict, evidence: Evidence) -> Verdict:
+    """Without the long messages of the ranks that only lost their connection to a peer."""
+    named = {culprit.rank for culprit in verdict.culprits}
+    lost = [one.rank for one in evidence.ranks if one.rank not in named and has_lost_a_peer(one)]
+    texts = {}
+    for rank in lost:
+        others = set(range(evidence.world_size)) - {rank}
+        peer = rank_words(named) if named == others else "a peer"
+        texts[f"ranks/{rank}/exception.json"] = f"rank {rank}: lost its connection to {peer} (a consequence)"
+    claims = (replace(one, claim=texts.get(one.file, one.claim)) for one in verdict.evidence)
+    return replace(verdict, evidence=tuple(dict.fromkeys(claims)))
 
 
 def is_healthy(verdict: Verdict) -> bool:
@@ -141,7 +163,6 @@ def is_healthy(verdict: Verdict) -> bool:
 
 
 _SUMMARY_LINES = 6
-_ADVICE_LINES = 6
 _EVIDENCE_LINES = 3  # what a second piece of advice leaves to the evidence
 _SPACE = "\0"  # stands for one at which no line may break; ``clean`` leaves none in a text
 
@@ -254,8 +275,8 @@ def _spread(claims: Sequence[tuple[str, tuple[str, ...]]], count: int) -> list[t
 
 
 def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
-    """What is below the evidence, in ``space`` lines, of which two are for what to do; of a second piece of advice all
-    or nothing.
+    """What is below the evidence, in ``space`` lines. What to do is never cut, and a second piece of advice is left out
+    if it doesn't fit.
     """
     parts = []
     if proved := proof_words(verdict):
@@ -268,14 +289,43 @@ def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
         parts.append([cut(f"  {what}: {rank_words(verdict.victims)}", room)])
     if verdict.missing:
         parts.append([cut(f"  missing: {clean('; '.join(verdict.missing))}", room)])
+    now = _wrap(f"now: {clean(text)}", room, "  ") if (text := now_words(verdict)) else []
     first, *second = [_wrap(f"next: {clean(text)}", room, "  ") for text in beside_next(verdict)[:2]] or [[]]
     lines: list[str] = []
     for part in parts:
-        lines += _cut(part, min(len(part), space - min(len(first), 2) - len(lines)), room)
-    lines += _cut(first, min(_ADVICE_LINES, max(space - len(lines), 1)), room)
+        lines += _cut(part, min(len(part), space - len(first) - len(now) - len(lines)), room)
+    lines += [*now, *first]
     for advice in second:
         lines += advice if len(lines) + len(advice) + _EVIDENCE_LINES <= space else []
     return list(map(Line, lines))
+
+
+def confidence_words(verdict: Verdict) -> str:
+    """``confidence: medium``. If the hang is proved, only its cause is in doubt."""
+    level = verdict.confidence
+    return f"proved hang; cause: {level} confidence" if _is_proved(verdict) else f"confidence: {level}"
+
+
+def confidence_sentence(verdict: Verdict) -> str:
+    """``Medium confidence``; ``Proved hang · cause: medium confidence``."""
+    words = f"{verdict.confidence} confidence"
+    return sentence(f"proved hang · cause: {words}" if _is_proved(verdict) else words)
+
+
+def _is_proved(verdict: Verdict) -> bool:
+    """And the cause is not certain."""
+    return bool(verdict.proof) and verdict.confidence != "high"
+
+
+def now_words(verdict: Verdict) -> str:
+    """What can be done about a job that continues although it may be hung; empty for any other."""
+    if verdict.outcome != "suspect":
+        return ""
+    name = f" {shlex.quote(clean(verdict.run))}" if verdict.run else ""
+    return (
+        f"the job was left running: `safelaunch status{name}` shows whether it has moved since, "
+        f"`safelaunch dump{name}` collects the evidence again, and Ctrl-C where it runs ends it."
+    )
 
 
 def proof_words(verdict: Verdict) -> str:
@@ -304,6 +354,20 @@ def beside_next(verdict: Verdict) -> list[str]:
     why = verdict.next.why if verdict.next is not None else ""
     carried_out = (why.startswith(text.partition(": `safelaunch ")[0]) for text in verdict.suggestions)
     return [text for text, done in zip(verdict.suggestions, carried_out, strict=True) if not done]
+
+
+def next_step(verdict: Verdict) -> NextStep | None:
+    """The next command, unless it is what was typed: the user knows that one."""
+    step = verdict.next
+    try:
+        words = shlex.split(step.command) if step is not None else []
+    except ValueError:  # somebody else's bundle
+        return step
+    is_as_typed = len(words) == len(verdict.command) and all(
+        word == typed or word in ("N", f"{typed.partition('=')[0]}=N")
+        for word, typed in zip(words, verdict.command, strict=True)
+    )
+    return None if is_as_typed else step
 
 
 def _command(step: NextStep | None) -> list[Line]:
@@ -387,13 +451,16 @@ def markdown(
     """
     facts = facts or Facts.of(evidence)
     rows = alike([row_of(one) for one in facts.ranks.values()], {one.rank for one in verdict.culprits})
-    tree = merged_stacks(facts)
+    tree, step = merged_stacks(facts), next_step(verdict)
     parts = [
         f"# {md(OUTCOMES[verdict.outcome].capitalize())}: {md(verdict.cause)}",
+        _md_head(verdict, evidence),
         f"{md(verdict.summary)}",
-        f"Confidence: **{md(verdict.confidence)}**."
+        confidence_sentence(verdict).replace(verdict.confidence, f"**{verdict.confidence}**")
+        + "."
         + (f" Blocked: {md(rank_words(verdict.victims))}." if verdict.victims else ""),
         md(stalled_words(evidence)),
+        md(sentence(now_words(verdict))),
         md(proof_words(verdict)),
         md(contract_words(evidence, facts)),
         _md_list("Observed during the run", evidence.notes),
@@ -401,21 +468,39 @@ def markdown(
         _md_list("Wrong results", [one.words for one in evidence.inconsistent]),
         _md_list("Nodes at fault", [node_words(node) for node in verdict.nodes_at_fault]),
         _md_list("Blamed before", verdict.blamed_before or ()),
-        *(_md_culprit(culprit, evidence, read_line) for culprit in verdict.culprits),
+        *_md_culprits(verdict.culprits, evidence, read_line),
         _md_list("What to do", beside_next(verdict)),
-        f"{md(verdict.next.why)}:\n\n{_fence([verdict.next.command])}" if verdict.next is not None else "",
+        f"{md(step.why)}:\n\n{_fence([step.command])}" if step is not None else "",
         *(_md_memory(rank) for rank in evidence.ranks if shortage_of(rank) is not None),
         _md_nodes(evidence.nodes),
         _md_list("What NCCL says", nccl_lines(evidence.nccl)),
         "## Ranks\n\n" + _md_table(rows),
         "## Where the ranks diverge\n\n" + _fence(tree_lines(tree)) if tree else "",
-        _md_stacks(facts),
+        _md_stacks(facts, verdict.culprits),
         _md_list("Evidence", [f"{text} ({', '.join(files)})" for text, files in merged_claims(verdict.evidence)]),
         _md_list("Ruled out", verdict.ruled_out),
         _md_list("Not seen", verdict.missing),
         _md_list("Missing artifacts", [f"{a.path}: {a.missing} ({a.how})" for a in artifacts if a.missing]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _md_head(verdict: Verdict, evidence: Evidence) -> str:
+    """When, where and what: what a reader needs who gets this file alone."""
+    hosts = list(dict.fromkeys(filter(None, (*(rank.host for rank in evidence.ranks), verdict.host))))
+    facts = {
+        "time": verdict.time.replace("T", " ").replace("Z", " UTC"),
+        "run": verdict.run,
+        "ranks": f"{verdict.world_size or evidence.world_size}{f' on {hosts_word(hosts)}' if hosts else ''}",
+        "versions": ", ".join(f"{name} {version}" for name, version in verdict.versions.items()),
+        "command": shlex.join(verdict.command),
+    }
+    rows = [f"| {name} | {in_cell(text)} |" for name, text in facts.items() if text]
+    return "\n".join(("| | |", "|---|---|", *rows))
+
+
+def sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def contract_words(evidence: Evidence, facts: Facts) -> str:
@@ -433,13 +518,22 @@ def _md_list(title: str, items: Sequence[str]) -> str:
     return f"## {title}\n\n" + "\n".join(f"- {md(item)}" for item in items) if items else ""
 
 
-def _md_culprit(culprit: Culprit, evidence: Evidence, read_line: ReadLine | None) -> str:
+def _md_culprits(culprits: Sequence[Culprit], evidence: Evidence, read_line: ReadLine | None) -> list[str]:
+    """A section for each rank at fault. A stack that several share is in the first one."""
+    found: list[str] = []
+    shown: dict[tuple[str, ...], int] = {}
+    for culprit in culprits:
+        stack = tuple(culprit_lines(culprit, evidence, read_line))
+        first = shown.setdefault(stack, culprit.rank)
+        excerpt = [f"The same stack as rank {first}."] if first != culprit.rank else [_fence(stack)]
+        found.append(_md_culprit(culprit, evidence, excerpt if stack else []))
+    return found
+
+
+def _md_culprit(culprit: Culprit, evidence: Evidence, excerpt: Sequence[str]) -> str:
     step = f", step {culprit.step}" if culprit.step is not None else ""
     title = f"## Rank {culprit.rank}, {md(culprit.process)}, pid {culprit.pid} on {md(culprit.host)}{step}"
-    parts = [title, md(culprit.reason)]
-    excerpt = culprit_lines(culprit, evidence, read_line)
-    if excerpt:
-        parts.append(_fence(excerpt))
+    parts = [title, md(culprit.reason), *excerpt]
     text = next((one.log_tail for one in evidence.ranks if one.rank == culprit.rank), "")
     if log := clean_lines(text)[-_LOG_LINES:]:
         raw = f"ranks/{culprit.rank}/log_tail.txt holds its terminal sequences raw, which cat would send on"
@@ -508,18 +602,26 @@ def nccl_lines(witness: NcclWitness | None) -> list[str]:
     return [head, *lines, f"The raw answer: {witness.file}"]
 
 
-def _md_stacks(facts: Facts) -> str:
+def _md_stacks(facts: Facts, culprits: Sequence[Culprit]) -> str:
+    """Each stack once, folded. Those of the ranks at fault are above."""
     groups, without = stack_groups(facts)
+    sides = {rank: one.evidence for rank, one in facts.ranks.items()}
+    above = {frames_at_fault(one, sides.get(one.rank)): one.rank for one in reversed(culprits)}
     if not groups:
         return ""
-    parts = ["## Stacks"]
+    parts = []
     for group in groups[:_STACK_GROUPS]:
-        parts.append(f"**{md(group.who)}**\n\n" + _fence(stack_lines(group)))
+        if group.frames in above:
+            if group.who != f"rank {above[group.frames]}":
+                parts.append(f"{md(sentence(group.who))}: the stack of rank {above[group.frames]}, above.")
+            continue
+        who = html.escape(clean(group.who))
+        parts.append(f"<details><summary>{who}</summary>\n\n{_fence(stack_lines(group))}\n\n</details>")
     if len(groups) > _STACK_GROUPS:
         parts.append(f"{len(groups) - _STACK_GROUPS} more stacks: see ranks/*/stack.txt.")
     if without:
         parts.append(f"No stack: {md(rank_words(without))}.")
-    return "\n\n".join(parts)
+    return "\n\n".join(["## Stacks", *parts]) if parts else ""
 
 
 def stalled_words(evidence: Evidence) -> str:

@@ -41,6 +41,7 @@ from safelaunch.model import (
     node_file,
     rank_words,
 )
+from safelaunch.model.evidence import software
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.kinds import CRASH, Kind
 from safelaunch.supervise.looks import Looks, native_where_it_tells, with_the_late
@@ -208,6 +209,8 @@ def take_evidence(
         early=known.early,
         inconsistent=known.inconsistent,
         launched=_launched(context),
+        time=_now(),
+        versions=software(node_files.versions),
         gpus=node_files.gpus.uses(context.host) if node_files.gpus is not None else (),
     )
     return Collected(evidence, staging, timeline, context, _without_stacks(looks), node_files)
@@ -266,7 +269,12 @@ def evidence_of(
     )
     for rank in sorted(known.ranks.keys() - {target.rank for target in looks.targets}):
         seen.append(collect.of_ended(rank, known.ranks[rank], pages, context.host, nowhere))
-    return msgspec.structs.replace(_evidence(kind.outcome, seen, known.world_size), launched=_launched(context))
+    found = _evidence(kind.outcome, seen, known.world_size)
+    return msgspec.structs.replace(found, launched=_launched(context), time=_now())
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def _launched(context: JobContext) -> Launched:

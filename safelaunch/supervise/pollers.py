@@ -159,10 +159,11 @@ class PulseTaker(Poller[dict[int, int]]):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that slows the job down. The figures in ``words`` change; ``subject`` stays."""
+    """Something that slows the job down. The figures in ``words`` change; ``subject`` stays. ``next``: what to do."""
 
     subject: Hashable
     words: str
+    next: str = ""
 
 
 class Health(Poller[tuple[Note, ...]]):
@@ -191,7 +192,7 @@ class Health(Poller[tuple[Note, ...]]):
     def take(self, answer: tuple[Note, ...], now: float) -> None:
         for note in answer:
             if note.subject not in self._subjects:
-                say(f"{note.words} (the job continues)")
+                say(f"{note.words} (the job continues){f'. {note.next}' if note.next else ''}")
         self._subjects = frozenset(note.subject for note in answer)
         self._watch.notes = tuple(note.words for note in answer)
 
@@ -201,7 +202,8 @@ def look(targets: Collection[Target], own: Collection[int]) -> tuple[Note, ...]:
     found: list[Note] = []
     straggler = find_straggler(ask_each(targets, lambda target: arrivals_of(str(target.socket)), deadline_s=5.0))
     if straggler is not None:
-        found.append(Note(("straggler", straggler.rank), straggler.words))
+        step = f"To see where its time goes: safelaunch record {os.getpid()}"
+        found.append(Note(("straggler", straggler.rank), straggler.words, step))
     driver = gpus().value if has_driver(os.environ) else None  # without one, finding that out starts nothing
     if driver is not None:
         found += notes_on_gpus(driver.gpus, {target.rank: target.pid for target in targets}, own)

@@ -184,6 +184,7 @@ def show(result: Report, environ: Mapping[str, str], place: str = "bundle") -> N
         color=on.color,
         read_line=user_source.line,
         cwd=os.fspath(working_directory()) if on.terminal else "",
+        evidence=result.evidence,
     )
     say(shown, color=on.color, laid_out=True)
     if published.lost:
@@ -238,7 +239,7 @@ def _verdict(evidence: Evidence, source: Excerpts) -> Verdict:
             ruled_out=(),
             missing=("the diagnosis",),
             suggestions=("Run 'safelaunch diagnose' on the bundle with a newer safelaunch, and report this error.",),
-        )
+        ).on_record(evidence)
 
 
 def _finish(

@@ -18,7 +18,7 @@ from safelaunch.job.paths import RunPaths, create_run
 from safelaunch.job.plan import Plan, in_directory
 from safelaunch.job.process import ProcessId
 from safelaunch.leases.resources import Resources
-from safelaunch.system.console import say
+from safelaunch.system.console import fresh_line, say
 from safelaunch.system.errors import internal_error
 
 MORE_PORTS = 3
@@ -77,8 +77,10 @@ def _run(plan: Plan, given: Resources, mask: frozenset[signal.Signals]) -> _End:
         return _End(_only_forward(processes))
     job = Job(plan, agent, directory, time.time())
     try:
+        from safelaunch.capture.last_words import UnfinishedLine
         from safelaunch.supervise.loop import Supervisor
 
+        fresh_line.use(UnfinishedLine(directory.pages).line_feeds)
         supervisor = Supervisor(job, processes, given.touch)
         status = supervisor.run()
         return _End(status, for_nothing=status != 0 and supervisor.began_nothing)

@@ -235,6 +235,7 @@ class Statuses:
             inconsistent=[*self._watch.inconsistent],
             history=self._history(now),
             job=self._council.job,
+            bundle_dir=os.fspath(self._context.bundle_dir),
             nodes=[*(self._council.around(now - AROUND_OLD_S) or ())],  # only answers to ``status`` ask for it
             alone=self._council.why_alone if self._watch.unseen and not self._council.is_covered else "",
         )

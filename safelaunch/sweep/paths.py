@@ -85,6 +85,12 @@ def verdict_of(bundle: str) -> tuple[str, str]:
     return str(document["outcome"]), str(document.get("cause", ""))
 
 
+def summary_of(bundle: str) -> str:
+    """The summary of the verdict; empty without a bundle or a readable verdict."""
+    document = _verdict(bundle) if bundle else None
+    return str(document.get("summary", "")) if document is not None else ""
+
+
 def _is_whole(bundle: str) -> bool:
     document = _verdict(bundle)
     place = document.get("bundle") if document is not None else None

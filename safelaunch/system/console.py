@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,34 @@ class Redaction:
 
 
 redact = Redaction()
+
+
+class FreshLine:
+    """Returns the line feeds that move the cursor below what the job has printed: none until ``use`` sets a function.
+
+    The job writes to the same terminal or pipe. A progress bar leaves the cursor at its end, in the middle of a line.
+    """
+
+    def __init__(self) -> None:
+        self._function: Callable[[int], int] | None = None
+        self._written_ns = 0
+
+    def use(self, function: Callable[[int], int]) -> None:
+        """``function`` gets the time of safelaunch's own last line (CLOCK_REALTIME, ns)."""
+        self._function = function
+
+    def __call__(self) -> str:
+        try:
+            return "\n" * self._function(self._written_ns) if self._function is not None else ""
+        except (OSError, ValueError):
+            return ""
+
+    def begin(self) -> None:
+        """A whole line was written: the cursor is at the beginning of the next one."""
+        self._written_ns = time.time_ns()
+
+
+fresh_line = FreshLine()
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +267,10 @@ def _broken(line: str, width: int) -> list[str]:
 
 
 def _write(data: bytes) -> None:
+    data = fresh_line().encode() + data
     try:
         while data:
             data = data[os.write(2, data) :]
+        fresh_line.begin()
     except OSError:
         return  # stderr is closed, and there is nowhere else to report that

@@ -81,7 +81,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
         finding = with_loops_left(case, finding)
         finding = annotated(finding, [note for one in explanations for note in one(case, finding)])
     finding = with_the_time_without_a_step(case, with_group_names(case, finding))
-    return with_repeats(with_gpus(_verdict(case, finding, ruled_out), evidence), evidence)
+    return with_repeats(with_gpus(_verdict(case, finding, ruled_out), evidence), evidence).on_record(evidence)
 
 
 def _conclude(case: Case) -> tuple[Finding, list[str]]:

@@ -197,6 +197,7 @@ def test_one_interrupt_lets_running_jobs_end_and_resume_runs_the_rest(tmp_path: 
     assert result.leftovers == ()
     assert result.code == 130
     assert "stopping 2 running jobs; repeat to kill them" in result.said
+    assert "continue with --resume" in result.said and "cancelled jobs: stopped by SIGINT" in result.stdout
     states = list(sweep.states().values())
     assert (states.count("succeeded"), states.count("cancelled")) == (2, 4)
     assert sum(sweep.marks("left").values()) == 2

@@ -53,7 +53,7 @@ def on_terminal(words: list[str | Path], scratch: Path) -> Iterator[Typed]:
 def verdict_is_shown(said: str, bundle: Bundle) -> bool:
     """Whether the verdict stands above its bundle's path."""
     before, path, _ = said.partition(f"bundle: {bundle.path}")
-    return bool(path) and f"{bundle.verdict['cause']} (confidence: " in before
+    return bool(path) and f"{bundle.verdict['cause']} (" in before
 
 
 def test_a_frozen_job_is_asked_by_ctrl_backslash_and_goes_on_and_is_stopped_by_ctrl_c(tmp_path: Path) -> None:

@@ -254,6 +254,7 @@ def test_what_slows_a_job_down_is_seen_from_outside(
         watch.tick(time.monotonic())
         (note,) = pollers.look(watch.targets(), ())
         assert note.words.startswith("rank 1 is slower than its peers: it came last to ")
+        assert "safelaunch record" in note.next
 
         def seen() -> list[str]:
             found = pollers.look(watch.targets(), {first, second})

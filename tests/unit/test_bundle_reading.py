@@ -110,6 +110,38 @@ def test_the_evidence_comes_back_whole(tmp_path: Path) -> None:
     assert locate.read(write_bundle(tmp_path / "b", evidence)).evidence == evidence
 
 
+def test_a_bundle_diagnosed_again_has_the_same_record_of_the_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched = Launched(("--nproc-per-node=4", "train.py"), (), "2.13.0", run_name="train", host="n1", safelaunch="1")
+    versions = {"python": "3.11", "torch": "2.13.0"}
+    evidence = msgspec.structs.replace(hang(), launched=launched, time="2026-11-28T16:05:15Z", versions=versions)
+    written = diagnose(evidence)
+    root = write_bundle(tmp_path / "b", evidence)
+    _json(root / "verdict.json", written)
+    again = verdict_at(root, capsys)[1]
+    for field in ("run", "host", "time", "world_size", "versions", "command"):
+        assert again[field] == json.loads(msgspec.json.encode(written))[field] and again[field], field
+    assert again["command"] == ["safelaunch", "--nproc-per-node=4", "train.py"]
+
+
+def test_a_bundle_of_a_version_without_that_record_has_what_its_files_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_bundle(tmp_path / "b", msgspec.structs.replace(hang(), launched=Launched(run_name="train")))
+    (root / "verdict.json").write_text('{"outcome": "hang"}')
+    (root / "node" / "node1").mkdir(parents=True)
+    (root / "node" / "node1" / "versions.json").write_text('{"python": "3.11", "kernel": "6.1"}')
+    code, verdict = verdict_at(root, capsys)
+    assert code == 0
+    assert (verdict["run"], verdict["time"], verdict["world_size"]) == ("train", "", 4)
+    assert (verdict["versions"], verdict["command"], verdict["host"]) == ({"python": "3.11"}, [], "")
+    manifest = json.loads((root / "manifest.json").read_text())
+    (tmp_path / "versions.json").write_text('{"python": "of somebody else"}')
+    (root / "manifest.json").write_text(json.dumps({**manifest, "host": "../.."}))
+    assert verdict_at(root, capsys)[1]["versions"] == {}, "a bundle is read from its own directory alone"
+
+
 # What other files of the bundle hold: the folder's name, progress.json, proc.json, stack.json and so on.
 ELSEWHERE = {
     "rank",

@@ -156,6 +156,9 @@ def test_an_archive_unpacks_to_no_more_than_its_bound(
     with pytest.raises(Unreadable, match="larger than any bundle: unpack it"):
         locate.read(path)
     assert not list(temporary.iterdir())
+    with pytest.raises(Unreadable, match="larger than any bundle"):
+        locate._unpack(path, temporary)
+    assert not list(temporary.iterdir()), "it is rejected before a file is written"
 
 
 def test_an_archive_of_names_that_nothing_is_called(tmp_path: Path, temporary: Path) -> None:

@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,7 +27,7 @@ def table(*processes: Process) -> dict[int, Process]:
     return {one.pid: one for one in processes}
 
 
-def process(pid: int, ppid: int, env: Mapping[str, str] | None = None, **more: str) -> Process:
+def process(pid: int, ppid: int, env: Mapping[str, str] | None = None, **more: Any) -> Process:
     return Process(pid, ppid, start_ticks=pid, env={} if env is None else env, **more)
 
 
@@ -140,6 +142,29 @@ def test_what_started_several_jobs_names_none() -> None:
     with pytest.raises(UsageError, match="several jobs") as error:
         job_of(SHELL, both, found(both))
     assert "101, 201" in error.value.fix
+
+
+def test_a_job_far_below_or_of_another_user_is_not_that_of_the_process() -> None:
+    seen = table(
+        process(1, 0),
+        Process(60, 1, start_ticks=60, user=0, env={}),  # sshd
+        process(70, 60, user=7),
+        process(SHELL, 70, user=7),
+        process(TORCHRUN, SHELL, user=7),
+        process(101, TORCHRUN, rank_env(0), user=7),
+        process(102, TORCHRUN, rank_env(1), user=7),
+    )
+    (job,) = found(seen)
+    assert job_of(SHELL, seen, [job]) is job_of(TORCHRUN, seen, [job]) is job
+    for pid in (1, 60):
+        with pytest.raises(
+            UsageError, match=rf"process {pid} \(init, of root\) is neither a rank nor the launcher"
+        ) as no:
+            job_of(pid, seen, [job], lambda pid: "init, of root")
+        assert no.value.fix == "Name a rank of one below it: 101."
+    alone = table(process(1, 0), process(101, 1, rank_env(0)))
+    with pytest.raises(UsageError, match="process 1 is neither"):
+        job_of(1, alone, [replace(job, agent=50) for job in found(alone)])
 
 
 def test_what_mp_spawn_has_started_are_ranks_in_the_order_of_their_start() -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import safelaunch
-from safelaunch.beacon import page
+from safelaunch.beacon import layout, output, page
 from safelaunch.beacon.caught_exceptions import SLOT_BYTES
 from safelaunch.capture.cgroups import KillCounts, count_in, deaths_between, kill_counts, kills_of, nearest
-from safelaunch.capture.last_words import TAIL_BYTES, ends_of_files, parse_caught, parse_fatal, read
+from safelaunch.capture.last_words import TAIL_BYTES, UnfinishedLine, ends_of_files, parse_caught, parse_fatal, read
 from safelaunch.model import CaughtException, ExitCall, FatalError, Frame, MemoryKills
 
 TWO_THREADS = """Fatal Python error: Segmentation fault
@@ -246,3 +247,35 @@ def _files_of_three(tmp_path: Path) -> list[tuple[int, int]]:
         path.write_text(text)
     shared, own, long = (os.open(path, os.O_WRONLY | os.O_APPEND) for path in paths)
     return [(shared, subprocess.DEVNULL), (shared, own), (long, long)]
+
+
+# --- where the output leaves the cursor -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "line_feeds"),
+    [
+        ([], 0),
+        ([(output.STDERR, b"an epoch\n")], 0),
+        ([(output.STDERR, b"\r 50%|##  | 23.92it/s")], 1),
+        ([(output.STDERR, b"\r 50%|##  | 23.92it/s"), (output.STDERR, b"\n")], 0),
+        ([(output.STDERR, b"50 %\r")], 1),
+        ([(output.STDERR, b"\n\n"), (output.STDERR, b"\r 50%|##  |"), (output.STDERR, b"\x1b[A\x1b[A")], 3),
+        ([(output.STDERR, b"an epoch\n"), (output.STDOUT, b"into a file")], 0),
+    ],
+)
+def test_an_unfinished_line_of_a_rank_needs_line_feeds(
+    written: list[tuple[int, bytes]], line_feeds: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert not os.path.samestat(os.fstat(1), os.fstat(2)), "capfd gives stdout and stderr different files"
+    ring = output.Ring(os.fspath(tmp_path / f"{layout.page_name(0, 0, os.getpid())}{layout.RING_SUFFIX}"))
+    for stream, data in written:
+        ring.append(stream, data)
+    assert UnfinishedLine(tmp_path).line_feeds(0) == line_feeds
+    assert UnfinishedLine(tmp_path).line_feeds(time.time_ns()) == 0, "safelaunch's own line came after it"
+
+
+def test_a_damaged_ring_needs_no_line_feed(tmp_path: Path) -> None:
+    (tmp_path / f"{layout.page_name(0, 0, os.getpid())}{layout.RING_SUFFIX}").write_bytes(b"x" * 100)
+    assert UnfinishedLine(tmp_path).line_feeds(0) == 0
+    assert UnfinishedLine(tmp_path / "gone").line_feeds(0) == 0

@@ -407,3 +407,58 @@ def test_without_runs_status_is_one_line_and_well(
     assert json.loads(capfd.readouterr().out) == []
     with pytest.raises(UsageError):
         status.main(["--json", "--watch"])
+
+
+# --- the end of a watched run -----------------------------------------------------------------------------------------
+
+
+def left(directory: Path, name: str, **verdict: object) -> Path:
+    bundle = directory / name
+    bundle.mkdir(parents=True)
+    known = {"run": "train", "time": "1970-01-01T00:20:00Z", "cause": "busy-loop", "summary": "Rank 1 spins."}
+    (bundle / "verdict.json").write_text(json.dumps({**known, **verdict}))
+    return bundle
+
+
+@pytest.mark.parametrize(
+    ("bundles", "said"),
+    [
+        ({}, ["has ended; it left no bundle of a hang or crash"]),
+        ({"train-19700101T002000Z-hang": {"outcome": "hang"}}, ["has ended: hang, busy-loop", "Rank 1 spins."]),
+        ({"train-19700101T002000Z-dump": {"outcome": "dump"}}, ["left no bundle"]),
+        ({"other-19700101T002000Z-hang": {"outcome": "hang", "run": "other"}}, ["left no bundle"]),
+        (
+            {"train-19700101T001000Z-hang": {"outcome": "hang", "time": "1970-01-01T00:10:00Z"}},
+            ["left no bundle"],  # of an earlier run of that name
+        ),
+        (
+            {
+                "train-19700101T001900Z-suspect": {"outcome": "suspect"},
+                "train-19700101T002000Z-crash": {"outcome": "crash", "cause": "rank-killed"},
+                "train-19700101T002100Z-crash": "damaged",
+            },
+            ["has ended: crash, rank-killed", "train-19700101T002000Z-crash"],
+        ),
+    ],
+)
+def test_a_watch_ends_with_what_became_of_the_run(
+    bundles: dict[str, Any], said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name, verdict in bundles.items():
+        if verdict == "damaged":
+            (left(tmp_path, name) / "verdict.json").write_text("{")
+        else:
+            left(tmp_path, name, **verdict)
+    looks = [(run(10, run_status(rank(0), bundle_dir=os.fspath(tmp_path))),)] * 2
+    monkeypatch.setattr(status, "look", lambda places: looks.pop() if looks else ())
+    monkeypatch.setattr(status, "PLAIN_REFRESH_S", 0.0)
+    assert status.main(["--watch", "train"]) == 0
+    err = capfd.readouterr().err
+    assert "r10 (train)" in err
+    for text in said:
+        assert text in err
+
+
+def test_a_run_that_never_answered_has_just_ended() -> None:
+    assert status.ending(run(11)) == ["r11 has ended"]

@@ -10,7 +10,18 @@ from evidence import WORKER_IDLE, at, behind, in_loader, in_user, in_worker, job
 from markdown_it import MarkdownIt
 from msgspec.structs import replace
 
-from safelaunch.model import Artifact, Claim, Evidence, Frame, ProofEdge, RankException, RankExit, Verdict
+from safelaunch.model import (
+    Artifact,
+    Claim,
+    Evidence,
+    Frame,
+    Launched,
+    NextStep,
+    ProofEdge,
+    RankException,
+    RankExit,
+    Verdict,
+)
 from safelaunch.report import page, report
 from safelaunch.report.overview import culprit_lines
 from safelaunch.verdict.causes import CAUSES
@@ -89,6 +100,99 @@ def test_screen_is_one_screen(width: int, culprits: int) -> None:
     assert lines[-1].endswith(BUNDLE)
 
 
+def test_what_to_do_is_never_cut() -> None:
+    """Neither by evidence, nor by a long summary, nor by many ranks at fault."""
+    advice = " ".join(f"word{number}" for number in range(60))
+    verdict = replace(
+        diagnose(sleeping()),
+        summary=" ".join(["long"] * 300),
+        missing=("nothing",) * 40,
+        doubts=("a doubt " * 40,),
+        confidence="low",
+        suggestions=(advice, advice),
+    )
+    verdict = replace(verdict, culprits=verdict.culprits * 9)
+    lines = report.screen(verdict, bundle_path=BUNDLE, width=60).splitlines()
+    assert f"next: {advice}" in " ".join(line.removeprefix("safelaunch: ").strip() for line in lines)
+    assert len(lines) <= report.MAX_LINES and lines[0].startswith("safelaunch: the job hangs")
+
+
+def test_the_command_that_was_typed_is_no_next_command() -> None:
+    typed = ("safelaunch", "--nproc-per-node=2", "--node-rank=3", "train.py", "--name", "my run")
+    verdict = replace(diagnose(sleeping()), command=typed)
+    shown = "safelaunch --nproc-per-node=2 --node-rank=N train.py --name 'my run'"
+    for command, is_shown in ((shown, False), (f"{shown} --preset nccl-debug", True), ("a 'torn", True)):
+        step = NextStep("Once that is fixed", command)
+        assert (step.why in report.screen(replace(verdict, next=step), bundle_path=BUNDLE)) == is_shown
+        assert (step.why in report.markdown(replace(verdict, next=step), sleeping(), ())) == is_shown
+
+
+def test_a_proved_hang_is_not_in_doubt() -> None:
+    proof = (ProofEdge("rank 0", ("rank 1",), "rank 1 to join", ""),)
+    verdict = replace(diagnose(sleeping()), confidence="medium", doubts=("No record tells.",), proof=proof)
+    first = report.screen(verdict, bundle_path=BUNDLE).splitlines()[0]
+    assert first.endswith("(proved hang; cause: medium confidence)")
+    assert "Proved hang · cause: **medium** confidence." in report.markdown(verdict, sleeping(), ())
+    assert "Medium confidence" not in report.markdown(replace(verdict, confidence="high"), sleeping(), ())
+
+
+def test_a_suspect_says_what_to_do_now() -> None:
+    verdict = replace(diagnose(replace(sleeping(), outcome="suspect")), run="my run")
+    screen = " ".join(line.removeprefix("safelaunch: ").strip() for line in show_verdict(verdict))
+    for text in (screen, report.markdown(verdict, sleeping(), ())):
+        assert "the job was left running" in text.lower() and "`safelaunch dump 'my run'`" in text
+        assert "`safelaunch status 'my run'`" in text and "Ctrl-C where it runs ends it" in text
+    assert "now:" not in show(sleeping())
+
+
+def show_verdict(verdict: Verdict) -> list[str]:
+    return report.screen(verdict, bundle_path=BUNDLE).splitlines()
+
+
+def test_the_error_of_a_victim_is_one_line() -> None:
+    """Who the lost peer is may be said only if there is one other rank."""
+    message = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7913."
+    lost = RankException("RuntimeError", message, 101.0, (Frame("/home/me/train.py", 9, "step"),))
+    raised = RankException("ValueError", "bad batch", 100.0, (Frame("/home/me/train.py", 7, "load"),))
+    for world, peer in ((2, "rank 1"), (3, "a peer")):
+        ranks = [rank(n, seen=False, more={"exception": lost, "exit": RankExit(1, 102.0)}) for n in range(world)]
+        ranks[1] = rank(1, seen=False, more={"exception": raised, "exit": RankExit(1, 100.0)})
+        evidence = job(*ranks, outcome="crash")
+        verdict = diagnose(evidence)
+        assert [culprit.rank for culprit in verdict.culprits] == [1]
+        lines = report.screen(verdict, bundle_path=BUNDLE, evidence=evidence)
+        assert f"lost its connection to {peer} (a consequence)" in lines and "pair.cc" not in lines
+        assert "pair.cc" in report.markdown(verdict, evidence, ()), "the report keeps the message"
+
+
+def test_markdown_begins_with_what_a_stranger_needs() -> None:
+    launched = Launched(("--nproc-per-node=4", "train.py"), run_name="train", host="node1", safelaunch="1.2")
+    evidence = replace(sleeping(), launched=launched, time="2026-11-28T16:05:15Z", versions={"python": "3.11"})
+    verdict = diagnose(evidence)
+    assert (verdict.run, verdict.host, verdict.world_size) == ("train", "node1", 4)
+    head = report.markdown(verdict, evidence, ()).split("Rank 1 is asleep")[0]
+    for cell in (
+        "| time | 2026-11-28 16:05:15 UTC |",
+        "| run | train |",
+        "| ranks | 4 on node1 |",
+        "| versions | safelaunch 1.2, python 3.11 |",
+        "| command | safelaunch --nproc-per-node=4 train.py |",
+    ):
+        assert cell in head
+
+
+def test_markdown_has_each_stack_once() -> None:
+    """Also that of several ranks at fault, and folded where nobody is."""
+    ranks = [waiting(n) for n in range(4)]
+    for n in (1, 2):
+        ranks[n] = rank(n, in_user(7, "load"), "sleep", flight=behind())
+    evidence = job(*ranks)
+    text = report.markdown(diagnose(evidence), evidence, ())
+    assert text.count("→ /home/me/train.py:7 load") == 1 and "The same stack as rank 1." in text
+    assert "Ranks 1-2: the stack of rank 1, above." in text
+    assert "<details><summary>ranks 0,3</summary>" in text and text.count("</details>") == 1
+
+
 def test_every_cause_has_advice() -> None:
     assert all(cause.advice for cause in CAUSES.values())
 
@@ -160,7 +264,7 @@ def test_markdown_has_all_sections() -> None:
     assert "→ /home/me/train.py:7 load" in text
     assert "time.sleep(3600)" in text
     assert "loss 0.1" in text
-    assert "**ranks 0,2-3**" in text  # merged stacks
+    assert "<details><summary>ranks 0,2-3</summary>" in text  # merged stacks
     assert "table_open" in {one.type for one in MarkdownIt("commonmark").enable("table").parse(text)}
     assert "| 1 | node1 | 1010 | 60 | S clock_nanosleep | is asleep in train.py:7 (load) |" in text
     assert "no answer within 2 s" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from safelaunch.model import Evidence, Frame, GilTest, RankEvidence, RankException
+from safelaunch.model import Evidence, Frame, GilTest, RankEvidence, RankException, format_ranks, rank_words
 from safelaunch.report import overview
 from safelaunch.report.overview import Branch, stack_tree, tree_lines
 
@@ -136,3 +136,11 @@ def test_the_batch_of_a_rank_is_not_that_of_a_step() -> None:
 def test_the_world_is_told_with_its_mesh() -> None:
     assert overview.world(8, (("dp", 2), ("tp", 4))) == "8 ranks = dp 2 x tp 4"
     assert (overview.world(8), overview.world(0)) == ("8 ranks", "")
+
+
+def test_a_long_list_of_ranks_is_capped_in_a_sentence() -> None:
+    assert rank_words(range(3, 64, 4)) == "ranks " + ",".join(str(rank) for rank in range(3, 64, 4)), "16 are whole"
+    scattered = [*range(0, 200, 2), 500, 501, 502]
+    assert rank_words(scattered) == "ranks 0,2,4,6,8,10,12,14 and 95 more"
+    assert rank_words(format_ranks(scattered)) == rank_words(scattered)
+    assert rank_words(",".join(["x"] * 40)) == "ranks x,x,x,x,x,x,x,x and others", "somebody else's text"

@@ -15,11 +15,22 @@ import browser
 import incidents
 import pytest
 import test_capture_nccl_formats as nccl
-from evidence import behind, entry, in_user, job, past, progress, rank, record, waiting
+from evidence import behind, entry, in_c10d, in_user, job, past, progress, rank, record, waiting
 from msgspec.structs import replace
 
 from safelaunch.bundle.reading import locate
-from safelaunch.model import Culprit, Evidence, Frame, Gpu, GpuProcess, Launched, RankException, RankExit
+from safelaunch.model import (
+    Culprit,
+    Evidence,
+    Frame,
+    Gpu,
+    GpuProcess,
+    Launched,
+    NextStep,
+    ProofEdge,
+    RankException,
+    RankExit,
+)
 from safelaunch.report import page, report
 from safelaunch.report.about import About, Launch, Link, NodeSummary
 from safelaunch.report.overview import RankRow, alike
@@ -106,14 +117,17 @@ def test_the_code_shows_each_side_with_its_guard_whatever_the_number_of_ranks(na
     assert any("keeps rank" in note and "from here" in note for note in notes)
 
 
-def test_the_next_command_stands_on_the_page() -> None:
+def test_the_next_command_stands_on_the_page_unless_it_is_what_was_typed() -> None:
     ranks = [waiting(n, flight=record(*past(3), entry("nccl:all_reduce", 4, line=50))) for n in range(2)]
     evidence = job(*ranks, launched=Launched(("--nproc-per-node=2", "train.py", "--name", "my run"), (), "2.13.0"))
     verdict = diagnose(evidence)
     assert verdict.next is not None
-    head = page.content(verdict, evidence)["head"]
-    assert head["next"] == [verdict.next.why, verdict.next.command]
-    assert not [text for text in head["suggestions"] if text.startswith(verdict.next.why)], "once is enough"
+    assert verdict.next.command == "safelaunch --nproc-per-node=2 train.py --name 'my run'"
+    assert page.content(verdict, evidence)["head"]["next"] == []
+    step = NextStep(verdict.suggestions[0], "safelaunch --preset nccl-debug --nproc-per-node=2 train.py")
+    head = page.content(replace(verdict, next=step), evidence)["head"]
+    assert head["next"] == [step.why, step.command]
+    assert not [text for text in head["suggestions"] if text.startswith(step.why)], "once is enough"
     assert page.content(diagnose(job(*ranks)), evidence)["head"]["next"] == []
 
 
@@ -127,14 +141,41 @@ def test_the_head_has_the_command_as_it_was_typed(typed: tuple[str, ...], shown:
     assert page.content(diagnose(evidence), evidence, about=about)["head"]["command"] == shown
 
 
-def test_a_command_to_run_again_stands_there_once(draw: Show) -> None:
+def test_the_command_that_was_typed_stands_there_once(draw: Show) -> None:
     typed = ("--nproc-per-node=2", "train.py")
     evidence = job(waiting(0), rank(1, in_user(7), "sleep"), launched=Launched(typed, (), "2.13.0"))
     made = page.content(diagnose(evidence), evidence, about=About(launch=Launch(command=(), typed=typed)))
-    assert made["head"]["next"][1] == made["head"]["command"] == "safelaunch --nproc-per-node=2 train.py"
     opened = draw(page.render(made))
     assert opened.value("document.querySelectorAll('.command').length") == 1
-    assert opened.value("document.querySelector('.todo .why').textContent").endswith("the command below, again.")
+    assert "safelaunch --nproc-per-node=2 train.py" in opened.text("#run")
+
+
+def test_the_head_says_what_the_confidence_is_about(draw: Show) -> None:
+    evidence = job(waiting(0), rank(1, in_user(7), "sleep"))
+    proof = (ProofEdge("rank 0", ("rank 1",), "rank 1 to join", ""),)
+    verdict = replace(diagnose(evidence), confidence="medium", doubts=("No record tells.",), proof=proof)
+    opened = draw(page.render(page.content(verdict, evidence)))
+    assert opened.text("#confidence").startswith("Proved hang · cause: medium confidence")
+    bare = page.content(replace(verdict, proof=()), evidence)
+    assert bare["head"]["sure"] == "Medium confidence"
+
+
+def test_a_rank_that_has_ended_is_shown_at_the_loop_that_it_left() -> None:
+    """Not at the line at which its peers wait, and what the peers did is over."""
+    source = "for batch in batches:\n    loss(batch)\n    dist.all_reduce(loss)\n"
+    done = {"exit": RankExit(0, 100.0)}
+    left = rank(1, (), seen=False, flight=record(*past(3)), more=done)
+    lost = RankException("RuntimeError", "gloo: Connection closed by peer", 101.0, in_c10d("all_reduce", 50))
+    peers = [replace(waiting(n, seq=4), exit=RankExit(1, 102.0), exception=lost) for n in (0, 2)]
+    evidence = job(peers[0], left, peers[1], outcome="crash")
+    verdict = diagnose(evidence)
+    assert verdict.cause == "uneven-batches"
+    (culprit, others) = page.content(verdict, evidence, read_source=lambda path: source * 20)["code"]
+    marks = {
+        line[1]: (line[2], line[3]) for place in culprit["places"] for line in place["lines"] if line[2] or line[3]
+    }
+    assert ("here", "left this loop") in marks.values() and ("", "its last recorded call") in marks.values()
+    assert "Steps: 60." in others["does"] and others["does"].startswith("Waited in all_reduce")
 
 
 def test_ranks_that_are_alike_are_one_lane_and_one_row() -> None:

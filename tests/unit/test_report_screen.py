@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,8 @@ MISMATCH = Verdict(
         "collective.",
     ),
     next=NextStep("Once that is fixed", COMMAND.replace("--preset nccl-debug ", "")),
+    run="train",
+    command=tuple(shlex.split(COMMAND.replace("--preset nccl-debug ", ""))),
 )  # fmt: skip
 TRANSPORT = replace(
     MISMATCH,
@@ -86,7 +89,17 @@ CRASH = replace(
     suggestions=("Fix the exception on this rank; the errors of the other ranks follow from it.",),
     next=None,
 )
-SCREENS = {"mismatch": MISMATCH, "transport": TRANSPORT, "crash": CRASH}
+SUSPECT = replace(
+    MISMATCH,
+    outcome="suspect",
+    cause="blocking-io",
+    confidence="medium",
+    summary="Rank 0 waits for an answer at metrics.py:8 (log_metric), while ranks 1-7 wait in all_reduce at"
+    " train.py:18.",
+    doubts=("There is no proof that the job cannot continue: what it waits for may still arrive.",),
+    suggestions=("Add a timeout, or move the call to where no other rank depends on it.",),
+)
+SCREENS = {"mismatch": MISMATCH, "transport": TRANSPORT, "crash": CRASH, "suspect": SUSPECT}
 
 
 def line_of(path: str, number: int) -> str:
@@ -118,7 +131,7 @@ def test_no_line_breaks_within_a_word_or_a_path(name: str, width: int) -> None:
     text = " ".join(line.removeprefix("safelaunch: ").strip() for line in lines)
     assert words <= set(text.split())
     paths = [f"{one.frame.file}:{one.frame.line}" for one in verdict.culprits if one.frame is not None]
-    for whole in (*paths, BUNDLE, *([verdict.next.command] if verdict.next else [])):
+    for whole in (*paths, BUNDLE, *([step.command] if (step := report.next_step(verdict)) else [])):
         assert sum(whole in line for line in lines) == 1, whole
     copied = [line for line in lines if BUNDLE in line or COMMAND[-20:] in line or any(path in line for path in paths)]
     assert all(len(line) <= width for line in lines if line not in copied)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +62,18 @@ def test_a_note_comes_once_and_is_kept(looks: list[tuple[Note, ...]], capfd: pyt
     assert capfd.readouterr().err == ""
     run(one, 100.0 + HEALTH_AFTER_S + 2 * HEALTH_AGAIN_S)
     assert watch.notes == ()
+
+
+def test_a_straggler_is_told_of_with_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    straggler = pollers.Straggler(5, 0.9, 0.4, 100, 30.0)
+    monkeypatch.setattr(pollers, "find_straggler", lambda arrivals: straggler)
+    monkeypatch.setattr(pollers, "has_driver", lambda environ: False)
+    run(Health(Watched(first_step_s=100.0), list), 100.0 + HEALTH_AFTER_S)  # type: ignore[arg-type]
+    said = capfd.readouterr().err
+    assert "rank 5 is slower than its peers" in said
+    assert said.endswith(f"(the job continues). To see where its time goes: safelaunch record {os.getpid()}\n")
 
 
 def test_nothing_is_asked_before_the_first_steps(looks: list[tuple[Note, ...]]) -> None:

@@ -39,6 +39,7 @@ from safelaunch.sweep.local import exit_code
 from safelaunch.sweep.paths import SweepPaths, newest, verdict_of
 from safelaunch.sweep.pool import Gpus, Share, Slots, check_fits, default_slots
 from safelaunch.sweep.steps import slowest, wrong_cause
+from safelaunch.system.console import folded
 from safelaunch.system.errors import UsageError
 
 
@@ -641,6 +642,30 @@ def test_the_table_at_the_end_names_causes_where_there_are_any() -> None:
     lines = summary_lines([*tracks(), Track(job("d"), "hung", 1, 1, HUNG)])
     assert lines[0].split()[:4] == ["job", "parameters", "state", "cause"]
     assert lines[4].split()[2:5] == ["hung", "collective-mismatch", "124"]
+
+
+def test_the_table_at_the_end_gives_one_line_of_reason_for_each_failed_job(tmp_path: Path) -> None:
+    bundle = tmp_path / "bundles" / "x"
+    bundle.mkdir(parents=True)
+    summary = "Rank 1 raised ValueError: loss is NaN at train.py:7, while ranks 0,2-3 wait in all_reduce at train.py:9."
+    (bundle / "verdict.json").write_text(json.dumps({"outcome": "crash", "summary": summary}))
+    found = [
+        Track(job("a"), "succeeded", 1, 1, DONE),
+        Track(job("b"), "failed", 2, 2, Outcome("failed", 1, 3.25, None, bundle=str(bundle))),
+        Track(job("c"), "failed", 3, 1, Outcome("failed", 7, 3.25)),
+        Track(job("d"), "skipped", why="needs b, which failed"),
+    ]
+    lines = summary_lines(found, SweepPaths(tmp_path))
+    assert lines[6:12] == [
+        f"b: {summary}",
+        f"  {bundle}",
+        "c: failed with exit code 7; the end of its log may say why",
+        f"  {SweepPaths(tmp_path).log('c', 3)}",
+        "d: needs b, which failed",
+        "",
+    ]
+    short = [line for line in folded("\n".join(lines), 80).split("\n") if str(tmp_path) not in line]
+    assert max(map(len, short)) <= 80
 
 
 def test_the_table_at_the_end() -> None:

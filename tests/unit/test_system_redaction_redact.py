@@ -551,3 +551,26 @@ def test_a_password_that_is_a_word_of_every_log(password: str) -> None:
         assert redactor.said(text) == text
     for text in ("the password is {}", "token '{}'", "me:{}@db", "DB_PASSWORD={}", "--password {}"):
         assert password not in redactor.said(text.format(password)).replace("[redacted]", "")
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "expected"),
+    [
+        ("0123456789abcdef0123456789abcdef01234567", "key 0123456789ab... ok", f"key {REDACTED}... ok"),
+        ("0123456789abcdef0123456789abcdef01234567", "key 0123456789abcdef0123*** ok", f"key {REDACTED}*** ok"),
+        ("0123456789abcdef0123456789abcdef01234567", "run 0123456789a is shorter", "run 0123456789a is shorter"),
+        ("correct-horse-battery-staple", "password: correct-horse-b…, user: me", None),
+        ("https://hooks.chat.example/services/T0/B0/x8Kd03mQ", "see https://hooks.chat.example for help", None),
+        ("my-project-for-training-token", "cloning my-project-fo into /work", "cloning my-project-fo into /work"),
+    ],
+)
+def test_the_beginning_of_a_secret_is_replaced_where_a_log_cuts_it(value: str, text: str, expected: str | None) -> None:
+    redactor = Redactor((value,))
+    shown = redactor.said(text)
+    if expected is not None:
+        assert shown == expected
+    elif "://" in value:
+        assert shown == text, "a host that anybody may name"
+    else:
+        assert value[:12] not in shown
+    assert redactor.data(text.encode()).decode() == shown and redactor.text(shown) == shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -39,7 +40,7 @@ from safelaunch.model import (
     Resources,
     node_file,
 )
-from safelaunch.model.evidence import all_nodes
+from safelaunch.model.evidence import all_nodes, software
 from safelaunch.report.about import About, Launch, Link, NodeSummary
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
@@ -61,6 +62,8 @@ class _Told(msgspec.Struct):
 
     outcome: Outcome | None = None
     bundle: BundlePlace | None = None
+    time: str = ""
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class _Bundle:
@@ -183,11 +186,27 @@ def read_bundle(root: Path) -> Found:
         inconsistent=(bundle.json("inconsistent.json", tuple[Inconsistency, ...]) or ())[:MAX_EARLY],
         rendezvous=bundle.json("rendezvous.json", Rendezvous),
         launched=bundle.json("launch.json", Launched),
+        time=told.time or _utc(manifest.written_unix_s),
+        versions=told.versions or _versions(bundle, manifest.host),
         gpus=_gpus(bundle),
         earlier=manifest.earlier,
     )
     source = bundle.json(SOURCE_FILE, dict[str, str])
     return Found("a bundle", evidence, tuple(bundle.problems), taken=manifest.taken, source=source)
+
+
+def _versions(bundle: _Bundle, host: str) -> dict[str, str]:
+    """``host``: as the bundle says, which may be any text."""
+    known = bundle.json(f"node/{host}/versions.json", dict[str, str]) if host in bundle.hosts() else None
+    return software(known or {})
+
+
+def _utc(unix_s: float) -> str:
+    """ISO 8601; empty for what can't be a time."""
+    try:
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(unix_s)) if unix_s else ""
+    except (OverflowError, ValueError, OSError):
+        return ""
 
 
 def _nodes(bundle: _Bundle) -> tuple[NodeEvidence, ...]:
@@ -331,7 +350,6 @@ MOST_LINES = 40
 _MATTERS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "MASTER_", "UCX_", "FI_", "OMP_NUM_THREADS")
 _NO_COUNTS = ("state", "rate", "speed_mbit", "mtu")
 NOBODY: Mapping[str, NodeFiles] = {}
-_NO_VERSIONS = ("system", "kernel", "machine", "python_executable", "torch_git")
 
 
 def about(root: Path, launch: Launch | None = None, own: Mapping[str, NodeFiles] = NOBODY) -> About:
@@ -379,7 +397,7 @@ def _summary(host: str, files: NodeFiles, begun: str) -> NodeSummary:
         disks=tuple(_used(place, disk) for place, disk in resources.disks.items() if "total_bytes" in disk),
         network=tuple(_link(name, link) for name, link in resources.network.items()),
         environment=tuple((name, text) for name, text in files.env.items() if name.startswith(_MATTERS)),
-        versions=tuple((name, text) for name, text in files.versions.items() if name not in _NO_VERSIONS),
+        versions=tuple(software(files.versions).items()),
         kernel_log=tuple(since(begun, files.kernel_log.splitlines())[-MOST_LINES:]),
     )
 

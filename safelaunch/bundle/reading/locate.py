@@ -211,9 +211,10 @@ def _unpack(archive: Path, scratch: Path) -> None:
     limit = min(MAX_UNPACKED_BYTES, room.f_bavail * room.f_frsize // 2)
     opened = False
     try:
-        with tarfile.open(archive, "r:*") as tar:
-            opened = True
-            _unpack_all(tar, scratch, limit)
+        for write in (False, True):  # what is too large is rejected before the first file is written
+            with tarfile.open(archive, "r:*") as tar:
+                opened = True
+                _unpack_all(tar, scratch, limit, write=write)
     except (Unreadable, MemoryError):
         raise
     except Exception as error:  # tarfile and its decompressors raise nearly any type on damaged input
@@ -224,7 +225,7 @@ def _unpack(archive: Path, scratch: Path) -> None:
         raise Unreadable("it is neither a directory nor a bundle's archive (.tar.gz)") from error
 
 
-def _unpack_all(tar: tarfile.TarFile, scratch: Path, limit: int) -> None:
+def _unpack_all(tar: tarfile.TarFile, scratch: Path, limit: int, *, write: bool) -> None:
     number = total = 0
     while (member := tar.next()) is not None:
         tar.members = []  # type: ignore[attr-defined]  # it would keep all of them
@@ -235,7 +236,7 @@ def _unpack_all(tar: tarfile.TarFile, scratch: Path, limit: int) -> None:
         name = PurePosixPath(member.name)
         if not member.isfile() or member.issparse() or name.is_absolute() or ".." in name.parts:
             continue
-        if len(name.parts) <= _DEEPEST and "\0" not in member.name:
+        if write and len(name.parts) <= _DEEPEST and "\0" not in member.name:
             _unpack_one(tar, member, scratch / name)
 
 

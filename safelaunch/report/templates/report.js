@@ -6,15 +6,14 @@ function head() {
   const sure = h("div", { class: "sure", id: "confidence" },
     h("p", {}, h("span", { class: "level", "aria-hidden": "true" },
       [1, 2, 3].map((n) => h("i", { class: n <= levels[it.confidence] ? "on" : null }))),
-    `${capital(it.confidence)} confidence`,
+    it.sure,
     it.doubts.length ? "" : h("span", { class: "dim" }, it.confidence === "high" ? ": no conflicting evidence." : ".")),
     it.doubts.length ? h("ul", {}, it.doubts.map((text) => h("li", {}, text))) : null);
   const [why, next] = it.next;
-  const todo = it.suggestions.length || next
+  const todo = it.suggestions.length || it.now || next
     ? h("div", { class: "todo", id: "todo" }, h("h2", {}, "What to do"),
-      h("ul", {}, it.suggestions.map((text) => h("li", {}, marked(text)))),
-      next && next === it.command ? h("p", { class: "why" }, `${why}: the command below, again.`)
-        : next ? [h("p", { class: "why" }, `${why}:`), pasted(next, "next command", "next")] : null) : null;
+      h("ul", {}, [it.now, ...it.suggestions].filter(Boolean).map((text) => h("li", {}, marked(text)))),
+      next ? [h("p", { class: "why" }, `${why}:`), pasted(next, "next command", "next")] : null) : null;
   const wrong = [...it.nodes_at_fault.map((text) => h("p", { class: "bad" }, capital(text))),
     ...it.wrong.map((text) => h("p", { class: "bad" }, `Wrong result: ${text}`))];
   const title = document.getElementById("summary");

@@ -83,6 +83,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     oldest first. ``inconsistent``: what --check-every found. ``nodes``: all nodes of a job of several; ``alone``: why
     they are not known. ``history``: how many seconds ago the slowest rank made which step, oldest first. ``job``: what
     all supervisors of a job of several nodes have in common, and those of another job on this host have not.
+    ``bundle_dir``: where its bundles go.
     """
 
     run: str
@@ -105,6 +106,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     usual_step_s: float = 0.0
     history: list[tuple[float, int]] = []
     job: str = ""
+    bundle_dir: str = ""
 
 
 class DumpAnswer(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any
 from urllib.parse import quote
 
-from safelaunch.system.redaction.job_secrets import COMMON_WORDS, is_telling
+from safelaunch.system.redaction.job_secrets import COMMON_WORDS, is_mixed, is_telling
 from safelaunch.system.redaction.redact import by_rule, encoded_in, merged, readings, redact_argv, replaced
 from safelaunch.system.redaction.shapes import Span, shapes_in
 
@@ -28,6 +28,7 @@ _CALLED_SO = re.compile(
     r"(?:pass(?:word|wd|phrase|code)?|pwd|pw|secret|token|credentials?|auth|pin)s?[\"']?(?:\s?[=:]\s?|\s(?:is|was)\s|\s)[\"']?\Z",
     re.IGNORECASE,
 )
+_BEGINNING = 12  # characters of a value that give it away, even if the rest is missing
 _HTML = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"})
 _LINE_HEAD = re.compile(r"\d\d:\d\d:\d\d\.\d{3} (?:out|err)\| ")
 _CUT_OFF = ".… '\")]}\n"  # what is put behind a text that was cut
@@ -116,6 +117,8 @@ class Redactor:
     def _values_in(self, text: str) -> Iterator[Span]:
         for form in self._forms:
             yield from _occurrences(form, text)
+        for value in self._telling:
+            yield from _beginnings(value, text)
 
     def _short_in(self, text: str) -> Iterator[Span]:
         for value in self._short:
@@ -179,7 +182,7 @@ class Redactor:
     def _certain(self, data: bytes) -> bool:
         """Whether something that cannot be mistaken stands in ``data`` as it is."""
         text = data.decode("utf-8", "surrogateescape")
-        return any(form in text for form in self._forms) or any(True for _ in shapes_in(text))
+        return any(True for _ in self._values_in(text)) or any(True for _ in shapes_in(text))
 
     def _overwritten(self, data: bytes) -> bytes:
         text = data.decode("utf-8", "surrogateescape")
@@ -219,6 +222,16 @@ def _occurrences(part: str, text: str) -> Iterator[Span]:
     while at >= 0:
         yield at, at + len(part)
         at = text.find(part, at + len(part))
+
+
+def _beginnings(value: str, text: str) -> Iterator[Span]:
+    """Where ``text`` has only the beginning of a value, as logs cut long ones. A few of its words may be anybody's."""
+    for at, end in _occurrences(value[:_BEGINNING], text) if len(value) > _BEGINNING else ():
+        while end - at < len(value) and text[end : end + 1] == value[end - at]:
+            end += 1
+        _, scheme, place = text[at:end].partition("://")
+        if is_mixed(place or text[at:end]) or (2 * (end - at) >= len(value) and not scheme):
+            yield at, end
 
 
 def _is_called_so(text: str, begin: int, end: int) -> bool:

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import socket
 import subprocess
+import sys
 import time
 
 import torch
@@ -14,6 +15,7 @@ options = parser.parse_args()
 
 
 def wait_for_licence() -> None:
+    sys.stderr.write("\r 50%|#####     | 23.92it/s")  # as a progress bar leaves the cursor
     time.sleep(86_400)  # HANGS: asleep
 
 
