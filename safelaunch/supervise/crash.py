@@ -29,6 +29,9 @@ from safelaunch.system.console import say
 # All ranks and the agent wait for us during this time, for at most 3 s.
 FLIGHT_DEADLINE_S = 1.0
 
+EXIT_S = 20.0  # for a rank that raised to exit, and for its launcher to notice
+CLOSE_S = 45.0  # for torchrun to end the other ranks: it kills them after 30 s
+
 # Those that no launcher and no communication sends.
 _OWN_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
@@ -41,6 +44,8 @@ class _Failure:
     quiet_s: float
     """without a step before the failure; 0 if that is no longer than usual"""
     begun_s: float = field(default_factory=time.monotonic)
+    due_s: float = 0.0
+    """when the ranks should have ended; those that haven't are watched again"""
     error: str = ""
     """what torchrun's agent itself has failed of, before a rank did"""
     known: JobSnapshot | None = None
@@ -85,6 +90,19 @@ class CrashCase:
         return self._failure is not None and self._failure.begun_s < at_s
 
     @property
+    def due_s(self) -> float:
+        """When the ranks of the failed attempt should have ended (CLOCK_MONOTONIC); 0 if it hasn't failed."""
+        return self._failure.due_s if self._failure is not None else 0.0
+
+    def holds(self, at_s: float) -> bool:
+        """Returns whether the failure still has time to end the ranks. A rank that outlives it is a hang like others."""
+        return at_s < self.due_s
+
+    def yield_to_hang(self) -> None:
+        """Drops the failure: a rank that raised never exited, and the verdict on that hang names it."""
+        self._forget()
+
+    @property
     def unfinished(self) -> bool:
         """Whether there is a failure without its bundle."""
         return bool(self._open)
@@ -105,6 +123,7 @@ class CrashCase:
             failure = self.begin()
             failure.error = failure.error or self._job.context.redactor.said(event.error)
             failure.exits_known = True
+            failure.due_s = time.monotonic() + CLOSE_S
         elif event.event == "closed" and not self._exits_known and any(event.exits.values()):
             # Of a failure it would have told. A rank that lost its peers on the way may have raised an exception.
             self._ended_for = self._ended_for or self._rounds.another_round()
@@ -137,6 +156,7 @@ class CrashCase:
         """Handles a failure; also one that no rank reported: it was killed, or native code ended it."""
         if self._failure is None:
             failure = _Failure(self._watch.attempt, self._watch.quiet_s(time.monotonic()))
+            failure.due_s = failure.begun_s + EXIT_S
             self._failure = failure
             self._open.append((failure, Incident("crash", lambda at: self._respond(failure, at))))
         return self._failure

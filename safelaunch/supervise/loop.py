@@ -250,10 +250,10 @@ class Supervisor:
             if self._ending is None:
                 self._on_stop(glance, now)
             return
-        self._on_crash(glance)
+        self._on_crash(glance, now)
         self._on_stall(glance, now)
         if self._early is not None:
-            self._early.advance(now, free=not (self._stall.busy or self._crash.busy or self._crash.begun))
+            self._early.advance(now, free=not (self._stall.busy or self._crash.busy or self._crash.holds(now)))
         for poller in self._pollers:
             poller.advance(now)
         self._on_consistency()
@@ -308,7 +308,8 @@ class Supervisor:
         if self._stall.needs_ranks:
             self._say_of_end(f"finishing the evidence first (up to {HOLD_S:g} s), then ending the ranks")
             return True
-        failed = self._crash.begun_before(now - SAME_SIGNAL_S) and self._crash.unfinished
+        outlived = self._crash.begun and not self._crash.holds(now)  # a rank raised, and has not exited
+        failed = self._crash.begun_before(now - SAME_SIGNAL_S) and self._crash.unfinished and not outlived
         if self._stall.writing or self._live.writing or failed:
             self._by_key = False
             say("stopping; the verdict follows; press Ctrl-C again to skip it")
@@ -318,9 +319,11 @@ class Supervisor:
             return False
         spell = self._watch.spell(now)
         frozen_s = frozen_s_of(self._early.quiet if self._early is not None else None, spell, now)
-        known = frozen_s or self._stall.looking or self._is_seen_to_stand()
+        known = frozen_s or self._stall.looking or outlived or self._is_seen_to_stand()
         if spell is None or not known:
             return False
+        if outlived:
+            self._crash.yield_to_hang()
         times = f" ({frozen_s / spell.usual_s:.0f} x the usual step)" if frozen_s else ""
         quiet_s = frozen_s or now - spell.since_s
         first = f"collecting evidence first (up to {HOLD_S:g} s), then ending the ranks"
@@ -378,10 +381,11 @@ class Supervisor:
 
     # --- a crash, a stall -------------------------------------------------------------------------------------------
 
-    def _on_crash(self, glance: Glance) -> None:
+    def _on_crash(self, glance: Glance, now: float) -> None:
         report = self._crash.advance(glance)
-        if self._crash.begun and self._stall.looking:
+        if self._crash.holds(now):
             self._stall.abandon()
+            self._watch.hold(self._crash.due_s)
         if report is None:
             return
         self._show(report)
