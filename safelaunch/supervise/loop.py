@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +250,7 @@ class Supervisor:
             if self._ending is None:
                 self._on_stop(glance, now)
             return
-        self._on_crash(glance, now)
+        self._on_crash(glance)
         self._on_stall(glance, now)
         if self._early is not None:
             self._early.advance(now, free=not (self._stall.busy or self._crash.busy or self._crash.holds(now)))
@@ -381,11 +381,8 @@ class Supervisor:
 
     # --- a crash, a stall -------------------------------------------------------------------------------------------
 
-    def _on_crash(self, glance: Glance, now: float) -> None:
+    def _on_crash(self, glance: Glance) -> None:
         report = self._crash.advance(glance)
-        if self._crash.holds(now):
-            self._stall.abandon()
-            self._watch.hold(self._crash.due_s)
         if report is None:
             return
         self._show(report)
@@ -393,6 +390,11 @@ class Supervisor:
             self._give_up_or_go_on(report)
 
     def _on_stall(self, glance: Glance, now: float) -> None:
+        if self._crash.holds(now):
+            self._stall.abandon()
+            self._watch.hold(self._crash.due_s)
+            is_suspicion = glance.event is not None and glance.event.kind == "suspect"
+            glance = replace(glance, event=None) if is_suspicion else glance
         report = self._stall.advance(glance, now)
         if report is None:
             return

@@ -124,7 +124,7 @@ class StallCase:
     def advance(self, glance: Glance, now: float) -> Report | None:
         """One tick; returns the report once a bundle is written."""
         event = glance.event
-        if event is not None and event.kind == "suspect" and event.stall is not None and self._watch.is_suspected:
+        if event is not None and event.kind == "suspect" and event.stall is not None:
             self._suspect(event.stall)
         elif event is not None and event.kind == "clock-restarted":
             self.abandon()

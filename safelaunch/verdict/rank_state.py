@@ -195,7 +195,7 @@ def _never_exited(facts: Facts, one: RankFacts, raised: Condition) -> RankFacts 
     raw = view.thread.frames if view.thread is not None else ()
     left, beside = calls.leaving(raw), view.beside()
     if wait is not None:
-        does, claims = f"it waits in {wait.words}", wait.claims[:1]
+        does, claims = f"it waits in {wait.words if wait.frame else wait.op}", wait.claims[:1]
     elif view.user_frame is None and left and beside:
         own = replace(thread_condition(beside[0]), advice=frozenset({OUTLIVES}))
         does, claims = f"its thread {beside[0].name} {own.reason}", own.claims[:1]
@@ -203,7 +203,7 @@ def _never_exited(facts: Facts, one: RankFacts, raised: Condition) -> RankFacts 
         own = inside.condition()
         does, claims = f"it {own.reason}", own.claims[:1]
     hook = any(fr.short(frame.function) == "excepthook" for frame in view.frames)
-    when = ", called by sys.excepthook" if hook else ", called at interpreter exit" if left and view.user_frame else ""
+    when = ", called by sys.excepthook" if hook else ", called at interpreter exit" if left and not beside else ""
     reason = f"{raised.reason} and never exited: {does}{when}"
     advice = raised.advice | ({EXIT_WAITS} if wait is not None else own.advice & {OUTLIVES})
     return replace(one, condition=replace(raised, reason=reason, claims=(*raised.claims, *claims), advice=advice))
@@ -389,7 +389,7 @@ def _left(view: View) -> Condition | None:
     elif rank.exit is None and rank.progress is not None and rank.progress.returned_ns:
         why = "its function has returned"
         claim = Claim("its progress page says that its function has returned", f"{folder}/progress.json")
-    elif raw:
+    elif raw and not _handles_an_exception(view):  # else that says more than the end of its script
         why = calls.leaving(raw)
     wait = view.awaited.peers
     if not why and wait is not None and wait.kind == "teardown":
@@ -404,6 +404,11 @@ def _left(view: View) -> Condition | None:
     where = f", now at {fr.place(frame)}" if frame else ""
     text = f"has left the training loop: {why}{where}"
     return Condition("uneven-batches", text, frame, view.process.pid, claims=(claim,), for_good=True)
+
+
+def _handles_an_exception(view: View) -> bool:
+    ident = view.thread.ident if view.thread is not None else 0
+    return bool(ident) and any(one.thread == ident for one in view.rank.gil.handling)
 
 
 def _own(rank: RankEvidence, inside: Inside | None, alignment: Alignment) -> Condition:

@@ -318,3 +318,18 @@ def test_a_long_run_stays_small_evenly_spread_and_ends_with_its_newest_step() ->
 
 def test_nothing_seen() -> None:
     assert Strides().points() == ()
+
+
+def test_a_held_watch_suspects_nothing_until_then_and_something_afterwards() -> None:
+    watch, ranks = watched(None)
+    ranks.step(0, 5, 10.0)
+    ranks.step(1, 5, 10.0)
+    watch.tick(12.0)
+    events = []
+    for now in range(16, 700, 4):
+        glance = watch.tick(float(now))
+        if now < 640:
+            watch.hold(640.0)
+            assert watch.state.status is stall.Status.WATCHING
+        events += [(now, glance.event.kind)] if glance.event is not None and now >= 640 else []
+    assert events == [(640, "suspect")]

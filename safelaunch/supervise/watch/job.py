@@ -294,13 +294,9 @@ class Watch:
 
     def hold(self, until_s: float) -> None:
         """Suspects nothing until then: a failure has time to end the ranks."""
-        status = stall.Status.WATCHING if self.is_suspected else self.state.status
+        is_suspected = self.state.status is stall.Status.CONFIRMING
+        status = stall.Status.WATCHING if is_suspected else self.state.status
         self.state = replace(self.state, status=status, look_again_s=max(self.state.look_again_s, until_s))
-
-    @property
-    def is_suspected(self) -> bool:
-        """Whether the caller of ``tick`` has to look closer."""
-        return self.state.status is stall.Status.CONFIRMING
 
     @property
     def is_hung(self) -> bool:
