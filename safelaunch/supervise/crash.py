@@ -18,12 +18,13 @@ from safelaunch.capture.pages import AgentEvent
 from safelaunch.model import GilTest, RankEvidence, RankException
 from safelaunch.supervise import collecting, publishing
 from safelaunch.supervise.cluster.messages import PeerStatus
-from safelaunch.supervise.collecting import JobSnapshot
+from safelaunch.supervise.collecting import Collected, JobSnapshot
 from safelaunch.supervise.kinds import CRASH
 from safelaunch.supervise.looks import Looks, ask_each
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import Incident, JobView, look
 from safelaunch.supervise.watch.job import Glance
+from safelaunch.supervise.watch.restart import Kin, kin_of
 from safelaunch.system.console import say
 
 # All ranks and the agent wait for us during this time, for at most 3 s.
@@ -75,6 +76,7 @@ class CrashCase:
         self._open: list[tuple[_Failure, Incident[Report | None]]] = []  # without a bundle yet
         self._ended_for = ""  # why torchrun has ended ranks none of which had failed; if it starts others, that is all
         self._turn = threading.Lock()
+        self._written: dict[Kin, tuple[int, Report]] = {}  # the first attempt that failed so, counted from 1
 
     @property
     def busy(self) -> bool:
@@ -241,9 +243,29 @@ class CrashCase:
             found.discard()
             say(why_not)
             return None
+        earlier = self._earlier(failure, found) if whole and self._written else None
+        if earlier is not None:
+            found.discard()
+            return earlier
         for note in notes:
             say(note)
-        return publishing.finish(found.knowing(notes=(*found.evidence.notes, *notes)), agreed)
+        report = publishing.finish(found.knowing(notes=(*found.evidence.notes, *notes)), agreed)
+        if (kin := kin_of(report.verdict, report.evidence)) is not None and not report.published.lost:
+            self._written.setdefault(kin, (failure.attempt[0] + 1, report))
+        return report
+
+    def _earlier(self, failure: _Failure, found: Collected) -> Report | None:
+        """Returns the report of an earlier attempt that failed in the same way, if its bundle is still there."""
+        context = self._job.context
+        verdict = publishing.judged(found.evidence, context)
+        kin = kin_of(verdict, found.evidence)
+        first, report = self._written.get(kin, (0, None)) if kin is not None else (0, None)
+        if report is None or not report.published.path.is_dir():
+            return None
+        number, many = failure.attempt[0] + 1, context.attempts
+        which = f"{number} of {many}" if many >= number else f"{number}"
+        text = f"the same failure as attempt {first} ({which}): {verdict.culprits[0].reason} No new bundle; that of"
+        return replace(report, verdict=verdict, repeats=f"{text} attempt {first} is {report.published.shown}")
 
 
 def notes_of(status: PeerStatus) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ An internal error of safelaunch never costs the job: the watch ends and the job 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from safelaunch.job.job import (
     EXIT_INCONSISTENT,
     GRACE_S,
     HOLD_S,
+    NOW_GRACE_S,
     Forwarder,
     Job,
     JobProcesses,
@@ -60,6 +62,7 @@ OTHERS_END_S = 2.5  # in which other nodes read that the job is ended: the store
 READ_S = 0.5  # until they have read it, as a rule: all end at about the same time
 QUIET_END_S = 1.5  # a healthy job ends sooner
 SHOWN_AFTER_S = 10.0  # a verdict waits so long for the end of the job, whose last words would push it off the screen
+LAST_WORDS_S = 60.0  # and so long once the ranks have ended: torchrun's traceback comes next
 
 
 def is_of_rendezvous(raised: AgentEvent) -> bool:
@@ -120,6 +123,7 @@ class Supervisor:
         self._stop_s = 0.0  # when somebody asked the job to stop
         self._unshown: list[Report] = []  # what was found before that, for the end
         self._found_at_stop = False  # a bundle was written after somebody asked the job to stop
+        self._pushed_off: Report | None = None  # shown before torchrun's last words, which are long
         self._newest = ""  # the newest bundle of a hang
         self._failures: tuple[Failure, ...] = ()
         self._by_key = False  # somebody has pressed Ctrl-C, and does not know yet that a second one ends the job
@@ -159,6 +163,7 @@ class Supervisor:
             busy = busy or self._interrupt is not None
             self._forwarder.wait(BUSY_TICK_S if busy else self._until_due_s(time.monotonic()))
             self._guarded_tick()
+            self._end_if_insisted()
             if self._watching:
                 # Those who agree on a verdict must not take the stop for a reason to drop it.
                 stopping = self._forwarder.stop_requested and not (self._stall.writing and self._stall.agreed)
@@ -168,14 +173,22 @@ class Supervisor:
         if os.WIFSIGNALED(status) and self._ending is None:
             self._end_survivors(status)
         self._finish(status)
-        if self._verdict is not None:
+        if self._ending is not None:
             self._say_ended(self._verdict)
         self._finish_writing()
         self._wait_for_notifier()
         if self._verdict is not None:
             return self._verdict.code << 8
+        if self._ending is not None and os.WIFSIGNALED(status):
+            return signal.SIGINT  # as a job that ends by Ctrl-C, whatever had to be sent to end it
         # torchrun had no restart left for the ranks that we ended, or nothing reported the attempt that failed.
         return EXIT_HUNG << 8 if status and self._restarting == self._watch.roster.attempt else status
+
+    def _end_if_insisted(self) -> None:
+        """Ends the job at the second Ctrl-C, which torchrun alone would survive for half a minute."""
+        if self._forwarder.insists and self._ending is None:
+            say("ending the job now")
+            self._ending = Task("end now", lambda: self._processes.end_all(NOW_GRACE_S))
 
     def _until_due_s(self, now: float) -> float:
         """How long the loop may rest: a tick, or until the slowest rank's time is up."""
@@ -357,7 +370,7 @@ class Supervisor:
         if self._failed_before_stop:
             found.append(self._crash.advance(glance))
         self._unshown += [report for report in found if report is not None]
-        if now - self._stop_s > SHOWN_AFTER_S:
+        if now - self._stop_s > (LAST_WORDS_S if self._watch.has_ended else SHOWN_AFTER_S):
             self._show_what_was_found()
         if self._by_key and now - self._stop_s > QUIET_END_S:
             self._say_of_end("waiting for the ranks to end (up to 30 s under torchrun)")
@@ -375,9 +388,12 @@ class Supervisor:
 
     def _show_what_was_found(self) -> None:
         found, self._unshown = self._unshown, []
+        if self._pushed_off is not None and self._has_ended and not found:
+            publishing.recall(self._pushed_off)
         for report in found:
             self._show(report)
             self._found_at_stop = True
+            self._pushed_off = None if self._has_ended else report
 
     # --- a crash, a stall -------------------------------------------------------------------------------------------
 
@@ -512,7 +528,7 @@ class Supervisor:
             self._note_end(status)
             self._note_rendezvous()
         self._wait_while(lambda: self._is_unfinished, until - time.monotonic(), ticks=True)
-        if self._forwarder.stop_requested and self._watching and self._ending is None:
+        if self._forwarder.stop_requested and self._watching:
             self._guarded_tick()
             self._show_what_was_found()
 
@@ -551,13 +567,13 @@ class Supervisor:
         else:
             self._context.unfinished.discard()
 
-    def _say_ended(self, verdict: _Verdict) -> None:
+    def _say_ended(self, verdict: _Verdict | None) -> None:
         assert self._ending is not None
         self._ending.wait(3 * GRACE_S)
         left = self._ending.result() if self._ending.done else self._processes.all()
         if left:
             say(f"could not be killed (stuck in the kernel): pid {', '.join(str(p.pid) for p in left)}")
-        if not verdict.shown and verdict.report is not None:
+        if verdict is not None and not verdict.shown and verdict.report is not None:
             self._show(verdict.report)
 
     def _wait_for_notifier(self) -> None:
@@ -578,6 +594,9 @@ class Supervisor:
 
     def _show(self, result: Report) -> None:
         self.shown, published = result, result.published
+        if result.repeats:
+            say(result.repeats)
+            return
         if result.verdict.outcome == "hang" and not published.lost:
             self._newest = published.shown
         if result.without_stacks:
