@@ -40,6 +40,7 @@ from safelaunch.supervise.live import Live
 from safelaunch.supervise.notices import Contracts, Notices
 from safelaunch.supervise.pollers import GroupTimeout, Health, Poller, PulseTaker, WorkTaker
 from safelaunch.supervise.publishing import Report
+from safelaunch.supervise.reminders import Reminders
 from safelaunch.supervise.respond import Incident, JobView, interrupted
 from safelaunch.supervise.stall import StallCase
 from safelaunch.supervise.watch.job import Glance, Watch, bounds_of, policy_of
@@ -62,6 +63,9 @@ OTHERS_END_S = 2.5  # in which other nodes read that the job is ended: the store
 READ_S = 0.5  # until they have read it, as a rule: all end at about the same time
 QUIET_END_S = 1.5  # a healthy job ends sooner
 SHOWN_AFTER_S = 10.0  # a verdict waits so long for the end of the job, whose last words would push it off the screen
+STOP_S = 60.0  # for a job that was asked to stop: then it is watched again
+RESTART_S = 120.0  # for torchrun to start the ranks again that were ended for a hang
+RESTART_OF_SEVERAL_S = 900.0  # on several nodes, whose rendezvous has a timeout of 600 s
 LAST_WORDS_S = 60.0  # and so long once the ranks have ended: torchrun's traceback comes next
 
 
@@ -128,6 +132,8 @@ class Supervisor:
         self._failures: tuple[Failure, ...] = ()
         self._by_key = False  # somebody has pressed Ctrl-C, and does not know yet that a second one ends the job
         self._restarting = -1  # the attempt whose ranks we ended for a hang
+        self._restarting_s = 0.0  # when
+        self._outlives_stop = False  # asked to stop, and watched again
         self._ending: Task[tuple[process.ProcessId, ...]] | None = None
         self._pollers: list[Poller[Any]] = [GroupTimeout(self._watch, bounds.floor_s)] if bounds is not None else []
         self._pollers.append(Health(self._watch, lambda: [one.pid for one in self._processes.all()]))
@@ -139,6 +145,9 @@ class Supervisor:
             self._council,
             by_torchrun=job.plan.by_torchrun,
         )
+        launcher = job.agent.pid if job.plan.by_torchrun else None
+        dump = lambda: self._live.dump_here(self._show)  # noqa: E731
+        self._reminders = Reminders(self._watch, time.monotonic(), launcher, dump)
         self._raised: AgentEvent | None = None  # what has ended the agent itself
         self._watching = True
         self._has_ended = False
@@ -158,7 +167,7 @@ class Supervisor:
         sweep(self._job.plan.run_dir.parent)
         sweep_unfinished(self._context.fallback_dir)
         controlgroup.sweep()
-        while (status := self._processes.ended()) is None:
+        while (status := self._processes.ended()) is None and not self._cannot_end():
             busy = self._stall.busy or self._crash.busy or self._live.busy or self._ending is not None
             busy = busy or self._interrupt is not None
             self._forwarder.wait(BUSY_TICK_S if busy else self._until_due_s(time.monotonic()))
@@ -167,9 +176,10 @@ class Supervisor:
             if self._watching:
                 # Those who agree on a verdict must not take the stop for a reason to drop it.
                 stopping = self._forwarder.stop_requested and not (self._stall.writing and self._stall.agreed)
-                self._council.tick(time.monotonic(), stopping=stopping)
+                self._council.tick(time.monotonic(), stopping=stopping and self._is_stopping(time.monotonic()))
             self._processes.look_for_orphans()
             self._keep_leases_young(time.monotonic())
+        status = signal.SIGKILL if status is None else status
         if os.WIFSIGNALED(status) and self._ending is None:
             self._end_survivors(status)
         self._finish(status)
@@ -189,6 +199,11 @@ class Supervisor:
         if self._forwarder.insists and self._ending is None:
             say("ending the job now")
             self._ending = Task("end now", lambda: self._processes.end_all(NOW_GRACE_S))
+
+    def _cannot_end(self) -> bool:
+        """Returns whether the job's first process has survived SIGKILL: it is stuck in the kernel."""
+        ending = self._ending
+        return ending is not None and ending.done and self._job.agent in ending.result()
 
     def _until_due_s(self, now: float) -> float:
         """How long the loop may rest: a tick, or until the slowest rank's time is up."""
@@ -254,16 +269,22 @@ class Supervisor:
                 self._crash.on_agent(event)
             if event.event == "raised":
                 self._raised = event
-        if self._restarting == self._watch.roster.attempt:
+        if self._restarting == self._watch.roster.attempt and not self._is_restart_overdue(now):
             self._watch.acknowledge()
             return
-        if self._forwarder.stop_requested or self._ending is not None:
+        if self._is_stopping(now) or self._ending is not None:
             # A user, a scheduler or safelaunch is stopping the job: blame nobody, keep nobody waiting.
             self._watch.acknowledge(agent=self._ending is not None or self._council.is_heard_stopping(now))
             if self._ending is None:
                 self._on_stop(glance, now)
+                self._watch.hold(self._stop_s + STOP_S)
             return
-        self._on_crash(glance)
+        if self._forwarder.stop_requested:
+            self._watch_again(now)
+        if self._forwarder.stop_requested and not self._failed_before_stop:
+            self._watch.acknowledge()
+        else:
+            self._on_crash(glance)
         self._on_stall(glance, now)
         if self._early is not None:
             self._early.advance(now, free=not (self._stall.busy or self._crash.busy or self._crash.holds(now)))
@@ -272,7 +293,32 @@ class Supervisor:
         self._on_consistency()
         self._live.tick(now)
         self._notices.tick(now)
+        self._reminders.tick(now)
         self._contracts.tick(now)
+
+    def _is_stopping(self, now: float) -> bool:
+        """Returns whether a job that was asked to stop still has time for it."""
+        if not self._forwarder.stop_requested or self._outlives_stop:
+            return False
+        return self._has_ended or now - (self._stop_s or now) < STOP_S
+
+    def _watch_again(self, now: float) -> None:
+        """Watches a job that was asked to stop and goes on: it finishes its work, or hangs."""
+        if self._outlives_stop:
+            return
+        self._outlives_stop = True
+        self._stall.abandon()
+        self._show_what_was_found()
+        say(f"the job was asked to stop {now - self._stop_s:.0f} s ago, and still runs: safelaunch watches it again")
+
+    def _is_restart_overdue(self, now: float) -> bool:
+        """Ends the job if torchrun never starts the ranks again that were ended for a hang."""
+        patience_s = RESTART_S if self._view.is_whole else RESTART_OF_SEVERAL_S
+        if now - self._restarting_s < patience_s or self._ending is not None:
+            return False
+        say(f"torchrun has not started the ranks again for {now - self._restarting_s:.0f} s: ending the job")
+        self._end(self.shown, EXIT_HUNG, shown=True)
+        return True
 
     def _is_a_crash(self, event: AgentEvent) -> bool:
         """Whether the event may belong to a crash. It doesn't if a user, a scheduler or safelaunch ends the ranks."""
@@ -418,6 +464,8 @@ class Supervisor:
             self._act_with_all(report)
         elif report.verdict.outcome in ("suspect", "dump") or self._on_stall_is("dump") or not self._agent_lives():
             self._show(report)
+            if report.verdict.outcome == "hang" and self._agent_lives():
+                self._stall.note_goes_on(report)
         elif self._stall.attempt != self._watch.attempt:
             self._show(report)
             say("torchrun restarted the ranks: the job continues")
@@ -444,7 +492,7 @@ class Supervisor:
         """Ends the ranks of this attempt, so that torchrun starts others."""
         again = "torchrun starts the script from its beginning, which must load its own checkpoint"
         say(f"ending the ranks of this attempt; if --max-restarts allows it, {again}")
-        self._restarting = self._watch.roster.attempt
+        self._restarting, self._restarting_s = self._watch.roster.attempt, time.monotonic()
         Task("end ranks", self._processes.end_ranks)
 
     def _on_stall_is(self, policy: str) -> bool:

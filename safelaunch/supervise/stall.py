@@ -137,7 +137,20 @@ class StallCase:
             self._look_for_others(now)
         if self._suspicion is not None and self._closer is not None and self._closer.done:
             self._take(self._suspicion, self._closer.result or _Seen(), now)
+        if self._watch.is_hung and not self.writing and self._suspect_bundle is not None:
+            self._watch_again(now)
         return self.written(now)
+
+    def note_goes_on(self, report: Report) -> None:
+        """The job hangs, and isn't ended for it (``--on-stall dump``)."""
+        self._suspect_bundle = _Suspect(self._written_of, report)
+
+    def _watch_again(self, now: float) -> None:
+        """Watches a job again that hung, was not ended, and has made progress."""
+        standing = self._watch.standing(now)
+        if standing is not None and standing.mark_s > self._written_of:
+            self.note_recovery(now)
+            self._watch.reset(now)
 
     def written(self, now: float) -> Report | None:
         """The report, once, when the bundle in progress is written."""

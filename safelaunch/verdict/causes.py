@@ -328,8 +328,8 @@ POOL = _sub_case(
 )
 OUTLIVES = _sub_case("Make the thread a daemon (`daemon=True`), or stop and join it before the script ends.")
 EXIT_WAITS = _sub_case(
-    "Fix that exception first. Then let a rank that fails exit without waiting for its peers: call no collective and no "
-    "`destroy_process_group()` in an exit handler, or only after a normal end."
+    "Fix that exception first. Then let a rank that fails exit without waiting for its peers: in an exit handler, call "
+    "no collective and no `destroy_process_group()`, or only after a normal end."
 )
 DETAIL_CRASH = _sub_case(
     "Unset `TORCH_DISTRIBUTED_DEBUG=DETAIL` (`INFO` works): torch 2.13+ crashes with it when a DDP model is created."

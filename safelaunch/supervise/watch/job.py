@@ -241,6 +241,11 @@ class Watch:
         return False
 
     @property
+    def paused(self) -> dict[int, float]:
+        """The ranks that suspend the watch → since when."""
+        return {mark.rank: mark.phase_since_s for mark in self._marks if mark.paused and not mark.exited}
+
+    @property
     def has_ended(self) -> bool:
         """Whether no rank of this attempt has anything more to do: the launcher is about to end, or to start others."""
         pages = self.last_progress.values()
