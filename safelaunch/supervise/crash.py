@@ -97,7 +97,7 @@ class CrashCase:
         return self._failure.due_s if self._failure is not None else 0.0
 
     def holds(self, at_s: float) -> bool:
-        """Returns whether the failure still has time to end the ranks. A rank that outlives it is a hang like others."""
+        """Returns whether the failure still has time to end the ranks. A rank that outlives it hangs."""
         return at_s < self.due_s
 
     def yield_to_hang(self) -> None:

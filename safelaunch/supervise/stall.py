@@ -25,6 +25,7 @@ from safelaunch.system.console import say
 from safelaunch.system.task import Task
 
 MOST_LOOK_S = 24.0
+LONGEST_S = 600.0  # a closer look: all that it does has deadlines, but a system call of its own might not return
 AGAIN = 1.5  # a quiet time gets a second bundle only if it lasts so many times as long as one that ended by itself
 
 
@@ -40,6 +41,7 @@ class _Suspicion:
     window_s: float
     incident: int = 0
     own: bool = True
+    begun_s: float = field(default_factory=time.monotonic)
     steps: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -132,6 +134,10 @@ class StallCase:
             self.note_recovery(now)
         if self.looking and self._looked_at not in (None, self._watch.attempt):
             self.abandon()  # what was suspected is no more
+        if self._suspicion is not None and now - self._suspicion.begun_s > LONGEST_S:
+            self.abandon()
+            self._watch.hold(now + LONGEST_S / 10)
+            say(f"a closer look at the ranks has not ended within {LONGEST_S:.0f} s: taking another one")
         self._looked_at = self._watch.attempt if self.looking else None
         if not self.busy and self._council.calls() is not None:
             self._look_for_others(now)

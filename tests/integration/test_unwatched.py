@@ -35,7 +35,9 @@ def bounded(**bounds: float) -> list[str]:
 
 def script(scratch: Path, text: str) -> Path:
     path = scratch / "script.py"
-    path.write_text(STEPPING.replace("import os", f"import sys; sys.path.append({str(PROGRAMS)!r})\nimport os", 1) + text)
+    path.write_text(
+        STEPPING.replace("import os", f"import sys; sys.path.append({str(PROGRAMS)!r})\nimport os", 1) + text
+    )
     return path
 
 

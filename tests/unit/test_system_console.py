@@ -24,7 +24,9 @@ SAYS = """if True:
 def test_a_message_goes_to_the_terminal_if_the_reader_of_stderr_has_ended() -> None:
     master, slave = pty.openpty()
     try:
-        subprocess.run([sys.executable, "-c", SAYS, os.ttyname(slave)], check=True, timeout=60, stdin=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-c", SAYS, os.ttyname(slave)], check=True, timeout=60, stdin=subprocess.DEVNULL
+        )
         assert os.read(master, 1024) == b"safelaunch: the verdict\r\n"
     finally:
         os.close(slave)
