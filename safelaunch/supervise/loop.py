@@ -63,10 +63,10 @@ OTHERS_END_S = 2.5  # in which other nodes read that the job is ended: the store
 READ_S = 0.5  # until they have read it, as a rule: all end at about the same time
 QUIET_END_S = 1.5  # a healthy job ends sooner
 SHOWN_AFTER_S = 10.0  # a verdict waits so long for the end of the job, whose last words would push it off the screen
+LAST_WORDS_S = 60.0  # and so long once the ranks have ended: torchrun's traceback comes next
 STOP_S = 60.0  # for a job that was asked to stop: then it is watched again
 RESTART_S = 120.0  # for torchrun to start the ranks again that were ended for a hang
 RESTART_OF_SEVERAL_S = 900.0  # on several nodes, whose rendezvous has a timeout of 600 s
-LAST_WORDS_S = 60.0  # and so long once the ranks have ended: torchrun's traceback comes next
 
 
 def is_of_rendezvous(raised: AgentEvent) -> bool:
@@ -483,6 +483,8 @@ class Supervisor:
             self._end(report, EXIT_HUNG)
             return
         self._show(report)
+        if report.action == "dump":
+            self._stall.note_goes_on(report)
         if report.action == "restart" and self._give_up_or_go_on(report) and self._agent_lives():
             if self._stall.attempt != self._watch.attempt:
                 return  # torchrun has started the ranks again: those of another node were ended before ours
