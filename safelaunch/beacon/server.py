@@ -196,8 +196,15 @@ def _foreign_backend() -> bool:
 
 
 def _handled_exceptions() -> list[dict[str, object]]:
-    """What each thread is handling now: in an ``except`` or a ``finally``. No code of the exception's class runs."""
+    """What each thread is handling now: in an ``except`` or a ``finally``. No code of the exception's class runs.
+
+    So does a main thread whose ``sys.excepthook`` or exit handler runs: it handles what ended its script.
+    """
     current: Any = getattr(sys, "_current_exceptions", dict)()
+    main = threading.main_thread().ident
+    last = getattr(sys, "last_value", None)
+    if last is not None and not _runs_script(sys._current_frames().get(main or 0)):
+        current = {**current, main: last}
     found = []
     for thread, value in list(current.items())[:MOST_EXCEPTIONS]:
         error = value[1] if isinstance(value, tuple) else value  # up to Python 3.11, a triple
@@ -207,6 +214,13 @@ def _handled_exceptions() -> list[dict[str, object]]:
             frames = _frames(_TRACEBACK.__get__(error))
             found.append({"thread": thread, "type": type(error).__name__, "message": text[:300], "frames": frames})
     return found
+
+
+def _runs_script(frame: Any) -> bool:
+    """``frame``: the innermost of the main thread. Only below a script is there a frame of a module or of runpy."""
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name in ("<module>", "_run_module_as_main")
 
 
 def _frames(traceback: Any) -> list[dict[str, object]]:

@@ -111,7 +111,13 @@ def is_one_node(command: CommandLine, environ: Mapping[str, str]) -> bool:
 
 def restarts(command: CommandLine, environ: Mapping[str, str]) -> bool:
     """Whether torchrun starts the ranks again when one has failed."""
-    return of_torchrun(command, environ, "--max-restarts", "--max", "0") not in ("", "0")
+    return most_restarts(command, environ) > 0
+
+
+def most_restarts(command: CommandLine, environ: Mapping[str, str]) -> int:
+    """Returns how often torchrun starts the ranks again; 0 for what it won't understand."""
+    given = of_torchrun(command, environ, "--max-restarts", "--max", "0")
+    return int(given) if given.isdecimal() else 0
 
 
 def options_given(words: Sequence[str], takes_value: Mapping[str, bool]) -> list[tuple[str, list[str]]]:

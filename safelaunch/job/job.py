@@ -20,6 +20,8 @@ EXIT_HUNG = 124
 EXIT_GAVE_UP = 125
 GRACE_S = 5.0
 RANK_GRACE_S = 1.0
+NOW_GRACE_S = 2.0  # for a job that a second Ctrl-C ends
+TWICE_S = 0.3  # two SIGINTs closer than this are one: `timeout` sends it to the process and to its group
 HOLD_S = 2.0  # what the evidence of a frozen job may cost whoever presses Ctrl-C
 
 
@@ -73,10 +75,10 @@ class JobProcesses:
         """All processes of the job: those below the guardian, and those we adopted after a guardian's death."""
         return process.descendants([os.getpid(), *self._guardians()], exclude=self._not_the_jobs())
 
-    def end_all(self) -> tuple[ProcessId, ...]:
+    def end_all(self, grace_s: float = GRACE_S) -> tuple[ProcessId, ...]:
         """SIGTERM, grace, SIGKILL; returns the processes that could not be killed. Takes seconds."""
         group = self._guardian.group if self._guardian is not None else None
-        return process.end_all(self.agent, self.all, grace_s=GRACE_S, kill=kill_of(group))
+        return process.end_all(self.agent, self.all, grace_s=grace_s, kill=kill_of(group))
 
     def ranks(self) -> tuple[ProcessId, ...]:
         """The processes below the agent."""
@@ -119,7 +121,9 @@ class Forwarder:
         self._on_quit = on_quit
         self._held: tuple[int, bool] | None = None
         self._held_until_s = 0.0
+        self._interrupted_s = 0.0  # by the first SIGINT
         self.stops = 0
+        self.insists = False  # Ctrl-C was pressed twice
 
     @property
     def stop_requested(self) -> bool:
@@ -151,6 +155,7 @@ class Forwarder:
             return
         if signum in STOPPING:
             self.stops += 1
+            self._note_interrupt(signum, time.monotonic())
             if self._held is not None:
                 same = self._held[0] == signum
                 self.release()
@@ -160,6 +165,11 @@ class Forwarder:
                 self._held, self._held_until_s = (signum, by_terminal), time.monotonic() + HOLD_S
                 return
         self._send(signum, by_terminal)
+
+    def _note_interrupt(self, signum: int, now: float) -> None:
+        if signum == signal.SIGINT:
+            self.insists = self.insists or (self._interrupted_s > 0 and now - self._interrupted_s > TWICE_S)
+            self._interrupted_s = self._interrupted_s if self._interrupted_s > 0 else now
 
     def release(self) -> None:
         """Forwards the signal that was held back, if one was."""

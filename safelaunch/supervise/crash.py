@@ -18,16 +18,20 @@ from safelaunch.capture.pages import AgentEvent
 from safelaunch.model import GilTest, RankEvidence, RankException
 from safelaunch.supervise import collecting, publishing
 from safelaunch.supervise.cluster.messages import PeerStatus
-from safelaunch.supervise.collecting import JobSnapshot
+from safelaunch.supervise.collecting import Collected, JobSnapshot
 from safelaunch.supervise.kinds import CRASH
 from safelaunch.supervise.looks import Looks, ask_each
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import Incident, JobView, look
 from safelaunch.supervise.watch.job import Glance
+from safelaunch.supervise.watch.restart import Kin, kin_of
 from safelaunch.system.console import say
 
 # All ranks and the agent wait for us during this time, for at most 3 s.
 FLIGHT_DEADLINE_S = 1.0
+
+EXIT_S = 20.0  # for a rank that raised to exit, and for its launcher to notice
+CLOSE_S = 45.0  # for torchrun to end the other ranks: it kills them after 30 s
 
 # Those that no launcher and no communication sends.
 _OWN_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
@@ -41,6 +45,8 @@ class _Failure:
     quiet_s: float
     """without a step before the failure; 0 if that is no longer than usual"""
     begun_s: float = field(default_factory=time.monotonic)
+    due_s: float = 0.0
+    """when the ranks should have ended; those that haven't are watched again"""
     error: str = ""
     """what torchrun's agent itself has failed of, before a rank did"""
     known: JobSnapshot | None = None
@@ -70,6 +76,7 @@ class CrashCase:
         self._open: list[tuple[_Failure, Incident[Report | None]]] = []  # without a bundle yet
         self._ended_for = ""  # why torchrun has ended ranks none of which had failed; if it starts others, that is all
         self._turn = threading.Lock()
+        self._written: dict[Kin, tuple[int, Report]] = {}  # the first attempt that failed so, counted from 1
 
     @property
     def busy(self) -> bool:
@@ -83,6 +90,19 @@ class CrashCase:
     def begun_before(self, at_s: float) -> bool:
         """Whether this attempt had failed by then (CLOCK_MONOTONIC)."""
         return self._failure is not None and self._failure.begun_s < at_s
+
+    @property
+    def due_s(self) -> float:
+        """When the ranks of the failed attempt should have ended (CLOCK_MONOTONIC); 0 if it hasn't failed."""
+        return self._failure.due_s if self._failure is not None else 0.0
+
+    def holds(self, at_s: float) -> bool:
+        """Returns whether the failure still has time to end the ranks. A rank that outlives it hangs."""
+        return at_s < self.due_s
+
+    def yield_to_hang(self) -> None:
+        """Drops the failure: a rank that raised never exited, and the verdict on that hang names it."""
+        self._forget()
 
     @property
     def unfinished(self) -> bool:
@@ -105,6 +125,7 @@ class CrashCase:
             failure = self.begin()
             failure.error = failure.error or self._job.context.redactor.said(event.error)
             failure.exits_known = True
+            failure.due_s = time.monotonic() + CLOSE_S
         elif event.event == "closed" and not self._exits_known and any(event.exits.values()):
             # Of a failure it would have told. A rank that lost its peers on the way may have raised an exception.
             self._ended_for = self._ended_for or self._rounds.another_round()
@@ -137,6 +158,7 @@ class CrashCase:
         """Handles a failure; also one that no rank reported: it was killed, or native code ended it."""
         if self._failure is None:
             failure = _Failure(self._watch.attempt, self._watch.quiet_s(time.monotonic()))
+            failure.due_s = failure.begun_s + EXIT_S
             self._failure = failure
             self._open.append((failure, Incident("crash", lambda at: self._respond(failure, at))))
         return self._failure
@@ -221,9 +243,29 @@ class CrashCase:
             found.discard()
             say(why_not)
             return None
+        earlier = self._earlier(failure, found) if whole and self._written else None
+        if earlier is not None:
+            found.discard()
+            return earlier
         for note in notes:
             say(note)
-        return publishing.finish(found.knowing(notes=(*found.evidence.notes, *notes)), agreed)
+        report = publishing.finish(found.knowing(notes=(*found.evidence.notes, *notes)), agreed)
+        if (kin := kin_of(report.verdict, report.evidence)) is not None and not report.published.lost:
+            self._written.setdefault(kin, (failure.attempt[0] + 1, report))
+        return report
+
+    def _earlier(self, failure: _Failure, found: Collected) -> Report | None:
+        """Returns the report of an earlier attempt that failed in the same way, if its bundle is still there."""
+        context = self._job.context
+        verdict = publishing.judged(found.evidence, context)
+        kin = kin_of(verdict, found.evidence)
+        first, report = self._written.get(kin, (0, None)) if kin is not None else (0, None)
+        if report is None or not report.published.path.is_dir():
+            return None
+        number, many = failure.attempt[0] + 1, context.attempts
+        which = f"{number} of {many}" if many >= number else f"{number}"
+        text = f"the same failure as attempt {first} ({which}): {verdict.culprits[0].reason} No new bundle; that of"
+        return replace(report, verdict=verdict, repeats=f"{text} attempt {first} is {report.published.shown}")
 
 
 def notes_of(status: PeerStatus) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from safelaunch.bundle.onbundle import Notifier
 from safelaunch.bundle.staging import Keeping
 from safelaunch.capture.cgroups import KillCounts, kill_counts
 from safelaunch.capture.redaction import without_secrets
+from safelaunch.job.argv import most_restarts
 from safelaunch.job.job import Job
 from safelaunch.job.paths import Unfinished, local_bundles, working_directory
 from safelaunch.job.plan import Plan
@@ -29,7 +30,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class JobContext:
-    """What a bundle says about the job itself, and where the bundle goes. ``launch`` becomes ``launch.json``."""
+    """What a bundle says about the job itself, and where the bundle goes. ``launch`` becomes ``launch.json``.
+
+    ``attempts``: how often torchrun starts the ranks at most.
+    """
 
     run_name: str
     run_dir: Path
@@ -43,6 +47,7 @@ class JobContext:
     notifier: Notifier = field(default_factory=Notifier)
     suspects: Notifier = field(default_factory=Notifier)
     unfinished: Unfinished = field(default_factory=Unfinished)
+    attempts: int = 1
 
     def cleaned(self, value: T) -> T:
         """``value`` without the job's secrets."""
@@ -64,6 +69,7 @@ def job_context(job: Job) -> JobContext:
         keeping=Keeping(settings.keep_bundles),
         notifier=Notifier(settings.on_bundle, tell_user=lambda text: say(redactor.said(text))),
         suspects=Notifier(settings.on_suspect, option="--on-suspect", tell_user=lambda text: say(redactor.said(text))),
+        attempts=1 + (most_restarts(plan.command, plan.env) if plan.command is not None else 0),
     )
 
 

@@ -7,9 +7,10 @@ An internal error of safelaunch never costs the job: the watch ends and the job 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from safelaunch.job.job import (
     EXIT_INCONSISTENT,
     GRACE_S,
     HOLD_S,
+    NOW_GRACE_S,
     Forwarder,
     Job,
     JobProcesses,
@@ -38,6 +40,7 @@ from safelaunch.supervise.live import Live
 from safelaunch.supervise.notices import Contracts, Notices
 from safelaunch.supervise.pollers import GroupTimeout, Health, Poller, PulseTaker, Tracing, WorkTaker
 from safelaunch.supervise.publishing import Report
+from safelaunch.supervise.reminders import Reminders
 from safelaunch.supervise.respond import Incident, JobView, interrupted
 from safelaunch.supervise.stall import StallCase
 from safelaunch.supervise.watch.job import Glance, Watch, bounds_of, policy_of
@@ -60,6 +63,10 @@ OTHERS_END_S = 2.5  # in which other nodes read that the job is ended: the store
 READ_S = 0.5  # until they have read it, as a rule: all end at about the same time
 QUIET_END_S = 1.5  # a healthy job ends sooner
 SHOWN_AFTER_S = 10.0  # a verdict waits so long for the end of the job, whose last words would push it off the screen
+LAST_WORDS_S = 60.0  # and so long once the ranks have ended: torchrun's traceback comes next
+STOP_S = 60.0  # for a job that was asked to stop: then it is watched again
+RESTART_S = 120.0  # for torchrun to start the ranks again that were ended for a hang
+RESTART_OF_SEVERAL_S = 900.0  # on several nodes, whose rendezvous has a timeout of 600 s
 
 
 def is_of_rendezvous(raised: AgentEvent) -> bool:
@@ -120,10 +127,13 @@ class Supervisor:
         self._stop_s = 0.0  # when somebody asked the job to stop
         self._unshown: list[Report] = []  # what was found before that, for the end
         self._found_at_stop = False  # a bundle was written after somebody asked the job to stop
+        self._pushed_off: Report | None = None  # shown before torchrun's last words, which are long
         self._newest = ""  # the newest bundle of a hang
         self._failures: tuple[Failure, ...] = ()
         self._by_key = False  # somebody has pressed Ctrl-C, and does not know yet that a second one ends the job
         self._restarting = -1  # the attempt whose ranks we ended for a hang
+        self._restarting_s = 0.0  # when
+        self._outlives_stop = False  # asked to stop, and watched again
         self._ending: Task[tuple[process.ProcessId, ...]] | None = None
         self._pollers: list[Poller[Any]] = [GroupTimeout(self._watch, bounds.floor_s)] if bounds is not None else []
         self._pollers.append(Health(self._watch, lambda: [one.pid for one in self._processes.all()]))
@@ -135,6 +145,9 @@ class Supervisor:
             self._council,
             by_torchrun=job.plan.by_torchrun,
         )
+        launcher = job.agent.pid if job.plan.by_torchrun else None
+        dump = lambda: self._live.dump_here(self._show)  # noqa: E731
+        self._reminders = Reminders(self._watch, time.monotonic(), launcher, dump)
         self._raised: AgentEvent | None = None  # what has ended the agent itself
         self._watching = True
         self._has_ended = False
@@ -154,28 +167,43 @@ class Supervisor:
         sweep(self._job.plan.run_dir.parent)
         sweep_unfinished(self._context.fallback_dir)
         controlgroup.sweep()
-        while (status := self._processes.ended()) is None:
+        while (status := self._processes.ended()) is None and not self._cannot_end():
             busy = self._stall.busy or self._crash.busy or self._live.busy or self._ending is not None
             busy = busy or self._interrupt is not None
             self._forwarder.wait(BUSY_TICK_S if busy else self._until_due_s(time.monotonic()))
             self._guarded_tick()
+            self._end_if_insisted()
             if self._watching:
                 # Those who agree on a verdict must not take the stop for a reason to drop it.
                 stopping = self._forwarder.stop_requested and not (self._stall.writing and self._stall.agreed)
-                self._council.tick(time.monotonic(), stopping=stopping)
+                self._council.tick(time.monotonic(), stopping=stopping and self._is_stopping(time.monotonic()))
             self._processes.look_for_orphans()
             self._keep_leases_young(time.monotonic())
+        status = signal.SIGKILL if status is None else status
         if os.WIFSIGNALED(status) and self._ending is None:
             self._end_survivors(status)
         self._finish(status)
-        if self._verdict is not None:
+        if self._ending is not None:
             self._say_ended(self._verdict)
         self._finish_writing()
         self._wait_for_notifier()
         if self._verdict is not None:
             return self._verdict.code << 8
+        if self._ending is not None and os.WIFSIGNALED(status):
+            return signal.SIGINT  # as a job that ends by Ctrl-C, whatever had to be sent to end it
         # torchrun had no restart left for the ranks that we ended, or nothing reported the attempt that failed.
         return EXIT_HUNG << 8 if status and self._restarting == self._watch.roster.attempt else status
+
+    def _end_if_insisted(self) -> None:
+        """Ends the job at the second Ctrl-C, which torchrun alone would survive for half a minute."""
+        if self._forwarder.insists and self._ending is None:
+            say("ending the job now")
+            self._ending = Task("end now", lambda: self._processes.end_all(NOW_GRACE_S))
+
+    def _cannot_end(self) -> bool:
+        """Returns whether the job's first process has survived SIGKILL: it is stuck in the kernel."""
+        ending = self._ending
+        return ending is not None and ending.done and self._job.agent in ending.result()
 
     def _until_due_s(self, now: float) -> float:
         """How long the loop may rest: a tick, or until the slowest rank's time is up."""
@@ -241,25 +269,56 @@ class Supervisor:
                 self._crash.on_agent(event)
             if event.event == "raised":
                 self._raised = event
-        if self._restarting == self._watch.roster.attempt:
+        if self._restarting == self._watch.roster.attempt and not self._is_restart_overdue(now):
             self._watch.acknowledge()
             return
-        if self._forwarder.stop_requested or self._ending is not None:
+        if self._is_stopping(now) or self._ending is not None:
             # A user, a scheduler or safelaunch is stopping the job: blame nobody, keep nobody waiting.
             self._watch.acknowledge(agent=self._ending is not None or self._council.is_heard_stopping(now))
             if self._ending is None:
                 self._on_stop(glance, now)
+                self._watch.hold(self._stop_s + STOP_S)
             return
-        self._on_crash(glance)
+        if self._forwarder.stop_requested:
+            self._watch_again(now)
+        if self._forwarder.stop_requested and not self._failed_before_stop:
+            self._watch.acknowledge()
+        else:
+            self._on_crash(glance)
         self._on_stall(glance, now)
         if self._early is not None:
-            self._early.advance(now, free=not (self._stall.busy or self._crash.busy or self._crash.begun))
+            self._early.advance(now, free=not (self._stall.busy or self._crash.busy or self._crash.holds(now)))
         for poller in self._pollers:
             poller.advance(now)
         self._on_consistency()
         self._live.tick(now)
         self._notices.tick(now)
+        self._reminders.tick(now)
         self._contracts.tick(now)
+
+    def _is_stopping(self, now: float) -> bool:
+        """Returns whether a job that was asked to stop still has time for it."""
+        if not self._forwarder.stop_requested or self._outlives_stop:
+            return False
+        return self._has_ended or now - (self._stop_s or now) < STOP_S
+
+    def _watch_again(self, now: float) -> None:
+        """Watches a job that was asked to stop and goes on: it finishes its work, or hangs."""
+        if self._outlives_stop:
+            return
+        self._outlives_stop = True
+        self._stall.abandon()
+        self._show_what_was_found()
+        say(f"the job was asked to stop {now - self._stop_s:.0f} s ago, and still runs: safelaunch watches it again")
+
+    def _is_restart_overdue(self, now: float) -> bool:
+        """Ends the job if torchrun never starts the ranks again that were ended for a hang."""
+        patience_s = RESTART_S if self._view.is_whole else RESTART_OF_SEVERAL_S
+        if now - self._restarting_s < patience_s or self._ending is not None:
+            return False
+        say(f"torchrun has not started the ranks again for {now - self._restarting_s:.0f} s: ending the job")
+        self._end(self.shown, EXIT_HUNG, shown=True)
+        return True
 
     def _is_a_crash(self, event: AgentEvent) -> bool:
         """Whether the event may belong to a crash. It doesn't if a user, a scheduler or safelaunch ends the ranks."""
@@ -308,7 +367,8 @@ class Supervisor:
         if self._stall.needs_ranks:
             self._say_of_end(f"finishing the evidence first (up to {HOLD_S:g} s), then ending the ranks")
             return True
-        failed = self._crash.begun_before(now - SAME_SIGNAL_S) and self._crash.unfinished
+        outlived = self._crash.begun and not self._crash.holds(now)  # a rank raised, and has not exited
+        failed = self._crash.begun_before(now - SAME_SIGNAL_S) and self._crash.unfinished and not outlived
         if self._stall.writing or self._live.writing or failed:
             self._by_key = False
             say("stopping; the verdict follows; press Ctrl-C again to skip it")
@@ -318,9 +378,11 @@ class Supervisor:
             return False
         spell = self._watch.spell(now)
         frozen_s = frozen_s_of(self._early.quiet if self._early is not None else None, spell, now)
-        known = frozen_s or self._stall.looking or self._is_seen_to_stand()
+        known = frozen_s or self._stall.looking or outlived or self._is_seen_to_stand()
         if spell is None or not known:
             return False
+        if outlived:
+            self._crash.yield_to_hang()
         times = f" ({frozen_s / spell.usual_s:.0f} x the usual step)" if frozen_s else ""
         quiet_s = frozen_s or now - spell.since_s
         first = f"collecting evidence first (up to {HOLD_S:g} s), then ending the ranks"
@@ -354,7 +416,7 @@ class Supervisor:
         if self._failed_before_stop:
             found.append(self._crash.advance(glance))
         self._unshown += [report for report in found if report is not None]
-        if now - self._stop_s > SHOWN_AFTER_S:
+        if now - self._stop_s > (LAST_WORDS_S if self._watch.has_ended else SHOWN_AFTER_S):
             self._show_what_was_found()
         if self._by_key and now - self._stop_s > QUIET_END_S:
             self._say_of_end("waiting for the ranks to end (up to 30 s under torchrun)")
@@ -372,16 +434,17 @@ class Supervisor:
 
     def _show_what_was_found(self) -> None:
         found, self._unshown = self._unshown, []
+        if self._pushed_off is not None and self._has_ended and not found:
+            publishing.recall(self._pushed_off)
         for report in found:
             self._show(report)
             self._found_at_stop = True
+            self._pushed_off = None if self._has_ended else report
 
     # --- a crash, a stall -------------------------------------------------------------------------------------------
 
     def _on_crash(self, glance: Glance) -> None:
         report = self._crash.advance(glance)
-        if self._crash.begun and self._stall.looking:
-            self._stall.abandon()
         if report is None:
             return
         self._show(report)
@@ -389,6 +452,11 @@ class Supervisor:
             self._give_up_or_go_on(report)
 
     def _on_stall(self, glance: Glance, now: float) -> None:
+        if self._crash.holds(now):
+            self._stall.abandon()
+            self._watch.hold(self._crash.due_s)
+            is_suspicion = glance.event is not None and glance.event.kind == "suspect"
+            glance = replace(glance, event=None) if is_suspicion else glance
         report = self._stall.advance(glance, now)
         if report is None:
             return
@@ -396,6 +464,8 @@ class Supervisor:
             self._act_with_all(report)
         elif report.verdict.outcome in ("suspect", "dump") or self._on_stall_is("dump") or not self._agent_lives():
             self._show(report)
+            if report.verdict.outcome == "hang" and self._agent_lives():
+                self._stall.note_goes_on(report)
         elif self._stall.attempt != self._watch.attempt:
             self._show(report)
             say("torchrun restarted the ranks: the job continues")
@@ -413,6 +483,8 @@ class Supervisor:
             self._end(report, EXIT_HUNG)
             return
         self._show(report)
+        if report.action == "dump":
+            self._stall.note_goes_on(report)
         if report.action == "restart" and self._give_up_or_go_on(report) and self._agent_lives():
             if self._stall.attempt != self._watch.attempt:
                 return  # torchrun has started the ranks again: those of another node were ended before ours
@@ -422,7 +494,7 @@ class Supervisor:
         """Ends the ranks of this attempt, so that torchrun starts others."""
         again = "torchrun starts the script from its beginning, which must load its own checkpoint"
         say(f"ending the ranks of this attempt; if --max-restarts allows it, {again}")
-        self._restarting = self._watch.roster.attempt
+        self._restarting, self._restarting_s = self._watch.roster.attempt, time.monotonic()
         Task("end ranks", self._processes.end_ranks)
 
     def _on_stall_is(self, policy: str) -> bool:
@@ -506,7 +578,7 @@ class Supervisor:
             self._note_end(status)
             self._note_rendezvous()
         self._wait_while(lambda: self._is_unfinished, until - time.monotonic(), ticks=True)
-        if self._forwarder.stop_requested and self._watching and self._ending is None:
+        if self._forwarder.stop_requested and self._watching:
             self._guarded_tick()
             self._show_what_was_found()
 
@@ -545,13 +617,13 @@ class Supervisor:
         else:
             self._context.unfinished.discard()
 
-    def _say_ended(self, verdict: _Verdict) -> None:
+    def _say_ended(self, verdict: _Verdict | None) -> None:
         assert self._ending is not None
         self._ending.wait(3 * GRACE_S)
         left = self._ending.result() if self._ending.done else self._processes.all()
         if left:
             say(f"could not be killed (stuck in the kernel): pid {', '.join(str(p.pid) for p in left)}")
-        if not verdict.shown and verdict.report is not None:
+        if verdict is not None and not verdict.shown and verdict.report is not None:
             self._show(verdict.report)
 
     def _wait_for_notifier(self) -> None:
@@ -572,6 +644,9 @@ class Supervisor:
 
     def _show(self, result: Report) -> None:
         self.shown, published = result, result.published
+        if result.repeats:
+            say(result.repeats)
+            return
         if result.verdict.outcome == "hang" and not published.lost:
             self._newest = published.shown
         if result.without_stacks:

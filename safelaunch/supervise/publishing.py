@@ -66,6 +66,7 @@ class Report:
     """The result of an incident. ``without_stacks``: why no stack could be read, if one reason explains all.
 
     ``action``: what all nodes do about the job, if they have agreed; ``step``: the lowest of all ranks then.
+    ``repeats``: the whole message about a failure that an earlier attempt had as well, and whose bundle this is.
     """
 
     verdict: Verdict
@@ -74,6 +75,7 @@ class Report:
     without_stacks: str = ""
     action: Action | Literal[""] = ""
     step: int | None = None
+    repeats: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,12 @@ def show(result: Report, environ: Mapping[str, str], place: str = "bundle") -> N
         say(f"the bundle is lost: {published.problem}")
     elif published.problem:
         say(f"the bundle could not be written to the requested directory: {published.problem}")
+
+
+def recall(result: Report) -> None:
+    """Repeats the verdict in short, as the last lines on the screen."""
+    say(f"the verdict again: {result.verdict.summary}")
+    say(f"bundle: {result.published.shown}")
 
 
 def _add_files(files: Mapping[str, bytes], others: Sequence[RankEvidence], staging: Staging) -> None:

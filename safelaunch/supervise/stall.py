@@ -26,6 +26,7 @@ from safelaunch.system.task import Task
 
 MOST_LOOK_S = 24.0
 REMIND_EVERY_S = 3600.0  # of a job that makes no step and continues
+LONGEST_S = 600.0  # a closer look: all that it does has deadlines, but a system call of its own might not return
 AGAIN = 1.5  # a quiet time gets a second bundle only if it lasts so many times as long as one that ended by itself
 
 
@@ -41,6 +42,7 @@ class _Suspicion:
     window_s: float
     incident: int = 0
     own: bool = True
+    begun_s: float = field(default_factory=time.monotonic)
     steps: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -134,12 +136,29 @@ class StallCase:
             self.note_recovery(now)
         if self.looking and self._looked_at not in (None, self._watch.attempt):
             self.abandon()  # what was suspected is no more
+        if self._suspicion is not None and now - self._suspicion.begun_s > LONGEST_S:
+            self.abandon()
+            self._watch.hold(now + LONGEST_S / 10)
+            say(f"a closer look at the ranks has not ended within {LONGEST_S:.0f} s: taking another one")
         self._looked_at = self._watch.attempt if self.looking else None
         if not self.busy and self._council.calls() is not None:
             self._look_for_others(now)
         if self._suspicion is not None and self._closer is not None and self._closer.done:
             self._take(self._suspicion, self._closer.result or _Seen(), now)
+        if self._watch.is_hung and not self.writing and self._suspect_bundle is not None:
+            self._watch_again(now)
         return self.written(now)
+
+    def note_goes_on(self, report: Report) -> None:
+        """The job hangs, and isn't ended for it (``--on-stall dump``)."""
+        self._suspect_bundle = _Suspect(self._written_of, report)
+
+    def _watch_again(self, now: float) -> None:
+        """Watches a job again that hung, was not ended, and has made progress."""
+        standing = self._watch.standing(now)
+        if standing is not None and standing.mark_s > self._written_of:
+            self.note_recovery(now)
+            self._watch.reset(now)
 
     def written(self, now: float) -> Report | None:
         """The report, once, when the bundle in progress is written."""

@@ -267,10 +267,26 @@ def _broken(line: str, width: int) -> list[str]:
 
 
 def _write(data: bytes) -> None:
+    """Writes to stderr; to the terminal if the reader of stderr has ended, as ``tee`` does at Ctrl-C."""
     data = fresh_line().encode() + data
     try:
         while data:
             data = data[os.write(2, data) :]
         fresh_line.begin()
+    except BrokenPipeError:
+        _write_to_terminal(data)
     except OSError:
         return  # stderr is closed, and there is nowhere else to report that
+
+
+def _write_to_terminal(data: bytes) -> None:
+    try:
+        terminal = os.open("/dev/tty", os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return  # there is none
+    try:
+        os.write(terminal, data)
+    except OSError:
+        return
+    finally:
+        os.close(terminal)

@@ -331,6 +331,10 @@ POOL = _sub_case(
     "A `Pool` never returns the task of a worker that died (`kernel_log.txt`): use `ProcessPoolExecutor`, which raises."
 )
 OUTLIVES = _sub_case("Make the thread a daemon (`daemon=True`), or stop and join it before the script ends.")
+EXIT_WAITS = _sub_case(
+    "Fix that exception first. Then let a rank that fails exit without waiting for its peers: in an exit handler, call "
+    "no collective and no `destroy_process_group()`, or only after a normal end."
+)
 DETAIL_CRASH = _sub_case(
     "Unset `TORCH_DISTRIBUTED_DEBUG=DETAIL` (`INFO` works): torch 2.13+ crashes with it when a DDP model is created."
 )
@@ -878,6 +882,9 @@ class RankKilled(Cause, name="rank-killed"):
 class RankException(Cause, name="rank-exception"):
     """A rank raised an uncaught exception, and this was the first failure: the errors of the other ranks follow from
     it, whatever torchrun's summary says. If all ranks raised the same at one line, all are named.
+
+    A rank that raised might never exit: its exit handler waits for peers, which wait for it. Then the job hangs, and
+    the verdict says where that rank waits.
     """
 
     advice = _advice(
@@ -912,8 +919,10 @@ class RankException(Cause, name="rank-exception"):
         Advice(
             "Fix the exception at this line; errors of other ranks follow from it.",
             when=lambda case: not case.all_alike,
-            unless=(STORE_NOT_REACHED, LAUNCHER, OUT_OF_MEMORY, KILLED_FROM_OUTSIDE),
+            unless=(STORE_NOT_REACHED, LAUNCHER, OUT_OF_MEMORY, KILLED_FROM_OUTSIDE, EXIT_WAITS),
         ),
+        EXIT_WAITS,
+        OUTLIVES,
         STORE_NOT_REACHED,
     )
     failure = True

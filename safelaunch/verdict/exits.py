@@ -451,7 +451,8 @@ def _exit_condition(rank: RankEvidence) -> Condition:
         refused = said or (call is not None and any(_is_of_parser(one) for one in call.frames))
         advice = frozenset({causes.OPTIONS_REFUSED}) if refused else frozenset[Advice]()
         return Condition("rank-exited", text, frame, rank.pid, claims=tuple(claims), advice=advice)
-    early = frame is not None and frame.function != "<module>"  # `sys.exit(main())` is how scripts end
+    returned = rank.progress is not None and bool(rank.progress.returned_ns)  # multiprocessing calls it then
+    early = frame is not None and frame.function != "<module>" and not returned  # `sys.exit(main())` is how scripts end
     advice = frozenset({causes.EXIT_CALLED}) if early else frozenset()
     text, cause = f"has left the training loop: it exited cleanly (code 0{where})", "uneven-batches"
     if call is not None and call.function == "os._exit" and early:

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from safelaunch.model import Claim, Collective, Evidence, FileLock, Frame, ProcessEvidence, RankEvidence
 from safelaunch.verdict import exits, peers
-from safelaunch.verdict.causes import BY_ITSELF, FOREIGN_LOCK, LOCK_FILE, OUTLIVES, OWED, STORE_NOT_REACHED
+from safelaunch.verdict.causes import BY_ITSELF, EXIT_WAITS, FOREIGN_LOCK, LOCK_FILE, OUTLIVES, OWED, STORE_NOT_REACHED
 from safelaunch.verdict.collectives import Alignment, described, number_of, op_name
 from safelaunch.verdict.conditions import Condition, View, gil_condition, record_claim, thread_condition
 from safelaunch.verdict.divergence import Histories
@@ -155,6 +155,8 @@ def _seen_from_the_others(facts: Facts, rank: int) -> RankFacts | None:
         doubts = those({Doubt.STATE_INFERRED: all(calls.makes_store(other.stack) for other in others)})
         failed = replace(failed, advice=frozenset({STORE_NOT_REACHED}), doubts=doubts, for_good=True)
         return replace(one, wait=None, condition=failed)
+    if one.condition is not None and one.condition.cause == "rank-exception" and facts.evidence.outcome != "crash":
+        return _never_exited(facts, one, one.condition)
     absent = _absent_thread(facts, one)
     if absent is not None or one.wait is not None:
         return replace(one, wait=None, condition=absent) if absent is not None else None
@@ -186,6 +188,32 @@ def _at_its_end(facts: Facts, one: RankFacts, left: Condition) -> Condition:
     if own.cause == "missing-from-collective" or own.frame is None:
         return left
     return replace(own, reason=f"has ended its script, and {own.reason}")
+
+
+def _never_exited(facts: Facts, one: RankFacts, raised: Condition) -> RankFacts | None:
+    """Returns a rank that raised with what keeps its process from exiting; None if that has ended."""
+    view = view_of(one.evidence, facts.read_source)
+    if one.evidence.exit is not None or view is None or not view.frames or view.wait.kind == "dead":
+        return None
+    callers = {entry.thread for entry in facts.alignment.pending(one.rank)} - {0}
+    inside = Inside(view, child_views(one.evidence, facts.read_source), callers)
+    wait = peers.peer_wait(one.evidence, view, facts.alignment)
+    wait = wait or peers.through_a_thread(one.evidence, inside, facts.alignment)
+    raw = view.thread.frames if view.thread is not None else ()
+    left, beside = calls.leaving(raw), view.beside()
+    if wait is not None:
+        does, claims = f"it waits in {wait.words if wait.frame else wait.op}", wait.claims[:1]
+    elif view.user_frame is None and left and beside:
+        own = replace(thread_condition(beside[0]), advice=frozenset({OUTLIVES}))
+        does, claims = f"its thread {beside[0].name} {own.reason}", own.claims[:1]
+    else:
+        own = inside.condition()
+        does, claims = f"it {own.reason}", own.claims[:1]
+    hook = any(fr.short(frame.function) == "excepthook" for frame in view.frames)
+    when = ", called by sys.excepthook" if hook else ", called at interpreter exit" if left and not beside else ""
+    reason = f"{raised.reason} and never exited: {does}{when}"
+    advice = raised.advice | ({EXIT_WAITS} if wait is not None else own.advice & {OUTLIVES})
+    return replace(one, condition=replace(raised, reason=reason, claims=(*raised.claims, *claims), advice=advice))
 
 
 def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition:
@@ -371,7 +399,7 @@ def _left(view: View) -> Condition | None:
     elif rank.exit is None and rank.progress is not None and rank.progress.returned_ns:
         why = "its function has returned"
         claim = Claim("its progress page says that its function has returned", f"{folder}/progress.json")
-    elif raw:
+    elif raw and not _handles_an_exception(view):  # else that says more than the end of its script
         why = calls.leaving(raw)
     wait = view.awaited.peers
     if not why and wait is not None and wait.kind == "teardown":
@@ -386,6 +414,11 @@ def _left(view: View) -> Condition | None:
     where = f", now at {fr.place(frame)}" if frame else ""
     text = f"has left the training loop: {why}{where}"
     return Condition("uneven-batches", text, frame, view.process.pid, claims=(claim,), for_good=True)
+
+
+def _handles_an_exception(view: View) -> bool:
+    ident = view.thread.ident if view.thread is not None else 0
+    return bool(ident) and any(one.thread == ident for one in view.rank.gil.handling)
 
 
 def _own(rank: RankEvidence, inside: Inside | None, alignment: Alignment) -> Condition:

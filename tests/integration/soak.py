@@ -203,6 +203,8 @@ _STEPPING = (
 )
 FROZEN: tuple[Frozen, ...] = (
     *_STEPPING,
+    Frozen("raises and never exits", "steady", "raise", 1, causes=("rank-exception",)),
+    Frozen("raises and never exits, busy thread", "evaluating", "raise", busy=True, causes=("rank-exception",)),
     # Without step marks: in its loop after a minute, frozen after ten floors without a collective.
     Frozen("collectives, no steps", "collectives", "sleep", 1, after=900, causes=("stuck-in-user-code",)),
 )

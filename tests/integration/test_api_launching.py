@@ -69,6 +69,15 @@ def test_a_function_that_returns_early_is_named(tmp_path: Path, method: str) -> 
     assert "its function has returned" in launch["verdict"]
 
 
+@pytest.mark.rare
+def test_a_rank_that_outlives_its_function_is_a_hang(tmp_path: Path) -> None:
+    with caller(tmp_path, "outlives") as job:
+        result = job.wait()
+    launch = told(result.stdout)["outlives"]
+    assert [rank for rank, _ in launch["culprits"]] == [1], result.said
+    assert result.leftovers == ()
+
+
 def stepping(job: Job) -> None:
     job.until(lambda: all((job.scratch / "signs" / f"stepped-{rank}").exists() for rank in (0, 1)), "the first steps")
 

@@ -98,7 +98,7 @@ for number in range(1500):
     print(f"line {number} of the output of this rank")
 if os.environ["RANK"] == "1":
     time.sleep(3)  # it is known by then
-    raise ValueError("always")
+    raise [ValueError, KeyError][int(os.environ["TORCHELASTIC_RESTART_COUNT"])]("always")
 time.sleep(60)
 """
 

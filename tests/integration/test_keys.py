@@ -120,3 +120,41 @@ def test_an_interrupted_demo_ends_as_an_interrupted_run(tmp_path: Path) -> None:
     assert result.code == 130 and not result.leftovers
     assert "the demo was stopped" in result.said and "FAILED" not in result.said
     assert "cli/demo.py" not in result.stderr, "no traceback but those of the ranks"
+
+
+STUBBORN = """if True:
+    import signal, torch, torch.distributed as dist
+    dist.init_process_group('gloo')
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    print('here', flush=True)
+    while True:
+        signal.pause()
+"""
+
+
+def test_a_second_ctrl_c_ends_ranks_that_ignore_signals_at_once(tmp_path: Path) -> None:
+    """torchrun would wait for half a minute, and then kill them."""
+    script = tmp_path / "stubborn.py"
+    script.write_text(STUBBORN)
+    with on_terminal(["--nproc-per-node=2", script], tmp_path) as job:
+        job.until(lambda: job.stdout.count("here") == 2, "both ranks")
+        job.type(CTRL_C)
+        job.until(lambda: AGAIN in job.stderr, "a word on what it waits for")
+        job.type(CTRL_C)
+        job.until(lambda: "safelaunch: ending the job now" in job.stderr, "the end")
+        result = job.wait(25.0)
+    assert result.code and not result.leftovers and not result.bundles
+
+
+def test_a_verdict_that_torchruns_traceback_pushes_off_the_screen_is_repeated(tmp_path: Path) -> None:
+    """The ranks outlive Ctrl-C for so long that the verdict is shown before the end of torchrun."""
+    words = ["--nproc-per-node=2", PROGRAMS / "outliving.py", "--how=handler", "--raise-on=1"]
+    with on_terminal(words, tmp_path) as job:
+        job.until(lambda: "IndexError" in job.stderr, "the exception")
+        job.until(lambda: "safelaunch: quiet for" in job.stderr, "a word that the job is quiet")
+        job.type(CTRL_C)
+        result = job.wait()
+    assert result.code == 1 and not result.leftovers, result.stderr
+    last = " ".join(result.stderr.rpartition("SignalException")[2].split())
+    assert f"bundle: {result.bundle.path}" in last and "raised IndexError" in last, result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 import types
@@ -238,3 +239,22 @@ def test_a_backend_that_is_not_of_torch(c10d: types.ModuleType, monkeypatch: pyt
     for groups, foreign in (([Group(cpu="gloo")], False), ([Group(cpu="gloo"), OfPython(cpu="x")], True), ([], False)):
         c10d._world = types.SimpleNamespace(pg_names=dict.fromkeys(groups, "0"))  # type: ignore[attr-defined]
         assert server._foreign_backend() is foreign
+
+
+ON_ITS_WAY_OUT = """if True:
+    import sys
+    from safelaunch.beacon import server
+    def hook(*_: object) -> None:
+        print([(one["type"], one["frames"][0]["line"]) for one in server._handled_exceptions()])
+    sys.excepthook = hook
+    try:
+        sys.last_value = OSError("an old one")  # as a library leaves it that prints an error
+        print(server._handled_exceptions())
+    finally:
+        raise IndexError("list index out of range")
+"""
+
+
+def test_a_main_thread_on_its_way_out_handles_what_ended_its_script() -> None:
+    shown = subprocess.run([sys.executable, "-c", ON_ITS_WAY_OUT], capture_output=True, text=True, timeout=60)
+    assert shown.stdout.splitlines() == ["[]", "[('IndexError', 11)]"], shown.stderr

@@ -151,3 +151,25 @@ def test_a_signal_is_held_for_so_long_and_no_longer(
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert sent == [(GROUP, INT)] and not forwarder.holding
+
+
+@pytest.mark.parametrize(
+    ("signals", "apart_s", "expected"),
+    [
+        ((signal.SIGINT, signal.SIGINT), 1.0, True),
+        ((signal.SIGINT, signal.SIGINT), 0.01, False),  # sent to the process and to its group
+        ((signal.SIGTERM, signal.SIGINT), 1.0, False),
+        ((signal.SIGINT, signal.SIGTERM), 1.0, False),
+        ((signal.SIGTERM, signal.SIGTERM), 1.0, False),
+        ((signal.SIGINT, signal.SIGTERM, signal.SIGINT), 1.0, True),
+    ],
+)
+def test_only_a_second_ctrl_c_insists(
+    monkeypatch: pytest.MonkeyPatch, signals: tuple[int, ...], apart_s: float, expected: bool
+) -> None:
+    now = iter(100.0 + apart_s * number for number in range(100))
+    monkeypatch.setattr("safelaunch.job.job.time.monotonic", lambda: next(now))
+    forwarder = Forwarder(None)
+    for number in signals:
+        forwarder.take(number, by_terminal=True)
+    assert forwarder.insists is expected

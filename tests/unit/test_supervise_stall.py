@@ -33,7 +33,7 @@ from safelaunch.supervise.kinds import HANG
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import JobView
-from safelaunch.supervise.stall import StallCase, _Suspicion
+from safelaunch.supervise.stall import LONGEST_S, StallCase, _Suspicion
 from safelaunch.supervise.watch.job import Glance, Watch
 from safelaunch.supervise.watch.rhythm import Threshold
 from safelaunch.supervise.watch.stall import Event, Found, Limits, Policy, Stall, started
@@ -167,6 +167,22 @@ def test_ranks_that_were_started_anew_are_under_no_suspicion(job: Job) -> None:
     assert not job.case.looking and job.council.channel.beat.doing == "watching"
     job.call(1)  # all look, those of the new round included
     job.until(lambda: job.vote[0] == 1)
+
+
+def test_a_look_that_never_ends_is_given_up_and_taken_again_later(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    returns = threading.Event()
+    monkeypatch.setattr(job.case, "_look_closer", lambda *_: returns.wait(60))
+    job.tick(SUSPECTED)
+    now = time.monotonic()
+    job.case.advance(QUIET, now + LONGEST_S - 5.0)
+    assert job.case.looking
+    job.case.advance(QUIET, now + LONGEST_S + 5.0)
+    returns.set()
+    assert not job.case.looking
+    assert job.watch.state.look_again_s > now + LONGEST_S
+    assert "taking another one" in capfd.readouterr().err
 
 
 @pytest.fixture

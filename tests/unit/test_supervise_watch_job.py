@@ -318,3 +318,32 @@ def test_a_long_run_stays_small_evenly_spread_and_ends_with_its_newest_step() ->
 
 def test_nothing_seen() -> None:
     assert Strides().points() == ()
+
+
+def test_a_held_watch_suspects_nothing_until_then_and_something_afterwards() -> None:
+    watch, ranks = watched(None)
+    ranks.step(0, 5, 10.0)
+    ranks.step(1, 5, 10.0)
+    watch.tick(12.0)
+    events = []
+    for now in range(16, 700, 4):
+        glance = watch.tick(float(now))
+        if now < 640:
+            watch.hold(640.0)
+            assert watch.state.status is stall.Status.WATCHING
+        events += [(now, glance.event.kind)] if glance.event is not None and now >= 640 else []
+    assert events == [(640, "suspect")]
+
+
+def test_ranks_whose_functions_have_returned_are_judged_once_all_have() -> None:
+    """Until then, one that has returned waits for the others; afterwards, its process should end."""
+    watch, ranks = watched(None)
+    for number in (0, 1):
+        ranks.step(number, 5, 10.0)
+    watch.tick(12.0)
+    ranks.step(0, 5, 10.0, returned_ns=int(13e9))
+    quiet = [watch.tick(now / 1.0).event for now in range(16, 600, 4)]
+    assert quiet == [None] * len(quiet)
+    ranks.step(1, 900, 600.0, returned_ns=int(600e9))
+    events = [(now, event.kind) for now in range(600, 1300, 4) if (event := watch.tick(float(now)).event) is not None]
+    assert [kind for _, kind in events] == ["suspect"] and 1200 <= events[0][0] < 1230

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from evidence import job, rank
 
-from safelaunch.model import Culprit, Frame, Verdict
-from safelaunch.supervise.watch.restart import Failure, failure_of, why_give_up
+from safelaunch.model import Culprit, Frame, RankException, Verdict
+from safelaunch.supervise.watch.restart import Failure, failure_of, kin_of, why_give_up
 
 HANG = Failure("hang", "stuck-in-user-code", 40, frozenset({("/w/train.py", 7)}))
 
@@ -55,3 +56,29 @@ def test_a_renumbered_rank_is_the_same_failure() -> None:
 def test_a_verdict_that_names_nobody_is_compared_by_the_slowest_step() -> None:
     assert failure_of(verdict(), (12, 11, 12)) == Failure("hang", "stuck-in-user-code", 11, frozenset())
     assert failure_of(verdict(), ()).step is None
+
+
+def raised(kind: str, message: str) -> RankException:
+    return RankException(kind, message, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("again", "kind", "expected"),
+    [
+        (verdict((1, 50, 7)), "ValueError", True),  # it began at a checkpoint
+        (verdict((1, 40, 8)), "ValueError", False),
+        (verdict((1, 40, 7)), "KeyError", False),
+        (verdict((1, 40, 7), (0, 40, 9)), "ValueError", False),
+    ],
+)
+def test_failures_at_one_line_with_one_error_are_kin_whatever_step_and_message(
+    again: Verdict, kind: str, expected: bool
+) -> None:
+    first = kin_of(verdict((1, 40, 7)), job(rank(0), rank(1, more={"exception": raised("ValueError", "loss 1.5")})))
+    second = kin_of(again, job(rank(0), rank(1, more={"exception": raised(kind, "loss 3.5")})))
+    assert first is not None and (first == second) is expected
+
+
+def test_a_failure_without_a_line_has_no_kin() -> None:
+    culprit = Culprit(1, "node", 101, "main", None, 40, "")
+    assert kin_of(Verdict(1, "crash", "rank-killed", "high", "", (culprit,), "", (), (), (), ()), job(rank(0))) is None

@@ -19,6 +19,7 @@ from evidence import (
     rank,
     record,
     script,
+    waiting,
 )
 from msgspec.structs import replace
 
@@ -475,3 +476,27 @@ def test_a_rank_that_failed_at_another_address_than_its_peers_wait_at(message: s
     assert verdict.confidence == "high"
     looking = [rank(n, (MAKES_STORE, *in_init(12)), "poll", step=None) if n != culprit else ranks[n] for n in range(3)]
     assert diagnose(job(*looking, outcome="crash")).confidence == "medium"  # they may not reach a store either
+
+
+@pytest.mark.parametrize(
+    ("frames", "kernel", "expected"),
+    [
+        (in_c10d("barrier", 17, "close")[:-1], "futex", "it waits in barrier at train.py:17 (close), called at interp"),
+        (in_c10d("barrier", 17)[:2], "futex", "it waits in barrier, called at interpreter exit, while"),
+        ((at(17, "close"),), "sleep", "it is asleep in train.py:17 (close), called at interpreter exit"),
+        ((at(17, "close"), at(100, "<module>")), "sleep", "it is asleep in train.py:17 (close), while"),
+    ],
+)
+def test_a_rank_that_raised_and_lives_is_named_with_what_keeps_it(
+    frames: tuple[Frame, ...], kernel: str, expected: str
+) -> None:
+    error = RankException("IndexError", "list index out of range", 100.0, (at(23, "fit"), at(100, "<module>")))
+    mine = rank(1, frames, kernel, more={"exception": error})
+    verdict = diagnose(job(waiting(0), mine))
+    assert (verdict.cause, [(c.rank, c.frame and c.frame.line) for c in verdict.culprits]) == (
+        "rank-exception",
+        [(1, 23)],
+    )
+    words = "Rank 1 raised IndexError: list index out of range at train.py:23 (fit) and never exited: "
+    assert verdict.summary.startswith(words + expected), verdict.summary
+    assert "never exited" not in diagnose(job(waiting(0), mine, outcome="crash")).summary

@@ -70,10 +70,10 @@ class CallersProcesses(JobProcesses):
     def all(self) -> tuple[ProcessId, ...]:
         return self.ranks()
 
-    def end_all(self) -> tuple[ProcessId, ...]:
+    def end_all(self, grace_s: float = GRACE_S) -> tuple[ProcessId, ...]:
         """Tells the caller, whose launcher then ends its ranks; SIGTERM, grace, SIGKILL for what does not end."""
         self._line.say(Stop())
-        return process.end_all(None, self.all, grace_s=GRACE_S)
+        return process.end_all(None, self.all, grace_s=grace_s)
 
 
 def main() -> None:

@@ -219,26 +219,39 @@ class Watch:
             exited=self._has_ended(progress, now),
             paused=progress.paused,
             phase=progress.phase,
-            phase_since_s=max(marked_ns, progress.exit_ns) / 1e9,
+            phase_since_s=max(marked_ns, progress.exit_ns, self._all_returned_ns) / 1e9,
             phase_timeout_s=progress.phase_timeout_s,
         )
 
     def _has_ended(self, progress: Progress, now: float) -> bool:
         """Whether a rank has nothing more to do: its process is gone, or its script ended a moment ago.
 
-        A process that outlives its script for long hangs in its own shutdown, so the watch continues. The kernel is
-        asked only about a rank that has been quiet for a while.
+        A process that outlives its script for long hangs in its own shutdown, so the watch continues. A rank whose
+        function has returned waits for those of its peers. The kernel is asked only about a rank that has been quiet
+        for a while.
         """
-        quiet_s = now - max(progress.last_step_ns, progress.claimed_ns, progress.exit_ns) / 1e9
-        if progress.pid in self._gone or progress.returned_ns:
+        returned_ns = self._all_returned_ns
+        marks_ns = max(progress.last_step_ns, progress.claimed_ns, progress.exit_ns, returned_ns)
+        if progress.pid in self._gone or (progress.returned_ns and not returned_ns):
             return True
-        if quiet_s < self.policy.stall_s:
-            return progress.state == "exited"
+        if now - marks_ns / 1e9 < self.policy.stall_s:
+            return progress.state == "exited" or bool(progress.returned_ns)
         found = identify(progress.pid)
         if found is None or found.start_ticks != progress.start_ticks or not found.is_alive():
             self._gone[progress.pid] = now
             return True
         return False
+
+    @property
+    def _all_returned_ns(self) -> int:
+        """When the last function of a rank returned; 0 while one of them runs."""
+        living = [one for one in self.last_progress.values() if one.pid not in self._gone]
+        return max((one.returned_ns for one in living), default=0) if all(one.returned_ns for one in living) else 0
+
+    @property
+    def paused(self) -> dict[int, float]:
+        """The ranks that suspend the watch → since when."""
+        return {mark.rank: mark.phase_since_s for mark in self._marks if mark.paused and not mark.exited}
 
     @property
     def has_ended(self) -> bool:
@@ -291,6 +304,12 @@ class Watch:
     def mark_hung(self) -> None:
         """It hangs, as all nodes have found together: nothing is suspected any more."""
         self.state = replace(self.state, status=stall.Status.HUNG)
+
+    def hold(self, until_s: float) -> None:
+        """Suspects nothing until then: a failure has time to end the ranks."""
+        is_suspected = self.state.status is stall.Status.CONFIRMING
+        status = stall.Status.WATCHING if is_suspected else self.state.status
+        self.state = replace(self.state, status=status, look_again_s=max(self.state.look_again_s, until_s))
 
     @property
     def is_hung(self) -> bool:

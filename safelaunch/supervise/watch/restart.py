@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from safelaunch.model import Verdict
+from safelaunch.model import Evidence, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,32 @@ def failure_of(verdict: Verdict, steps: tuple[int, ...]) -> Failure:
         step=min(named or steps, default=None),
         places=frozenset((frame.file, frame.line) for frame in frames),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Kin:
+    """What a failure has in common with that of an earlier attempt, which started from another step and message."""
+
+    outcome: str
+    cause: str
+    culprits: frozenset[tuple[str, str, str, str, int]]
+    """host, GPU, process, file and line of each"""
+    raised: frozenset[str]
+    """the types of all exceptions"""
+
+
+def kin_of(verdict: Verdict, evidence: Evidence) -> Kin | None:
+    """Returns None for a failure without a line: two of those might have nothing in common."""
+    if not verdict.culprits or any(one.frame is None for one in verdict.culprits):
+        return None
+    culprits = frozenset(
+        (one.host, str(one.gpu or ""), one.process.partition(" (")[0], one.frame.file, one.frame.line)
+        for one in verdict.culprits
+        if one.frame is not None
+    )
+    named = {one.rank for one in verdict.culprits}
+    raised = frozenset(one.exception.type for one in evidence.ranks if one.exception is not None and one.rank in named)
+    return Kin(verdict.outcome, verdict.cause, culprits, raised)
 
 
 def why_give_up(earlier: tuple[Failure, ...], new: Failure) -> str:

@@ -8,6 +8,7 @@ Prints a line of JSON for each launch.
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -67,6 +68,17 @@ def leave():
             return "early"
         torch.distributed.barrier()
         time.sleep(0.01)
+
+
+def outlives():
+    """Returns, and leaves a thread that keeps the process of rank 1 from its end."""
+    rank = begin()
+    for _ in range(3):
+        safelaunch.step()
+        torch.distributed.barrier()
+    if rank == 1:
+        threading.Thread(target=time.sleep, args=(3600,), name="uploader").start()
+    return rank
 
 
 def steady():

@@ -1,5 +1,6 @@
 """Training in each kind of healthy rhythm (``--how``), to its end or until it freezes (``--freeze``)."""
 
+import atexit
 import gzip
 import os
 import random
@@ -16,7 +17,7 @@ from training import Training, parser
 
 import safelaunch
 
-parser.add_argument("--freeze", default="", help="how it freezes: sleep, lock, read, mismatch, loader, spin")
+parser.add_argument("--freeze", default="", help="how it freezes: sleep, lock, read, mismatch, loader, spin, raise")
 parser.add_argument("--length", type=float, default=0.1, help="duration of a normal step in seconds")
 parser.add_argument("--quiet", type=float, default=0.0, help="duration of an evaluation in seconds")
 parser.add_argument("--busy-thread", action="store_true", help="run a logger and profiler thread")
@@ -197,6 +198,9 @@ def freeze() -> None:
         os.read(reading, 1)  # FREEZES: read
     elif how == "mismatch":
         dist.all_gather([torch.zeros(3) for _ in range(dist.get_world_size())], torch.zeros(3))  # FREEZES: mismatch
+    elif how == "raise":
+        atexit.register(dist.barrier)  # for which the peers never come
+        raise ValueError("loss is not finite")  # FREEZES: raise
     elif how == "spin":
         while True:  # FREEZES: spin
             pass

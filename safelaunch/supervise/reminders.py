@@ -1,0 +1,85 @@
+"""Reminders about states in which no rank is judged and which might never end: a pause, a launcher without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from safelaunch.job.process import identify
+from safelaunch.model import rank_words
+from safelaunch.supervise.watch.job import Watch
+from safelaunch.system.console import say
+
+IDLE_S = 120.0  # for a launcher to start ranks, and to end after them
+IDLE_EVERY_S = 5.0  # between two looks at the processes
+
+
+class Reminder:
+    """Decides when a word about a lasting state is due: after a time, and whenever it has lasted twice as long."""
+
+    def __init__(self) -> None:
+        self._of_s: float | None = None
+        self._times = 1
+
+    def is_due(self, since_s: float | None, first_s: float, now: float) -> bool:
+        """``since_s``: the begin of the state, None while there is none."""
+        if since_s is None or since_s != self._of_s:
+            self._of_s, self._times = since_s, 1
+        if since_s is None or now - since_s < first_s * self._times:
+            return False
+        self._times *= 2
+        return True
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the word that is due now is the first about this state."""
+        return self._times == 2
+
+
+class Reminders:
+    """Prints the reminders. Call ``tick`` on every tick of the watch.
+
+    ``dump``: writes a bundle of the running job. ``launcher``: the pid of torchrun's agent, None if there is none.
+    """
+
+    def __init__(self, watch: Watch, now: float, launcher: int | None, dump: Callable[[], object]) -> None:
+        self._watch = watch
+        self._dump = dump
+        self._launcher = launcher
+        self._pause, self._idle = Reminder(), Reminder()
+        self._idle_since_s: float | None = now
+        self._look_s = now
+
+    def tick(self, now: float) -> None:
+        self._on_pause(now)
+        if self._launcher is not None and now >= self._look_s:
+            self._look_s = now + IDLE_EVERY_S
+            self._on_idle_launcher(self._launcher, now)
+
+    def _on_pause(self, now: float) -> None:
+        paused = self._watch.paused
+        since_s = min(paused.values(), default=None)
+        if not self._pause.is_due(since_s, self._watch.policy.max_stall_s, now) or since_s is None:
+            return
+        has = "has" if len(paused) == 1 else "have"
+        text = f"{rank_words(paused)} {has} paused the watch for {now - since_s:.0f} s (safelaunch.pause()): until that"
+        say(f"{text} ends, safelaunch takes nothing in this job for a hang")
+        if self._pause.is_first:
+            self._dump()
+
+    def _on_idle_launcher(self, launcher: int, now: float) -> None:
+        if self._has_ranks():
+            self._idle_since_s = None
+        elif self._idle_since_s is None:
+            self._idle_since_s = now
+        if not self._idle.is_due(self._idle_since_s, IDLE_S, now) or self._idle_since_s is None:
+            return
+        lasts = f"for {now - self._idle_since_s:.0f} s"
+        began = bool(self._watch.roster.workers or self._watch.last_progress)
+        what = "all ranks of this node have ended, and torchrun has neither ended nor started others"
+        what = f"{what} {lasts}" if began else f"torchrun has not started a rank {lasts}"
+        say(f"{what}: it waits for other nodes, or hangs itself ('py-spy dump --pid {launcher}' shows where)")
+
+    def _has_ranks(self) -> bool:
+        roster = self._watch.roster
+        pids = {worker.pid for worker in roster.workers.values()} | {page.pid for page in roster.pages().values()}
+        return any((found := identify(pid)) is not None and found.is_alive() for pid in pids)
