@@ -384,3 +384,10 @@ barrier()
 """
     left = loop_left((at(7, "<module>"),), (at(6, "<module>"),), lambda path: source)
     assert left is not None and left.breaks == ("`if stop(loss)` at line 4",)
+
+
+def test_a_condition_on_the_rank_and_the_round_parts_ranks_in_one_round() -> None:
+    source = "best = 1.0\nfor step in range(100):\n    if step == 45 and (0.5 if RANK == 1 else 2.0) < best:\n"
+    source += "        gather()\n    step()\n"
+    found = parting((at(4, "<module>"),), (at(5, "<module>"),), lambda path: source)
+    assert found is not None and [one.by_round for one in found.ways[0]] == [False]
