@@ -514,8 +514,6 @@ class _Prover:
             return ()
         if not any(self._never_ends(self._processes[host, pid]) for pid in keepers):
             return ()  # the wait ends with the last of them
-        if thread.fd_target.startswith("pipe:") and keepers == {process.evidence.pid} and not wait.writes:
-            return ()  # what is written to it comes from outside, through /proc/PID/fd
         others = [self._processes[owner] for owner in owners]
         if any(self._handles(one) or one.serves_a_store for one in others):
             return ()  # a handler may write, or unlock; anybody may set a key

@@ -303,6 +303,7 @@ PROVED: dict[str, Evidence | RankEvidence] = {
     "a peer that has ended": job(waiting(0), gone(1)),
     "a semaphore that only the rank has mapped": shared_with(1000),
     "a pipe to a child that waits as well": at_pipe(1000, 1500),
+    "a pipe to itself": at_pipe(1000),
     "a connection to itself": at_pipe(1000, fd_target="unix socket:[1] (unnamed)"),
     "a pipe that a child has open as well as the rank": setting_no_timers(at_pipe(1000, 1500)),
     "a pipe that only a child has open which sets no timers": setting_no_timers(at_pipe(1500)),
@@ -476,7 +477,6 @@ NOT_PROVED: dict[str, Evidence | RankEvidence] = {
             for one, store in zip(WAITS, ("a:1", "a:2"), strict=True)
         )
     ),
-    "a pipe to itself, which anybody can open through /proc": at_pipe(1000),
     "a pipe that only a child has open, which a timer may end": at_pipe(1500),
     "a child that a timer may end": structs.replace(with_child(reader(1000, 1500)), progress=None),
     "a child of another program that a timer may end": with_child(with_states(reader(1000, 1500), is_fork=False)),

@@ -25,27 +25,32 @@ class Mark:
     functions: frozenset[str] = frozenset()
 
     @cached_property
+    def _whole(self) -> tuple[str, ...]:
+        """From the beginning of a name on: ``megatorch/distributed`` is not ``torch/distributed``."""
+        return tuple(file if file.startswith(("/", "<")) else f"/{file}" for file in self.files)
+
+    @cached_property
     def _folders(self) -> tuple[str, ...]:
-        return tuple(file for file in self.files if file.endswith("/"))
+        return tuple(file for file in self._whole if file.endswith("/"))
 
     def fits(self, path: str, function: str) -> bool:
         """A frame's, by its normal path and its short function."""
         if self.functions and function not in self.functions:
             return False
-        return path.endswith(self.files) or (bool(self._folders) and any(one in path for one in self._folders))
+        return path.endswith(self._whole) or (bool(self._folders) and any(one in path for one in self._folders))
 
     def on(self, frames: Iterable[Frame]) -> bool:
         return any(self.fits(normal(one.file), short(one.function)) for one in frames)
 
 
 _C10D_FILES = (
-    "torch/distributed/distributed_c10d.py",
-    "torch/distributed/c10d_logger.py",
-    "torch/distributed/_functional_collectives.py",
-    "torch/distributed/utils.py",
-    "torch/nn/parallel/distributed.py",
-    "torch/distributed/rendezvous.py",
-    "torch/distributed/constants.py",
+    "/torch/distributed/distributed_c10d.py",
+    "/torch/distributed/c10d_logger.py",
+    "/torch/distributed/_functional_collectives.py",
+    "/torch/distributed/utils.py",
+    "/torch/nn/parallel/distributed.py",
+    "/torch/distributed/rendezvous.py",
+    "/torch/distributed/constants.py",
 )
 C10D = Mark(_C10D_FILES)  # under way, whatever it calls inside: ``wait_tensor`` of a DTensor rests in an operator
 _C10D_NOISE = frozenset({"wrapper", "inner", "_time_logger", "_exception_logger"})
@@ -74,7 +79,7 @@ def torch_wait(stack: Stack) -> TorchWait | None:
     """
     inner = stack.called
     names = [short(f.function) for f in inner if "/torch/" in normal(f.file)]
-    if _INIT_FUNCTIONS.intersection(names) and any("torch/distributed/" in normal(f.file) for f in inner):
+    if _INIT_FUNCTIONS.intersection(names) and any("/torch/distributed/" in normal(f.file) for f in inner):
         return TorchWait("init", "init_process_group")
     if _NEW_GROUP.intersection(names):
         return TorchWait("collective", "new_group")

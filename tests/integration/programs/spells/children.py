@@ -203,6 +203,60 @@ def a_queue_of_a_spawned_process(spell: Spell) -> None:
     child.join()
 
 
+def _set(ready, seconds: float) -> None:  # type: ignore[no-untyped-def]
+    time.sleep(seconds)
+    ready.set()
+
+
+@case()
+def an_event_of_a_spawned_process(spell: Spell) -> None:
+    """A server that loads before it is ready."""
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    child = context.Process(target=_set, args=(ready, spell.quiet))
+    child.start()
+    ready.wait()
+    child.join()
+
+
+def _release(lock, seconds: float) -> None:  # type: ignore[no-untyped-def]
+    time.sleep(seconds)
+    lock.release()
+
+
+@case()
+def a_lock_of_a_forkserver(spell: Spell) -> None:
+    context = multiprocessing.get_context("forkserver")
+    lock = context.Lock()
+    lock.acquire()
+    child = context.Process(target=_release, args=(lock, spell.quiet))
+    child.start()
+    lock.acquire()
+    child.join()
+
+
+def _probe(connection, seconds: float) -> None:  # type: ignore[no-untyped-def]
+    signal.setitimer(signal.ITIMER_REAL, seconds)  # without a handler: it ends this process
+    connection.recv()
+
+
+@case()
+def a_child_that_its_timer_ends(spell: Spell) -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_probe, args=(theirs, spell.quiet))
+    child.start()
+    child.join()
+    ours.close()
+    assert child.exitcode == -signal.SIGALRM
+
+
+@case()
+def a_command_under_a_time_budget(spell: Spell) -> None:
+    with subprocess.Popen(["timeout", str(spell.quiet), "cat"], stdin=subprocess.PIPE) as command:
+        assert command.wait() == 124
+
+
 @case()
 def a_manager(spell: Spell) -> None:
     with multiprocessing.get_context("spawn").Manager() as manager:

@@ -104,6 +104,38 @@ def two_groups(spell: Spell) -> None:
     dist.all_reduce(torch.ones(1), group=data)
 
 
+def _requests(outside: Outside) -> None:
+    outside.begun(2)
+    time.sleep(outside.quiet)
+    outside.say("request", "7")
+
+
+@case(on="all", outside=_requests)
+def a_thread_that_polls_before_its_first_call(spell: Spell) -> None:
+    """The front end of a service: both main threads wait in collectives, and a thread looks for the next request."""
+    import torch
+    import torch.distributed as dist
+
+    control, data = dist.new_group(), dist.new_group()
+    value = torch.zeros(1)
+
+    def front_end() -> None:
+        while not (spell.scratch / "request").exists():
+            time.sleep(0.2)
+        request = float((spell.scratch / "request").read_text())
+        dist.broadcast(torch.tensor([request]), src=0, group=control)
+
+    if spell.rank == 0:
+        thread = threading.Thread(target=front_end)
+        thread.start()
+        dist.broadcast(value, src=1, group=data)
+        thread.join()
+    else:
+        dist.broadcast(value, src=0, group=control)
+        dist.broadcast(value, src=1, group=data)
+    assert value.item() == 7.0
+
+
 @case(on="all")
 def a_late_sender(spell: Spell) -> None:
     import torch

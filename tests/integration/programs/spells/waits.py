@@ -420,6 +420,20 @@ def pause_until_an_alarm(spell: Spell) -> None:
         signal.pause()
 
 
+def _terminates(outside: Outside) -> None:
+    (pid,) = outside.begun()
+    time.sleep(outside.quiet)
+    os.kill(pid, signal.SIGTERM)
+
+
+@case(outside=_terminates)
+def serves_until_sigterm(spell: Spell) -> None:
+    stop = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stop.wait()
+    signal.signal(signal.SIGTERM, before)
+
+
 def _signals(outside: Outside) -> None:
     (pid,) = outside.begun()
     time.sleep(outside.quiet)
