@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _server: Any = None
+_c_handlers: dict[int, bytes] = {}  # of the signals that Python and the beacon handle themselves
 _backends: list[str] = []  # whose calls torch 2.15 and later records under the backend's own name
 _ARGS: Any = vars(BaseException)["args"]
 _TRACEBACK: Any = vars(BaseException)["__traceback__"]
@@ -34,6 +35,7 @@ GIL_HANDLER = "safelaunch_gil"
 FLIGHT_RECORD_HANDLER = "safelaunch_flight_record"
 MOST_BACKENDS = 16
 MOST_PREFIXES = 8
+_SIGINT, _SIGTERM = 2, 15
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _GLOO = "gloo"  # records by itself, and is the recorder that torch reads where no backend is named
 
@@ -62,6 +64,8 @@ def start(base: str, words: memoryview) -> bool:
         add(FLIGHT_RECORD_HANDLER, _answer_flight_record)
         add(inside.HANDLER, inside.handler(base))
         _follow_recorders(add)
+    for number in (_SIGINT, _SIGTERM):
+        _c_handlers[number] = _c_handler(number)
     global _server
     _server = _without_server_log(lambda: descriptors.protect_new_sockets(lambda: server_class(path)))
     _never_destroy(_server)
@@ -155,20 +159,30 @@ def _stores() -> dict[str, str]:
             host = socket.gethostname() if host in _LOOPBACK else host
             found[str(world.pg_names[group])] = f"{host}:{port}"
         elif type(path) is str:
-            found[str(world.pg_names[group])] = path
+            found[str(world.pg_names[group])] = f"{socket.gethostname()}:{os.path.abspath(path)}"
     return found
 
 
 def _handlers() -> list[int]:
-    """Signals for which the script has a handler of its own, which Python runs in the main thread."""
+    """Signals for which the script has a handler of its own: in Python, or in C instead of Python's or the beacon's."""
     import signal
 
     present = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    return sorted(
+    of_python = {
         int(number)
         for number, handler in present.items()
         if callable(handler) and handler is not signal.default_int_handler
-    )
+    }
+    return sorted(of_python | {number for number, usual in _c_handlers.items() if _c_handler(number) != usual})
+
+
+def _c_handler(number: int) -> bytes:
+    """Address of the function that the kernel calls: the first field of glibc's ``struct sigaction``."""
+    import ctypes
+
+    action = ctypes.create_string_buffer(256)
+    ctypes.CDLL(None).sigaction(number, None, action)
+    return action.raw[:8]
 
 
 def _library_threads() -> list[dict[str, object]]:

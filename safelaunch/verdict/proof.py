@@ -297,8 +297,7 @@ class _Prover:
         """A thread or process, and where it is."""
         host = self._case.ranks[node.rank].evidence.host
         process = self._processes[host, node.pid]
-        is_rank = process is self._of_ranks.get(node.rank)
-        whose = f"rank {node.rank}" if is_rank else f"process {node.pid} of rank {node.rank}"
+        whose = f"rank {node.rank}" if self._is_rank(process) else f"process {node.pid} of rank {node.rank}"
         if node.tid == OTHERS:
             files = {path.rpartition("/")[2] for one in process.unknown for path in one.libraries} - {"?"}
             return f"a native thread of {whose}" + (f" ({', '.join(sorted(files)[:3])})" if files else "")
@@ -496,7 +495,7 @@ class _Prover:
             return ()  # one that was not seen, or has ended and is about to be reaped
         if not all(self._never_ends(self._processes[child]) for child in children):
             return ()
-        givers = self._threads_of([*children, (host, parent)]) - {process.actor(view)}  # another thread may end it
+        givers = self._threads_of(self._family(process.rank)) - {process.actor(view)}
         return (Need(givers, f"a child process to end ({view.place})", _stack_claim(view)),)
 
     def _of_descriptor(self, view: View, process: _Process) -> tuple[Need, ...]:
@@ -512,8 +511,11 @@ class _Prover:
         owners = {(host, pid) for pid in (*pids, process.evidence.pid)}
         if not pids or not owners <= self._processes.keys():
             return ()
-        if not any(self._never_ends(self._processes[host, pid]) for pid in keepers):
+        keeping = [self._processes[host, pid] for pid in keepers]
+        if not any(map(self._never_ends, keeping)):
             return ()  # the wait ends with the last of them
+        if not any(map(self._is_rank, keeping)):
+            owners |= self._family(process.rank)
         others = [self._processes[owner] for owner in owners]
         if any(self._handles(one) or one.serves_a_store for one in others):
             return ()  # a handler may write, or unlock; anybody may set a key
@@ -525,9 +527,16 @@ class _Prover:
         processes = [self._processes[owner] for owner in owners]
         return _NEVER.union(*(one.others for one in processes), *(one.views for one in processes))
 
+    def _family(self, rank: int) -> set[tuple[str, int]]:
+        """The processes of a rank: any of them can kill another one."""
+        return {owner for owner, one in self._processes.items() if one.rank == rank}
+
+    def _is_rank(self, process: _Process) -> bool:
+        return process is self._of_ranks.get(process.rank)
+
     def _never_ends(self, process: _Process) -> bool:
         """Whether no timer can end it: a rank, whose end is the job's; or a fork of a rank that sets no timers."""
-        if process is self._of_ranks.get(process.rank):
+        if self._is_rank(process):
             return True
         progress = self._case.ranks[process.rank].evidence.progress
         return process.newest.is_fork and progress is not None and not progress.sets_timers
@@ -538,7 +547,7 @@ class _Prover:
         The beacon and torch handle SIGTERM themselves, and only a rank reports the handlers that Python has.
         """
         state, told = process.newest, None
-        if process is self._of_ranks.get(process.rank):
+        if self._is_rank(process):
             told = self._case.ranks[process.rank].evidence.gil.handlers
         is_loader = process.evidence.role == "dataloader worker"
         unknown = state.handles_termination and told is None and not is_loader
