@@ -335,9 +335,10 @@ def _is_iterable(loop: Frame, read_source: ReadSource) -> bool:
     tree = src.tree_in(loop.file, read_source)
     inside = Frame(loop.file, loop.line, loop.function)
     heads = [one for one in src.loops_around(src.scope_at(inside, read_source), loop.line) if one.lineno == loop.line]
-    if not heads or isinstance(heads[-1], ast.While):
-        return False
-    names = _behind(heads[-1].iter, names_at(inside, read_source))
+    within = (one for head in heads[-1:] for one in ast.walk(head))  # of epochs, it holds the loop over batches
+    given = [one.iter for one in within if isinstance(one, (ast.For, ast.AsyncFor))]
+    known = names_at(inside, read_source)
+    names = set[str]().union(*(_behind(one, known) for one in given))
     if any("Sampler" in name for name in names):
         return False
     defined = {one.name: one for one in ast.walk(tree) if isinstance(one, (ast.ClassDef, ast.FunctionDef))}

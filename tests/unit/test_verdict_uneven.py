@@ -57,6 +57,10 @@ def test_a_rank_that_has_exited_has_left_the_outermost_loop_of_its_peers() -> No
     (culprit,) = verdict.culprits
     assert isinstance(culprit.left, Frame) and (culprit.left.file, culprit.left.line) == (SCRIPT, 2)
     assert "ranks 0,2 waited in" in verdict.summary
+    streams = SOURCE.format(given=ITERABLE.replace("; ", "\n"))  # the loop over epochs holds that over batches
+    peers = [structs.replace(waiting(n, line=6), exit=None) for n in (0, 2)]
+    verdict = diagnose(job(peers[0], ended, peers[1], outcome="crash"), lambda path: streams)
+    assert any("iterable dataset" in text for text in verdict.suggestions)
 
 
 def test_nothing_is_said_of_a_loop_that_no_source_shows() -> None:
