@@ -337,10 +337,16 @@ class _Until:
 
 @dataclass(frozen=True)
 class _Held:
-    """Who has what was wanted. ``closed``: as ``ends_closed`` in ``ThreadState``."""
+    """Who has what was wanted. ``closed``: no descriptor can be out of sight. ``rings``: processes for which the kernel
+    reads and writes (io_uring)."""
 
     by: Mapping[Wanted, tuple[OtherEnd, ...]]
     closed: bool = False
+    rings: frozenset[int] = frozenset()
+
+    def is_closed(self, one: Wanted) -> bool:
+        """As ``ends_closed`` in ``ThreadState``."""
+        return self.closed and self.rings.isdisjoint(end.pid for end in self.by[one])
 
 
 def with_ends(
@@ -410,11 +416,10 @@ def _holders(wanted: frozenset[Wanted], own: Collection[int], pids: Iterable[int
         for one in mapped:
             if one[0] in mappings:
                 found[one].setdefault(pid, OtherEnd(pid, _name(pid)))
-    served = any(pid in rings for each in found.values() for pid in each)
-    closed = not unreadable and not served and _are_closed(own, mine, seen)
+    closed = not unreadable and _are_closed(own, mine, seen)
     if any(_may_have_inherited(pid, began, groups) for pid in unreadable):
         found = {one: each for one, each in found.items() if one not in mapped}
-    return _Held({one: tuple(each.values()) for one, each in found.items()}, closed)
+    return _Held({one: tuple(each.values()) for one, each in found.items()}, closed, frozenset(rings))
 
 
 def _mapped_files(pid: int) -> frozenset[str]:
@@ -492,7 +497,7 @@ def _told(state: ProcessState, wanted: Mapping[tuple[int, int], Wanted], found: 
         if asked is None or asked not in found.by:
             return thread
         sharers = {end.pid for end in found.by.get((_own_socket(thread), False), ())} - {state.pid}
-        told = structs.replace(thread, ends=found.by[asked], ends_closed=found.closed)
+        told = structs.replace(thread, ends=found.by[asked], ends_closed=found.is_closed(asked))
         return structs.replace(told, lock_sharers=tuple(sorted(sharers))) if _is_socket(asked) else told
 
     return structs.replace(state, threads=tuple(map(one, state.threads)))
