@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 
-from . import layout, log, page
+from . import layout, log, page, signals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def listen(base: str, words: memoryview) -> None:
     os.chmod(base + layout.STACKS_SUFFIX, 0o600)
     listener.listen(4)
     fd = page.out_of_the_way(listener.detach())
-    _thread.start_new_thread(_serve, (fd, words, os.getpid()))
+    signals.without(lambda: _thread.start_new_thread(_serve, (fd, words, os.getpid())))
     os.register_at_fork(after_in_child=lambda: _close(fd))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from time import monotonic, sleep
 
-from . import layout, log, page
+from . import layout, log, page, signals
 
 F_SETSIG = 10
 SIGKILL, SIGTERM = 9, 15  # importing signal costs a rank 2 ms
@@ -29,18 +29,13 @@ def watch(run_dir: str, role: str) -> None:
     """
     import _thread
     import atexit
-    import signal
 
     keepers = _open(run_dir, layout.KEEPERS, os.O_RDWR)
     life = _open(run_dir, layout.LIFE, os.O_RDONLY | os.O_NONBLOCK)
     if life < 0 or keepers < 0:
         return  # there is no guardian; the supervisor has reported that
     os.set_blocking(life, True)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread keeps receiving signals
-    try:
-        _thread.start_new_thread(_wait, (life, run_dir, role))
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    signals.without(lambda: _thread.start_new_thread(_wait, (life, run_dir, role)))
     atexit.register(_leave, run_dir)
 
 

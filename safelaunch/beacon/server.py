@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 
-from . import descriptors, inside, layout, log, page
+from . import descriptors, inside, layout, log, page, signals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ def start(base: str, words: memoryview) -> bool:
     for number in (_SIGINT, _SIGTERM):
         _c_handlers[number] = _c_handler(number)
     global _server
-    _server = _without_server_log(lambda: descriptors.protect_new_sockets(lambda: server_class(path)))
+    _server = _without_server_log(
+        lambda: descriptors.protect_new_sockets(lambda: signals.without(lambda: server_class(path)))
+    )
     _never_destroy(_server)
     return True
 
@@ -104,7 +106,6 @@ def _told() -> bytes:
             "batches": _batches,
             "stores": _stores,
             "handlers": _handlers,
-            "library_threads": _library_threads,
             "torch": _torch_directories,
         }
         for name, find in more.items():
@@ -160,6 +161,8 @@ def _stores() -> dict[str, str]:
             found[str(world.pg_names[group])] = f"{host}:{port}"
         elif type(path) is str:
             found[str(world.pg_names[group])] = f"{socket.gethostname()}:{os.path.abspath(path)}"
+        else:  # of another kind: nobody knows whether it is that of another rank
+            found[str(world.pg_names[group])] = f"{socket.gethostname()}:{os.getpid()}"
     return found
 
 
@@ -183,13 +186,6 @@ def _c_handler(number: int) -> bytes:
     action = ctypes.create_string_buffer(256)
     ctypes.CDLL(None).sigaction(number, None, action)
     return action.raw[:8]
-
-
-def _library_threads() -> list[dict[str, object]]:
-    from . import reach
-
-    main = threading.main_thread().ident
-    return reach.library_threads(main) if main is not None else []
 
 
 def _torch_directories() -> list[str]:

@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 
 from safelaunch.capture import flight_dump, flight_recorder, last_words, stacks
-from safelaunch.capture.distributions import without_callers
 from safelaunch.capture.redaction import without_secrets
 from safelaunch.capture.result import Gate, Result, Sink, Step, gather, late
 from safelaunch.model import OWN_RECORDS, Artifact, GilTest, Processes, Progress, RankEvidence, RankExit
@@ -228,7 +227,7 @@ def ask_server(target: Target, *, deadline_s: float = 2.0) -> Answer:
     """The GIL test and the Flight Recorder of a rank. A rank that is exiting gets no question that needs the GIL."""
     path, questions = str(target.socket), target.questions
     gil = flight_recorder.gil_test(path, questions, deadline_s=deadline_s / 2) if questions is not None else GilTest()
-    return without_callers(gil), flight_recorder.flight_record_of(
+    return gil, flight_recorder.flight_record_of(
         path,
         questions,
         json_deadline_s=deadline_s,

@@ -63,7 +63,6 @@ from safelaunch.model.ranks import (
     GilTest,
     GroupStatus,
     HandledException,
-    LibraryThread,
     MemoryKills,
     NcclLog,
     OtherEnd,

@@ -485,13 +485,6 @@ class NcclLog(Record, frozen=True):
     warnings: tuple[str, ...] = ()
 
 
-class LibraryThread(Record, frozen=True):
-    """A thread (``Thread.ident``) that can reach library code alone, and the packages that it reaches, as paths."""
-
-    thread: int
-    packages: tuple[str, ...]
-
-
 class GilTest(Record, frozen=True):
     """Two requests to the worker server: ``ping`` needs no GIL, ``python`` (a Python handler) does.
 
@@ -502,8 +495,7 @@ class GilTest(Record, frozen=True):
     ``called``: the description of each process group, by its name, in the order in which the groups were made;
     ``foreign_backend``: the backend of some group is not of torch's own; ``stores``: the address of the store by which
     the ranks of each group found each other, by the group's name; ``handlers``: the signals for which the script has a
-    handler of its own; ``library_threads``: threads that never make a call of the script's (those whose packages use
-    torch are left out before anything is judged); ``torch``: the directory of the imported torch, as frames and as
+    handler of its own; ``torch``: the directory of the imported torch, as frames and as
     the kernel name it.
     """
 
@@ -518,7 +510,6 @@ class GilTest(Record, frozen=True):
     foreign_backend: bool = False
     stores: dict[str, str] = msgspec.field(default_factory=dict)
     handlers: tuple[int, ...] | None = None
-    library_threads: tuple[LibraryThread, ...] = ()
     torch: tuple[str, ...] = ()
 
 

@@ -54,6 +54,10 @@ _BELOW_TORCH = re.compile(
 _TORCH_RESTS = ("futex", "futex_wait", "epoll_wait", "epoll_pwait", "epoll_pwait2", "accept", "accept4")
 _PYTHON = re.compile(r"(lib)?python3[\d.]*[td]?(\.so[.\d]*)?")
 _SYSTEM = ("/usr/", "/lib", "/opt/")  # where drivers and system libraries are
+# Libraries whose threads show and send what the script has reported, and call back nothing of the script's. There is no
+# general sign of that: code can be reached by its name, through a weak reference, or through a logger.
+_REPORTERS = ("tqdm", "tensorboard", "tensorboardX", "wandb")
+_REPORTER_FILE = re.compile(rf"/(?:site|dist)-packages/({'|'.join(_REPORTERS)})/")
 _TORCH_FILE = re.compile(r"/(?:site|dist)-packages/torch/")
 _PICKLING = frozenset({"_tensor_to_object", "_object_to_tensor"})  # functions of c10d that run code of the objects
 # TensorPipe's threads. With these, or with a worker server beside the beacon's, threads of torch's library run what
@@ -289,9 +293,28 @@ class _Prover:
                     break
                 node = following
                 seen.add(node)
-            if isinstance(node, _Actor) and node not in self._mains and not needs.get(node):
-                return Claim(f"{self._described(node)} could still release the ranks", f"ranks/{node.rank}/stack.txt")
+            if isinstance(node, _Actor) and not needs.get(node):
+                free = self._why_it_ends(node) if node in self._mains else self._described(node)
+                if free:
+                    could = "" if node in self._mains else " could still release the ranks"
+                    return Claim(f"{free}{could}", f"ranks/{node.rank}/stack.txt")
         return None
+
+    def _why_it_ends(self, main: _Actor) -> str:
+        """Why the wait of a main thread can end by itself, if that is not evident."""
+        process = self._of_ranks[main.rank]
+        view = process.views[main]
+        waits = view.wait.kind in ("lock", "child", "io", "poll")
+        if not waits or not _is_steady(view, spins=False):
+            return ""
+        where = f"the wait of rank {main.rank} at {view.place}"
+        if view.wait.left_s is not None and view.wait.left_s < GLOO_S - 120:
+            return f"{where} has a time limit"
+        if self._may_be_interrupted(view, process):
+            return f"a signal can end {where}: the script handles one"
+        if view.wait.kind == "child":
+            return f"the child process for which rank {main.rank} waits at {view.place} can end"
+        return f"{where} can end from outside the job" if view.wait.kind in ("io", "poll") else ""
 
     def _described(self, node: _Actor) -> str:
         """A thread or process, and where it is."""
@@ -641,17 +664,17 @@ class _Prover:
     def _callers(self, rank: int) -> frozenset[Node]:
         """The threads of ``rank`` that could make a call, whatever they have done so far; none once it has ended.
 
-        All but torch's own, and those that can reach library code alone.
+        All but torch's own, and those of libraries that are known to run nothing but their own code.
         """
         if rank not in self._living:
             return _NEVER
         process = self._of_ranks[rank]
-        libraries = {one.thread for one in self._case.ranks[rank].evidence.gil.library_threads}
-
-        def may_call(view: View) -> bool:
-            return view.user_frame is not None or not (_ident(view) in libraries or _is_of_torch(view, process.torch))
-
-        threads = {actor for actor, view in process.views.items() if may_call(view)}
+        roots = self._case.ranks[rank].evidence.code_roots
+        threads = {
+            actor
+            for actor, view in process.views.items()
+            if not (_is_of_torch(view, process.torch) or _is_of_reporter(view, roots))
+        }
         return frozenset(threads | {process.main}) | process.others
 
     # --- in words -----------------------------------------------------------------------------------------------------
@@ -810,6 +833,15 @@ def _is_of_torch(view: View, torch: _Torch) -> bool:
     """Whether torch has begun the thread for itself. What ``torch.distributed`` begins can make calls."""
     begun = next((frame.file for frame in reversed(view.frames) if fr.basename(frame.file) != "threading.py"), "")
     return torch.owns(begun) and "/torch/distributed/" not in fr.normal(begun) and not view.user_frame
+
+
+def _is_of_reporter(view: View, roots: Sequence[str]) -> bool:
+    """Whether all code of a thread is the standard library's and that of one package in ``_REPORTERS``."""
+    files = [fr.normal(frame.file) for frame in view.frames]
+    packages = {found[1] for file in files if (found := _REPORTER_FILE.search(file))}
+    others = [file for file in files if not _REPORTER_FILE.search(file)]
+    are_standard = all("-packages/" not in file and fr.is_library(file, roots) for file in others)
+    return len(packages) == 1 and are_standard
 
 
 def _in_lock(view: View) -> bool:

@@ -27,7 +27,6 @@ from safelaunch.model import (
     FlightRecord,
     Frame,
     GilTest,
-    LibraryThread,
     OtherEnd,
     ProcessEvidence,
     ProcessState,
@@ -383,12 +382,7 @@ def _rank(job_: Job, rank: int, rng: random.Random, sight: Sight) -> RankEvidenc
     flight = None if rank in sight.unrecorded else FlightRecord("2.10", tuple(entries), mine)
     program = job_.programs[rank]
     progress = Progress(rank, rank, len(job_.programs), 0, pid, 5, "torch", sets_timers=_sets_timers(program))
-    told = GilTest(
-        ping=True,
-        python=True,
-        handlers=(15,) if program.handler else (),
-        library_threads=tuple(LibraryThread(index + 1, (LIBRARY,)) for index in program.libraries),
-    )
+    told = GilTest(ping=True, python=True, handlers=(15,) if program.handler else ())
     gil = GilTest() if rank in sight.silent else told
     one = RankEvidence(rank=rank, host="node1", pid=pid, flight_record=flight, progress=progress, gil=gil)
     if rank in job_.gone:

@@ -26,7 +26,6 @@ from safelaunch.model import (
     Evidence,
     Frame,
     GilTest,
-    LibraryThread,
     OtherEnd,
     Posted,
     ProcessEvidence,
@@ -314,10 +313,7 @@ PROVED: dict[str, Evidence | RankEvidence] = {
         in_library(EVENT, children=[with_states(reader(1000, 1500), ppid=1000)]), with_states, handles_child_ends=True
     ),
     "different roots": job(in_broadcast(0, 0), in_broadcast(1, 1)),
-    "a thread asleep that reaches library code alone": job(
-        with_side_thread(0, file=MONITOR, gil=GilTest(True, True, library_threads=(LibraryThread(2, ("tqdm",)),))),
-        in_group(1, "b", TWO),
-    ),
+    "a progress bar's thread": job(with_side_thread(0, file=MONITOR), in_group(1, "b", TWO)),
     "a thread of torch's own": job(with_side_thread(0, file=f"{TORCH}/utils/data/x.py"), in_group(1, "b", TWO)),
     "an idle pool of native threads": job(
         changed(with_side_thread(0, "futex"), with_native_thread, **POOL),
@@ -441,8 +437,11 @@ NOT_PROVED: dict[str, Evidence | RankEvidence] = {
         rank(0, in_c10d("all_reduce", 50), flight=WAITS[0].flight_record, threads=saver("sleep")), WAITS[1]
     ),
     "a thread of the user's that polls": job(with_side_thread(0), in_group(1, "b", TWO)),
-    "a thread of a library that can reach the user's code": job(
-        with_side_thread(0, file=MONITOR), in_group(1, "b", TWO)
+    "a thread of another library": job(
+        with_side_thread(0, file="/venv/lib/python3.11/site-packages/apscheduler/x.py"), in_group(1, "b", TWO)
+    ),
+    "a thread of the standard library's, which may call back": job(
+        with_side_thread(0, file=f"{STDLIB}/socketserver.py"), in_group(1, "b", TWO)
     ),
     "a thread of a library that is called much as torch": job(
         with_side_thread(0, file="/v/lib/python3.11/site-packages/acme/torch/feeder.py"), in_group(1, "b", TWO)
