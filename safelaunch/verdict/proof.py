@@ -821,7 +821,8 @@ def _is_in_torch(view: View, torch: _Torch) -> bool:
     Another library can have a file of the same name; and an object that c10d unpickles runs code of its own.
     """
     inner = view.stack.called
-    if not inner or not all(torch.owns(one.file) for one in inner if "torch/" in fr.normal(one.file)):
+    makes_group = any(torch.owns(one.file) and fr.short(one.function) in calls.MAKES_GROUPS for one in inner)
+    if not inner or not (torch.owns(inner[0].file) or makes_group):
         return False
     rests_in = _rests_in(view)
     if rests_in:

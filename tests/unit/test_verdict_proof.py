@@ -285,10 +285,21 @@ def half_ended(pid: int) -> ProcessEvidence:
     return with_states(child, state="Z")
 
 
+WAITS = [waiting(0), waiting(1, "all_gather")]
+UNPICKLING = rank(0, in_c10d("_tensor_to_object", 50), flight=WAITS[0].flight_record)
+
 # Jobs; or what rank 0 does, while rank 1 waits in a collective.
 PROVED: dict[str, Evidence | RankEvidence] = {
     "different collectives under one number": job(waiting(0), waiting(1, "all_gather")),
     "different sizes under one number": job(waiting(0), waiting(1, flight=record(entry("all_reduce", 4, size=(8,))))),
+    "a collective that a framework calls in a folder called as torch": job(
+        waiting(0),
+        rank(
+            1,
+            (*in_c10d("all_gather", 50)[:2], Frame("/v/site-packages/lightning/pytorch/x.py", 9, "fit"), *in_user(50)),
+            flight=WAITS[1].flight_record,
+        ),
+    ),
     "two groups in two orders": job(in_group(0, "a", TWO), in_group(1, "b", TWO)),
     "both receive": job(in_transfer(0, "recv", 1), in_transfer(1, "recv", 0)),
     "both send": job(in_transfer(0, "send", 1), in_transfer(1, "send", 0)),
@@ -332,8 +343,6 @@ PROVED: dict[str, Evidence | RankEvidence] = {
     "a future of a call that never ends": in_future(),
     "a lock on a file of a rank that waits": job(waiting(0), at_file_lock(1000)),
 }
-WAITS = [waiting(0), waiting(1, "all_gather")]
-UNPICKLING = rank(0, in_c10d("_tensor_to_object", 50), flight=WAITS[0].flight_record)
 
 
 def moved(**fields: Any) -> Evidence:

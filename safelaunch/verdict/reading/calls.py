@@ -56,6 +56,7 @@ C10D = Mark(_C10D_FILES)  # under way, whatever it calls inside: ``wait_tensor``
 _C10D_NOISE = frozenset({"wrapper", "inner", "_time_logger", "_exception_logger"})
 _INIT_FUNCTIONS = frozenset({"init_process_group", "_init_process_group", "rendezvous", "_create_c10d_store"})
 _NEW_GROUP = frozenset({"new_group", "_new_group_with_tag", "_new_process_group_helper", "split_group"})
+MAKES_GROUPS = _INIT_FUNCTIONS | _NEW_GROUP  # in these, any library's frame can be innermost
 _P2P = frozenset({"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv"})
 _TEARDOWN = frozenset({"destroy_process_group", "_shutdown_backend"})
 _RUNNERS = frozenset({"_run_code", "_run_module_code", "_run_module_as_main", "_bootstrap", "run_path", "run_module"})
