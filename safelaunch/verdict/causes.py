@@ -556,6 +556,8 @@ class GroupOrder(Cause, name="group-order"):
 
     advice = _advice(
         HELD,
+        HANDLES,
+        ASIDE,
         GUARDED,
         LEFT_OUT,
         ALONE_IN_GROUPS,

@@ -412,6 +412,11 @@ def _left(view: View) -> Condition | None:
         inside = (view.stack_of(thread).user_frame for thread in view.threads)
         frame = next((found for found in inside if found is not None), None)
     where = f", now at {fr.place(frame)}" if frame else ""
+    if (call := rank.exit_call) is not None and call.code:
+        left = fr.stack_of(rank, call.frames).user_frame
+        text = f"called {call.function}({call.code}){fr.at(left)} and never exited: {why}{where}"
+        called = Claim(f"it called {call.function}({call.code}){fr.at(left)}", f"{folder}/exit_call.json")
+        return Condition("rank-exited", text, left or frame, view.process.pid, claims=(called, claim), for_good=True)
     text = f"has left the training loop: {why}{where}"
     return Condition("uneven-batches", text, frame, view.process.pid, claims=(claim,), for_good=True)
 

@@ -30,6 +30,7 @@ from safelaunch.verdict.findings import (
 from safelaunch.verdict.rank_state import Facts, user_stack_of
 from safelaunch.verdict.reading import calls
 from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.remarks import is_aside
 from safelaunch.verdict.waits import Case, same_op
 
 
@@ -389,7 +390,9 @@ def group_order(case: Case) -> Ruling:
     more = f"; and so on in {len(words) - 3} more" if len(words) > 3 else ""
     text = (" while " if len(words) == 2 else "; ").join(words[:3]) + more
     changed = list(_unusual_calls(case, new=False))
-    fewer = changed or (_minority(case) if known_of_all else [])
+    aside = [rank for rank in ranks if is_aside(case, rank)]
+    aside = aside if len(aside) < len(ranks) else []
+    fewer = changed or aside or (_minority(case) if known_of_all else [])
     if known_of_all:  # who is in one of the groups only had no order to choose
         of_several = [r for r in ranks if sum(r in case.alignment.members(g)[0] for g in groups) > 1]
         ranks = of_several or ranks
@@ -398,7 +401,7 @@ def group_order(case: Case) -> Ruling:
     who, order = (ranks_word(changed), "another order than before") if changed else ("they", "different orders")
     doubts = {
         Doubt.HABIT_ALONE: bool(changed),
-        Doubt.ROLE_ALONE: bool(fewer) and not changed,
+        Doubt.ROLE_ALONE: bool(fewer) and not (changed or aside),
         Doubt.WHOSE_ORDER: not fewer,
     }
     return Finding(
@@ -407,5 +410,5 @@ def group_order(case: Case) -> Ruling:
         f"{capital(text)}: {who} entered the groups in {order}.",
         waiting_culprits(case, ranks),
         wait_claims(case, case.waits.in_circle if fewer else ranks, limit=10),
-        advice=frozenset({causes.ALONE_IN_GROUPS}) if alone and len(lines) > 1 else frozenset(),
+        advice=frozenset({causes.ALONE_IN_GROUPS}) if alone and len(lines) > 1 and not aside else frozenset(),
     )

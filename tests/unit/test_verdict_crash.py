@@ -500,3 +500,16 @@ def test_a_rank_that_raised_and_lives_is_named_with_what_keeps_it(
     words = "Rank 1 raised IndexError: list index out of range at train.py:23 (fit) and never exited: "
     assert verdict.summary.startswith(words + expected), verdict.summary
     assert "never exited" not in diagnose(job(waiting(0), mine, outcome="crash")).summary
+
+
+def test_a_rank_that_called_exit_with_a_code_and_lives_is_named_where_it_called() -> None:
+    left = ExitCall("sys.exit", 3, (at(23, "check"), at(100, "<module>")))
+    mine = rank(1, (at(17, "close"),), "futex", more={"exit_call": left})
+    verdict = diagnose(job(waiting(0), mine))
+    assert verdict.cause == "rank-exited"
+    assert [(c.rank, c.frame and c.frame.line) for c in verdict.culprits] == [(1, 23)]
+    assert verdict.summary.startswith("Rank 1 called sys.exit(3) at train.py:23 (check) and never exited: "), (
+        verdict.summary
+    )
+    fine = replace(mine, exit_call=ExitCall("sys.exit", 0, left.frames))
+    assert diagnose(job(waiting(0), fine)).cause == "uneven-batches"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from evidence import C10D, MODULE, WRAPPER, Frame, at, calls, in_c10d, in_user, job, past, rank, record
 
-from safelaunch.model import GilTest, RankEvidence
+from safelaunch.model import GilTest, HandledException, RankEvidence
 from safelaunch.verdict.diagnose import diagnose
 
 NEW_GROUP = (Frame(C10D, 5100, "_new_group_with_tag"), Frame(C10D, 5000, "new_group"), WRAPPER, at(14), MODULE)
@@ -159,3 +159,20 @@ def test_a_round_without_calls_on_each_rank_in_turn_is_no_larger_shift() -> None
     verdict = diagnose(job(*ranks))
     assert [one.rank for one in verdict.culprits] == [2]
     assert verdict.summary.startswith("Rank 2 skipped all_reduce at train.py:64"), verdict.summary
+
+
+def test_of_two_orders_of_groups_that_of_a_rank_which_handles_an_exception_is_the_wrong_one() -> None:
+    two = {"0": (0, 1), "1": (0, 1)}
+    handled = HandledException(7001, "ValueError", "label 17", (at(14, "batch"),))
+    ranks = [
+        rank(
+            n, in_c10d("all_reduce", line), flight=record(*calls(f"1@30 0@30 {last}*"), groups=two), ident=7001, gil=gil
+        )
+        for n, (line, last, gil) in enumerate(
+            [(41, "0@41", GilTest(True, True)), (50, "1@50", GilTest(True, True, (handled,)))]
+        )
+    ]
+    verdict = diagnose(job(*ranks))
+    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("group-order", [1])
+    assert "Rank 1 does so while it handles ValueError: label 17" in verdict.summary
+    assert "Fix that exception first" in verdict.suggestions[0]
