@@ -42,7 +42,7 @@ UNCOUNTED = (
 @pytest.mark.torch
 @pytest.mark.timeout(900)
 def test_steady_work_that_the_kernel_hardly_counts_is_seen_under_an_explicit_threshold(tmp_path: Path) -> None:
-    how = alive.How(quiet_s=25.0, own=("--stall-timeout=8",))
+    how = alive.How(quiet_s=40.0, own=("--stall-timeout=15",))  # on a busy machine, the process outside takes seconds
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = list(pool.map(lambda name: alive.run(alive.CASES[name], tmp_path / name, how), UNCOUNTED))
     assert {answer.name: answer.wrong or answer.skipped for answer in answers} == dict.fromkeys(UNCOUNTED, "")
