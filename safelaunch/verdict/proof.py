@@ -53,7 +53,7 @@ _BELOW_TORCH = re.compile(
 # wait for a store's key, the thread runs what somebody has given it.
 _TORCH_RESTS = ("futex", "futex_wait", "epoll_wait", "epoll_pwait", "epoll_pwait2", "accept", "accept4")
 _PYTHON = re.compile(r"(lib)?python3[\d.]*[td]?(\.so[.\d]*)?")
-_SYSTEM = ("/usr/", "/lib", "/opt/")  # where drivers and system libraries are
+_SYSTEM = ("/usr/", "/lib/", "/lib64/", "/opt/")  # where drivers and system libraries are
 # Libraries whose threads show and send what the script has reported, and call back nothing of the script's. There is no
 # general sign of that: code can be reached by its name, through a weak reference, or through a logger.
 _REPORTERS = ("tqdm", "tensorboard", "tensorboardX", "wandb")

@@ -35,7 +35,7 @@ from safelaunch.model import (
     RankExit,
 )
 from safelaunch.verdict.graph import Need, Node, stuck
-from safelaunch.verdict.proof import _Prover, prove
+from safelaunch.verdict.proof import _Prover, examine, prove
 from safelaunch.verdict.waits import Case
 
 EXAMPLES = int(os.environ.get("SAFELAUNCH_EXAMPLES", "0"))
@@ -626,6 +626,33 @@ def test_these_are_dead(name: str) -> None:
 @pytest.mark.parametrize("name", NOT_PROVED)
 def test_what_is_not_known_may_go_on(name: str) -> None:
     assert not proof(NOT_PROVED[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "free"),
+    [
+        (
+            "a thread of the user's that polls",
+            "thread 'saver' of rank 0 (train.py:41 (save)) could still release the ranks",
+        ),
+        ("a lock that a native thread may release", "a native thread of rank 0 could still release the ranks"),
+        (
+            "torch's code called by a library that has begun the thread",
+            "a native thread of rank 0 (libgo.so, libtorch_cpu.so) could still release the ranks",
+        ),
+        ("a time limit", "the wait of rank 0 at train.py:40 (train) has a time limit"),
+        (
+            "SIGTERM may set an event",
+            "a signal can end the wait of rank 0 at train.py:40 (train): the script handles one",
+        ),
+        ("a child that a timer may end", "the child process for which rank 0 waits at train.py:40 (train) can end"),
+        ("it runs", None),  # the verdict says that
+    ],
+)
+def test_what_a_proof_lacks_is_named(name: str, free: str | None) -> None:
+    case = NOT_PROVED[name]
+    found = examine(Case.of(case if isinstance(case, Evidence) else job(case, waiting(1)))).free
+    assert (found.claim if found is not None else None) == free
 
 
 @pytest.mark.parametrize(

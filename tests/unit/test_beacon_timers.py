@@ -1,0 +1,56 @@
+"""What the beacon notes of timers, and which signals its threads take."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from safelaunch.beacon import signals
+
+SETS = """
+import os, sys
+from safelaunch.beacon import layout, timers
+import mmap
+page = mmap.mmap(-1, layout.SIZE)  # which forks share
+words = memoryview(page).cast("Q")
+before = words[layout.TIMERS]
+timers.install(words)
+from signal import ITIMER_REAL, alarm, getitimer, setitimer
+watched = words[layout.TIMERS]
+if os.fork() == 0:
+    {call}
+    os._exit(0)
+os.wait()
+print(before, watched == layout.NO_TIMER, words[layout.TIMERS] == layout.TIMER_SET)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "noted"), [("alarm(60)", True), ("setitimer(ITIMER_REAL, 60.0)", True), ("getitimer(ITIMER_REAL)", False)]
+)
+def test_a_timer_that_a_fork_sets_is_noted(call: str, noted: bool) -> None:
+    done = subprocess.run([sys.executable, "-c", SETS.format(call=call)], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.split(), done.stderr) == (["0", "True", str(noted)], "")
+
+
+def blocked(tid: int) -> int:
+    found = re.search(r"^SigBlk:\s*(\w+)", Path(f"/proc/self/task/{tid}/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1], 16)
+
+
+def test_threads_of_the_beacon_leave_signals_to_the_script() -> None:
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(blocked(threading.get_native_id())))
+    before = blocked(threading.get_native_id())
+    signals.without(thread.start)
+    thread.join()
+    assert all(found[0] >> number - 1 & 1 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM))
+    assert not any(found[0] >> number - 1 & 1 for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS))
+    assert blocked(threading.get_native_id()) == before
