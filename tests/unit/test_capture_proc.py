@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -293,3 +295,32 @@ def test_cgroup_seen_from_inside_a_container(tmp_path: Path, monkeypatch: pytest
     assert cgroups.directory(1, root=tmp_path) == tmp_path
     (tmp_path / "kubepods" / "pod1").mkdir(parents=True)
     assert cgroups.directory(1, root=tmp_path) == tmp_path / "kubepods" / "pod1"
+
+
+SLEEPING_THREAD = """
+#include <pthread.h>
+#include <unistd.h>
+static void *run(void *unused) { for (;;) sleep(600); }
+void start(void) { pthread_t thread; pthread_create(&thread, 0, run, 0); }
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_whose_code_a_native_thread_runs(tmp_path: Path) -> None:
+    """It sleeps in the C library, and was begun by another one."""
+    source, library = tmp_path / "own.c", tmp_path / "libown.so"
+    source.write_text(SLEEPING_THREAD)
+    subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-pthread", source, "-o", library], check=True)
+    code = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).start(); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, library], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        until, threads = time.monotonic() + 60, []
+        while not threads:
+            assert time.monotonic() < until
+            seen = proc.read_process(process.pid).threads
+            threads = [one for one in seen if one.tid != process.pid and one.libraries == (str(library),)]
+        process.communicate(b"")
+    assert [one.rests_in for one in threads] == ["libown.so"]
