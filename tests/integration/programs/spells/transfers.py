@@ -225,9 +225,9 @@ def _sends(outside: Outside, send: Callable[[bytes], object], size: int) -> None
 
 def _sends_on_a_unix_socket(outside: Outside) -> None:
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(outside.scratch / "socket"))
+        server.bind(f"\0spell-{os.getpid()}")  # a path may be too long
         server.listen()
-        outside.say("listens")
+        outside.say("listens", os.getpid())
         connection = server.accept()[0]
         _sends(outside, connection.sendall, 65_000)
         connection.close()
@@ -236,10 +236,10 @@ def _sends_on_a_unix_socket(outside: Outside) -> None:
 @case(outside=_sends_on_a_unix_socket, works=True)
 def a_selector_and_a_unix_socket(spell: Spell) -> None:
     """As asyncio and gRPC read from a service on the same machine."""
-    spell.said("listens")
+    pid = spell.said("listens")
     got, buffer = 0, bytearray(1 << 20)
     with socket.socket(socket.AF_UNIX) as source, selectors.DefaultSelector() as selector:
-        source.connect(str(spell.scratch / "socket"))
+        source.connect(f"\0spell-{pid}")
         source.setblocking(False)
         selector.register(source, selectors.EVENT_READ)
         while selector.select() and (number := source.recv_into(buffer)):
