@@ -195,7 +195,16 @@ class _Process:
         native = [thread for thread in self.newest.threads if thread.tid not in python]
         listening = [one for one in native if one.syscall_name.startswith("accept") and _TORCH.fullmatch(one.rests_in)]
         serves = any(thread.name.startswith(_OF_RPC) for thread in native) or len(listening) > 1
-        return tuple(thread for thread in native if serves or not self.torch.owns_thread(thread))
+        return tuple(thread for thread in native if serves or not self._is_of_torch(thread))
+
+    def _is_of_torch(self, thread: ThreadState) -> bool:
+        """Whether one of the last two looks shows that, and the other shows the same or a thread that ran.
+
+        The stack of a running thread can't be read, and gloo's event loop wakes up a hundred times a second.
+        """
+        seen = [one for state in self.evidence.states[-2:] for one in state.threads if one.tid == thread.tid]
+        owned = [self.torch.owns_thread(one) for one in seen]
+        return any(owned) and all(own or one.state == "R" for own, one in zip(owned, seen, strict=True))
 
     @property
     def serves_a_store(self) -> bool:

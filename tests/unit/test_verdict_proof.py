@@ -218,6 +218,7 @@ def in_future(*, file: str = "futures/__init__.py", **fields: Any) -> RankEviden
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 MONITOR = "/venv/lib/python3.11/site-packages/tqdm/_monitor.py"
+RUNS: dict[str, Any] = {"state": "R", "syscall_name": "", "rests_in": "", "libraries": ("?",)}
 POOL = {"rests_in": "libarrow.so", "syscall_name": "futex", "slices": 1}
 
 
@@ -339,6 +340,11 @@ PROVED: dict[str, Evidence | RankEvidence] = {
     "two calls under way, neither of which ends": of_two_calls(0, "all_gather"),
     "a pipe, and torch's own threads": changed(
         at_pipe(1000, 1500), with_native_thread, "libtorch_cpu.so", syscall_name="epoll_wait"
+    ),
+    "a pipe, and an event loop of torch's that ran as it was looked at": changed(
+        changed(at_pipe(1000, 1500), with_native_thread, "libtorch_cpu.so", syscall_name="epoll_wait"),
+        *(with_kernel, -1),
+        **{**RUNS, "last": True},
     ),
     "a future of a call that never ends": in_future(),
     "a lock on a file of a rank that waits": job(waiting(0), at_file_lock(1000)),
@@ -489,6 +495,9 @@ NOT_PROVED: dict[str, Evidence | RankEvidence] = {
     "a child that a timer may end": structs.replace(with_child(reader(1000, 1500)), progress=None),
     "a child of another program that a timer may end": with_child(with_states(reader(1000, 1500), is_fork=False)),
     "a backward pass whose hook's Future a thread may set": in_future(file="autograd/graph.py", threads=saver("sleep")),
+    "a native thread that ran in both looks": changed(
+        changed(at_pipe(1000, 1500), with_native_thread, "libtorch_cpu.so"), *(with_kernel, -1), **RUNS
+    ),
     "a native thread that waits for a key of a store": changed(
         in_library(EVENT), with_native_thread, "libtorch_cpu.so", syscall_name="recvfrom"
     ),
