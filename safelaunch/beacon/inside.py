@@ -14,6 +14,7 @@ import sys
 import threading
 
 from . import layout, log, page, signals
+from .variables import OPTIMIZED, in_variables, upwards
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,11 +29,9 @@ MOST_FRAMES = 1024  # of a thread, the innermost ones
 MOST_CHARACTERS = 4096  # of a local variable
 MOST_BITS = 64  # of a number
 MOST_CHILDREN = 256
-_OPTIMIZED = 0x1  # a function's own variables, and no module's
 _C10D = "torch/distributed/distributed_c10d.py"
 _EXTENSIONS = "torch/utils/cpp_extension.py"
 _DATALOADER = "torch/utils/data/dataloader.py"
-_NEAR = 32  # frames around the innermost one
 _READS_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
 
 
@@ -175,17 +174,11 @@ def _variables(frame: FrameType) -> list[dict[str, object]]:
     dictionary that ``locals()`` returns, and what a debugger writes back: such functions are left alone.
     """
     code = frame.f_code
-    if not code.co_flags & _OPTIMIZED or frame.f_trace is not None:
+    if not code.co_flags & OPTIMIZED or frame.f_trace is not None:
         return []
-    if sys.version_info >= (3, 13):
-        return _shown(frame.f_locals)
-    if not _READS_LOCALS.isdisjoint(code.co_names):
+    if sys.version_info < (3, 13) and not _READS_LOCALS.isdisjoint(code.co_names):
         return []
-    variables: Any = frame.f_locals
-    try:
-        return _shown(variables)
-    finally:
-        variables.clear()
+    return in_variables(frame, _shown) or []
 
 
 def _shown(variables: Any) -> list[dict[str, object]]:
@@ -218,26 +211,10 @@ def _roles() -> dict[str, str]:
     """Returns the workers of the DataLoaders in which threads of this process wait, by their pids."""
     found: dict[str, str] = {}
     for innermost in list(sys._current_frames().values()):
-        frame: FrameType | None = innermost
-        for _ in range(_NEAR):
-            if frame is None:
-                break
+        for frame in upwards(innermost):
             if frame.f_code.co_filename.endswith(_DATALOADER) and frame.f_code.co_varnames[:1] == ("self",):
-                workers: Any = getattr(_first_argument(frame), "_workers", ())
-                pids = [getattr(one, "pid", None) for one in list(workers)[:MOST_CHILDREN]]
+                waiting: Any = in_variables(frame, lambda variables: variables.get("self"))
+                pids = [getattr(one, "pid", None) for one in list(getattr(waiting, "_workers", ()))[:MOST_CHILDREN]]
                 found.update({str(pid): "dataloader worker" for pid in pids if type(pid) is int})
                 break
-            frame = frame.f_back
     return found
-
-
-def _first_argument(frame: FrameType) -> object:
-    if sys.version_info >= (3, 13):
-        return frame.f_locals.get("self")
-    if frame.f_trace is not None:
-        return None
-    variables: Any = frame.f_locals
-    try:
-        return variables.get("self")
-    finally:
-        variables.clear()

@@ -13,10 +13,11 @@ import sys
 import threading
 
 from . import descriptors, inside, layout, log, page, signals
+from .variables import MOST_FRAMES, OPTIMIZED, in_variables, upwards
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from typing import Any
 
 _server: Any = None
@@ -26,11 +27,9 @@ _ARGS: Any = vars(BaseException)["args"]
 _TRACEBACK: Any = vars(BaseException)["__traceback__"]
 MOST_EXCEPTIONS = 16
 MOST_MEMBERS = 200_000  # of all groups together
-MOST_FRAMES = 32
 MOST_POSTED = 256
 MOST_LOADERS = 8
 MOST_CHARACTERS = 200  # of a description
-_OPTIMIZED = 0x1  # a function's own variables, and no module's
 GIL_HANDLER = "safelaunch_gil"
 FLIGHT_RECORD_HANDLER = "safelaunch_flight_record"
 MOST_BACKENDS = 16
@@ -253,18 +252,9 @@ def _posted() -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     for thread, innermost in list(sys._current_frames().items()) if kind is not None else ():
         if len(found) <= MOST_POSTED:
-            ops = next(filter(None, (_ops_of(frame, kind) for frame in _upwards(innermost))), [])
+            ops = next(filter(None, (_ops_of(frame, kind) for frame in upwards(innermost))), [])
             found += [{"thread": thread, "sends": _sends(op), "peer": int(op.peer), "tag": int(op.tag)} for op in ops]
     return found[:MOST_POSTED]
-
-
-def _upwards(frame: Any) -> Iterator[Any]:
-    """The frame and those around it."""
-    for _ in range(MOST_FRAMES):
-        if frame is None:
-            return
-        yield frame
-        frame = frame.f_back
 
 
 def _sends(op: Any) -> bool:
@@ -283,25 +273,7 @@ def _ops_of(frame: Any, kind: type) -> list[Any]:
             ops += [op for op in each if type(op) is kind]
         return list({id(op): op for op in _waited_for(variables, ops)}.values())
 
-    return _in_variables(frame, read) or []
-
-
-def _in_variables(frame: Any, read: Callable[[Any], Any]) -> Any:
-    """``read`` of the function's variables; None where they must not be looked at.
-
-    Before Python 3.13, to look leaves a copy of them behind, which would keep tensors alive. While a tracer is at a
-    line (a debugger at its prompt), the interpreter writes that copy back afterwards: what is missing is deleted.
-    """
-    if sys.version_info >= (3, 13):
-        return read(frame.f_locals)
-    if frame.f_trace is not None:
-        return None
-    variables = frame.f_locals
-    try:
-        return read(variables)
-    finally:
-        if frame.f_code.co_flags & _OPTIMIZED:
-            variables.clear()
+    return in_variables(frame, read) or []
 
 
 def _waited_for(variables: Any, ops: list[Any]) -> list[Any]:
@@ -326,9 +298,9 @@ def _batches() -> dict[str, int]:
         return {}
     found = _batches_in(vars(script), kind)
     for innermost in list(sys._current_frames().values()):
-        for frame in _upwards(innermost):
-            if frame.f_code.co_flags & _OPTIMIZED and "DataLoader" in frame.f_code.co_names:
-                found.update(_in_variables(frame, lambda variables: _batches_in(variables, kind)) or {})
+        for frame in upwards(innermost):
+            if frame.f_code.co_flags & OPTIMIZED and "DataLoader" in frame.f_code.co_names:
+                found.update(in_variables(frame, lambda variables: _batches_in(variables, kind)) or {})
     return dict(list(found.items())[:MOST_LOADERS])
 
 

@@ -287,7 +287,6 @@ def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting, memory:
         child=waits.child_of(name, arguments),
         rests_in=rests_in,
         libraries=resting.libraries(text) if rests_in not in ("lock", "gil") else (),
-        started_ns=time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + stat.start_ticks * procstat.TICK_NS,
     )
     return _with_target(thread, pid, arguments, memory)
 

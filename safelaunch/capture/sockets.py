@@ -12,11 +12,13 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import structs
 
+from safelaunch.capture.memory import Memory
 from safelaunch.model import OtherEnd, ProcessState, ThreadState
 from safelaunch.system import procstat
 from safelaunch.system.files import link_of, text_of
@@ -425,8 +427,9 @@ def _holders(wanted: frozenset[Wanted], own: Collection[int], pids: Iterable[int
 def _mapped_files(pid: int) -> frozenset[str]:
     """Device and inode of each file that the process has mapped; a file has one path for who made it and another for
     who opened it by its name."""
-    lines = (line.split(maxsplit=5) for line in text_of(f"/proc/{pid}/maps").splitlines())
-    return frozenset(f"{fields[3]} {fields[4]}" for fields in lines if len(fields) == 6)
+    with suppress(OSError):  # it has ended, or is another user's
+        return frozenset(one.identity for one in Memory(pid).mappings)
+    return frozenset()
 
 
 def _is_socket(one: Wanted) -> bool:

@@ -121,7 +121,6 @@ class ThreadState(Record, frozen=True):
       among them: perhaps others as well
     - ``futex_file``: device and inode of the mapped file in which the futex lies that it waits at, if other processes
       can wake it
-    - ``started_ns``: when it began (CLOCK_REALTIME), as exact as the kernel's ticks
     - ``rested_s``: for how long it has not run, as far as the counters since an earlier look tell; None: they don't
     """
 
@@ -149,7 +148,6 @@ class ThreadState(Record, frozen=True):
     rests_in: str = ""
     libraries: tuple[str, ...] = ()
     futex_file: str = ""
-    started_ns: int | None = None
     rested_s: float | None = None
 
 

@@ -65,6 +65,7 @@ _PICKLING = frozenset({"_tensor_to_object", "_object_to_tensor"})  # functions o
 _OF_RPC = "TP_"
 _TRANSFERS = frozenset({"isend", "irecv", "batch_isend_irecv"})
 GLOO_S = 1800.0  # the time limit of gloo's calls, unless the user has set another
+_OWN_S = GLOO_S - 120  # a limit below this is the user's
 _OF_STORES_S = (300.0, 600.0)  # those of a store's: its own, or that of NCCL's groups
 
 
@@ -195,9 +196,9 @@ class _Process:
         native = [thread for thread in self.newest.threads if thread.tid not in python]
         listening = [one for one in native if one.syscall_name.startswith("accept") and _TORCH.fullmatch(one.rests_in)]
         serves = any(thread.name.startswith(_OF_RPC) for thread in native) or len(listening) > 1
-        return tuple(thread for thread in native if serves or not self._is_of_torch(thread))
+        return tuple(thread for thread in native if serves or not self._runs_torch_alone(thread))
 
-    def _is_of_torch(self, thread: ThreadState) -> bool:
+    def _runs_torch_alone(self, thread: ThreadState) -> bool:
         """Whether one of the last two looks shows that, and the other shows the same or a thread that ran.
 
         The stack of a running thread can't be read, and gloo's event loop wakes up a hundred times a second.
@@ -228,16 +229,11 @@ class _Process:
 class Examined:
     """``proof``: the closed set of waits that keeps every rank where it is; empty if nothing proves that.
 
-    ``free``: then, what could still release the ranks, if that is another thread or process than their main threads.
+    ``free``: then, what could still release the ranks: another thread or process, or why a main thread's wait can end.
     """
 
     proof: tuple[ProofEdge, ...] = ()
     free: Claim | None = None
-
-
-def prove(case: Case) -> tuple[ProofEdge, ...]:
-    """Returns the closed set of waits that keeps every rank where it is; empty if nothing proves that."""
-    return examine(case).proof
 
 
 def examine(case: Case) -> Examined:
@@ -285,7 +281,9 @@ class _Prover:
 
     def _needs_of_others(self, process: _Process) -> dict[Node, tuple[Need, ...]]:
         """Native threads that rest go on only if a thread of their process, or the end of a call, wakes one of them."""
-        if not process.others or not process.others_rest or self._handles(process) or _hears_of_ends(process):
+        if not process.others or not process.others_rest or self._handles(process):
+            return {}
+        if process.newest.handles_child_ends:
             return {}
         calls_of = {_call(entry, process.rank) for entry in self._open_calls.get(process.rank, ())}
         need = Need(frozenset(process.views) | calls_of, "another thread of the process to wake it")
@@ -317,7 +315,7 @@ class _Prover:
         if not waits or not _is_steady(view, spins=False):
             return ""
         where = f"the wait of rank {main.rank} at {view.place}"
-        if view.wait.left_s is not None and view.wait.left_s < GLOO_S - 120:
+        if view.wait.left_s is not None and view.wait.left_s < _OWN_S:
             return f"{where} has a time limit"
         if self._may_be_interrupted(view, process):
             return f"a signal can end {where}: the script handles one"
@@ -372,7 +370,7 @@ class _Prover:
 
     def _children_heard(self, processes: Iterable[_Process]) -> frozenset[Node]:
         """The threads of the children of whose ends a handler of these processes hears."""
-        parents = {one.evidence.pid: one.rank for one in processes if _hears_of_ends(one)}
+        parents = {one.evidence.pid: one.rank for one in processes if one.newest.handles_child_ends}
         family = self._processes.items()
         return self._threads_of(owner for owner, one in family if parents.get(one.newest.ppid) == one.rank)
 
@@ -413,7 +411,7 @@ class _Prover:
             return left_s is not None
         thread = next((one for one in view.process.states[-1].threads if one.tid == view.os_tid), None)
         rested_s = (thread.rested_s if thread is not None else None) or 0.0  # it has waited for as long at least
-        if left_s + rested_s >= GLOO_S - 120:
+        if left_s + rested_s >= _OWN_S:
             return False
         return view.wait.kind == "lock" or not any(-15 <= left_s - one <= 1 for one in _OF_STORES_S)
 
@@ -517,11 +515,10 @@ class _Prover:
 
     def _of_child(self, view: View, process: _Process) -> tuple[Need, ...]:
         pid, host = view.wait.thread.child, view.rank.host
-        parent = process.evidence.pid  # nobody else's children
         children = [
             (host, one.pid)
             for one in view.rank.children
-            if (one.pid == pid if pid is not None else one.states and one.states[-1].ppid == parent)
+            if (one.pid == pid if pid is not None else one.states and one.states[-1].ppid == process.evidence.pid)
         ]
         if not children or any(child not in self._processes for child in children):
             return ()  # one that was not seen, or has ended and is about to be reaped
@@ -594,7 +591,7 @@ class _Prover:
         holder = self._processes.get((host, pid))
         if holder is None:
             return [pid]
-        return [one.evidence.pid for one in self._processes.values() if one.rank == holder.rank]
+        return [sharer for _, sharer in self._family(holder.rank)]
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -809,11 +806,6 @@ def _rests_in(view: View) -> str:
     states = view.process.states[-2:]
     found = {t.rests_in for state in states for t in state.threads if t.tid == view.os_tid}
     return found.pop() if len(found) == 1 else ""
-
-
-def _hears_of_ends(process: _Process) -> bool:
-    """Whether a handler of its main thread hears of the end of a child."""
-    return process.newest.handles_child_ends
 
 
 def _rests(thread: ThreadState, before: ThreadState | None) -> bool:

@@ -35,14 +35,14 @@ from safelaunch.model import (
     RankExit,
 )
 from safelaunch.verdict.graph import Need, Node, stuck
-from safelaunch.verdict.proof import _Prover, examine, prove
+from safelaunch.verdict.proof import _Prover, examine
 from safelaunch.verdict.waits import Case
 
 EXAMPLES = int(os.environ.get("SAFELAUNCH_EXAMPLES", "0"))
 
 
 def proof(evidence: Evidence | RankEvidence) -> tuple[ProofEdge, ...]:
-    return prove(Case.of(evidence if isinstance(evidence, Evidence) else job(evidence, waiting(1))))
+    return examine(Case.of(evidence if isinstance(evidence, Evidence) else job(evidence, waiting(1)))).proof
 
 
 # --- who goes on ------------------------------------------------------------------------------------------------------

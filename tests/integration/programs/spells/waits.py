@@ -16,6 +16,7 @@ import socket
 import sqlite3
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from .table import Outside, Spell, case, until
@@ -420,13 +421,16 @@ def pause_until_an_alarm(spell: Spell) -> None:
         signal.pause()
 
 
-def _terminates(outside: Outside) -> None:
-    (pid,) = outside.begun()
-    time.sleep(outside.quiet)
-    os.kill(pid, signal.SIGTERM)
+def _sends(number: int) -> Callable[[Outside], None]:
+    def signal_the_rank(outside: Outside) -> None:
+        (pid,) = outside.begun()
+        time.sleep(outside.quiet)
+        os.kill(pid, number)
+
+    return signal_the_rank
 
 
-@case(outside=_terminates)
+@case(outside=_sends(signal.SIGTERM))
 def serves_until_sigterm(spell: Spell) -> None:
     stop = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -434,13 +438,7 @@ def serves_until_sigterm(spell: Spell) -> None:
     signal.signal(signal.SIGTERM, before)
 
 
-def _signals(outside: Outside) -> None:
-    (pid,) = outside.begun()
-    time.sleep(outside.quiet)
-    os.kill(pid, signal.SIGWINCH)
-
-
-@case(outside=_signals)
+@case(outside=_sends(signal.SIGWINCH))
 def sigwait_for_one_from_outside(spell: Spell) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGWINCH})
     assert signal.sigwait({signal.SIGWINCH}) == signal.SIGWINCH
