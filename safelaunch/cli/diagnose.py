@@ -209,6 +209,7 @@ def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callab
 
     try:
         with tempfile.TemporaryDirectory(prefix="safelaunch-") as scratch:
+            paths = [locate.saved(path, Path(scratch)) for path in paths]
             if len(paths) > 1:
                 return in_child(lambda: work(locate.read_several(paths)), locate.of_logs(paths))
             folder = locate.folder_of(paths[0], Path(scratch))
@@ -326,7 +327,8 @@ def _real_name(name: str, files: Mapping[str, str]) -> str:
 
 def _notes(found: Found) -> list[str]:
     least = "at least " if found.world_guessed else ""
-    read = f"{clean(found.what)}: {len(found.evidence.ranks)} of {least}{found.evidence.world_size} ranks"
+    ranks = len(found.evidence.ranks) - len(found.evidence.labels)
+    read = f"{clean(found.what)}: {ranks} of {least}{found.evidence.world_size} ranks" if ranks else clean(found.what)
     problems = [f"not read: {clean(problem)}" for problem in found.problems[:_SHOWN_PROBLEMS]]
     return [read, *map(clean, found.remarks), *problems, *_more(len(found.problems) - _SHOWN_PROBLEMS)]
 
