@@ -25,9 +25,10 @@ from safelaunch.verdict.reading import calls
 
 MOST_BYTES, MOST_RANKS = 64 << 20, 1 << 16
 _RANK = re.compile(
-    r"(?<![a-z])(?<!local[_ -])(?<!node[_ -])(?<!machine[_ -])(?:global_)?rank[ _=:#-]{0,2}(\d{1,5})(?!\d)",
+    r"(?<![a-z])(?<!local[_ -])(?<!node[_ -])(?<!machine[_ -])(?<!group[_ -])rank[ _=:#-]{0,2}(\d{1,5})(?!\d)",
     re.IGNORECASE,
 )
+_RANK_OPTION = re.compile(r"(?<!\S)(?:--(?:global[-_])?)?rank[= ](\d{1,5})(?!\S)", re.IGNORECASE)
 _DIMENSION = re.compile(r"(?<![A-Za-z])(?:DP|TP|PP|EP|CP|SP)_?(\d{1,5})(?!\d)")
 _LOCAL_RANK = re.compile(r"(?:--local[-_]rank[= ]|\bLOCAL_RANK=)(\d{1,5})(?!\d)")
 _PID = re.compile(r"(?:\bpid|--pid|-p)[ =:#]*(\d{1,9})(?!\d)", re.IGNORECASE)
@@ -222,7 +223,8 @@ def _ranks_among(found: Sequence[_Saved]) -> tuple[list[_Saved], list[_Saved]]:
 
 def _rank(process: SavedProcess) -> int | None:
     """The rank that the text gives it."""
-    told = [_first(_RANK, text) for text in (process.speaker, *reversed(process.hints), process.command)]
+    told = [_first(_RANK, text) for text in (process.speaker, *reversed(process.hints))]
+    told.append(_first(_RANK if _TITLE.match(process.command) else _RANK_OPTION, process.command))
     if rank := next(filter(None, told), ""):
         return int(rank)
     speaker = re.fullmatch(r"\[default(\d{1,5})\]:?|(\d{1,5}):", process.speaker)
