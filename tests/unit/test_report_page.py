@@ -160,6 +160,15 @@ def test_the_head_says_what_the_confidence_is_about(draw: Show) -> None:
     assert bare["head"]["sure"] == "Medium confidence"
 
 
+def test_processes_whose_rank_is_unknown_are_shown_by_their_labels(draw: Show) -> None:
+    ranks = [rank(number, in_user(7) if number == 2 else in_c10d("all_reduce", 9)) for number in range(3)]
+    labels = {number: f"process {700 + number}" for number in range(3)}
+    opened = draw(page_of(replace(job(*ranks), labels=labels, world_guessed=True)))
+    text = opened.value("document.body.innerText")
+    assert "process 702" in text.lower()
+    assert not re.search(r"\branks? \d", text, re.IGNORECASE)
+
+
 def test_a_rank_that_has_ended_is_shown_at_the_loop_that_it_left() -> None:
     """Not at the line at which its peers wait, and what the peers did is over."""
     source = "for batch in batches:\n    loss(batch)\n    dist.all_reduce(loss)\n"
