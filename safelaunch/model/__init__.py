@@ -39,6 +39,7 @@ from safelaunch.model.evidence import (
     Outcome,
     Place,
     Probe,
+    ProcessAtFault,
     ProofEdge,
     Rendezvous,
     Resources,

@@ -313,6 +313,10 @@ class Evidence(Record, frozen=True):
     before the others were looked at. ``gpus``: of the nodes whose driver was asked. ``printed``: of evidence that is
     nothing but what a job has printed, the ranks whose lines are known to be theirs. ``time``: when it was collected
     (UTC, ISO 8601). ``versions``: of what the job runs on, by name, on one of its nodes.
+
+    ``labels``: the processes whose rank is not known, by the number that stands for each of them in ``ranks``: what
+    the text calls them (``process 688514``, ``worker-2``). ``world_guessed``: nothing gives the number of ranks, and
+    ``world_size`` is the least that it can be.
     """
 
     outcome: Outcome
@@ -338,6 +342,8 @@ class Evidence(Record, frozen=True):
     work: tuple[str, ...] = ()  # what worked between the last two looks, in words
     ends: bool = False  # the time has come to end the job without a proof
     printed: tuple[int, ...] | None = None
+    labels: dict[int, str] = msgspec.field(default_factory=dict)
+    world_guessed: bool = False
     time: str = ""
     versions: dict[str, str] = msgspec.field(default_factory=dict)
 
@@ -415,6 +421,25 @@ class Culprit(Record, frozen=True, omit_defaults=False):
     """the first line of the loop that it has left and its peers are still in, only if the source shows that loop"""
 
 
+class ProcessAtFault(Record, frozen=True, omit_defaults=False):
+    """One process at fault whose rank is not known."""
+
+    label: str
+    """what the evidence calls it: ``process 688514``, ``worker-2``"""
+    host: str
+    """the host it ran on, if it is known"""
+    pid: int
+    """the pid of the process at fault; 0 if it is not known"""
+    process: str
+    """``main``, ``dataloader worker (pid N)``, or another child's role and pid"""
+    frame: Frame | None
+    """the innermost frame of your own code in that process: ``file``, ``line``, ``function``"""
+    step: int | None
+    """its last step"""
+    reason: str
+    """why it is named"""
+
+
 class Claim(Record, frozen=True, omit_defaults=False):
     """One piece of evidence: a claim, and the file of the bundle that supports it."""
 
@@ -490,6 +515,8 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     refer; ``whole`` is true in that bundle"""
     nodes: tuple[NodeAtFault, ...] | msgspec.UnsetType = msgspec.UNSET
     """several nodes only: nodes at fault as a whole, with ``host``, ``ranks`` and ``reason``"""
+    processes: tuple[ProcessAtFault, ...] | msgspec.UnsetType = msgspec.UNSET
+    """logs and saved stacks only: the processes at fault whose rank is not known"""
     doubts: tuple[str, ...] = ()
     """why the confidence is not high, one sentence each"""
     next: NextStep | None = None
@@ -523,7 +550,7 @@ class Verdict(Record, frozen=True, omit_defaults=False):
             run=launched.run_name,
             host=launched.host,
             time=evidence.time,
-            world_size=evidence.world_size,
+            world_size=0 if evidence.world_guessed else evidence.world_size,
             versions={name: version for name, version in {**known, **evidence.versions}.items() if version},
             command=launched.as_typed,
         )
@@ -531,6 +558,10 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     @property
     def nodes_at_fault(self) -> tuple[NodeAtFault, ...]:
         return self.nodes or ()
+
+    @property
+    def processes_at_fault(self) -> tuple[ProcessAtFault, ...]:
+        return self.processes or ()
 
 
 # --- the manifest -----------------------------------------------------------------------------------------------------

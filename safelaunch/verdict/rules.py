@@ -183,6 +183,7 @@ RULES: tuple[Rule, ...] = (
         (
             Kind(rules_state.kept_by_its_device, ("gpu-lost", "gpu-kernel")),
             Kind(rules_state.alone, OWN, ("no rank that waits for peers",)),
+            Kind(rules_live.printed_fewer_steps, ("missing-from-collective",), ("no rank that waits for peers",)),
             Kind(rules_nodes.versions_differ, ("versions-differ",), ("several nodes",)),
         ),
     ),

@@ -22,10 +22,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from safelaunch.model import Evidence, Outcome, RankEvidence
 from safelaunch.system.errors import SafelaunchError
+
+if TYPE_CHECKING:
+    from safelaunch.bundle.reading.log_events import Events
 
 # --- what is found, and bounded reads ---------------------------------------------------------------------------------
 
@@ -47,7 +50,7 @@ class Found:
     when it was written, in Unix seconds; zeros where that is not known. ``source``: what the verdict read of the user's
     files, by their paths; None where that is not kept. ``remarks``: what is no fault of a rank, in words.
     ``world_guessed``: nothing says how many ranks there were; ``world_size`` is the least that it can be.
-    ``is_output``: of texts, a job may have printed some line of them.
+    ``is_output``: of texts, a job may have printed some line of them. ``events``: of logs, the lines that report errors.
     """
 
     what: str
@@ -60,6 +63,7 @@ class Found:
     remarks: tuple[str, ...] = ()
     world_guessed: bool = False
     is_output: bool = True
+    events: Events | None = None
 
     def read_source(self, path: str) -> str | None:
         """The text of a source file for the verdict: as it was then, otherwise what has that path here and now."""

@@ -21,17 +21,21 @@ from pathlib import Path
 from typing import BinaryIO
 
 MAX_RANKS = 1 << 16
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 17
 MOST_LINE = 1 << 14  # characters
 
 
-# What some line has in it that reports an end. The parts of a file that have none of these are not looked at.
+# Literals of which one is in each line that may report an error or an end. A part of a file with none of them is skipped.
 _TELLING = (
-    b"Traceback (most", b'  File "', b"atchdog", b"NCCL WARN", b"exitcode", b"srun: error", b"slurmstepd", b"illed",
-    b"terminate called", b"orld_rank", b"enqueued", b"atal", b"corrupt", b"what():", b"Xid", b"ut of memory",
-    b"orker group", b"CANCELLED", b"return code", b"NCCL error", b" group.cc:", b"on signal", b"Process name: ",
-    b" nranks ", b"subset of ranks",
+    b"Traceback (most", b'  File "', b"atchdog", b"NCCL WARN", b"xitcode", b"xit code", b"xit status", b"xited with",
+    b"xited on", b"srun: error", b"slurmstepd", b"illed", b"terminated", b"terminate called", b"orld_rank", b"nqueued",
+    b"atal", b"FATAL", b"CRITICAL", b"ERROR", b"rror: ", b"rror(", b"rror]", b"xception", b"[E", b"[F", b"\nE",
+    b"corrupt", b"what():", b"Xid", b"ut of memory", b"OOM", b"oom", b"annot allocate", b"orker group", b"CANCELLED",
+    b"return code", b"NCCL error", b" group.cc:", b"ignal", b"SIG", b"egmentation", b"core dumped", b"Process name: ",
+    b" nranks ", b"subset of ranks", b"rrno", b"in use", b"No space", b"refused", b"o route to", b"CC error",
+    b"illegal memory", b"launch failure", b"imed out", b"TIME LIMIT", b"eartbeat", b"fingerprint", b"FingerPrint",
 )  # fmt: skip
+LITERALS = tuple(needle.decode().strip("\n") for needle in _TELLING)  # the same, within a line
 NOT_GZIP = (EOFError, zlib.error)  # what gzip raises of damaged files, besides OSError
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07")
 
@@ -99,22 +103,15 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def lines_of(path: Path, name: str) -> Iterator[Line | None]:
-    """The lines of a file that may matter; None between two that are not neighbours."""
-    number, rest, open_still = 0, b"", True
+    """The lines of a file that may matter, the first and the last ones among them; None between two that are not
+    neighbours.
+    """
+    number, open_still, first = 0, True, True
     with _opened(path) as file:
-        begin = file.read(CHUNK_BYTES)
-        wide = begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        decode = codecs.getincrementaldecoder("utf-16" if wide else "utf-8")("replace").decode
-        chunk, first = begin, True
-        while chunk:
-            following = file.read(CHUNK_BYTES)
-            if wide:
-                text = decode(chunk)
-                chunk = text.encode()
-            whole, at = rest + chunk, len(rest + chunk) if not following else (rest + chunk).rfind(b"\n") + 1
-            part, rest = whole[:at], whole[at:][-MOST_LINE:]
-            telling = first or not following or open_still or any(needle in part for needle in _TELLING)
-            if telling:
+        for part, last in _blocks(file):
+            if not part:
+                break
+            if first or last or open_still or any(needle in part for needle in _TELLING):
                 for line in part.removesuffix(b"\n").split(b"\n"):
                     number += 1
                     yield Line(name, number, _clean(line[-MOST_LINE:] if b"\r" in line else line[:MOST_LINE]))
@@ -122,7 +119,28 @@ def lines_of(path: Path, name: str) -> Iterator[Line | None]:
                 number += part.count(b"\n")
                 yield None
             open_still = b'  File "' in part[-4096:] or b"\xe2\x94\x82" in part[-4096:]  # a box of rich's
-            chunk, first = following, False
+            first = False
+
+
+def _blocks(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    """Parts of whole lines, and whether it is the last one, which is no shorter than the others."""
+    decode, held, rest = _as_bytes, b"", b""
+    if file.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # type: ignore[attr-defined]
+        wide = codecs.getincrementaldecoder("utf-16")("replace")
+        decode = lambda data: wide.decode(data).encode()  # noqa: E731
+    while data := file.read(CHUNK_BYTES):
+        whole = rest + decode(data)
+        end = whole.rfind(b"\n") + 1
+        rest = whole[end:][-MOST_LINE:]
+        if len(data) == CHUNK_BYTES and held:
+            yield held, False
+            held = b""
+        held += whole[:end]
+    yield held + rest, True
+
+
+def _as_bytes(data: bytes) -> bytes:
+    return data
 
 
 def _clean(line: bytes) -> str:
@@ -282,7 +300,8 @@ def hosts_of(lines: Sequence[str]) -> re.Pattern[str] | None:
     found = [_HOST.match(line) for line in lines if line.strip()]
     named = [one for one in dropwhile(lambda one: one is None, found) if one is not None]
     names = {one["name"] for one in named}
-    if len(named) < 3 or 2 * len(names) > len(named) or len(named) < 0.8 * (len(found) - found.index(named[0])):
+    tasks = len(names) > 1 and names == {str(task) for task in range(len(names))}
+    if len(named) < 3 or (2 - tasks) * len(names) > len(named) or len(named) < 0.8 * (len(found) - found.index(named[0])):
         return None
     shapes = {re.sub(r"\d+", r"\\d+", re.escape(one["name"])) for one in named}
     marks = {next(mark for mark in _MARKS if re.match(mark, one["mark"])) for one in named}

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 import signal
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import chain
 
+from safelaunch.bundle.reading.log_events import Events
 from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS, Line, Said, Speaker
 from safelaunch.bundle.reading.log_tracebacks import (
     BARE,
@@ -24,10 +26,10 @@ from safelaunch.bundle.reading.log_tracebacks import (
     Crash,
     Traceback,
 )
-from safelaunch.model import Frame, RankException
-from safelaunch.verdict.exits import UNKNOWN_SIGNAL, is_consequence, signal_name
+from safelaunch.model import Frame, RankException, Rendezvous
+from safelaunch.verdict.exits import UNKNOWN_SIGNAL, is_consequence, one_line, signal_name
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.failures import last_abort, options_refused
+from safelaunch.verdict.reading.failures import fingerprints, last_abort, options_refused
 
 _MOST_TAIL, _MOST_WARNINGS, _MOST_TRACEBACKS, _MOST_SPEAKERS = 60, 40, 20, 1 << 16
 
@@ -47,6 +49,15 @@ _LAUNCHERS = (
     "/ray/_private/worker.py",
 )  # fmt: skip
 _OF_RAY = re.compile(r"ray\.exceptions\.RayTaskError\(\w+\): ray::.*?\(pid=(?P<pid>\d+)")  # what a worker has raised
+# c10d's store, of torchrun's agents or of the ranks, does not answer.
+_OF_RENDEZVOUS = re.compile(
+    r"(?:while trying to connect to|failed to connect to|Connection to) \(?\[?(?P<host>[\w.-]+)\]?[,:]+ ?(?P<port>\d{2,5})"
+)
+_OF_A_SOCKET = re.compile(r"\[c10d\] (?P<what>The \w+ socket (?:has failed|cannot be) .*\(errno: .*)")
+_CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal")
+_STEP = re.compile(
+    r"\b(?P<word>[Ss]tep|[Ii]ter(?:ation)?|[Ee]poch|[Bb]atch)s?\b\W{0,4}(?P<number>\d{1,9})(?!\.\d)|\| (?P<done>\d{1,9})/\d+ \["
+)
 _MOST_REMARK = 300
 _REMARKS = re.compile(
     r"slurmstepd: error: \*\*\* (?P<slurm>(?:JOB|STEP) .*)|(?P<xid>NVRM: Xid .*)"
@@ -69,9 +80,13 @@ _IN_NCCL = re.compile(rf"{OF_NCCL.pattern}.* comm 0x\w+ rank (?P<rank>\d{{1,6}})
 _NCCL_FAILED = re.compile(
     r"\bnccl(?:\w+Error|Invalid\w+): |NCCL error: |NCCL error in: |NCCL INFO group\.cc:\d+ -> [1-6]\b"
 )
-_AT_WORK = re.compile(r"work(?: sequence id)?: (?P<seq>\d+)")
+_AT_WORK = re.compile(r"\bat (?:NCCL )?work(?: sequence id)?: (?P<seq>\d+)")
 _WHOSE = re.compile(r"\[(?:[^\]]* )?Rank (?P<rank>\d{1,6})\]")
-_STATUS = re.compile(r"last enqueued (?:NCCL )?work: (?P<queued>-?\d+), last completed (?:NCCL )?work: (?P<done>-?\d+)")
+_STATUS = re.compile(
+    r"last enqueued (?:NCCL )?work: (?P<queued>-?\d+),(?: last started (?:NCCL )?work: (?P<started>-?\d+),)?"
+    r" last completed (?:NCCL )?work: (?P<done>-?\d+)",
+    re.IGNORECASE,
+)
 # Horovod names the tensors that a rank has not submitted; before 0.18, the ranks that have not submitted a tensor.
 _NOT_SUBMITTED = re.compile(
     r"(?P<rank>\d{1,6})!?: \[(?P<tensors>[^\]]+)\]$"
@@ -123,6 +138,8 @@ class Heard:
     block: dict[str, str] = field(default_factory=dict)  # of a launcher's summary
     block_at: Line | None = None
     block_root: bool = False
+    steps: dict[str, int] = field(default_factory=dict)  # by what it calls them, the highest that it printed
+    socket: str = ""  # what c10d last reported of a socket
 
     def fail(self, line: Line, kind: str, what: str) -> None:
         """With an error that a library prints and no traceback shows."""
@@ -151,6 +168,20 @@ _IN_WORDS = re.compile(
     r"| crashed with exit code | .{0,80}exited on (?P<signal>signal) )(?P<code>-?\d+)"
     r"|MPI_ABORT was invoked on rank (?P<aborts>\d{1,5})"
 )
+# Launchers of clusters, and libraries that watch their processes, in all their wordings: who ended, and how.
+_DIED = re.compile(
+    r"(?P<label>\b(?i:rank|task|process|worker|pid)\b)[ :=#]{1,2}\[?(?P<number>\d{1,9})\]?\)?[^\d\n]{0,60}?"
+    r"(?:\b(?i:died|killed|terminated|exited|ended|failed|crashed|aborted|received|caught)\b)[^\d\n]{0,40}?"
+    r"(?:(?P<signalled>signal:? ?|SIG(?P<name>[A-Z]{3,4})\b|-(?=\d+\b))(?P<signal>\d{1,2})?"
+    r"|(?:code|status):? ?\(?(?P<code>-?\d{1,3})\b)"
+)
+# What a shell prints of its own child, kubectl of a container, Slurm of a step.
+_KILLED = re.compile(
+    r"(?:\S+: line \d+: +)?(?P<pid>\d+)? *(?P<how>Killed|Segmentation fault|Aborted|Bus error|Illegal instruction"
+    r"|Floating point exception)(?: \(core dumped\))?(?:$| {2,})"
+)
+_OOM_KILLED = re.compile(r"\bOOM[ -]?Killed\b|Detected \d+ oom[-_]kill event", re.IGNORECASE)
+_CONTAINER_CODE = re.compile(r"\s*[Ee]xit [Cc]ode: +(?P<code>\d{1,3})$")
 _NAMED = re.compile(r"\s*Process name: (?:\[\[\d+,\d+\],)?(?P<rank>\d{1,6})\]?$")  # mpirun, horovodrun
 _NAMED_CODE = re.compile(r"\s*Exit code: +(?P<code>\d{1,3})$")
 _MONITORED = re.compile(r"Ranks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier")
@@ -177,7 +208,16 @@ _RAY_DEAD = re.compile(
     r"Worker PID: (?P<pid>\d+) Worker exit type: (?!INTENDED)"
     r"(?:.*[Ee]xit code:? (?P<code>\d+)|.*(?P<memory>low on memory))?"
 )
-_WORLD = re.compile(r"world_size[=: ]+(?P<world>\d{1,6})\b", re.IGNORECASE)
+_WORLD = re.compile(
+    r"(?:world[ _]size\W{1,4}|\branks? \d+ (?:of|out of) |\bnproc[-_]per[-_]node[= ]|\bnum_processes[= ]|SLURM_NTASKS="
+    r"|registered. Starting with )(?P<world>\d{1,6})\b",
+    re.IGNORECASE,
+)
+
+
+def _of_shell(code: int) -> int:
+    """128 and a signal's number is how a shell, or a container, reports a signal."""
+    return 128 - code if 128 < code < 160 else code
 
 
 @dataclass
@@ -201,6 +241,11 @@ class Printed:
     def __init__(self) -> None:
         self.heard: dict[Speaker | None, Heard] = {}
         self.ended: dict[int, Ended] = {}
+        self.lost: dict[str, Ended] = {}  # processes whose rank nothing gives, by what the log calls them
+        self.events = Events()
+        self.rendezvous: Rendezvous | None = None
+        self.rendezvous_at: Line | None = None
+        self.stopped: dict[Speaker | None, set[str]] = {}  # pids that a launcher of torch has stopped after a failure
         self.kills: dict[int, str] = {}
         self.ranks: dict[str, int] = {}  # of Ray's workers, by pid
         self.world = 0
@@ -244,13 +289,19 @@ class Printed:
             speaker = said.speaker if len(self.heard) < _MOST_SPEAKERS else None
             one = self.heard.setdefault(speaker, Heard(said.line))
         text, one.last = said.text, said.line
+        opened = one.opened
         if one.opened is not None and not one.opened.take(text, timed=said.timed):
             self._close(one)
             if one.opened is not None and not one.opened.take(text, timed=said.timed):
                 self._close(one)
         if one.opened is None:
             one.opened = self._opened(one, said)
+            if one.opened is not None:
+                one.opened.socket, one.opened.ignored = one.socket, one.before.startswith("Exception ignored")
             self._note_nccl(one, said)
+        if said.speaker is not None and (made := _STEP.search(text)):
+            word, number = (made["word"] or "%").lower(), int(made["number"] or made["done"])
+            one.steps[word] = max(number, one.steps.get(word, 0))
         one.before = text
         end = one.raised[-1][0].line if one.raised else one.crashes[-1].line if one.crashes else said.line
         own = one.opened is None and end.file == said.line.file and not (said.timed or _NOT_OWN.match(text))
@@ -263,6 +314,7 @@ class Printed:
             one.crashes = [*one.crashes[-1:], Crash(said.line, [text])]
         elif one.crashes:
             one.crashes[-1].take(text, own=own)
+        self.events.hear(said, own_text=one.opened is None and opened is None)
         if one.opened is None or one.opened.state == "after":
             self._note(one, said)
 
@@ -293,11 +345,16 @@ class Printed:
         of_child = _OF_A_CHILD.match(one.before)
         return Traceback(said.line, [text], thread, said, int(of_child["rank"]) if of_child else None)
 
-    def _close(self, one: Heard) -> None:
+    def _close(self, one: Heard, *, at_end: bool = False) -> None:
         opened, one.opened = one.opened, None
-        raised = opened.exception(opened.line.number * 1e-3) if opened is not None else None
-        if opened is None or raised is None:
+        if opened is None:
             return
+        raised = opened.exception(opened.line.number * 1e-3, cut_off=at_end)
+        if raised is None:
+            return
+        place = f" at {raised.frames[0].file}:{raised.frames[0].line}" if raised.frames else ""
+        what = f"{raised.type}: {raised.message}" if raised.message else raised.type
+        self.events.add("traceback", f"{what}{place}", opened.said, harmless=opened.ignored)
         if opened.thread:
             again = one.raised and (one.raised[-1][1].type, one.raised[-1][1].message) == (raised.type, raised.message)
             one.raised = one.raised[:-1] if again else one.raised
@@ -306,6 +363,10 @@ class Printed:
         if of_ray := _OF_RAY.match(f"{raised.type}: {raised.message}"):
             one.opened = Traceback(opened.line, [HEAD], False, opened.said, pid=of_ray["pid"])
             return
+        if kind.startswith("Rendezvous") or _OF_RENDEZVOUS.search(raised.message):
+            self._note_rendezvous(raised, opened.line)
+            if any(fr.normal(one.file).endswith(_LAUNCHERS) or "/elastic/" in one.file for one in raised.frames):
+                return
         if kind != "ChildFailedError" and any(fr.normal(one.file).endswith(_LAUNCHERS) for one in raised.frames):
             said = f"{raised.type}: {raised.message}" if raised.message else raised.type
             self._remark(f"the launcher itself ended: {said}", opened.line)
@@ -327,7 +388,7 @@ class Printed:
             return
         if absent := _MONITORED.search(raised.message):
             self.absent |= {rank for one in absent["ranks"].split(", ") if (rank := int(one)) < MAX_RANKS}
-        if opened.pid and raised.type.startswith("ray."):
+        if raised.type.startswith("ray.exceptions."):
             self._remark(f"Ray: {raised.type}: {raised.message}", opened.line)
             return
         if opened.pid:
@@ -340,12 +401,17 @@ class Printed:
 
     def end(self) -> None:
         for speaker, one in list(self.heard.items()):
-            self._close(one)
+            self._close(one, at_end=True)
             self._end_block(one, speaker)
         for rank, line in self._of_spawn.items():
             if rank not in self.heard or not self.heard[rank].raised:  # its end is not in the log
                 self.ended.setdefault(rank, Ended(1, line, root=True))
         pids = {one.pid for one in self.ended.values()} - {0}
+        for by, stopped in self.stopped.items():  # torchrun lists all processes of its node: those that failed, and others
+            failed = {str(one.pid) for one in self.ended.values() if one.by == by} | {
+                str(one.pid) for _, one in self._local if one.by == by
+            }
+            self.world = max(self.world, len(failed | stopped) - ("0" in failed))
         for rank, ended in self._local:
             if ended.pid not in pids:
                 self.ended.setdefault(self.first.get(ended.by, 0) + rank, ended)
@@ -378,9 +444,7 @@ class Printed:
         if found := _DEEPSPEED.search(text):
             self.failed.add(said.speaker)
             self.remarks.pop("Killing subprocess", None)  # this says why
-            code = int(found["code"])
-            how = f"was killed by {signal_name(code)}" if code < 0 else f"ended with code {code}"
-            self._remark(f"DeepSpeed: a process of this node {how}", said.line)
+            self.lost.setdefault(said.speaker or "a process of DeepSpeed's", Ended(int(found["code"]), said.line, root=True))
         if (found := _OF_A_CHILD.match(text)) and int(found["rank"]) < MAX_RANKS:
             self._of_spawn.setdefault(int(found["rank"]), said.line)
         if found := _IN_WORDS.search(said.line.text):
@@ -394,6 +458,20 @@ class Printed:
             one.fail(said.line, "RuntimeError", found["what"])
         if found := _TASK_ENDED.search(text):
             self._note_tasks(found, said.line)
+        elif found := _DIED.search(text):
+            self._note_died(found, said.line)
+        elif found := _KILLED.match(text):
+            self._lose(f"process {found['pid']}" if found["pid"] else "", -SIGNALS[found["how"]], said)
+        elif _OOM_KILLED.search(text):
+            self._lose("", -signal.SIGKILL, said)
+        elif (found := _CONTAINER_CODE.match(text)) and self._named is None:
+            self._lose("", int(found["code"]), said)
+        if found := _CLOSING.search(text):
+            self.stopped.setdefault(said.speaker, set()).add(found["pid"])
+        if found := _OF_A_SOCKET.search(text):
+            one.socket = found["what"]
+        if "Detected mismatch between coll" in text:
+            self._note_compared(one, said)
         self._cancelled = self._cancelled or _CANCELLED.search(text) is not None
         self._stopping = self._stopping or _STOPPING.search(text) is not None
         if found := _KERNEL_KILL.search(text):
@@ -402,9 +480,13 @@ class Printed:
             self.ranks[found["pid"]] = int(found["rank"])
         if (own := _RAY_OWN_RANK.search(text)) and (pid := re.search(r"pid=(\d+)", str(said.speaker))):
             self.ranks[pid[1]] = int(own["rank"])
-        if (found := _RAY_DEAD.search(text)) and found["pid"] in self.ranks:
+        if found := _RAY_DEAD.search(text):
             code = int(found["code"] or (-signal.SIGKILL if found["memory"] else UNKNOWN_SIGNAL))
-            self.ended.setdefault(self.ranks[found["pid"]], Ended(code, said.line, int(found["pid"]), root=True))
+            ended = Ended(code, said.line, int(found["pid"]), root=True)
+            if found["pid"] in self.ranks:
+                self.ended.setdefault(self.ranks[found["pid"]], ended)
+            else:
+                self.lost.setdefault(f"process {found['pid']}", ended)
         if found := _REMARKS.search(text):
             self._remark(next(filter(None, found.groups())), said.line)
         if "orker group" in text and _RESTART.search(text):
@@ -415,6 +497,50 @@ class Printed:
             self._note_stalled(found)
         if found := _WORLD.search(text):
             self.world = max(self.world, min(int(found["world"]), MAX_RANKS))
+
+    def _note_died(self, found: re.Match[str], line: Line) -> None:
+        number, name = int(found["number"]), found["name"]
+        if found["code"]:
+            code = int(found["code"])
+        elif found["signal"] or name:
+            code = -int(found["signal"] or getattr(signal, f"SIG{name}", 0))
+        else:
+            return
+        if not code:
+            return
+        ended = Ended(_of_shell(code), line, root=True)
+        label = found["label"].lower()
+        if label in ("rank", "task") and number < MAX_RANKS:
+            self.ended.setdefault(number, ended)
+        else:
+            self.lost.setdefault(f"{'process' if label == 'pid' else label} {number}", ended)
+
+    def _lose(self, label: str, code: int, said: Said) -> None:
+        """A process has ended of which the line gives no rank."""
+        if code:
+            self.lost.setdefault(label or str(said.speaker or ""), Ended(_of_shell(code), said.line, root=True))
+
+    def _note_compared(self, one: Heard, said: Said) -> None:
+        """What torch's own check reports, in a line of a logger. The other rank that it names is one of the job's."""
+        message = said.text[said.text.index("Detected mismatch between coll") :]
+        ranks = [rank for rank in fingerprints(message) if rank < MAX_RANKS]
+        if not ranks:
+            return
+        own, *others = ranks
+        if not isinstance(said.speaker, int):
+            one = self.heard.setdefault(own, Heard(said.line))
+        one.fail(said.line, "RuntimeError", message)
+        for rank in others:
+            self.heard.setdefault(rank, Heard(said.line))
+
+    def _note_rendezvous(self, raised: RankException, line: Line) -> None:
+        """Processes did not meet; the store where they were to do so may not answer."""
+        found = _OF_RENDEZVOUS.search(raised.message)
+        known = self.rendezvous
+        if known is None or (found and not known.store):
+            store = f"{found['host']}:{found['port']}" if found else ""
+            error = one_line(f"{raised.type.rpartition('.')[2]}: {raised.message}")
+            self.rendezvous, self.rendezvous_at = Rendezvous(0, 0, store=store, error=error), line
 
     def _note_stalled(self, found: re.Match[str]) -> None:
         self._since_stalled = 0
@@ -441,6 +567,21 @@ class Printed:
                 submitted, name = rank not in lack, tensor.rpartition("/")[2]
                 one.groups[tensor] = Group("", rank, int(submitted), name, [*(frames or ())])
         return tuple(range(self.world))
+
+    def uneven_steps(self, ranks: dict[int, Heard], known: Collection[int]) -> dict[int, int | None]:
+        """The last step that each rank printed, if most printed the same one and others, which printed something, did
+        not come to it.
+        """
+        counts = Counter(word for rank in known if rank in ranks for word in ranks[rank].steps)
+        if not counts:
+            return {}
+        word = counts.most_common(1)[0][0]
+        made = {rank: ranks[rank].steps.get(word, -1) for rank in known if rank in ranks and not ranks[rank].raised}
+        last = max(made.values(), default=-1)
+        ahead = [rank for rank, number in made.items() if number == last]
+        if len(ahead) < 2 or len(ahead) == len(made) or 2 * len(ahead) <= max(len(made), self.world):
+            return {}
+        return {rank: number if number >= 0 else None for rank, number in made.items()}
 
     def _note_nccl(self, one: Heard, said: Said) -> None:
         if _NCCL_FAILED.search(said.text):
@@ -498,11 +639,14 @@ class Printed:
         prefix before its lines: then the rank in the group is the best there is.
         """
         group, work, status = (pattern.search(said.text) for pattern in (_GROUP, _WORK, _STATUS))
-        whose = _WHOSE.search(said.text) if not isinstance(said.speaker, int) else None
         if work is None and status is None:
             return None
+        whose = _WHOSE.search(said.text) if not isinstance(said.speaker, int) else None
         if whose is not None:
-            one = self.heard.setdefault(int(whose["rank"]), Heard(said.line))
+            everybody = group is None or (group["name"] or group["id"]) == DEFAULT or group["called"] == "default_pg"
+            place, called = int(whose["rank"]), (group["called"] or group["name"] or group["id"]) if group else ""
+            key: Speaker = place if everybody else f"rank {place} of group {called}"
+            one = self.heard.setdefault(key, Heard(said.line))
             one.tail.append(said.text)
         one.watchdog = one.watchdog or said.line
         name = (group["name"] or group["id"]) if group else UNNAMED
@@ -520,4 +664,6 @@ class Printed:
         if status:
             mine.queued, mine.done = int(status["queued"]), int(status["done"])
             mine.seq = mine.seq or (int(at_work["seq"]) if at_work is not None else 0)
+            if mine.queued > mine.done:  # a stream completes its works in their order
+                mine.seq = mine.seq or mine.done + 1
         return mine if not mine.frames else None
