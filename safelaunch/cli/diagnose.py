@@ -325,7 +325,7 @@ def _real_name(name: str, files: Mapping[str, str]) -> str:
 
 
 def _notes(found: Found) -> list[str]:
-    least = "at least " if found.world_guessed else ""
+    least = "at least " if found.evidence.world_guessed else ""
     read = f"{clean(found.what)}: {len(found.evidence.ranks)} of {least}{found.evidence.world_size} ranks"
     problems = [f"not read: {clean(problem)}" for problem in found.problems[:_SHOWN_PROBLEMS]]
     return [read, *map(clean, found.remarks), *problems, *_more(len(found.problems) - _SHOWN_PROBLEMS)]

@@ -108,6 +108,7 @@ RULES: tuple[Rule, ...] = (
             Kind(rules_aborted.aborted_by_a_peer, _EITHER, ("a crash",)),
             Kind(rules_aborted.wrong_size_received, _EITHER, ("a crash",)),
             Kind(rules_nodes.node_lost, ("node-lost",), ("a crash", "several nodes")),
+            Kind(rules_nodes.silent_host, ("node-lost",), ("a crash",)),
             Kind(explanations.unusual_group, ("missing-from-collective",), ("a crash",)),
             Kind(rules_mismatch.compared_by_torch, _MISMATCH, ("a crash",)),
         ),

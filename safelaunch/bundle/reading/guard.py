@@ -49,7 +49,6 @@ class Found:
     ``bundles``: the directories of the bundles that it was read from. ``taken``: of a bundle, from the last progress to
     when it was written, in Unix seconds; zeros where that is not known. ``source``: what the verdict read of the user's
     files, by their paths; None where that is not kept. ``remarks``: what is no fault of a rank, in words.
-    ``world_guessed``: nothing says how many ranks there were; ``world_size`` is the least that it can be.
     ``is_output``: of texts, a job may have printed some line of them. ``events``: of logs, the lines that report errors.
     """
 
@@ -61,7 +60,6 @@ class Found:
     taken: tuple[float, float] = (0.0, 0.0)
     source: Mapping[str, str] | None = None
     remarks: tuple[str, ...] = ()
-    world_guessed: bool = False
     is_output: bool = True
     events: Events | None = None
 

@@ -175,7 +175,7 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
     found = dumps
     if printed.evidence.ranks:
         joined = _joined(printed, dumps, lambda rank, dump: structs.replace(rank, flight_record=dump.flight_record))
-        found = replace(joined, world_guessed=False)
+        found = joined
     seen = stacks.read_stacks(texts, folder, only_named=True)
     return found if seen is None else _with_stacks(found, seen)
 
@@ -192,6 +192,7 @@ def _joined(one: Found, other: Found, both: Callable[[RankEvidence, RankEvidence
         ranks=tuple(ranks[rank] for rank in sorted(ranks)),
         missing_ranks=tuple(rank for rank in range(world) if rank not in ranks),
         printed=None,
+        world_guessed=False,
     )
     what, problems = f"{one.what}, {other.what}", (*one.problems, *other.problems)
     return replace(one, what=what, evidence=evidence, problems=problems, files={**one.files, **other.files})

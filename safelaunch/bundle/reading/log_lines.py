@@ -22,6 +22,7 @@ from typing import BinaryIO
 
 MAX_RANKS = 1 << 16
 CHUNK_BYTES = 1 << 17
+_MOST_SHAPES = 1 << 14
 MOST_LINE = 1 << 14  # characters
 
 
@@ -106,12 +107,12 @@ def lines_of(path: Path, name: str) -> Iterator[Line | None]:
     """The lines of a file that may matter, the first and the last ones among them; None between two that are not
     neighbours.
     """
-    number, open_still, first = 0, True, True
+    number, open_still, first, harmless = 0, True, True, set[bytes]()
     with _opened(path) as file:
         for part, last in _blocks(file):
             if not part:
                 break
-            if first or last or open_still or any(needle in part for needle in _TELLING):
+            if _tells(part, harmless) or first or last or open_still:
                 for line in part.removesuffix(b"\n").split(b"\n"):
                     number += 1
                     yield Line(name, number, _clean(line[-MOST_LINE:] if b"\r" in line else line[:MOST_LINE]))
@@ -120,6 +121,20 @@ def lines_of(path: Path, name: str) -> Iterator[Line | None]:
                 yield None
             open_still = b'  File "' in part[-4096:] or b"\xe2\x94\x82" in part[-4096:]  # a box of rich's
             first = False
+
+
+def _tells(part: bytes, harmless: set[bytes]) -> bool:
+    """Returns whether a line may report an error. ``harmless``: lines that don't, without their numbers.
+
+    A job prints the same lines over and over: looking only at new ones is ten times as fast as looking for all needles.
+    """
+    shapes = set(part.translate(None, b"0123456789").split(b"\n")) - harmless
+    text = b"\n".join([b"", *shapes])
+    found = [needle for needle in _TELLING if needle in text]
+    if len(harmless) > _MOST_SHAPES:
+        harmless.clear()
+    harmless |= {shape for shape in shapes if not any(needle in b"\n" + shape for needle in found)} if found else shapes
+    return bool(found)
 
 
 def _blocks(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:

@@ -77,7 +77,8 @@ class Owners:
             return
         same = next((rank for rank, name in self.labels.items() if label == name or f"pid={pid}" in name), None)
         raised = [one.raised[-1][1] for one in self.heard.values() if one.raised]
-        if same is None and (not all(map(is_consequence, raised)) or self._has_failed()):
+        explained = ended.code == 1 and bool(raised)  # that is how an exception ends a process
+        if same is None and (explained or not all(map(is_consequence, raised)) or self._has_failed()):
             return
         self.ended[self._label(label or UNSIGNED, Heard(ended.line)) if same is None else same] = ended
 
@@ -124,7 +125,7 @@ class Owners:
             for pair in (_unlike(causes) or effects[:1])[: _MOST_UNSIGNED if alone else 0]:
                 self._give(self._label(_label_of(by), Heard(pair[0].line, node=by or "")), pair, by)
             return
-        if len({pair[1].type for pair in causes}) == 1 and not effects and len(failed) < len(said.raised) + 3:
+        if len(_unlike(causes)) == 1 and not effects and len(failed) < len(said.raised) + 3:
             everybody = len(failed) == 1 or len(said.raised) > 1  # whose lines may run into each other
             for rank in failed if everybody else self._first(failed):
                 self._give(rank, causes[0], by)

@@ -55,6 +55,8 @@ _OF_RENDEZVOUS = re.compile(
 )
 _OF_A_SOCKET = re.compile(r"\[c10d\] (?P<what>The \w+ socket (?:has failed|cannot be) .*\(errno: .*)")
 _CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal")
+_CLOSED_BY = re.compile(r"NCCL WARN .*(?:remote peer|recv from|send to) (?P<host>[\w.-]*[A-Za-z][\w.-]*)<\d+>")
+_ON_HOST = re.compile(r"(?P<prefix>[\w.-]+):\d+:\d+ \[\d+\] |.*\b(?:on|host(?:name)?[=:]) ?(?P<host>[\w.-]+)$")
 _STEP = re.compile(
     r"\b(?P<word>[Ss]tep|[Ii]ter(?:ation)?|[Ee]poch|[Bb]atch)s?\b\W{0,4}(?P<number>\d{1,9})(?!\.\d)|\| (?P<done>\d{1,9})/\d+ \["
 )
@@ -138,6 +140,7 @@ class Heard:
     block: dict[str, str] = field(default_factory=dict)  # of a launcher's summary
     block_at: Line | None = None
     block_root: bool = False
+    hosts: set[str] = field(default_factory=set)  # names that may be its host's
     steps: dict[str, int] = field(default_factory=dict)  # by what it calls them, the highest that it printed
     socket: str = ""  # what c10d last reported of a socket
 
@@ -260,6 +263,7 @@ class Printed:
         self._stalled_at: Line | None = None
         self._since_stalled = 0
         self.nccl_failed: Line | None = None
+        self.closed_by: dict[str, Line] = {}  # hosts that closed connections of others
         self.nccl_told: list[tuple[Line, str]] = []  # warnings, and the last error, in whoever's lines
         self._cancelled = False  # from outside, before anything failed: what comes after it are effects
         self._stopping = False  # Slurm ends the other tasks of the step
@@ -591,6 +595,10 @@ class Printed:
             self.world = max(self.world, size)
             if size > self.nccl_places.get(found["process"], (0, 0))[0] and rank < MAX_RANKS:
                 self.nccl_places[found["process"]] = size, rank
+        if found := _ON_HOST.match(said.text):
+            one.hosts.add(found["prefix"] or found["host"])
+        if closed := _CLOSED_BY.search(said.text):
+            self.closed_by.setdefault(closed["host"], said.line)
         _, warns, words = said.text.partition("NCCL WARN ")
         words = said.text if one.before.startswith("Last error:") else words
         if words and len(self.nccl_told) < _MOST_WARNINGS:

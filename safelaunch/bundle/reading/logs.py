@@ -32,6 +32,7 @@ from safelaunch.model import (
     GroupStatus,
     MemoryKills,
     NcclLog,
+    NodeEvidence,
     Outcome,
     Progress,
     RankEvidence,
@@ -109,11 +110,14 @@ def _found(job: Printed, names: Sequence[str], count: int) -> Found:
     elif warned and not failed:
         what += f" (a warning of NCCL alone is no failure: {warned})"
     found = Found(what, Evidence("crash", max(world, 1), ()), remarks=remarks, events=job.events)
+    nodes = _silent_hosts(job, owners)
+    evidence = [one for one in evidence if not any(one.rank in node.ranks for node in nodes)]
     rendezvous = None
     if job.rendezvous_at is not None and all(_only_lost_a_peer(one) for one in evidence):
         rendezvous, files["rendezvous.json"] = job.rendezvous, job.rendezvous_at.where
     if not failed and rendezvous is None:
         return found
+    seen = {one.rank for one in evidence}
     missing = tuple(rank for rank in range(world) if rank not in seen)
     outcome: Outcome = (
         "hang" if (steps or any(one.flight_record for one in evidence)) and not any(map(_failed, evidence)) else "crash"
@@ -123,6 +127,7 @@ def _found(job: Printed, names: Sequence[str], count: int) -> Found:
         world,
         tuple(evidence),
         missing_ranks=missing,
+        nodes=nodes,
         rendezvous=rendezvous,
         printed=tuple(sorted({*owners.known, *stalled})),
         labels=owners.labels,
@@ -135,6 +140,16 @@ def _with_steps(one: RankEvidence, world: int, steps: Mapping[int, int | None]) 
     if one.rank not in steps:
         return one
     return structs.replace(one, progress=Progress(one.rank, -1, world, 0, 0, 0, "", steps[one.rank]))
+
+
+def _silent_hosts(job: Printed, owners: Owners) -> tuple[NodeEvidence, ...]:
+    """The one host that closed connections of others while its own ranks, if any are heard, report nothing."""
+    found = []
+    for host in job.closed_by:
+        ranks = [rank for rank, one in owners.heard.items() if host in one.hosts]
+        if not any(rank in owners.ended or owners.heard[rank].raised for rank in ranks):
+            found.append(NodeEvidence(host, ranks=tuple(sorted(ranks))))
+    return tuple(found) if len(found) == 1 else ()
 
 
 def _ended_alone(owners: Owners) -> bool:
