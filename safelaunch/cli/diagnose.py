@@ -291,7 +291,7 @@ def _files(verdict: Verdict, found: Found, names: Collection[str]) -> dict[str, 
 
 def was_reached(verdict: Verdict) -> bool:
     """Whether the verdict names a rank or a node, or is certain that none is at fault: that is a verdict too."""
-    return bool(verdict.culprits or verdict.nodes_at_fault) or verdict.confidence != "low"
+    return bool(verdict.culprits or verdict.processes_at_fault or verdict.nodes_at_fault) or verdict.confidence != "low"
 
 
 def _pointing_at(verdict: Verdict, found: Found) -> Verdict:

@@ -44,6 +44,7 @@ from safelaunch.system.printable import clean, clean_json
 from safelaunch.verdict.belonging import mesh
 from safelaunch.verdict.rank_state import Facts
 from safelaunch.verdict.reading.source import ReadSource
+from safelaunch.verdict.unnamed import numbered
 
 # --- The steps of all ranks over time: the rate before the stall, who is behind, and the moment it stopped ------------
 
@@ -142,6 +143,7 @@ def content(
     """
     about = about or About()
     facts = facts or Facts.of(evidence, read_source)
+    verdict = numbered(verdict, evidence)
     culprits = {one.rank for one in verdict.culprits}
     paths = Paths.of(evidence, about.launch.cwd, code.all_frames(evidence, verdict))
     frames = Frames(paths)
@@ -165,6 +167,8 @@ def content(
         "frames": frames.rows,
         "stacks": list(frames.stacks),
     }
+    if evidence.labels:
+        page["labels"] = {str(number): clean(label) for number, label in evidence.labels.items()}
     return page
 
 
@@ -217,7 +221,7 @@ def _facts(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> 
         "when": _when(about.at_unix_s),
         "stood still": stalled_words(evidence).rstrip("."),
         "step": range_of(seen),
-        "world size": overview.world(evidence.world_size, mesh(facts)),
+        "world size": "" if evidence.world_guessed else overview.world(evidence.world_size, mesh(facts)),
         "devices": "; ".join(filter(None, (overview.devices(evidence), nodes.misplaced(facts, about)))),
         "batch": overview.batches(evidence),
         "hosts" if len(hosts) > 1 else "host": hosts_word(hosts),

@@ -26,6 +26,7 @@ from safelaunch.model import (
     NextStep,
     NodeAtFault,
     NodeEvidence,
+    ProcessAtFault,
     RankEvidence,
     Verdict,
     format_ranks,
@@ -120,10 +121,11 @@ def screen(
     title = _wrap(f"{OUTCOMES[verdict.outcome]}: {verdict.cause} ({confidence_words(verdict)})", room)
     summary = _cut(_wrap(clean(verdict.summary), room), _SUMMARY_LINES, room)
     head = list(map(Line, _quoted(summary) if color else summary))
-    who = [line for culprit in verdict.culprits[:3] for line in _who(culprit, room, read_line)]
-    if len(verdict.culprits) > 3:
-        more = len(verdict.culprits) - 3
-        who.append(Line(f"  and {more} more {'rank' if more == 1 else 'ranks'}"))
+    named: tuple[Culprit | ProcessAtFault, ...] = (*verdict.culprits, *verdict.processes_at_fault)
+    who = [line for culprit in named[:3] for line in _who(culprit, room, read_line)]
+    if len(named) > 3:
+        more, words = len(named) - 3, ("process", "processes") if verdict.processes_at_fault else ("rank", "ranks")
+        who.append(Line(f"  and {more} more {words[more != 1]}"))
     for node in verdict.nodes_at_fault[:3]:
         who += [Line(text, "strong") for text in _wrap(node_words(node), room, "  ")[:3]]
     for text in verdict.blamed_before or ():
@@ -159,7 +161,8 @@ def _with_lost_peers(verdict: Verdict, evidence: Evidence) -> Verdict:
 
 def is_healthy(verdict: Verdict) -> bool:
     """The job works, and nothing in it is at fault: no alarm."""
-    return verdict.cause == "slow-not-stuck" and not (verdict.culprits or verdict.nodes_at_fault)
+    named = verdict.culprits or verdict.processes_at_fault or verdict.nodes_at_fault
+    return verdict.cause == "slow-not-stuck" and not named
 
 
 _SUMMARY_LINES = 6
@@ -198,12 +201,14 @@ def _quoted(lines: Sequence[str]) -> list[str]:
     return found
 
 
-def _who(culprit: Culprit, room: int, read_line: ReadLine | None) -> list[Line]:
-    facts = [f"pid {culprit.pid}" if culprit.process == "main" else culprit.process]
+def _who(culprit: Culprit | ProcessAtFault, room: int, read_line: ReadLine | None) -> list[Line]:
+    who = f"rank {culprit.rank}" if isinstance(culprit, Culprit) else clean(culprit.label)
+    pid = [f"pid {culprit.pid}"] if str(culprit.pid) not in who or isinstance(culprit, Culprit) else []
+    facts = pid if culprit.process == "main" else [culprit.process]
     facts = facts if culprit.pid or culprit.process != "main" else []  # a Flight Recorder dump names no process
     facts += [f"step {culprit.step}"] if culprit.step is not None else []
     facts += [f"on {culprit.host}"] if culprit.host else []
-    name = f"rank {culprit.rank} ({clean(', '.join(facts))})" if facts else f"rank {culprit.rank}"
+    name = f"{who} ({clean(', '.join(facts))})" if facts else who
     frame = culprit.frame
     if frame is None:
         return [Line(text, "strong") for text in _wrap(name, room, "  ")]
@@ -285,7 +290,7 @@ def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
         of = " of the cause" if proved else ""  # that it hangs is certain
         parts.append(_cut(_wrap(f"unsure{of}: {clean(verdict.doubts[0])}", room, "  "), 2, room))
     if verdict.victims:
-        what = "blocked by it" if verdict.culprits else "waiting"
+        what = "blocked by it" if verdict.culprits or verdict.processes_at_fault else "waiting"
         parts.append([cut(f"  {what}: {rank_words(verdict.victims)}", room)])
     if verdict.missing:
         parts.append([cut(f"  missing: {clean('; '.join(verdict.missing))}", room)])

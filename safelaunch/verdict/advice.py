@@ -113,7 +113,13 @@ class Scene:
     @property
     def _whole(self) -> bool:
         """All ranks were seen, at one time."""
-        return not (self.facts.unseen or self.facts.evidence.rendezvous or self.facts.evidence.stopped)
+        evidence = self.facts.evidence
+        return not (self.facts.unseen or evidence.rendezvous or evidence.stopped or evidence.world_guessed)
+
+    @property
+    def of_some_stacks(self) -> bool:
+        """All there is are saved stacks, of nobody knows how many of the ranks, and none of them is at fault."""
+        return self.facts.evidence.world_guessed and self.facts.evidence.printed is None and not self.named
 
     @property
     def _waits(self) -> set[str]:

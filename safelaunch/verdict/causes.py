@@ -97,11 +97,17 @@ _DESYNC_WORKS = "<2.13"  # later, TORCH_DISTRIBUTED_DEBUG=DETAIL crashes in DDP'
 
 LAUNCHER = _sub_case("Fix what the launcher reports, or the error above it in the output of a process that it started.")
 
+# Of stacks that somebody saved: others may be missing.
+_ALL_STACKS = Advice(
+    "Take the stacks of all processes at once: `safelaunch dump --all` on each node (or `py-spy dump --pid PID` for "
+    "every process), and give all of them to `safelaunch diagnose`.",
+    when=lambda case: case.of_some_stacks,
+)
 # Nobody is named: the ranks that were seen are innocent, or may be.
 _ALL_NODES = Advice(
     "Put the bundles of all nodes into one folder: `safelaunch diagnose FOLDER` reaches one verdict over all ranks.",
     when=lambda case: not case.named and case.facts.evidence.printed is None,
-    unless=(LAUNCHER,),
+    unless=(LAUNCHER, _ALL_STACKS),
 )
 # Of what a job has printed, the same and more.
 _ALL_LOGS = Advice(
@@ -999,6 +1005,7 @@ class NoRankStandsOut(Cause, name="no-rank-stands-out"):
 
     advice = _advice(
         LATE_JOIN,
+        _ALL_STACKS,
         *_COMMUNICATION,
         Advice(
             "All ranks have arrived: suspect the transport (NIC, `NCCL_SOCKET_IFNAME`, firewall between nodes) or a"

@@ -43,6 +43,7 @@ from safelaunch.verdict.remarks import with_gpus, with_loops_left, with_repeats
 from safelaunch.verdict.rules import KINDS
 from safelaunch.verdict.rules_live import WRONG_RESULTS, has_no_steps, with_the_time_without_a_step
 from safelaunch.verdict.rules_nodes import nccl_claims, nccl_rules_out, node_behind, version_claims
+from safelaunch.verdict.unnamed import without_invented_ranks, without_labels
 from safelaunch.verdict.waits import Case
 
 SCHEMA = 1
@@ -81,7 +82,21 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
         finding = with_loops_left(case, finding)
         finding = annotated(finding, [note for one in explanations for note in one(case, finding)])
     finding = with_the_time_without_a_step(case, with_group_names(case, finding))
-    return with_repeats(with_gpus(_verdict(case, finding, ruled_out), evidence), evidence).on_record(evidence)
+    if evidence.labels and (known := _of_known_ranks(evidence, finding, read_source)) is not None:
+        return known
+    verdict = with_gpus(_verdict(case, finding, ruled_out), evidence)
+    verdict = without_invented_ranks(case, finding, verdict) if evidence.labels else verdict
+    return with_repeats(verdict, evidence).on_record(evidence)
+
+
+def _of_known_ranks(evidence: Evidence, finding: Finding, read_source: ReadSource | None) -> Verdict | None:
+    """The verdict on the ranks that are known as such, if it blames the same: then the others have no part in it."""
+    at_fault = {culprit.rank for culprit in finding.culprits}
+    if not at_fault or not at_fault.isdisjoint(evidence.labels):
+        return None
+    verdict = diagnose(without_labels(evidence), read_source)
+    same = (verdict.cause, {culprit.rank for culprit in verdict.culprits}) == (finding.cause, at_fault)
+    return verdict if same else None
 
 
 def _conclude(case: Case) -> tuple[Finding, list[str]]:
@@ -111,6 +126,7 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
         Doubt.DAMAGED_RECORD: bool(_damaged(case)),
         Doubt.PRINTED_ALONE: evidence.printed is not None and not _is_corroborated(case, named),
         Doubt.NOT_PROVED: may_go_on,
+        Doubt.RANK_UNKNOWN: not named.isdisjoint(evidence.labels),
         Doubt.MORE_NAMED: finding.cause not in BY_ITSELF
         and len(case.world) > 1
         and len(named) > len(case.world - named),

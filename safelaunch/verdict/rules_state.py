@@ -280,8 +280,10 @@ def alone(facts: Facts) -> Ruling:
     Ranks that have finished are left out; a single one that has not is at fault by itself. Where a strict majority
     rests at one place and all ranks were seen, those elsewhere are the odd ones out, with low confidence: nothing
     shows that the others wait for them. Several that have nothing in common are not, and all ranks at one place is not
-    anybody's fault in particular.
+    anybody's fault in particular. A process of which nothing tells whether it has peers is compared with none.
     """
+    if facts.evidence.world_guessed and len(facts.ranks) == 1:
+        return ""
     ended = {r for r, one in facts.ranks.items() if one.evidence.exit is not None and one.evidence.exit.returncode == 0}
     named = {r: condition for r, condition in conditions(facts).items() if r not in ended}
     if not named or facts.unseen:
@@ -311,6 +313,7 @@ def nobody_stands_out(facts: Facts) -> Finding:
     own = {r: c for r, c in conditions(facts).items() if c.cause != "missing-from-collective" or c.frame is not None}
     alike = len({(c.cause, c.frame) for c in own.values()}) == 1 and not waits
     claims = wait_claims(facts, waits) + condition_claims(own)
+    only = facts.evidence.world_guessed and len(facts.ranks) == 1 and bool(waits or own)
     lost = [r for r in waits if has_lost_a_peer(facts.ranks[r].evidence)]
     cut = [r for r, f in facts.ranks.items() if is_aborted(f.evidence) and nccl_failure(f.evidence) is not None]
     apart = frozenset(waits) & set(facts.evidence.stopped)
@@ -325,11 +328,15 @@ def nobody_stands_out(facts: Facts) -> Finding:
         who = "them" if len(own) > 1 else "it"
         text = summary_of(own, facts, [])
         text += f" {capital(unseen_words(facts))} and may be what keeps {who} there."
+    elif only:
+        text = summary_of(own, facts, waits) if own else f"{capital(waits_words(facts, waits))}."
+        text += " No other rank was seen: it cannot be compared with its peers."
     elif alike and own:
         text = f"{summary_of(own, facts, [])} All are at the same place: no rank stands out."
         text += _who_would_set(facts, next(iter(own.values())))
     elif waits and not own:
-        which = "every rank" if facts.evidence.printed is None else "every rank that the log tells of"
+        which = "every rank that was seen" if facts.evidence.world_guessed else "every rank"
+        which = which if facts.evidence.printed is None else "every rank that the log tells of"
         text = f"{capital(waits_words(facts, waits))}; {which} has arrived: no rank stands out."
         text += _began_with(facts, [r for r in waits if facts.ranks[r].evidence.exception is not None])
     elif own:
@@ -349,7 +356,7 @@ def nobody_stands_out(facts: Facts) -> Finding:
         Doubt.STATE_UNKNOWN: not seen,
         Doubt.BY_EXCLUSION: seen,
         Doubt.SEVERAL_PLACES: seen and not (alike or (waits and not own)),
-        Doubt.UNSEEN_RANKS: bool(facts.unseen or apart or lost or facts.evidence.printed is not None),
+        Doubt.UNSEEN_RANKS: bool(facts.unseen or apart or lost or only or facts.evidence.printed is not None),
     }
     advice = frozenset(one for condition in own.values() for one in condition.advice)
     return Finding("no-rank-stands-out", those(doubts), text, claims=claims, advice=advice)

@@ -21,7 +21,14 @@ function fill(node, attributes, children) {
 }
 const h = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
 const s = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
-const ranksWord = (ranges, count) => `${count === 1 ? "rank" : "ranks"} ${ranges}`;
+const ranksWord = (ranges, count) => (page.labels ? namesOf(ranges) : `${count === 1 ? "rank" : "ranks"} ${ranges}`);
+// What processes are called whose rank is not known: "ranks 0-1, process 7".
+function namesOf(ranges) {
+  const numbers = String(ranges).split(",").map((part) => part.split("-").map(Number)).filter(([first]) => !isNaN(first))
+    .flatMap(([first, last]) => Array.from({ length: (last === undefined ? first : last) - first + 1 }, (_, at) => first + at));
+  const known = numbers.filter((number) => !page.labels[number]), others = numbers.filter((number) => page.labels[number]).map((number) => page.labels[number]);
+  return [...(known.length ? [`${known.length === 1 ? "rank" : "ranks"} ${united(known.map(String))}`] : []), ...(others.length > 3 ? [`${others.length} processes`] : others)].join(", ");
+}
 const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 // One text of ranges for several: "0-3", "4,9" → "0-4,9".
 function united(texts) {

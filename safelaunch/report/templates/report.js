@@ -78,8 +78,8 @@ function raisedBy(side) {
   const first = parseInt(side.r, 10);
   const rank = page.ranks.find((one) => one.r === first);
   if (!rank || !rank.trace || !rank.trace.length) return "";
-  return h("details", { open: side.c ? true : null }, h("summary", { class: "place" }, `Traceback of rank ${first}`),
-    h("div", { class: "source", tabindex: "0", role: "group", "aria-label": `traceback of rank ${rank.r}` }, rank.trace.map((line) => h("div", {}, h("span", { class: "n" }), h("span", { class: "t" }, line || " ")))));
+  return h("details", { open: side.c ? true : null }, h("summary", { class: "place" }, `Traceback of ${ranksWord(first, 1)}`),
+    h("div", { class: "source", tabindex: "0", role: "group", "aria-label": `traceback of ${ranksWord(rank.r, 1)}` }, rank.trace.map((line) => h("div", {}, h("span", { class: "n" }), h("span", { class: "t" }, line || " ")))));
 }
 
 // --- the timeline --------------------------------------------------------------------------------------------------
@@ -462,7 +462,7 @@ function rankPanel(rank) {
   const part = (title, ...content) => h("div", {}, h("h3", {}, title), content);
   const facts = [rank.host && `on ${rank.host}`, rank.pid && `pid ${rank.pid}`, rank.local >= 0 && `local rank ${rank.local}`, rank.phase && `phase ${rank.phase}`, rank.mb && `${rank.mb} MB resident`];
   const panel = h("div", { class: "panel", "data-rank": rank.r },
-    h("div", {}, h("h3", {}, `Rank ${rank.r}`), h("p", { class: "dim" }, facts.filter(Boolean).join(", ")),
+    h("div", {}, h("h3", {}, capital(ranksWord(rank.r, 1))), h("p", { class: "dim" }, facts.filter(Boolean).join(", ")),
       rank.raised ? h("p", { class: "bad" }, rank.raised) : "",
       (rank.handles || []).map((text) => h("p", {}, `handling ${text}`)), (rank.caught || []).map((text) => h("p", { class: "dim" }, `caught earlier: ${text}`)),
       page.head.bundle ? h("p", {}, page.files.ranks.filter(([, , of]) => inRanges(rank.r, of)).map(([name]) => [link(`ranks/${rank.r}/${name}`, name), " "])) : ""),
@@ -505,7 +505,7 @@ function ranks() {
     const it = page.rows[row], all = shown.length === members[row].length;
     const name = all ? ranksWord(it.r, it.n) : ranksWord(shown.slice(0, 6).map((rank) => rank.r).join(",") + (shown.length > 6 ? ",…" : ""), shown.length);
     return foldingRows(name, shown.length, it.c, cellsOf(fields, it),
-    (target) => chooser(target, shown, "Ranks of this row", (rank) => rank.r, rankPanel));
+    (target) => chooser(target, shown, "Ranks of this row", (rank) => (page.labels || {})[rank.r] || rank.r, rankPanel));
   }
   const MOST = 60;
   function show(most) {

@@ -1,0 +1,161 @@
+"""The verdict on processes of which nothing gives the rank: it calls them by pid, host or actor.
+
+The rules count such processes by numbers that stand for them (``Evidence.labels``) and are nobody's rank. So whatever
+the rules have written is left out here, and written again from what is known of each process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+import msgspec
+
+from safelaunch.model import Claim, Culprit, Evidence, NodeAtFault, ProcessAtFault, Verdict, format_ranks, rank_words
+from safelaunch.verdict.findings import Finding, by_place, capital, wait_words
+from safelaunch.verdict.rank_state import Facts
+
+_MOST_NAMES, _MOST_PLACES, _MOST_CLAIMS = 2, 3, 12
+
+
+def without_labels(evidence: Evidence) -> Evidence:
+    """The evidence on the ranks alone that are known as such."""
+    ranks = tuple(one for one in evidence.ranks if one.rank not in evidence.labels)
+    world = max((one.rank + 1 for one in ranks), default=0) if evidence.world_guessed else evidence.world_size
+    known = {one.rank for one in ranks}
+    missing = tuple(rank for rank in range(world) if rank not in known)
+    return msgspec.structs.replace(evidence, ranks=ranks, world_size=world, missing_ranks=missing, labels={})
+
+
+def without_invented_ranks(facts: Facts, finding: Finding, verdict: Verdict) -> Verdict:
+    """The verdict with the labels of processes in place of the numbers that stand for them."""
+    labels = facts.evidence.labels
+    named = {culprit.rank for culprit in finding.culprits}
+    return msgspec.structs.replace(
+        verdict,
+        summary=_summary(facts, finding),
+        culprits=tuple(
+            msgspec.structs.replace(one, reason=_reason(facts, one.rank))
+            for one in verdict.culprits
+            if one.rank not in labels
+        ),
+        processes=tuple(
+            ProcessAtFault(
+                label=labels[one.rank],
+                host=one.host,
+                pid=one.pid,
+                process=one.process,
+                frame=one.frame,
+                step=one.step,
+                reason=_reason(facts, one.rank),
+            )
+            for one in verdict.culprits
+            if one.rank in labels
+        ),
+        victims=format_ranks(r for r in facts.ranks if r in facts.waiting and r not in named and r not in labels),
+        evidence=tuple(_claims(facts, named)),
+        ruled_out=(),
+        missing=tuple(_missing(facts)),
+        nodes=verdict.nodes and tuple(NodeAtFault(one.host, "", one.reason) for one in verdict.nodes),
+        proof=(),
+    )
+
+
+def numbered(verdict: Verdict, evidence: Evidence) -> Verdict:
+    """The verdict with a culprit for each process at fault: for what marks processes by the numbers in the evidence."""
+    at_fault = {one.label: one for one in verdict.processes_at_fault}
+    found = ((rank, at_fault[label]) for rank, label in evidence.labels.items() if label in at_fault)
+    culprits = (Culprit(rank, one.host, one.pid, one.process, one.frame, one.step, one.reason) for rank, one in found)
+    return msgspec.structs.replace(verdict, culprits=(*verdict.culprits, *culprits))
+
+
+def _called(facts: Facts, ranks: Iterable[int]) -> str:
+    """``rank 3``, ``process 7 and process 9``, ``ranks 0-1 and 3 processes``, ``3 of 4 processes``."""
+    labels, ranks = facts.evidence.labels, sorted(ranks)
+    known, others = [r for r in ranks if r not in labels], [labels[r] for r in ranks if r in labels]
+    words = [rank_words(known)] if known else []
+    if len(others) <= _MOST_NAMES:
+        words += others
+    elif words or len(others) < len(facts.ranks):
+        words.append(f"{len(others)} processes" if words else f"{len(others)} of {len(facts.ranks)} processes")
+    else:
+        words.append(f"all {len(others)} processes")
+    return " and ".join(words)
+
+
+def _wait(facts: Facts, ranks: Collection[int]) -> str:
+    """``process 7 waits``, ``3 of 4 processes wait``."""
+    verb = "waited" if facts.gone.issuperset(ranks) else "waits" if len(ranks) == 1 else "wait"
+    return f"{_called(facts, ranks)} {verb}"
+
+
+def _does(facts: Facts, rank: int) -> str:
+    one = facts.ranks[rank]
+    if one.condition is not None:
+        return one.condition.reason
+    verb = "waited" if rank in facts.gone else "waits"
+    return f"{verb} in {one.wait.words}" if one.wait is not None else "ended before anything was seen of it"
+
+
+def _reason(facts: Facts, rank: int) -> str:
+    return f"{capital(_called(facts, [rank]))} {_does(facts, rank)}."
+
+
+def _summary(facts: Facts, finding: Finding) -> str:
+    """``Process 7 waits for its DataLoader at train.py:9, while 3 of 4 processes wait in broadcast at train.py:20.
+    Nothing gives its rank.``
+    """
+    at_fault = {culprit.rank for culprit in finding.culprits}
+    waits = wait_words(facts, facts.ranks)
+    own = {rank: _does(facts, rank) for rank in at_fault or facts.ranks.keys() - waits.keys()}
+    parts = [f"{'each of ' if len(ranks) > 1 else ''}{_called(facts, ranks)} {does}" for does, ranks in by_place(own)]
+    peers = {rank: words for rank, words in waits.items() if rank not in own}
+    blocked = [f"{_wait(facts, ranks)} in {place}" for place, ranks in by_place(peers)]
+    parts, blocked = list(_first(parts)), list(_first(blocked))
+    text = ", while ".join(filter(None, ["; ".join(parts), " and ".join(blocked)]))
+    text = "; ".join([*(f"node {one.host}: {one.reason}" for one in finding.nodes), *([text] if text else [])])
+    return f"{capital(text)}. {_closing(facts, at_fault)}"
+
+
+def _first(parts: list[str]) -> Iterator[str]:
+    yield from parts[:_MOST_PLACES]
+    if more := parts[_MOST_PLACES:]:
+        yield f"others are in {len(more)} more {'place' if len(more) == 1 else 'places'}"
+
+
+def _closing(facts: Facts, at_fault: Collection[int]) -> str:
+    unknown = [rank for rank in at_fault if rank in facts.evidence.labels]
+    if unknown:
+        return "Nothing gives its rank." if len(unknown) == 1 else "Nothing gives their ranks."
+    if len(facts.ranks) == 1 and facts.evidence.printed is None:
+        return "It is the only process here, so it cannot be compared with its peers."
+    if facts.evidence.world_guessed and not at_fault:
+        return "No process stands out among these; whether there are others is not known."
+    return "" if at_fault else "No process stands out."
+
+
+def _claims(facts: Facts, named: Collection[int]) -> Iterator[Claim]:
+    """What shows what those at fault do; then one example for each place where the others wait."""
+    conditions = {rank: one.condition for rank, one in facts.ranks.items() if one.condition is not None}
+    examples = {facts.waiting[rank].words: rank for rank in sorted(facts.waiting, reverse=True)}
+    shown: Mapping[int, tuple[Claim, ...]] = {
+        **{rank: conditions[rank].claims for rank in conditions if rank in named or not named},
+        **{rank: facts.waiting[rank].claims[:2] for rank in sorted(examples.values())},
+    }
+    found = [
+        Claim(f"{_called(facts, [rank])}: {one.claim}", one.file) for rank, claims in shown.items() for one in claims
+    ]
+    yield from found[:_MOST_CLAIMS]
+
+
+def _missing(facts: Facts) -> Iterator[str]:
+    labels = [rank for rank in facts.evidence.labels if rank in facts.ranks]
+    yield f"the {'rank' if len(labels) == 1 else 'ranks'} of {_called(facts, labels)}"
+    if facts.evidence.world_guessed:
+        yield "the number of ranks"
+    elif facts.unseen:
+        yield f"{len(facts.unseen)} of {len(facts.world)} ranks were not seen"
+    if facts.evidence.printed is not None:
+        return
+    without = [rank for rank, one in facts.ranks.items() if one.evidence.main is None]
+    if without:
+        yield f"no Python stack: {_called(facts, without)}"
