@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from safelaunch.bundle.reading.log_lines import LITERALS, Line, Said, Speaker
+from safelaunch.bundle.reading.log_lines import Line, Said, Speaker
 from safelaunch.verdict.exits import one_line
 
 MOST_EVENTS = 300
@@ -100,15 +100,14 @@ class Events:
     found: dict[str, Event] = field(default_factory=dict)  # by what remains without numbers
     finished: bool = False  # a line says that the job has come to its end
 
-    def hear(self, said: Said, *, own_text: bool) -> None:
-        """``own_text``: the line is not part of a traceback or of another event's message."""
+    def hear(self, said: Said, *, telling: bool) -> None:
+        """``telling``: the line may report an error, and is no part of a traceback."""
         text = said.text
         if self.found and _PROGRESS.search(text):
             for one in self.found.values():
                 one.since += one.speaker in (None, said.speaker)
         if self.found and _FINISHED.search(text):
             self.finished = True
-        telling = own_text and any(literal in text for literal in LITERALS)
         match = _EVENT.search(text) if telling else None
         if match is None:
             return

@@ -13,6 +13,7 @@ import gzip
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import BinaryIO
 
 MAX_RANKS = 1 << 16
 CHUNK_BYTES = 1 << 17
-_MOST_SHAPES = 1 << 14
+_MOST_SHAPES, _MOST_PARTS = 1 << 14, 64
 MOST_LINE = 1 << 14  # characters
 
 
@@ -34,7 +35,7 @@ _TELLING = (
     b"corrupt", b"what():", b"Xid", b"ut of memory", b"OOM", b"oom", b"annot allocate", b"orker group", b"CANCELLED",
     b"return code", b"NCCL error", b" group.cc:", b"ignal", b"SIG", b"egmentation", b"core dumped", b"Process name: ",
     b" nranks ", b"subset of ranks", b"rrno", b"in use", b"No space", b"refused", b"o route to", b"CC error",
-    b"illegal memory", b"launch failure", b"imed out", b"TIME LIMIT", b"eartbeat", b"fingerprint", b"FingerPrint",
+    b"illegal memory", b"launch failure", b"Killing", b"Assertion", b"MPI_ABORT", b"ail", b"FAIL", b"imed out", b"TIME LIMIT", b"eartbeat", b"fingerprint", b"FingerPrint",
 )  # fmt: skip
 LITERALS = tuple(needle.decode().strip("\n") for needle in _TELLING)  # the same, within a line
 NOT_GZIP = (EOFError, zlib.error)  # what gzip raises of damaged files, besides OSError
@@ -107,12 +108,12 @@ def lines_of(path: Path, name: str) -> Iterator[Line | None]:
     """The lines of a file that may matter, the first and the last ones among them; None between two that are not
     neighbours.
     """
-    number, open_still, first, harmless = 0, True, True, set[bytes]()
+    number, open_still, first, shapes = 0, True, True, _Shapes()
     with _opened(path) as file:
         for part, last in _blocks(file):
             if not part:
                 break
-            if _tells(part, harmless) or first or last or open_still:
+            if shapes.tell(part) or first or last or open_still:
                 for line in part.removesuffix(b"\n").split(b"\n"):
                     number += 1
                     yield Line(name, number, _clean(line[-MOST_LINE:] if b"\r" in line else line[:MOST_LINE]))
@@ -123,18 +124,28 @@ def lines_of(path: Path, name: str) -> Iterator[Line | None]:
             first = False
 
 
-def _tells(part: bytes, harmless: set[bytes]) -> bool:
-    """Returns whether a line may report an error. ``harmless``: lines that don't, without their numbers.
-
-    A job prints the same lines over and over: looking only at new ones is ten times as fast as looking for all needles.
+class _Shapes:
+    """The lines that were met, without their numbers: a job prints the same ones over and over, and looking only at new
+    ones is ten times as fast as looking for all literals everywhere.
     """
-    shapes = set(part.translate(None, b"0123456789").split(b"\n")) - harmless
-    text = b"\n".join([b"", *shapes])
-    found = [needle for needle in _TELLING if needle in text]
-    if len(harmless) > _MOST_SHAPES:
-        harmless.clear()
-    harmless |= {shape for shape in shapes if not any(needle in b"\n" + shape for needle in found)} if found else shapes
-    return bool(found)
+
+    def __init__(self) -> None:
+        self._harmless: set[bytes] = set()
+        self._met: Counter[bytes] = Counter()  # of the others, in how many parts
+
+    def tell(self, part: bytes) -> bool:
+        """Returns whether a line of this part may report an error, and is none of those that stand everywhere."""
+        new = set(part.translate(None, b"0123456789").split(b"\n")) - self._harmless
+        text = b"\n".join([b"", *new])
+        found = [literal for literal in _TELLING if literal in text]
+        if len(self._harmless) + len(self._met) > _MOST_SHAPES:
+            self._harmless.clear()
+            self._met.clear()
+        telling = {shape for shape in new if any(literal in b"\n" + shape for literal in found)} if found else set()
+        self._met.update(telling)
+        self._harmless |= new - telling
+        self._harmless |= {shape for shape in telling if self._met[shape] > _MOST_PARTS}
+        return bool(telling)
 
 
 def _blocks(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:

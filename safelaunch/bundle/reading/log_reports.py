@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from safelaunch.bundle.reading.log_events import Events
-from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS, Line, Said, Speaker
+from safelaunch.bundle.reading.log_lines import LITERALS, LOCAL, MAX_RANKS, Line, Said, Speaker
 from safelaunch.bundle.reading.log_tracebacks import (
     BARE,
     BOXED,
@@ -318,9 +318,13 @@ class Printed:
             one.crashes = [*one.crashes[-1:], Crash(said.line, [text])]
         elif one.crashes:
             one.crashes[-1].take(text, own=own)
-        self.events.hear(said, own_text=one.opened is None and opened is None)
+        telling = any(literal in text for literal in LITERALS)
+        self.events.hear(said, telling=telling and one.opened is None and opened is None)
         if one.opened is None or one.opened.state == "after":
-            self._note(one, said)
+            one.tail.append(text)
+            self._note_form(one, said)
+            if telling:
+                self._note(one, said)
 
     def _go_on(self, unsigned: Heard) -> None:
         """Nodes print their own, so the job has survived what nobody has signed."""
@@ -425,14 +429,9 @@ class Printed:
             else:
                 self.ended.setdefault(rank, ended)
 
-    def _note(self, one: Heard, said: Said) -> None:
+    def _note_form(self, one: Heard, said: Said) -> None:
+        """Parts of a summary or of a list, whose lines say nothing by themselves."""
         text = said.text
-        one.tail.append(text)
-        if last_abort(text) is not None or "watchdog got stuck" in text or options_refused(text):
-            one.telling = said.line
-        one.timed_out |= said.speaker is not None and "Watchdog caught collective operation timeout" in text
-        if "atchdog" in text or "enqueued" in text:
-            self._stack = self._note_watchdog(one, said) or self._stack
         if self._stack is not None and (found := _STACK.match(text)):
             self._stack.frames.append(Frame(found["file"], int(found["line"]), found["function"]))
         if (field := _FIELD.match(text)) is not None:
@@ -442,6 +441,20 @@ class Printed:
         elif text.startswith(("[", "---", "===", "Root Cause")):
             self._end_block(one, said.speaker)
             one.block_root = text.startswith("Root Cause") or (one.block_root and not text.startswith("==="))
+        if self._stalled_at is not None and (found := _NOT_SUBMITTED.match(text)):
+            self._note_stalled(found)
+        if (own := _RAY_OWN_RANK.search(text)) and (pid := re.search(r"pid=(\d+)", str(said.speaker))):
+            self.ranks[pid[1]] = int(own["rank"])
+        if found := _WORLD.search(text):
+            self.world = max(self.world, min(int(found["world"]), MAX_RANKS))
+
+    def _note(self, one: Heard, said: Said) -> None:
+        text = said.text
+        if last_abort(text) is not None or "watchdog got stuck" in text or options_refused(text):
+            one.telling = said.line
+        one.timed_out |= said.speaker is not None and "Watchdog caught collective operation timeout" in text
+        if "atchdog" in text or "enqueued" in text:
+            self._stack = self._note_watchdog(one, said) or self._stack
         if found := _EXIT.search(text):
             ended = Ended(int(found["code"]), said.line, int(found["pid"]), root=True, by=said.speaker)
             self._local.append((int(found["rank"]), ended))
@@ -482,8 +495,6 @@ class Printed:
             self.kills[int(found["pid"])] = text.strip()
         if found := _RAY_RANK.search(text):
             self.ranks[found["pid"]] = int(found["rank"])
-        if (own := _RAY_OWN_RANK.search(text)) and (pid := re.search(r"pid=(\d+)", str(said.speaker))):
-            self.ranks[pid[1]] = int(own["rank"])
         if found := _RAY_DEAD.search(text):
             code = int(found["code"] or (-signal.SIGKILL if found["memory"] else UNKNOWN_SIGNAL))
             ended = Ended(code, said.line, int(found["pid"]), root=True)
@@ -497,10 +508,6 @@ class Printed:
             self._begin_anew()
         if "by subset of ranks and are waiting for remainder of ranks" in text:
             self._stalled, self._stalled_at = {}, said.line
-        if self._stalled_at is not None and (found := _NOT_SUBMITTED.match(text)):
-            self._note_stalled(found)
-        if found := _WORLD.search(text):
-            self.world = max(self.world, min(int(found["world"]), MAX_RANKS))
 
     def _note_died(self, found: re.Match[str], line: Line) -> None:
         number, name = int(found["number"]), found["name"]
