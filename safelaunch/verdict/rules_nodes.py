@@ -94,12 +94,17 @@ def silent_host(case: Case) -> Ruling:
     """All that is known of a job is its output: connections to one host were closed, and its ranks report no failure."""
     raised = {rank: one.evidence.exception for rank, one in case.ranks.items()}
     lost = [rank for rank, error in raised.items() if error is not None and not is_timeout(error)]
-    if case.evidence.printed is None or len(case.evidence.nodes) != 1 or not lost or conditions(case, *FAILURES):
+    if case.evidence.printed is None or len(case.evidence.nodes) != 1:
         return ""
     (node,) = case.evidence.nodes
-    text = f"Node {node.host} is gone without reporting a failure: {ranks_word(lost)} lost the connection to it"
-    text += f", and the output of {ranks_word(node.ranks)} ends there." if node.ranks else "."
-    reason = "connections to it were closed, and none of its ranks reports a failure"
+    if not node.trouble and (not lost or conditions(case, *FAILURES)):
+        return ""
+    why = "" if node.trouble else " without reporting a failure"
+    about = [node.trouble] if node.trouble else []
+    about += [f"{ranks_word(lost)} lost the connection to it"] if lost else []
+    about += [f"the output of {ranks_word(node.ranks)} ends there"] if node.ranks else []
+    text = f"Node {node.host} is gone{why}: {', and '.join(about)}."
+    reason = node.trouble or "connections to it were closed, and none of its ranks reports a failure"
     doubts = those({Doubt.UNSEEN_RANKS: not node.ranks})
     at_fault = (NodeAtFault(node.host, format_ranks(node.ranks), reason),)
     return Finding("node-lost", doubts, text, claims=wait_claims(case, lost), victims=tuple(lost), nodes=at_fault)

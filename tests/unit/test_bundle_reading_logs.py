@@ -20,6 +20,7 @@ import safelaunch
 from safelaunch.bundle.reading import locate
 from safelaunch.bundle.reading.guard import Unreadable
 from safelaunch.bundle.reading.log_lines import CHUNK_BYTES
+from safelaunch.bundle.reading.log_owners import UNSIGNED
 from safelaunch.bundle.reading.logs import read_logs
 from safelaunch.cli.diagnose import main
 from safelaunch.model import Verdict
@@ -105,8 +106,20 @@ def verdict_of(text: str, folder: Path, *, encoding: str = "utf-8") -> Verdict:
     return diagnose(read_logs([log_of(text, folder, encoding=encoding)]).evidence)
 
 
-def named(verdict: Verdict) -> tuple[str, list[int]]:
-    return verdict.cause, [one.rank for one in verdict.culprits]
+def at_fault(verdict: Verdict) -> list[int | str]:
+    """The ranks, and the labels of processes whose rank the log does not give: ``?`` for one without any name."""
+    labels = (one.label for one in verdict.processes_at_fault)
+    return [*(one.rank for one in verdict.culprits), *("?" if label == UNSIGNED else label for label in labels)]
+
+
+def named(verdict: Verdict) -> tuple[str, list[int | str]]:
+    return verdict.cause, at_fault(verdict)
+
+
+def frame_of(verdict: Verdict) -> int | None:
+    """The line of the first that is at fault."""
+    one = next(iter((*verdict.culprits, *verdict.processes_at_fault)))
+    return one.frame.line if one.frame is not None else None
 
 
 @pytest.mark.parametrize("dress", DRESSES)
@@ -114,9 +127,13 @@ def named(verdict: Verdict) -> tuple[str, list[int]]:
 def test_who_failed_under_any_launcher(name: str, dress: str, tmp_path: Path) -> None:
     text = DRESSES[dress]((DATA / f"{name}.log").read_text().splitlines())
     verdict = verdict_of(text, tmp_path)
-    assert named(verdict) == (CAUSES[name], [1])
-    frame = verdict.culprits[0].frame
-    assert (frame.line if frame is not None else None) == LINES.get(name)
+    known = {"ray": "RayTrainWorker pid=901, ip=10.0.0.1", "kubectl": "pod/train-worker-1/pytorch"}
+    by_launcher = name in ("kill", "segv", "exit")  # torchrun's own lines have the rank
+    expected = [1 if by_launcher else known.get(dress, 1)]
+    if name == "checkpoint" and dress in known:  # every rank raises what rank 1 raised
+        expected.insert(0, known[dress].replace("1", "0", 1) if dress == "kubectl" else known[dress].replace("901", "900"))
+    assert named(verdict) == (CAUSES[name], expected)
+    assert frame_of(verdict) == LINES.get(name)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])

@@ -30,7 +30,7 @@ MOST_LINE = 1 << 14  # characters
 # Literals of which one is in each line that may report an error or an end. A part of a file with none of them is skipped.
 _TELLING = (
     b"Traceback (most", b'  File "', b"atchdog", b"NCCL WARN", b"xitcode", b"xit code", b"xit status", b"xited with",
-    b"xited on", b"srun: error", b"slurmstepd", b"illed", b"terminated", b"terminate called", b"orld_rank", b"nqueued",
+    b"xited on", b"srun", b"slurmstepd", b"illed", b"terminated", b"terminate called", b"orld_rank", b"nqueued",
     b"atal", b"FATAL", b"CRITICAL", b"ERROR", b"rror: ", b"rror(", b"rror]", b"xception", b"[E", b"[F", b"\nE",
     b"corrupt", b"what():", b"Xid", b"ut of memory", b"OOM", b"oom", b"annot allocate", b"orker group", b"CANCELLED",
     b"return code", b"NCCL error", b" group.cc:", b"ignal", b"SIG", b"egmentation", b"core dumped", b"Process name: ",
@@ -214,7 +214,7 @@ _PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"\[(?:\d+,)?(?:mpirank:)?(?P<rank>\d{1,6})(?:,algo-\d+)?\]<std(?:err|out|diag)>: ?"), 2),
     (re.compile(r"\[\d+,(?P<rank>\d{1,6})\]: ?"), 2),
     (re.compile(r"(?:[0-9a-f]{8} )?\[rank=(?P<rank>\d{1,6})\] \|\| ?"), 2),
-    (re.compile(r"\[?(?:rank|Rank|RANK):? (?P<rank>\d{1,6})(?:\]:? |: )"), 2),
+    (re.compile(r"\[?(?:rank|Rank|RANK)[:=]? ?(?P<rank>\d{1,6})(?:/\d{1,6})?(?:\]:? |: )"), 2),
     (re.compile(r"\[(?P<role>[A-Za-z_]{1,40})(?P<rank>\d{1,5})\]: ?"), 1),
     (re.compile(r"\((?P<name>\w+(?: rank=\d+)?,? ?pid=\d+(?:, ip=[\w.:]+)?)\) ?"), 0),
     (re.compile(r"\[(?P<name>pod/[^\]\s]+)\] ?"), 0),
@@ -223,6 +223,11 @@ _PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
 # as ``srun -l`` prints it, is one.
 _MARKS = (r":(?: |$)", r" *\|(?: |$)", r"\t")
 _HOST = re.compile(rf" {{0,6}}(?P<name>(?=[a-zA-Z._-]*\d)[\w.-]{{1,80}})(?P<mark>{'|'.join(_MARKS)})")
+# c10d's own lines, in which older versions name the rank of their group; that of all ranks is the default one.
+_OF_C10D = re.compile(r"\[[EFW][^\]]*ProcessGroup\w+\.cpp:\d+\] \[(?:PG (?:ID )?0 (?:PG GUID 0\S* )?)?Rank (?P<rank>\d{1,6})\]")
+# A field of a logger's lines.
+_RANK_FIELD = re.compile(r".{0,100}?(?<![A-Za-z])[Rr](?:ank|ANK)[ =:_#-]?(?P<rank>\d{1,5})(?:/\d+)?(?![\w.])")
+_OF_ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|Error|EXCEPTION)\b")
 # A traceback at the end of a line that a progress bar has begun, or behind an unknown prefix.
 _BEHIND = re.compile(r".*\S(?P<space> ?)(?=Traceback \(most recent call last\):$)")
 _IN_NAME = re.compile(r"rank[_-]?(?P<rank>\d{1,6})(?!\d)")
@@ -232,28 +237,31 @@ _IN_TREE = re.compile(r"attempt_(?P<attempt>\d+)/(?P<rank>\d{1,6})/std(?:err|out
 
 @dataclass(frozen=True)
 class Said:
-    """A line without its prefixes. ``timed``: there was a time among these."""
+    """A line without its prefixes. ``timed``: there was a time among these. ``label``: what else these call its rank."""
 
     line: Line
     text: str
     speaker: Speaker | None
     timed: bool
+    label: str = ""
 
 
 @dataclass
 class Signer:
     """Whose lines a file's are. ``hosts``: matches their nodes, or tasks of Slurm; ``template``: a prefix that its
-    tracebacks have shown.
+    tracebacks have shown. ``has_field``: a logger names the rank in each of its lines.
     """
 
     of_file: Speaker | None
     hosts: re.Pattern[str] | None
+    has_field: bool = False
     template: re.Pattern[str] | None = None
+    _record: Speaker | None = None  # whose record of an error was the last line, or the traceback behind it
 
     def said(self, line: Line, ahead: Iterable[Line | None] = ()) -> Said:
         """``ahead``: lines that follow it."""
         text = line.text.removeprefix("stderr: ").removeprefix("stdout: ")
-        found, worth, timed = self.of_file, int(isinstance(self.of_file, int)), False
+        found, worth, timed, label = self.of_file, int(isinstance(self.of_file, int)), False, ""
         if "[rank" in text and (own := _OWN.match(text)) and int(own["rank"]) < MAX_RANKS:
             found, worth, text = int(own["rank"]), 3, text[own.end() :]
         if self.hosts is not None and (host := self.hosts.match(text)):
@@ -270,6 +278,7 @@ class Signer:
                         if value == 1 and isinstance(found, str):  # of several nodes
                             name = f"{found}{LOCAL}{name}"
                         if (value > worth or found is None) and (isinstance(name, str) or name < MAX_RANKS):
+                            label = found if isinstance(found, str) else label
                             found, worth = name, value
                         text, taken = text[match.end() :], True
                         break
@@ -283,7 +292,24 @@ class Signer:
                 text, taken = text[behind.end() :], True
             if not taken:
                 break
-        return Said(line, text, found, timed)
+        if not isinstance(found, int) and (own := _OF_C10D.match(text)):
+            found, label = int(own["rank"]), found or ""
+        if self.has_field and found is None:
+            if field := _RANK_FIELD.match(text):
+                found = int(field["rank"])
+                self._record = found if _OF_ERROR.search(text) else None
+            elif timed:
+                self._record = None
+            else:  # what a logger prints behind a record is the record's
+                found = self._record
+        return Said(line, text, found, timed, label)
+
+
+def has_rank_field(lines: Sequence[str]) -> bool:
+    """Returns whether most lines of a log name a rank in the same way, as a logger's format does."""
+    texts = [line for line in lines if line.strip()]
+    fields = [field for line in texts if (field := _RANK_FIELD.match(line))]
+    return len(fields) > 3 and 2 * len(fields) > len(texts)
 
 
 def _template(prefix: str, ahead: Iterable[Line | None]) -> re.Pattern[str] | None:

@@ -7,6 +7,7 @@ else belongs to a process that has a label instead: a number of its own among th
 from __future__ import annotations
 
 import re
+import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from safelaunch.verdict.reading.failures import fingerprints, first_failure
 UNSIGNED = "a process that the log does not name"
 _Raised = tuple[Traceback, RankException]
 _MOST_UNSIGNED = 4
+_STOPPED = (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 @dataclass
@@ -50,6 +52,7 @@ class Owners:
                 found._place(name, heard)
         for name, heard in [*((name, one) for name, one in named if name in nodes), *_unsigned(job)]:
             found._share_out(name, heard)
+        found._drop_doubles()
         for label, ended in job.lost.items():
             found._lose(label, ended)
         found._place_warnings([heard for name, heard in job.heard.items() if name is None or name in nodes])
@@ -75,15 +78,23 @@ class Owners:
         pid = int(label.rpartition(" ")[2]) if label.startswith("process ") else 0
         if any(pid == one.pid or label in (self.labels.get(rank), f"rank {rank}") for rank, one in self.ended.items()):
             return
-        same = next((rank for rank, name in self.labels.items() if label == name or f"pid={pid}" in name), None)
+        same = next((rank for rank, name in self.labels.items() if label == name or (pid and f"pid={pid}" in name)), None)
+        same = self.job.rank_of(label) if same is None and not pid and label else same
         raised = [one.raised[-1][1] for one in self.heard.values() if one.raised]
         explained = ended.code == 1 and bool(raised)  # that is how an exception ends a process
         if same is None and (explained or not all(map(is_consequence, raised)) or self._has_failed()):
             return
         self.ended[self._label(label or UNSIGNED, Heard(ended.line)) if same is None else same] = ended
 
+    def _drop_doubles(self) -> None:
+        """A launcher's list has ranks, and other lines have the same processes without one: those that raised count."""
+        if any(self.heard[number].raised for number in self.labels):
+            for rank in [rank for rank, one in self.ended.items() if one.code in (1, *_STOPPED) or one.stopped]:
+                if rank not in self.heard:
+                    del self.ended[rank]
+
     def _has_failed(self) -> bool:
-        return any(not one.stopped and one.code not in (0, -15, 143) for one in self.ended.values())
+        return any(not one.stopped and one.code not in _STOPPED for one in self.ended.values())
 
     def _share_out(self, by: str | None, said: Heard) -> None:
         """What no rank has signed, of a node or of all: to the ranks that failed there, if that leaves no choice.
@@ -139,8 +150,6 @@ class Owners:
         for rank in failed:
             if effects:
                 self._give(rank, effects[0], by)
-            elif causes:  # one of them raised what is known, and the others may have lost it
-                self.ended[rank].stopped = True
 
     def _first(self, failed: list[int]) -> list[int]:
         """The one that the launcher calls the first, unless others ended in the same second."""

@@ -38,6 +38,7 @@ _OF_A_CHILD = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the foll
 _FRAME = re.compile(r' +File "[^"]+", line \d+, in \S')
 # A launcher's, about a process that it has started.
 _OF_A_PROGRAM = re.compile(r"Command '.{0,200}?(?:python|torchrun|accelerate|deepspeed)", re.IGNORECASE | re.DOTALL)
+_STATUS_OF_A_PROGRAM = re.compile(r"died with <Signals\.(?P<name>SIG\w+)|exit status (?P<code>\d+)")
 # What is no output of the script's own: of launchers, and of torch's log.
 _NOT_OWN = re.compile(
     r"\s|\[?[IWEF]\d{3,4} |===|---|\[|Root Cause|Failures:|srun: |slurmstepd: |Exception (?:ignored|in thread)"
@@ -56,9 +57,13 @@ _OF_RENDEZVOUS = re.compile(
 _OF_A_SOCKET = re.compile(r"\[c10d\] (?P<what>The \w+ socket (?:has failed|cannot be) .*\(errno: .*)")
 _CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal")
 _CLOSED_BY = re.compile(r"NCCL WARN .*(?:remote peer|recv from|send to) (?P<host>[\w.-]*[A-Za-z][\w.-]*)<\d+>")
-_ON_HOST = re.compile(r"(?P<prefix>[\w.-]+):\d+:\d+ \[\d+\] |.*\b(?:on|host(?:name)?[=:]) ?(?P<host>[\w.-]+)$")
+_ON_HOST = re.compile(
+    r"(?P<prefix>[\w.-]+):\d+:\d+ \[\d+\] |.*\b(?:on|host(?:name)?|node)[=:]? (?P<host>(?=[\w.-]*\d)[\w.-]+)(?=[ ,)]|$)"
+)
+_NODE_FAILED = re.compile(r"[Nn]ode failure on (?P<host>[\w.-]+)")
 _STEP = re.compile(
-    r"\b(?P<word>[Ss]tep|[Ii]ter(?:ation)?|[Ee]poch|[Bb]atch)s?\b\W{0,4}(?P<number>\d{1,9})(?!\.\d)|\| (?P<done>\d{1,9})/\d+ \["
+    r"\b(?P<word>[Ss]tep|[Ii]t(?:er(?:ation)?)?|[Ee]poch|[Bb]atch)s?\b\W{0,4}(?P<number>\d{1,9})(?!\.\d)"
+    r"|(?:\|| |:|\[|^) *(?P<done>\d{1,9})/\d{2,9}(?: |\]|$)"
 )
 _MOST_REMARK = 300
 _REMARKS = re.compile(
@@ -184,6 +189,7 @@ _KILLED = re.compile(
     r"|Floating point exception)(?: \(core dumped\))?(?:$| {2,})"
 )
 _OOM_KILLED = re.compile(r"\bOOM[ -]?Killed\b|Detected \d+ oom[-_]kill event", re.IGNORECASE)
+_RAY_MEMORY = re.compile(r"where the task \(.*\bpid=(?P<pid>\d+).* was (?:running|killed)")
 _CONTAINER_CODE = re.compile(r"\s*[Ee]xit [Cc]ode: +(?P<code>\d{1,3})$")
 _NAMED = re.compile(r"\s*Process name: (?:\[\[\d+,\d+\],)?(?P<rank>\d{1,6})\]?$")  # mpirun, horovodrun
 _NAMED_CODE = re.compile(r"\s*Exit code: +(?P<code>\d{1,3})$")
@@ -246,6 +252,7 @@ class Printed:
         self.ended: dict[int, Ended] = {}
         self.lost: dict[str, Ended] = {}  # processes whose rank nothing gives, by what the log calls them
         self.events = Events()
+        self.labels: dict[str, set[int]] = {}  # the ranks that lines with these names have, too
         self.rendezvous: Rendezvous | None = None
         self.rendezvous_at: Line | None = None
         self.stopped: dict[Speaker | None, set[str]] = {}  # pids that a launcher of torch has stopped after a failure
@@ -263,6 +270,7 @@ class Printed:
         self._stalled_at: Line | None = None
         self._since_stalled = 0
         self.nccl_failed: Line | None = None
+        self.failed_hosts: dict[str, Line] = {}  # by Slurm's word
         self.closed_by: dict[str, Line] = {}  # hosts that closed connections of others
         self.nccl_told: list[tuple[Line, str]] = []  # warnings, and the last error, in whoever's lines
         self._cancelled = False  # from outside, before anything failed: what comes after it are effects
@@ -284,6 +292,9 @@ class Printed:
         node, _, local = name.partition(LOCAL)
         if local:
             return self.first[node] + int(local) if node in self.first else None
+        said = self.labels.get(name, set())
+        if len(said) == 1 and not any(said & others for label, others in self.labels.items() if label != name):
+            return next(iter(said))
         pid = re.search(r"pid=(\d+)", name)
         return self.ranks.get(pid[1]) if pid else int(name) if name.isdecimal() and len(name) < 6 else None
 
@@ -293,6 +304,8 @@ class Printed:
             speaker = said.speaker if len(self.heard) < _MOST_SPEAKERS else None
             one = self.heard.setdefault(speaker, Heard(said.line))
         text, one.last = said.text, said.line
+        if said.label and isinstance(said.speaker, int):
+            self.labels.setdefault(said.label, set()).add(said.speaker)
         opened = one.opened
         if one.opened is not None and not one.opened.take(text, timed=said.timed):
             self._close(one)
@@ -383,6 +396,9 @@ class Printed:
             name = sent["signal"] if not sent["signal"].isdigit() else signal_name(-int(sent["signal"]))
             self._remark(", ".join(filter(None, (f"torchrun got {name}", _SENT_WHEN.get(name)))), opened.line)
         if kind == "CalledProcessError" and _OF_A_PROGRAM.match(raised.message):
+            if how := _STATUS_OF_A_PROGRAM.search(raised.message):
+                code = int(how["code"] or -getattr(signal, how["name"] or "", 0))
+                self._lose("a process of the launcher's", code, opened.said)
             self._remark(f"what was launched has failed: {raised.message}", opened.line)
             return
         if kind in _NOT_OF_A_RANK:
@@ -480,7 +496,10 @@ class Printed:
         elif found := _KILLED.match(text):
             self._lose(f"process {found['pid']}" if found["pid"] else "", -SIGNALS[found["how"]], said)
         elif _OOM_KILLED.search(text):
-            self._lose("", -signal.SIGKILL, said)
+            pod = next((label for label in self._pods() if text.split()[:1] == [label.split("/")[1]]), "")
+            self._lose(pod, -signal.SIGKILL, said)
+        elif found := _RAY_MEMORY.search(text):
+            self._lose(f"process {found['pid']}", -signal.SIGKILL, said)
         elif (found := _CONTAINER_CODE.match(text)) and self._named is None:
             self._lose("", int(found["code"]), said)
         if found := _CLOSING.search(text):
@@ -544,6 +563,9 @@ class Printed:
         for rank in others:
             self.heard.setdefault(rank, Heard(said.line))
 
+    def _pods(self) -> list[str]:
+        return [name for name in (*self.heard, *self.labels) if isinstance(name, str) and name.startswith("pod/")]
+
     def _note_rendezvous(self, raised: RankException, line: Line) -> None:
         """Processes did not meet; the store where they were to do so may not answer."""
         found = _OF_RENDEZVOUS.search(raised.message)
@@ -604,6 +626,8 @@ class Printed:
                 self.nccl_places[found["process"]] = size, rank
         if found := _ON_HOST.match(said.text):
             one.hosts.add(found["prefix"] or found["host"])
+        if failed := _NODE_FAILED.search(said.text):
+            self.failed_hosts.setdefault(failed["host"], said.line)
         if closed := _CLOSED_BY.search(said.text):
             self.closed_by.setdefault(closed["host"], said.line)
         _, warns, words = said.text.partition("NCCL WARN ")

@@ -16,6 +16,7 @@ from safelaunch.bundle.reading.log_lines import (
     NOT_GZIP,
     Signer,
     Speaker,
+    has_rank_field,
     hosts_of,
     is_of_a_job,
     lines_of,
@@ -68,7 +69,7 @@ def _read(path: Path, name: str, job: Printed, speaker: Speaker | None) -> tuple
     lines = lines_of(path, name)
     ahead = deque(islice(lines, 200))
     texts = [line.text for line in ahead if line is not None]
-    known = Signer(speaker, hosts_of(texts))
+    known = Signer(speaker, hosts_of(texts), has_rank_field(texts))
     last, is_output = 0, not any(map(str.strip, texts))
     while ahead:
         line = ahead.popleft()
@@ -115,7 +116,7 @@ def _found(job: Printed, names: Sequence[str], count: int) -> Found:
     rendezvous = None
     if job.rendezvous_at is not None and all(_only_lost_a_peer(one) for one in evidence):
         rendezvous, files["rendezvous.json"] = job.rendezvous, job.rendezvous_at.where
-    if not failed and rendezvous is None:
+    if not failed and rendezvous is None and not job.failed_hosts:
         return found
     seen = {one.rank for one in evidence}
     missing = tuple(rank for rank in range(world) if rank not in seen)
@@ -143,12 +144,15 @@ def _with_steps(one: RankEvidence, world: int, steps: Mapping[int, int | None]) 
 
 
 def _silent_hosts(job: Printed, owners: Owners) -> tuple[NodeEvidence, ...]:
-    """The one host that closed connections of others while its own ranks, if any are heard, report nothing."""
+    """The one host that failed by Slurm's word, or that closed connections of others while its own ranks, if any are
+    heard, report nothing.
+    """
     found = []
-    for host in job.closed_by:
+    for host in job.failed_hosts or job.closed_by:
         ranks = [rank for rank, one in owners.heard.items() if host in one.hosts]
         if not any(rank in owners.ended or owners.heard[rank].raised for rank in ranks):
-            found.append(NodeEvidence(host, ranks=tuple(sorted(ranks))))
+            trouble = "Slurm reports its failure" if host in job.failed_hosts else ""
+            found.append(NodeEvidence(host, ranks=tuple(sorted(ranks)), trouble=trouble))
     return tuple(found) if len(found) == 1 else ()
 
 
