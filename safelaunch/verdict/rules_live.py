@@ -166,11 +166,11 @@ def printed_fewer_steps(facts: Facts) -> Ruling:
         return ""
     last = max(step or 0 for step in steps.values())
     behind = {rank: step for rank, step in steps.items() if step != last}
-    if 2 * len(behind) >= len(steps):
+    if not behind or 2 * len(behind) >= len(steps):
         return ""
     ahead = [rank for rank in steps if rank not in behind]
     parts = [
-        f"{ranks_do(ranks, 'printed', 'printed')} {f'{step} last' if step is not None else 'none'}"
+        f"{ranks_word(ranks)} printed {f'{step} as the last step' if step is not None else 'no step'}"
         for step, ranks in by_place(behind)
     ]
     culprits = tuple(
@@ -182,7 +182,7 @@ def printed_fewer_steps(facts: Facts) -> Ruling:
         for rank, step in list(steps.items())[:8]
         if step is not None
     )
-    text = f"{capital(ranks_word(ahead))} printed step {last}, {'; '.join(parts)}: perhaps the others wait for what is behind."
+    text = f"{capital(' and '.join(parts))}, while {ranks_word(ahead)} printed {last} and may wait for it."
     return Finding("missing-from-collective", (Doubt.PRINTED_STEPS,), text, culprits, tuple(claims), victims=tuple(ahead))
 
 

@@ -307,7 +307,7 @@ class Signer:
 
 def has_rank_field(lines: Sequence[str]) -> bool:
     """Returns whether most lines of a log name a rank in the same way, as a logger's format does."""
-    texts = [line for line in lines if line.strip()]
+    texts = [line for line in lines if _TIME.match(line)] or [line for line in lines if line.strip()]
     fields = [field for line in texts if (field := _RANK_FIELD.match(line))]
     return len(fields) > 3 and 2 * len(fields) > len(texts)
 

@@ -477,7 +477,7 @@ class Printed:
         if found := _DEEPSPEED.search(text):
             self.failed.add(said.speaker)
             self.remarks.pop("Killing subprocess", None)  # this says why
-            self.lost.setdefault(said.speaker or "a process of DeepSpeed's", Ended(int(found["code"]), said.line, root=True))
+            self._lose("" if said.speaker else "a process of DeepSpeed's", int(found["code"]), said)
         if (found := _OF_A_CHILD.match(text)) and int(found["rank"]) < MAX_RANKS:
             self._of_spawn.setdefault(int(found["rank"]), said.line)
         if found := _IN_WORDS.search(said.line.text):
@@ -547,8 +547,10 @@ class Printed:
 
     def _lose(self, label: str, code: int, said: Said) -> None:
         """A process has ended of which the line gives no rank."""
-        if code:
-            self.lost.setdefault(label or str(said.speaker or ""), Ended(_of_shell(code), said.line, root=True))
+        if code and isinstance(said.speaker, int) and not label:
+            self.ended.setdefault(said.speaker, Ended(_of_shell(code), said.line, root=True))
+        elif code:
+            self.lost.setdefault(label or said.speaker or "", Ended(_of_shell(code), said.line, root=True))
 
     def _note_compared(self, one: Heard, said: Said) -> None:
         """What torch's own check reports, in a line of a logger. The other rank that it names is one of the job's."""

@@ -92,7 +92,7 @@ def _found(job: Printed, names: Sequence[str], count: int) -> Found:
         if crash is not None and untold and heard.uncaught(ended=False) is None:
             owners.ended[rank] = Ended(-crash.signal, crash.line, root=True)
     quiet = not any(one.raised or one.watchdog for one in ranks.values()) and not _ended_alone(owners)
-    steps = job.uneven_steps(ranks, owners.known) if quiet and not job.events.finished else {}
+    steps = job.uneven_steps(ranks, owners.known) if quiet and not job.failed_hosts and not job.events.finished else {}
     seen = {*ranks, *owners.ended, *job.absent}
     world = max([job.world, *(rank + 1 for rank in seen)], default=0)
     files: dict[str, str] = {}
