@@ -97,7 +97,7 @@ def silent_host(case: Case) -> Ruling:
     if case.evidence.printed is None or len(case.evidence.nodes) != 1:
         return ""
     (node,) = case.evidence.nodes
-    if not node.trouble and (not lost or conditions(case, *FAILURES)):
+    if not node.trouble and (not lost or not node.ranks or conditions(case, *FAILURES)):
         return ""
     why = "" if node.trouble else " without reporting a failure"
     about = [node.trouble] if node.trouble else []

@@ -116,7 +116,9 @@ def lines_of(path: Path, name: str) -> Iterator[Line | None]:
             if shapes.tell(part) or first or last or open_still:
                 for line in part.removesuffix(b"\n").split(b"\n"):
                     number += 1
-                    yield Line(name, number, _clean(line[-MOST_LINE:] if b"\r" in line else line[:MOST_LINE]))
+                    text = _clean(line[-MOST_LINE:] if b"\r" in line else line[:MOST_LINE])
+                    for one in _of_record(text) if text.startswith("{") else (text,):
+                        yield Line(name, number, one)
             else:
                 number += part.count(b"\n")
                 yield None
@@ -170,14 +172,34 @@ def _as_bytes(data: bytes) -> bytes:
 
 
 def _clean(line: bytes) -> str:
-    """Without colours; of a progress bar, what it shows last; of what Docker has kept as JSON, the line itself."""
+    """Without colours; of a progress bar, what it shows last."""
     text = line.decode("utf-8", "replace").rstrip()
-    if text.startswith('{"log":'):
-        with suppress(ValueError):
-            text = str(json.loads(text)["log"]).rstrip()
     if "\r" in text:
         text = text.rpartition("\r")[2]
     return _COLOURS.sub("", text) if "\x1b" in text else text
+
+
+# How loggers that write JSON, Docker among them, name the parts of a record.
+_MESSAGES = ("log", "message", "msg", "event", "text")
+_EXCEPTIONS = ("exc", "exc_info", "exc_text", "exception", "traceback", "stack_trace", "stack")
+
+
+def _of_record(text: str) -> list[str]:
+    """The lines of a record in JSON, each with its rank; ``text`` itself if it is none."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return [text]
+    message = next((record[key] for key in _MESSAGES if isinstance(record.get(key), str)), None)
+    if message is None:
+        return [text]
+    rank = next((record[key] for key in ("rank", "global_rank", "RANK") if isinstance(record.get(key), int)), None)
+    level = next((str(record[key]).upper() for key in ("level", "levelname", "severity") if record.get(key)), "")
+    raised = next((record[key] for key in _EXCEPTIONS if isinstance(record.get(key), str)), "")
+    step = record.get("step")
+    lines = [*f"{level and level + ': '}{message}".rstrip().splitlines(), *raised.rstrip().splitlines()] or [""]
+    lines[0] += f" step {step}" if isinstance(step, int) else ""
+    return lines if rank is None else [f"[rank{rank}]: {line}" for line in lines]
 
 
 # What other texts hardly hold: levels, warnings, errors, times of day, progress bars, metrics, launchers' names, and
@@ -327,6 +349,23 @@ def _template(prefix: str, ahead: Iterable[Line | None]) -> re.Pattern[str] | No
     if len({columns[at] for at in best}) == 1:
         parts[best[-1] : best[-1] + 2] = [r"(?P<rank>\d{1,5})".join(parts[best[-1] : best[-1] + 2])]
     return re.compile(r"\d{1,6}".join(parts))
+
+
+_CUT_LINE = re.compile(
+    r".*ProcessGroup\w+\.cpp:\d+\](?:(?: \[[^\]]*\])?|.*operation timeout: (?!.*ran for \d+ milliseconds).*)$"
+)
+_REST_OF_LINE = re.compile(r"[ \w(][^\[]")
+
+
+def unwrapped(line: Line, following: Line | None) -> Line | None:
+    """One of c10d's lines with its rest, which a terminal has put on the next line; None if it is whole."""
+    if following is None or following.number != line.number + 1 or "ProcessGroup" not in line.text:
+        return None
+    if not _CUT_LINE.match(line.text) or not _REST_OF_LINE.match(following.text) or _TIME.match(following.text):
+        return None
+    return None if following.text.startswith(("Traceback", "terminate", "  File")) else Line(
+        line.file, line.number, line.text + following.text
+    )
 
 
 def speakers_of_names(names: Sequence[str]) -> dict[str, Speaker]:

@@ -29,6 +29,7 @@ from safelaunch.bundle.reading.log_tracebacks import (
 from safelaunch.model import Frame, RankException, Rendezvous
 from safelaunch.verdict.exits import UNKNOWN_SIGNAL, is_consequence, one_line, signal_name
 from safelaunch.verdict.reading import frames as fr
+from safelaunch.verdict.reading import tracebacks
 from safelaunch.verdict.reading.failures import fingerprints, last_abort, options_refused
 
 _MOST_TAIL, _MOST_WARNINGS, _MOST_TRACEBACKS, _MOST_SPEAKERS = 60, 40, 20, 1 << 16
@@ -56,7 +57,7 @@ _OF_RENDEZVOUS = re.compile(
 )
 _OF_A_SOCKET = re.compile(r"\[c10d\] (?P<what>The \w+ socket (?:has failed|cannot be) .*\(errno: .*)")
 _CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal")
-_CLOSED_BY = re.compile(r"NCCL WARN .*(?:remote peer|recv from|send to) (?P<host>[\w.-]*[A-Za-z][\w.-]*)<\d+>")
+_CLOSED_BY = re.compile(r"NCCL WARN .*(?:remote peer|recv from|send to|from peer) (?P<host>[\w.-]+)<\d+>")
 _ON_HOST = re.compile(
     r"(?P<prefix>[\w.-]+):\d+:\d+ \[\d+\] |.*\b(?:on|host(?:name)?|node)[=:]? (?P<host>(?=[\w.-]*\d)[\w.-]+)(?=[ ,)]|$)"
 )
@@ -420,6 +421,11 @@ class Printed:
             one = self.heard.setdefault(self.ranks.get(opened.pid, whose), Heard(opened.line))
         if opened.rank is not None and opened.rank < MAX_RANKS:
             one = self.heard.setdefault(opened.rank, Heard(opened.line))
+        for rank, inner in tracebacks.gathered(raised.message).items():
+            if rank < MAX_RANKS and rank != opened.said.speaker:  # what it raised, in the words of a rank that reports it
+                its = self.heard.setdefault(rank, Heard(opened.line))
+                inner_kind, _, words = inner.message.partition(": ")
+                its.raised = its.raised or [(opened, RankException(inner_kind, words, raised.time_unix_s, inner.frames))]
         if not one.timed_out:
             one.note(opened, raised)
 

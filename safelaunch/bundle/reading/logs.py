@@ -21,6 +21,7 @@ from safelaunch.bundle.reading.log_lines import (
     is_of_a_job,
     lines_of,
     speakers_of_names,
+    unwrapped,
 )
 from safelaunch.bundle.reading.log_owners import Owners
 from safelaunch.bundle.reading.log_reports import DEFAULT, UNNAMED, Ended, Heard, Printed
@@ -76,6 +77,9 @@ def _read(path: Path, name: str, job: Printed, speaker: Speaker | None) -> tuple
         ahead.extend(islice(lines, 1))
         if line is not None:
             last = line.number
+            if (whole := unwrapped(line, ahead[0] if ahead else None)) is not None:
+                ahead.popleft()
+                line = whole
             said = known.said(line, ahead)
             is_output = is_output or said.speaker is not None or is_of_a_job(line.text)
             job.hear(said)
@@ -281,6 +285,7 @@ def _record(heard: Heard, groups: dict[str, tuple[int, ...]]) -> FlightRecord:
     entries = [
         Collective(
             name, one.seq, f"nccl:{one.op}", completed=False, state="started",
+            is_p2p=one.op in ("send", "recv"), p2p_seq=one.seq,
             description=one.called, record_id=at, timeout_ms=one.ms,
             input_sizes=((one.size,),) if one.size is not None else UNKNOWN_SIZES, frames=tuple(one.frames),
         )
