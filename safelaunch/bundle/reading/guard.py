@@ -47,7 +47,8 @@ class Found:
     when it was written, in Unix seconds; zeros where that is not known. ``source``: what the verdict read of the user's
     files, by their paths; None where that is not kept. ``remarks``: what is no fault of a rank, in words.
     ``world_guessed``: nothing says how many ranks there were; ``world_size`` is the least that it can be.
-    ``is_output``: of texts, a job may have printed some line of them.
+    ``is_output``: of texts, a job may have printed some line of them. ``launch``: the command that a log shows, as one
+    that runs the job under safelaunch.
     """
 
     what: str
@@ -60,6 +61,7 @@ class Found:
     remarks: tuple[str, ...] = ()
     world_guessed: bool = False
     is_output: bool = True
+    launch: tuple[str, ...] = ()
 
     def read_source(self, path: str) -> str | None:
         """The text of a source file for the verdict: as it was then, otherwise what has that path here and now."""
