@@ -222,7 +222,7 @@ def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callab
     except Unreadable as error:
         why = clean(error.message)
         # With a colon between them, redaction would take path and reason for the name and the value of a setting.
-        raise UsageError(f"cannot {command} {clean(called)}. {why[:1].upper()}{why[1:]}.") from error
+        raise UsageError(f"cannot {command} {clean(called)}. {why[:1].upper()}{why[1:]}.", error.fix) from error
 
 
 def _tell(found: Found, path: str, wanted: _Wanted) -> _Told:

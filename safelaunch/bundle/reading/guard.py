@@ -35,7 +35,7 @@ LINK = "it is a link, and safelaunch follows no links here"
 
 
 class Unreadable(SafelaunchError):
-    """A file that is not what it should be. The message says what is wrong, without the path."""
+    """A file that is not what it should be. The message says what is wrong, without the path. ``fix`` has no NUL."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,8 @@ def all_in_child(work: Callable[[], Iterable[_T]], bounds: Bounds) -> list[_T]:
         values: list[_T] = pickle.loads(payload)  # noqa: S301 - our own child wrote it, of values that it had checked
         return values
     if kind == _REFUSED:
-        raise Unreadable(payload.decode())
+        fix, _, message = payload.decode().partition("\0")
+        raise Unreadable(message, fix)
     raise TooMuch(_why(kind, payload, code, bounds), marks)
 
 
@@ -211,7 +212,7 @@ def _work(work: Callable[[], Iterable[_T]], bounds: Bounds, descriptor: int) -> 
                     pipe.write(_MADE)
                 _send(pipe.write, _DONE + pickle.dumps(values, protocol=pickle.HIGHEST_PROTOCOL))
             except Unreadable as error:
-                _send(pipe.write, _REFUSED + error.message.encode("utf-8", "replace"))
+                _send(pipe.write, _REFUSED + f"{error.fix}\0{error.message}".encode("utf-8", "replace"))
             except MemoryError:
                 _send(pipe.write, _NO_MEMORY)
             except Exception as error:  # noqa: BLE001 - the parent reports it
