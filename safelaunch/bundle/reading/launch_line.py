@@ -26,12 +26,12 @@ _AROUND = re.compile(
 # What stands before a command: nothing, the mark of ``set -x``, a prompt, or a word that announces it.
 _LEAD = re.compile(
     r"(?!\s*File \")\s*(?:\++ +|(?:\([\w.-]+\) ?)?(?:\[[^]]{1,80}\]|[^\s\[\]]{0,80})[$#%>] +"
-    r"|.{0,200}?\b(?:cmd|command|args|argv|entrypoint|exec\w*|run|running|launch\w*|invok\w*)\b[\"'`:=\s]*)??"
+    r"|.{0,200}?\b(?:cmd|command|args|argv|entrypoint|exec\w*|run|running|launch\w*|invok\w*)\b[\"'`:=\s]*?)??"
     r"(?P<quote>[`\"']?)(?P<command>\[(?=[\"'])"
     rf"|(?:\w+=\S* +)*(?:\S*/)?(?:{_PROGRAM.pattern}|{_AROUND.pattern})\s)",
     re.IGNORECASE,
 )
-_HINT = re.compile(r"\.py(?:[\s'\"`]|$)|[\s'\"]-m[\s'\"]")
+_HINT = re.compile(r"\.py(?![\w:])|[\s'\"]-m[\s'\"]")
 _ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 _OF_ONE_RANK = re.compile(r"--local[-_]rank\b")
 _USE_ENV = ("--use_env", "--use-env")
