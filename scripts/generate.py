@@ -23,6 +23,7 @@ from safelaunch.cli.help import ABOUT, EXAMPLES, EXIT_CODES, TORCHRUN, USAGE
 from safelaunch.job.torchrun import KNOWN
 from safelaunch.settings.options import ELSEWHERE, HELP_OPTIONS, OPTION_GROUPS, Option
 from safelaunch.system.console import folded
+from safelaunch.verdict.causes import CAUSES
 
 ROOT = Path(__file__).parents[1]
 MAN_PAGE = ROOT / "man" / "safelaunch.1"
@@ -109,6 +110,8 @@ def _complete(parser: argparse.ArgumentParser) -> None:
             action.complete = shtab.cmd(RUNS)  # type: ignore[attr-defined]
         elif kind in ("FILE", "PATH", "SPEC.yaml") or action.dest == "command":
             action.complete = shtab.FILE  # type: ignore[attr-defined]
+        elif kind == "CAUSE":
+            action.choices = list(CAUSES)
         elif kind == "DIR":
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
         elif len(words) > 1 and not action.choices:

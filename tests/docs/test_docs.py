@@ -202,7 +202,7 @@ def test_every_cause_has_its_section_with_its_advice(filled: dict[str, str]) -> 
     found = re.split(r"^### `(.+)`$", filled["docs/verdicts.md"], flags=re.MULTILINE)
     assert found[1::2] == list(CAUSES)
     for cause, text in zip(found[1::2], found[2::2], strict=True):
-        assert text.split("**What to do**")[0].strip(), cause
+        assert text.split("**How safelaunch knows**")[0].strip() and CAUSES[cause].evidence in text, cause
         assert all(f"- {advice.shown}" in text for advice in CAUSES[cause].advice), cause
 
 

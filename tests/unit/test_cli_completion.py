@@ -29,6 +29,7 @@ CASES = [
     ("safelaunch diagnose --ht", {"--html"}),
     ("safelaunch diagnose tr", {"train.py"}),
     ("safelaunch completion ", {"bash", "zsh", "fish"}),
+    ("safelaunch explain coll", {"collective-mismatch"}),
 ]
 
 
