@@ -192,9 +192,25 @@ def dump(
         if output.returncode != 0:
             why = explain(output.stderr, tracing_facts(pid))
             raise CaptureError(f"{how}: {why.message}", why.fix, why.kind)
-        return parse(output.stdout, pid=pid, at_s=at_s, how=how, native=native)
+        return _with_tids_here(parse(output.stdout, pid=pid, at_s=at_s, how=how, native=native))
 
     return attempt(how, read)
+
+
+def _with_tids_here(sample: StackSample) -> StackSample:
+    """Renumbers the threads of a process in a container: on Python 3.11+, py-spy shows the numbers they have there."""
+    inside = proc.tids_inside(sample.pid)
+    if not inside:
+        return sample
+    known = proc.scheduled(sample.pid)
+
+    def here(thread: Thread) -> Thread:
+        tid = inside.get(thread.os_tid or 0)
+        if tid is None or tid not in known:
+            return thread
+        return msgspec.structs.replace(thread, os_tid=tid, active=known[tid].runs)
+
+    return msgspec.structs.replace(sample, threads=tuple(map(here, sample.threads)))
 
 
 def stack_of(

@@ -156,19 +156,19 @@ def remedy(rights: Rights) -> str:
     )
 
 
-def way_in(rights: Rights, own: str, as_root: str, host: str) -> str:
+def way_in(rights: Rights, own: str, as_root: str, container: str) -> str:
     """What reads the stacks of a job that is running already, and was not allowed to be read.
 
-    ``own``, ``as_root``: the command that was refused, and what starts it as root; ``host``: this host's name. In a
-    container, no process can get the missing capability, but a new one can be started with it.
+    ``own``, ``as_root``: the command that was refused, and what starts it as root. In a container, whose name is
+    ``container``, no process can get the missing capability, but a new one can be started with it.
     """
     if rights.yama == 3 or rights.capable:
         return remedy(rights)
     if rights.place in ("docker", "podman"):
-        more = f"{COMMAND}{rights.place} exec --privileged --user 0 {host} {own}"
+        more = f"{COMMAND}{rights.place} exec --privileged --user 0 {container} {own}"
         return f"On the host of this container, run it here with all privileges:\n{more}"
     if rights.place == "kubernetes":
-        more = f"{COMMAND}kubectl debug -it {host} --profile=sysadmin --target=CONTAINER --image=busybox -- "
+        more = f"{COMMAND}kubectl debug -it {container} --profile=sysadmin --target=CONTAINER --image=busybox -- "
         return f"From outside the pod, run it here with all privileges:\n{more}chroot /proc/1/root {own}"
     if rights.root or rights.place != "host":
         return remedy(rights)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import socket
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -26,10 +25,12 @@ from safelaunch.system import commands
 from safelaunch.system.console import say, show, show_json
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import AccessDenied, SafelaunchError, UsageError
+from safelaunch.system.files import text_of
 from safelaunch.system.printable import clean
 
 if TYPE_CHECKING:
     from safelaunch.capture.jobs import FoundJob
+    from safelaunch.supervise.publishing import Report
 
 # Two looks (6 s each at most), the evidence (20 s), and the copy to a slow disk (60 s).
 DUMP_DEADLINE_S = 150.0
@@ -185,9 +186,9 @@ def _with_way_in(error: AccessDenied, words: Namespace) -> AccessDenied:
     given = words.bundle_dir or os.environ.get("SAFELAUNCH_BUNDLE_DIR")  # sudo drops this one's variables
     as_root = commands.as_root([*again, *(["--bundle-dir", given] if given else [])])
     own = commands.own([*again, "--bundle-dir", os.fspath(_bundle_dir(words))])  # starts in another directory
-    way = doctor_rules.way_in(
-        doctor_node.rights(os.environ), shlex.join(own), shlex.join(as_root), socket.gethostname()
-    )
+    rights = doctor_node.rights(os.environ)
+    container = doctor_node.container(rights.place, text_of("/proc/self/mountinfo"))
+    way = doctor_rules.way_in(rights, shlex.join(own), shlex.join(as_root), container)
     return AccessDenied(error.message, way)
 
 
@@ -218,18 +219,25 @@ def _run_of(job: FoundJob) -> Run:
 
 
 def _attach(job: FoundJob, words: Namespace) -> int:
-    from safelaunch.supervise import publishing
+    from safelaunch.capture import user_source
     from safelaunch.supervise.attach import attach
 
     ranks = f"{rank_words(job.ranks)} of {job.world_size} (pid {', '.join(map(str, _pids(job)[:8]))})"
     say(f"collecting evidence from {ranks}, which {'continues' if len(job.ranks) == 1 else 'continue'}")
-    try:
-        report = attach(job, _bundle_dir(words))
-    except AccessDenied as error:
-        raise _with_way_in(error, words) from error
+    with user_source.seen_by(_pids(job)[0]):
+        try:
+            report = attach(job, _bundle_dir(words))
+        except AccessDenied as error:
+            raise _with_way_in(error, words) from error
+        return _show_found(report, as_json=words.json)
+
+
+def _show_found(report: Report, *, as_json: bool) -> int:
+    from safelaunch.supervise import publishing
+
     published = report.published
     bundle = "" if published.lost else os.fspath(published.path)
-    if words.json:
+    if as_json:
         name, summary = published.path.name, report.verdict.summary
         show_json(
             msgspec.to_builtins(Document(run="", name=name, bundle=bundle, summary=summary, problem=published.problem))

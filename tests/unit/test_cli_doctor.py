@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from safelaunch.capture import stacks
 from safelaunch.cli import doctor
 from safelaunch.cli import doctor_node as node
 from safelaunch.cli import doctor_rules as rules
-from safelaunch.cli.doctor_rules import MIB, Check, Disk, Probe, Rights, Trial, failed, ok, warning
+from safelaunch.cli.doctor_rules import MIB, Check, Disk, Place, Probe, Rights, Trial, failed, ok, warning
 from safelaunch.job import torchrun
 from safelaunch.system.console import Display
 from safelaunch.system.errors import Failure, UsageError
@@ -90,6 +91,25 @@ def test_way_in_is_a_command_for_a_job_that_runs_already(rights: Rights, must: l
     way = rules.way_in(rights, "OWN", "sudo OWN", "NODE")
     assert all(word in way for word in must), way
     assert not any(word in way for word in must_not), way
+
+
+ID = "3f4e" + "0" * 60
+OF_DOCKER = f"700 1 8:1 /var/lib/docker/containers/{ID}/resolv.conf /etc/resolv.conf rw - ext4 /dev/a rw"
+OF_PODMAN = f"700 1 0:24 /containers/storage/overlay-containers/{ID}/userdata/hosts /etc/hosts rw - tmpfs t rw"
+VOLUME = f"700 1 8:1 /var/lib/docker/volumes/{ID}/_data /data rw - ext4 /dev/a rw"
+
+
+@pytest.mark.parametrize(
+    ("place", "mounts", "is_by_id"),
+    [
+        ("docker", OF_DOCKER, True),
+        ("podman", OF_PODMAN, True),
+        ("docker", VOLUME, False),
+        ("kubernetes", OF_DOCKER, False),  # of the pod's first container
+    ],
+)
+def test_container_in_the_network_of_its_host_is_named_by_its_id(place: Place, mounts: str, is_by_id: bool) -> None:
+    assert node.container(place, mounts) == (ID[:12] if is_by_id else socket.gethostname())
 
 
 def test_root_is_told_that_others_may_fare_otherwise() -> None:
