@@ -350,7 +350,7 @@ def tids_inside(pid: int) -> dict[int, int]:
     found: dict[int, int] = {}
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/task").iterdir():
-            numbers = re.search(r"^NSpid:\s*(\d+)\s.*?(\d+)$", _text(entry / "status"), re.MULTILINE)
+            numbers = re.search(r"^NSpid:[ \t]*(\d+)[ \t].*?(\d+)$", _text(entry / "status"), re.MULTILINE)
             if numbers is None:
                 return {}
             found[int(numbers[2])] = int(numbers[1])
