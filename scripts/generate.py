@@ -26,8 +26,8 @@ from safelaunch.system.console import folded
 from safelaunch.verdict.causes import CAUSES
 
 ROOT = Path(__file__).parents[1]
-MAN_PAGE = ROOT / "man" / "safelaunch.1"
-COMPLETIONS = ROOT / "safelaunch" / "cli" / "completions"
+MAN_PAGE = Path("man", "safelaunch.1")
+COMPLETIONS = Path("safelaunch", "cli", "completions")
 RUNS, PRESETS = "safelaunch completion --values runs 2>/dev/null", "safelaunch completion --values presets"
 
 ZSH_PRESETS = f"""\
@@ -221,13 +221,14 @@ def roff(text: str) -> str:
 
 
 def generated() -> Mapping[Path, str]:
-    """Each file and its content."""
+    """The content of each file, by its path in the source tree."""
     return {MAN_PAGE: man_page(), **dict(completions())}
 
 
-def write() -> None:
-    """Writes each file, whole or not at all."""
-    for path, text in generated().items():
+def write(root: Path = ROOT) -> None:
+    """Writes each file below ``root``, whole or not at all."""
+    for name, text in generated().items():
+        path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         beside.write_text(text, "utf-8")

@@ -41,6 +41,9 @@ def test_the_metadata_is_complete() -> None:
     assert project["dynamic"] == ["readme"]
     assert {"description", "license", "license-files", "authors", "keywords", "urls"} <= project.keys()
     assert {"Homepage", "Documentation", "Source", "Issues", "Changelog"} <= project["urls"].keys()
+    needed = " ".join(project["dependencies"])
+    assert "py-spy" in needed and "torch" not in needed, "dump, diagnose, status and doctor do without it"
+    assert project["optional-dependencies"]["torch"] == ["torch>=2.6"]
     assert "Typing :: Typed" in project["classifiers"]
     assert not [one for one in project["classifiers"] if one.startswith("License ::")], "the licence is an SPDX name"
 
@@ -85,5 +88,5 @@ def test_the_demo_installs_only_what_it_runs(tmp_path: Path) -> None:
         subprocess.run(["bash", ROOT / "scripts/demo.sh", "lock"], env=environ, check=True)
     venv, install, *demos = [line for line in said.read_text().splitlines() if not line.startswith("python -c")]
     assert venv == f"python -m venv {tmp_path / 'venv'}"
-    assert install.endswith(" torch==2.13.0 -e .") and " -q" not in install, "pip shows its progress"
+    assert install.endswith(" torch==2.13.0 -e .[torch]") and " -q" not in install, "pip shows its progress"
     assert demos == ["safelaunch demo lock"] * 2
