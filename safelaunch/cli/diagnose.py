@@ -240,7 +240,7 @@ def _tell(found: Found, path: str, wanted: _Wanted) -> _Told:
     code = REACHED if was_reached(verdict) else NOT_ENOUGH
     if wanted.as_json:
         return _Told(code, document, files=files)
-    if not found.evidence.ranks:
+    if not (found.evidence.ranks or found.evidence.rendezvous or found.evidence.nodes):
         return _Told(REACHED if found.remarks else NOT_ENOUGH, "", _closing(found), files)
     on = display(1, os.environ)
     return _Told(
@@ -250,9 +250,11 @@ def _tell(found: Found, path: str, wanted: _Wanted) -> _Told:
 
 def _closing(found: Found) -> tuple[str, ...]:
     """The lines that are printed where nothing shows how a rank ended or where it waits."""
-    seen = tuple(f"{clean(found.what)}: {clean(one)}" for one in found.remarks or ("nothing wrong seen",))
+    events = found.events.summary() if found.events is not None else ()
+    first, *rest = (*found.remarks, *events) or ("nothing wrong seen",)
     step = _under_safelaunch(found)
-    return (*seen, *(() if found.remarks else (_MAY_HANG,)), f"{step.why}: {clean(step.command)}")
+    may_hang = () if found.remarks or (found.events is not None and found.events.errors()) else (_MAY_HANG,)
+    return (*map(clean, (f"{found.what}: {first}", *rest)), *may_hang, f"{step.why}: {clean(step.command)}")
 
 
 def _with_next(verdict: Verdict, found: Found) -> Verdict:
@@ -360,7 +362,12 @@ def _real_name(name: str, files: Mapping[str, str]) -> str:
 
 def _notes(found: Found) -> list[str]:
     least = "at least " if found.evidence.world_guessed else ""
-    read = f"{clean(found.what)}: {len(found.evidence.ranks)} of {least}{found.evidence.world_size} ranks"
+    others = len(found.evidence.labels)
+    known = len(found.evidence.ranks) - others
+    seen = [f"{known} of {least}{found.evidence.world_size} ranks"] if known and not others else []
+    seen += [f"{known} {'rank' if known == 1 else 'ranks'}"] if known and others else []
+    seen += [f"{others} {'process whose rank is' if others == 1 else 'processes whose ranks are'} not known"] * bool(others)
+    read = ": ".join(filter(None, (clean(found.what), " and ".join(seen))))
     problems = [f"not read: {clean(problem)}" for problem in found.problems[:_SHOWN_PROBLEMS]]
     return [read, *map(clean, found.remarks), *problems, *_more(len(found.problems) - _SHOWN_PROBLEMS)]
 

@@ -15,6 +15,7 @@ from safelaunch.model import (
     NcclWitness,
     NodeAtFault,
     NodeEvidence,
+    Rendezvous,
     format_ranks,
 )
 from safelaunch.verdict.causes import CAUSES, FAILURES
@@ -48,6 +49,8 @@ def rendezvous_incomplete(facts: Facts) -> Ruling:
     seen = facts.evidence.rendezvous
     if seen is None:
         return ""
+    if not seen.wanted:
+        return _rendezvous_failed(seen)
     text = f"{seen.come} of {seen.wanted} nodes came to torchrun's rendezvous within {seen.waited_s:.0f} s"
     text += f" ({', '.join(seen.hosts[:8])}{', ...' * (seen.come > len(seen.hosts[:8]))})."
     if seen.absent_ranks:
@@ -59,6 +62,13 @@ def rendezvous_incomplete(facts: Facts) -> Ruling:
     claims = (Claim(f"{seen.come} of {seen.wanted} nodes came", RENDEZVOUS), Claim(seen.error, RENDEZVOUS))
     absent = tuple(NodeAtFault(host, "", "it has not joined the rendezvous") for host in seen.absent_hosts)
     return Finding("init-not-joined", (Doubt.UNCOUNTED_NODES,), text, claims=claims, nodes=absent)
+
+
+def _rendezvous_failed(seen: Rendezvous) -> Finding:
+    """All that is known is the error that a process of the job raised."""
+    what = f"the store at {seen.store} did not answer" if seen.store else "not all of them joined it"
+    text = f"The processes of the job did not meet: {what} ({seen.error})."
+    return Finding("init-not-joined", (), text, claims=(Claim(seen.error, RENDEZVOUS),))
 
 
 # --- a node that is not heard -------------------------------------------------------------------------------------

@@ -129,10 +129,11 @@ def test_who_failed_under_any_launcher(name: str, dress: str, tmp_path: Path) ->
     verdict = verdict_of(text, tmp_path)
     known = {"ray": "RayTrainWorker pid=901, ip=10.0.0.1", "kubectl": "pod/train-worker-1/pytorch"}
     by_launcher = name in ("kill", "segv", "exit")  # torchrun's own lines have the rank
-    expected = [1 if by_launcher else known.get(dress, 1)]
-    if name == "checkpoint" and dress in known:  # every rank raises what rank 1 raised
-        expected.insert(0, known[dress].replace("1", "0", 1) if dress == "kubectl" else known[dress].replace("901", "900"))
-    assert named(verdict) == (CAUSES[name], expected)
+    if name == "sleep" and dress in known:  # the one that is missing printed nothing with its name
+        assert named(verdict) == (CAUSES[name], [])
+        return
+    by_launcher |= name == "checkpoint"  # whose exception names rank 1
+    assert named(verdict) == (CAUSES[name], [1 if by_launcher else known.get(dress, 1)])
     assert frame_of(verdict) == LINES.get(name)
 
 
@@ -178,17 +179,17 @@ _STEPS = "".join(f"step {at} loss {at / 7}\n" for at in range(3))
 @pytest.mark.parametrize(
     ("before", "message", "after", "culprits"),
     [
-        ("", _CUDA, "", [0]),
-        (_STEPS, _OF_SEVERAL_LINES, "", [0]),
+        ("", _CUDA, "", ["?"]),
+        (_STEPS, _OF_SEVERAL_LINES, "", ["?"]),
         (_STEPS, _OF_SEVERAL_LINES, "step 3 loss 0.5\n", []),  # it has caught it, and goes on as before
         (_STEPS, "ValueError: bad\n", "".join(f"{'n' * at} is new\n" for at in range(30)), []),
     ],
 )
 def test_a_message_of_several_lines_is_no_sign_that_the_script_goes_on(
-    before: str, message: str, after: str, culprits: list[int], tmp_path: Path
+    before: str, message: str, after: str, culprits: list[int | str], tmp_path: Path
 ) -> None:
     path = log_of(before + HEAD.replace("ValueError: bad\n", message) + after, tmp_path)
-    assert [one.rank for one in diagnose(locate.read(path).evidence).culprits] == culprits
+    assert at_fault(diagnose(locate.read(path).evidence)) == culprits
 
 
 _FRAMES = '  File "/home/me/train.py", line 41, in main\n    loss.backward()\n'
@@ -201,30 +202,32 @@ _LAUNCHED = (
 @pytest.mark.parametrize(
     ("text", "culprits", "line"),
     [
-        ("    return self._call(*args)\n" + _FRAMES + "torch.OutOfMemoryError: CUDA out of memory.\n", [0], 41),
-        ("RuntimeError: Expected to have finished reduction.\nIf you have done that, then report it\n", [0], None),
-        ("Traceback (most recent call last):\n" + _FRAMES + "ValueError: bad\n" + _LAUNCHED, [0], 41),
-        (_LAUNCHED, [], None),
+        ("    return self._call(*args)\n" + _FRAMES + "torch.OutOfMemoryError: CUDA out of memory.\n", ["?"], 41),
+        ("RuntimeError: Expected to have finished reduction.\nIf you have done that, then report it\n", ["?"], None),
+        ("Traceback (most recent call last):\n" + _FRAMES + "ValueError: bad\n" + _LAUNCHED, ["?"], 41),
+        (_LAUNCHED, ["a process of the launcher's"], None),
         (_FRAMES + "that was a stack, and no error: nothing was raised\n", [], None),
         ("".join(f"ConnectionError: try {at} of 9\n" for at in range(9)), [], None),
         ("(Worker pid=7) env:// [rank=1, world_size=2]\n"
          "ray.exceptions.RayTaskError(ValueError): ray::f() (pid=7, ip=10.0.0.5)\n" + _FRAMES + "ValueError: bad\n",
          [1], 41),
         ("ConnectionError: no answer\nretry 1 of 3\nstep 3 loss 0.5\n", [], None),
-        ("Traceback (most recent call last):\n\n" + _FRAMES + "ValueError: bad\n", [0], 41),
+        ("Traceback (most recent call last):\n\n" + _FRAMES + "ValueError: bad\n", ["?"], 41),
         ("-- Process 3 terminated with the following error:\nTraceback (most recent call last):\n", [3], None),
         (_FRAMES + "AssertionError: not mine\nException ignored in: <function f at 0x7f>\n"
          "Traceback (most recent call last):\n" + _FRAMES + "AssertionError: not mine\n", [], None),
-        ("".join(f"stderr: {text}\n" for text in (*_FRAMES.splitlines(), "ValueError: bad")), [0], 41),
+        ("".join(f"stderr: {text}\n" for text in (*_FRAMES.splitlines(), "ValueError: bad")), ["?"], 41),
     ],
     ids=["no head", "one line", "launcher's", "launcher's alone", "a stack", "retried", "passed on by Ray",
          "goes on", "empty line", "of spawn", "ignored", "captured"],
 )  # fmt: skip
-def test_what_people_cut_out_of_a_log(text: str, culprits: list[int], line: int | None, tmp_path: Path) -> None:
+def test_what_people_cut_out_of_a_log(
+    text: str, culprits: list[int | str], line: int | None, tmp_path: Path
+) -> None:
     path = log_of(text, tmp_path)
-    named = diagnose(locate.read(path).evidence).culprits
-    assert [one.rank for one in named] == culprits
-    assert all((one.frame.line if one.frame else None) == line for one in named)
+    verdict = diagnose(locate.read(path).evidence)
+    assert at_fault(verdict) == culprits
+    assert not culprits or frame_of(verdict) == line
 
 
 def test_an_assertion_of_a_kernel_is_told_once(tmp_path: Path) -> None:
@@ -261,7 +264,8 @@ def test_nobody_is_blamed(text: str, tmp_path: Path, capfd: pytest.CaptureFixtur
     code = main([str(path)])
     shown = capfd.readouterr()
     assert not shown.out
-    assert "DUE TO TIME LIMIT" in shown.err if "TIME LIMIT" in text else "nothing wrong seen" in shown.err
+    said = "DUE TO TIME LIMIT" if "TIME LIMIT" in text else "the job worked on after" if HEAD[:9] in text else "nothing"
+    assert said in shown.err
     assert code == (0 if "TIME LIMIT" in text else 1)
 
 
@@ -457,8 +461,8 @@ def test_deepspeed_does_not_say_which_process_ended(tmp_path: Path) -> None:
         "[2026-11-25 10:00:08,123] [ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'ds.py', '--local_rank=3']"
         " exits with return code = -9\n"
     )
-    found = read_logs([log_of(ended, tmp_path)])
-    assert (found.evidence.ranks, "was killed by SIGKILL" in found.remarks[0]) == ((), True)
+    verdict = verdict_of(ended, tmp_path)
+    assert named(verdict) == ("rank-killed", ["a process of DeepSpeed's"])
     error = 'Traceback (most recent call last):\n  File "/home/me/ds.py", line 12, in <module>\nValueError: nan\n'
     verdict = verdict_of(error + ended, tmp_path)
     assert (verdict.cause, verdict.confidence) == ("rank-exception", "medium")
@@ -471,9 +475,9 @@ HEAD = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 41,
 @pytest.mark.parametrize(
     ("text", "culprits"),
     [
-        (f"  0%|          | 0/4878 [00:00<?, ?it/s]{HEAD}", [0]),
+        (f"  0%|          | 0/4878 [00:00<?, ?it/s]{HEAD}", ["?"]),
         ("  0%|   | 0/4878 [00:00<?, ?it/s]" + "".join(f"[rank1]: {line}\n" for line in HEAD.splitlines()), [1]),
-        ("{'loss': 2.5}\n" + HEAD, [0]),
+        ("{'loss': 2.5}\n" + HEAD, ["?"]),
         ("".join(json.dumps({"log": f"[rank3]: {line}\n"}) + "\n" for line in HEAD.splitlines()), [3]),
         ("[rank1]: step\0\n" + "".join(f"[rank1]: {line}\n" for line in HEAD.splitlines()), [1]),
         ("".join(f"[1,mpirank:11,algo-2]<stderr>:{line}\n" for line in HEAD.splitlines()), [11]),
@@ -485,11 +489,10 @@ HEAD = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 41,
         (HEAD.replace("ValueError: bad", "KeyboardInterrupt"), []),
     ],
 )  # fmt: skip
-def test_lines_as_people_have_them(text: str, culprits: list[int], tmp_path: Path) -> None:
+def test_lines_as_people_have_them(text: str, culprits: list[int | str], tmp_path: Path) -> None:
     path = tmp_path / "seed_42.log"
     path.write_text(text)
-    found = locate.read(path)
-    assert [one.rank for one in diagnose(found.evidence).culprits] == culprits
+    assert at_fault(diagnose(locate.read(path).evidence)) == culprits
 
 
 def test_a_monitored_barrier_names_who_is_missing(tmp_path: Path) -> None:
@@ -647,7 +650,7 @@ def test_a_traceback_in_a_box(tmp_path: Path) -> None:
 ValueError: bad
 """
     verdict = verdict_of(text, tmp_path)
-    assert (*named(verdict), verdict.culprits[0].frame.line) == ("rank-exception", [0], 41)  # type: ignore[union-attr]
+    assert (*named(verdict), frame_of(verdict)) == ("rank-exception", ["?"], 41)
 
 
 CRASH = """step 5
@@ -664,14 +667,12 @@ Extension modules: numpy, torch._C (total: 20)
 """
 
 
-@pytest.mark.parametrize(("prefix", "rank", "sure"), [("[rank3]: ", 3, True), ("", 0, False)])
-def test_a_log_that_ends_with_what_faulthandler_prints(tmp_path: Path, prefix: str, rank: int, sure: bool) -> None:
+@pytest.mark.parametrize(("prefix", "rank"), [("[rank3]: ", 3), ("", "?")])
+def test_a_log_that_ends_with_what_faulthandler_prints(tmp_path: Path, prefix: str, rank: int | str) -> None:
     path = log_of("".join(prefix + line for line in CRASH.splitlines(keepends=True)), tmp_path)
     verdict = diagnose(read_logs([path]).evidence)
-    culprit = verdict.culprits[0]
-    assert (verdict.cause, culprit.rank, culprit.frame.line) == ("rank-killed", rank, 12)
+    assert (*named(verdict), frame_of(verdict)) == ("rank-killed", [rank], 12)
     assert "SIGSEGV" in verdict.summary and not any("exit status" in str(claim) for claim in verdict.evidence)
-    assert any("whose lines" in text for text in verdict.missing) != sure
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
@@ -749,11 +750,11 @@ FIELD: dict[str, tuple[list[str], str, list[int], int | None]] = {
         in_turn(
             on("node-0: ", STEPS, lost(OLD_NCCL), [DEEPSPEED]), on("node-3: ", STEPS, own(MEMORY), lost(), [DEEPSPEED])
         ),
-        "rank-exception", [1], 41,
+        "rank-exception", ["a process of node-3"], 41,
     ),
     "nodes that all lost a peer": (
         in_turn(on("10.0.0.1: ", lost(), lost(), [DEEPSPEED]), on("10.0.0.2: ", lost(), lost(), [DEEPSPEED])),
-        "no-rank-stands-out", [], None,
+        "rank-exited", [], None,
     ),
     "Horovod, whose victim ended first": (
         [*on("[1,1]<stderr>:", lost(HOROVOD)), *on("[1,0]<stderr>:", own()), *MPIRUN, "  Exit code:    1"],
@@ -807,14 +808,14 @@ FIELD: dict[str, tuple[list[str], str, list[int], int | None]] = {
                 for r in (0, 2)
             ),
         ],
-        "rank-exception", [1], 41,
+        "rank-exception", ["?"], 41,
     ),
     "warnings of the one process that failed": (
         [
             "pod:97:183 [0] include/shm.h:28 NCCL WARN Call to posix_fallocate failed : No space left on device",
             *lost(OLD_NCCL),
         ],
-        "rank-exception", [0], 60,
+        "rank-exception", ["?"], 60,
     ),
 }  # fmt: skip
 
@@ -825,17 +826,16 @@ def test_cause_before_effect(name: str, tmp_path: Path) -> None:
     verdict = verdict_of("\n".join(lines), tmp_path)
     assert named(verdict) == (cause, ranks), verdict.summary
     if ranks and line is not None:
-        frame = verdict.culprits[0].frame
-        assert frame is not None and frame.line == line
+        assert frame_of(verdict) == line
     if name == "DeepSpeed's nodes":
-        assert (verdict.culprits[0].host, verdict.confidence) == ("node-3", "medium")
+        assert (verdict.processes_at_fault[0].host, verdict.confidence) == ("node-3", "medium")
 
 
-def test_the_order_of_pods_is_a_guess(tmp_path: Path) -> None:
+def test_a_pod_is_no_rank(tmp_path: Path) -> None:
     lines = in_turn(*(on(f"[pod/w-{at}/t] ", own() if at == 10 else lost()) for at in (10, 2, 0)))
     verdict = verdict_of("\n".join(lines), tmp_path)
-    assert (verdict.culprits[0].rank, verdict.culprits[0].host, verdict.confidence) == (2, "pod/w-10/t", "medium")
-    assert any("whose lines" in text for text in verdict.missing)
+    assert (at_fault(verdict), verdict.confidence) == (["pod/w-10/t"], "medium")
+    assert not verdict.culprits
 
 
 def of_node(first: int, prefix: str, own_rank: int, *, ends: bool = True) -> list[str]:
@@ -856,7 +856,7 @@ def of_node(first: int, prefix: str, own_rank: int, *, ends: bool = True) -> lis
         ("{node}: ", "[default{local}]:[rank{rank}]: ", True, True),
         ("{node}: ", "[default{local}]:", True, True),
         ("{node}: ", "[default{local}]:", False, False),
-        ("{node}: ", "", True, False),
+        ("{node}: ", "", True, True),
         ("", "r12i0n8:{rank}: ", True, True),
         ("", "r12i0n8:{rank}: [rank{rank}]: ", False, True),
         ("", "[trainer{local}|{rank}]: ", True, True),
@@ -867,10 +867,8 @@ def test_ranks_of_several_nodes(outer: str, prefix: str, ends: bool, sure: bool,
     """Under ``srun -l`` a torchrun on each, or with a prefix of its ``--log-line-prefix-template``."""
     nodes = [on(outer.format(node=at), of_node(4 * at, prefix, 5, ends=ends)) for at in range(2)]
     verdict = verdict_of("\n".join(in_turn(*nodes) if outer else chain(*nodes)), tmp_path)
-    assert named(verdict) == ("rank-exception", [5])
-    frame = verdict.culprits[0].frame
-    assert frame is not None and frame.line == 41
-    assert any("whose lines" in text for text in verdict.missing) != sure
+    assert named(verdict) == ("rank-exception", [5 if sure else "local rank 1 of 1"])
+    assert frame_of(verdict) == 41
 
 
 @pytest.mark.parametrize(
@@ -1008,7 +1006,7 @@ def test_what_nccl_calls_invalid_is_a_failure(tmp_path: Path, capfd: pytest.Capt
     error = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:268\nncclInvalidUsage: invalid usage"
     told = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 4000"
     path = log_of("\n".join([*lost(error), "Last error:", told]), tmp_path)
-    assert main([str(path)]) == 0 and told[:40] in capfd.readouterr().out
+    assert main([str(path)]) == 0 and told[:40] in " ".join(capfd.readouterr().out.split())
 
 
 CLOSED = "misc/socket.cc:50 NCCL WARN socketProgress: Connection closed by remote peer n1<55133>"
@@ -1020,10 +1018,10 @@ LEFT = "slurmstepd: error: *** STEP 4.0 ON n3 CANCELLED AT 2026-05-05T10:00:00 D
     [
         ([*STEPS, f"n1:7:9 [2] {CLOSED}"], "a warning of NCCL alone is no failure", 1),
         ([f"n1:7:9 [2] {CLOSED}", "n1:7:7 [2] NCCL INFO group.cc:418 -> 3"], "NCCL failed: socketProgress", 0),
-        (["n1:7:9 [2] NCCL WARN Failed to open libibverbs.so[.1]", *STEPS], "nothing wrong seen", 1),
+        (["n1:7:9 [2] NCCL WARN Failed to open libibverbs.so[.1]", *STEPS], "no failure seen; the first warnings are:", 1),
         (["NCCL error: unhandled system error", "ncclSystemError: System call failed."], "NCCL failed [job.log:1]", 0),
-        (in_turn(on("n1: ", STEPS, own(), STEPS), on("n2: ", STEPS, STEPS)), "nothing wrong seen", 1),
-        ([*in_turn(on("app.v1: ", STEPS), on("io.v2: ", STEPS)), *own(), *on("app.v1: ", STEPS)], "nothing wrong", 1),
+        (in_turn(on("n1: ", STEPS, own(), STEPS), on("n2: ", STEPS, STEPS)), "the job worked on after its errors", 1),
+        ([*in_turn(on("app.v1: ", STEPS), on("io.v2: ", STEPS)), *own(), *on("app.v1: ", STEPS)], "the job worked on", 1),
         ([LEFT, *own(), "srun: error: n3: tasks 0-1: Exited with exit code 1"], "DUE TO PREEMPTION", 0),
         ([*own(ray_task("Runner.run", 9, "Died")), *own("ray.exceptions.ActorDiedError: x")[1:]], "ActorDied", 0),
         (

@@ -8,13 +8,12 @@ whatever is not understood there is still shown.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from safelaunch.bundle.reading.log_lines import Line, Said, Speaker
 from safelaunch.verdict.exits import one_line
 
-MOST_EVENTS = 300
+MOST_EVENTS, _MOST_SHOWN = 300, 5
 _LEVEL = r"(?P<level>\b(?:ERROR|FATAL|CRITICAL|SEVERE|Error|Fatal)\b(?=[\]:|>)]| - | {1,3}\S)|^\[?[EF]\d{3,4} |\[[EF]\d* )"
 _RAISED = (
     r"(?P<raised>(?<![\w.])(?:[A-Za-z_][\w.]*\.)?(?:[A-Z]\w*(?:Error|Exception|Died\w*|Interrupt|Expired|Failed)"
@@ -127,12 +126,20 @@ class Events:
         """Those to show first: errors that ended something before those that were survived, causes before effects."""
         return sorted(self.errors(), key=lambda one: (one.survived, _EFFECT.search(one.text) is not None))[:most]
 
+    def summary(self) -> tuple[str, ...]:
+        """What to show if nothing of this is understood: the first errors, or the warnings if there are none."""
+        first = self.first(_MOST_SHOWN)
+        if first and not self.finished and not all(one.survived for one in first):
+            head = "not understood; the first errors are:"
+        elif first:
+            head = "no failure seen: the job worked on after its errors:"
+        else:
+            first = self.warnings()[: _MOST_SHOWN - 2]
+            head = "no failure seen; the first warnings are:"
+        return (head, *(f"  {one.words}" for one in first)) if first else ()
+
     def errors(self) -> list[Event]:
         return [one for one in self.found.values() if not one.harmless]
 
     def warnings(self) -> list[Event]:
         return [one for one in self.found.values() if one.harmless]
-
-
-def lines_of_events(events: Iterable[Event]) -> tuple[str, ...]:
-    return tuple(one.words for one in events)

@@ -248,7 +248,7 @@ _HOST = re.compile(rf" {{0,6}}(?P<name>(?=[a-zA-Z._-]*\d)[\w.-]{{1,80}})(?P<mark
 # c10d's own lines, in which older versions name the rank of their group; that of all ranks is the default one.
 _OF_C10D = re.compile(r"\[[EFW][^\]]*ProcessGroup\w+\.cpp:\d+\] \[(?:PG (?:ID )?0 (?:PG GUID 0\S* )?)?Rank (?P<rank>\d{1,6})\]")
 # A field of a logger's lines.
-_RANK_FIELD = re.compile(r".{0,100}?(?<![A-Za-z])[Rr](?:ank|ANK)[ =:_#-]?(?P<rank>\d{1,5})(?:/\d+)?(?![\w.])")
+_RANK_FIELD = re.compile(r".{0,100}?(?<![A-Za-z])[Rr](?:ank|ANK)[ =:_#-]?(?P<rank>\d{1,5})(?:/\d+)?(?= *[|\]>):,]| - )")
 _OF_ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|Error|EXCEPTION)\b")
 # A traceback at the end of a line that a progress bar has begun, or behind an unknown prefix.
 _BEHIND = re.compile(r".*\S(?P<space> ?)(?=Traceback \(most recent call last\):$)")

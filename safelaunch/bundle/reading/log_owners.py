@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from safelaunch.bundle.reading.log_lines import MAX_RANKS
+from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS
 from safelaunch.bundle.reading.log_reports import OF_NCCL, Ended, Heard, Printed
 from safelaunch.bundle.reading.log_tracebacks import CUT_OFF, Traceback
 from safelaunch.model import RankException
@@ -65,7 +65,8 @@ class Owners:
             self.heard.setdefault(rank, heard)
         elif not self.job.ranks or heard.raised:
             heard.node = name if "pid=" not in name and len(name.split()) == 1 else ""
-            self._label(name, heard)
+            node, _, local = name.partition(LOCAL)
+            self._label(f"local rank {local} of {node}" if local else name, heard)
 
     def _label(self, name: str, heard: Heard) -> int:
         taken = {*self.heard, *self.ended, *self.job.absent}

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import chain
 
+from safelaunch.bundle.reading.launch_line import launch_of
 from safelaunch.bundle.reading.log_events import Events
 from safelaunch.bundle.reading.log_lines import LITERALS, LOCAL, MAX_RANKS, Line, Said, Speaker
 from safelaunch.bundle.reading.log_tracebacks import (
@@ -66,7 +67,7 @@ _STEP = re.compile(
     r"\b(?P<word>[Ss]tep|[Ii]t(?:er(?:ation)?)?|[Ee]poch|[Bb]atch)s?\b\W{0,4}(?P<number>\d{1,9})(?!\.\d)"
     r"|(?:\|| |:|\[|^) *(?P<done>\d{1,9})/\d{2,9}(?: |\]|$)"
 )
-_MOST_REMARK = 300
+_MOST_REMARK, _MOST_COMMAND = 300, 1 << 14
 _REMARKS = re.compile(
     r"slurmstepd: error: \*\*\* (?P<slurm>(?:JOB|STEP) .*)|(?P<xid>NVRM: Xid .*)"
     r"|(?P<bus>.*GPU has fallen off the bus.*)|error: (?P<oom>Detected \d+ oom[-_]kill event.*)"
@@ -253,6 +254,8 @@ class Printed:
         self.ended: dict[int, Ended] = {}
         self.lost: dict[str, Ended] = {}  # processes whose rank nothing gives, by what the log calls them
         self.events = Events()
+        self.launch: tuple[str, ...] = ()  # the command that started it, as one that runs it under safelaunch
+        self._command = ""  # what may be the beginning of that
         self.labels: dict[str, set[int]] = {}  # the ranks that lines with these names have, too
         self.rendezvous: Rendezvous | None = None
         self.rendezvous_at: Line | None = None
@@ -463,6 +466,10 @@ class Printed:
         elif text.startswith(("[", "---", "===", "Root Cause")):
             self._end_block(one, said.speaker)
             one.block_root = text.startswith("Root Cause") or (one.block_root and not text.startswith("==="))
+        if not self.launch:
+            self._command = f"{self._command}{text}\n" if self._command or text.endswith("\\") else text
+            if not text.endswith("\\") or len(self._command) > _MOST_COMMAND:
+                self.launch, self._command = launch_of(self._command.rstrip("\n")), ""
         if self._stalled_at is not None and (found := _NOT_SUBMITTED.match(text)):
             self._note_stalled(found)
         if (own := _RAY_OWN_RANK.search(text)) and (pid := re.search(r"pid=(\d+)", str(said.speaker))):
@@ -576,11 +583,12 @@ class Printed:
 
     def _note_rendezvous(self, raised: RankException, line: Line) -> None:
         """Processes did not meet; the store where they were to do so may not answer."""
-        found = _OF_RENDEZVOUS.search(raised.message)
+        found = _OF_RENDEZVOUS.search(raised.message) or _OF_RENDEZVOUS.search(raised.text)
         known = self.rendezvous
         if known is None or (found and not known.store):
             store = f"{found['host']}:{found['port']}" if found else ""
-            error = one_line(f"{raised.type.rpartition('.')[2]}: {raised.message}")
+            lines = [text for text in raised.text.splitlines() if found and found[0] in text]
+            error = one_line(lines[-1] if lines else f"{raised.type.rpartition('.')[2]}: {raised.message}").rstrip(".")
             self.rendezvous, self.rendezvous_at = Rendezvous(0, 0, store=store, error=error), line
 
     def _note_stalled(self, found: re.Match[str]) -> None:

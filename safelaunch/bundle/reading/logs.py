@@ -114,7 +114,7 @@ def _found(job: Printed, names: Sequence[str], count: int) -> Found:
         remarks = (*remarks, f"NCCL failed{f': {warned}' if warned else f' [{job.nccl_failed.where}]'}")
     elif warned and not failed:
         what += f" (a warning of NCCL alone is no failure: {warned})"
-    found = Found(what, Evidence("crash", max(world, 1), ()), remarks=remarks, events=job.events)
+    found = Found(what, Evidence("crash", max(world, 1), ()), remarks=remarks, events=job.events, launch=job.launch)
     nodes = _silent_hosts(job, owners)
     evidence = [one for one in evidence if not any(one.rank in node.ranks for node in nodes)]
     rendezvous = None
