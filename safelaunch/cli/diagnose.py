@@ -366,7 +366,9 @@ def _notes(found: Found) -> list[str]:
     known = len(found.evidence.ranks) - others
     seen = [f"{known} of {least}{found.evidence.world_size} ranks"] if known and not others else []
     seen += [f"{known} {'rank' if known == 1 else 'ranks'}"] if known and others else []
-    seen += [f"{others} {'process whose rank is' if others == 1 else 'processes whose ranks are'} not known"] * bool(others)
+    seen += [f"{others} {'process whose rank is' if others == 1 else 'processes whose ranks are'} not known"] * bool(
+        others
+    )
     read = ": ".join(filter(None, (clean(found.what), " and ".join(seen))))
     problems = [f"not read: {clean(problem)}" for problem in found.problems[:_SHOWN_PROBLEMS]]
     return [read, *map(clean, found.remarks), *problems, *_more(len(found.problems) - _SHOWN_PROBLEMS)]

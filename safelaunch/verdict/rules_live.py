@@ -183,7 +183,9 @@ def printed_fewer_steps(facts: Facts) -> Ruling:
         if step is not None
     )
     text = f"{capital(' and '.join(parts))}, while {ranks_word(ahead)} printed {last} and may wait for it."
-    return Finding("missing-from-collective", (Doubt.PRINTED_STEPS,), text, culprits, tuple(claims), victims=tuple(ahead))
+    return Finding(
+        "missing-from-collective", (Doubt.PRINTED_STEPS,), text, culprits, tuple(claims), victims=tuple(ahead)
+    )
 
 
 def has_no_steps(evidence: Evidence) -> bool:

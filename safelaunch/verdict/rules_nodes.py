@@ -101,7 +101,7 @@ def node_lost(case: Case) -> Ruling:
 
 
 def silent_host(case: Case) -> Ruling:
-    """All that is known of a job is its output: connections to one host were closed, and its ranks report no failure."""
+    """All that is known of a job is its output: one host closed connections, and its ranks report no failure."""
     raised = {rank: one.evidence.exception for rank, one in case.ranks.items()}
     lost = [rank for rank, error in raised.items() if error is not None and not is_timeout(error)]
     if case.evidence.printed is None or len(case.evidence.nodes) != 1:

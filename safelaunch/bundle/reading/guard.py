@@ -49,7 +49,7 @@ class Found:
     ``bundles``: the directories of the bundles that it was read from. ``taken``: of a bundle, from the last progress to
     when it was written, in Unix seconds; zeros where that is not known. ``source``: what the verdict read of the user's
     files, by their paths; None where that is not kept. ``remarks``: what is no fault of a rank, in words.
-    ``is_output``: of texts, a job may have printed some line of them. ``events``: of logs, the lines that report errors.
+    ``is_output``: of texts, a job may have printed some line of them. ``events``: of logs, lines that report errors.
     ``launch``: the command that a log shows, as one that runs the job under safelaunch.
     """
 

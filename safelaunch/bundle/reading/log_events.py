@@ -14,7 +14,9 @@ from safelaunch.bundle.reading.log_lines import Line, Said, Speaker
 from safelaunch.verdict.exits import one_line
 
 MOST_EVENTS, _MOST_SHOWN = 300, 5
-_LEVEL = r"(?P<level>\b(?:ERROR|FATAL|CRITICAL|SEVERE|Error|Fatal)\b(?=[\]:|>)]| - | {1,3}\S)|^\[?[EF]\d{3,4} |\[[EF]\d* )"
+_LEVEL = (
+    r"(?P<level>\b(?:ERROR|FATAL|CRITICAL|SEVERE|Error|Fatal)\b(?=[\]:|>)]| - | {1,3}\S)|^\[?[EF]\d{3,4} |\[[EF]\d* )"
+)
 _RAISED = (
     r"(?P<raised>(?<![\w.])(?:[A-Za-z_][\w.]*\.)?(?:[A-Z]\w*(?:Error|Exception|Died\w*|Interrupt|Expired|Failed)"
     r"|TimeoutExpired|SystemExit|OutOfMemory|error|Empty)(?:\(\w+\))?: \S|^(?:\w+\.)*[A-Z]\w*(?:Error|Exception)$)"
@@ -34,7 +36,8 @@ _EVENT = re.compile(
             r"[ :=]{0,3}\(?)(?P<code>-?[1-9]\d{0,4})\b(?!\.\d))",
             r"(?P<errno>\berrno:? ?=?\d+|\[Errno \d+\]|[Aa]ddress already in use|EADDRINUSE|No space left on device"
             r"|[Cc]onnection (?:refused|reset by peer|timed out)|[Nn]o route to host|[Nn]ame or service not known"
-            r"|[Tt]emporary failure in name resolution|Permission denied|No such file or directory|Too many open files)",
+            r"|[Tt]emporary failure in name resolution|Permission denied|No such file or directory"
+            r"|Too many open files)",
             r"(?P<watchdog>[Ww]atchdog (?:caught|got stuck|thread terminated)|[Hh]eartbeat monitor timed out"
             r"|NCCL WARN|wait timeout|[Tt]imed out (?:after|waiting|initializing))",
             _RAISED,
@@ -45,7 +48,8 @@ _EVENT = re.compile(
 # Levels below an error, attempts that are made again, metrics that are called errors, NCCL's report of a normal close.
 _HARMLESS = re.compile(
     r"\b(?:WARN|WARNING|INFO|DEBUG|Warning|info|debug|warning)\b(?!\.py)|\[?\b[WID]\d{4} |\[W\d* |Warning: "
-    r"|(?i:retry|try(?:ing)? again|attempt \d|\bretries\b|will be ignored|ignoring|skipping|recovered|fall(?:ing)? ?back)"
+    r"|(?i:retry|try(?:ing)? again|attempt \d|\bretries\b|will be ignored|ignoring|skipping|recovered"
+    r"|fall(?:ing)? ?back)"
     r"|\b(?:Error|error|ERROR)s?\b(?:[ _](?:rate|norm|count))?s?[ :=(]{1,3}[-+\d.]+(?:e[-+]?\d+)?(?:[ ,%|)]|$)"
     r"|Exception ignored in|exit(?:ed)? (?:code|status)?:? ?0\b"
 )
@@ -59,7 +63,9 @@ _EFFECT = re.compile(
 _PROGRESS = re.compile(
     r"(?i:\b(?:global[ _]?)?(?:step|iter|iteration|epoch|batch|it)s?\b\W{0,4}\d)|\d+%\||\bloss\W{1,3}\d"
 )
-_FINISHED = re.compile(r"(?i:\b(?:training|run|job|all|finetuning|evaluation)\b.{0,40}\b(?:complete|completed|finished|done)\b)")
+_FINISHED = re.compile(
+    r"(?i:\b(?:training|run|job|all|finetuning|evaluation)\b.{0,40}\b(?:complete|completed|finished|done)\b)"
+)
 
 
 @dataclass

@@ -27,7 +27,7 @@ _MOST_SHAPES, _MOST_PARTS = 1 << 14, 64
 MOST_LINE = 1 << 14  # characters
 
 
-# Literals of which one is in each line that may report an error or an end. A part of a file with none of them is skipped.
+# Literals of which one is in each line that may report an error or an end. Parts of a file without any are skipped.
 _TELLING = (
     b"Traceback (most", b'  File "', b"atchdog", b"NCCL WARN", b"xitcode", b"xit code", b"xit status", b"xited with",
     b"xited on", b"srun", b"slurmstepd", b"illed", b"terminated", b"terminate called", b"orld_rank", b"nqueued",
@@ -35,7 +35,8 @@ _TELLING = (
     b"corrupt", b"what():", b"Xid", b"ut of memory", b"OOM", b"oom", b"annot allocate", b"orker group", b"CANCELLED",
     b"return code", b"NCCL error", b" group.cc:", b"ignal", b"SIG", b"egmentation", b"core dumped", b"Process name: ",
     b" nranks ", b"subset of ranks", b"rrno", b"in use", b"No space", b"refused", b"o route to", b"CC error",
-    b"illegal memory", b"launch failure", b"Killing", b"Assertion", b"MPI_ABORT", b"ail", b"FAIL", b"imed out", b"TIME LIMIT", b"eartbeat", b"fingerprint", b"FingerPrint",
+    b"illegal memory", b"launch failure", b"Killing", b"Assertion", b"MPI_ABORT",
+    b"ail", b"FAIL", b"imed out", b"TIME LIMIT", b"eartbeat", b"fingerprint", b"FingerPrint",
 )  # fmt: skip
 LITERALS = tuple(needle.decode().strip("\n") for needle in _TELLING)  # the same, within a line
 NOT_GZIP = (EOFError, zlib.error)  # what gzip raises of damaged files, besides OSError
@@ -246,7 +247,9 @@ _PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
 _MARKS = (r":(?: |$)", r" *\|(?: |$)", r"\t")
 _HOST = re.compile(rf" {{0,6}}(?P<name>(?=[a-zA-Z._-]*\d)[\w.-]{{1,80}})(?P<mark>{'|'.join(_MARKS)})")
 # c10d's own lines, in which older versions name the rank of their group; that of all ranks is the default one.
-_OF_C10D = re.compile(r"\[[EFW][^\]]*ProcessGroup\w+\.cpp:\d+\] \[(?:PG (?:ID )?0 (?:PG GUID 0\S* )?)?Rank (?P<rank>\d{1,6})\]")
+_OF_C10D = re.compile(
+    r"\[[EFW][^\]]*ProcessGroup\w+\.cpp:\d+\] \[(?:PG (?:ID )?0 (?:PG GUID 0\S* )?)?Rank (?P<rank>\d{1,6})\]"
+)
 # A field of a logger's lines.
 _RANK_FIELD = re.compile(r".{0,100}?(?<![A-Za-z])[Rr](?:ank|ANK)[ =:_#-]?(?P<rank>\d{1,5})(?:/\d+)?(?= *[|\]>):,]| - )")
 _OF_ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|Error|EXCEPTION)\b")
@@ -259,7 +262,7 @@ _IN_TREE = re.compile(r"attempt_(?P<attempt>\d+)/(?P<rank>\d{1,6})/std(?:err|out
 
 @dataclass(frozen=True)
 class Said:
-    """A line without its prefixes. ``timed``: there was a time among these. ``label``: what else these call its rank."""
+    """A line without its prefixes. ``timed``: they had a time among them. ``label``: what else they call its rank."""
 
     line: Line
     text: str
@@ -315,7 +318,7 @@ class Signer:
             if not taken:
                 break
         if not isinstance(found, int) and (own := _OF_C10D.match(text)):
-            found, label = int(own["rank"]), found or ""
+            label, found = found or "", int(own["rank"])
         if self.has_field and found is None:
             if field := _RANK_FIELD.match(text):
                 found = int(field["rank"])
@@ -363,8 +366,10 @@ def unwrapped(line: Line, following: Line | None) -> Line | None:
         return None
     if not _CUT_LINE.match(line.text) or not _REST_OF_LINE.match(following.text) or _TIME.match(following.text):
         return None
-    return None if following.text.startswith(("Traceback", "terminate", "  File")) else Line(
-        line.file, line.number, line.text + following.text
+    return (
+        None
+        if following.text.startswith(("Traceback", "terminate", "  File"))
+        else Line(line.file, line.number, line.text + following.text)
     )
 
 
@@ -392,7 +397,11 @@ def hosts_of(lines: Sequence[str]) -> re.Pattern[str] | None:
     named = [one for one in dropwhile(lambda one: one is None, found) if one is not None]
     names = {one["name"] for one in named}
     tasks = len(names) > 1 and names == {str(task) for task in range(len(names))}
-    if len(named) < 3 or (2 - tasks) * len(names) > len(named) or len(named) < 0.8 * (len(found) - found.index(named[0])):
+    if (
+        len(named) < 3
+        or (2 - tasks) * len(names) > len(named)
+        or len(named) < 0.8 * (len(found) - found.index(named[0]))
+    ):
         return None
     shapes = {re.sub(r"\d+", r"\\d+", re.escape(one["name"])) for one in named}
     marks = {next(mark for mark in _MARKS if re.match(mark, one["mark"])) for one in named}

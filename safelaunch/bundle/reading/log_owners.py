@@ -50,8 +50,11 @@ class Owners:
         for name, heard in named:
             if name not in nodes:
                 found._place(name, heard)
-        for name, heard in [*((name, one) for name, one in named if name in nodes), *_unsigned(job)]:
-            found._share_out(name, heard)
+        for name, heard in named:
+            if name in nodes:
+                found._share_out(name, heard)
+        if (unsigned := job.heard.get(None)) is not None:
+            found._share_out(None, unsigned)
         found._drop_doubles()
         for label, ended in job.lost.items():
             found._lose(label, ended)
@@ -79,7 +82,9 @@ class Owners:
         pid = int(label.rpartition(" ")[2]) if label.startswith("process ") else 0
         if any(pid == one.pid or label in (self.labels.get(rank), f"rank {rank}") for rank, one in self.ended.items()):
             return
-        same = next((rank for rank, name in self.labels.items() if label == name or (pid and f"pid={pid}" in name)), None)
+        same = next(
+            (rank for rank, name in self.labels.items() if label == name or (pid and f"pid={pid}" in name)), None
+        )
         same = self.job.rank_of(label) if same is None and not pid and label else same
         raised = [one.raised[-1][1] for one in self.heard.values() if one.raised]
         explained = ended.code == 1 and bool(raised)  # that is how an exception ends a process
@@ -128,7 +133,9 @@ class Owners:
         for rank, pair in compared.items():
             self._give(rank, pair, by)
         failed = [rank for rank in failed if rank not in compared]
-        errors = [pair for pair in reversed(distinct.values()) if pair not in compared.values()]  # who ends, prints last
+        errors = [
+            pair for pair in reversed(distinct.values()) if pair not in compared.values()
+        ]  # who ends, prints last
         causes = [pair for pair in errors if not is_consequence(pair[1])]
         effects = [pair for pair in errors if is_consequence(pair[1])]
         if alone and not said.uncaught(ended=by in self.job.failed):
@@ -190,11 +197,6 @@ class Owners:
 
 def _label_of(node: str | None) -> str:
     return f"a process of {node}" if node else UNSIGNED
-
-
-def _unsigned(job: Printed) -> list[tuple[None, Heard]]:
-    unsigned = job.heard.get(None)
-    return [(None, unsigned)] if unsigned is not None else []
 
 
 def _unlike(errors: Sequence[_Raised]) -> list[_Raised]:

@@ -54,7 +54,8 @@ _LAUNCHERS = (
 _OF_RAY = re.compile(r"ray\.exceptions\.RayTaskError\(\w+\): ray::.*?\(pid=(?P<pid>\d+)")  # what a worker has raised
 # c10d's store, of torchrun's agents or of the ranks, does not answer.
 _OF_RENDEZVOUS = re.compile(
-    r"(?:while trying to connect to|failed to connect to|Connection to) \(?\[?(?P<host>[\w.-]+)\]?[,:]+ ?(?P<port>\d{2,5})"
+    r"(?:while trying to connect to|failed to connect to|Connection to) \(?\[?(?P<host>[\w.-]+)\]?"
+    r"[,:]+ ?(?P<port>\d{2,5})"
 )
 _OF_A_SOCKET = re.compile(r"\[c10d\] (?P<what>The \w+ socket (?:has failed|cannot be) .*\(errno: .*)")
 _CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal")
@@ -425,10 +426,14 @@ class Printed:
         if opened.rank is not None and opened.rank < MAX_RANKS:
             one = self.heard.setdefault(opened.rank, Heard(opened.line))
         for rank, inner in tracebacks.gathered(raised.message).items():
-            if rank < MAX_RANKS and rank != opened.said.speaker:  # what it raised, in the words of a rank that reports it
+            if (
+                rank < MAX_RANKS and rank != opened.said.speaker
+            ):  # what it raised, in the words of a rank that reports it
                 its = self.heard.setdefault(rank, Heard(opened.line))
                 inner_kind, _, words = inner.message.partition(": ")
-                its.raised = its.raised or [(opened, RankException(inner_kind, words, raised.time_unix_s, inner.frames))]
+                its.raised = its.raised or [
+                    (opened, RankException(inner_kind, words, raised.time_unix_s, inner.frames))
+                ]
         if not one.timed_out:
             one.note(opened, raised)
 
@@ -440,7 +445,10 @@ class Printed:
             if rank not in self.heard or not self.heard[rank].raised:  # its end is not in the log
                 self.ended.setdefault(rank, Ended(1, line, root=True))
         pids = {one.pid for one in self.ended.values()} - {0}
-        for by, stopped in self.stopped.items():  # torchrun lists all processes of its node: those that failed, and others
+        for (
+            by,
+            stopped,
+        ) in self.stopped.items():  # torchrun lists all processes of its node: those that failed, and others
             failed = {str(one.pid) for one in self.ended.values() if one.by == by} | {
                 str(one.pid) for _, one in self._local if one.by == by
             }
@@ -563,7 +571,7 @@ class Printed:
         if code and isinstance(said.speaker, int) and not label:
             self.ended.setdefault(said.speaker, Ended(_of_shell(code), said.line, root=True))
         elif code:
-            self.lost.setdefault(label or said.speaker or "", Ended(_of_shell(code), said.line, root=True))
+            self.lost.setdefault(label or str(said.speaker or ""), Ended(_of_shell(code), said.line, root=True))
 
     def _note_compared(self, one: Heard, said: Said) -> None:
         """What torch's own check reports, in a line of a logger. The other rank that it names is one of the job's."""
