@@ -39,8 +39,9 @@ LAUNCHES = [
     # a safelaunch for each task of srun, and on each host of mpirun
     ("srun -N 2 --ntasks=16 python train.py", "srun -N 2 --ntasks=16 | python train.py"),
     ("srun -N 2 accelerate launch train.py", "srun -N 2 | accelerate launch train.py"),
-    ("mpirun -H a:4,b:4 -np 8 python3 train.py", "mpirun -H a:4,b:4 -np 8 | python3 train.py"),
-    ("mpirun --hostfile hosts -np 8 python train.py", "mpirun --hostfile hosts -np 8 | python train.py"),
+    ("mpirun -H a:4,b:4 -x MASTER_ADDR python3 train.py", "mpirun -H a:4,b:4 -x MASTER_ADDR | python3 train.py"),
+    ("mpirun --hostfile hosts -np 8 python train.py",
+     "mpirun --hostfile hosts -np 8 safelaunch exec --cluster-store=HOST:29700 -- python train.py"),
     ("srun -N 2 torchrun --nnodes 2 train.py", "srun -N 2 safelaunch --nnodes 2 train.py"),
     # what stands around them stays
     ("CUDA_VISIBLE_DEVICES=0,1 A=b torchrun train.py", "CUDA_VISIBLE_DEVICES=0,1 A=b safelaunch train.py"),

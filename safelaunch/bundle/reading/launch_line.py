@@ -38,7 +38,7 @@ _USE_ENV = ("--use_env", "--use-env")
 _HOSTS = re.compile(r"--?(?:H|host|hosts|hostfile|machinefile|f)\b")
 _TOOLS = re.compile(r"(?:pip|venv|ensurepip|json|http|site|pytest|build|compileall|py_compile|zipfile)(?:\.|$)")
 _OPERATORS = ";<>|&"
-_STORE = "--cluster-store=29700"
+_STORE, _STORE_ON_HOST = "--cluster-store=29700", "--cluster-store=HOST:29700"  # srun and MASTER_ADDR tell the host
 
 
 def launch_of(text: str) -> tuple[str, ...]:
@@ -116,7 +116,8 @@ def _translated(words: Sequence[str], name: str, in_srun: bool) -> tuple[str, ..
         return ()
     if name in ("mpirun", "mpiexec") and any(map(_HOSTS.match, words)):
         at = next((n for n, word in enumerate(words) if re.fullmatch(r"(?:\S*/)?python[\d.]*", word)), 0)
-        return (*words[:at], "safelaunch", "exec", _STORE, "--", *words[at:]) if at else ()
+        store = _STORE if any("MASTER_ADDR" in word for word in words) else _STORE_ON_HOST
+        return (*words[:at], "safelaunch", "exec", store, "--", *words[at:]) if at else ()
     return ("safelaunch", "exec", *([_STORE] if in_srun else []), "--", *words)
 
 
@@ -130,6 +131,5 @@ def _names_a_script(words: Sequence[str]) -> bool:
 
 def _of_torchrun(words: Sequence[str]) -> tuple[str, ...]:
     command = split(words, {}, KNOWN)
-    is_script = command.script and command.script[0].endswith(".py")
     other = command.has_flag("-m", "--module", "--no-python", "--no_python", "--run-path", "--run_path")
-    return ("safelaunch", *words) if command.script and (is_script or other) else ()
+    return ("safelaunch", *words) if command.script and (other or command.script[0].endswith(".py")) else ()
