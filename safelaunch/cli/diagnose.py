@@ -249,7 +249,7 @@ def _tell(found: Found, path: str, wanted: _Wanted) -> _Told:
 
 
 def _closing(found: Found) -> tuple[str, ...]:
-    """Returns the lines that are printed if nothing shows how a rank ended or where it waits."""
+    """The lines that are printed where nothing shows how a rank ended or where it waits."""
     seen = tuple(f"{clean(found.what)}: {clean(one)}" for one in found.remarks or ("nothing wrong seen",))
     step = _under_safelaunch(found)
     return (*seen, *(() if found.remarks else (_MAY_HANG,)), f"{step.why}: {clean(step.command)}")
