@@ -258,7 +258,7 @@ def _closing(found: Found) -> tuple[str, ...]:
 
 
 def _with_next(verdict: Verdict, found: Found) -> Verdict:
-    """The verdict with a next command. How the job was started is known of bundles alone."""
+    """Returns the verdict with a next command. Only a bundle knows how the job was started."""
     if verdict.next is not None or found.bundles or any(rank.beacon for rank in found.evidence.ranks):
         return verdict
     may_hang = found.evidence.printed is None and found.evidence.outcome == "hang"
@@ -266,7 +266,7 @@ def _with_next(verdict: Verdict, found: Found) -> Verdict:
 
 
 def _under_safelaunch(found: Found) -> NextStep:
-    """The command that runs the job under safelaunch: the one that its log shows, without secrets."""
+    """Returns the command that runs the job under safelaunch: the one that its log shows, without secrets."""
     from safelaunch.system.redaction.redact import redact_argv
 
     words = redact_argv(found.launch) or _ANY_LAUNCH
@@ -274,7 +274,7 @@ def _under_safelaunch(found: Found) -> NextStep:
 
 
 def _as_typed(word: str) -> str:
-    """A word for a shell, which fills in the variables in it."""
+    """Quotes a word for a shell, but leaves the variables in it to that shell."""
     name = word[: word.find("=") + 1] if _ASSIGNMENT.match(word) else ""
     rest = word[len(name) :]
     return word if _WITH_VARIABLES.fullmatch(rest) or (name and not rest) else name + shlex.quote(rest)

@@ -45,13 +45,13 @@ def parser() -> Parser:
 
 
 def listed(width: int) -> str:
-    """Every cause with the first sentence of its meaning."""
+    """Returns every cause with the first sentence of its meaning."""
     rows = ((name, re.split(r"(?<=\.)\s", _meaning(name)[0], maxsplit=1)[0]) for name in CAUSES)
     return f"{entries(rows, width, 27)}\n\nTo explain one: safelaunch explain CAUSE"
 
 
 def explained(name: str, width: int) -> str:
-    """All that the catalogue says of a cause, in lines of at most ``width`` columns."""
+    """Returns the catalogue's text on a cause, in lines of at most ``width`` columns."""
     cause = CAUSES[name]
     example = " ".join(_parts(name)[1].split())
     lines = [name, *_lines(_meaning(name), width)]
@@ -65,7 +65,7 @@ def explained(name: str, width: int) -> str:
 
 
 def _meaning(name: str) -> list[str]:
-    """The paragraphs and lists of a cause, without markup that only a page shows. A list has an item on each line."""
+    """Returns the paragraphs and lists of a cause without the markup of a page. A list has an item on each line."""
     found = []
     for paragraph in _parts(name)[0].strip().split("\n\n"):
         text = re.sub(r"\s*\n\s*(?!- )", " ", paragraph)
@@ -74,7 +74,7 @@ def _meaning(name: str) -> list[str]:
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """What a cause means, and its example."""
+    """Returns the meaning of a cause, and its example."""
     meaning, _, example = (inspect.getdoc(CAUSES[name]) or "").partition(_EXAMPLE)
     return meaning, example.partition("```")[0]
 

@@ -78,7 +78,7 @@ class Cause:
 
     @classmethod
     def all_advice(cls) -> list[str]:
-        """Every piece of advice once, with the versions of torch that it is for."""
+        """Returns every piece of advice once, with the versions of torch that it is for."""
         given = (f"{one.shown} (torch {one.torch})" if one.torch else one.shown for one in cls.advice)
         return list(dict.fromkeys(given))
 
@@ -769,7 +769,7 @@ class LockDeadlock(Cause, name="lock-deadlock"):
 
     evidence = (
         "The stacks show which threads wait for a lock, the source shows which thread holds it, and `/proc/locks` "
-        "shows who holds a file lock."
+        "shows which process holds a file lock."
     )
     advice = _advice(
         *_CIRCLES,

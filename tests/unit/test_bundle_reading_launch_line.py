@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from safelaunch.bundle.reading.launch_line import launch_of
+from safelaunch.bundle.reading.launch_line import best_launch, launch_of
 
 RUNNER = "[2026-01-01 10:00:00,000] [INFO] [runner.py:570:main] cmd"
 OF_DEEPSPEED = "/usr/bin/python3 -u -m deepspeed.launcher.launch --world_info=eyJsb2NhbGhvc3QiOiBbMF19 train.py --x 1"
@@ -39,8 +39,9 @@ LAUNCHES = [
     # a safelaunch for each task of srun, and on each host of mpirun
     ("srun -N 2 --ntasks=16 python train.py", "srun -N 2 --ntasks=16 | python train.py"),
     ("srun -N 2 accelerate launch train.py", "srun -N 2 | accelerate launch train.py"),
-    ("mpirun -H a:4,b:4 -np 8 python3 train.py", "mpirun -H a:4,b:4 -np 8 | python3 train.py"),
-    ("mpirun --hostfile hosts -np 8 python train.py", "mpirun --hostfile hosts -np 8 | python train.py"),
+    ("mpirun -H a:4,b:4 -x MASTER_ADDR python3 train.py", "mpirun -H a:4,b:4 -x MASTER_ADDR | python3 train.py"),
+    ("mpirun --hostfile hosts -np 8 python train.py",
+     "mpirun --hostfile hosts -np 8 safelaunch exec --cluster-store=HOST:29700 -- python train.py"),
     ("srun -N 2 torchrun --nnodes 2 train.py", "srun -N 2 safelaunch --nnodes 2 train.py"),
     # what stands around them stays
     ("CUDA_VISIBLE_DEVICES=0,1 A=b torchrun train.py", "CUDA_VISIBLE_DEVICES=0,1 A=b safelaunch train.py"),
@@ -50,6 +51,7 @@ LAUNCHES = [
     ("cd /work && torchrun train.py; echo done", "safelaunch train.py"),
     ("torchrun train.py --eos '<s>' 2>&1 | tee log.txt", "safelaunch train.py --eos '<s>'"),
     ("torchrun --nproc_per_node=8 \\\n  train.py \\\n  --x 1", "safelaunch --nproc_per_node=8 train.py --x 1"),
+    ("torchrun train.py # with 8 ranks", "safelaunch train.py"),
     # where a line shows them
     ("$ torchrun train.py", "safelaunch train.py"),
     ("# torchrun train.py", "safelaunch train.py"),
@@ -103,6 +105,9 @@ def test_launch_line_becomes_the_command_under_safelaunch(line: str, shown: str)
         "train.py FAILED",
         "Use torchrun or python -m torch.distributed.run instead",
         "safelaunch: the job hangs: busy-loop train.py",
+        "safelaunch reproduce safelaunch-bundles/latest -o train.py",
+        "+ python -m pip install -r requirements.txt",
+        "+ python -m json.tool x.json",
         # one rank's own command
         "[INFO] [launch.py:253:main] process 7 spawned with command: ['python', '-u', 'train.py', '--local_rank=0']",
         f"{CALLED}['/bin/python', '-u', 'train.py', '--local-rank', '3']' returned non-zero exit status 1.",
@@ -118,6 +123,25 @@ def test_launch_line_becomes_the_command_under_safelaunch(line: str, shown: str)
 )
 def test_line_without_a_launch_gives_nothing(line: str) -> None:
     assert launch_of(line) == ()
+
+
+@pytest.mark.parametrize(
+    ("lines", "shown"),
+    [
+        (["+ python prepare.py", "+ torchrun train.py", "+ python after.py"], "safelaunch train.py"),
+        (["+ python prepare.py", "step 1", "+ python -u train.py"], "safelaunch exec -- python -u train.py"),
+        (["$ deepspeed train.py", f"{RUNNER} = {OF_DEEPSPEED}"], "safelaunch exec -- deepspeed train.py"),
+        ([f"{RUNNER} = {OF_DEEPSPEED}", f"{CALLED}['python', 'train.py']'"], f"safelaunch exec -- {OF_DEEPSPEED}"),
+        (["+ srun python train.py", "+ srun accelerate launch train.py"],
+         "srun safelaunch exec --cluster-store=29700 -- accelerate launch train.py"),
+        (["step 1", "step 2"], ""),
+    ],
+)  # fmt: skip
+def test_best_launch_is_the_first_launcher_or_the_last_script(lines: list[str], shown: str) -> None:
+    launch: tuple[str, ...] = ()
+    for line in lines:
+        launch = best_launch(launch, line)
+    assert shlex.join(launch) == shown
 
 
 def test_any_line_is_read_without_an_error() -> None:
@@ -140,7 +164,25 @@ def test_any_line_is_read_without_an_error() -> None:
         "=",
         "|",
     ]
-    words += ["\\", "srun", "/", "(", ")", "\n", ":", "é", "\0", ", ", "exec ", "mpirun -H ", "--", "`", "&&", ";"]
+    words += [
+        "\\",
+        "srun",
+        "/",
+        "(",
+        ")",
+        "\n",
+        ":",
+        "é",
+        "\0",
+        ", ",
+        "exec ",
+        "mpirun -H ",
+        "--",
+        "`",
+        "&&",
+        ";",
+        "safelaunch ",
+    ]
     drawn = random.Random(46)
     for _ in range(20_000):
         launch_of("".join(drawn.choices(words, k=drawn.randint(1, 30))))

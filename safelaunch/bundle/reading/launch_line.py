@@ -2,7 +2,7 @@
 
 Shells (``set -x``, a prompt), launchers (DeepSpeed's ``cmd = ...``), errors of ``subprocess`` and manifests show it.
 torchrun's options are safelaunch's own. Any other launcher, and a script that starts its ranks itself, run unchanged
-under ``safelaunch exec``. Where srun starts the ranks, each of them has a safelaunch of its own.
+under ``safelaunch exec``. If srun starts the ranks, safelaunch starts each of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from safelaunch.job.argv import split
 from safelaunch.job.torchrun import KNOWN
@@ -36,12 +36,13 @@ _ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 _OF_ONE_RANK = re.compile(r"--local[-_]rank\b")
 _USE_ENV = ("--use_env", "--use-env")
 _HOSTS = re.compile(r"--?(?:H|host|hosts|hostfile|machinefile|f)\b")
+_TOOLS = re.compile(r"(?:pip|venv|ensurepip|json|http|site|pytest|build|compileall|py_compile|zipfile)(?:\.|$)")
 _OPERATORS = ";<>|&"
-_STORE = "--cluster-store=29700"
+_STORE, _STORE_ON_HOST = "--cluster-store=29700", "--cluster-store=HOST:29700"  # srun and MASTER_ADDR tell the host
 
 
 def launch_of(text: str) -> tuple[str, ...]:
-    """The words of a command that runs the job of this line under safelaunch; none where the line shows no launch.
+    """Returns the words of a command that runs the job of this line under safelaunch; none if the line shows no launch.
 
     Args:
         text: one line without the prefixes of ranks and times; or a command in several lines that end in backslashes
@@ -54,8 +55,20 @@ def launch_of(text: str) -> tuple[str, ...]:
     return next(filter(None, map(_under_safelaunch, _commands(command))), ())
 
 
+def best_launch(known: tuple[str, ...], text: str) -> tuple[str, ...]:
+    """Returns the better of the launch that earlier lines have shown and that of this line: the first with a launcher,
+    else the last script (the others might only prepare its data).
+    """
+    return (launch_of(text) if not known or _is_script(known) else ()) or known
+
+
+def _is_script(launch: Sequence[str]) -> bool:
+    """Returns whether Python runs a script, without a launcher."""
+    return re.search(r" -- (?:\S*/)?python[\d.]* (?!.*-m \S*(?:launch|run)\b)", " ".join(launch)) is not None
+
+
 def _commands(text: str) -> Iterator[list[str]]:
-    """The commands of a line of a shell, or the one in a list; none where they are not whole."""
+    """Yields the commands of a shell's line, or the one in a list; none if they are incomplete."""
     is_list = text.startswith("[")
     if not is_list and ("$(" in text or "`" in text or text.endswith("\\")):
         return
@@ -65,11 +78,11 @@ def _commands(text: str) -> Iterator[list[str]]:
     with suppress(ValueError):  # a quote that does not end
         for is_operator, words in groupby(tokens, lambda word: bool(word) and not word.strip(_OPERATORS)):
             if not is_operator:
-                yield list(words)
+                yield list(takewhile("#".__ne__, words))
 
 
 def _under_safelaunch(words: Sequence[str]) -> tuple[str, ...]:
-    """One command under safelaunch, with what stands around it (variables, srun); none where it starts no job."""
+    """Returns one command under safelaunch, with its variables and wrappers (srun); none if it starts no job."""
     names = [word.rpartition("/")[2] if not word.startswith("-") else "" for word in words]
     assigned = next((n for n, word in enumerate(words) if not _ASSIGNED.match(word)), 0)
     at = next((n for n, name in enumerate(names) if n >= assigned and _PROGRAM.fullmatch(name)), -1)
@@ -83,24 +96,33 @@ def _under_safelaunch(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _translated(words: Sequence[str], name: str, in_srun: bool) -> tuple[str, ...]:
-    """``in_srun``: the command starts in each task of srun."""
+    """Returns the command from its program on.
+
+    Args:
+        in_srun: srun starts the command once for each of its tasks
+    """
     options = next((n for n, word in enumerate(words[1:], 1) if not word.startswith("-") or word == "-m"), len(words))
     of_python, rest = name.startswith("python"), words[options:]
     module = rest[1] if of_python and rest[:1] == ["-m"] and len(rest) > 1 else ""
     script = rest[0].rpartition("/")[2] if of_python and rest else ""
     if name == "safelaunch":
-        return tuple(words)
+        return tuple(words) if _names_a_script(words[1:]) and re.match(r"-|exec$|.*\.py$", words[1]) else ()
     if name == "torchrun" or script == "torchrun":
         return _of_torchrun(words[1:] if name == "torchrun" else rest[1:])
     if module == "torch.distributed.run" or (module == "torch.distributed.launch" and {*rest} & {*_USE_ENV}):
         return _of_torchrun([word for word in rest[2:] if word not in _USE_ENV])
-    starts = bool(module) or script.endswith(".py") if of_python else _names_a_script(words[1:])
+    starts = _is_job(module, script) if of_python else _names_a_script(words[1:])
     if not starts:
         return ()
     if name in ("mpirun", "mpiexec") and any(map(_HOSTS.match, words)):
         at = next((n for n, word in enumerate(words) if re.fullmatch(r"(?:\S*/)?python[\d.]*", word)), 0)
-        return (*words[:at], "safelaunch", "exec", _STORE, "--", *words[at:]) if at else ()
+        store = _STORE if any("MASTER_ADDR" in word for word in words) else _STORE_ON_HOST
+        return (*words[:at], "safelaunch", "exec", store, "--", *words[at:]) if at else ()
     return ("safelaunch", "exec", *([_STORE] if in_srun else []), "--", *words)
+
+
+def _is_job(module: str, script: str) -> bool:
+    return script.endswith(".py") or (bool(module) and not _TOOLS.match(module))
 
 
 def _names_a_script(words: Sequence[str]) -> bool:
@@ -109,6 +131,5 @@ def _names_a_script(words: Sequence[str]) -> bool:
 
 def _of_torchrun(words: Sequence[str]) -> tuple[str, ...]:
     command = split(words, {}, KNOWN)
-    is_script = command.script and command.script[0].endswith(".py")
     other = command.has_flag("-m", "--module", "--no-python", "--no_python", "--run-path", "--run_path")
-    return ("safelaunch", *words) if command.script and (is_script or other) else ()
+    return ("safelaunch", *words) if command.script and (other or command.script[0].endswith(".py")) else ()

@@ -258,7 +258,7 @@ def _unpack_one(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> 
             file.write(data)
 
 
-# --- what is no evidence ----------------------------------------------------------------------------------------------
+# --- files that are no evidence ---------------------------------------------------------------------------------------
 
 _LINES_LOOKED_AT, _COLUMNS_LOOKED_AT, _NAMES_SHOWN = 400, 400, 3
 _EMPTY = "an empty file"
@@ -274,12 +274,12 @@ _MAGIC = {
     b"\xff\xd8\xff": "a picture",
     b"%PDF": "a PDF",
 }
-# At least five words and no numbers, paths or assignments: what a person writes.
+# At least five words without numbers, paths or assignments, as a person writes them.
 _PROSE = re.compile(r"[-*#>\s]*(?:[^\W\d_][\w'’-]*[.,;:!?)]* +\(?){4,}[^\W\d_][\w'’-]*[.,;:!?)]*")
 
 
 def _reject_other_data(path: Path) -> None:
-    """Raises Unreadable for what is neither text nor an archive, if it is known what it is."""
+    """Raises Unreadable for data of a known kind that is neither text nor an archive."""
     with path.open("rb") as file:
         head = file.read(1 << 12)
     if head.startswith(b"\x80") or b'"pg_config"' in head:
@@ -304,7 +304,7 @@ def _reject_other_texts(paths: Sequence[Path], root: Path | None, printed: Found
 
 
 def _kind_of(path: Path) -> str:
-    """What a text is that no job has printed; empty if a job may have printed it."""
+    """Returns the kind of a text that no job has printed; empty if a job might have printed it."""
     if path == log_lines.STDIN:
         return ""
     read = islice(log_lines.lines_of(path, path.name), _LINES_LOOKED_AT)
