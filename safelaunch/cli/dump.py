@@ -19,6 +19,7 @@ from safelaunch.cli.parsing import Parser
 from safelaunch.job.paths import RunPaths, is_held, working_directory
 from safelaunch.model import rank_words
 from safelaunch.settings.config import bundle_dir_of
+from safelaunch.settings.options import DEFAULT_BUNDLE_DIR
 from safelaunch.supervise.control.discover import Run, describe, look, one_of_each_job, our_roots, select
 from safelaunch.supervise.control.protocol import DumpAnswer, Request, ask
 from safelaunch.system import commands
@@ -183,9 +184,11 @@ def _with_way_in(error: AccessDenied, words: Namespace) -> AccessDenied:
     from safelaunch.cli import doctor_node, doctor_rules
 
     again = ["dump", *(["--all"] if words.all else ["--pid", str(words.pid)]), *(["--json"] if words.json else [])]
-    given = words.bundle_dir or os.environ.get("SAFELAUNCH_BUNDLE_DIR")  # sudo drops this one's variables
-    as_root = commands.as_root([*again, *(["--bundle-dir", given] if given else [])])
-    own = commands.own([*again, "--bundle-dir", os.fspath(_bundle_dir(words))])  # starts in another directory
+    place = _bundle_dir(words)
+    is_usual = place == working_directory() / DEFAULT_BUNDLE_DIR
+    # As root, no variable or file of this user counts.
+    as_root = commands.as_root([*again, *([] if is_usual else ["--bundle-dir", words.bundle_dir or os.fspath(place)])])
+    own = commands.own([*again, "--bundle-dir", os.fspath(place)])  # which starts in another directory
     rights = doctor_node.rights(os.environ)
     container = doctor_node.container(rights.place, text_of("/proc/self/mountinfo"))
     way = doctor_rules.way_in(rights, shlex.join(own), shlex.join(as_root), container)
