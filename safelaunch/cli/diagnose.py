@@ -215,6 +215,7 @@ def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callab
 
     try:
         with tempfile.TemporaryDirectory(prefix="safelaunch-") as scratch:
+            paths = [locate.saved(path, Path(scratch)) for path in paths]
             if len(paths) > 1:
                 return in_child(lambda: work(locate.read_several(paths)), locate.of_logs(paths))
             folder = locate.folder_of(paths[0], Path(scratch))

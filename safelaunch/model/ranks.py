@@ -45,7 +45,8 @@ class Thread(Record, frozen=True):
     innermost frame in ``torch.distributed.distributed_c10d``; no backend but NCCL records these. ``names``: where its
     innermost line waits for a key of c10d's store, the local variables named there, and their values as Python writes
     them. ``lock_file``: for which the library ``filelock`` asks, or which stands for a build of torch's extensions.
-    ``torn``: it ran while it was read, so its frames may be of two moments.
+    ``torn``: it ran while it was read, so its frames may be of two moments. ``cut``: it is from a text that may lack
+    its outermost frames.
     """
 
     frames: tuple[Frame, ...]
@@ -58,6 +59,7 @@ class Thread(Record, frozen=True):
     names: tuple[tuple[str, str], ...] = ()
     lock_file: str = ""
     torn: bool = False
+    cut: bool = False
 
 
 class StackSample(Record, frozen=True):

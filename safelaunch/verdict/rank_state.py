@@ -399,8 +399,8 @@ def _left(view: View) -> Condition | None:
     elif rank.exit is None and rank.progress is not None and rank.progress.returned_ns:
         why = "its function has returned"
         claim = Claim("its progress page says that its function has returned", f"{folder}/progress.json")
-    elif raw and not _handles_an_exception(view):  # else that says more than the end of its script
-        why = calls.leaving(raw)
+    elif view.thread is not None and raw and not _handles_an_exception(view):  # else that says more than its end
+        why = calls.leaving(raw, cut=view.thread.cut)
     wait = view.awaited.peers
     if not why and wait is not None and wait.kind == "teardown":
         why = "it is in destroy_process_group"

@@ -71,13 +71,33 @@ def read(path: Path) -> Found:
         return read_folder(folder_of(path, scratch), scratch)
 
 
+def saved(path: Path, scratch: Path) -> Path:
+    """The path itself; of standard input, a file in ``scratch`` with all of it. Raises Unreadable.
+
+    What reads files goes through them more than once.
+    """
+    if path != log_lines.STDIN:
+        return path
+    room = os.statvfs(scratch)
+    limit = min(_MOST_OF_STDIN, room.f_bavail * room.f_frsize // 2)
+    try:
+        with path.open("rb") as source, (scratch / "stdin").open("wb") as target:
+            while data := source.read(_CHUNK_BYTES):
+                if target.tell() + len(data) > limit:
+                    raise Unreadable(f"it is longer than {limit} bytes: save it as a file, and name that")
+                target.write(data)
+    except OSError as error:
+        raise cannot_be_read(error) from error
+    return scratch / "stdin"
+
+
 def folder_of(path: Path, scratch: Path) -> Path:
     """The directory at ``path``, the contents of the archive there, unpacked in the empty directory ``scratch``, or the
     log itself. Raises Unreadable.
     """
     try:
         if path.is_dir() or log_lines.is_log(path):
-            return path if path == log_lines.STDIN else Path(os.path.realpath(path))
+            return Path(os.path.realpath(path))
         if not path.is_file():
             missing = "this file or directory does not exist"
             raise Unreadable("it is neither a directory nor an archive" if path.exists() else missing)
@@ -101,7 +121,7 @@ def bounds_of(folder: Path) -> Bounds:
 
 def of_logs(paths: Sequence[Path]) -> Bounds:
     """The bounds for reading logs: what counts in them is kept, of whatever size they are."""
-    size = sum(_MOST_OF_STDIN if path == log_lines.STDIN else path.stat().st_size for path in paths)
+    size = sum(path.stat().st_size for path in paths)
     return Bounds(_LOG_BYTES, cpu_s=30 + (size >> 22))
 
 
@@ -139,9 +159,12 @@ def read_several(paths: Sequence[Path]) -> Found:
 
 def _of_texts(paths: Sequence[Path], root: Path | None = None) -> Found:
     """What logs and saved stacks tell together."""
-    printed = logs.read_logs(paths, root)
-    saved = [path for path in paths if path != log_lines.STDIN]
-    found = stacks.read_stacks(saved, root, only_named=bool(printed.evidence.ranks))
+    saved = stacks.Stacks.of(paths, root)
+    rest = [path for path in paths if path not in saved.whole]
+    if not rest and (alone := saved.found()) is not None:
+        return alone
+    printed = logs.read_logs(rest, root)
+    found = saved.found(only_named=bool(printed.evidence.ranks))
     if found is None and not (printed.evidence.ranks or printed.remarks):
         _reject_other_texts(paths, root, printed)
     if found is None or printed.evidence.ranks:
@@ -181,18 +204,24 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
     if printed.evidence.ranks:
         joined = _joined(printed, dumps, lambda rank, dump: structs.replace(rank, flight_record=dump.flight_record))
         found = joined
-    seen = stacks.read_stacks(texts, folder, only_named=True)
+    seen = stacks.Stacks.of(texts, folder).found(only_named=True)
     return found if seen is None else _with_stacks(found, seen)
 
 
 def _joined(one: Found, other: Found, both: Callable[[RankEvidence, RankEvidence], RankEvidence]) -> Found:
     """What ``one`` tells, and beside it what ``other`` tells of the same job. ``both``: of a rank that is in both."""
-    ranks = {rank.rank: rank for rank in one.evidence.ranks}
+    ranks = {rank.rank: rank for rank in one.evidence.ranks if rank.rank not in one.evidence.labels}
     for rank in other.evidence.ranks:
         ranks[rank.rank] = both(ranks[rank.rank], rank) if rank.rank in ranks else rank
     world = max(one.evidence.world_size, other.evidence.world_size)
+    labels = {}
+    for rank in (rank for rank in one.evidence.ranks if rank.rank in one.evidence.labels):
+        number = rank.rank if rank.rank not in ranks else max(world, *ranks) + 1
+        ranks[number], labels[number] = structs.replace(rank, rank=number), one.evidence.labels[rank.rank]
+    world = max(world, *(number + 1 for number in ranks)) if ranks else world
     evidence = structs.replace(
         one.evidence,
+        labels=labels,
         world_size=world,
         ranks=tuple(ranks[rank] for rank in sorted(ranks)),
         missing_ranks=tuple(rank for rank in range(world) if rank not in ranks),

@@ -14,6 +14,7 @@ from msgspec import structs
 from safelaunch.bundle.reading.guard import Found, Unreadable, cannot_be_read
 from safelaunch.bundle.reading.log_lines import (
     NOT_GZIP,
+    Line,
     Signer,
     Speaker,
     has_rank_field,
@@ -25,6 +26,7 @@ from safelaunch.bundle.reading.log_lines import (
 )
 from safelaunch.bundle.reading.log_owners import Owners
 from safelaunch.bundle.reading.log_reports import DEFAULT, UNNAMED, Ended, Heard, Printed
+from safelaunch.bundle.reading.quoting import quote_of, unquoted
 from safelaunch.capture.last_words import parse_fatal
 from safelaunch.model import (
     UNKNOWN_SIZES,
@@ -68,7 +70,11 @@ def read_logs(paths: Sequence[Path], root: Path | None = None) -> Found:
 def _read(path: Path, name: str, job: Printed, speaker: Speaker | None) -> tuple[int, bool]:
     """Returns the number of lines, and whether the file is empty or a job may have printed one of its lines."""
     lines = lines_of(path, name)
-    ahead = deque(islice(lines, 200))
+    first = list(islice(lines, 200))
+    quote = quote_of(line.text for line in first if line is not None)
+    if quote:
+        first, lines = [_without(line, quote) for line in first], (_without(line, quote) for line in lines)
+    ahead = deque(first)
     texts = [line.text for line in ahead if line is not None]
     known = Signer(speaker, hosts_of(texts), has_rank_field(texts))
     last, is_output = 0, not any(map(str.strip, texts))
@@ -84,6 +90,10 @@ def _read(path: Path, name: str, job: Printed, speaker: Speaker | None) -> tuple
             is_output = is_output or said.speaker is not None or is_of_a_job(line.text)
             job.hear(said)
     return last, is_output
+
+
+def _without(line: Line | None, quote: str) -> Line | None:
+    return replace(line, text=unquoted(line.text, quote)) if line is not None else None
 
 
 def _found(job: Printed, names: Sequence[str], count: int) -> Found:

@@ -191,15 +191,17 @@ def worker_idle(frames: Sequence[Frame]) -> bool:
     return LOADER_WORKER.on(frames) and _QUEUES.on(frames[:8])
 
 
-def leaving(frames: Sequence[Frame]) -> str:
+def leaving(frames: Sequence[Frame], *, cut: bool = False) -> str:
     """Why these frames of a main thread mean that its script has ended; ``""`` if they do not.
+
+    Where the outermost frames may be missing (``cut``), that there is no ``<module>`` shows nothing.
 
     ``threading._shutdown`` joins the threads that are left. Exit handlers are called by the interpreter itself: under
     them there is no ``<module>`` and none of ``runpy``'s frames, which every running script has.
     """
     if _SHUTDOWN.on(frames):
         return "its script has ended and the interpreter waits for the remaining threads"
-    outer = own_part(frames)
+    outer = own_part(frames) if not cut else ()
     running = any(f.function == "<module>" or short(f.function) in _RUNNERS for f in outer)
     return "" if running or not outer else "its script has ended and exit handlers are running"
 

@@ -1,0 +1,378 @@
+"""Finds the stacks of processes in a text: what py-spy, faulthandler, gdb and pystack print, pasted in any order.
+
+- ``py-spy dump``, also ``--native``, ``--json`` and ``--subprocesses``; ``py-spy record -f raw``
+- ``faulthandler``, and torch's own that are made with it
+- gdb's ``py-bt`` and ``thread apply all py-bt``; of ``thread apply all bt``, the Python frames that it shows
+- ``pystack remote``, also ``--native``
+
+Lines between them may tell whose they are: ``=== PID 7 ===``, ``--- rank 3 ---``, ``RANK=3``,
+``$ py-spy dump --pid 7``. So may a prefix before each line: ``[rank3]: ``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
+from pathlib import PurePosixPath
+
+import msgspec
+
+from safelaunch.bundle.reading.quoting import quote_of, unquoted
+from safelaunch.model import Frame
+
+MAIN = "MainThread"
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+_QUOTED_LINES = 2000
+
+
+@dataclass
+class SavedThread:
+    """``frames``: innermost first. ``begun``: its innermost frame is there."""
+
+    name: str = ""
+    tid: int = 0
+    active: bool = False
+    frames: list[Frame] = field(default_factory=list)
+    begun: bool = True
+
+    @property
+    def is_main(self) -> bool:
+        """It runs the script, as far as its name, or else its outermost frame, shows."""
+        python = [frame for frame in self.frames if frame.line]
+        return self.name == MAIN or bool(not self.name and python and python[-1].function in _SCRIPTS)
+
+
+@dataclass
+class SavedProcess:
+    """``hints``: the lines before it that may tell whose it is. ``speaker``: the prefix of all its lines."""
+
+    pid: int = 0
+    command: str = ""
+    hints: list[str] = field(default_factory=list)
+    speaker: str = ""
+    parent: int = 0
+    ended: bool = False  # its stacks are where it ended, not where it is
+    threads: list[SavedThread] = field(default_factory=list)
+
+    @property
+    def main(self) -> SavedThread | None:
+        return next((one for one in self.threads if one.is_main), self.threads[-1] if self.threads else None)
+
+
+_SCRIPTS = frozenset({"<module>", "_run_module_as_main"})
+_BOOTSTRAP, _MOST_PIDS, _TRIES = "_bootstrap", 1 << 23, 8
+_PROCESS = re.compile(r"Process (?P<pid>\d{1,9}): (?P<command>.*)")
+_PARENT = re.compile(r"Parent Process (?P<pid>\d{1,9}): ")
+_END_OF_GDB = re.compile(r"\[Inferior \d+ \(process (?P<pid>\d{1,9})\) detached\]")
+# A header of a thread, and the frames that belong to it. In those called ``last``, the innermost frame is the last one.
+_SPIED = re.compile(r'Thread (?P<tid>0x[0-9A-Fa-f]+|\d+) \((?P<state>[\w+]+)\)(?:: "(?P<name>.*)")?$')
+_HANDLED = re.compile(
+    r"(?:Current thread|Thread) (?P<tid>0x[0-9a-f]+)(?: \[.*\])? \(most recent call (?:first|(?P<last>last))\):"
+)
+_PYSTACK = re.compile(r"Traceback for thread (?P<tid>\d+)(?: \(.*?\))? \[.*?\] \(most recent call (?P<last>last)\):")
+_IN_GDB = re.compile(r'Thread (?P<number>\d+) \(.*?(?:LWP|process) (?P<tid>\d+)\)(?: ".*")?.*\):$')
+_PY_BT = re.compile(r"Traceback \(most recent call first\):")
+_HEADERS = (_SPIED, _HANDLED, _PYSTACK, _IN_GDB)
+_SPIED_FRAME = re.compile(r"(?P<function>\S+|\S.* .*) \((?P<file>[^()]+?)(?::(?P<line>\d{1,9}))?\)$")
+_FILE_FRAME = re.compile(
+    r'(?:\((?:Python|C)\) )?File "(?P<file>.+?)", line (?P<line>\d{1,9}),? in (?P<function>[^ (]+)'
+)
+_GDB_FRAME = re.compile(
+    r"#\d+ +(?:.*?\bfor file (?P<file>.+?), line (?P<line>\d{1,9}), in (?P<function>\S+) \(|"
+    r"(?:0x[0-9a-f]+ in )?(?P<native>[\w:~<>.]+)(?:.*\bfrom (?P<library>\S+)$)?)"
+)
+_RAW = re.compile(r'(?:process \d+:".*?";|thread \(.*?\)(?:: [^;]*)?;)*\S.*? \([^()]+:\d+\)(?:;.*)? \d+$')
+_TAG = re.compile(r'process (?P<pid>\d+):"(?P<command>.*?)"$|thread \((?P<tid>\w+)\)(?:: "?(?P<name>.*?)"?)?$')
+_SPEAKER = re.compile(r"(?P<who>\[[^\]]{1,60}\]:?|\((?!C\)|Python\))[^)]{1,60}\)|[\w.-]{1,60}(?::| +\|)) ?(?P<rest>.*)")
+_SEPARATOR = re.compile(
+    r"[=#*~+-]{2,}.*|[$#%] .*|\S*\w[\w~/\])]*[$#] \S.*|(?:export )?(?:LOCAL_)?(?:RANK|WORLD_SIZE)=\d+.*|[\w.-]{1,64}:|"
+    r"[\w. /-]{0,40}\b(?:rank|pid|process|worker|node|host|pod)\b[ _=:#-]*\d+.{0,24}|(?:kubectl|docker|ssh|py-spy) .*",
+    re.IGNORECASE,
+)
+_SIGNS = re.compile(
+    r"\(most recent call first\)|Thread (?:0x[0-9A-Fa-f]+|\d+) \(|Traceback for thread|<module> \(|\"thread_name\":"
+)
+# py-spy leaves out the directory from which a module was imported.
+_LIBRARY = re.compile(
+    r"(?:torch(?:vision|audio|data)?|numpy|scipy|pandas|pyarrow|transformers|accelerate|deepspeed|(?:pytorch_)?lightning|"
+    r"lightning_fabric|datasets|ray|trl|peft|tokenizers|safetensors|huggingface_hub|requests|urllib3|httpx|aiohttp|boto3|"
+    r"botocore|fsspec|s3fs|gcsfs|PIL|cv2|tqdm|wandb|tensorboard|mlflow|zmq|grpc|filelock|triton|apex|flash_attn|hydra|"
+    r"omegaconf|webdataset|h5py|joblib|numba|streaming|composer)(?:\.py)?"
+)
+
+
+def processes_in(text: str) -> tuple[list[SavedProcess], float]:
+    """The processes whose stacks the text has, in its order; and how much of it these are: 0 to 1."""
+    if not _SIGNS.search(text):
+        return [], 0.0
+    lines = _COLOURS.sub("", text).splitlines()
+    quote = quote_of(islice(lines, _QUOTED_LINES))
+    streams: dict[str, list[str]] = {}
+    for line in lines:
+        who, rest = _spoken(unquoted(line, quote))
+        streams.setdefault(who, []).append(rest)
+    readers = {who: _Reader(who) for who in streams}
+    found = [one for who, said in streams.items() for one in readers[who].read(said)]
+    filled = sum(1 for line in lines if line.strip())
+    return found, sum(reader.used for reader in readers.values()) / max(filled, 1)
+
+
+def _spoken(line: str) -> tuple[str, str]:
+    """The prefix of a line of a stack, and the line without it."""
+    if (found := _SPEAKER.match(line)) is None or _is_header(line):
+        return "", line
+    rest = found["rest"]
+    inner = rest.strip()
+    told = _is_header(inner) or rest.startswith("Traceback (most recent")
+    told = told or any(one.match(inner) for one in (_PROCESS, _FILE_FRAME, *((_SPIED_FRAME,) * (rest[:2] == "  "))))
+    return (found["who"], rest) if told else ("", line)
+
+
+def _is_header(line: str) -> bool:
+    return any(header.match(line) for header in (*_HEADERS, _PY_BT))
+
+
+class _Reader:
+    """Reads lines one after the other. ``used``: how many of them belong to stacks, but for those of a process that
+    has ended. ``_open``: the thread to which frames are added, and how they look.
+    """
+
+    def __init__(self, speaker: str) -> None:
+        self.used = 0
+        self._speaker = speaker
+        self._found: list[SavedProcess] = []
+        self._now: SavedProcess | None = None
+        self._open: tuple[SavedThread, re.Pattern[str], bool] | None = None
+        self._hints: list[str] = []
+        self._indent = 0
+        self._no_json = 0
+
+    def read(self, lines: Sequence[str]) -> Iterator[SavedProcess]:
+        raw: list[str] = []
+        at = 0
+        while at < len(lines):
+            line, indent = lines[at].strip(), len(lines[at]) - len(lines[at].lstrip())
+            at += 1
+            if self._no_json < _TRIES and (line == "[" or line.startswith("[{")):
+                spied = _json_at(lines, at - 1)
+                self._no_json += spied is None
+                if spied is not None:
+                    self._close()
+                    threads, end = spied
+                    self.used, at = self.used + end - at + 1, end
+                    hints, self._hints = self._hints, []
+                    self._found += [replace(one, hints=hints) for one in _of_json(threads)]
+            elif ";" in line and _RAW.fullmatch(line):
+                raw.append(line)
+            elif line:
+                self.used += self._take(line, indent) and not (self._now is not None and self._now.ended)
+        self.used += len(raw)
+        self._close()
+        self._found += [replace(one, hints=self._hints) for one in _of_raw(raw)]
+        for one in self._found:
+            yield from (part for part in _apart(one) if not part.ended and any(t.frames for t in part.threads))
+
+    def _begin(self, pid: int = 0, command: str = "", *, ended: bool = False) -> SavedProcess:
+        self._close()
+        self._now = SavedProcess(pid, command, self._hints, self._speaker, ended=ended)
+        self._found.append(self._now)
+        self._hints = []
+        return self._now
+
+    def _close(self) -> None:
+        self._now = self._open = None
+
+    def _take(self, line: str, indent: int) -> bool:
+        """Whether the line belongs to a stack."""
+        if begin := _PROCESS.match(line):
+            self._begin(int(begin["pid"]), begin["command"])
+        elif (parent := _PARENT.match(line)) and self._now is not None:
+            self._now.parent = int(parent["pid"])
+        elif line.startswith("Fatal Python error"):
+            self._begin(ended=True)
+        elif self._opens(line):
+            self._indent = indent
+        elif self._adds(line):
+            pass
+        elif (end := _END_OF_GDB.match(line)) and self._now is not None:
+            self._now.pid = int(end["pid"])
+            self._close()
+        elif line.startswith("Traceback (most recent call last)"):
+            self._open = None
+            return False
+        elif (self._open is None or indent <= self._indent) and _SEPARATOR.fullmatch(line):
+            self._close()
+            self._hints.append(line)
+        else:
+            return self._open is not None and indent > self._indent
+        return True
+
+    def _opens(self, line: str) -> bool:
+        """The header of a thread. gdb prints its own before that of ``py-bt``."""
+        if _PY_BT.match(line):
+            thread = self._now.threads[-1] if self._now is not None and self._now.threads else None
+            if thread is None or thread.frames:
+                now = self._now if self._now is not None and thread is None else self._begin()
+                thread = SavedThread(MAIN)
+                now.threads.append(thread)
+            self._open = (thread, _FILE_FRAME, False)
+            return True
+        for header in _HEADERS:
+            if found := header.match(line):
+                told = found.groupdict()
+                tid = int(told.get("tid") or "0", 0)
+                name = MAIN if told.get("number") == "1" else told.get("name") or ""
+                thread = SavedThread(name, tid, (told.get("state") or "").startswith("active"))
+                (self._now or self._begin()).threads.append(thread)
+                style = {_SPIED: _SPIED_FRAME, _IN_GDB: _GDB_FRAME}.get(header, _FILE_FRAME)
+                self._open = (thread, style, bool(told.get("last")))
+                return True
+        return False
+
+    def _adds(self, line: str) -> bool:
+        """A frame; that of a thread whose header is cut off begins one that has lost its innermost frames."""
+        if self._open is None:
+            found = _SPIED_FRAME.match(line)
+            if found is None or not found["line"] or " " in found["function"] or not found["file"].endswith(".py"):
+                return False
+            thread = SavedThread(begun=False)
+            (self._now or self._begin()).threads.append(thread)
+            self._open = (thread, _SPIED_FRAME, False)
+        thread, style, last = self._open
+        frame = _frame(line, style)
+        if frame is not None:
+            thread.frames.insert(0 if last else len(thread.frames), frame)
+        return frame is not None
+
+
+def _frame(raw: str, style: re.Pattern[str]) -> Frame | None:
+    """The frame in this line; a native one has the line 0."""
+    if (found := style.match(raw)) is None:
+        return None
+    told = found.groupdict()
+    if told.get("native"):
+        return Frame(told.get("library") or "??", 0, told["native"])
+    file, line = told["file"], told["line"]
+    if line is None or raw.startswith("(C)"):
+        named = re.search(r"\.so|^python|\.(?:c|cc|cpp|h|S)$", file)
+        return Frame(file if named else "??", 0, told["function"]) if line or named or file == "?" else None
+    return Frame(_whole(file), int(line), told["function"])
+
+
+def _apart(process: SavedProcess) -> Iterator[SavedProcess]:
+    """The processes of which each has one main thread. py-spy prints that first, the others print it last."""
+    groups: list[list[SavedThread]] = [[]]
+    first = any(one.name == MAIN or not one.begun for one in process.threads[:1])
+    for one in process.threads:
+        full = any(other.is_main or not other.begun for other in groups[-1])
+        if full and (one.is_main or not first):
+            groups.append([])
+        groups[-1].append(one)
+    if len(groups) > 1 and all(one.frames and one.frames[-1].function.endswith(_BOOTSTRAP) for one in groups[-1]):
+        groups[-2:] = [[*groups[-2], *groups[-1]]]
+    for at, threads in enumerate(groups):
+        main = next((one for one in threads if one.is_main), None)
+        found = process if not at else SavedProcess(speaker=process.speaker)
+        pid = found.pid or (main.tid if main is not None and main.tid < _MOST_PIDS else 0)
+        yield replace(found, pid=pid, threads=threads)
+
+
+# --- py-spy's JSON ----------------------------------------------------------------------------------------------------
+
+
+class _SpiedFrame(msgspec.Struct):
+    name: str
+    filename: str
+    line: int = 0
+
+
+class _SpiedThread(msgspec.Struct):
+    frames: list[_SpiedFrame]
+    pid: int = 0
+    thread_name: str | None = None
+    os_thread_id: int | None = None
+    active: bool = False
+
+
+def _json_at(lines: Sequence[str], at: int) -> tuple[list[_SpiedThread], int] | None:
+    """The threads in the list that begins in this line, and the number of the line behind it."""
+    text = "\n".join(lines[at:])
+    try:
+        found, end = json.JSONDecoder().raw_decode(text.lstrip())
+        threads = msgspec.convert(found, list[_SpiedThread])
+    except (ValueError, RecursionError, msgspec.ValidationError):
+        return None
+    return threads, at + text[: len(text) - len(text.lstrip()) + end].count("\n") + 1
+
+
+def _of_json(threads: Sequence[_SpiedThread]) -> Iterator[SavedProcess]:
+    by_pid: dict[int, SavedProcess] = {}
+    for one in threads:
+        name = MAIN if one.os_thread_id == one.pid else one.thread_name or "?"
+        frames = [Frame(_whole(frame.filename), frame.line, frame.name) for frame in one.frames]
+        process = by_pid.setdefault(one.pid, SavedProcess(one.pid))
+        process.threads.append(SavedThread(name, one.os_thread_id or 0, one.active, frames))
+    yield from by_pid.values()
+
+
+# --- py-spy record -f raw ---------------------------------------------------------------------------------------------
+
+_SHARE = 0.5  # of the samples, which have to be in a call for it to be where the thread is
+
+
+def _of_raw(lines: Sequence[str]) -> Iterator[SavedProcess]:
+    """Each line: the stack from its outermost frame on, and in how many samples it was seen."""
+    samples = [(line.rpartition(" ")[0].split(";"), int(line.rpartition(" ")[2])) for line in lines]
+    told = [([tag for part in parts if (tag := _TAG.match(part))], parts, count) for parts, count in samples]
+
+    def key(one: tuple[list[re.Match[str]], list[str], int]) -> str:
+        return ";".join(tag[0] for tag in one[0])
+
+    by_process: dict[str, SavedProcess] = {}
+    for _, of_thread in groupby(sorted(told, key=key), key):
+        members = list(of_thread)
+        tags, counted = members[0][0], [(parts[len(tags) :], count) for tags, parts, count in members]
+        pids = [tag for tag in tags if tag["pid"]]
+        thread = next((tag for tag in tags if tag["tid"]), None)
+        name = ";".join(tag[0] for tag in pids)
+        process = by_process.setdefault(
+            name,
+            SavedProcess(
+                int(pids[-1]["pid"]) if pids else 0,
+                pids[-1]["command"] if pids else "",
+                parent=int(pids[-2]["pid"]) if len(pids) > 1 else 0,
+            ),
+        )
+        frames = [frame for part in reversed(_usual(counted)) if (frame := _frame(part, _SPIED_FRAME)) is not None]
+        tid = int(thread["tid"], 0) if thread is not None else 0
+        process.threads.append(SavedThread(thread["name"] or "" if thread is not None else "", tid, False, frames))
+    yield from by_process.values()
+
+
+def _usual(samples: Sequence[tuple[list[str], int]]) -> list[str]:
+    """The calls, from the outermost on, in which the thread was in most of the samples."""
+    total, found = sum(count for _, count in samples), list[str]()
+    while True:
+        counts: dict[str, int] = {}
+        for parts, count in samples:
+            if parts[: len(found)] == found and len(parts) > len(found):
+                counts[parts[len(found)]] = counts.get(parts[len(found)], 0) + count
+        best = max(counts, key=lambda part: counts[part], default="")
+        if not best or counts[best] < _SHARE * total:
+            return found
+        found.append(best)
+
+
+def _whole(path: str) -> str:
+    """``threading.py`` and ``torch/nn/modules/module.py`` as what they are: of the library."""
+    first = PurePosixPath(path).parts[:1]
+    if path.startswith("/") or not first:
+        return path
+    top = first[0].removesuffix(".py")
+    if top in sys.stdlib_module_names:
+        return f"/usr/lib/python3/{path}"
+    return f"/usr/lib/python3/site-packages/{path}" if _LIBRARY.fullmatch(first[0]) else path
