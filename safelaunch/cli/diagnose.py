@@ -251,7 +251,7 @@ def _tell(found: Found, path: str, wanted: _Wanted) -> _Told:
 
 def _closing(found: Found) -> tuple[str, ...]:
     """The lines that are printed where nothing shows how a rank ended or where it waits."""
-    events = found.events.summary() if found.events is not None else ()
+    events = found.events.summary(" ".join(found.remarks)) if found.events is not None else ()
     first, *rest = (*found.remarks, *events) or ("nothing wrong seen",)
     step = _under_safelaunch(found)
     may_hang = () if found.remarks or (found.events is not None and found.events.errors()) else (_MAY_HANG,)

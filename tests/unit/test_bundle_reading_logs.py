@@ -1041,3 +1041,128 @@ def test_no_rank_is_named(
     shown = capfd.readouterr()
     assert not shown.out
     assert said in shown.err
+
+
+# --- whose line it is, and what is shown of what is not understood ----------------------------------------------------
+
+
+def positions(rank: int, queued: int, done: int) -> str:
+    """As a rank prints them that only hears of a timeout."""
+    return (
+        f"[rank{rank}]:[E1017 02:40:10.5 ProcessGroupNCCL.cpp:1987] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Received"
+        " a dump signal due to a collective timeout from this local rank and we will try our best to dump the debug info."
+        f" Last enqueued NCCL work: {queued}, last completed NCCL work: {done}.This is most likely caused by incorrect"
+        " usages of collectives, e.g., wrong sizes used across ranks."
+    )
+
+
+FINGER = (
+    "Detected mismatch between collectives on ranks. Rank {} is running collective: CollectiveFingerPrint(Sequence"
+    "Number=5, OpType=ALLGATHER, TensorShape=[8], TensorDtypes=Float), but Rank 3 is running collective: "
+    "CollectiveFingerPrint(SequenceNumber=0OpType=REDUCE)."
+)
+STEP_LINES = [f"[rank{rank}] train: {step:>4}/900 loss=2.8" for step in (10, 20) for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause", "fault"),
+    [
+        ([positions(0, 131, 117), positions(1, 131, 117), positions(2, 117, 117)], "missing-from-collective", [2]),
+        ([f"[RANK {r}] 2026-05-19 10:10:29,004 [ERROR] step failed - {FINGER.format(r)}" for r in (0, 2)],
+         "collective-mismatch", [3]),
+        (STEP_LINES[:-1], "missing-from-collective", [3]),
+        ([*STEP_LINES, "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-05-02T03:58:46 DUE TO TIME LIMIT ***"],
+         "no-rank-stands-out", []),
+        ([f"2026-01-01 10:00:0{at} | INFO | rank {rank} | batch {at}" for at in range(4) for rank in range(2)]
+         + ["2026-01-01 10:00:09 | ERROR | rank 1 | stopped", *own()], "rank-exception", [1]),
+        (['{"level": "error", "rank": 6, "msg": "uncaught", "exc": "Traceback (most recent call last):\\n'
+          '  File \\"/app/a.py\\", line 41, in f\\nValueError: bad"}'], "rank-exception", [6]),
+        (["[pod/w-1/t] rank 2/3: joined", *on("[pod/w-1/t] ", own())], "rank-exception", [2]),
+        (["[pod/w-1/t] rank 2/4: joined", "[pod/w-1/t] rank 3/4: joined", *on("[pod/w-1/t] ", own())],
+         "rank-exception", ["pod/w-1/t"]),
+        (["n1: rank 25 died from signal 9 and dumped core"], "rank-killed", [25]),
+        (["run.sh: line 7: 4711 Killed                  python train.py"], "rank-killed", ["process 4711"]),
+        (["Memory on the node where the task (actor ID: f9, name=W.run, pid=4331, memory used=2G) was running was 99%"],
+         "rank-killed", ["process 4331"]),
+        ([*own("subprocess.CalledProcessError: Command '['python', 'a.py']' died with <Signals.SIGSEGV: 11>.")],
+         "rank-killed", ["a process of the launcher's"]),
+        (["srun: error: Node failure on n2", "3: up on node n2"], "node-lost", []),
+        (["Traceback (most recent call last):", '  File "/srv/a.py", line 41, in main'], "rank-exception", ["?"]),
+        (["[E socket.cpp:1] [c10d] The server socket has failed to bind to [::]:29512 (errno: 98 - Address already in "
+          "use).", "Traceback (most recent call last):", '  File "/srv/a.py", line 41, in main'],
+         "rank-exception", ["?"]),
+        (own("torch.distributed.DistNetworkError: The client socket has timed out after 9000ms while trying to connect "
+             "to (node-a, 29400)."), "init-not-joined", []),
+        (own("torch.distributed.DistStoreError: Timed out after 9 seconds waiting for clients. 1/4 clients joined."),
+         "init-not-joined", []),
+        (["[E ProcessGroupNCCL.cpp:7] [Rank 2] NCCL watchdog thread terminated with exception: CUDA error: ECC"],
+         "rank-exception", [2]),
+        (["[E ProcessGroupNCCL.cpp:7] [PG 4 Rank 1] Exception (either an error or timeout) detected by watchdog at "
+          "work: 9, last enqueued NCCL work: 9, last completed NCCL work: 8."], "no-rank-stands-out", []),
+        ([*chain(*zip(own(), own(), strict=True)), *summary({0: 1, 1: 1})], "rank-exception", [0, 1]),
+        ([*own(), *own("KeyError: 7", 43), *summary({0: 1, 1: 1})], "rank-exception", ["?"]),
+    ],
+    ids=["positions", "fingerprints", "steps", "all level", "a logger's field", "records in JSON", "a pod and its rank",
+         "a pod of two ranks", "PALS", "a shell", "Ray's memory", "the old launcher", "Slurm's node", "cut off",
+         "a port", "a store", "clients", "an old watchdog", "a rank of a group", "all alike", "two of two"],
+)  # fmt: skip
+def test_whose_failure_it_is(lines: list[str], cause: str, fault: list[int | str], tmp_path: Path) -> None:
+    verdict = verdict_of("\n".join(lines), tmp_path)
+    assert named(verdict) == (cause, fault), verdict.summary
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["[10:00:01] ERROR storage: the quota service said no"], "not understood; the first errors are"),
+        (["ERROR a: first", "step 1", "ERROR b: second"], "job.log:1: ERROR a: first"),
+        (["WARNING net: retrying after [Errno 104]", *STEPS], "no failure seen"),
+        (["ERROR upload failed", *STEPS], "worked on after its errors"),
+        (["val_error 0.2", "Test Error: 0.31", "epoch 3 error_rate=0.1"], "nothing wrong seen"),
+        (["ERROR upload failed", "Training completed."], "worked on"),
+    ],
+)
+def test_what_is_not_understood_is_shown(
+    lines: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = log_of("\n".join(lines), tmp_path)
+    assert main([str(path)]) == 1
+    shown = capfd.readouterr()
+    assert said in shown.err and not shown.out
+    assert ("nothing wrong seen" in shown.err) == (said == "nothing wrong seen")
+
+
+def test_an_effect_is_shown_after_what_it_came_from(tmp_path: Path) -> None:
+    lines = ["ERROR launcher: a child was Terminated", *(f"ERROR {'abcdefg'[at] * 3}: no" for at in range(7))]
+    summary_lines = read_logs([log_of("\n".join(lines), tmp_path)]).events.summary()  # type: ignore[union-attr]
+    assert len(summary_lines) == 6 and "Terminated" not in " ".join(summary_lines)
+
+
+def test_silent_ranks_are_never_said_to_have_arrived(tmp_path: Path) -> None:
+    closing = [f"W1 api.py:9] Sending process {pid} closing signal SIGTERM" for pid in (101, 102, 103)]
+    verdict = verdict_of("\n".join([*watchdog(0, 31)[:1], *summary({0: -6}), *closing]), tmp_path)
+    assert "ranks 1-3 were not seen" in verdict.summary and verdict.world_size in (0, 4)
+    verdict = verdict_of(watchdog(0, 31)[0], tmp_path)
+    assert not any("transport" in one for one in verdict.suggestions)
+
+
+def test_lines_that_a_terminal_has_wrapped(tmp_path: Path) -> None:
+    wrapped = [
+        part for r in (1, 2) for text in watchdog(r, 4) for part in text.replace(": WorkN", ": Work\nN").split("\n")
+    ]
+    verdict = verdict_of("\n".join(wrapped), tmp_path)
+    assert named(verdict)[0] == "missing-from-collective" and "ranks 1-2 wait" in verdict.summary.lower()
+
+
+@pytest.mark.parametrize("quote", ["    ", "> ", "\t", "> > "])
+def test_a_pasted_log(quote: str, tmp_path: Path) -> None:
+    lines = (DATA / "raise.log").read_text().splitlines()
+    assert named(verdict_of("\n".join(quote + line for line in lines), tmp_path)) == ("rank-exception", [1])
+
+
+@pytest.mark.parametrize("loud", ["ERROR upload failed, try {}", "val_error {}"])
+def test_lines_that_are_everywhere_do_not_hide_the_last_one(loud: str, tmp_path: Path) -> None:
+    text = "".join(f"{loud.format(at)} of 9\nstep {at} loss 0.5\n" for at in range(80_000))
+    assert len(text) > 2 * CHUNK_BYTES
+    verdict = verdict_of(text + "\n".join(on("[rank3]: ", own())), tmp_path)
+    assert named(verdict) == ("rank-exception", [3])

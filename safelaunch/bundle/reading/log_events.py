@@ -45,13 +45,16 @@ _EVENT = re.compile(
         )
     )
 )
-# Levels below an error, attempts that are made again, metrics that are called errors, NCCL's report of a normal close.
+# No report of an error: metrics that are called so, a good exit code, levels of information.
+_NO_EVENT = re.compile(
+    r"\b(?:Error|ERROR)s?\b(?:[ _](?:rate|norm|count))?s?[ :=(]{1,3}[-+\d.]+(?:e[-+]?\d+)?(?:[ ,%|)]|$)"
+    r"|exit(?:ed)?(?: with)? (?:code|status)?:? ?0\b|\b(?:INFO|DEBUG)\b|\[?\b[ID]\d{4} |\[I\d* "
+)
+# Levels of warnings, and attempts that are made again.
 _HARMLESS = re.compile(
-    r"\b(?:WARN|WARNING|INFO|DEBUG|Warning|info|debug|warning)\b(?!\.py)|\[?\b[WID]\d{4} |\[W\d* |Warning: "
+    r"NCCL WARN|\b(?:WARN|WARNING|Warning|warning)\b(?!\.py)|\[?\bW\d{4} |\[W\d* |Warning: |Exception ignored in"
     r"|(?i:retry|try(?:ing)? again|attempt \d|\bretries\b|will be ignored|ignoring|skipping|recovered"
     r"|fall(?:ing)? ?back)"
-    r"|\b(?:Error|error|ERROR)s?\b(?:[ _](?:rate|norm|count))?s?[ :=(]{1,3}[-+\d.]+(?:e[-+]?\d+)?(?:[ ,%|)]|$)"
-    r"|Exception ignored in|exit(?:ed)? (?:code|status)?:? ?0\b"
 )
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 # What came of something that failed before, as a rule: it is shown behind the others.
@@ -114,9 +117,9 @@ class Events:
         if self.found and _FINISHED.search(text):
             self.finished = True
         match = _EVENT.search(text) if telling else None
-        if match is None:
+        if match is None or _NO_EVENT.search(text):
             return
-        harmless = "NCCL WARN" in text or _HARMLESS.search(text) is not None
+        harmless = _HARMLESS.search(text) is not None
         self.add(str(match.lastgroup or ""), text, said, harmless=harmless)
 
     def add(self, kind: str, text: str, said: Said, *, harmless: bool) -> None:
@@ -132,9 +135,12 @@ class Events:
         """Those to show first: errors that ended something before those that were survived, causes before effects."""
         return sorted(self.errors(), key=lambda one: (one.survived, _EFFECT.search(one.text) is not None))[:most]
 
-    def summary(self) -> tuple[str, ...]:
-        """What to show if nothing of this is understood: the first errors, or the warnings if there are none."""
-        first = self.first(_MOST_SHOWN)
+    def summary(self, told: str = "") -> tuple[str, ...]:
+        """What to show if nothing of this is understood: the first errors, or the warnings if there are none.
+
+        ``told``: names the lines that are shown already.
+        """
+        first = [one for one in self.first(MOST_EVENTS) if f"[{one.line.where}]" not in told][:_MOST_SHOWN]
         if first and not self.finished and not all(one.survived for one in first):
             head = "not understood; the first errors are:"
         elif first:

@@ -36,7 +36,7 @@ _TELLING = (
     b"return code", b"NCCL error", b" group.cc:", b"ignal", b"SIG", b"egmentation", b"core dumped", b"Process name: ",
     b" nranks ", b"subset of ranks", b"rrno", b"in use", b"No space", b"refused", b"o route to", b"CC error",
     b"illegal memory", b"launch failure", b"Killing", b"Assertion", b"MPI_ABORT",
-    b"ail", b"FAIL", b"imed out", b"TIME LIMIT", b"eartbeat", b"fingerprint", b"FingerPrint",
+    b"ail", b"FAIL", b"imed out", b"TIME LIMIT", b"eartbeat", b"where the task", b"fingerprint", b"FingerPrint",
 )  # fmt: skip
 LITERALS = tuple(needle.decode().strip("\n") for needle in _TELLING)  # the same, within a line
 NOT_GZIP = (EOFError, zlib.error)  # what gzip raises of damaged files, besides OSError
@@ -293,7 +293,7 @@ class Signer:
             found, worth, text = (host["name"], -1, text[host.end() :]) if found is None else (found, 0, text)
         for _ in range(6):
             taken = False
-            if text[:1] in "[(0123456789RFMSTWabcdef" or text.startswith("  | "):
+            if text[:1] in "[(0123456789RFMSTWabcdefr" or text.startswith("  | "):
                 if match := _TIME.match(text):
                     text, taken, timed = text[match.end() :], True, True
                 for pattern, value in _PREFIXES:

@@ -64,14 +64,18 @@ class Owners:
     def _place(self, name: str, heard: Heard) -> None:
         """Of one process, task or container."""
         rank = self.job.rank_of(name)
-        if rank is not None:
-            self.heard.setdefault(rank, heard)
+        if rank is not None and rank in self.heard:
+            self.heard[rank].absorb(heard)
+        elif rank is not None:
+            self.heard[rank] = heard
         elif not self.job.ranks or heard.raised:
             heard.node = name if "pid=" not in name and len(name.split()) == 1 else ""
             node, _, local = name.partition(LOCAL)
             self._label(f"local rank {local} of {node}" if local else name, heard)
 
     def _label(self, name: str, heard: Heard) -> int:
+        if name in self.labels.values() and name.startswith("a process"):
+            name = f"another{name[1:]}"
         taken = {*self.heard, *self.ended, *self.job.absent}
         number = next(one for one in self._numbers if one not in taken)
         self.labels[number], self.heard[number] = name, heard
@@ -144,8 +148,8 @@ class Owners:
             for pair in (_unlike(causes) or effects[:1])[: _MOST_UNSIGNED if alone else 0]:
                 self._give(self._label(_label_of(by), Heard(pair[0].line, node=by or "")), pair, by)
             return
-        if len(_unlike(causes)) == 1 and not effects and len(failed) < len(said.raised) + 3:
-            everybody = len(failed) == 1 or len(said.raised) > 1  # whose lines may run into each other
+        if len(_unlike(causes)) == 1 and not effects:
+            everybody = len(failed) == 1 or len(failed) <= said.heads  # their lines may run into each other
             for rank in failed if everybody else self._first(failed):
                 self._give(rank, causes[0], by)
             failed = [rank for rank in failed if not self.heard.get(rank) or not self.heard[rank].raised]
@@ -204,8 +208,8 @@ def _unlike(errors: Sequence[_Raised]) -> list[_Raised]:
     kinds: dict[tuple[str, object], _Raised] = {}
     for pair in errors:
         kinds.setdefault((pair[1].type, pair[1].frames[:1]), pair)
-    whole = [pair for pair in kinds.values() if pair[1].type != CUT_OFF]
-    return whole or list(kinds.values())
+    whole = [pair for pair in kinds.values() if pair[1].type != CUT_OFF] or list(kinds.values())
+    return sorted(whole, key=lambda pair: pair[0].line.number)
 
 
 def _in_order(named: tuple[str, Heard]) -> str:

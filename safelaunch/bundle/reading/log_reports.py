@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import chain
 
-from safelaunch.bundle.reading.launch_line import launch_of
+from safelaunch.bundle.reading.launch_line import best_launch
 from safelaunch.bundle.reading.log_events import Events
 from safelaunch.bundle.reading.log_lines import LITERALS, LOCAL, MAX_RANKS, Line, Said, Speaker
 from safelaunch.bundle.reading.log_tracebacks import (
@@ -57,6 +57,7 @@ _OF_RENDEZVOUS = re.compile(
     r"(?:while trying to connect to|failed to connect to|Connection to) \(?\[?(?P<host>[\w.-]+)\]?"
     r"[,:]+ ?(?P<port>\d{2,5})"
 )
+_NOT_MET = re.compile(rf"{_OF_RENDEZVOUS.pattern}|\b\d+/\d+ clients joined")
 _OF_A_SOCKET = re.compile(r"\[c10d\] (?P<what>The \w+ socket (?:has failed|cannot be) .*\(errno: .*)")
 _CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal")
 _CLOSED_BY = re.compile(r"NCCL WARN .*(?:remote peer|recv from|send to|from peer) (?P<host>[\w.-]+)<\d+>")
@@ -148,6 +149,7 @@ class Heard:
     block: dict[str, str] = field(default_factory=dict)  # of a launcher's summary
     block_at: Line | None = None
     block_root: bool = False
+    heads: int = 0  # first lines of tracebacks
     hosts: set[str] = field(default_factory=set)  # names that may be its host's
     steps: dict[str, int] = field(default_factory=dict)  # by what it calls them, the highest that it printed
     socket: str = ""  # what c10d last reported of a socket
@@ -160,6 +162,15 @@ class Heard:
     def note(self, opened: Traceback, raised: RankException) -> None:
         self.raised = [*self.raised[-_MOST_TRACEBACKS:], (opened, raised)]
         self.after = After.of(opened.lines[-1], self.tail)
+
+    def absorb(self, other: Heard) -> None:
+        """What lines say of the same process that have another prefix."""
+        if other.raised:
+            self.raised, self.after = [*self.raised, *other.raised], other.after
+        self.tail.extend(other.tail)
+        self.crashes += other.crashes
+        self.warnings += other.warnings
+        self.hosts |= other.hosts
 
     def uncaught(self, *, ended: bool) -> tuple[Traceback, RankException] | None:
         """``ended``: something else says that its process has failed."""
@@ -312,6 +323,7 @@ class Printed:
         if said.label and isinstance(said.speaker, int):
             self.labels.setdefault(said.label, set()).add(said.speaker)
         opened = one.opened
+        one.heads += text.startswith(HEAD)
         if one.opened is not None and not one.opened.take(text, timed=said.timed):
             self._close(one)
             if one.opened is not None and not one.opened.take(text, timed=said.timed):
@@ -389,7 +401,7 @@ class Printed:
         if of_ray := _OF_RAY.match(f"{raised.type}: {raised.message}"):
             one.opened = Traceback(opened.line, [HEAD], False, opened.said, pid=of_ray["pid"])
             return
-        if kind.startswith("Rendezvous") or _OF_RENDEZVOUS.search(raised.message):
+        if kind.startswith("Rendezvous") or _NOT_MET.search(raised.message):
             self._note_rendezvous(raised, opened.line)
             if any(fr.normal(one.file).endswith(_LAUNCHERS) or "/elastic/" in one.file for one in raised.frames):
                 return
@@ -474,10 +486,9 @@ class Printed:
         elif text.startswith(("[", "---", "===", "Root Cause")):
             self._end_block(one, said.speaker)
             one.block_root = text.startswith("Root Cause") or (one.block_root and not text.startswith("==="))
-        if not self.launch:
-            self._command = f"{self._command}{text}\n" if self._command or text.endswith("\\") else text
-            if not text.endswith("\\") or len(self._command) > _MOST_COMMAND:
-                self.launch, self._command = launch_of(self._command.rstrip("\n")), ""
+        self._command = f"{self._command}\n{text}" if self._command else text
+        if not text.endswith("\\") or len(self._command) > _MOST_COMMAND:
+            self.launch, self._command = best_launch(self.launch, self._command), ""
         if self._stalled_at is not None and (found := _NOT_SUBMITTED.match(text)):
             self._note_stalled(found)
         if (own := _RAY_OWN_RANK.search(text)) and (pid := re.search(r"pid=(\d+)", str(said.speaker))):

@@ -55,8 +55,8 @@ class Traceback:
             return False
         text = text.removeprefix(self.indent)
         indented = text.startswith((" ", "\t", "│", "|", "╭", "╰"))
-        if self.state == "frames" and not text.strip() and len(self.lines) == 1:
-            return True
+        if self.state == "frames" and len(self.lines) == 1 and (not text.strip() or text.startswith(HEAD)):
+            return True  # that of another process, whose lines run into these
         if self.state in ("frames", "original"):
             self.state = self.state if indented else "message"
         elif self.state == "message":
