@@ -1048,11 +1048,11 @@ def test_no_rank_is_named(
 
 def positions(rank: int, queued: int, done: int) -> str:
     """As a rank prints them that only hears of a timeout."""
+    head = f"[rank{rank}]:[E1017 02:40:10.5 ProcessGroupNCCL.cpp:1987] [PG ID 0 PG GUID 0(default_pg) Rank {rank}]"
+    why = "due to a collective timeout from this local rank and we will try our best to dump the debug info."
     return (
-        f"[rank{rank}]:[E1017 02:40:10.5 ProcessGroupNCCL.cpp:1987] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Received"
-        " a dump signal due to a collective timeout from this local rank and we will try our best to dump the debug info."
-        f" Last enqueued NCCL work: {queued}, last completed NCCL work: {done}.This is most likely caused by incorrect"
-        " usages of collectives, e.g., wrong sizes used across ranks."
+        f"{head} Received a dump signal {why} Last enqueued NCCL work: {queued}, last completed NCCL work: {done}.This is"
+        " most likely caused by incorrect usages of collectives, e.g., wrong sizes used across ranks."
     )
 
 
