@@ -101,9 +101,13 @@ def test_dump_that_finds_no_job_names_the_line_for_those_of_other_users(
     said = capfd.readouterr().err
     assert "no job was found" in said and "Processes of other users were not searched." in said
     assert said.endswith("safelaunch:     sudo /venv/bin/safelaunch dump --all\n")
-    node(Process(7, 1, env={}))
-    assert cli.main(["dump", "--all"]) == 1
-    assert "sudo" not in capfd.readouterr().err
+    for process, rights in (
+        (Process(7, 1, env={}), NORMAL_USER),
+        (Process(7, 1, user=0, env=None), replace(NORMAL_USER, capable=True, root=True)),
+    ):
+        node(process, rights=rights)
+        assert cli.main(["dump", "--all"]) == 1
+        assert capfd.readouterr().err.endswith("Ranks are known by RANK and WORLD_SIZE.\n")
 
 
 def test_dump_of_another_users_process_names_the_line(
