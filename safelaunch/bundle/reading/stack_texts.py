@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
@@ -65,6 +66,7 @@ class SavedProcess:
 
 _SCRIPTS = frozenset({"<module>", "_run_module_as_main"})
 _BOOTSTRAP, _MOST_PIDS, _TRIES = "_bootstrap", 1 << 23, 8
+_MOST_LINE, _MOST_RAW, _MOST_HINT = 1 << 12, 1 << 15, 1 << 8  # characters
 _PROCESS = re.compile(r"Process (?P<pid>\d{1,9}): (?P<command>.*)")
 _PARENT = re.compile(r"Parent Process (?P<pid>\d{1,9}): ")
 _END_OF_GDB = re.compile(r"\[Inferior \d+ \(process (?P<pid>\d{1,9})\) detached\]")
@@ -76,8 +78,12 @@ _HANDLED = re.compile(
 _PYSTACK = re.compile(r"Traceback for thread (?P<tid>\d+)(?: \(.*?\))? \[.*?\] \(most recent call (?P<last>last)\):")
 _IN_GDB = re.compile(r'Thread (?P<number>\d+) \(.*?(?:LWP|process) (?P<tid>\d+)\)(?: ".*")?.*\):$')
 _PY_BT = re.compile(r"Traceback \(most recent call first\):")
-_HEADERS = (_SPIED, _HANDLED, _PYSTACK, _IN_GDB)
-_SPIED_FRAME = re.compile(r"(?P<function>\S+|\S.* .*) \((?P<file>[^()]+?)(?::(?P<line>\d{1,9}))?\)$")
+_HEADERS = (_SPIED, _HANDLED, _PYSTACK, _IN_GDB, _PY_BT)
+_HEADER = re.compile(
+    r"(?:Current thread|Thread) (?:0x)?[0-9a-fA-F]+ \(|Traceback (?:\(most|for thread)|Process \d+: |Python v\d"
+)
+_FIRST = "PTCF["
+_SPIED_FRAME = re.compile(r"(?P<function>\S.*) \((?P<file>[^()]+?)(?::(?P<line>\d{1,9}))?\)$")
 _FILE_FRAME = re.compile(
     r'(?:\((?:Python|C)\) )?File "(?P<file>.+?)", line (?P<line>\d{1,9}),? in (?P<function>[^ (]+)'
 )
@@ -85,14 +91,20 @@ _GDB_FRAME = re.compile(
     r"#\d+ +(?:.*?\bfor file (?P<file>.+?), line (?P<line>\d{1,9}), in (?P<function>\S+) \(|"
     r"(?:0x[0-9a-f]+ in )?(?P<native>[\w:~<>.]+)(?:.*\bfrom (?P<library>\S+)$)?)"
 )
-_RAW = re.compile(r'(?:process \d+:".*?";|thread \(.*?\)(?:: [^;]*)?;)*\S.*? \([^()]+:\d+\)(?:;.*)? \d+$')
 _TAG = re.compile(r'process (?P<pid>\d+):"(?P<command>.*?)"$|thread \((?P<tid>\w+)\)(?:: "?(?P<name>.*?)"?)?$')
 _SPEAKER = re.compile(r"(?P<who>\[[^\]]{1,60}\]:?|\((?!C\)|Python\))[^)]{1,60}\)|[\w.-]{1,60}(?::| +\|)) ?(?P<rest>.*)")
+_PLACE = re.compile(r" \([^()]+:\d+\)$")
 _SEPARATOR = re.compile(
     r"[=#*~+-]{2,}.*|[$#%] .*|\S*\w[\w~/\])]*[$#] \S.*|(?:export )?(?:LOCAL_)?(?:RANK|WORLD_SIZE)=\d+.*|[\w.-]{1,64}:|"
-    r"[\w. /-]{0,40}\b(?:rank|pid|process|worker|node|host|pod)\b[ _=:#-]*\d+.{0,24}|(?:kubectl|docker|ssh|py-spy) .*",
+    r"[\w. /-]{0,40}\b(?:rank|pid|process|worker|node|host|pod)\b[ _=:#-]*\d+(?:[:.]?|\W.{0,40}:| *[(@].*)|"
+    r"(?:kubectl|docker|ssh|py-spy|\+) .*",
     re.IGNORECASE,
 )
+# What gdb prints between its start and the first thread, and a fence of Markdown.
+_NOISE = re.compile(
+    r"\[|warning:|0x|Using host|Attaching|Reading|\d|To |line to|add-|set |For |info |\(gdb\)|```|\S+ \(.*\) at "
+)
+_MOST_BEFORE, _MOST_STRANGE = 32, 3
 _SIGNS = re.compile(
     r"\(most recent call first\)|Thread (?:0x[0-9A-Fa-f]+|\d+) \(|Traceback for thread|<module> \(|\"thread_name\":"
 )
@@ -123,22 +135,17 @@ def processes_in(text: str) -> tuple[list[SavedProcess], float]:
 
 def _spoken(line: str) -> tuple[str, str]:
     """The prefix of a line of a stack, and the line without it."""
-    if (found := _SPEAKER.match(line)) is None or _is_header(line):
+    if (found := _SPEAKER.match(line)) is None or _HEADER.match(line):
         return "", line
     rest = found["rest"]
-    inner = rest.strip()
-    told = _is_header(inner) or rest.startswith("Traceback (most recent")
-    told = told or any(one.match(inner) for one in (_PROCESS, _FILE_FRAME, *((_SPIED_FRAME,) * (rest[:2] == "  "))))
+    told = _HEADER.match(rest) or (rest[:1] == " " and (_FILE_FRAME.match(rest.strip()) or _PLACE.search(rest)))
     return (found["who"], rest) if told else ("", line)
-
-
-def _is_header(line: str) -> bool:
-    return any(header.match(line) for header in (*_HEADERS, _PY_BT))
 
 
 class _Reader:
     """Reads lines one after the other. ``used``: how many of them belong to stacks, but for those of a process that
-    has ended. ``_open``: the thread to which frames are added, and how they look.
+    has ended. ``_open``: the thread to which frames are added, and how they look. ``_before``: lines since the last
+    stack.
     """
 
     def __init__(self, speaker: str) -> None:
@@ -147,96 +154,117 @@ class _Reader:
         self._found: list[SavedProcess] = []
         self._now: SavedProcess | None = None
         self._open: tuple[SavedThread, re.Pattern[str], bool] | None = None
-        self._hints: list[str] = []
-        self._indent = 0
-        self._no_json = 0
+        self._before: deque[str] = deque(maxlen=_MOST_BEFORE)
+        self._indent = self._no_json = 0
 
     def read(self, lines: Sequence[str]) -> Iterator[SavedProcess]:
         raw: list[str] = []
         at = 0
         while at < len(lines):
-            line, indent = lines[at].strip(), len(lines[at]) - len(lines[at].lstrip())
+            line = lines[at].strip()
             at += 1
-            if self._no_json < _TRIES and (line == "[" or line.startswith("[{")):
-                spied = _json_at(lines, at - 1)
-                self._no_json += spied is None
-                if spied is not None:
-                    self._close()
-                    threads, end = spied
-                    self.used, at = self.used + end - at + 1, end
-                    hints, self._hints = self._hints, []
-                    self._found += [replace(one, hints=hints) for one in _of_json(threads)]
-            elif ";" in line and _RAW.fullmatch(line):
+            if line[:2] in ("[", "[{") and (spied := self._json_at(lines, at - 1)) is not None:
+                self._begin()
+                hints = self._found.pop().hints
+                self._close()
+                self.used, at = self.used + spied[1] - at + 1, spied[1]
+                self._found += [replace(one, hints=hints) for one in _of_json(spied[0])]
+            elif ";" in line and len(line) < _MOST_RAW and _is_raw(line):
                 raw.append(line)
-            elif line:
-                self.used += self._take(line, indent) and not (self._now is not None and self._now.ended)
+            elif 0 < len(line) < _MOST_LINE:
+                took = self._take(line, len(lines[at - 1]) - len(lines[at - 1].lstrip()))
+                self.used += took and not (self._now is not None and self._now.ended)
         self.used += len(raw)
         self._close()
-        self._found += [replace(one, hints=self._hints) for one in _of_raw(raw)]
+        self._found += [replace(one, hints=self._hints()) for one in _of_raw(raw)]
         for one in self._found:
             yield from (part for part in _apart(one) if not part.ended and any(t.frames for t in part.threads))
 
+    def _json_at(self, lines: Sequence[str], at: int) -> tuple[list[_SpiedThread], int] | None:
+        found = _json_at(lines, at) if self._no_json < _TRIES else None
+        self._no_json += found is None
+        return found
+
     def _begin(self, pid: int = 0, command: str = "", *, ended: bool = False) -> SavedProcess:
         self._close()
-        self._now = SavedProcess(pid, command, self._hints, self._speaker, ended=ended)
+        self._now = SavedProcess(pid, command, self._hints(), self._speaker, ended=ended)
         self._found.append(self._now)
-        self._hints = []
         return self._now
+
+    def _hints(self) -> list[str]:
+        """The lines right before that may tell whose stacks follow."""
+        found: list[str] = []
+        strange = 0
+        while self._before and strange < _MOST_STRANGE:
+            line = self._before.pop()
+            told = len(line) < _MOST_HINT and _SEPARATOR.fullmatch(line)
+            found = [line, *found] if told else found
+            strange += not told and not _NOISE.match(line)
+        self._before.clear()
+        return found
 
     def _close(self) -> None:
         self._now = self._open = None
 
     def _take(self, line: str, indent: int) -> bool:
         """Whether the line belongs to a stack."""
+        if line[0] in _FIRST and self._begins(line):
+            self._indent = indent
+        elif not self._adds(line):
+            inside = self._open is not None and indent > self._indent
+            if self._open is not None and not inside and len(line) < _MOST_HINT and _SEPARATOR.fullmatch(line):
+                self._close()
+            if not inside:
+                self._before.append(line)
+            return inside
+        return True
+
+    def _begins(self, line: str) -> bool:
+        """The first line of a process or a thread, or the last one of a process."""
         if begin := _PROCESS.match(line):
             self._begin(int(begin["pid"]), begin["command"])
         elif (parent := _PARENT.match(line)) and self._now is not None:
             self._now.parent = int(parent["pid"])
         elif line.startswith("Fatal Python error"):
             self._begin(ended=True)
-        elif self._opens(line):
-            self._indent = indent
-        elif self._adds(line):
-            pass
         elif (end := _END_OF_GDB.match(line)) and self._now is not None:
             self._now.pid = int(end["pid"])
             self._close()
         elif line.startswith("Traceback (most recent call last)"):
             self._open = None
             return False
-        elif (self._open is None or indent <= self._indent) and _SEPARATOR.fullmatch(line):
-            self._close()
-            self._hints.append(line)
         else:
-            return self._open is not None and indent > self._indent
+            return self._opens(line)
         return True
 
     def _opens(self, line: str) -> bool:
         """The header of a thread. gdb prints its own before that of ``py-bt``."""
-        if _PY_BT.match(line):
-            thread = self._now.threads[-1] if self._now is not None and self._now.threads else None
-            if thread is None or thread.frames:
-                now = self._now if self._now is not None and thread is None else self._begin()
-                thread = SavedThread(MAIN)
-                now.threads.append(thread)
-            self._open = (thread, _FILE_FRAME, False)
-            return True
-        for header in _HEADERS:
-            if found := header.match(line):
-                told = found.groupdict()
-                tid = int(told.get("tid") or "0", 0)
-                name = MAIN if told.get("number") == "1" else told.get("name") or ""
-                thread = SavedThread(name, tid, (told.get("state") or "").startswith("active"))
-                (self._now or self._begin()).threads.append(thread)
-                style = {_SPIED: _SPIED_FRAME, _IN_GDB: _GDB_FRAME}.get(header, _FILE_FRAME)
-                self._open = (thread, style, bool(told.get("last")))
-                return True
-        return False
+        found = next((found for header in _HEADERS if (found := header.match(line))), None)
+        if found is None:
+            return False
+        last = self._now.threads[-1] if self._now is not None and self._now.threads else None
+        if hints := self._hints():
+            self._before.extend(hints)
+        again = found.re is _PY_BT and last is not None and last.frames
+        now = self._begin() if self._now is None or hints or again else self._now
+        told = found.groupdict()
+        thread = SavedThread(
+            MAIN if found.re is _PY_BT or told.get("number") == "1" else told.get("name") or "",
+            int(told.get("tid") or "0", 0),
+            (told.get("state") or "").startswith("active"),
+        )
+        if found.re is _PY_BT and last is not None and now.threads:
+            thread = last
+        else:
+            now.threads.append(thread)
+        style = {_SPIED: _SPIED_FRAME, _IN_GDB: _GDB_FRAME}.get(found.re, _FILE_FRAME)
+        self._open = (thread, style, bool(told.get("last")))
+        return True
 
     def _adds(self, line: str) -> bool:
         """A frame; that of a thread whose header is cut off begins one that has lost its innermost frames."""
         if self._open is None:
-            found = _SPIED_FRAME.match(line)
+            found = _SPIED_FRAME.match(line) if _PLACE.search(line) else None
             if found is None or not found["line"] or " " in found["function"] or not found["file"].endswith(".py"):
                 return False
             thread = SavedThread(begun=False)
@@ -322,6 +350,11 @@ def _of_json(threads: Sequence[_SpiedThread]) -> Iterator[SavedProcess]:
 # --- py-spy record -f raw ---------------------------------------------------------------------------------------------
 
 _SHARE = 0.5  # of the samples, which have to be in a call for it to be where the thread is
+
+
+def _is_raw(line: str) -> bool:
+    stack, _, seen = line.rpartition(" ")
+    return seen.isdecimal() and any(_PLACE.search(part) for part in stack.split(";"))
 
 
 def _of_raw(lines: Sequence[str]) -> Iterator[SavedProcess]:
