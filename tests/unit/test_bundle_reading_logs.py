@@ -1051,8 +1051,8 @@ def positions(rank: int, queued: int, done: int) -> str:
     head = f"[rank{rank}]:[E1017 02:40:10.5 ProcessGroupNCCL.cpp:1987] [PG ID 0 PG GUID 0(default_pg) Rank {rank}]"
     why = "due to a collective timeout from this local rank and we will try our best to dump the debug info."
     return (
-        f"{head} Received a dump signal {why} Last enqueued NCCL work: {queued}, last completed NCCL work: {done}.This is"
-        " most likely caused by incorrect usages of collectives, e.g., wrong sizes used across ranks."
+        f"{head} Received a dump signal {why} Last enqueued NCCL work: {queued}, last completed NCCL work: {done}.This"
+        " is most likely caused by incorrect usages of collectives, e.g., wrong sizes used across ranks."
     )
 
 
