@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,26 @@ class AbsoluteLinks(MetadataHookInterface):  # type: ignore[misc]
 
 
 class Generated(BuildHookInterface):  # type: ignore[misc]
-    """Writes the man page and the completions, by ``scripts/generate.py``."""
+    """Adds the man page and the completions, by ``scripts/generate.py``.
+
+    A wheel gets them from a temporary directory: the source tree may be read-only, such as a clone of another user.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         sys.path[:0] = [self.root, str(Path(self.root, "scripts"))]
-        from generate import write
+        from generate import COMPLETIONS, MAN_PAGE, write
 
-        write()
+        self._scratch = tempfile.TemporaryDirectory()
+        made = Path(self.root if version == "editable" else self._scratch.name)
+        write(made)
+        build_data["shared_data"] = {
+            str(made / MAN_PAGE): "share/man/man1/safelaunch.1",
+            str(made / COMPLETIONS / "safelaunch.bash"): "share/bash-completion/completions/safelaunch",
+            str(made / COMPLETIONS / "_safelaunch"): "share/zsh/site-functions/_safelaunch",
+            str(made / COMPLETIONS / "safelaunch.fish"): "share/fish/vendor_completions.d/safelaunch.fish",
+        }
+        if version != "editable":
+            build_data["force_include"][str(made / COMPLETIONS)] = str(COMPLETIONS)
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        self._scratch.cleanup()

@@ -31,7 +31,7 @@ class Pasting(commands.Shell):
         return code, output
 
 
-LEFT_OUT = ("  evidence:", "  held up", "  missing:", "  confidence", "  details:", "bundle:")
+LEFT_OUT = ("  evidence:", "  held up", "  missing:", "  confidence", "  more:", "  details:", "bundle:")
 
 
 def shorten(output: str) -> str:

@@ -56,12 +56,13 @@ def filled(markdown: str) -> str:
 
 
 def _causes(_: str) -> str:
-    return "\n\n".join(f"### `{name}`\n\n{inspect.getdoc(cause)}\n\n{_advice(cause)}" for name, cause in CAUSES.items())
+    return "\n\n".join(_cause(name, cause) for name, cause in CAUSES.items())
 
 
-def _advice(cause: type[Cause]) -> str:
-    given = [f"{one.shown} (torch {one.torch})" if one.torch else one.shown for one in cause.advice]
-    return "**What to do**\n\n" + "\n".join(f"- {one}" for one in dict.fromkeys(given))
+def _cause(name: str, cause: type[Cause]) -> str:
+    advice = "\n".join(f"- {one}" for one in cause.all_advice())
+    parts = (f"### `{name}`", inspect.getdoc(cause) or "", "**How safelaunch knows**", cause.evidence)
+    return "\n\n".join((*parts, "**What to do**", advice))
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
-"${VENV:-.venv}/bin/python" -m pip install -q -e '.[frameworks]'
+"${VENV:-.venv}/bin/python" -m pip install -q -e '.[torch,frameworks]'
 export OMP_NUM_THREADS=1
 exec "${VENV:-.venv}/bin/python" -m pytest -v tests/integration/test_frameworks.py \
   "tests/docs/test_docs_commands.py::test_the_commands_of[docs/frameworks.md]" "$@"

@@ -23,10 +23,11 @@ from safelaunch.cli.help import ABOUT, EXAMPLES, EXIT_CODES, TORCHRUN, USAGE
 from safelaunch.job.torchrun import KNOWN
 from safelaunch.settings.options import ELSEWHERE, HELP_OPTIONS, OPTION_GROUPS, Option
 from safelaunch.system.console import folded
+from safelaunch.verdict.causes import CAUSES
 
 ROOT = Path(__file__).parents[1]
-MAN_PAGE = ROOT / "man" / "safelaunch.1"
-COMPLETIONS = ROOT / "safelaunch" / "cli" / "completions"
+MAN_PAGE = Path("man", "safelaunch.1")
+COMPLETIONS = Path("safelaunch", "cli", "completions")
 RUNS, PRESETS = "safelaunch completion --values runs 2>/dev/null", "safelaunch completion --values presets"
 
 ZSH_PRESETS = f"""\
@@ -109,6 +110,8 @@ def _complete(parser: argparse.ArgumentParser) -> None:
             action.complete = shtab.cmd(RUNS)  # type: ignore[attr-defined]
         elif kind in ("FILE", "PATH", "SPEC.yaml") or action.dest == "command":
             action.complete = shtab.FILE  # type: ignore[attr-defined]
+        elif kind == "CAUSE":
+            action.choices = list(CAUSES)
         elif kind == "DIR":
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
         elif len(words) > 1 and not action.choices:
@@ -218,13 +221,14 @@ def roff(text: str) -> str:
 
 
 def generated() -> Mapping[Path, str]:
-    """Each file and its content."""
+    """The content of each file, by its path in the source tree."""
     return {MAN_PAGE: man_page(), **dict(completions())}
 
 
-def write() -> None:
-    """Writes each file, whole or not at all."""
-    for path, text in generated().items():
+def write(root: Path = ROOT) -> None:
+    """Writes each file below ``root``, whole or not at all."""
+    for name, text in generated().items():
+        path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         beside.write_text(text, "utf-8")

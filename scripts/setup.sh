@@ -23,7 +23,7 @@ if [ "${1:-}" = demo ]; then
   echo "setting up $VENV: torch and safelaunch, about a minute if pip has them, else as long as the download takes" >&2
   make_environment
   # Without compiling: most of torch is never imported, and Python compiles the rest when it is.
-  exec "$VENV/bin/python" -m pip install --no-compile "$TORCH" -e .
+  exec "$VENV/bin/python" -m pip install --no-compile "$TORCH" -e '.[torch]'
 fi
 # The tests compile a small program that blocks in the kernel; everything else needs no compiler.
 if ! command -v gcc >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
@@ -50,5 +50,5 @@ get_shells() {
 { get_chromium; get_shells; } &
 make_environment
 "$VENV/bin/python" -c 'import torch' 2>/dev/null || "$VENV/bin/python" -m pip install -q "$TORCH"
-"$VENV/bin/python" -m pip install -q -e '.[test,lint,docs]'
+"$VENV/bin/python" -m pip install -q -e '.[torch,test,lint,docs]'
 wait

@@ -33,11 +33,12 @@ def main(staged: str, directory: str, name: str, keep: str, whole: str = "") -> 
 
     ``whole``: the name of the bundle that this one is a part of; if that is in the directory, it becomes the latest.
     """
-    staged, directory = os.path.abspath(staged), os.path.abspath(directory)
+    directory = os.path.abspath(directory)
     partial = f".{name}.{os.getpid()}-{time.time_ns()}.partial"
     written = -1
     parent = os.getppid()
     try:
+        staged = f"/proc/self/fd/{_open(staged)}"  # by its name, this process may not be able to reach it
         _make_directory(directory)
         os.chdir(directory)
         if reason := why_unsafe(os.stat(".")):

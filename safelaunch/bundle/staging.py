@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import glob
 import os
+import pwd
 import shutil
 import stat
 import subprocess
@@ -12,11 +13,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -269,32 +271,75 @@ class Published:
         return "lost" if self.lost else str(self.path)
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A user with the groups that its processes have."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...] = ()
+
+
+def owner_under_sudo(environ: Mapping[str, str]) -> Owner | None:
+    """The user who started this process with sudo, if any."""
+    uid, gid = environ.get("SUDO_UID", ""), environ.get("SUDO_GID", "")
+    if os.geteuid() != 0 or not (uid.isdecimal() and gid.isdecimal() and int(uid)):
+        return None
+    try:
+        groups = os.getgrouplist(pwd.getpwuid(int(uid)).pw_name, int(gid))
+    except KeyError:
+        groups = []
+    return Owner(int(uid), int(gid), tuple(groups))
+
+
 def name_of(run_name: str, unix_s: float, outcome: Outcome | Literal["record"]) -> str:
     """``<run-name>-<UTC time>-<hang|suspect|crash|dump|record>``."""
     return f"{run_name}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(unix_s))}-{outcome}"
 
 
 def publish(
-    staged: Path, directory: Path, name: str, fallback: Path, keeping: Keeping | None = None, *, deadline_s: float
+    staged: Path,
+    directory: Path,
+    name: str,
+    fallback: Path,
+    keeping: Keeping | None = None,
+    *,
+    owner: Owner | None = None,
+    deadline_s: float,
 ) -> Published:
     """Copies the staged bundle to ``directory/name``; takes at most ``deadline_s`` seconds and never raises.
 
     The copy has a hidden name until it is complete. If it fails, the staged bundle moves to ``fallback``, without
-    retention.
+    retention. ``owner``: makes the copy with the rights of this user, not of root, so that it belongs to that user and
+    root writes nothing where others may rename files; with those of root only if that fails.
     """
-    keeping = keeping or Keeping()
+    problem = ""
+    for user in (owner, None) if owner is not None else (None,):  # the owner may not write there, or not run our Python
+        published, problem = _copied(staged, directory, name, keeping or Keeping(), user, deadline_s)
+        if published is not None:
+            shutil.rmtree(staged, ignore_errors=True)
+            return published
+    return _keep_locally(staged, fallback, name, problem)
+
+
+def _copied(
+    staged: Path, directory: Path, name: str, keeping: Keeping, owner: Owner | None, deadline_s: float
+) -> tuple[Published | None, str]:
+    """The published copy, or None and the reason."""
     helper = [sys.executable, "-I", "-S", os.fspath(Path(__file__).parent / "copier.py")]
     limits = [str(keeping.newest)]
     limits += [keeping.whole] if keeping.whole else []
     try:
         process = subprocess.Popen(
-            [*helper, os.fspath(staged), os.fspath(directory), name, *limits],
+            [*helper, ".", os.fspath(directory.absolute()), name, *limits],
+            cwd=staged,  # the owner can't reach it by its name, because a directory above it is private
+            **_rights_of(owner, staged),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
     except OSError as error:
-        return _keep_locally(staged, fallback, name, f"the copy could not be started: {error.strerror or error}")
+        return None, f"the copy could not be started: {error.strerror or error}"
     try:
         out, err = process.communicate(timeout=deadline_s)
         problem = err.decode("utf-8", "replace").strip() or f"the copy failed with exit code {process.returncode}"
@@ -305,9 +350,18 @@ def publish(
     path, published, notes = out.partition(b"\0")
     if not published:
         _remove_partial(directory, name, process.pid)
-        return _keep_locally(staged, fallback, name, problem)
-    shutil.rmtree(staged, ignore_errors=True)
-    return Published(Path(os.fsdecode(path)), note="; ".join(notes.decode("utf-8", "replace").splitlines()))
+        return None, problem
+    return Published(Path(os.fsdecode(path)), note="; ".join(notes.decode("utf-8", "replace").splitlines())), ""
+
+
+def _rights_of(owner: Owner | None, staged: Path) -> dict[str, Any]:
+    """The arguments of ``Popen`` that start a process of ``owner``, to whom the staged files belong from then on."""
+    if owner is None:
+        return {}
+    for folder, _, files in os.walk(staged):
+        for path in (folder, *(os.path.join(folder, file) for file in files)):  # noqa: PTH118
+            os.chown(path, owner.uid, owner.gid, follow_symlinks=False)
+    return {"user": owner.uid, "group": owner.gid, "extra_groups": list(owner.groups)}
 
 
 def _give_up(process: subprocess.Popen[bytes]) -> None:

@@ -21,7 +21,7 @@ from safelaunch.capture.node import parse_environ
 from safelaunch.capture.result import gather, within_or
 from safelaunch.system import procstat
 from safelaunch.system.console import cut
-from safelaunch.system.errors import UsageError
+from safelaunch.system.errors import AccessDenied, UsageError
 from safelaunch.system.files import link_of, text_of
 
 READ_DEADLINE_S = 5.0
@@ -168,7 +168,9 @@ def job_of(
     jobs: Sequence[FoundJob],
     what: Callable[[int], str] = lambda pid: "",
 ) -> FoundJob:
-    """The job that ``pid`` is of: a rank, a child of one, the launcher or what started that. Raises UsageError.
+    """The job that ``pid`` is of: a rank, a child of one, the launcher or what started that.
+
+    Raises UsageError, or AccessDenied for a process whose variables may not be read.
 
     init, and processes of another user, have started no job, whatever runs below them. ``what``: what a process is.
     """
@@ -191,9 +193,8 @@ def job_of(
             f"dump: {named} is neither a rank nor the launcher of a job.", f"Name a rank of one below it: {ranks}."
         )
     if process.env is None:
-        raise UsageError(
-            f"dump: the environment of process {pid} may not be read: it belongs to {name_of_user(process.user)}.",
-            "Run it as that user, or as root.",
+        raise AccessDenied(
+            f"dump: the environment of process {pid} may not be read: it belongs to {name_of_user(process.user)}."
         )
     tasks = ", ".join(names[0] for names in TASKS)
     raise UsageError(

@@ -345,6 +345,18 @@ def scheduled(pid: int) -> dict[int, Scheduled]:
     return found
 
 
+def tids_inside(pid: int) -> dict[int, int]:
+    """The threads' numbers here by those that they have in the pid namespace of a container; empty without one."""
+    found: dict[int, int] = {}
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/task").iterdir():
+            numbers = re.search(r"^NSpid:[ \t]*(\d+)[ \t].*?(\d+)$", _text(entry / "status"), re.MULTILINE)
+            if numbers is None:
+                return {}
+            found[int(numbers[2])] = int(numbers[1])
+    return found
+
+
 def _slices(pid: int, tid: int) -> str:
     for name, pattern in (("schedstat", ".+"), ("status", r"(?s)voluntary_ctxt_switches.*")):  # or of a lean kernel
         with suppress(OSError):
@@ -361,4 +373,6 @@ def tid_of(memory: Memory, ident: int, tids: Collection[int]) -> int | None:
     at = _TID_AT.get(platform.machine())
     data = memory.read(ident + at, 4) if at and ident else b""
     tid = int.from_bytes(data, sys.byteorder)
+    if tid not in tids:
+        tid = tids_inside(memory.pid).get(tid, tid)
     return tid if len(data) == 4 and tid in tids else None

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import site
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from safelaunch.capture.result import Result, attempt
 from safelaunch.capture.result import why as reason_of
 from safelaunch.job.process import ProcessId, identify
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
+from safelaunch.system import commands
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import link_of, text_of
@@ -69,16 +71,18 @@ _VALUE = re.compile(r"-?\d{1,18}|'[^'\\]{0,120}'|\"[^\"\\]{0,120}\"")
 
 
 def find_py_spy(given: str | None = None) -> str:
-    """The py-spy to use: ``given``, else the one installed beside this Python, else the one on ``PATH``.
+    """The py-spy to use: ``given``, else the one installed with this safelaunch, else the one on ``PATH``.
 
     Raises ``CaptureError`` if there is none.
     """
     if given:
         return given
-    beside = Path(sys.executable).parent / "py-spy"
-    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
+    places = (Path(sys.executable).parent, Path(site.getuserbase(), "bin"))  # sudo leaves out the latter of PATH
+    beside = next((str(place / "py-spy") for place in places if os.access(place / "py-spy", os.X_OK)), None)
+    found = beside or shutil.which("py-spy")
     if not found:
-        raise CaptureError("py-spy is not installed", f"{sys.executable} -m pip install py-spy")
+        fix = " ".join(commands.pip_install("py-spy"))
+        raise CaptureError("py-spy is not installed", fix, "not installed")
     return found
 
 
@@ -188,9 +192,25 @@ def dump(
         if output.returncode != 0:
             why = explain(output.stderr, tracing_facts(pid))
             raise CaptureError(f"{how}: {why.message}", why.fix, why.kind)
-        return parse(output.stdout, pid=pid, at_s=at_s, how=how, native=native)
+        return _with_tids_here(parse(output.stdout, pid=pid, at_s=at_s, how=how, native=native))
 
     return attempt(how, read)
+
+
+def _with_tids_here(sample: StackSample) -> StackSample:
+    """Renumbers the threads of a process in a container: on Python 3.11+, py-spy shows the numbers they have there."""
+    inside = proc.tids_inside(sample.pid)
+    if not inside:
+        return sample
+    known = proc.scheduled(sample.pid)
+
+    def here(thread: Thread) -> Thread:
+        tid = inside.get(thread.os_tid or 0)
+        if tid is None or tid not in known:
+            return thread
+        return msgspec.structs.replace(thread, os_tid=tid, active=known[tid].runs)
+
+    return msgspec.structs.replace(sample, threads=tuple(map(here, sample.threads)))
 
 
 def stack_of(

@@ -7,14 +7,17 @@ missed it is not retried.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from safelaunch.capture.result import within
 from safelaunch.model import Evidence, Frame, RankEvidence
 from safelaunch.model.entries import Entries
 from safelaunch.system.errors import CaptureError
+from safelaunch.system.files import link_of
 from safelaunch.system.redaction.redactor import Redactor
 from safelaunch.verdict.reading.guards import assignments_of_the_rank
 from safelaunch.verdict.reading.source import begin_of, end_of, tree_of
@@ -22,7 +25,25 @@ from safelaunch.verdict.reading.source import begin_of, end_of, tree_of
 DEADLINE_S = 1.0
 MOST_BYTES = 4 << 20
 SOURCE_FILE = "source.json"  # of a bundle: path → excerpt
+_MOST_LINKS = 40
 _dead: set[str] = set()
+_root: list[int] = []  # an open directory: the paths are below it
+
+
+@contextmanager
+def seen_by(pid: int) -> Iterator[None]:
+    """Reads the files that the paths lead to in process ``pid``, which may be in a container."""
+    try:
+        if link_of(f"/proc/{pid}/ns/mnt") != link_of("/proc/self/ns/mnt"):
+            _root.append(os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+    except OSError:
+        pass  # it has ended, or may not be read
+    try:
+        yield
+    finally:
+        _dead.clear()
+        while _root:
+            os.close(_root.pop())
 
 
 def text(path: str) -> str | None:
@@ -54,15 +75,40 @@ def line_for_stranger(path: str, number: int) -> str | None:
 
 
 def _read(path: str) -> str | None:
+    root = _root[0] if _root else None
     try:
-        if not (path.endswith(".py") and os.path.realpath(path).endswith(".py")):
+        real = os.path.realpath(path) if root is None else _below(root, path)
+        if not (path.endswith(".py") and real.endswith(".py")):
             return None
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        with open(real, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, dir_fd=root)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return None
             return file.read(MOST_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError):
         return None
+
+
+def _below(root: int, path: str) -> str:
+    """The path relative to the open directory ``root``, to which its links are confined. Raises OSError."""
+    found: list[str] = []
+    left = path.split("/")[::-1]
+    links = 0
+    while left:
+        part = left.pop()
+        if part in ("", ".", ".."):
+            found = found[:-1] if part == ".." else found
+            continue
+        try:
+            target = os.readlink("/".join([*found, part]), dir_fd=root)
+        except OSError:
+            found.append(part)
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        found = [] if target.startswith("/") else found
+        left += target.split("/")[::-1]
+    return "/".join(found)
 
 
 # --- what a verdict has read ------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ COMMANDS = {
     "dump": "write a bundle of a running job without stopping it",
     "record": "report where a running job spends its time, by rank and line",
     "diagnose": "give a verdict from a bundle, dumps or logs",
+    "explain": "explain a cause that a verdict names, and how to fix it",
     "reproduce": "write a small script that hangs in the same way",
     "doctor": "check whether safelaunch can watch jobs here",
     "gpus": "show this node's GPUs, and who leases or uses them",

@@ -6,6 +6,7 @@ import argparse
 import gc
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ import msgspec
 from safelaunch.bundle.reading.guard import Found, Unreadable
 from safelaunch.cli.parsing import Parser
 from safelaunch.job.paths import seen_from_here, working_directory
-from safelaunch.model import Claim, Evidence, ProofEdge, Verdict, format_ranks
+from safelaunch.model import Claim, Evidence, NextStep, ProofEdge, Verdict, format_ranks
 from safelaunch.report import HTML, PERFETTO
 from safelaunch.settings.config import bundle_dir_of
 from safelaunch.settings.options import parse_count
@@ -33,6 +34,11 @@ VERDICT = "verdict.json"
 FILES = (HTML, PERFETTO, VERDICT)
 LAST = 50
 MAX_RANKS = 1 << 20
+_ANY_LAUNCH = ("safelaunch", "--nproc-per-node=N", "train.py")
+_DUMP = NextStep("If the job still hangs, on its node", "safelaunch dump --all")
+_MAY_HANG = "A log cannot show where ranks wait. If the job still runs, `safelaunch dump --all` on its node can."
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_WITH_VARIABLES = re.compile(r"[\w@%+=:,./-]*(?:\$(?:\w+|\{\w+\})[\w@%+=:,./-]*)+")
 _SHOWN_PROBLEMS = 5
 _LISTED_PROBLEMS = 1000
 T = TypeVar("T")
@@ -217,7 +223,7 @@ def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callab
     except Unreadable as error:
         why = clean(error.message)
         # With a colon between them, redaction would take path and reason for the name and the value of a setting.
-        raise UsageError(f"cannot {command} {clean(called)}. {why[:1].upper()}{why[1:]}.") from error
+        raise UsageError(f"cannot {command} {clean(called)}. {why[:1].upper()}{why[1:]}.", error.fix) from error
 
 
 def _tell(found: Found, path: str, wanted: _Wanted) -> _Told:
@@ -226,7 +232,7 @@ def _tell(found: Found, path: str, wanted: _Wanted) -> _Told:
 
     if wanted.table is not None and not wanted.files:
         return _calls(found, wanted.table, as_json=wanted.as_json)
-    verdict = _pointing_at(diagnose(found.evidence, read_source=found.read_source), found)
+    verdict = _with_next(_pointing_at(diagnose(found.evidence, read_source=found.read_source), found), found)
     files = _files(verdict, found, wanted.files)
     document = json_text(msgspec.to_builtins(verdict))
     files |= {VERDICT: f"{document}\n"} if VERDICT in wanted.files else {}
@@ -235,14 +241,44 @@ def _tell(found: Found, path: str, wanted: _Wanted) -> _Told:
     code = REACHED if was_reached(verdict) else NOT_ENOUGH
     if wanted.as_json:
         return _Told(code, document, files=files)
-    if not found.evidence.ranks:
-        seen = found.remarks or ("nothing wrong seen",)
-        told = tuple(f"{clean(found.what)}: {clean(one)}" for one in seen)
-        return _Told(REACHED if found.remarks else NOT_ENOUGH, "", told, files)
+    if not (found.evidence.ranks or found.evidence.rendezvous or found.evidence.nodes):
+        return _Told(REACHED if found.remarks else NOT_ENOUGH, "", _closing(found), files)
     on = display(1, os.environ)
     return _Told(
         code, terminal_safe(_screen(verdict, found.evidence, path, on), color=on.color), tuple(_notes(found)), files
     )
+
+
+def _closing(found: Found) -> tuple[str, ...]:
+    """The lines that are printed where nothing shows how a rank ended or where it waits."""
+    events = found.events.summary(" ".join(found.remarks)) if found.events is not None else ()
+    first, *rest = (*found.remarks, *events) or ("nothing wrong seen",)
+    step = _under_safelaunch(found)
+    may_hang = () if found.remarks or (found.events is not None and found.events.errors()) else (_MAY_HANG,)
+    return (*map(clean, (f"{found.what}: {first}", *rest)), *may_hang, f"{step.why}: {clean(step.command)}")
+
+
+def _with_next(verdict: Verdict, found: Found) -> Verdict:
+    """Returns the verdict with a next command. Only a bundle knows how the job was started."""
+    if verdict.next is not None or found.bundles or any(rank.beacon for rank in found.evidence.ranks):
+        return verdict
+    may_hang = found.evidence.printed is None and found.evidence.outcome == "hang"
+    return msgspec.structs.replace(verdict, next=_DUMP if may_hang else _under_safelaunch(found))
+
+
+def _under_safelaunch(found: Found) -> NextStep:
+    """Returns the command that runs the job under safelaunch: the one that its log shows, without secrets."""
+    from safelaunch.system.redaction.redact import redact_argv
+
+    words = redact_argv(found.launch) or _ANY_LAUNCH
+    return NextStep("To run the job under safelaunch", " ".join(map(_as_typed, words)))
+
+
+def _as_typed(word: str) -> str:
+    """Quotes a word for a shell, but leaves the variables in it to that shell."""
+    name = word[: word.find("=") + 1] if _ASSIGNMENT.match(word) else ""
+    rest = word[len(name) :]
+    return word if _WITH_VARIABLES.fullmatch(rest) or (name and not rest) else name + shlex.quote(rest)
 
 
 def _calls(found: Found, chosen: Selection, *, as_json: bool) -> _Told:
@@ -326,9 +362,15 @@ def _real_name(name: str, files: Mapping[str, str]) -> str:
 
 
 def _notes(found: Found) -> list[str]:
-    least = "at least " if found.world_guessed else ""
-    ranks = len(found.evidence.ranks) - len(found.evidence.labels)
-    read = f"{clean(found.what)}: {ranks} of {least}{found.evidence.world_size} ranks" if ranks else clean(found.what)
+    least = "at least " if found.evidence.world_guessed else ""
+    others = len(found.evidence.labels)
+    known = len(found.evidence.ranks) - others
+    seen = [f"{known} of {least}{found.evidence.world_size} ranks"] if known and not others else []
+    seen += [f"{known} {'rank' if known == 1 else 'ranks'}"] if known and others else []
+    seen += [f"{others} {'process whose rank is' if others == 1 else 'processes whose ranks are'} not known"] * bool(
+        others
+    )
+    read = ": ".join(filter(None, (clean(found.what), " and ".join(seen))))
     problems = [f"not read: {clean(problem)}" for problem in found.problems[:_SHOWN_PROBLEMS]]
     return [read, *map(clean, found.remarks), *problems, *_more(len(found.problems) - _SHOWN_PROBLEMS)]
 

@@ -162,7 +162,8 @@ def _tracing(subject: Subject) -> tuple[Check | None, ...]:
 def _torch(subject: Subject) -> tuple[Check | None, ...]:
     if subject.torch is None:
         assert subject.no_torch is not None
-        return (failed("torch", subject.no_torch.message, subject.no_torch.fix), _gpus(""))
+        detail = f"{subject.no_torch.message} No job can be started, but dump, diagnose and status work."
+        return (failed("torch", detail, subject.no_torch.fix), _gpus(None))
     torch = subject.torch
     try:
         options = torchrun.parse_options((torch.package / "distributed" / "run.py").read_text("utf-8"))
@@ -179,7 +180,7 @@ def _torch(subject: Subject) -> tuple[Check | None, ...]:
     )
 
 
-def _gpus(cuda: str) -> Check:
+def _gpus(cuda: str | None) -> Check:
     found = gpu.gpus()
     count = len(found.value.gpus) if found.value is not None else 0
     return rules.gpu_check(count, found.missing, found.kind, cuda, node.has_gpu_devices())

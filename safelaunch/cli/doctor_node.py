@@ -253,6 +253,18 @@ def place(environ: Mapping[str, str], container: bool) -> Place:
     return "docker" if container else "host"
 
 
+_ID = re.compile(r"containers/([0-9a-f]{12})[0-9a-f]{52}/(?:userdata/)?(?:hostname|hosts|resolv\.conf) /etc/")
+
+
+def container(place: Place, mounts: str) -> str:
+    """The name of this pod or container in a command outside it: the host name, or an id if ``mounts`` hold it.
+
+    A container in the network of its host has that host's name. ``mounts``: ``/proc/self/mountinfo``.
+    """
+    found = _ID.search(mounts) if place != "kubernetes" else None
+    return found[1] if found else socket.gethostname()
+
+
 # --- Asks the interpreter that jobs will use whether it imports torch, runs the beacon, and serves dumps --------------
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from safelaunch.model.words import size
+from safelaunch.system.console import COMMAND
 from safelaunch.system.errors import Failure
 
 # --- The result of one check of ``safelaunch doctor`` -----------------------------------------------------------------
@@ -155,6 +156,25 @@ def remedy(rights: Rights) -> str:
     )
 
 
+def way_in(rights: Rights, own: str, as_root: str, container: str) -> str:
+    """What reads the stacks of a job that is running already, and was not allowed to be read.
+
+    ``own``, ``as_root``: the command that was refused, and what starts it as root. In a container, whose name is
+    ``container``, no process can get the missing capability, but a new one can be started with it.
+    """
+    if rights.yama == 3 or rights.capable:
+        return remedy(rights)
+    if rights.place in ("docker", "podman"):
+        more = f"{COMMAND}{rights.place} exec --privileged --user 0 {container} {own}"
+        return f"On the host of this container, run it here with all privileges:\n{more}"
+    if rights.place == "kubernetes":
+        more = f"{COMMAND}kubectl debug -it {container} --profile=sysadmin --target=CONTAINER --image=busybox -- "
+        return f"From outside the pod, run it here with all privileges:\n{more}chroot /proc/1/root {own}"
+    if rights.root or rights.place != "host":
+        return remedy(rights)
+    return f"As root, it can read them:\n{COMMAND}{as_root}"
+
+
 def stranger_check(trial: Trial, rights: Rights) -> Check:
     """Judges the trial on a child without permission, such as a rank's spawned child or a rank without a beacon."""
     name = "reading stacks of spawned children"
@@ -278,8 +298,10 @@ def beacon_check(probe: Probe) -> Check | None:
     return ok(name, "starts in torch's python" + (f"; your {probe.chained} runs after it" if probe.chained else ""))
 
 
-def gpu_check(count: int, missing: str, kind: Failure, cuda: str, devices: bool) -> Check:
-    """NVML. ``missing``, ``kind``: why it gave nothing; ``devices``: ``/dev/nvidia*`` exist."""
+def gpu_check(count: int, missing: str, kind: Failure, cuda: str | None, devices: bool) -> Check:
+    """Checks NVML. ``missing``, ``kind``: why it gave nothing; ``cuda``: torch's version of it, empty for a build
+    without, None without torch; ``devices``: ``/dev/nvidia*`` exist.
+    """
     if not missing:
         return ok("GPUs", f"NVML sees {count}")
     if kind == "not installed":
@@ -293,7 +315,7 @@ def gpu_check(count: int, missing: str, kind: Failure, cuda: str, devices: bool)
     if cuda:
         fix = "if this is a GPU node, load its driver: nvidia-smi must list the GPUs"
         return warning("GPUs", f"{missing}, but torch is built for CUDA {cuda}", fix)
-    return ok("GPUs", f"{missing}; torch is built for the CPU")
+    return ok("GPUs", missing if cuda is None else f"{missing}; torch is built for the CPU")
 
 
 MIB = 1 << 20

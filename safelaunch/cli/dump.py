@@ -6,6 +6,7 @@ Only the bundle's path goes to stdout.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -18,15 +19,19 @@ from safelaunch.cli.parsing import Parser
 from safelaunch.job.paths import RunPaths, is_held, working_directory
 from safelaunch.model import rank_words
 from safelaunch.settings.config import bundle_dir_of
+from safelaunch.settings.options import DEFAULT_BUNDLE_DIR
 from safelaunch.supervise.control.discover import Run, describe, look, one_of_each_job, our_roots, select
 from safelaunch.supervise.control.protocol import DumpAnswer, Request, ask
+from safelaunch.system import commands
 from safelaunch.system.console import say, show, show_json
 from safelaunch.system.decoding import from_json
-from safelaunch.system.errors import SafelaunchError, UsageError
+from safelaunch.system.errors import AccessDenied, SafelaunchError, UsageError
+from safelaunch.system.files import text_of
 from safelaunch.system.printable import clean
 
 if TYPE_CHECKING:
     from safelaunch.capture.jobs import FoundJob
+    from safelaunch.supervise.publishing import Report
 
 # Two looks (6 s each at most), the evidence (20 s), and the copy to a slow disk (60 s).
 DUMP_DEADLINE_S = 150.0
@@ -145,15 +150,56 @@ def _dump_found(words: Namespace) -> int:
     table = jobs.processes()
     found = jobs.jobs_in(table, jobs.packages_of)
     if not words.all:
-        job = jobs.job_of(words.pid, table, found, jobs.described)
+        try:
+            job = jobs.job_of(words.pid, table, found, jobs.described)
+        except AccessDenied as error:
+            raise _with_way_in(error, words) from error
         return _dump_run(_run_of(job), words) if _is_watched(job) else _attach(job, words)
     unwatched = [job for job in found if not _is_watched(job) and any(map(jobs.packages_of, _pids(job)))]
     if not unwatched:
-        raise SafelaunchError(
-            "dump: no job was found here that was started without safelaunch.",
-            "Run it where the ranks run, as their user or as root. Ranks are known by RANK and WORLD_SIZE.",
-        )
-    return max([_attach(job, words) for job in unwatched])
+        raise _no_job(words, hidden=any(process.env is None for process in table.values()))
+    return max([_attach_one_of(job, words) for job in unwatched])
+
+
+def _no_job(words: Namespace, hidden: bool) -> SafelaunchError:
+    """``hidden``: the variables of some processes may not be read, even by root if a security module says so."""
+    from safelaunch.cli import doctor_node
+
+    what = "dump: no job was found here that was started without safelaunch."
+    how = "Run it where the ranks run. Ranks are known by RANK and WORLD_SIZE."
+    if not hidden or doctor_node.rights(os.environ).capable:
+        return SafelaunchError(what, how)
+    return _with_way_in(AccessDenied(f"{what}\n  {how}\n  Processes of other users were not searched."), words)
+
+
+def _attach_one_of(job: FoundJob, words: Namespace) -> int:
+    """As ``_attach``, for one of several jobs: an error costs only its bundle."""
+    try:
+        return _attach(job, words)
+    except SafelaunchError as error:
+        say(str(error))
+        return error.exit_code
+
+
+def _with_way_in(error: AccessDenied, words: Namespace) -> AccessDenied:
+    """The error with the command that may read what was refused."""
+    from safelaunch.cli import doctor_node, doctor_rules
+
+    again = ["dump", *(["--all"] if words.all else ["--pid", str(words.pid)]), *(["--json"] if words.json else [])]
+    place = _bundle_dir(words)
+    is_usual = place == working_directory() / DEFAULT_BUNDLE_DIR
+    # As root, no variable or file of this user counts.
+    as_root = commands.as_root([*again, *([] if is_usual else ["--bundle-dir", words.bundle_dir or os.fspath(place)])])
+    own = commands.own([*again, "--bundle-dir", os.fspath(place)])  # which starts in another directory
+    rights = doctor_node.rights(os.environ)
+    container = doctor_node.container(rights.place, text_of("/proc/self/mountinfo"))
+    way = doctor_rules.way_in(rights, shlex.join(own), shlex.join(as_root), container)
+    return AccessDenied(error.message, way)
+
+
+def _bundle_dir(words: Namespace) -> Path:
+    here = working_directory()
+    return here / words.bundle_dir if words.bundle_dir else bundle_dir_of((), os.environ, here)
 
 
 def _pids(job: FoundJob) -> list[int]:
@@ -178,16 +224,25 @@ def _run_of(job: FoundJob) -> Run:
 
 
 def _attach(job: FoundJob, words: Namespace) -> int:
-    from safelaunch.supervise import publishing
+    from safelaunch.capture import user_source
     from safelaunch.supervise.attach import attach
 
-    here = working_directory()
     ranks = f"{rank_words(job.ranks)} of {job.world_size} (pid {', '.join(map(str, _pids(job)[:8]))})"
     say(f"collecting evidence from {ranks}, which {'continues' if len(job.ranks) == 1 else 'continue'}")
-    report = attach(job, here / words.bundle_dir if words.bundle_dir else bundle_dir_of((), os.environ, here))
+    with user_source.seen_by(_pids(job)[0]):
+        try:
+            report = attach(job, _bundle_dir(words))
+        except AccessDenied as error:
+            raise _with_way_in(error, words) from error
+        return _show_found(report, as_json=words.json)
+
+
+def _show_found(report: Report, *, as_json: bool) -> int:
+    from safelaunch.supervise import publishing
+
     published = report.published
     bundle = "" if published.lost else os.fspath(published.path)
-    if words.json:
+    if as_json:
         name, summary = published.path.name, report.verdict.summary
         show_json(
             msgspec.to_builtins(Document(run="", name=name, bundle=bundle, summary=summary, problem=published.problem))

@@ -17,9 +17,9 @@ from safelaunch.system.console import show
 from safelaunch.system.errors import UsageError
 
 ABOUT = (
-    "torchrun that watches the job. When the job hangs or crashes, safelaunch collects every rank's stacks, Flight "
-    "Recorder trace and state, names the rank and the line that caused it, and writes all of it as one bundle. Then it "
-    "ends a hung job, restarts it, or lets it run."
+    "torchrun that watches the job. When it hangs or crashes, safelaunch collects every rank's stacks, calls and "
+    "state, names the rank and line at fault, and writes one bundle. Then it ends a hung job, restarts it, or lets it "
+    "run."
 )
 USAGE = (
     "safelaunch [options] [torchrun options] script.py [script args...]",

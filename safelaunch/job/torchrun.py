@@ -56,9 +56,11 @@ def find(environ: Mapping[str, str]) -> Torch:
         return replace(at_home, note=f"the job runs with safelaunch's own {sys.executable}: {lacking}")
     if at_home is not None:
         return at_home
+    from safelaunch.system import commands
+
     raise UsageError(
-        "torch is not installed in this environment, and no torchrun is on PATH.",
-        "Install torch here (pip install 'torch>=2.6'), or activate the environment that has it.",
+        "torch is missing: neither safelaunch's own environment, nor an active one, nor PATH has it.",
+        f"Activate the environment that has it, or install it:\n{commands.line(commands.pip_install('torch'))}",
     )
 
 

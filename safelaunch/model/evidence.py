@@ -520,7 +520,8 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     doubts: tuple[str, ...] = ()
     """why the confidence is not high, one sentence each"""
     next: NextStep | None = None
-    """one command to run next, and ``why``; null if the run's command is unknown or contains a secret"""
+    """one command to run next, and ``why``; null if the run's command is unknown or contains a secret. For a log: the
+    job under safelaunch; for stacks and dumps: a dump of the job"""
     blamed_before: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     """how many of the last bundles name the same GPU or node, one sentence each"""
     proof: tuple[ProofEdge, ...] = ()

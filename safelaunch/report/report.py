@@ -112,7 +112,8 @@ def screen(
 
     No line breaks within a word, a path or a command. Longer than ``width`` are only such words, and the commands and
     paths that are to be copied: the next command, and, as the last line, the bundle's path after the word ``place``.
-    ``page``: the file in the bundle to open for more, which is named above it.
+    ``page``: the file in the bundle to open for more. It is named above the path, with the command that explains the
+    cause.
     ``read_line`` gives the text of a source line. ``cwd``: below it, a path may be relative where it fits only so.
     ``evidence``: with it, the error of a rank that lost a peer is one line.
     """
@@ -130,8 +131,8 @@ def screen(
         who += [Line(text, "strong") for text in _wrap(node_words(node), room, "  ")[:3]]
     for text in verdict.blamed_before or ():
         who += [Line(part) for part in _wrap(clean(text), room, "  ")]
-    more_in = [Line(f"  details: {page} in the bundle")] if page else []
-    command = [*_command(next_step(verdict)), *more_in, *_place(place, clean(bundle_path), room, clean(cwd))]
+    step, where = _command(next_step(verdict)), _place(place, clean(bundle_path), room, clean(cwd))
+    command = [*step, *_details(verdict.cause, page, room), *where]
     space = MAX_LINES - len(title) - len(head) - len(who) - len(command) - 1
     tail = _tail(verdict, room, space)
     space -= len(tail)
@@ -382,6 +383,17 @@ def _command(step: NextStep | None) -> list[Line]:
     return [Line(f"  {clean(step.why)}:"), Line(f"    {clean(step.command)}", "command", whole=True)]
 
 
+def _details(cause: str, page: str, room: int) -> list[Line]:
+    """The command that explains the cause, and the page in the bundle: on one line if they fit."""
+    explain = f"safelaunch explain {clean(cause)}"
+    details = f"  details: {page} in the bundle"
+    together = (f"{details}; {explain}", f"  details: {page}; {explain}") if page else ()
+    fitting = next((text for text in together if len(text) <= room), "")
+    if fitting:
+        return [Line(fitting)]
+    return [Line(f"  more: {explain}", whole=True), *([Line(details)] if page else [])]
+
+
 def _place(place: str, path: str, room: int, cwd: str) -> list[Line]:
     """Where the evidence is. With ``cwd``, in a form that the terminal doesn't break: relative, or on its own line."""
     line = f"{place}: {path}"
@@ -476,6 +488,7 @@ def markdown(
         *_md_culprits(verdict.culprits, evidence, read_line),
         _md_list("What to do", beside_next(verdict)),
         f"{md(step.why)}:\n\n{_fence([step.command])}" if step is not None else "",
+        f"`safelaunch explain {clean(verdict.cause)}` explains the cause.",
         *(_md_memory(rank) for rank in evidence.ranks if shortage_of(rank) is not None),
         _md_nodes(evidence.nodes),
         _md_list("What NCCL says", nccl_lines(evidence.nccl)),

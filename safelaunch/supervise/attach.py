@@ -17,7 +17,8 @@ from pathlib import Path
 from msgspec import structs
 
 from safelaunch import __version__
-from safelaunch.capture import collect
+from safelaunch.bundle.staging import owner_under_sudo
+from safelaunch.capture import collect, stacks
 from safelaunch.capture.jobs import SERVER, FoundJob, command_of, name_of_user, packages_of
 from safelaunch.capture.last_words import ends_of_files
 from safelaunch.capture.look import ProcessLook, RankLook, Target
@@ -33,7 +34,8 @@ from safelaunch.supervise.looks import Looks, look_at, main_thread
 from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.watch.work import Background, Peak
 from safelaunch.system import procstat
-from safelaunch.system.errors import SafelaunchError
+from safelaunch.system.console import COMMAND
+from safelaunch.system.errors import AccessDenied, CaptureError, SafelaunchError
 from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redactor import Redactor
 from safelaunch.verdict.reading.frames import is_user, python_frames
@@ -45,7 +47,11 @@ NO_OUTPUT: Result[str] = Result(None, "standard output", 0.0, missing="it goes t
 
 
 def attach(job: FoundJob, bundle_dir: Path) -> Report:
-    """Writes the bundle of ``job``, which continues. Raises SafelaunchError if its ranks may not be looked at."""
+    """Writes the bundle of ``job``, which continues.
+
+    Raises AccessDenied if no stack may be read, and SafelaunchError without py-spy.
+    """
+    _find_py_spy()
     context, timeline = _context(job, bundle_dir), Timeline().plus("first look")
     packages = next(filter(None, (packages_of(one.process.pid) for one in job.ranks.values())), "")
     roots = (packages,) if packages else ()
@@ -69,9 +75,9 @@ def attach(job: FoundJob, bundle_dir: Path) -> Report:
             timeline=timeline,
         ).knowing(stall_s=stood_s if moving else 0.0, moving=moving)
         if found.without_stacks and _is_denied(looks):
-            raise SafelaunchError(
-                f"dump: no stack could be read: {found.without_stacks}.", "Run safelaunch doctor: it shows the fix."
-            )
+            facts = stacks.tracing_facts(job.ranks[min(job.ranks)].process.pid)
+            why = stacks.explain("permission denied", facts).message
+            raise AccessDenied(f"dump: no stack could be read: {why}.")
         common = _joined(result for ranks, several in outputs.items() if len(ranks) > 1 for result in several)
         if common.value is not None:
             found.staging.add(common.artifact(f"node/{context.host}/output.log"), context.redactor.said(common.value))
@@ -79,6 +85,13 @@ def attach(job: FoundJob, bundle_dir: Path) -> Report:
     except BaseException:
         context.unfinished.discard()
         raise
+
+
+def _find_py_spy() -> None:
+    try:
+        stacks.find_py_spy()
+    except CaptureError as error:
+        raise SafelaunchError(f"dump: {error.message}, so no stack can be read.", f"{COMMAND}{error.fix}") from error
 
 
 def _joined(results: Iterable[Result[str]]) -> Result[str]:
@@ -228,6 +241,7 @@ def _context(job: FoundJob, bundle_dir: Path) -> JobContext:
         fallback_dir=local_bundles(),
         launch=launch,
         redactor=redactor,
+        owner=owner_under_sudo(os.environ),
     )
 
 

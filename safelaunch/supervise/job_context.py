@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from safelaunch import __version__
 from safelaunch.bundle.onbundle import Notifier
-from safelaunch.bundle.staging import Keeping
+from safelaunch.bundle.staging import Keeping, Owner
 from safelaunch.capture.cgroups import KillCounts, kill_counts
 from safelaunch.capture.redaction import without_secrets
 from safelaunch.job.argv import most_restarts
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class JobContext:
     """What a bundle says about the job itself, and where the bundle goes. ``launch`` becomes ``launch.json``.
 
-    ``attempts``: how often torchrun starts the ranks at most.
+    ``attempts``: how often torchrun starts the ranks at most. ``owner``: the user to whom the bundle will belong.
     """
 
     run_name: str
@@ -48,6 +48,7 @@ class JobContext:
     suspects: Notifier = field(default_factory=Notifier)
     unfinished: Unfinished = field(default_factory=Unfinished)
     attempts: int = 1
+    owner: Owner | None = None
 
     def cleaned(self, value: T) -> T:
         """``value`` without the job's secrets."""

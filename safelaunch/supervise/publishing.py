@@ -224,7 +224,13 @@ def _publish(
     _finish(staging, verdict, evidence, context, timeline, found.node)
     context.unfinished.hold(staging.root)  # which may exist again
     return publish(
-        staging.root, context.bundle_dir, name, context.fallback_dir, context.keeping, deadline_s=PUBLISH_DEADLINE_S
+        staging.root,
+        context.bundle_dir,
+        name,
+        context.fallback_dir,
+        context.keeping,
+        owner=context.owner,
+        deadline_s=PUBLISH_DEADLINE_S,
     )
 
 

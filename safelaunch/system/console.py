@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from safelaunch.system.errors import SafelaunchError
 
 PREFIX = "safelaunch: "
+COMMAND = "    "  # begins a line of a message that is a command to paste, and so is never broken
 WRITE_DEADLINE_S = 2.0
 
 
@@ -231,8 +232,9 @@ def say(text: str, *, color: bool = False, laid_out: bool = False) -> None:
     """Writes ``text`` to stderr with each line prefixed, and gives up after 2 seconds.
 
     The text may quote untrusted input, so control sequences are removed; ``color``: but not colours. On a terminal, a
-    line that is too long breaks between words, not within a path; ``laid_out``: the text has its lines already. A
-    thread does the writing: a terminal that has stopped reading (Ctrl-S, a full pipe) must not block the watchdog.
+    line that is too long breaks between words, not within a path or a ``COMMAND``; ``laid_out``: the text has its lines
+    already. A thread does the writing: a terminal that has stopped reading (Ctrl-S, a full pipe) must not block the
+    watchdog.
     """
     lines = [
         line if line.startswith(PREFIX) else PREFIX + line
@@ -259,7 +261,7 @@ def _broken(line: str, width: int) -> list[str]:
     """The line in as many as it needs, each prefixed. A word is never broken, however long it is."""
     room = max(width - ECHO, NARROWEST) - len(PREFIX)
     text = line.removeprefix(PREFIX)
-    if len(text) <= room:
+    if len(text) <= room or text.startswith(COMMAND):
         return [line]
     indent = len(text) - len(text.lstrip(" "))
     parts = _wrapped(text, room, indent + 2)

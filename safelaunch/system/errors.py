@@ -8,6 +8,7 @@ SafelaunchError                 base class; the command line prints it and exits
  │    ├── SpecError             a sweep of colaunch: its file, grid, placeholders, names or needs
  │    └── ResourceError         GPUs or ports are not available
  │         └── StoreError       the lease directory cannot be used
+ ├── AccessDenied               the kernel lets this user read neither a job's stacks nor its variables
  └── CaptureError               a source of evidence failed; only that artifact is lost
 
 Code raises; only ``safelaunch.cli`` prints and exits.
@@ -41,6 +42,10 @@ class UsageError(SafelaunchError):
     """An error in the user's request. Nothing was started."""
 
     exit_code = 2
+
+
+class AccessDenied(SafelaunchError):
+    """A process may not be read. The command line adds what to run instead."""
 
 
 class InterruptedWait(SafelaunchError):

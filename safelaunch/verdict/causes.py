@@ -54,8 +54,10 @@ CAUSES: dict[str, type[Cause]] = {}
 
 
 class Cause:
-    """One cause of the catalogue, by its name. The docstring is its paragraph in the documentation.
+    """One cause of the catalogue, by its name. The docstring says what it means, and ends with an example;
+    ``safelaunch explain`` and the documentation show both.
 
+    - ``evidence``: how safelaunch knows
     - ``advice``: of its sub-cases, and what fits all of them
     - ``own``: a rank may do it by itself and hold up its peers, without having failed
     - ``failure``: the rank has ended by it
@@ -64,6 +66,7 @@ class Cause:
       comes before who is blocked, and that before who computes, which may only be slow.
     """
 
+    evidence: str
     advice: tuple[Advice, ...]
     own = False
     failure = False
@@ -72,6 +75,12 @@ class Cause:
 
     def __init_subclass__(cls, *, name: str) -> None:
         CAUSES[name] = cls
+
+    @classmethod
+    def all_advice(cls) -> list[str]:
+        """Returns every piece of advice once, with the versions of torch that it is for."""
+        given = (f"{one.shown} (torch {one.torch})" if one.torch else one.shown for one in cls.advice)
+        return list(dict.fromkeys(given))
 
 
 def _advice(*advice: Advice | str) -> tuple[Advice, ...]:
@@ -454,6 +463,11 @@ class CollectiveMismatch(Cause, name="collective-mismatch"):
     ```
     """
 
+    evidence = (
+        "The calls of all ranks are compared group by group, by sequence number, back to the place where they "
+        "diverge. They come from the Flight Recorders, or from stacks and logs. The source shows the condition that "
+        "sent the ranks different ways."
+    )
     advice = _advice(
         UNUSUAL_GROUP,
         RACE,
@@ -493,8 +507,16 @@ class CollectiveMismatch(Cause, name="collective-mismatch"):
 class MissingFromCollective(Cause, name="missing-from-collective"):
     """A rank never entered a collective that its peers wait in, and no stack shows why. This is typical of [verdicts
     from dumps](dumps.md) alone.
+
+    ```text
+    Rank 3 made no call after all_reduce #3 of group '0' at train.py:44 (train), while ranks 0-2 wait in all_reduce
+    at train.py:50 (train).
+    ```
     """
 
+    evidence = (
+        "The stacks or records of the peers show the call that they wait in, and the rank's own record ends before it."
+    )
     advice = _advice(
         WRONG_GROUP,
         UNUSUAL_GROUP,
@@ -533,6 +555,7 @@ class UnevenBatches(Cause, name="uneven-batches"):
     ```
     """
 
+    evidence = "The rank's stack is past the loop in which its peers wait, or the rank has exited with code 0."
     advice = _advice(
         EXIT_CALLED,
         _DRAWN_BATCHES,
@@ -558,8 +581,14 @@ class UnevenBatches(Cause, name="uneven-batches"):
 class GroupOrder(Cause, name="group-order"):
     """A cycle of waits across process groups: ranks entered their groups in different orders. All members of the cycle
     are named.
+
+    ```text
+    Rank 1 waits in group '2' of ranks 0-2 (all_reduce at train.py:60 (train)) while ranks 0,2 wait in group '1' of
+    ranks 0-2 (all_reduce at train.py:60 (train)): they entered the groups in different orders.
+    ```
     """
 
+    evidence = "The pending call of each rank, and the group of that call, form a cycle of waits."
     advice = _advice(
         HELD,
         HANDLES,
@@ -578,8 +607,15 @@ class GroupOrder(Cause, name="group-order"):
 
 
 class P2PCycle(Cause, name="p2p-cycle"):
-    """Sends and receives wait for each other in a cycle. All members are named."""
+    """Sends and receives wait for each other in a cycle. All members are named.
 
+    ```text
+    Rank 0 waits in send to rank 1 at train.py:30 (train) and rank 1 in send to rank 0 at train.py:30 (train): each
+    waits for another.
+    ```
+    """
+
+    evidence = "The pending sends and receives of the ranks form a cycle of waits."
     advice = _advice(
         Advice(
             "Post one side first: even ranks send then receive, odd ranks receive then send; or use "
@@ -603,6 +639,10 @@ class InitNotJoined(Cause, name="init-not-joined"):
     ```
     """
 
+    evidence = (
+        "The stacks of the peers are in `init_process_group`, and the rank's stack is elsewhere or at a different "
+        "store. torchrun's own store lists the nodes that joined."
+    )
     advice = _advice(
         Advice(
             "Check that the job was started on every node, with the same `--nnodes` and endpoint, and that each node "
@@ -633,6 +673,9 @@ class DataLoading(Cause, name="data-loading"):
     ```
     """
 
+    evidence = (
+        "The rank's stack waits for a batch, and the worker that owes the batch has its own stack and process state."
+    )
     advice = _advice(
         OWN_LOCK,
         FORKED_LOCK,
@@ -666,6 +709,10 @@ class BlockingIo(Cause, name="blocking-io"):
     ```
     """
 
+    evidence = (
+        "The stack stays at one line. `/proc` shows the system call, the file or socket, and the processes that have "
+        "its other end open."
+    )
     advice = _advice(
         *_CIRCLES,
         HELD,
@@ -687,8 +734,14 @@ class BlockingIo(Cause, name="blocking-io"):
 class UninterruptibleIo(Cause, name="uninterruptible-io"):
     """The process is in the kernel's D state: it waits for storage, a network file system or a driver. The verdict
     names the wait channel.
+
+    ```text
+    Rank 2 is in uninterruptible sleep in rpc_wait_bit_killable at train.py:7 (load), while ranks 0-1,3 wait in
+    all_reduce at train.py:50 (train).
+    ```
     """
 
+    evidence = "`/proc` shows state D in every sample, and the kernel function in which the process waits."
     advice = _advice(
         f"The kernel waits for storage, a network file system or a driver: look at {_KERNEL_LOG} "
         "and the mount that the line reads from; killing the process will not help until it answers.",
@@ -714,6 +767,10 @@ class LockDeadlock(Cause, name="lock-deadlock"):
     ```
     """
 
+    evidence = (
+        "The stacks show which threads wait for a lock, the source shows which thread holds it, and `/proc/locks` "
+        "shows which process holds a file lock."
+    )
     advice = _advice(
         *_CIRCLES,
         HELD,
@@ -737,8 +794,18 @@ class LockDeadlock(Cause, name="lock-deadlock"):
 
 
 class GilHeld(Cause, name="gil-held"):
-    """Native code holds Python's global interpreter lock and doesn't return, so no Python thread of that rank runs."""
+    """Native code holds Python's global interpreter lock and doesn't return, so no Python thread of that rank runs.
 
+    ```text
+    Rank 0 holds the GIL in native code called from train.py:7 (load) (100% of a core), while ranks 1-3 wait in
+    all_reduce at train.py:50 (train).
+    ```
+    """
+
+    evidence = (
+        "In the rank, code that needs the GIL doesn't answer, while code without it does. py-spy shows the thread "
+        "that owns the GIL."
+    )
     advice = _advice(
         "Make the native call release the GIL (Py_BEGIN_ALLOW_THREADS, pybind11's gil_scoped_release, ctypes.CDLL "
         "instead of PyDLL), or return.",
@@ -749,8 +816,14 @@ class GilHeld(Cause, name="gil-held"):
 
 
 class BusyLoop(Cause, name="busy-loop"):
-    """Your Python code spins without making a step."""
+    """Your Python code spins without making a step.
 
+    ```text
+    Rank 0 spins in train.py:7 (load) (100% of a core), while ranks 1-3 wait in all_reduce at train.py:50 (train).
+    ```
+    """
+
+    evidence = "The thread uses CPU time between the samples, and its stack stays in your code."
     advice = _advice(
         _GROUP_TIMEOUT,
         "Bound the loop at this line, and check its exit condition on this rank.",
@@ -770,8 +843,13 @@ class StuckInUserCode(Cause, name="stuck-in-user-code"):
       rank may be the one to end it: if it has moved on, it is named, with `medium` confidence. A loop around
       `work.is_completed()` waits for its peers, and is never named for it.
     - *A loop that retries* a call that raises each time.
+
+    ```text
+    Rank 2 is asleep in train.py:7 (load), while ranks 0-1,3 wait in all_reduce at train.py:50 (train).
+    ```
     """
 
+    evidence = "The stack stays at one line of your code, and `/proc` shows the system call in which the thread waits."
     advice = _advice(
         _GROUP_TIMEOUT,
         *_CIRCLES,
@@ -802,6 +880,10 @@ class SwallowedException(Cause, name="swallowed-exception"):
     ```
     """
 
+    evidence = (
+        "Inside the rank, safelaunch records the exceptions that code catches. The records of calls show that the "
+        "ranks diverge at that moment."
+    )
     advice = _advice(
         "Let the exception end the rank, or let all ranks take the same branch after it: a rank that skips a batch "
         "also skips its collectives.",
@@ -809,8 +891,15 @@ class SwallowedException(Cause, name="swallowed-exception"):
 
 
 class RankStopped(Cause, name="rank-stopped"):
-    """A signal stopped the process (state T), or its cgroup is frozen."""
+    """A signal stopped the process (state T), or its cgroup is frozen.
 
+    ```text
+    Rank 0 is stopped by a signal (state T) at train.py:7 (load), while ranks 1-3 wait in all_reduce at train.py:50
+    (train).
+    ```
+    """
+
+    evidence = "`/proc` shows state T in every sample, or the process is in a frozen cgroup."
     advice = _advice(
         "Something stopped the process: `kill -CONT <pid>` resumes it; look for a debugger, a job suspension by the "
         "scheduler, or a cgroup freezer.",
@@ -820,8 +909,18 @@ class RankStopped(Cause, name="rank-stopped"):
 
 
 class GpuKernel(Cause, name="gpu-kernel"):
-    """The rank waits for its GPU, and its peers are past that point."""
+    """The rank waits for its GPU, and its peers are past that point.
 
+    ```text
+    Rank 0 waits for its GPU in a synchronize at train.py:33 (train); all_reduce #2 is queued behind it and has not
+    started, while ranks 1-3 wait in all_reduce of train.py:30 (train) at train.py:33 (train).
+    ```
+    """
+
+    evidence = (
+        "The rank's stack is in a synchronization, or its record shows a call that its GPU has not started or "
+        "finished. No peer is missing from the calls that it has started."
+    )
     advice = _advice(
         Advice("To find the kernel", preset="cuda-sync"),
         f"Look for Xid errors in {_KERNEL_LOG}.",
@@ -833,8 +932,16 @@ class GpuKernel(Cause, name="gpu-kernel"):
 class GpuLost(Cause, name="gpu-lost"):
     """The driver has reported an error (an Xid) of the rank's GPU, or of its work there, while the rank waits for it or
     for peers. The verdict quotes the driver's line.
+
+    ```text
+    Rank 2 waits at train.py:33 (train), and the driver has reported Xid 79 of its GPU, while ranks 0-1,3 wait in
+    all_reduce of train.py:30 (train) at train.py:33 (train).
+    ```
     """
 
+    evidence = (
+        "The kernel log has an Xid of the rank's GPU or of its process, and the rank waits for that GPU or for peers."
+    )
     advice = _advice(
         "Xid 13, 31 and 43 are mostly a kernel's own errors: `compute-sanitizer` finds it. Others (48, 74, 79, 94, 95, "
         "119, ...) are the hardware's or the driver's: drain the node, reset the GPU, and run `dcgmi diag -r 3`.",
@@ -852,8 +959,17 @@ _OF_A_LOG = Advice(
 
 
 class RankExited(Cause, name="rank-exited"):
-    """A rank ended early through `sys.exit()` or `os._exit()`, and its peers fail or wait because of it."""
+    """A rank ended early through `sys.exit()` or `os._exit()`, and its peers fail or wait because of it.
 
+    ```text
+    Rank 1 exited with code 4: sys.exit() at train.py:41 (leave).
+    ```
+    """
+
+    evidence = (
+        "torchrun or the log reports the exit code. The times of the failures show which rank ended first; lost "
+        "connections of other ranks are consequences."
+    )
     advice = _advice(
         LAUNCHER,
         OPTIONS_REFUSED,
@@ -872,8 +988,17 @@ class RankExited(Cause, name="rank-exited"):
 
 
 class RankKilled(Cause, name="rank-killed"):
-    """A signal ended a rank: the out-of-memory killer, the scheduler, a segmentation fault, an abort."""
+    """A signal ended a rank: the out-of-memory killer, the scheduler, a segmentation fault, an abort.
 
+    ```text
+    Rank 2 was killed by SIGKILL, while ranks 0-1 wait in all_reduce at train.py:50 (train).
+    ```
+    """
+
+    evidence = (
+        "The exit status is a signal. The kernel log, the cgroup's count of out-of-memory kills and the output of "
+        "faulthandler show why."
+    )
     advice = _advice(
         DETAIL_CRASH,
         *_COMMUNICATION,
@@ -893,8 +1018,16 @@ class RankException(Cause, name="rank-exception"):
 
     A rank that raised might never exit: its exit handler waits for peers, which wait for it. Then the job hangs, and
     the verdict says where that rank waits.
+
+    ```text
+    Rank 2 raised ValueError: x at train.py:41 (step), while ranks 0-1 waited in all_reduce at train.py:50 (train).
+    ```
     """
 
+    evidence = (
+        "Inside the rank, safelaunch records the exception with its time and line; a log has its traceback. Errors "
+        "that only report a lost peer are consequences."
+    )
     advice = _advice(
         _GRADIENT_MISSING,
         *_COMMUNICATION,
@@ -940,8 +1073,17 @@ class NodeLost(Cause, name="node-lost"):
     """A [node](nodes.md) is gone: its safelaunch fell silent without reporting a failure or a stop, and the other
     nodes' ranks lost their connections to it. Typical reasons are power, a kernel panic, or something that killed
     every process of the job there.
+
+    ```text
+    Node b (ranks 2-3) is gone without reporting a failure, and ranks 0-1 lost their connections to it: ranks 0-1
+    waited in communication at train.py:41 (train).
+    ```
     """
 
+    evidence = (
+        "Every failure is a lost connection to a rank of that node, and the node's safelaunch fell silent without a "
+        "report."
+    )
     advice = _advice(
         "Look at the node itself: power, kernel panic (its BMC or serial console), or a scheduler or out-of-memory "
         "killer that took every process of the job there.",
@@ -953,8 +1095,14 @@ class NodeUnreachable(Cause, name="node-unreachable"):
     """A node is silent, but no connection to it has closed: it is down, or cut off from the others. Given the bundles
     of both sides, `safelaunch diagnose` can tell that both are alive. A node whose own interface has no link
     names itself.
+
+    ```text
+    Ranks 0-1 wait in all_reduce at train.py:50 (train) for ranks 2-3 on node b, which is silent: it is down, or cut
+    off.
+    ```
     """
 
+    evidence = "The messages of that node's safelaunch have stopped, and the connections to its ranks are still open."
     advice = _advice(
         "From another node: `ping HOST`, and `ip -s link` on both ends; then the switch and its ports.",
         "If the node answers, look there for the job's processes: they may still run, and hold its GPUs.",
@@ -966,8 +1114,14 @@ class NodeBehind(Cause, name="node-behind"):
     """All ranks of one node are behind, and no others: a slow or broken node, or a branch of the script for that node.
     `nodes` names it; `culprits` is empty. Ranks that the script itself puts to sleep keep their own cause and
     lines.
+
+    ```text
+    Node b is behind as a whole: ranks 2-3, and no others. Each of ranks 2-3 is in uninterruptible sleep in
+    rpc_wait_bit_killable at train.py:7 (train), while ranks 0-1 wait in all_reduce at train.py:50 (train).
+    ```
     """
 
+    evidence = "The ranks that hold up their peers are all ranks of that node, and no other rank does."
     advice = _advice(
         "Compare this node with the others: `node/<host>/` has its GPUs, kernel log, disks, memory and load; then "
         "leave it out and run again.",
@@ -979,8 +1133,16 @@ class LauncherStopped(Cause, name="launcher-stopped"):
     """A node answers, but its torchrun or safelaunch doesn't: it was stopped, or exited and left its ranks behind. A
     stopped torchrun blocks ranks wherever they use its store, as in `init_process_group`. If the process that hosts
     the agents' store ends, torchrun fails on the other nodes too.
+
+    ```text
+    Torchrun on node a failed: its agents' store was on node b (ranks 2-3), where torchrun has ended.
+    ```
     """
 
+    evidence = (
+        "The node's safelaunch reports that torchrun is stopped or has ended. If safelaunch itself is silent, the "
+        "node still answers."
+    )
     advice = _advice(
         "On that node: `ps -o pid,stat,cmd -C python`; `kill -CONT PID` resumes a stopped torchrun or safelaunch. "
         "Look for a debugger, a job suspension by the scheduler, or a cgroup freezer.",
@@ -991,8 +1153,13 @@ class LauncherStopped(Cause, name="launcher-stopped"):
 class VersionsDiffer(Cause, name="versions-differ"):
     """All ranks wait, no rank stands out, and the nodes run different versions of torch, safelaunch or the script.
     With a different cause, the difference is listed as evidence.
+
+    ```text
+    Ranks 0-3 wait in all_reduce at train.py:50 (train), and torch differs between nodes: 2.13.0 on a; 2.9.1 on b.
+    ```
     """
 
+    evidence = "Each node's safelaunch reports its versions and a checksum of the script."
     advice = _advice(
         "Give all nodes the same environment: one image, or one shared directory, and one copy of the script.",
     )
@@ -1001,8 +1168,13 @@ class VersionsDiffer(Cause, name="versions-differ"):
 class NoRankStandsOut(Cause, name="no-rank-stands-out"):
     """Every rank is in the same place. Suspect the network, a GPU, or something outside the job that all ranks wait
     for.
+
+    ```text
+    Ranks 0-3 wait in all_reduce at train.py:50 (train); every rank has arrived: no rank stands out.
+    ```
     """
 
+    evidence = "All ranks wait in the same call or at the same place, and no other check has found a difference."
     advice = _advice(
         LATE_JOIN,
         _ALL_STACKS,
@@ -1051,11 +1223,16 @@ class NoRankStandsOut(Cause, name="no-rank-stands-out"):
 
 
 class ReplicasDiverged(Cause, name="replicas-diverged"):
-    """Parameters or BatchNorm statistics that should be equal on several ranks aren't, bit by bit, as [`--check-
-    every`](results.md) found. The job continues. The verdict names a rank if it differs from a majority, otherwise
-    both sides.
+    """Parameters or BatchNorm statistics that should be equal on several ranks aren't, bit by bit, as
+    [`--check-every`](results.md) found. The job continues. The verdict names a rank if it differs from a majority,
+    otherwise both sides.
+
+    ```text
+    Parameters diverged between steps 6 and 9: rank 2 differs from the others in 2.weight.
+    ```
     """
 
+    evidence = "`--check-every` compares checksums between the ranks that should hold the same values."
     advice = _advice(
         ALL_APART,
         APART_AT_FIRST,
@@ -1071,8 +1248,13 @@ class ReplicasDiverged(Cause, name="replicas-diverged"):
 class NonFiniteGradient(Cause, name="non-finite-gradient"):
     """An optimizer step used infinite or NaN gradients, as [`--check-every`](results.md) found. The rank whose own
     gradient wasn't finite first is named. If only the averaged gradient was seen, none is.
+
+    ```text
+    Gradients are not finite on rank 1 since step 7, the first is that of 4.bias (6 of 6): one rank diverged.
+    ```
     """
 
+    evidence = "`--check-every` looks at the gradients of every checked step, before they are averaged if it can."
     advice = _advice(
         "Look at that rank's batch of that step: print it, and `torch.isfinite(loss)` before `backward()`.",
         "For the operation: `torch.autograd.set_detect_anomaly(True)` for a few steps from the last good checkpoint.",
@@ -1084,8 +1266,13 @@ class NonFiniteGradient(Cause, name="non-finite-gradient"):
 class LossDiverged(Cause, name="loss-diverged"):
     """The script reports its loss (`safelaunch.step(loss=loss)`), and one rank's loss isn't finite, or is far above
     the others'.
+
+    ```text
+    Loss: rank 1 diverged: 8.4 on average since step 41, while the others are at 0.31.
+    ```
     """
 
+    evidence = "safelaunch compares the losses that the ranks report."
     advice = _advice(
         "Look at that rank's data: its shard, its sampler and its augmentation seed.",
         "If the losses should be equal, compare the models: `safelaunch --check-every 100 ...` finds replicas that "
@@ -1098,8 +1285,13 @@ class SlowNotStuck(Cause, name="slow-not-stuck"):
     usual steps old. Only `safelaunch dump` gives this verdict. If the job has been quiet for longer while a rank
     computes, the verdict is about that rank, starts with `No step for 41 s (usual 0.1 s):`, and is never `high`,
     because a dump can't distinguish slow from endless.
+
+    ```text
+    The job is making progress (rank 0 at step 60, rank 1 at step 60); nothing is stuck.
+    ```
     """
 
+    evidence = "Two looks a few seconds apart show different steps or calls."
     advice = _advice(
         "The job isn't hung. To see where the time goes, look at the merged stacks in `report.md`.",
         "To watch it: `safelaunch status --watch`",

@@ -116,7 +116,8 @@ def with_gathered_errors(evidence: Evidence) -> Evidence:
         for one in evidence.ranks
         if one.exception is not None and (inner := tracebacks.gathered(one.exception.message))
     }
-    if not told:
+    own_words = {one.rank for one in evidence.ranks if one.exception is not None} - told.keys()
+    if not told or any(own_words & inner.keys() for _, inner in told.values()):
         return evidence
     everybody = len(told) == evidence.world_size
 

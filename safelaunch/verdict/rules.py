@@ -108,6 +108,7 @@ RULES: tuple[Rule, ...] = (
             Kind(rules_aborted.aborted_by_a_peer, _EITHER, ("a crash",)),
             Kind(rules_aborted.wrong_size_received, _EITHER, ("a crash",)),
             Kind(rules_nodes.node_lost, ("node-lost",), ("a crash", "several nodes")),
+            Kind(rules_nodes.silent_host, ("node-lost",), ("a crash",)),
             Kind(explanations.unusual_group, ("missing-from-collective",), ("a crash",)),
             Kind(rules_mismatch.compared_by_torch, _MISMATCH, ("a crash",)),
         ),
@@ -183,6 +184,7 @@ RULES: tuple[Rule, ...] = (
         (
             Kind(rules_state.kept_by_its_device, ("gpu-lost", "gpu-kernel")),
             Kind(rules_state.alone, OWN, ("no rank that waits for peers",)),
+            Kind(rules_live.printed_fewer_steps, ("missing-from-collective",), ("no rank that waits for peers",)),
             Kind(rules_nodes.versions_differ, ("versions-differ",), ("several nodes",)),
         ),
     ),

@@ -18,6 +18,7 @@ from safelaunch.verdict.findings import (
     conditions,
     each_of,
     ranks_do,
+    ranks_word,
     waits_words,
 )
 from safelaunch.verdict.rank_state import Facts
@@ -156,6 +157,35 @@ def is_stalled(evidence: Evidence) -> bool:
     if evidence.outcome != "dump" or evidence.for_finding or any(page.paused or page.phase for page in pages):
         return False
     return evidence.stall_s > max(LEAST_S, FEW * rhythm_of(evidence).usual_s)
+
+
+def printed_fewer_steps(facts: Facts) -> Ruling:
+    """All that is known of a job is its output, and most of its ranks printed a later step than the others."""
+    steps = {rank: one.step for rank, one in facts.ranks.items() if one.evidence.progress is not None}
+    if facts.evidence.printed is None or not steps:
+        return ""
+    last = max(step or 0 for step in steps.values())
+    behind = {rank: step for rank, step in steps.items() if step != last}
+    if not behind or 2 * len(behind) >= len(steps):
+        return ""
+    ahead = [rank for rank in steps if rank not in behind]
+    parts = [
+        f"{ranks_word(ranks)} printed {f'{step} as the last step' if step is not None else 'no step'}"
+        for step, ranks in by_place(behind)
+    ]
+    culprits = tuple(
+        Culprit(rank, facts.ranks[rank].evidence.host, 0, "main", None, step, f"Rank {rank} printed fewer steps.")
+        for rank, step in behind.items()
+    )
+    claims = (
+        Claim(f"rank {rank}: the last step that it printed is {step}", f"ranks/{rank}/log_tail.txt")
+        for rank, step in list(steps.items())[:8]
+        if step is not None
+    )
+    text = f"{capital(' and '.join(parts))}, while {ranks_word(ahead)} printed {last} and may wait for it."
+    return Finding(
+        "missing-from-collective", (Doubt.PRINTED_STEPS,), text, culprits, tuple(claims), victims=tuple(ahead)
+    )
 
 
 def has_no_steps(evidence: Evidence) -> bool:

@@ -15,6 +15,7 @@ from safelaunch.model import (
     NcclWitness,
     NodeAtFault,
     NodeEvidence,
+    Rendezvous,
     format_ranks,
 )
 from safelaunch.verdict.causes import CAUSES, FAILURES
@@ -48,6 +49,8 @@ def rendezvous_incomplete(facts: Facts) -> Ruling:
     seen = facts.evidence.rendezvous
     if seen is None:
         return ""
+    if not seen.wanted:
+        return _rendezvous_failed(seen)
     text = f"{seen.come} of {seen.wanted} nodes came to torchrun's rendezvous within {seen.waited_s:.0f} s"
     text += f" ({', '.join(seen.hosts[:8])}{', ...' * (seen.come > len(seen.hosts[:8]))})."
     if seen.absent_ranks:
@@ -59,6 +62,13 @@ def rendezvous_incomplete(facts: Facts) -> Ruling:
     claims = (Claim(f"{seen.come} of {seen.wanted} nodes came", RENDEZVOUS), Claim(seen.error, RENDEZVOUS))
     absent = tuple(NodeAtFault(host, "", "it has not joined the rendezvous") for host in seen.absent_hosts)
     return Finding("init-not-joined", (Doubt.UNCOUNTED_NODES,), text, claims=claims, nodes=absent)
+
+
+def _rendezvous_failed(seen: Rendezvous) -> Finding:
+    """All that is known is the error that a process of the job raised."""
+    what = f"the store at {seen.store} did not answer" if seen.store else "not all of them joined it"
+    text = f"The processes of the job did not meet: {what} ({seen.error})."
+    return Finding("init-not-joined", (), text, claims=(Claim(seen.error, RENDEZVOUS),))
 
 
 # --- a node that is not heard -------------------------------------------------------------------------------------
@@ -88,6 +98,26 @@ def node_lost(case: Case) -> Ruling:
     text += f": {places}." if places else "."
     doubts = those({Doubt.BRIEFLY_SILENT: brief, Doubt.UNSEEN_RANKS: bool(case.unseen - _ranks_of(gone))})
     return _finding(case, "node-lost", doubts, text, gone, lost)
+
+
+def silent_host(case: Case) -> Ruling:
+    """All that is known of a job is its output: one host closed connections, and its ranks report no failure."""
+    raised = {rank: one.evidence.exception for rank, one in case.ranks.items()}
+    lost = [rank for rank, error in raised.items() if error is not None and not is_timeout(error)]
+    if case.evidence.printed is None or len(case.evidence.nodes) != 1:
+        return ""
+    (node,) = case.evidence.nodes
+    if not node.trouble and (not lost or not node.ranks or conditions(case, *FAILURES)):
+        return ""
+    why = "" if node.trouble else " without reporting a failure"
+    about = [node.trouble] if node.trouble else []
+    about += [f"{ranks_word(lost)} lost the connection to it"] if lost else []
+    about += [f"the output of {ranks_word(node.ranks)} ends there"] if node.ranks else []
+    text = f"Node {node.host} is gone{why}: {', and '.join(about)}."
+    reason = node.trouble or "connections to it were closed, and none of its ranks reports a failure"
+    doubts = those({Doubt.UNSEEN_RANKS: not node.ranks})
+    at_fault = (NodeAtFault(node.host, format_ranks(node.ranks), reason),)
+    return Finding("node-lost", doubts, text, claims=wait_claims(case, lost), victims=tuple(lost), nodes=at_fault)
 
 
 def store_lost(case: Case) -> Ruling:

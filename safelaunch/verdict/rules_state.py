@@ -124,13 +124,17 @@ def a_peer_ended(facts: Facts) -> Ruling:
     """Every failure is a lost connection to a rank that was not seen: that rank ended first."""
     errors = {rank: facts.ranks[rank].evidence.exception for rank in facts.waiting}
     lost = [rank for rank, error in errors.items() if error is not None]
-    if not facts.unseen or not lost or any(error is not None and is_timeout(error) for error in errors.values()):
+    unseen = facts.unseen or facts.evidence.world_guessed
+    if not unseen or not lost or any(error is not None and is_timeout(error) for error in errors.values()):
         return ""
     who = capital(f"{'' if len(facts.unseen) == 1 else 'one of '}{ranks_word(facts.unseen)}")
+    if facts.evidence.world_guessed:
+        who = " or ".join(f"A process on {node.host}" for node in facts.evidence.nodes) or "A peer"
     places = dict.fromkeys(facts.waiting[rank].words for rank in lost)
     printed = facts.evidence.printed is not None
     where = "of which the log tells nothing" if printed else "on another node"
-    text = f"{who}, {where}, ended first: {ranks_word(lost)} lost the connection in "
+    ended = "ended first, or could not be reached" if facts.evidence.world_guessed else "ended first"
+    text = f"{who}, {where}, {ended}: {ranks_word(lost)} lost the connection in "
     text += f"{' and '.join(list(places)[:2])}."
     if facts.evidence.stall_s:
         text += f" There had been no step here for {facts.evidence.stall_s:.0f} s: that node may have ended a hung job."

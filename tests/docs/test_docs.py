@@ -6,6 +6,7 @@ import ast
 import html
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -95,6 +96,16 @@ def _squeezed(text: str) -> str:
 
 def test_the_readme_is_short() -> None:
     assert len(PAGES["README.md"].read_text().split()) < 1000
+
+
+def test_a_reader_with_a_frozen_job_finds_the_lines_to_paste_first() -> None:
+    text = PAGES["README.md"].read_text()
+    block = next(block for block in blocks("README.md") if "dump --all" in block.text)
+    assert block.line < 30 and "**Frozen right now?** Leave it running." in text.split("## Install")[0]
+    make, install, look = (shlex.split(line, comments=True) for line in block.text.splitlines())
+    assert make == ["python3", "-m", "venv", "~/.safelaunch"], "the system's own Python may refuse to install"
+    assert install == ["~/.safelaunch/bin/pip", "install", "."]
+    assert look == ["sudo", "~/.safelaunch/bin/safelaunch", "dump", "--all"], "sudo does not have the user's PATH"
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -202,7 +213,7 @@ def test_every_cause_has_its_section_with_its_advice(filled: dict[str, str]) -> 
     found = re.split(r"^### `(.+)`$", filled["docs/verdicts.md"], flags=re.MULTILINE)
     assert found[1::2] == list(CAUSES)
     for cause, text in zip(found[1::2], found[2::2], strict=True):
-        assert text.split("**What to do**")[0].strip(), cause
+        assert text.split("**How safelaunch knows**")[0].strip() and CAUSES[cause].evidence in text, cause
         assert all(f"- {advice.shown}" in text for advice in CAUSES[cause].advice), cause
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +42,41 @@ def test_the_metadata_is_complete() -> None:
     assert project["dynamic"] == ["readme"]
     assert {"description", "license", "license-files", "authors", "keywords", "urls"} <= project.keys()
     assert {"Homepage", "Documentation", "Source", "Issues", "Changelog"} <= project["urls"].keys()
+    needed = " ".join(project["dependencies"])
+    assert "py-spy" in needed and "torch" not in needed, "dump, diagnose, status and doctor do without it"
+    assert project["optional-dependencies"]["torch"] == ["torch>=2.6"]
     assert "Typing :: Typed" in project["classifiers"]
     assert not [one for one in project["classifiers"] if one.startswith("License ::")], "the licence is an SPDX name"
 
 
-def test_the_links_of_the_readme_lead_somewhere_on_a_package_index(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """The build hooks of ``hatch_build.py``, by name."""
     for name, kind in (("metadata.plugin", "MetadataHookInterface"), ("builders.hooks.plugin", "BuildHookInterface")):
         interface = types.ModuleType(f"hatchling.{name}.interface")
-        setattr(interface, kind, type(kind, (), {}))
+        setattr(interface, kind, type(kind, (), {"root": str(ROOT)}))
         monkeypatch.setitem(sys.modules, interface.__name__, interface)
-    hook = runpy.run_path(str(ROOT / "hatch_build.py"))["AbsoluteLinks"]()
-    hook.root = str(ROOT)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    found = runpy.run_path(str(ROOT / "hatch_build.py"))
+    return lambda name: found[name]()
+
+
+def test_a_wheel_is_built_without_writing_into_the_source_tree(hooks: Callable[[str], Any]) -> None:
+    """A clone may be another user's, or on a read-only disk."""
+    hook = hooks("Generated")
+    added: dict[str, dict[str, str]] = {"force_include": {}}
+    hook.initialize("standard", added)
+    made = [Path(path) for path in (*added["force_include"], *added["shared_data"])]
+    assert len(made) == 5 and not any(path.is_relative_to(ROOT) for path in made)
+    assert all(path.exists() for path in made)
+    assert added["shared_data"][str(made[1])] == "share/man/man1/safelaunch.1"
+    assert list(added["force_include"].values()) == ["safelaunch/cli/completions"]
+    hook.finalize("standard", added, "")
+    assert not any(path.exists() for path in made)
+
+
+def test_the_links_of_the_readme_lead_somewhere_on_a_package_index(hooks: Callable[[str], Any]) -> None:
+    hook = hooks("AbsoluteLinks")
     metadata: dict[str, Any] = {"urls": {"Source": "https://example.org/safelaunch"}}
     hook.update(metadata)
     targets = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", metadata["readme"]["text"])
@@ -85,5 +110,5 @@ def test_the_demo_installs_only_what_it_runs(tmp_path: Path) -> None:
         subprocess.run(["bash", ROOT / "scripts/demo.sh", "lock"], env=environ, check=True)
     venv, install, *demos = [line for line in said.read_text().splitlines() if not line.startswith("python -c")]
     assert venv == f"python -m venv {tmp_path / 'venv'}"
-    assert install.endswith(" torch==2.13.0 -e .") and " -q" not in install, "pip shows its progress"
+    assert install.endswith(" torch==2.13.0 -e .[torch]") and " -q" not in install, "pip shows its progress"
     assert demos == ["safelaunch demo lock"] * 2

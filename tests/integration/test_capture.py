@@ -417,6 +417,28 @@ def test_which_threads_ran_while_they_were_read(start: Start) -> None:
     ]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="a pid namespace needs root")
+def test_threads_of_a_process_in_a_container_have_their_numbers_here(start: Start) -> None:
+    words = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", textwrap.dedent(SLEEP)]
+    program = start("import os, sys; os.execvp(sys.argv[1], sys.argv[1:])", *words)
+
+    def sleeper() -> ProcessState | None:
+        found = [proc.read_process(one.pid) for one in descendants([program.pid])]
+        return next((one for one in found if in_call("clock_nanosleep")(one) and len(one.threads) == 2), None)
+
+    program.wait_for(lambda _: sleeper() is not None)
+    inside = sleeper()
+    assert inside is not None
+    sample = stack_of(inside.pid).value
+    assert sample is not None and sample.main_thread is not None
+    threads = proc.scheduled(inside.pid)
+    assert {thread.os_tid for thread in sample.threads} == set(threads)
+    assert not any(thread.active or thread.torn for thread in sample.threads)
+    assert [proc.tid_of(memory.Memory(inside.pid), thread.ident, threads) for thread in sample.threads] == [
+        thread.os_tid for thread in sample.threads
+    ]
+
+
 def test_a_stopped_process_stays_stopped(start: Start) -> None:
     program = start(SLEEP)
     program.wait_for(in_call("clock_nanosleep"))

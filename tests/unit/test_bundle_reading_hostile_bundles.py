@@ -174,7 +174,7 @@ def test_an_archive_of_names_that_nothing_is_called(tmp_path: Path, temporary: P
 
 
 @pytest.mark.parametrize("mode", ["w:", "w:gz", "w:bz2", "w:xz"])
-def test_a_damaged_archive_is_one_line(
+def test_a_damaged_archive_is_a_message_and_its_fix(
     mode: str, tmp_path: Path, temporary: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with tarfile.open(tmp_path / "archive", mode) as tar:  # type: ignore[call-overload]
@@ -186,7 +186,7 @@ def test_a_damaged_archive_is_one_line(
         (tmp_path / "archive").write_bytes(damaged)
         code = main(["diagnose", str(tmp_path / "archive")])
         said = capfd.readouterr().err
-        assert code in (0, 1, 2) and (code != 2 or said.count("\n") == 1)
+        assert code in (0, 1, 2) and (code != 2 or said.count("\n") <= 2)
         assert code != 2 or re.search(
             "damaged or incomplete: copy it again|neither a directory nor|holds no bundle", said
         )

@@ -322,11 +322,6 @@ def test_beside_a_log_only_stacks_that_name_their_rank_count(tmp_path: Path) -> 
     assert found.evidence.ranks[1].main is not None
 
 
-def test_an_empty_file_has_none(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").touch()
-    assert not locate.read(tmp_path / "a.txt").evidence.ranks
-
-
 @pytest.mark.parametrize("text", ["[]", "[1]", '[{"frames": 3}]', "Process 1: x\nThread 5 (idle)\n    no frame\n"])
 def test_none(text: str, tmp_path: Path) -> None:
     path = tmp_path / "a.txt"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +22,17 @@ from waiting import until
 from safelaunch.bundle import copier
 from safelaunch.bundle.onbundle import Notifier, variables, variables_of_look
 from safelaunch.bundle.onbundle import run as run_command
-from safelaunch.bundle.staging import Keeping, Published, Staging, check_directory, cut, name_of, publish
+from safelaunch.bundle.staging import (
+    Keeping,
+    Owner,
+    Published,
+    Staging,
+    check_directory,
+    cut,
+    name_of,
+    owner_under_sudo,
+    publish,
+)
 from safelaunch.model import Artifact, Culprit, EarlyLook, Place, Verdict
 from safelaunch.system.redaction.redactor import Redactor
 
@@ -72,6 +84,64 @@ def umask() -> Iterator[None]:
 
 
 # --- publishing -------------------------------------------------------------------------------------------------------
+
+
+NOBODY = Owner(65534, 65534)
+
+
+@pytest.fixture
+def of_nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory of another user, who can run the copier."""
+    python = shutil.which("python3", path="/usr/local/bin:/usr/bin:/bin") or "/nowhere"
+    try:
+        subprocess.run([python, "-c", ""], check=True, user=NOBODY.uid, cwd="/")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no Python that another user can run")
+    with tempfile.TemporaryDirectory() as scratch:
+        Path(scratch).chmod(0o755)
+        shutil.copy(copier.__file__, scratch)
+        monkeypatch.setattr(sys, "executable", python)
+        monkeypatch.setattr("safelaunch.bundle.staging.__file__", f"{scratch}/staging.py")
+        home = Path(scratch, "home")
+        home.mkdir()
+        os.chown(home, NOBODY.uid, NOBODY.gid)
+        yield home
+
+
+@AS_ROOT
+def test_a_bundle_of_sudo_belongs_to_the_user(of_nobody: Path, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)  # like the directory below which root assembles bundles
+    source, place = staged(tmp_path / "staged"), of_nobody / "bundles"
+    result = publish(source, place, NAME, tmp_path / "fallback", owner=NOBODY, deadline_s=30.0)
+    assert result == Published(place / NAME) and not source.exists()
+    assert names(place) == ["latest", NAME] and modes(place / NAME) == PRIVATE
+    assert {path.lstat().st_uid for path in (place, *place.rglob("*"))} == {NOBODY.uid}
+
+
+@AS_ROOT
+def test_a_bundle_of_sudo_goes_where_only_root_may_write(of_nobody: Path, tmp_path: Path) -> None:
+    source, place = staged(tmp_path / "staged"), of_nobody.parent / "of-root"
+    place.mkdir()
+    result = publish(source, place, NAME, tmp_path / "fallback", owner=NOBODY, deadline_s=30.0)
+    assert result == Published(place / NAME)
+    assert {path.lstat().st_uid for path in place.rglob("*")} == {0}
+
+
+@pytest.mark.parametrize(
+    ("user", "variables", "owner"),
+    [
+        (0, {"SUDO_UID": "4711", "SUDO_GID": "42"}, Owner(4711, 42)),
+        (1000, {"SUDO_UID": "4711", "SUDO_GID": "42"}, None),
+        (0, {"SUDO_UID": "0", "SUDO_GID": "0"}, None),
+        (0, {"SUDO_UID": "me", "SUDO_GID": "42"}, None),
+        (0, {}, None),
+    ],
+)
+def test_the_owner_under_sudo_is_a_user_other_than_root(
+    user: int, variables: dict[str, str], owner: Owner | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert owner_under_sudo(variables) == owner
 
 
 def test_a_bundle_is_published_whole(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from safelaunch.capture.jobs import FoundJob, Process, is_spawned, job_of, jobs_in, with_spawned
-from safelaunch.system.errors import UsageError
+from safelaunch.system.errors import AccessDenied, UsageError
 
 TORCHRUN, SHELL = 100, 50
 JOB = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
@@ -64,7 +64,7 @@ def test_a_process_of_no_job_is_refused_with_the_variables() -> None:
     with pytest.raises(UsageError, match="no process 999"):
         job_of(999, TWO, found(TWO))
     hidden = table(Process(7, 1, user=0, env=None))
-    with pytest.raises(UsageError, match="process 7 may not be read: it belongs to root"):
+    with pytest.raises(AccessDenied, match="process 7 may not be read: it belongs to root"):
         job_of(7, hidden, found(hidden))
 
 

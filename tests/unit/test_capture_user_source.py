@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,58 @@ def test_a_link_to_a_python_file_is_one(tmp_path: Path) -> None:
     (tmp_path / "real.py").write_text("x = 1\n")
     (tmp_path / "train.py").symlink_to(tmp_path / "real.py")
     assert user_source.line(str(tmp_path / "train.py"), 1) == "x = 1"
+
+
+# The shell's first argument becomes the root of its own mounts, in which another train.py is at the same path.
+ELSEWHERE = """
+mount --bind "$1" "$2" && echo mounted && read -r line
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_source_of_a_job_in_a_container_is_read_there(tmp_path: Path) -> None:
+    outside, inside = tmp_path / "work", tmp_path / "image"
+    for place, text in ((outside, "x = 'host'\n"), (inside, "x = 'container'\n")):
+        place.mkdir()
+        (place / "train.py").write_text(text)
+    script = str(outside / "train.py")
+    words = ["unshare", "--mount", "sh", "-c", ELSEWHERE, "sh", str(inside), str(outside)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None and job.stdin is not None
+        if not job.stdout.readline():
+            pytest.skip("mounts are not allowed here")
+        with user_source.seen_by(job.pid):
+            assert user_source.text(script) == "x = 'container'\n"
+        assert user_source.text(script) == "x = 'host'\n"
+        with user_source.seen_by(os.getpid()):
+            assert user_source.text(script) == "x = 'host'\n"
+        job.stdin.close()
+
+
+@pytest.mark.parametrize(
+    ("links", "path", "real"),
+    [
+        ({}, "/work/train.py", "work/train.py"),
+        ({"work": "/opt/job"}, "/work/train.py", "opt/job/train.py"),
+        ({"work": "opt"}, "/work/./train.py", "opt/train.py"),
+        ({"work/train.py": "../../../../etc/hosts.py"}, "/work/train.py", "etc/hosts.py"),
+        ({"a": "/b", "b": "/c/d", "c/d": "../e"}, "/a/../x/train.py", "x/train.py"),
+        ({"a": "b", "b": "a"}, "/a/train.py", None),
+    ],
+)
+def test_links_in_a_container_stay_in_it(links: dict[str, str], path: str, real: str | None, tmp_path: Path) -> None:
+    for name, target in links.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).symlink_to(target)
+    root = os.open(tmp_path, os.O_PATH)
+    try:
+        if real is None:
+            with pytest.raises(OSError, match="symbolic links"):
+                user_source._below(root, path)
+        else:
+            assert user_source._below(root, path) == real
+    finally:
+        os.close(root)
 
 
 def test_a_strangers_relative_path_is_not_looked_up_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ CASES = [
     ("safelaunch diagnose --ht", {"--html"}),
     ("safelaunch diagnose tr", {"train.py"}),
     ("safelaunch completion ", {"bash", "zsh", "fish"}),
+    ("safelaunch explain coll", {"collective-mismatch"}),
 ]
 
 
@@ -109,7 +110,7 @@ def test_the_runs_are_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_the_man_page_renders_without_warnings(tmp_path: Path) -> None:
     if shutil.which("groff") is None:
         pytest.skip("no groff here")
-    shown = re.sub(".\x08", "", output_of(["groff", "-man", "-Tascii", "-P-c", "-ww", str(MAN_PAGE)], tmp_path))
+    shown = re.sub(".\x08", "", output_of(["groff", "-man", "-Tascii", "-P-c", "-ww", str(ROOT / MAN_PAGE)], tmp_path))
     assert "--stall-timeout SECONDS|auto" in shown
     for command in COMMANDS:
         assert f"   safelaunch {command}" in shown

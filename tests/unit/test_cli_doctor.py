@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from safelaunch.capture import stacks
 from safelaunch.cli import doctor
 from safelaunch.cli import doctor_node as node
 from safelaunch.cli import doctor_rules as rules
-from safelaunch.cli.doctor_rules import MIB, Check, Disk, Probe, Rights, Trial, failed, ok, warning
+from safelaunch.cli.doctor_rules import MIB, Check, Disk, Place, Probe, Rights, Trial, failed, ok, warning
 from safelaunch.job import torchrun
 from safelaunch.system.console import Display
 from safelaunch.system.errors import Failure, UsageError
@@ -65,6 +66,50 @@ def test_what_works_is_well_whatever_the_settings_say(rights: Rights) -> None:
     check = rules.attach_check(WELL, rights)
     assert (check.result, check.fix) == ("ok", "")
     assert "20 ms" in check.detail
+
+
+@pytest.mark.parametrize(
+    ("rights", "must", "must_not"),
+    [
+        (replace(HOST, yama=1), ["\n    sudo OWN"], ["sysctl"]),
+        (HOST, ["\n    sudo OWN"], ["sysctl"]),  # another user's job
+        (replace(HOST, yama=3), ["next boot"], ["sudo OWN"]),
+        (replace(HOST, root=True), ["setcap"], ["sudo OWN"]),
+        (replace(HOST, capable=True, seccomp=2), ["seccomp"], ["sudo OWN"]),
+        (replace(HOST, place="docker"), ["\n    docker exec --privileged --user 0 NODE OWN"], ["sudo"]),
+        (replace(HOST, place="podman", root=True), ["\n    podman exec --privileged --user 0 NODE OWN"], ["docker"]),
+        (
+            replace(HOST, place="kubernetes", root=True),
+            ["\n    kubectl debug -it NODE --profile=sysadmin --target=CONTAINER", "-- chroot /proc/1/root OWN"],
+            ["docker", "sudo"],
+        ),
+        (replace(HOST, place="apptainer"), ["--add-caps"], ["docker"]),
+    ],
+    ids=str,
+)
+def test_way_in_is_a_command_for_a_job_that_runs_already(rights: Rights, must: list[str], must_not: list[str]) -> None:
+    way = rules.way_in(rights, "OWN", "sudo OWN", "NODE")
+    assert all(word in way for word in must), way
+    assert not any(word in way for word in must_not), way
+
+
+ID = "3f4e" + "0" * 60
+OF_DOCKER = f"700 1 8:1 /var/lib/docker/containers/{ID}/resolv.conf /etc/resolv.conf rw - ext4 /dev/a rw"
+OF_PODMAN = f"700 1 0:24 /containers/storage/overlay-containers/{ID}/userdata/hosts /etc/hosts rw - tmpfs t rw"
+VOLUME = f"700 1 8:1 /var/lib/docker/volumes/{ID}/_data /data rw - ext4 /dev/a rw"
+
+
+@pytest.mark.parametrize(
+    ("place", "mounts", "is_by_id"),
+    [
+        ("docker", OF_DOCKER, True),
+        ("podman", OF_PODMAN, True),
+        ("docker", VOLUME, False),
+        ("kubernetes", OF_DOCKER, False),  # of the pod's first container
+    ],
+)
+def test_container_in_the_network_of_its_host_is_named_by_its_id(place: Place, mounts: str, is_by_id: bool) -> None:
+    assert node.container(place, mounts) == (ID[:12] if is_by_id else socket.gethostname())
 
 
 def test_root_is_told_that_others_may_fare_otherwise() -> None:
@@ -171,6 +216,7 @@ JUDGED = [
     (rules.version_check("3.0", "/x/torch", 0), "warning", "could not be read"),
     (rules.gpu_check(8, "", "", "12.8", True), "ok", "NVML sees 8"),
     (rules.gpu_check(0, NO_DRIVER, "", "", False), "ok", "for the CPU"),
+    (rules.gpu_check(0, NO_DRIVER, "", None, False), "ok", NO_DRIVER),
     (rules.gpu_check(0, NO_DRIVER, "", "12.8", False), "warning", "CUDA 12.8"),
     (rules.gpu_check(0, NO_DRIVER, "", "", True), "warning", "/dev/nvidia"),
     (rules.gpu_check(0, "nvidia-ml-py is not installed", "not installed", "", False), "warning", "pip install"),
@@ -343,6 +389,7 @@ def test_without_torch_the_rest_is_examined_all_the_same(monkeypatch: pytest.Mon
     environ = {"PATH": os.environ["PATH"], "XDG_RUNTIME_DIR": os.fspath(tmp_path)}
     checks = {check.name: check for check in doctor.examine(environ, os.getuid(), tmp_path)}
     assert checks["torch"].result == "failed" and checks["torch"].fix == "pip install torch"
+    assert "dump, diagnose and status work" in checks["torch"].detail and "torch" not in checks["GPUs"].detail
     assert {"ports", "run directory", "py-spy"} <= set(checks)
 
 

@@ -1,4 +1,7 @@
-"""Foreign modules on PYTHONPATH with the names of safelaunch's dependencies, and an installation that lacks some."""
+"""Foreign modules on PYTHONPATH with the names of safelaunch's dependencies, and an installation that lacks some.
+
+``.ci/run`` tries the wheel without torch.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch import cli
+from safelaunch.job import torchrun
 
 
 @pytest.mark.parametrize(("module", "words"), [("yaml", ["presets"]), ("msgspec", ["status", "--json"])])
@@ -40,3 +44,28 @@ def test_without_a_dependency_a_job_runs_as_under_plain_torchrun(
     assert argv[1].endswith("torchrun") and argv[2:] == ["--nproc-per-node=2", str(script), "--preset", "mine"]
     said = capfd.readouterr().err
     assert said.count("\n") == 1 and "not watching this job" in said and "running plain torchrun" in said
+
+
+@pytest.mark.parametrize("words", [["presets"], ["status"], ["gpus"], ["dump", "--pid=1"], ["diagnose", "job.log"]])
+def test_torch_is_not_imported(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text('[rank1]: Traceback (most recent call last):\n[rank1]:   File "a.py", line 1\n')
+    (tmp_path / "torch.py").write_text("raise SystemError('torch was imported')\n")
+    env = {**os.environ, "PYTHONPATH": os.fspath(tmp_path), "XDG_RUNTIME_DIR": os.fspath(tmp_path)}
+    command = [sys.executable, "-m", "safelaunch", *words]
+    shown = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert shown.returncode in (0, 1, 2) and "torch was imported" not in shown.stderr, shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+def test_a_job_without_torch_is_refused_with_the_line_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", os.fspath(tmp_path))
+    monkeypatch.setattr(torchrun, "_torch_on", lambda path: None)
+    assert cli.main(["--nproc-per-node=2", "train.py"]) == 2
+    *_, last = capfd.readouterr().err.splitlines()
+    assert last == f"safelaunch:     {sys.executable} -m pip install torch"

@@ -221,11 +221,11 @@ def test_another_interpreter_is_asked() -> None:
 
 @pytest.mark.usefixtures("without_torch")
 def test_no_torch_anywhere(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=re.escape("pip install 'torch>=2.6'")):
+    with pytest.raises(UsageError, match=re.escape(f"\n    {sys.executable} -m pip install torch")):
         torchrun.find({"PATH": os.fspath(tmp_path)})
     (tmp_path / "torchrun").write_bytes(b"\x7fELF no script at all")
     (tmp_path / "torchrun").chmod(0o755)
-    with pytest.raises(UsageError, match="torch is not installed"):
+    with pytest.raises(UsageError, match="torch is missing"):
         torchrun.find({"PATH": os.fspath(tmp_path)})
 
 

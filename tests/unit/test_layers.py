@@ -323,9 +323,11 @@ def test_a_dry_run_without_presets_imports_nothing_heavy(tmp_path: Path) -> None
     assert not seen_by(tmp_path, AT_EXIT, "--dry-run", "--nproc-per-node", "2", "script.py") & HEAVY
 
 
-@pytest.mark.parametrize("words", [["--help"], ["help"], ["--nproc-per-node=2", "-h"], ["completion", "bash"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["help"], ["--nproc-per-node=2", "-h"], ["completion", "bash"], ["explain", "busy-loop"]]
+)
 def test_help_imports_nothing_heavy(tmp_path: Path, words: list[str]) -> None:
-    allowed = {"argparse"} if words[0] == "completion" else set()
+    allowed = {"completion": {"argparse"}, "explain": {"argparse", "msgspec"}}.get(words[0], set())
     assert not seen_by(tmp_path, AT_EXIT, *words) & (HEAVY - allowed)
 
 

@@ -268,6 +268,7 @@ def test_markdown_has_all_sections() -> None:
     assert "table_open" in {one.type for one in MarkdownIt("commonmark").enable("table").parse(text)}
     assert "| 1 | node1 | 1010 | 60 | S clock_nanosleep | is asleep in train.py:7 (load) |" in text
     assert "no answer within 2 s" in text
+    assert "`safelaunch explain stuck-in-user-code` explains the cause." in text.splitlines()
 
 
 def test_markdown_of_a_worker_shows_its_stack_without_its_parents() -> None:

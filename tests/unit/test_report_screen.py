@@ -164,6 +164,15 @@ def test_the_page_of_the_bundle_is_named_above_it() -> None:
     assert "report" not in report.screen(replace(MISMATCH, culprits=MISMATCH.culprits * 5), bundle_path=BUNDLE)
 
 
+@EVERY
+def test_screen_names_the_command_that_explains_its_cause(name: str, width: int) -> None:
+    command = f"safelaunch explain {SCREENS[name].cause}"
+    assert sum(line.endswith(command) for line in shown(SCREENS[name], width).splitlines()) == 1
+    without_page = report.screen(SCREENS[name], bundle_path=BUNDLE, place="read from", width=width).splitlines()
+    assert without_page[-2] == f"safelaunch:   more: {command}"
+    assert max(len(without_page), len(shown(SCREENS[name], width).splitlines())) <= report.MAX_LINES
+
+
 # --- colour -----------------------------------------------------------------------------------------------------------
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import site
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from evidence import in_c10d, in_user
 
 from safelaunch.capture.counters import Counters, ProcessCounters, Used
+from safelaunch.capture.jobs import FoundJob, Process, Rank
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.model import Frame, ProcessState, StackSample, Thread, ThreadState
-from safelaunch.supervise.attach import movement
+from safelaunch.supervise.attach import attach, movement
 from safelaunch.supervise.looks import Looks
+from safelaunch.system.console import COMMAND
+from safelaunch.system.errors import SafelaunchError
 
 SECONDS = 2.0
 CALL, SLEEP, LOOP = in_c10d("all_reduce", 50), in_user("time.sleep"), in_user("train")
@@ -85,3 +92,17 @@ def looks(*mains: Main) -> Looks:
 def test_what_moves_and_what_stands(mains: list[Main], moves: bool, stands: bool) -> None:
     moving, stood_s = movement(looks(*mains))
     assert (moving, stood_s) == (moves, pytest.approx(SECONDS - 0.1) if stands else 0.0)
+
+
+def test_a_dump_without_py_spy_is_refused_with_the_line_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(site, "getuserbase", lambda: "/nowhere")
+    monkeypatch.setenv("PATH", "/nowhere")
+    job = FoundJob(1, {0: Rank(Process(os.getpid(), 1), 0, 1, 0)}, 1, {os.getpid()})
+    with pytest.raises(SafelaunchError) as caught:
+        attach(job, tmp_path)
+    assert "py-spy is not installed" in caught.value.message
+    assert caught.value.fix == f"{COMMAND}/nowhere/python -m pip install py-spy"
+    assert list(tmp_path.iterdir()) == []

@@ -1,11 +1,14 @@
-"""Messages: where they go if the reader of stderr has ended."""
+"""Messages: where they go if the reader of stderr has ended, and how they fit on a terminal."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 
 # Leads a session on the terminal named by its only argument; its stderr is a pipe without a reader.
 SAYS = """if True:
@@ -28,6 +31,20 @@ def test_a_message_goes_to_the_terminal_if_the_reader_of_stderr_has_ended() -> N
             [sys.executable, "-c", SAYS, os.ttyname(slave)], check=True, timeout=60, stdin=subprocess.DEVNULL
         )
         assert os.read(master, 1024) == b"safelaunch: the verdict\r\n"
+    finally:
+        os.close(slave)
+        os.close(master)
+
+
+def test_a_command_in_a_message_stays_on_one_line_of_a_narrow_terminal() -> None:
+    command = "sudo /home/me/a-directory-of-mine/safelaunch/bin/safelaunch dump --all --bundle-dir /elsewhere"
+    master, slave = pty.openpty()
+    try:
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+        code = f"from safelaunch.system.console import say; say('{'many words ' * 9}\\n    {command}')"
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stderr=slave)
+        lines = os.read(master, 4096).decode().splitlines()
+        assert len(lines) > 2 and lines[-1] == f"safelaunch:     {command}"
     finally:
         os.close(slave)
         os.close(master)

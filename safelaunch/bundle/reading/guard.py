@@ -22,10 +22,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from safelaunch.model import Evidence, Outcome, RankEvidence
 from safelaunch.system.errors import SafelaunchError
+
+if TYPE_CHECKING:
+    from safelaunch.bundle.reading.log_events import Events
 
 # --- what is found, and bounded reads ---------------------------------------------------------------------------------
 
@@ -35,7 +38,7 @@ LINK = "it is a link, and safelaunch follows no links here"
 
 
 class Unreadable(SafelaunchError):
-    """A file that is not what it should be. The message says what is wrong, without the path."""
+    """A file that is not what it should be. The message says what is wrong, without the path. ``fix`` has no NUL."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,8 @@ class Found:
     ``bundles``: the directories of the bundles that it was read from. ``taken``: of a bundle, from the last progress to
     when it was written, in Unix seconds; zeros where that is not known. ``source``: what the verdict read of the user's
     files, by their paths; None where that is not kept. ``remarks``: what is no fault of a rank, in words.
-    ``world_guessed``: nothing says how many ranks there were; ``world_size`` is the least that it can be.
-    ``is_output``: of texts, a job may have printed some line of them.
+    ``is_output``: of texts, a job may have printed some line of them. ``events``: of logs, lines that report errors.
+    ``launch``: the command that a log shows, as one that runs the job under safelaunch.
     """
 
     what: str
@@ -58,8 +61,9 @@ class Found:
     taken: tuple[float, float] = (0.0, 0.0)
     source: Mapping[str, str] | None = None
     remarks: tuple[str, ...] = ()
-    world_guessed: bool = False
     is_output: bool = True
+    events: Events | None = None
+    launch: tuple[str, ...] = ()
 
     def read_source(self, path: str) -> str | None:
         """The text of a source file for the verdict: as it was then, otherwise what has that path here and now."""
@@ -193,7 +197,8 @@ def all_in_child(work: Callable[[], Iterable[_T]], bounds: Bounds) -> list[_T]:
         values: list[_T] = pickle.loads(payload)  # noqa: S301 - our own child wrote it, of values that it had checked
         return values
     if kind == _REFUSED:
-        raise Unreadable(payload.decode())
+        fix, _, message = payload.decode().partition("\0")
+        raise Unreadable(message, fix)
     raise TooMuch(_why(kind, payload, code, bounds), marks)
 
 
@@ -209,7 +214,7 @@ def _work(work: Callable[[], Iterable[_T]], bounds: Bounds, descriptor: int) -> 
                     pipe.write(_MADE)
                 _send(pipe.write, _DONE + pickle.dumps(values, protocol=pickle.HIGHEST_PROTOCOL))
             except Unreadable as error:
-                _send(pipe.write, _REFUSED + error.message.encode("utf-8", "replace"))
+                _send(pipe.write, _REFUSED + f"{error.fix}\0{error.message}".encode("utf-8", "replace"))
             except MemoryError:
                 _send(pipe.write, _NO_MEMORY)
             except Exception as error:  # noqa: BLE001 - the parent reports it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -49,10 +50,13 @@ _NOTHING = (
     "it holds no bundle, no run directory, no log, no stacks and no Flight Recorder dumps (files whose names end in a"
     " rank number: nccl_trace_rank_0, comm_lib_trace_rank_0, dump_0.json)"
 )
-
 _NO_OUTPUT = (
     "it is neither a bundle, nor Flight Recorder dumps, nor stacks, nor the log of a job: no line of it looks like the"
     " output of a launcher, torch, Python or a training script"
+)
+_GIVE = (
+    "Name a job's output, its stacks, its Flight Recorder dumps or a bundle. While the job hangs, `safelaunch dump"
+    " --all` on its node needs no file."
 )
 
 
@@ -97,6 +101,7 @@ def folder_of(path: Path, scratch: Path) -> Path:
         if not path.is_file():
             missing = "this file or directory does not exist"
             raise Unreadable("it is neither a directory nor an archive" if path.exists() else missing)
+        _reject_other_data(path)
         unpacked = scratch / "unpacked"
         unpacked.mkdir()
         cpu_s = min(60, 8 + (path.stat().st_size >> 18))
@@ -160,8 +165,8 @@ def _of_texts(paths: Sequence[Path], root: Path | None = None) -> Found:
         return alone
     printed = logs.read_logs(rest, root)
     found = saved.found(only_named=bool(printed.evidence.ranks))
-    if found is None and not printed.is_output:
-        raise Unreadable(_NO_OUTPUT if root is None else _NOTHING)
+    if found is None and not (printed.evidence.ranks or printed.remarks):
+        _reject_other_texts(paths, root, printed)
     if found is None or printed.evidence.ranks:
         return printed if found is None else _with_stacks(printed, found)
     return replace(found, remarks=(*found.remarks, *printed.remarks))
@@ -191,14 +196,14 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
         dumps = Found(dumps.what, dumps.evidence, dumps.problems, files) if dumps is not None else None
     texts = log_lines.logs_in(folder)
     if dumps is None and not texts:
-        raise Unreadable(_NOTHING)
+        raise _holds_nothing(folder)
     if dumps is None:
         return _of_texts(texts, folder)
     printed = logs.read_logs(texts, folder)
     found = dumps
     if printed.evidence.ranks:
         joined = _joined(printed, dumps, lambda rank, dump: structs.replace(rank, flight_record=dump.flight_record))
-        found = replace(joined, world_guessed=False)
+        found = joined
     seen = stacks.Stacks.of(texts, folder).found(only_named=True)
     return found if seen is None else _with_stacks(found, seen)
 
@@ -221,6 +226,7 @@ def _joined(one: Found, other: Found, both: Callable[[RankEvidence, RankEvidence
         ranks=tuple(ranks[rank] for rank in sorted(ranks)),
         missing_ranks=tuple(rank for rank in range(world) if rank not in ranks),
         printed=None,
+        world_guessed=False,
     )
     what, problems = f"{one.what}, {other.what}", (*one.problems, *other.problems)
     return replace(one, what=what, evidence=evidence, problems=problems, files={**one.files, **other.files})
@@ -251,7 +257,7 @@ def _unpack(archive: Path, scratch: Path) -> None:
             raise Unreadable(f"it cannot be unpacked in {scratch.parent.parent}: {error.strerror}") from error
         if opened or isinstance(error, EOFError):
             raise Unreadable("the archive is damaged or incomplete: copy it again from where it was written") from error
-        raise Unreadable("it is neither a directory nor a bundle's archive (.tar.gz)") from error
+        raise Unreadable("it is neither a directory nor a bundle's archive (.tar.gz)", _GIVE) from error
 
 
 def _unpack_all(tar: tarfile.TarFile, scratch: Path, limit: int, *, write: bool) -> None:
@@ -279,6 +285,74 @@ def _unpack_one(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> 
     with file:
         while source is not None and (data := source.read(_CHUNK_BYTES)):
             file.write(data)
+
+
+# --- files that are no evidence ---------------------------------------------------------------------------------------
+
+_LINES_LOOKED_AT, _COLUMNS_LOOKED_AT, _NAMES_SHOWN = 400, 400, 3
+_EMPTY = "an empty file"
+_KINDS = {
+    ".md": "Markdown", ".rst": "reStructuredText", ".html": "HTML", ".csv": "a table", ".json": "JSON", ".toml": "TOML",
+    ".yaml": "YAML", ".yml": "YAML", ".py": "Python source", ".ipynb": "a notebook", ".sh": "a shell script",
+    ".sbatch": "a shell script", ".slurm": "a shell script",
+}  # fmt: skip
+_MAGIC = {
+    b"PK\x03\x04": "a zip archive, such as a checkpoint",
+    b"\x7fELF": "a program",
+    b"\x89PNG": "a picture",
+    b"\xff\xd8\xff": "a picture",
+    b"%PDF": "a PDF",
+}
+# At least five words without numbers, paths or assignments, as a person writes them.
+_PROSE = re.compile(r"[-*#>\s]*(?:[^\W\d_][\w'’-]*[.,;:!?)]* +\(?){4,}[^\W\d_][\w'’-]*[.,;:!?)]*")
+
+
+def _reject_other_data(path: Path) -> None:
+    """Raises Unreadable for data of a known kind that is neither text nor an archive."""
+    with path.open("rb") as file:
+        head = file.read(1 << 12)
+    if head.startswith(b"\x80") or b'"pg_config"' in head:
+        raise Unreadable("it is one Flight Recorder dump, or a pickle", "Name the folder with the dumps of all ranks.")
+    kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "")
+    if kind:
+        raise Unreadable(f"it is {kind}, not the output of a job", _GIVE)
+
+
+def _reject_other_texts(paths: Sequence[Path], root: Path | None, printed: Found) -> None:
+    """Raises Unreadable for texts that no job has printed."""
+    kinds = dict.fromkeys(map(_kind_of, paths))
+    they_are = "it is" if len(paths) == 1 and root is None else "they are" if root is None else "its logs are"
+    if [*kinds] == [_EMPTY]:
+        raise Unreadable(f"{they_are} empty", _GIVE)
+    if root is not None and ("" not in kinds or not printed.is_output):
+        raise _holds_nothing(root)
+    if "" not in kinds:
+        raise Unreadable(f"{they_are} {' and '.join(kinds)}, not the output of a job", _GIVE)
+    if not printed.is_output:
+        raise Unreadable(_NO_OUTPUT, _GIVE)
+
+
+def _kind_of(path: Path) -> str:
+    """Returns the kind of a text that no job has printed; empty if a job might have printed it."""
+    if path == log_lines.STDIN:
+        return ""
+    read = islice(log_lines.lines_of(path, path.name), _LINES_LOOKED_AT)
+    lines = [line.text[:_COLUMNS_LOOKED_AT] for line in read if line is not None and line.text.strip()]
+    if not lines:
+        return _EMPTY
+    if kind := _KINDS.get(path.suffix.lower()):
+        return kind
+    if lines[0].startswith("#!"):
+        return "a script"
+    prose, of_a_job = sum(map(bool, map(_PROSE.fullmatch, lines))), sum(map(log_lines.is_of_a_job, lines))
+    return "prose" if 2 * prose > len(lines) >= 4 * of_a_job else ""
+
+
+def _holds_nothing(folder: Path) -> Unreadable:
+    names = sorted(path.name for path in folder.iterdir())
+    more = [f"{len(names) - _NAMES_SHOWN} more"] if len(names) > _NAMES_SHOWN else []
+    shown = " and ".join(filter(None, (", ".join(names[:_NAMES_SHOWN]), *more)))
+    return Unreadable(f"{_NOTHING}, only {shown}" if names else "it is an empty folder", _GIVE)
 
 
 # --- a run directory that nobody removed: everything was killed at once, or the machine was reset --------------------

@@ -13,6 +13,7 @@ import gzip
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,17 +22,23 @@ from pathlib import Path
 from typing import BinaryIO
 
 MAX_RANKS = 1 << 16
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 17
+_MOST_SHAPES, _MOST_PARTS = 1 << 14, 64
 MOST_LINE = 1 << 14  # characters
 
 
-# What some line has in it that reports an end. The parts of a file that have none of these are not looked at.
+# Literals of which one is in each line that may report an error or an end. Parts of a file without any are skipped.
 _TELLING = (
-    b"Traceback (most", b'  File "', b"atchdog", b"NCCL WARN", b"exitcode", b"srun: error", b"slurmstepd", b"illed",
-    b"terminate called", b"orld_rank", b"enqueued", b"atal", b"corrupt", b"what():", b"Xid", b"ut of memory",
-    b"orker group", b"CANCELLED", b"return code", b"NCCL error", b" group.cc:", b"on signal", b"Process name: ",
-    b" nranks ", b"subset of ranks",
+    b"Traceback (most", b'  File "', b"atchdog", b"NCCL WARN", b"xitcode", b"xit code", b"xit status", b"xited with",
+    b"xited on", b"srun", b"slurmstepd", b"illed", b"terminated", b"terminate called", b"orld_rank", b"nqueued",
+    b"atal", b"FATAL", b"CRITICAL", b"ERROR", b"rror: ", b"rror(", b"rror]", b"xception", b"[E", b"[F", b"\nE",
+    b"corrupt", b"what():", b"Xid", b"ut of memory", b"OOM", b"oom", b"annot allocate", b"orker group", b"CANCELLED",
+    b"return code", b"NCCL error", b" group.cc:", b"ignal", b"SIG", b"egmentation", b"core dumped", b"Process name: ",
+    b" nranks ", b"subset of ranks", b"rrno", b"in use", b"No space", b"refused", b"o route to", b"CC error",
+    b"illegal memory", b"launch failure", b"Killing", b"Assertion", b"MPI_ABORT",
+    b"ail", b"FAIL", b"imed out", b"TIME LIMIT", b"eartbeat", b"where the task", b"fingerprint", b"FingerPrint",
 )  # fmt: skip
+LITERALS = tuple(needle.decode().strip("\n") for needle in _TELLING)  # the same, within a line
 NOT_GZIP = (EOFError, zlib.error)  # what gzip raises of damaged files, besides OSError
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07")
 
@@ -99,41 +106,101 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def lines_of(path: Path, name: str) -> Iterator[Line | None]:
-    """The lines of a file that may matter; None between two that are not neighbours."""
-    number, rest, open_still = 0, b"", True
+    """The lines of a file that may matter, the first and the last ones among them; None between two that are not
+    neighbours.
+    """
+    number, open_still, first, shapes = 0, True, True, _Shapes()
     with _opened(path) as file:
-        begin = file.read(CHUNK_BYTES)
-        wide = begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        decode = codecs.getincrementaldecoder("utf-16" if wide else "utf-8")("replace").decode
-        chunk, first = begin, True
-        while chunk:
-            following = file.read(CHUNK_BYTES)
-            if wide:
-                text = decode(chunk)
-                chunk = text.encode()
-            whole, at = rest + chunk, len(rest + chunk) if not following else (rest + chunk).rfind(b"\n") + 1
-            part, rest = whole[:at], whole[at:][-MOST_LINE:]
-            telling = first or not following or open_still or any(needle in part for needle in _TELLING)
-            if telling:
+        for part, last in _blocks(file):
+            if not part:
+                break
+            if shapes.tell(part) or first or last or open_still:
                 for line in part.removesuffix(b"\n").split(b"\n"):
                     number += 1
-                    yield Line(name, number, _clean(line[-MOST_LINE:] if b"\r" in line else line[:MOST_LINE]))
+                    text = _clean(line[-MOST_LINE:] if b"\r" in line else line[:MOST_LINE])
+                    for one in _of_record(text) if text.startswith("{") else (text,):
+                        yield Line(name, number, one)
             else:
                 number += part.count(b"\n")
                 yield None
             open_still = b'  File "' in part[-4096:] or b"\xe2\x94\x82" in part[-4096:]  # a box of rich's
-            chunk, first = following, False
+            first = False
+
+
+class _Shapes:
+    """The lines that were met, without their numbers: a job prints the same ones over and over, and looking only at new
+    ones is ten times as fast as looking for all literals everywhere.
+    """
+
+    def __init__(self) -> None:
+        self._harmless: set[bytes] = set()
+        self._met: Counter[bytes] = Counter()  # of the others, in how many parts
+
+    def tell(self, part: bytes) -> bool:
+        """Returns whether a line of this part may report an error, and is none of those that stand everywhere."""
+        new = set(part.translate(None, b"0123456789").split(b"\n")) - self._harmless
+        text = b"\n".join([b"", *new])
+        found = [literal for literal in _TELLING if literal in text]
+        if len(self._harmless) + len(self._met) > _MOST_SHAPES:
+            self._harmless.clear()
+            self._met.clear()
+        telling = {shape for shape in new if any(literal in b"\n" + shape for literal in found)} if found else set()
+        self._met.update(telling)
+        self._harmless |= new - telling
+        self._harmless |= {shape for shape in telling if self._met[shape] > _MOST_PARTS}
+        return bool(telling)
+
+
+def _blocks(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    """Parts of whole lines, and whether it is the last one, which is no shorter than the others."""
+    decode, held, rest = _as_bytes, b"", b""
+    if file.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # type: ignore[attr-defined]
+        wide = codecs.getincrementaldecoder("utf-16")("replace")
+        decode = lambda data: wide.decode(data).encode()  # noqa: E731
+    while data := file.read(CHUNK_BYTES):
+        whole = rest + decode(data)
+        end = whole.rfind(b"\n") + 1
+        rest = whole[end:][-MOST_LINE:]
+        if len(data) == CHUNK_BYTES and held:
+            yield held, False
+            held = b""
+        held += whole[:end]
+    yield held + rest, True
+
+
+def _as_bytes(data: bytes) -> bytes:
+    return data
 
 
 def _clean(line: bytes) -> str:
-    """Without colours; of a progress bar, what it shows last; of what Docker has kept as JSON, the line itself."""
+    """Without colours; of a progress bar, what it shows last."""
     text = line.decode("utf-8", "replace").rstrip()
-    if text.startswith('{"log":'):
-        with suppress(ValueError):
-            text = str(json.loads(text)["log"]).rstrip()
     if "\r" in text:
         text = text.rpartition("\r")[2]
     return _COLOURS.sub("", text) if "\x1b" in text else text
+
+
+# How loggers that write JSON, Docker among them, name the parts of a record.
+_MESSAGES = ("log", "message", "msg", "event", "text")
+_EXCEPTIONS = ("exc", "exc_info", "exc_text", "exception", "traceback", "stack_trace", "stack")
+
+
+def _of_record(text: str) -> list[str]:
+    """The lines of a record in JSON, each with its rank; ``text`` itself if it is none."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return [text]
+    message = next((record[key] for key in _MESSAGES if isinstance(record.get(key), str)), None)
+    if message is None:
+        return [text]
+    rank = next((record[key] for key in ("rank", "global_rank", "RANK") if isinstance(record.get(key), int)), None)
+    level = next((str(record[key]).upper() for key in ("level", "levelname", "severity") if record.get(key)), "")
+    raised = next((record[key] for key in _EXCEPTIONS if isinstance(record.get(key), str)), "")
+    step = record.get("step")
+    lines = [*f"{level and level + ': '}{message}".rstrip().splitlines(), *raised.rstrip().splitlines()] or [""]
+    lines[0] += f" step {step}" if isinstance(step, int) else ""
+    return lines if rank is None else [f"[rank{rank}]: {line}" for line in lines]
 
 
 # What other texts hardly hold: levels, warnings, errors, times of day, progress bars, metrics, launchers' names, and
@@ -170,7 +237,7 @@ _PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"\[(?:\d+,)?(?:mpirank:)?(?P<rank>\d{1,6})(?:,algo-\d+)?\]<std(?:err|out|diag)>: ?"), 2),
     (re.compile(r"\[\d+,(?P<rank>\d{1,6})\]: ?"), 2),
     (re.compile(r"(?:[0-9a-f]{8} )?\[rank=(?P<rank>\d{1,6})\] \|\| ?"), 2),
-    (re.compile(r"\[?(?:rank|Rank|RANK):? (?P<rank>\d{1,6})(?:\]:? |: )"), 2),
+    (re.compile(r"\[?(?:rank|Rank|RANK)[:=]? ?(?P<rank>\d{1,6})(?:/\d{1,6})?(?:\]:? |: )"), 2),
     (re.compile(r"\[(?P<role>[A-Za-z_]{1,40})(?P<rank>\d{1,5})\]: ?"), 1),
     (re.compile(r"\((?P<name>\w+(?: rank=\d+)?,? ?pid=\d+(?:, ip=[\w.:]+)?)\) ?"), 0),
     (re.compile(r"\[(?P<name>pod/[^\]\s]+)\] ?"), 0),
@@ -179,6 +246,13 @@ _PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
 # as ``srun -l`` prints it, is one.
 _MARKS = (r":(?: |$)", r" *\|(?: |$)", r"\t")
 _HOST = re.compile(rf" {{0,6}}(?P<name>(?=[a-zA-Z._-]*\d)[\w.-]{{1,80}})(?P<mark>{'|'.join(_MARKS)})")
+# c10d's own lines, in which older versions name the rank of their group; that of all ranks is the default one.
+_OF_C10D = re.compile(
+    r"\[[EFW][^\]]*ProcessGroup\w+\.cpp:\d+\] \[(?:PG (?:ID )?0 (?:PG GUID 0\S* )?)?Rank (?P<rank>\d{1,6})\]"
+)
+# A field of a logger's lines.
+_RANK_FIELD = re.compile(r".{0,100}?(?<![A-Za-z])[Rr](?:ank|ANK)[ =:_#-]?(?P<rank>\d{1,5})(?:/\d+)?(?= *[|\]>):,]| - )")
+_OF_ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|Error|EXCEPTION)\b")
 # A traceback at the end of a line that a progress bar has begun, or behind an unknown prefix.
 _BEHIND = re.compile(r".*\S(?P<space> ?)(?=Traceback \(most recent call last\):$)")
 _IN_NAME = re.compile(r"rank[_-]?(?P<rank>\d{1,6})(?!\d)")
@@ -188,35 +262,38 @@ _IN_TREE = re.compile(r"attempt_(?P<attempt>\d+)/(?P<rank>\d{1,6})/std(?:err|out
 
 @dataclass(frozen=True)
 class Said:
-    """A line without its prefixes. ``timed``: there was a time among these."""
+    """A line without its prefixes. ``timed``: they had a time among them. ``label``: what else they call its rank."""
 
     line: Line
     text: str
     speaker: Speaker | None
     timed: bool
+    label: str = ""
 
 
 @dataclass
 class Signer:
     """Whose lines a file's are. ``hosts``: matches their nodes, or tasks of Slurm; ``template``: a prefix that its
-    tracebacks have shown.
+    tracebacks have shown. ``has_field``: a logger names the rank in each of its lines.
     """
 
     of_file: Speaker | None
     hosts: re.Pattern[str] | None
+    has_field: bool = False
     template: re.Pattern[str] | None = None
+    _record: Speaker | None = None  # whose record of an error was the last line, or the traceback behind it
 
     def said(self, line: Line, ahead: Iterable[Line | None] = ()) -> Said:
         """``ahead``: lines that follow it."""
         text = line.text.removeprefix("stderr: ").removeprefix("stdout: ")
-        found, worth, timed = self.of_file, int(isinstance(self.of_file, int)), False
+        found, worth, timed, label = self.of_file, int(isinstance(self.of_file, int)), False, ""
         if "[rank" in text and (own := _OWN.match(text)) and int(own["rank"]) < MAX_RANKS:
             found, worth, text = int(own["rank"]), 3, text[own.end() :]
         if self.hosts is not None and (host := self.hosts.match(text)):
             found, worth, text = (host["name"], -1, text[host.end() :]) if found is None else (found, 0, text)
         for _ in range(6):
             taken = False
-            if text[:1] in "[(0123456789RFMSTWabcdef" or text.startswith("  | "):
+            if text[:1] in "[(0123456789RFMSTWabcdefr" or text.startswith("  | "):
                 if match := _TIME.match(text):
                     text, taken, timed = text[match.end() :], True, True
                 for pattern, value in _PREFIXES:
@@ -226,6 +303,7 @@ class Signer:
                         if value == 1 and isinstance(found, str):  # of several nodes
                             name = f"{found}{LOCAL}{name}"
                         if (value > worth or found is None) and (isinstance(name, str) or name < MAX_RANKS):
+                            label = found if isinstance(found, str) else label
                             found, worth = name, value
                         text, taken = text[match.end() :], True
                         break
@@ -239,7 +317,24 @@ class Signer:
                 text, taken = text[behind.end() :], True
             if not taken:
                 break
-        return Said(line, text, found, timed)
+        if not isinstance(found, int) and (own := _OF_C10D.match(text)):
+            label, found = found or "", int(own["rank"])
+        if self.has_field and found is None:
+            if field := _RANK_FIELD.match(text):
+                found = int(field["rank"])
+                self._record = found if _OF_ERROR.search(text) else None
+            elif timed:
+                self._record = None
+            else:  # what a logger prints behind a record is the record's
+                found = self._record
+        return Said(line, text, found, timed, label)
+
+
+def has_rank_field(lines: Sequence[str]) -> bool:
+    """Returns whether most lines of a log name a rank in the same way, as a logger's format does."""
+    texts = [line for line in lines if _TIME.match(line)] or [line for line in lines if line.strip()]
+    fields = [field for line in texts if (field := _RANK_FIELD.match(line))]
+    return len(fields) > 3 and 2 * len(fields) > len(texts)
 
 
 def _template(prefix: str, ahead: Iterable[Line | None]) -> re.Pattern[str] | None:
@@ -257,6 +352,25 @@ def _template(prefix: str, ahead: Iterable[Line | None]) -> re.Pattern[str] | No
     if len({columns[at] for at in best}) == 1:
         parts[best[-1] : best[-1] + 2] = [r"(?P<rank>\d{1,5})".join(parts[best[-1] : best[-1] + 2])]
     return re.compile(r"\d{1,6}".join(parts))
+
+
+_CUT_LINE = re.compile(
+    r".*ProcessGroup\w+\.cpp:\d+\](?:(?: \[[^\]]*\])?|.*operation timeout: (?!.*ran for \d+ milliseconds).*)$"
+)
+_REST_OF_LINE = re.compile(r"[ \w(][^\[]")
+
+
+def unwrapped(line: Line, following: Line | None) -> Line | None:
+    """One of c10d's lines with its rest, which a terminal has put on the next line; None if it is whole."""
+    if following is None or following.number != line.number + 1 or "ProcessGroup" not in line.text:
+        return None
+    if not _CUT_LINE.match(line.text) or not _REST_OF_LINE.match(following.text) or _TIME.match(following.text):
+        return None
+    return (
+        None
+        if following.text.startswith(("Traceback", "terminate", "  File"))
+        else Line(line.file, line.number, line.text + following.text)
+    )
 
 
 def speakers_of_names(names: Sequence[str]) -> dict[str, Speaker]:
@@ -282,7 +396,12 @@ def hosts_of(lines: Sequence[str]) -> re.Pattern[str] | None:
     found = [_HOST.match(line) for line in lines if line.strip()]
     named = [one for one in dropwhile(lambda one: one is None, found) if one is not None]
     names = {one["name"] for one in named}
-    if len(named) < 3 or 2 * len(names) > len(named) or len(named) < 0.8 * (len(found) - found.index(named[0])):
+    tasks = len(names) > 1 and names == {str(task) for task in range(len(names))}
+    if (
+        len(named) < 3
+        or (2 - tasks) * len(names) > len(named)
+        or len(named) < 0.8 * (len(found) - found.index(named[0]))
+    ):
         return None
     shapes = {re.sub(r"\d+", r"\\d+", re.escape(one["name"])) for one in named}
     marks = {next(mark for mark in _MARKS if re.match(mark, one["mark"])) for one in named}

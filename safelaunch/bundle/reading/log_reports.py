@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 import signal
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import chain
 
-from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS, Line, Said, Speaker
+from safelaunch.bundle.reading.launch_line import best_launch
+from safelaunch.bundle.reading.log_events import Events
+from safelaunch.bundle.reading.log_lines import LITERALS, LOCAL, MAX_RANKS, Line, Said, Speaker
 from safelaunch.bundle.reading.log_tracebacks import (
     BARE,
     BOXED,
@@ -24,10 +27,11 @@ from safelaunch.bundle.reading.log_tracebacks import (
     Crash,
     Traceback,
 )
-from safelaunch.model import Frame, RankException
-from safelaunch.verdict.exits import UNKNOWN_SIGNAL, is_consequence, signal_name
+from safelaunch.model import Frame, RankException, Rendezvous
+from safelaunch.verdict.exits import UNKNOWN_SIGNAL, is_consequence, one_line, signal_name
 from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.failures import last_abort, options_refused
+from safelaunch.verdict.reading import tracebacks
+from safelaunch.verdict.reading.failures import fingerprints, last_abort, options_refused
 
 _MOST_TAIL, _MOST_WARNINGS, _MOST_TRACEBACKS, _MOST_SPEAKERS = 60, 40, 20, 1 << 16
 
@@ -36,6 +40,7 @@ _OF_A_CHILD = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the foll
 _FRAME = re.compile(r' +File "[^"]+", line \d+, in \S')
 # A launcher's, about a process that it has started.
 _OF_A_PROGRAM = re.compile(r"Command '.{0,200}?(?:python|torchrun|accelerate|deepspeed)", re.IGNORECASE | re.DOTALL)
+_STATUS_OF_A_PROGRAM = re.compile(r"died with <Signals\.(?P<name>SIG\w+)|exit status (?P<code>\d+)")
 # What is no output of the script's own: of launchers, and of torch's log.
 _NOT_OWN = re.compile(
     r"\s|\[?[IWEF]\d{3,4} |===|---|\[|Root Cause|Failures:|srun: |slurmstepd: |Exception (?:ignored|in thread)"
@@ -47,7 +52,24 @@ _LAUNCHERS = (
     "/ray/_private/worker.py",
 )  # fmt: skip
 _OF_RAY = re.compile(r"ray\.exceptions\.RayTaskError\(\w+\): ray::.*?\(pid=(?P<pid>\d+)")  # what a worker has raised
-_MOST_REMARK = 300
+# c10d's store, of torchrun's agents or of the ranks, does not answer.
+_OF_RENDEZVOUS = re.compile(
+    r"(?:while trying to connect to|failed to connect to|Connection to) \(?\[?(?P<host>[\w.-]+)\]?"
+    r"[,:]+ ?(?P<port>\d{2,5})"
+)
+_NOT_MET = re.compile(rf"{_OF_RENDEZVOUS.pattern}|\b\d+/\d+ clients joined")
+_OF_A_SOCKET = re.compile(r"\[c10d\] (?P<what>The \w+ socket (?:has failed|cannot be) .*\(errno: .*)")
+_CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal")
+_CLOSED_BY = re.compile(r"NCCL WARN .*(?:remote peer|recv from|send to|from peer) (?P<host>[\w.-]+)<\d+>")
+_ON_HOST = re.compile(
+    r"(?P<prefix>[\w.-]+):\d+:\d+ \[\d+\] |.*\b(?:on|host(?:name)?|node)[=:]? (?P<host>(?=[\w.-]*\d)[\w.-]+)(?=[ ,)]|$)"
+)
+_NODE_FAILED = re.compile(r"[Nn]ode failure on (?P<host>[\w.-]+)")
+_STEP = re.compile(
+    r"\b(?P<word>[Ss]tep|[Ii]t(?:er(?:ation)?)?|[Ee]poch|[Bb]atch)s?\b\W{0,4}(?P<number>\d{1,9})(?!\.\d)"
+    r"|(?:\|| |:|\[|^) *(?P<done>\d{1,9})/\d{2,9}(?: |\]|$)"
+)
+_MOST_REMARK, _MOST_COMMAND = 300, 1 << 14
 _REMARKS = re.compile(
     r"slurmstepd: error: \*\*\* (?P<slurm>(?:JOB|STEP) .*)|(?P<xid>NVRM: Xid .*)"
     r"|(?P<bus>.*GPU has fallen off the bus.*)|error: (?P<oom>Detected \d+ oom[-_]kill event.*)"
@@ -69,9 +91,13 @@ _IN_NCCL = re.compile(rf"{OF_NCCL.pattern}.* comm 0x\w+ rank (?P<rank>\d{{1,6}})
 _NCCL_FAILED = re.compile(
     r"\bnccl(?:\w+Error|Invalid\w+): |NCCL error: |NCCL error in: |NCCL INFO group\.cc:\d+ -> [1-6]\b"
 )
-_AT_WORK = re.compile(r"work(?: sequence id)?: (?P<seq>\d+)")
+_AT_WORK = re.compile(r"\bat (?:NCCL )?work(?: sequence id)?: (?P<seq>\d+)")
 _WHOSE = re.compile(r"\[(?:[^\]]* )?Rank (?P<rank>\d{1,6})\]")
-_STATUS = re.compile(r"last enqueued (?:NCCL )?work: (?P<queued>-?\d+), last completed (?:NCCL )?work: (?P<done>-?\d+)")
+_STATUS = re.compile(
+    r"last enqueued (?:NCCL )?work: (?P<queued>-?\d+),(?: last started (?:NCCL )?work: (?P<started>-?\d+),)?"
+    r" last completed (?:NCCL )?work: (?P<done>-?\d+)",
+    re.IGNORECASE,
+)
 # Horovod names the tensors that a rank has not submitted; before 0.18, the ranks that have not submitted a tensor.
 _NOT_SUBMITTED = re.compile(
     r"(?P<rank>\d{1,6})!?: \[(?P<tensors>[^\]]+)\]$"
@@ -123,6 +149,10 @@ class Heard:
     block: dict[str, str] = field(default_factory=dict)  # of a launcher's summary
     block_at: Line | None = None
     block_root: bool = False
+    heads: int = 0  # first lines of tracebacks
+    hosts: set[str] = field(default_factory=set)  # names that may be its host's
+    steps: dict[str, int] = field(default_factory=dict)  # by what it calls them, the highest that it printed
+    socket: str = ""  # what c10d last reported of a socket
 
     def fail(self, line: Line, kind: str, what: str) -> None:
         """With an error that a library prints and no traceback shows."""
@@ -132,6 +162,15 @@ class Heard:
     def note(self, opened: Traceback, raised: RankException) -> None:
         self.raised = [*self.raised[-_MOST_TRACEBACKS:], (opened, raised)]
         self.after = After.of(opened.lines[-1], self.tail)
+
+    def absorb(self, other: Heard) -> None:
+        """What lines say of the same process that have another prefix."""
+        if other.raised:
+            self.raised, self.after = [*self.raised, *other.raised], other.after
+        self.tail.extend(other.tail)
+        self.crashes += other.crashes
+        self.warnings += other.warnings
+        self.hosts |= other.hosts
 
     def uncaught(self, *, ended: bool) -> tuple[Traceback, RankException] | None:
         """``ended``: something else says that its process has failed."""
@@ -151,6 +190,21 @@ _IN_WORDS = re.compile(
     r"| crashed with exit code | .{0,80}exited on (?P<signal>signal) )(?P<code>-?\d+)"
     r"|MPI_ABORT was invoked on rank (?P<aborts>\d{1,5})"
 )
+# Launchers of clusters, and libraries that watch their processes, in all their wordings: who ended, and how.
+_DIED = re.compile(
+    r"(?P<label>\b(?i:rank|task|process|worker|pid)\b)[ :=#]{1,2}\[?(?P<number>\d{1,9})\]?\)?[^\d\n]{0,60}?"
+    r"(?:\b(?i:died|killed|terminated|exited|ended|failed|crashed|aborted|received|caught)\b)[^\d\n]{0,40}?"
+    r"(?:(?P<signalled>signal:? ?|SIG(?P<name>[A-Z]{3,4})\b|-(?=\d+\b))(?P<signal>\d{1,2})?"
+    r"|(?:code|status):? ?\(?(?P<code>-?\d{1,3})\b)"
+)
+# What a shell prints of its own child, kubectl of a container, Slurm of a step.
+_KILLED = re.compile(
+    r"(?:\S+: line \d+: +)?(?P<pid>\d+)? *(?P<how>Killed|Segmentation fault|Aborted|Bus error|Illegal instruction"
+    r"|Floating point exception)(?: \(core dumped\))?(?:$| {2,})"
+)
+_OOM_KILLED = re.compile(r"\bOOM[ -]?Killed\b|Detected \d+ oom[-_]kill event", re.IGNORECASE)
+_RAY_MEMORY = re.compile(r"where the task \(.*\bpid=(?P<pid>\d+).* was (?:running|killed)")
+_CONTAINER_CODE = re.compile(r"\s*[Ee]xit [Cc]ode: +(?P<code>\d{1,3})$")
 _NAMED = re.compile(r"\s*Process name: (?:\[\[\d+,\d+\],)?(?P<rank>\d{1,6})\]?$")  # mpirun, horovodrun
 _NAMED_CODE = re.compile(r"\s*Exit code: +(?P<code>\d{1,3})$")
 _MONITORED = re.compile(r"Ranks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier")
@@ -177,7 +231,16 @@ _RAY_DEAD = re.compile(
     r"Worker PID: (?P<pid>\d+) Worker exit type: (?!INTENDED)"
     r"(?:.*[Ee]xit code:? (?P<code>\d+)|.*(?P<memory>low on memory))?"
 )
-_WORLD = re.compile(r"world_size[=: ]+(?P<world>\d{1,6})\b", re.IGNORECASE)
+_WORLD = re.compile(
+    r"(?:world[ _]size\W{1,4}|\branks? \d+ (?:of|out of) |\bnproc[-_]per[-_]node[= ]|\bnum_processes[= ]|SLURM_NTASKS="
+    r"|registered. Starting with )(?P<world>\d{1,6})\b",
+    re.IGNORECASE,
+)
+
+
+def _of_shell(code: int) -> int:
+    """128 and a signal's number is how a shell, or a container, reports a signal."""
+    return 128 - code if 128 < code < 160 else code
 
 
 @dataclass
@@ -201,6 +264,14 @@ class Printed:
     def __init__(self) -> None:
         self.heard: dict[Speaker | None, Heard] = {}
         self.ended: dict[int, Ended] = {}
+        self.lost: dict[str, Ended] = {}  # processes whose rank nothing gives, by what the log calls them
+        self.events = Events()
+        self.launch: tuple[str, ...] = ()  # the command that started it, as one that runs it under safelaunch
+        self._command = ""  # what may be the beginning of that
+        self.labels: dict[str, set[int]] = {}  # the ranks that lines with these names have, too
+        self.rendezvous: Rendezvous | None = None
+        self.rendezvous_at: Line | None = None
+        self.stopped: dict[Speaker | None, set[str]] = {}  # pids that a launcher of torch has stopped after a failure
         self.kills: dict[int, str] = {}
         self.ranks: dict[str, int] = {}  # of Ray's workers, by pid
         self.world = 0
@@ -215,6 +286,8 @@ class Printed:
         self._stalled_at: Line | None = None
         self._since_stalled = 0
         self.nccl_failed: Line | None = None
+        self.failed_hosts: dict[str, Line] = {}  # by Slurm's word
+        self.closed_by: dict[str, Line] = {}  # hosts that closed connections of others
         self.nccl_told: list[tuple[Line, str]] = []  # warnings, and the last error, in whoever's lines
         self._cancelled = False  # from outside, before anything failed: what comes after it are effects
         self._stopping = False  # Slurm ends the other tasks of the step
@@ -235,6 +308,9 @@ class Printed:
         node, _, local = name.partition(LOCAL)
         if local:
             return self.first[node] + int(local) if node in self.first else None
+        said = self.labels.get(name, set())
+        if len(said) == 1 and not any(said & others for label, others in self.labels.items() if label != name):
+            return next(iter(said))
         pid = re.search(r"pid=(\d+)", name)
         return self.ranks.get(pid[1]) if pid else int(name) if name.isdecimal() and len(name) < 6 else None
 
@@ -244,13 +320,22 @@ class Printed:
             speaker = said.speaker if len(self.heard) < _MOST_SPEAKERS else None
             one = self.heard.setdefault(speaker, Heard(said.line))
         text, one.last = said.text, said.line
+        if said.label and isinstance(said.speaker, int):
+            self.labels.setdefault(said.label, set()).add(said.speaker)
+        opened = one.opened
+        one.heads += text.startswith(HEAD)
         if one.opened is not None and not one.opened.take(text, timed=said.timed):
             self._close(one)
             if one.opened is not None and not one.opened.take(text, timed=said.timed):
                 self._close(one)
         if one.opened is None:
             one.opened = self._opened(one, said)
+            if one.opened is not None:
+                one.opened.socket, one.opened.ignored = one.socket, one.before.startswith("Exception ignored")
             self._note_nccl(one, said)
+        if said.speaker is not None and (made := _STEP.search(text)):
+            word, number = (made["word"] or "%").lower(), int(made["number"] or made["done"])
+            one.steps[word] = max(number, one.steps.get(word, 0))
         one.before = text
         end = one.raised[-1][0].line if one.raised else one.crashes[-1].line if one.crashes else said.line
         own = one.opened is None and end.file == said.line.file and not (said.timed or _NOT_OWN.match(text))
@@ -263,8 +348,13 @@ class Printed:
             one.crashes = [*one.crashes[-1:], Crash(said.line, [text])]
         elif one.crashes:
             one.crashes[-1].take(text, own=own)
+        telling = any(literal in text for literal in LITERALS)
+        self.events.hear(said, telling=telling and one.opened is None and opened is None)
         if one.opened is None or one.opened.state == "after":
-            self._note(one, said)
+            one.tail.append(text)
+            self._note_form(one, said)
+            if telling:
+                self._note(one, said)
 
     def _go_on(self, unsigned: Heard) -> None:
         """Nodes print their own, so the job has survived what nobody has signed."""
@@ -293,11 +383,16 @@ class Printed:
         of_child = _OF_A_CHILD.match(one.before)
         return Traceback(said.line, [text], thread, said, int(of_child["rank"]) if of_child else None)
 
-    def _close(self, one: Heard) -> None:
+    def _close(self, one: Heard, *, at_end: bool = False) -> None:
         opened, one.opened = one.opened, None
-        raised = opened.exception(opened.line.number * 1e-3) if opened is not None else None
-        if opened is None or raised is None:
+        if opened is None:
             return
+        raised = opened.exception(opened.line.number * 1e-3, cut_off=at_end)
+        if raised is None:
+            return
+        place = f" at {raised.frames[0].file}:{raised.frames[0].line}" if raised.frames else ""
+        what = f"{raised.type}: {raised.message}" if raised.message else raised.type
+        self.events.add("traceback", f"{what}{place}", opened.said, harmless=opened.ignored)
         if opened.thread:
             again = one.raised and (one.raised[-1][1].type, one.raised[-1][1].message) == (raised.type, raised.message)
             one.raised = one.raised[:-1] if again else one.raised
@@ -306,6 +401,10 @@ class Printed:
         if of_ray := _OF_RAY.match(f"{raised.type}: {raised.message}"):
             one.opened = Traceback(opened.line, [HEAD], False, opened.said, pid=of_ray["pid"])
             return
+        if kind.startswith("Rendezvous") or _NOT_MET.search(raised.message):
+            self._note_rendezvous(raised, opened.line)
+            if any(fr.normal(one.file).endswith(_LAUNCHERS) or "/elastic/" in one.file for one in raised.frames):
+                return
         if kind != "ChildFailedError" and any(fr.normal(one.file).endswith(_LAUNCHERS) for one in raised.frames):
             said = f"{raised.type}: {raised.message}" if raised.message else raised.type
             self._remark(f"the launcher itself ended: {said}", opened.line)
@@ -314,6 +413,9 @@ class Printed:
             name = sent["signal"] if not sent["signal"].isdigit() else signal_name(-int(sent["signal"]))
             self._remark(", ".join(filter(None, (f"torchrun got {name}", _SENT_WHEN.get(name)))), opened.line)
         if kind == "CalledProcessError" and _OF_A_PROGRAM.match(raised.message):
+            if how := _STATUS_OF_A_PROGRAM.search(raised.message):
+                code = int(how["code"] or -getattr(signal, how["name"] or "", 0))
+                self._lose("a process of the launcher's", code, opened.said)
             self._remark(f"what was launched has failed: {raised.message}", opened.line)
             return
         if kind in _NOT_OF_A_RANK:
@@ -327,7 +429,7 @@ class Printed:
             return
         if absent := _MONITORED.search(raised.message):
             self.absent |= {rank for one in absent["ranks"].split(", ") if (rank := int(one)) < MAX_RANKS}
-        if opened.pid and raised.type.startswith("ray."):
+        if raised.type.startswith("ray.exceptions."):
             self._remark(f"Ray: {raised.type}: {raised.message}", opened.line)
             return
         if opened.pid:
@@ -335,17 +437,34 @@ class Printed:
             one = self.heard.setdefault(self.ranks.get(opened.pid, whose), Heard(opened.line))
         if opened.rank is not None and opened.rank < MAX_RANKS:
             one = self.heard.setdefault(opened.rank, Heard(opened.line))
+        for rank, inner in tracebacks.gathered(raised.message).items():
+            if (
+                rank < MAX_RANKS and rank != opened.said.speaker
+            ):  # what it raised, in the words of a rank that reports it
+                its = self.heard.setdefault(rank, Heard(opened.line))
+                inner_kind, _, words = inner.message.partition(": ")
+                its.raised = its.raised or [
+                    (opened, RankException(inner_kind, words, raised.time_unix_s, inner.frames))
+                ]
         if not one.timed_out:
             one.note(opened, raised)
 
     def end(self) -> None:
         for speaker, one in list(self.heard.items()):
-            self._close(one)
+            self._close(one, at_end=True)
             self._end_block(one, speaker)
         for rank, line in self._of_spawn.items():
             if rank not in self.heard or not self.heard[rank].raised:  # its end is not in the log
                 self.ended.setdefault(rank, Ended(1, line, root=True))
         pids = {one.pid for one in self.ended.values()} - {0}
+        for (
+            by,
+            stopped,
+        ) in self.stopped.items():  # torchrun lists all processes of its node: those that failed, and others
+            failed = {str(one.pid) for one in self.ended.values() if one.by == by} | {
+                str(one.pid) for _, one in self._local if one.by == by
+            }
+            self.world = max(self.world, len(failed | stopped) - ("0" in failed))
         for rank, ended in self._local:
             if ended.pid not in pids:
                 self.ended.setdefault(self.first.get(ended.by, 0) + rank, ended)
@@ -355,14 +474,9 @@ class Printed:
             else:
                 self.ended.setdefault(rank, ended)
 
-    def _note(self, one: Heard, said: Said) -> None:
+    def _note_form(self, one: Heard, said: Said) -> None:
+        """Parts of a summary or of a list, whose lines say nothing by themselves."""
         text = said.text
-        one.tail.append(text)
-        if last_abort(text) is not None or "watchdog got stuck" in text or options_refused(text):
-            one.telling = said.line
-        one.timed_out |= said.speaker is not None and "Watchdog caught collective operation timeout" in text
-        if "atchdog" in text or "enqueued" in text:
-            self._stack = self._note_watchdog(one, said) or self._stack
         if self._stack is not None and (found := _STACK.match(text)):
             self._stack.frames.append(Frame(found["file"], int(found["line"]), found["function"]))
         if (field := _FIELD.match(text)) is not None:
@@ -372,15 +486,30 @@ class Printed:
         elif text.startswith(("[", "---", "===", "Root Cause")):
             self._end_block(one, said.speaker)
             one.block_root = text.startswith("Root Cause") or (one.block_root and not text.startswith("==="))
+        self._command = f"{self._command}\n{text}" if self._command else text
+        if not text.endswith("\\") or len(self._command) > _MOST_COMMAND:
+            self.launch, self._command = best_launch(self.launch, self._command), ""
+        if self._stalled_at is not None and (found := _NOT_SUBMITTED.match(text)):
+            self._note_stalled(found)
+        if (own := _RAY_OWN_RANK.search(text)) and (pid := re.search(r"pid=(\d+)", str(said.speaker))):
+            self.ranks[pid[1]] = int(own["rank"])
+        if found := _WORLD.search(text):
+            self.world = max(self.world, min(int(found["world"]), MAX_RANKS))
+
+    def _note(self, one: Heard, said: Said) -> None:
+        text = said.text
+        if last_abort(text) is not None or "watchdog got stuck" in text or options_refused(text):
+            one.telling = said.line
+        one.timed_out |= said.speaker is not None and "Watchdog caught collective operation timeout" in text
+        if "atchdog" in text or "enqueued" in text:
+            self._stack = self._note_watchdog(one, said) or self._stack
         if found := _EXIT.search(text):
             ended = Ended(int(found["code"]), said.line, int(found["pid"]), root=True, by=said.speaker)
             self._local.append((int(found["rank"]), ended))
         if found := _DEEPSPEED.search(text):
             self.failed.add(said.speaker)
             self.remarks.pop("Killing subprocess", None)  # this says why
-            code = int(found["code"])
-            how = f"was killed by {signal_name(code)}" if code < 0 else f"ended with code {code}"
-            self._remark(f"DeepSpeed: a process of this node {how}", said.line)
+            self._lose("" if said.speaker else "a process of DeepSpeed's", int(found["code"]), said)
         if (found := _OF_A_CHILD.match(text)) and int(found["rank"]) < MAX_RANKS:
             self._of_spawn.setdefault(int(found["rank"]), said.line)
         if found := _IN_WORDS.search(said.line.text):
@@ -394,27 +523,92 @@ class Printed:
             one.fail(said.line, "RuntimeError", found["what"])
         if found := _TASK_ENDED.search(text):
             self._note_tasks(found, said.line)
+        elif found := _DIED.search(text):
+            self._note_died(found, said.line)
+        elif found := _KILLED.match(text):
+            self._lose(f"process {found['pid']}" if found["pid"] else "", -SIGNALS[found["how"]], said)
+        elif _OOM_KILLED.search(text):
+            pod = next((label for label in self._pods() if text.split()[:1] == [label.split("/")[1]]), "")
+            self._lose(pod, -signal.SIGKILL, said)
+        elif found := _RAY_MEMORY.search(text):
+            self._lose(f"process {found['pid']}", -signal.SIGKILL, said)
+        elif (found := _CONTAINER_CODE.match(text)) and self._named is None:
+            self._lose("", int(found["code"]), said)
+        if found := _CLOSING.search(text):
+            self.stopped.setdefault(said.speaker, set()).add(found["pid"])
+        if found := _OF_A_SOCKET.search(text):
+            one.socket = found["what"]
+        if "Detected mismatch between coll" in text:
+            self._note_compared(one, said)
         self._cancelled = self._cancelled or _CANCELLED.search(text) is not None
         self._stopping = self._stopping or _STOPPING.search(text) is not None
         if found := _KERNEL_KILL.search(text):
             self.kills[int(found["pid"])] = text.strip()
         if found := _RAY_RANK.search(text):
             self.ranks[found["pid"]] = int(found["rank"])
-        if (own := _RAY_OWN_RANK.search(text)) and (pid := re.search(r"pid=(\d+)", str(said.speaker))):
-            self.ranks[pid[1]] = int(own["rank"])
-        if (found := _RAY_DEAD.search(text)) and found["pid"] in self.ranks:
+        if found := _RAY_DEAD.search(text):
             code = int(found["code"] or (-signal.SIGKILL if found["memory"] else UNKNOWN_SIGNAL))
-            self.ended.setdefault(self.ranks[found["pid"]], Ended(code, said.line, int(found["pid"]), root=True))
+            ended = Ended(code, said.line, int(found["pid"]), root=True)
+            if found["pid"] in self.ranks:
+                self.ended.setdefault(self.ranks[found["pid"]], ended)
+            else:
+                self.lost.setdefault(f"process {found['pid']}", ended)
         if found := _REMARKS.search(text):
             self._remark(next(filter(None, found.groups())), said.line)
         if "orker group" in text and _RESTART.search(text):
             self._begin_anew()
         if "by subset of ranks and are waiting for remainder of ranks" in text:
             self._stalled, self._stalled_at = {}, said.line
-        if self._stalled_at is not None and (found := _NOT_SUBMITTED.match(text)):
-            self._note_stalled(found)
-        if found := _WORLD.search(text):
-            self.world = max(self.world, min(int(found["world"]), MAX_RANKS))
+
+    def _note_died(self, found: re.Match[str], line: Line) -> None:
+        number, name = int(found["number"]), found["name"]
+        if found["code"]:
+            code = int(found["code"])
+        elif found["signal"] or name:
+            code = -int(found["signal"] or getattr(signal, f"SIG{name}", 0))
+        else:
+            return
+        if not code:
+            return
+        ended = Ended(_of_shell(code), line, root=True)
+        label = found["label"].lower()
+        if label in ("rank", "task") and number < MAX_RANKS:
+            self.ended.setdefault(number, ended)
+        else:
+            self.lost.setdefault(f"{'process' if label == 'pid' else label} {number}", ended)
+
+    def _lose(self, label: str, code: int, said: Said) -> None:
+        """A process has ended of which the line gives no rank."""
+        if code and isinstance(said.speaker, int) and not label:
+            self.ended.setdefault(said.speaker, Ended(_of_shell(code), said.line, root=True))
+        elif code:
+            self.lost.setdefault(label or str(said.speaker or ""), Ended(_of_shell(code), said.line, root=True))
+
+    def _note_compared(self, one: Heard, said: Said) -> None:
+        """What torch's own check reports, in a line of a logger. The other rank that it names is one of the job's."""
+        message = said.text[said.text.index("Detected mismatch between coll") :]
+        ranks = [rank for rank in fingerprints(message) if rank < MAX_RANKS]
+        if not ranks:
+            return
+        own, *others = ranks
+        if not isinstance(said.speaker, int):
+            one = self.heard.setdefault(own, Heard(said.line))
+        one.fail(said.line, "RuntimeError", message)
+        for rank in others:
+            self.heard.setdefault(rank, Heard(said.line))
+
+    def _pods(self) -> list[str]:
+        return [name for name in (*self.heard, *self.labels) if isinstance(name, str) and name.startswith("pod/")]
+
+    def _note_rendezvous(self, raised: RankException, line: Line) -> None:
+        """Processes did not meet; the store where they were to do so may not answer."""
+        found = _OF_RENDEZVOUS.search(raised.message) or _OF_RENDEZVOUS.search(raised.text)
+        known = self.rendezvous
+        if known is None or (found and not known.store):
+            store = f"{found['host']}:{found['port']}" if found else ""
+            lines = [text for text in raised.text.splitlines() if found and found[0] in text]
+            error = one_line(lines[-1] if lines else f"{raised.type.rpartition('.')[2]}: {raised.message}").rstrip(".")
+            self.rendezvous, self.rendezvous_at = Rendezvous(0, 0, store=store, error=error), line
 
     def _note_stalled(self, found: re.Match[str]) -> None:
         self._since_stalled = 0
@@ -442,6 +636,21 @@ class Printed:
                 one.groups[tensor] = Group("", rank, int(submitted), name, [*(frames or ())])
         return tuple(range(self.world))
 
+    def uneven_steps(self, ranks: dict[int, Heard], known: Collection[int]) -> dict[int, int | None]:
+        """The last step that each rank printed, if most printed the same one and others, which printed something, did
+        not come to it.
+        """
+        counts = Counter(word for rank in known if rank in ranks for word in ranks[rank].steps)
+        if not counts:
+            return {}
+        word = counts.most_common(1)[0][0]
+        made = {rank: ranks[rank].steps.get(word, -1) for rank in known if rank in ranks and not ranks[rank].raised}
+        last = max(made.values(), default=-1)
+        ahead = [rank for rank, number in made.items() if number == last]
+        if len(ahead) < 2 or len(ahead) == len(made) or 2 * len(ahead) <= max(len(made), self.world):
+            return {}
+        return {rank: number if number >= 0 else None for rank, number in made.items()}
+
     def _note_nccl(self, one: Heard, said: Said) -> None:
         if _NCCL_FAILED.search(said.text):
             self.nccl_failed = self.nccl_failed or said.line
@@ -450,6 +659,12 @@ class Printed:
             self.world = max(self.world, size)
             if size > self.nccl_places.get(found["process"], (0, 0))[0] and rank < MAX_RANKS:
                 self.nccl_places[found["process"]] = size, rank
+        if found := _ON_HOST.match(said.text):
+            one.hosts.add(found["prefix"] or found["host"])
+        if failed := _NODE_FAILED.search(said.text):
+            self.failed_hosts.setdefault(failed["host"], said.line)
+        if closed := _CLOSED_BY.search(said.text):
+            self.closed_by.setdefault(closed["host"], said.line)
         _, warns, words = said.text.partition("NCCL WARN ")
         words = said.text if one.before.startswith("Last error:") else words
         if words and len(self.nccl_told) < _MOST_WARNINGS:
@@ -498,11 +713,14 @@ class Printed:
         prefix before its lines: then the rank in the group is the best there is.
         """
         group, work, status = (pattern.search(said.text) for pattern in (_GROUP, _WORK, _STATUS))
-        whose = _WHOSE.search(said.text) if not isinstance(said.speaker, int) else None
         if work is None and status is None:
             return None
+        whose = _WHOSE.search(said.text) if not isinstance(said.speaker, int) else None
         if whose is not None:
-            one = self.heard.setdefault(int(whose["rank"]), Heard(said.line))
+            everybody = group is None or (group["name"] or group["id"]) == DEFAULT or group["called"] == "default_pg"
+            place, called = int(whose["rank"]), (group["called"] or group["name"] or group["id"]) if group else ""
+            key: Speaker = place if everybody else f"rank {place} of group {called}"
+            one = self.heard.setdefault(key, Heard(said.line))
             one.tail.append(said.text)
         one.watchdog = one.watchdog or said.line
         name = (group["name"] or group["id"]) if group else UNNAMED
@@ -520,4 +738,6 @@ class Printed:
         if status:
             mine.queued, mine.done = int(status["queued"]), int(status["done"])
             mine.seq = mine.seq or (int(at_work["seq"]) if at_work is not None else 0)
+            if mine.queued > mine.done:  # a stream completes its works in their order
+                mine.seq = mine.seq or mine.done + 1
         return mine if not mine.frames else None

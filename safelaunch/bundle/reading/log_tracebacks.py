@@ -8,6 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import takewhile
 
+from msgspec import structs
+
 from safelaunch.bundle.reading.log_lines import Line, Said
 from safelaunch.model import RankException
 from safelaunch.verdict.exits import CAUGHT_AS_A_RULE, is_consequence
@@ -16,6 +18,7 @@ from safelaunch.verdict.reading import tracebacks
 MOST_MESSAGE, _MOST_SINCE, _FEW, _MOST_LINES = 12, 40, 1, 2000
 
 HEAD = "Traceback (most recent call last):"
+CUT_OFF = "an exception (the log ends before its name)"
 BOXED = re.compile(r"[╭┌+][─-]+ *Traceback \(most recent call last\)")  # as rich draws it
 _FRAME_IN_BOX = re.compile(r"[│|] (?P<file>\S.*?):(?P<line>\d{1,9}) in (?P<function>\S+) *[│|]?$")
 _GOES_ON = re.compile(  # the messages of NCCL and CUDA
@@ -41,6 +44,8 @@ class Traceback:
     at: int = 0  # where the traceback that counts begins: the last of a chain
     rest: int = 0
     cut: bool = False  # its head, or all but its last line, is not in the log
+    socket: str = ""  # what c10d reported of a socket just before
+    ignored: bool = False
 
     def take(self, text: str, *, timed: bool) -> bool:
         """Whether the line belongs to it. A time before it that the first line had not: it is another message."""
@@ -50,8 +55,8 @@ class Traceback:
             return False
         text = text.removeprefix(self.indent)
         indented = text.startswith((" ", "\t", "│", "|", "╭", "╰"))
-        if self.state == "frames" and not text.strip() and len(self.lines) == 1:
-            return True
+        if self.state == "frames" and len(self.lines) == 1 and (not text.strip() or text.startswith(HEAD)):
+            return True  # that of another process, whose lines run into these
         if self.state in ("frames", "original"):
             self.state = self.state if indented else "message"
         elif self.state == "message":
@@ -75,8 +80,21 @@ class Traceback:
         self.lines.append(text)
         return True
 
-    def exception(self, at_s: float) -> RankException | None:
-        """The last of a chain; where that is what a peer's end does to a cleanup, the first, from which it came."""
+    def exception(self, at_s: float, *, cut_off: bool = False) -> RankException | None:
+        """The last of a chain; where that is what a peer's end does to a cleanup, the first, from which it came.
+
+        ``cut_off``: the log ends here, perhaps before the line that names the exception.
+        """
+        found = self._last(at_s) or (self._cut_off(at_s) if cut_off and self.state == "frames" else None)
+        if found is None or not self.socket or (found.message and "ddress already in use" not in found.message):
+            return found
+        return structs.replace(found, message=f"{found.message} ({self.socket})" if found.message else self.socket)
+
+    def _cut_off(self, at_s: float) -> RankException | None:
+        found = tracebacks.parse(self.lines[self.at + 1 :])
+        return RankException(CUT_OFF, "", at_s, found.frames, "\n".join(self.lines)) if found is not None else None
+
+    def _last(self, at_s: float) -> RankException | None:
         heads = [at for at, line in enumerate(self.lines) if at <= self.at and line.startswith(HEAD)]
         last = self._exception(self.at, len(self.lines), at_s)
         first = self._exception(heads[0], heads[1], at_s) if len(heads) > 1 else None

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import re
 import signal
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+from msgspec import structs
+
 from safelaunch.bundle.reading.guard import Found, Unreadable, cannot_be_read
 from safelaunch.bundle.reading.log_lines import (
-    MAX_RANKS,
     NOT_GZIP,
+    Line,
     Signer,
     Speaker,
+    has_rank_field,
     hosts_of,
     is_of_a_job,
     lines_of,
     speakers_of_names,
+    unwrapped,
 )
-from safelaunch.bundle.reading.log_reports import DEFAULT, OF_NCCL, UNNAMED, Ended, Heard, Printed
+from safelaunch.bundle.reading.log_owners import Owners
+from safelaunch.bundle.reading.log_reports import DEFAULT, UNNAMED, Ended, Heard, Printed
+from safelaunch.bundle.reading.quoting import quote_of, unquoted
 from safelaunch.capture.last_words import parse_fatal
 from safelaunch.model import (
     UNKNOWN_SIZES,
@@ -31,12 +36,14 @@ from safelaunch.model import (
     GroupStatus,
     MemoryKills,
     NcclLog,
+    NodeEvidence,
     Outcome,
+    Progress,
     RankEvidence,
     RankExit,
 )
 from safelaunch.verdict.exits import BAD_OPTIONS, OF_ITS_OWN, UNKNOWN_SIGNAL, is_consequence, one_line
-from safelaunch.verdict.reading.failures import fingerprints, first_failure
+from safelaunch.verdict.reading.failures import first_failure
 
 
 def read_logs(paths: Sequence[Path], root: Path | None = None) -> Found:
@@ -63,36 +70,51 @@ def read_logs(paths: Sequence[Path], root: Path | None = None) -> Found:
 def _read(path: Path, name: str, job: Printed, speaker: Speaker | None) -> tuple[int, bool]:
     """Returns the number of lines, and whether the file is empty or a job may have printed one of its lines."""
     lines = lines_of(path, name)
-    ahead = deque(islice(lines, 200))
+    first = list(islice(lines, 200))
+    quote = quote_of(line.text for line in first if line is not None)
+    if quote:
+        first, lines = [_without(line, quote) for line in first], (_without(line, quote) for line in lines)
+    ahead = deque(first)
     texts = [line.text for line in ahead if line is not None]
-    known = Signer(speaker, hosts_of(texts))
+    known = Signer(speaker, hosts_of(texts), has_rank_field(texts))
     last, is_output = 0, not any(map(str.strip, texts))
     while ahead:
         line = ahead.popleft()
         ahead.extend(islice(lines, 1))
         if line is not None:
             last = line.number
+            if (whole := unwrapped(line, ahead[0] if ahead else None)) is not None:
+                ahead.popleft()
+                line = whole
             said = known.said(line, ahead)
             is_output = is_output or said.speaker is not None or is_of_a_job(line.text)
             job.hear(said)
     return last, is_output
 
 
+def _without(line: Line | None, quote: str) -> Line | None:
+    return replace(line, text=unquoted(line.text, quote)) if line is not None else None
+
+
 def _found(job: Printed, names: Sequence[str], count: int) -> Found:
-    ranks, signed = _by_rank(job)
-    signed += job.give_stalls(ranks)
+    owners = Owners.of(job)
+    ranks = owners.heard
+    stalled = job.give_stalls(ranks)
     for rank, heard in ranks.items():
         crash = heard.crashed(ended=False)
-        untold = rank not in job.ended or job.ended[rank].code == UNKNOWN_SIGNAL
+        untold = rank not in owners.ended or owners.ended[rank].code == UNKNOWN_SIGNAL
         if crash is not None and untold and heard.uncaught(ended=False) is None:
-            job.ended[rank] = Ended(-crash.signal, crash.line, root=True)
-    seen = {*ranks, *job.ended, *job.absent}
+            owners.ended[rank] = Ended(-crash.signal, crash.line, root=True)
+    quiet = not any(one.raised or one.watchdog for one in ranks.values()) and not _ended_alone(owners)
+    steps = job.uneven_steps(ranks, owners.known) if quiet and not job.failed_hosts and not job.events.finished else {}
+    seen = {*ranks, *owners.ended, *job.absent}
     world = max([job.world, *(rank + 1 for rank in seen)], default=0)
     files: dict[str, str] = {}
     _name_groups(ranks)
     groups = _groups(ranks)
-    evidence = [_rank(rank, ranks.get(rank), job, groups, files) for rank in sorted(seen)]
-    failed = any(
+    evidence = [_rank(rank, job, owners, groups, files) for rank in sorted(seen)]
+    evidence = [_with_steps(one, world, steps) for one in evidence]
+    failed = bool(steps) or any(
         one.exception or one.flight_record or (one.exit and one.exit.returncode and one.exit.before_close)
         for one in evidence
     )
@@ -102,14 +124,62 @@ def _found(job: Printed, names: Sequence[str], count: int) -> Found:
         remarks = (*remarks, f"NCCL failed{f': {warned}' if warned else f' [{job.nccl_failed.where}]'}")
     elif warned and not failed:
         what += f" (a warning of NCCL alone is no failure: {warned})"
-    if not failed:
-        return Found(what, Evidence("crash", max(world, 1), ()), remarks=remarks)
+    found = Found(what, Evidence("crash", max(world, 1), ()), remarks=remarks, events=job.events, launch=job.launch)
+    nodes = _silent_hosts(job, owners)
+    evidence = [one for one in evidence if not any(one.rank in node.ranks for node in nodes)]
+    rendezvous = None
+    if job.rendezvous_at is not None and all(_only_lost_a_peer(one) for one in evidence):
+        rendezvous, files["rendezvous.json"] = job.rendezvous, job.rendezvous_at.where
+    if not failed and rendezvous is None and not job.failed_hosts:
+        return found
+    seen = {one.rank for one in evidence}
     missing = tuple(rank for rank in range(world) if rank not in seen)
     outcome: Outcome = (
-        "hang" if any(one.flight_record for one in evidence) and not any(map(_failed, evidence)) else "crash"
+        "hang" if (steps or any(one.flight_record for one in evidence)) and not any(map(_failed, evidence)) else "crash"
     )
-    told = Evidence(outcome, world, tuple(evidence), missing_ranks=missing, printed=signed)
-    return Found(what, told, files=files, remarks=remarks, world_guessed=world > job.world)
+    told = Evidence(
+        outcome,
+        world,
+        tuple(evidence),
+        missing_ranks=missing,
+        nodes=nodes,
+        rendezvous=rendezvous,
+        printed=tuple(sorted({*owners.known, *stalled})),
+        labels=owners.labels,
+        world_guessed=world > job.world,
+    )
+    return replace(found, evidence=told, files=files)
+
+
+def _with_steps(one: RankEvidence, world: int, steps: Mapping[int, int | None]) -> RankEvidence:
+    if one.rank not in steps:
+        return one
+    return structs.replace(one, progress=Progress(one.rank, -1, world, 0, 0, 0, "", steps[one.rank]))
+
+
+def _silent_hosts(job: Printed, owners: Owners) -> tuple[NodeEvidence, ...]:
+    """The one host that failed by Slurm's word, or that closed connections of others while its own ranks, if any are
+    heard, report nothing.
+    """
+    found = []
+    for host in job.failed_hosts or job.closed_by:
+        ranks = [rank for rank, one in owners.heard.items() if host in one.hosts]
+        if not any(rank in owners.ended or owners.heard[rank].raised for rank in ranks):
+            trouble = "Slurm reports its failure" if host in job.failed_hosts else ""
+            found.append(NodeEvidence(host, ranks=tuple(sorted(ranks)), trouble=trouble))
+    return tuple(found) if len(found) == 1 else ()
+
+
+def _ended_alone(owners: Owners) -> bool:
+    """A launcher reports that a process failed, and was not stopped."""
+    return any(one.code and not one.stopped for one in owners.ended.values())
+
+
+def _only_lost_a_peer(one: RankEvidence) -> bool:
+    """Nothing but that others could not be reached ended it, as far as the log shows."""
+    if one.exception is not None:
+        return is_consequence(one.exception)
+    return one.exit is None or one.exit.returncode in (0, 1) or not one.exit.before_close
 
 
 def _nccl_words(job: Printed) -> str:
@@ -126,88 +196,6 @@ def _failed(one: RankEvidence) -> bool:
         and one.exit.before_close
         and one.exit.returncode not in (-signal.SIGABRT, 128 + signal.SIGABRT)
     )
-
-
-def _by_rank(job: Printed) -> tuple[dict[int, Heard], tuple[int, ...]]:
-    """Who said what, by rank, and of whom that is sure. Also of processes that some line names a rank's, and of lines
-    that nobody signs."""
-    found: dict[int, Heard] = {one: heard for one, heard in job.heard.items() if isinstance(one, int)}
-    named = {name: heard for name, heard in job.heard.items() if isinstance(name, str)}
-    spare, guessed, nodes = iter(range(MAX_RANKS)), set[int](), job.nodes()
-    for name, heard in sorted(named.items(), key=_in_order):
-        if name in nodes:  # with ranks of its own
-            guessed |= _give(heard, name, found, job)
-        elif (rank := job.rank_of(name)) is not None or not job.ranks or heard.raised:
-            heard.node = name if rank is None and "pid=" not in name and len(name.split()) == 1 else ""
-            if rank is None:  # its place in their order
-                guessed.add(rank := next(one for one in spare if one not in found))
-            found.setdefault(rank, heard)
-    signed = {*found, *job.ended} - guessed
-    unsigned = job.heard.get(None)
-    if unsigned is not None:
-        signed -= _give(unsigned, None, found, job)
-    signed |= _give_warnings([heard for name, heard in job.heard.items() if name is None or name in nodes], found, job)
-    return found, tuple(sorted(signed))
-
-
-def _in_order(named: tuple[str, Heard]) -> str:
-    """``worker-2`` before ``worker-10``."""
-    return re.sub(r"\d+", lambda number: number[0].zfill(20), named[0])
-
-
-def _give(said: Heard, by: str | None, found: dict[int, Heard], job: Printed) -> set[int]:
-    """What no rank has signed, of a node or of all, is given to those who failed there: own errors to whoever failed
-    first. Returns to whom, where that was a choice. torch's own check says whose call it is about.
-    """
-    ended = {rank: one for rank, one in job.ended.items() if one.by == by}
-    known = {rank for rank, one in found.items() if one.raised}
-    failed = [rank for rank, one in ended.items() if one.code == 1 and rank not in known]
-    failed.sort(key=lambda rank: (not ended[rank].root, rank))
-    crashed = [rank for rank, one in ended.items() if one.code < 0 and one.root]
-    alone = not ended and (by is not None or not (job.ended or known))
-    if alone:
-        taken = {rank for rank, one in found.items() if by is not None or one.watchdog is not None}
-        nobody = next(rank for rank in range(MAX_RANKS) if rank not in taken)
-        failed = [nobody] if said.uncaught(ended=by in job.failed) else []
-        crashed = [nobody] if said.crashed(ended=by in job.failed) else []
-    if len(crashed) == len(said.crashes) == 1:
-        found.setdefault(crashed[0], Heard(said.crashes[0].line, node=by or "")).crashes += said.crashes
-    distinct = {(one.type, one.message, one.frames): (opened, one) for opened, one in said.raised}
-    own = {next(iter(told)): pair for pair in distinct.values() if (told := fingerprints(pair[1].message))}
-    errors = sorted(  # who ends, prints last
-        (pair for pair in reversed(distinct.values()) if pair not in own.values()),
-        key=lambda pair: is_consequence(pair[1]),
-    )
-    chosen = dict(zip([rank for rank in failed if rank not in own], errors, strict=False))
-    for rank, (opened, raised) in {**own, **chosen}.items():
-        one = found.setdefault(rank, Heard(opened.line, node=by or ""))
-        one.raised.append((opened, raised))
-        one.after.lines = 0
-    return set(chosen) if len(errors) > 1 or len(failed) > 1 or (alone and by is not None) else set()
-
-
-def _give_warnings(unsigned: Sequence[Heard], found: dict[int, Heard], job: Printed) -> set[int]:
-    """NCCL signs what it warns of with the process: to the rank of that, or to who raises it in the same words.
-    Returns the ranks of which NCCL has said which process they are.
-    """
-    warnings = [(line, text, OF_NCCL.search(line.text)) for one in unsigned for line, text in one.warnings]
-    pids = {one.pid: rank for rank, one in job.ended.items()}
-    several = Counter(rank for _, rank in job.nccl_places.values())
-    places = {process: rank for process, (_, rank) in job.nccl_places.items() if several[rank] == 1}
-    raised = [rank for rank, one in found.items() if one.raised]
-    signers = {by["pid"] for _, _, by in warnings if by}
-    if len(signers) == len(raised) == 1:
-        pids.setdefault(int(signers.pop()), raised[0])
-    for line, text, by in warnings:
-        rank = places.get(by["process"], pids.get(int(by["pid"]))) if by else None
-        alike = (one for one in raised if text[:80] in found[one].raised[-1][1].message)
-        rank = rank if rank is not None else next(alike, None)
-        if rank in found:
-            found[rank].warnings.append((line, text))
-        elif rank is not None and job.nccl_failed and (told := first_failure([text])) and told.own:
-            found[rank] = Heard(line, warnings=[(line, text)])
-            found[rank].fail(line, "NCCL error", text)
-    return found.keys() & places.values()
 
 
 def _name_groups(ranks: Mapping[int, Heard]) -> None:
@@ -255,9 +243,9 @@ def _after_the_first_s(ended: Ended, all_: Iterable[Ended]) -> float:
 
 
 def _rank(
-    rank: int, heard: Heard | None, job: Printed, groups: dict[str, tuple[int, ...]], files: dict[str, str]
+    rank: int, job: Printed, owners: Owners, groups: dict[str, tuple[int, ...]], files: dict[str, str]
 ) -> RankEvidence:
-    ended, folder = job.ended.get(rank), f"ranks/{rank}"
+    heard, ended, folder = owners.heard.get(rank), owners.ended.get(rank), f"ranks/{rank}"
     exception = record = log = fatal = None
     tail = heard.tail if heard is not None else ()
     unsigned = job.heard.get(ended.by if ended is not None else None)
@@ -285,12 +273,12 @@ def _rank(
     if ended is not None:
         stopped = ended.stopped or ended.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
         stopped |= heard is not None and heard.timed_out
-        after_s = _after_the_first_s(ended, job.ended.values())
+        after_s = _after_the_first_s(ended, owners.ended.values())
         exit_ = RankExit(ended.code, after_s, before_close=not stopped, file=ended.line.where)
     kill = job.kills.get(ended.pid, "") if ended is not None else ""
     return RankEvidence(
         rank=rank,
-        host=ended.host if ended is not None else heard.node if heard is not None else "",
+        host=ended.host if ended is not None and ended.host else heard.node if heard is not None else "",
         pid=ended.pid if ended is not None else 0,
         flight_record=record,
         exception=exception,
@@ -307,6 +295,7 @@ def _record(heard: Heard, groups: dict[str, tuple[int, ...]]) -> FlightRecord:
     entries = [
         Collective(
             name, one.seq, f"nccl:{one.op}", completed=False, state="started",
+            is_p2p=one.op in ("send", "recv"), p2p_seq=one.seq,
             description=one.called, record_id=at, timeout_ms=one.ms,
             input_sizes=((one.size,),) if one.size is not None else UNKNOWN_SIZES, frames=tuple(one.frames),
         )

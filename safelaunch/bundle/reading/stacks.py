@@ -131,8 +131,7 @@ def _found(found: Sequence[_Saved], *, only_named: bool) -> Found | None:
     files = {f"ranks/{rank}/stack.txt": one.file for rank, one in every.items()}
     what = f"stacks of {len(every)} processes" if every else "saved stacks"
     what = what if len(every) != 1 else "the stack of one process"
-    guessed = evidence.world_guessed
-    return Found(what, evidence, files=files, remarks=tuple(_remarks(left_out)), world_guessed=guessed)
+    return Found(what, evidence, files=files, remarks=tuple(_remarks(left_out)))
 
 
 def _evidence(rank: int, one: _Saved) -> RankEvidence:

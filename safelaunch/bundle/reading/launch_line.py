@@ -1,0 +1,135 @@
+"""The command that started a job, as a line of its output shows it, and the same job under safelaunch (pure).
+
+Shells (``set -x``, a prompt), launchers (DeepSpeed's ``cmd = ...``), errors of ``subprocess`` and manifests show it.
+torchrun's options are safelaunch's own. Any other launcher, and a script that starts its ranks itself, run unchanged
+under ``safelaunch exec``. If srun starts the ranks, safelaunch starts each of them.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import groupby, takewhile
+
+from safelaunch.job.argv import split
+from safelaunch.job.torchrun import KNOWN
+
+_MOST = 1 << 14  # characters
+_LAUNCHER = r"accelerate|deepspeed|colossalai|horovodrun|mpirun|mpiexec"
+_PROGRAM = re.compile(rf"torchrun|safelaunch|{_LAUNCHER}|python[\d.]*")
+_AROUND = re.compile(
+    r"srun|cd|source|export|env|exec|nohup|time|sudo|numactl|stdbuf|taskset|uv|poetry|conda|nsys"
+    r"|docker|podman|apptainer|singularity|kubectl"
+)
+# What stands before a command: nothing, the mark of ``set -x``, a prompt, or a word that announces it.
+_LEAD = re.compile(
+    r"(?!\s*File \")\s*(?:\++ +|(?:\([\w.-]+\) ?)?(?:\[[^]]{1,80}\]|[^\s\[\]]{0,80})[$#%>] +"
+    r"|.{0,200}?\b(?:cmd|command|args|argv|entrypoint|exec\w*|run|running|launch\w*|invok\w*)\b[\"'`:=\s]*?)??"
+    r"(?P<quote>[`\"']?)(?P<command>\[(?=[\"'])"
+    rf"|(?:\w+=\S* +)*(?:\S*/)?(?:{_PROGRAM.pattern}|{_AROUND.pattern})\s)",
+    re.IGNORECASE,
+)
+_HINT = re.compile(r"\.py(?![\w:])|[\s'\"]-m[\s'\"]")
+_ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
+_OF_ONE_RANK = re.compile(r"--local[-_]rank\b")
+_USE_ENV = ("--use_env", "--use-env")
+_HOSTS = re.compile(r"--?(?:H|host|hosts|hostfile|machinefile|f)\b")
+_TOOLS = re.compile(r"(?:pip|venv|ensurepip|json|http|site|pytest|build|compileall|py_compile|zipfile)(?:\.|$)")
+_OPERATORS = ";<>|&"
+_STORE, _STORE_ON_HOST = "--cluster-store=29700", "--cluster-store=HOST:29700"  # srun and MASTER_ADDR tell the host
+
+
+def launch_of(text: str) -> tuple[str, ...]:
+    """Returns the words of a command that runs the job of this line under safelaunch; none if the line shows no launch.
+
+    Args:
+        text: one line without the prefixes of ranks and times; or a command in several lines that end in backslashes
+    """
+    if (".py" not in text and "-m" not in text) or len(text) > _MOST or not _HINT.search(text):
+        return ()
+    if (lead := _LEAD.match(text)) is None:
+        return ()
+    command = text[lead.start("command") :].replace("\\\n", " ").rstrip().removesuffix(lead["quote"])
+    return next(filter(None, map(_under_safelaunch, _commands(command))), ())
+
+
+def best_launch(known: tuple[str, ...], text: str) -> tuple[str, ...]:
+    """Returns the better of the launch that earlier lines have shown and that of this line: the first with a launcher,
+    else the last script (the others might only prepare its data).
+    """
+    return (launch_of(text) if not known or _is_script(known) else ()) or known
+
+
+def _is_script(launch: Sequence[str]) -> bool:
+    """Returns whether Python runs a script, without a launcher."""
+    return re.search(r" -- (?:\S*/)?python[\d.]* (?!.*-m \S*(?:launch|run)\b)", " ".join(launch)) is not None
+
+
+def _commands(text: str) -> Iterator[list[str]]:
+    """Yields the commands of a shell's line, or the one in a list; none if they are incomplete."""
+    is_list = text.startswith("[")
+    if not is_list and ("$(" in text or "`" in text or text.endswith("\\")):
+        return
+    text = text[1 : text.rfind("]")] if is_list else re.sub(r"(?<=\s)\d(?=>)", "", text)  # the number of a descriptor
+    tokens = shlex.shlex(text, posix=True, punctuation_chars="" if is_list else _OPERATORS)
+    tokens.whitespace_split, tokens.commenters, tokens.whitespace = True, "", ", \t" if is_list else " \t"
+    with suppress(ValueError):  # a quote that does not end
+        for is_operator, words in groupby(tokens, lambda word: bool(word) and not word.strip(_OPERATORS)):
+            if not is_operator:
+                yield list(takewhile("#".__ne__, words))
+
+
+def _under_safelaunch(words: Sequence[str]) -> tuple[str, ...]:
+    """Returns one command under safelaunch, with its variables and wrappers (srun); none if it starts no job."""
+    names = [word.rpartition("/")[2] if not word.startswith("-") else "" for word in words]
+    assigned = next((n for n, word in enumerate(words) if not _ASSIGNED.match(word)), 0)
+    at = next((n for n, name in enumerate(names) if n >= assigned and _PROGRAM.fullmatch(name)), -1)
+    around = names[assigned] if at > assigned else ""
+    if at < 0 or any(_OF_ONE_RANK.match(word) or word in ("-h", "--help") for word in words):
+        return ()
+    if around and not _AROUND.fullmatch(around):
+        return ()
+    command = _translated(words[at:], names[at], "srun" in names[assigned:at])
+    return (*words[:at], *command) if command else ()
+
+
+def _translated(words: Sequence[str], name: str, in_srun: bool) -> tuple[str, ...]:
+    """Returns the command from its program on.
+
+    Args:
+        in_srun: srun starts the command once for each of its tasks
+    """
+    options = next((n for n, word in enumerate(words[1:], 1) if not word.startswith("-") or word == "-m"), len(words))
+    of_python, rest = name.startswith("python"), words[options:]
+    module = rest[1] if of_python and rest[:1] == ["-m"] and len(rest) > 1 else ""
+    script = rest[0].rpartition("/")[2] if of_python and rest else ""
+    if name == "safelaunch":
+        return tuple(words) if _names_a_script(words[1:]) and re.match(r"-|exec$|.*\.py$", words[1]) else ()
+    if name == "torchrun" or script == "torchrun":
+        return _of_torchrun(words[1:] if name == "torchrun" else rest[1:])
+    if module == "torch.distributed.run" or (module == "torch.distributed.launch" and {*rest} & {*_USE_ENV}):
+        return _of_torchrun([word for word in rest[2:] if word not in _USE_ENV])
+    starts = _is_job(module, script) if of_python else _names_a_script(words[1:])
+    if not starts:
+        return ()
+    if name in ("mpirun", "mpiexec") and any(map(_HOSTS.match, words)):
+        at = next((n for n, word in enumerate(words) if re.fullmatch(r"(?:\S*/)?python[\d.]*", word)), 0)
+        store = _STORE if any("MASTER_ADDR" in word for word in words) else _STORE_ON_HOST
+        return (*words[:at], "safelaunch", "exec", store, "--", *words[at:]) if at else ()
+    return ("safelaunch", "exec", *([_STORE] if in_srun else []), "--", *words)
+
+
+def _is_job(module: str, script: str) -> bool:
+    return script.endswith(".py") or (bool(module) and not _TOOLS.match(module))
+
+
+def _names_a_script(words: Sequence[str]) -> bool:
+    return any(word.endswith(".py") for word in words) or "-m" in words or "--module" in words
+
+
+def _of_torchrun(words: Sequence[str]) -> tuple[str, ...]:
+    command = split(words, {}, KNOWN)
+    other = command.has_flag("-m", "--module", "--no-python", "--no_python", "--run-path", "--run_path")
+    return ("safelaunch", *words) if command.script and (other or command.script[0].endswith(".py")) else ()

@@ -1,0 +1,217 @@
+"""Decides which rank each report of a log is about.
+
+A rank is named only if the text gives it: a prefix, a file's name, a launcher's list that leaves no choice. Everything
+else belongs to a process that has a label instead: a number of its own among the ranks, and what the log calls it.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS
+from safelaunch.bundle.reading.log_reports import OF_NCCL, Ended, Heard, Printed
+from safelaunch.bundle.reading.log_tracebacks import CUT_OFF, Traceback
+from safelaunch.model import RankException
+from safelaunch.verdict.exits import is_consequence
+from safelaunch.verdict.reading.failures import fingerprints, first_failure
+
+UNSIGNED = "a process that the log does not name"
+_Raised = tuple[Traceback, RankException]
+_MOST_UNSIGNED = 4
+_STOPPED = (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+@dataclass
+class Owners:
+    """What was heard of each rank, and how it ended. ``labels``: the processes whose rank is not known, by the numbers
+    that stand for them.
+    """
+
+    job: Printed
+    heard: dict[int, Heard] = field(default_factory=dict)
+    ended: dict[int, Ended] = field(default_factory=dict)
+    labels: dict[int, str] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=lambda: iter(range(MAX_RANKS * 2)))
+
+    @property
+    def known(self) -> set[int]:
+        """The ranks that the log names."""
+        return {*self.heard, *self.ended} - self.labels.keys()
+
+    @classmethod
+    def of(cls, job: Printed) -> Owners:
+        found = cls(job, {one: heard for one, heard in job.heard.items() if isinstance(one, int)}, dict(job.ended))
+        nodes = job.nodes()
+        named = sorted(((name, one) for name, one in job.heard.items() if isinstance(name, str)), key=_in_order)
+        for name, heard in named:
+            if name not in nodes:
+                found._place(name, heard)
+        for name, heard in named:
+            if name in nodes:
+                found._share_out(name, heard)
+        if (unsigned := job.heard.get(None)) is not None:
+            found._share_out(None, unsigned)
+        found._drop_doubles()
+        for label, ended in job.lost.items():
+            found._lose(label, ended)
+        found._place_warnings([heard for name, heard in job.heard.items() if name is None or name in nodes])
+        return found
+
+    def _place(self, name: str, heard: Heard) -> None:
+        """Of one process, task or container."""
+        rank = self.job.rank_of(name)
+        if rank is not None and rank in self.heard:
+            self.heard[rank].absorb(heard)
+        elif rank is not None:
+            self.heard[rank] = heard
+        elif not self.job.ranks or heard.raised:
+            heard.node = name if "pid=" not in name and len(name.split()) == 1 else ""
+            node, _, local = name.partition(LOCAL)
+            self._label(f"local rank {local} of {node}" if local else name, heard)
+
+    def _label(self, name: str, heard: Heard) -> int:
+        if name in self.labels.values() and name.startswith("a process"):
+            name = f"another{name[1:]}"
+        taken = {*self.heard, *self.ended, *self.job.absent}
+        number = next(one for one in self._numbers if one not in taken)
+        self.labels[number], self.heard[number] = name, heard
+        return number
+
+    def _lose(self, label: str, ended: Ended) -> None:
+        """A process ended; unless something else shows how, that is all that is known."""
+        pid = int(label.rpartition(" ")[2]) if label.startswith("process ") else 0
+        if any(pid == one.pid or label in (self.labels.get(rank), f"rank {rank}") for rank, one in self.ended.items()):
+            return
+        same = next(
+            (rank for rank, name in self.labels.items() if label == name or (pid and f"pid={pid}" in name)), None
+        )
+        same = self.job.rank_of(label) if same is None and not pid and label else same
+        raised = [one.raised[-1][1] for one in self.heard.values() if one.raised]
+        explained = ended.code == 1 and bool(raised)  # that is how an exception ends a process
+        if same is None and (explained or not all(map(is_consequence, raised)) or self._has_failed()):
+            return
+        self.ended[self._label(label or UNSIGNED, Heard(ended.line)) if same is None else same] = ended
+
+    def _drop_doubles(self) -> None:
+        """A launcher's list has ranks, and other lines have the same processes without one: those that raised count."""
+        if any(self.heard[number].raised for number in self.labels):
+            for rank in [rank for rank, one in self.ended.items() if one.code in (1, *_STOPPED) or one.stopped]:
+                if rank not in self.heard:
+                    del self.ended[rank]
+
+    def _has_failed(self) -> bool:
+        return any(not one.stopped and one.code not in _STOPPED for one in self.ended.values())
+
+    def _share_out(self, by: str | None, said: Heard) -> None:
+        """What no rank has signed, of a node or of all: to the ranks that failed there, if that leaves no choice.
+
+        torch's own check says whose call it is about.
+        """
+        ended = {rank: one for rank, one in self.job.ended.items() if one.by == by}
+        signed = {rank for rank, one in self.heard.items() if one.raised and rank not in self.labels}
+        failed = sorted(rank for rank, one in ended.items() if one.code == 1 and rank not in signed)
+        alone = not ended and (by is not None or not (self.job.ended or signed))
+        if ended or alone or all(is_consequence(one.raised[-1][1]) for one in self._raisers(signed)):
+            self._share_crashes(by, said, ended, alone=alone)
+            self._share_errors(by, said, failed, alone=not ended)
+
+    def _raisers(self, ranks: set[int]) -> list[Heard]:
+        return [self.heard[rank] for rank in ranks]
+
+    def _share_crashes(self, by: str | None, said: Heard, ended: dict[int, Ended], *, alone: bool) -> None:
+        crashed = [rank for rank, one in ended.items() if one.code < 0 and one.root]
+        if len(crashed) == len(said.crashes) == 1:
+            one = self.heard.setdefault(crashed[0], Heard(said.crashes[0].line, node=by or ""))
+            one.crashes += said.crashes
+        elif alone and said.crashed(ended=by in self.job.failed):
+            number = self._label(_label_of(by), Heard(said.crashes[-1].line, node=by or ""))
+            self.heard[number].crashes += said.crashes
+
+    def _share_errors(self, by: str | None, said: Heard, failed: list[int], *, alone: bool) -> None:
+        distinct = {(one.type, one.message, one.frames): (opened, one) for opened, one in said.raised}
+        compared = {next(iter(told)): pair for pair in distinct.values() if (told := fingerprints(pair[1].message))}
+        for rank, pair in compared.items():
+            self._give(rank, pair, by)
+        failed = [rank for rank in failed if rank not in compared]
+        errors = [
+            pair for pair in reversed(distinct.values()) if pair not in compared.values()
+        ]  # who ends, prints last
+        causes = [pair for pair in errors if not is_consequence(pair[1])]
+        effects = [pair for pair in errors if is_consequence(pair[1])]
+        if alone and not said.uncaught(ended=by in self.job.failed):
+            return
+        if not failed:
+            for pair in (_unlike(causes) or effects[:1])[: _MOST_UNSIGNED if alone else 0]:
+                self._give(self._label(_label_of(by), Heard(pair[0].line, node=by or "")), pair, by)
+            return
+        if len(_unlike(causes)) == 1 and not effects:
+            everybody = len(failed) == 1 or len(failed) <= said.heads  # their lines may run into each other
+            for rank in failed if everybody else self._first(failed):
+                self._give(rank, causes[0], by)
+            failed = [rank for rank in failed if not self.heard.get(rank) or not self.heard[rank].raised]
+        elif causes and len(first := self._first(failed)) == 1:
+            self._give(first[0], causes[0], by)
+            failed = [rank for rank in failed if rank != first[0]]
+        elif causes:
+            for pair in _unlike(causes)[:_MOST_UNSIGNED]:
+                self._give(self._label(_label_of(by), Heard(pair[0].line, node=by or "")), pair, by)
+        for rank in failed:
+            if effects:
+                self._give(rank, effects[0], by)
+
+    def _first(self, failed: list[int]) -> list[int]:
+        """The one that the launcher calls the first, unless others ended in the same second."""
+        if len(failed) < 2:
+            return failed
+        first = [rank for rank in failed if self.ended[rank].root]
+        time = min((self.ended[rank].time for rank in first), default="")
+        same = [rank for rank in failed if self.ended[rank].time == time]
+        return first if len(first) == 1 and time and same == first else []
+
+    def _give(self, rank: int, pair: _Raised, by: str | None) -> None:
+        one = self.heard.setdefault(rank, Heard(pair[0].line, node=by or ""))
+        one.raised.append(pair)
+        one.after.lines = 0
+
+    def _place_warnings(self, unsigned: Sequence[Heard]) -> None:
+        """NCCL signs what it warns of with the process: to the rank of that, or to who raises it in the same words."""
+        job, found = self.job, self.heard
+        warnings = [(line, text, OF_NCCL.search(line.text)) for one in unsigned for line, text in one.warnings]
+        pids = {one.pid: rank for rank, one in job.ended.items()}
+        several = Counter(rank for _, rank in job.nccl_places.values())
+        places = {process: rank for process, (_, rank) in job.nccl_places.items() if several[rank] == 1}
+        raised = [rank for rank, one in found.items() if one.raised]
+        signers = {by["pid"] for _, _, by in warnings if by}
+        if len(signers) == len(raised) == 1:
+            pids.setdefault(int(signers.pop()), raised[0])
+        for line, text, by in warnings:
+            rank = places.get(by["process"], pids.get(int(by["pid"]))) if by else None
+            alike = (one for one in raised if text[:80] in found[one].raised[-1][1].message)
+            rank = rank if rank is not None else next(alike, None)
+            if rank in found:
+                found[rank].warnings.append((line, text))
+            elif rank is not None and job.nccl_failed and (told := first_failure([text])) and told.own:
+                found[rank] = Heard(line, warnings=[(line, text)])
+                found[rank].fail(line, "NCCL error", text)
+
+
+def _label_of(node: str | None) -> str:
+    return f"a process of {node}" if node else UNSIGNED
+
+
+def _unlike(errors: Sequence[_Raised]) -> list[_Raised]:
+    """One of each kind: of the same type, from the same line. One that the log cuts off may be any of the others."""
+    kinds: dict[tuple[str, object], _Raised] = {}
+    for pair in errors:
+        kinds.setdefault((pair[1].type, pair[1].frames[:1]), pair)
+    whole = [pair for pair in kinds.values() if pair[1].type != CUT_OFF] or list(kinds.values())
+    return sorted(whole, key=lambda pair: pair[0].line.number)
+
+
+def _in_order(named: tuple[str, Heard]) -> str:
+    """``worker-2`` before ``worker-10``."""
+    return re.sub(r"\d+", lambda number: number[0].zfill(20), named[0])

@@ -1,0 +1,69 @@
+"""``safelaunch explain``: the catalogue of causes, for a person at a terminal without a network."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from safelaunch.cli import main
+from safelaunch.cli.explain import explained, listed
+from safelaunch.verdict.causes import CAUSES
+
+TITLES = ["How safelaunch knows:", "Example:", "What to do (a verdict lists what fits its case):"]
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("width", [60, 100])
+@pytest.mark.parametrize("name", CAUSES)
+def test_explained_cause_has_meaning_evidence_example_and_every_advice(name: str, width: int) -> None:
+    text = explained(name, width)
+    lines = text.splitlines()
+    assert lines[0] == name and [line for line in lines if line in TITLES] == TITLES
+    meaning, evidence, example, advice = re.split("|".join(map(re.escape, TITLES)), text)
+    assert all(len(flat(part)) > 20 for part in (meaning, evidence, example, advice))
+    assert flat(CAUSES[name].evidence) == flat(evidence)
+    assert flat(example) in flat(inspect.getdoc(CAUSES[name]) or "")
+    assert all(f"- {one.shown}" in flat(advice) for one in CAUSES[name].advice)
+    assert not re.search(r"```|\]\(", text), "markup that only a page shows"
+    assert all(len(line) <= width for line in lines if " " in line.strip())
+
+
+def test_list_of_an_explained_cause_keeps_its_items() -> None:
+    lines = explained("stuck-in-user-code", 100).splitlines()
+    assert sum(line.startswith("  - A ") for line in lines) >= 3
+    assert any(line.startswith("  - A subprocess that waits for its parent: it writes") for line in lines)
+
+
+def test_explain_without_a_cause_lists_every_cause_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain"]) == 0
+    shown = capsys.readouterr().out
+    assert shown == f"{listed(100)}\n"
+    rows = re.findall(r"^  ([a-z0-9-]+) +(\S[^\n]*(?:\n {8,}[^\n]+)*)$", shown, re.MULTILINE)
+    assert [name for name, _ in rows] == list(CAUSES)
+    assert all(meaning[0].isupper() and meaning.endswith(".") and ". " not in flat(meaning) for _, meaning in rows)
+    assert shown.endswith("To explain one: safelaunch explain CAUSE\n")
+
+
+def test_explain_prints_one_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "uneven-batches"]) == 0
+    assert capsys.readouterr().out == f"{explained('uneven-batches', 100)}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("colective-mismatch", "; did you mean 'collective-mismatch'?"), ("x", "")]
+)
+def test_explain_of_an_unknown_cause_is_a_usage_error_that_names_the_nearest(
+    name: str, nearest: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", name]) == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err == (
+        f"safelaunch: explain: there is no cause '{name}'{nearest}\n"
+        "safelaunch:   To list the causes: safelaunch explain\n"
+    )
