@@ -99,9 +99,9 @@ def parser() -> Parser:
         "diagnose",
         description="Reads a bundle (or its .tar.gz), a folder of bundles of several nodes, a run directory, a plain "
         "folder of Flight Recorder dumps of any job, or any job's logs or stacks, as printed by py-spy, faulthandler, "
-        "gdb or pystack (files, folders, .gz, or - for standard input), and names the rank and line where the job hung or ended. "
-        "Needs no GPU. PATH may be untrusted: safelaunch runs nothing in it, follows no link out of it, writes nothing "
-        "into it, and limits the memory and time of the process that reads it.",
+        "gdb or pystack (files, folders, .gz, or - for standard input), and names the rank and line where the job hung "
+        "or ended. Needs no GPU. PATH may be untrusted: safelaunch runs nothing in it, follows no link out of it, "
+        "writes nothing into it, and limits the memory and time of the process that reads it.",
         epilog="Exit code: 0 with a verdict, 1 if the evidence is not sufficient, 2 if PATH holds none.",
     )
     add = found.add_argument
