@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS
-from safelaunch.bundle.reading.log_reports import OF_NCCL, Ended, Heard, Printed
+from safelaunch.bundle.reading.log_reports import OF_NCCL, Ended, Heard, Printed, local_label
 from safelaunch.bundle.reading.log_tracebacks import CUT_OFF, Traceback
 from safelaunch.model import RankException
 from safelaunch.verdict.exits import is_consequence
@@ -71,7 +71,7 @@ class Owners:
         elif not self.job.ranks or heard.raised:
             heard.node = name if "pid=" not in name and len(name.split()) == 1 else ""
             node, _, local = name.partition(LOCAL)
-            self._label(f"local rank {local} of {node}" if local else name, heard)
+            self._label(local_label(node, local) if local else name, heard)
 
     def _label(self, name: str, heard: Heard) -> int:
         if name in self.labels.values() and name.startswith("a process"):

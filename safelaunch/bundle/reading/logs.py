@@ -54,6 +54,9 @@ def read_logs(paths: Sequence[Path], root: Path | None = None) -> Found:
     job, count, is_output = Printed(), 0, False
     names = [str(path.relative_to(root)) if root is not None else path.name for path in paths]
     whose = speakers_of_names(names)
+    if len(names) > 1:  # each may be that of a node, whose launcher speaks of its own processes
+        job.files = {name for name in names if name not in whose}
+        whose |= {name: name for name in job.files}
     for path, name in zip(paths, names, strict=True):
         try:
             lines, printed = _read(path, name, job, whose.get(name))
@@ -87,7 +90,7 @@ def _read(path: Path, name: str, job: Printed, speaker: Speaker | None) -> tuple
                 ahead.popleft()
                 line = whole
             said = known.said(line, ahead)
-            is_output = is_output or said.speaker is not None or is_of_a_job(line.text)
+            is_output = is_output or said.speaker not in (None, name) or is_of_a_job(line.text)
             job.hear(said)
     return last, is_output
 
