@@ -66,8 +66,9 @@ def rendezvous_incomplete(facts: Facts) -> Ruling:
 
 def _rendezvous_failed(seen: Rendezvous) -> Finding:
     """All that is known is the error that a process of the job raised."""
-    text = f"The processes of the job did not meet: {seen.store or 'not all of them came'} ({seen.error})."
-    return Finding("init-not-joined", (), text, claims=(Claim(seen.error, RENDEZVOUS),))
+    why = f" ({seen.error})" if seen.error else ""
+    text = f"The processes of the job did not meet: {seen.store or 'not all of them came'}{why}."
+    return Finding("init-not-joined", (), text, claims=(Claim(seen.error or seen.store, RENDEZVOUS),))
 
 
 # --- a node that is not heard -------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ class Owners:
         if (unsigned := job.heard.get(None)) is not None:
             found._share_out(None, unsigned)
         found._drop_doubles()
+        found._place_xids()
         for label, ended in job.lost.items():
             found._lose(label, ended)
         found._place_warnings([heard for name, heard in job.heard.items() if name is None or name in nodes])
@@ -95,6 +96,16 @@ class Owners:
         if same is None and (explained or not all(map(is_consequence, raised)) or self._has_failed()):
             return
         self.ended[self._label(label or UNSIGNED, Heard(ended.line)) if same is None else same] = ended
+
+    def _place_xids(self) -> None:
+        """The kernel names a process, and NCCL says which rank that is."""
+        places = {process.rpartition(":")[2]: rank for process, (_, rank) in self.job.nccl_places.items()}
+        pids = Counter(process.rpartition(":")[2] for process in self.job.nccl_places)
+        known = {one.pid: rank for rank, one in self.ended.items()}
+        for pid, number, line in self.job.xids:
+            rank = places[str(pid)] if pids[str(pid)] == 1 else known.get(pid)
+            if rank is not None and not (rank in self.heard and self.heard[rank].raised):
+                self.heard.setdefault(rank, Heard(line)).fail(line, f"an error of its GPU (Xid {number})", line.text)
 
     def _drop_doubles(self) -> None:
         """A launcher's list has ranks, and other lines have the same processes without one: those that raised count."""
@@ -148,6 +159,12 @@ class Owners:
             for pair in (_unlike(causes) or effects[:1])[: _MOST_UNSIGNED if alone else 0]:
                 self._give(self._label(_label_of(by), Heard(pair[0].line, node=by or "")), pair, by)
             return
+        alike = [one for _, one in said.raised if not is_consequence(one)]
+        listed = [rank for rank in self.ended if self.ended[rank].by == by and rank not in self.heard]
+        if len(_unlike(causes)) == 1 and not effects and len(alike) > len(failed) == 1 and len(listed) <= len(alike):
+            failed = listed  # the launcher has stopped the others before they could end
+            for rank in listed:
+                self.ended[rank].code, self.ended[rank].stopped = 1, False
         if len(_unlike(causes)) == 1 and not effects:
             everybody = len(failed) == 1 or len(failed) <= said.heads  # their lines may run into each other
             for rank in failed if everybody else self._first(failed):

@@ -63,6 +63,8 @@ _OF_A_SOCKET = re.compile(
     r"\[c10d\] (?P<what>The (?:\w+ socket has failed|IPv\d network addresses of .* cannot be retrieved)"
     r".*\((?:errno: (?!97\b)|gai error).*)"
 )
+# GPUs that are lost or broken; other numbers are mostly the application's own.
+_XID = re.compile(r"NVRM: Xid \(.*\): (?P<number>48|79|94|95|119), pid='?(?P<pid>\d+)")
 _LAUNCHER_PID = re.compile(r"[EW]\d{4} [\d:.]+ (?P<pid>\d+) ")
 _KILLED_BY_LAUNCHER = re.compile(r"Unable to shutdown process (?P<pid>\d+) via")
 _CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal")
@@ -158,6 +160,7 @@ class Heard:
     heads: int = 0  # first lines of tracebacks
     hosts: set[str] = field(default_factory=set)  # names that may be its host's
     steps: dict[str, int] = field(default_factory=dict)  # by what it calls them, the highest that it printed
+    socket_at: Line | None = None
     socket: str = ""  # what c10d last reported of a socket
 
     def fail(self, line: Line, kind: str, what: str) -> None:
@@ -232,9 +235,7 @@ _SENT_WHEN = {
 _STOPPING = re.compile(r"srun: (?:Terminating |Force Terminated |Job step aborted)|\*\*\* (?:JOB|STEP) .* CANCELLED")
 _KERNEL_KILL = re.compile(r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)")
 _RESTART = re.compile(r"will restart worker group|Restarting worker group")
-_RAY_RANK = re.compile(
-    r"(?:ip=(?P<ip>[\w.:]+), )?pid=(?P<pid>\d+)\)[^)\n]{0,40}world_rank=(?P<rank>\d{1,5})\b"
-)
+_RAY_RANK = re.compile(r"(?:ip=(?P<ip>[\w.:]+), )?pid=(?P<pid>\d+)\)[^)\n]{0,40}world_rank=(?P<rank>\d{1,5})\b")
 _RAY_OWN_RANK = re.compile(r"env:// \[rank=(?P<rank>\d{1,5}), world_size=")  # of the worker that says so
 _RAY_DEAD = re.compile(
     r"Worker PID: (?P<pid>\d+) Worker exit type: (?!INTENDED)"
@@ -287,6 +288,7 @@ class Printed:
         self.labels: dict[str, set[int]] = {}  # the ranks that lines with these names have, too
         self.rendezvous: Rendezvous | None = None
         self.rendezvous_at: Line | None = None
+        self.xids: list[tuple[int, str, Line]] = []  # pid, number
         self.put_down: set[int] = set()  # pids that a launcher had to kill
         self.stopped: dict[Speaker | None, set[str]] = {}  # pids that a launcher of torch has stopped after a failure
         self.kills: dict[int, str] = {}
@@ -485,8 +487,8 @@ class Printed:
                 str(one.pid) for _, one in self._local if one.by == by
             }
             self.world = max(self.world, len(failed | stopped) - ("0" in failed))
-        if self.launch[:1] == ("safelaunch",) and not re.search(r"--?nnodes[= ](?!1\b)", " ".join(self.launch)):
-            self.first.setdefault(None, 0)  # torchrun of one node
+        if not self._has_several_nodes():
+            self.first.setdefault(None, 0)
         for local, ended in self._local:
             if ended.pid in pids:
                 continue
@@ -529,6 +531,8 @@ class Printed:
 
     def _note(self, one: Heard, said: Said) -> None:
         text = said.text
+        if (xid := _XID.search(text)) is not None:
+            self.xids.append((int(xid["pid"]), xid["number"], said.line))
         if last_abort(text) is not None or "watchdog got stuck" in text or options_refused(text):
             one.telling = said.line
         one.timed_out |= said.speaker is not None and "Watchdog caught collective operation timeout" in text
@@ -547,7 +551,9 @@ class Printed:
             self._of_spawn.setdefault(int(found["rank"]), said.line)
         if found := _IN_WORDS.search(said.line.text):
             code = int(found["code"] or 1) * (-1 if found["signal"] else 1)
-            self.ended.setdefault(int(found["rank"] or found["aborts"] or found["aborted"]), Ended(code, said.line, root=True))
+            self.ended.setdefault(
+                int(found["rank"] or found["aborts"] or found["aborted"]), Ended(code, said.line, root=True)
+            )
         if found := _NAMED.match(text):
             self._named = int(found["rank"])
         elif self._named is not None and (found := _NAMED_CODE.match(text)) and self._named < MAX_RANKS:
@@ -572,7 +578,7 @@ class Printed:
         if found := _CLOSING.search(text):
             self.stopped.setdefault(said.speaker, set()).add(found["pid"])
         if found := _OF_A_SOCKET.search(text):
-            one.socket = found["what"]
+            one.socket, one.socket_at = found["what"], said.line
         if "Detected mismatch between coll" in text:
             self._note_compared(one, said)
         self._cancelled = self._cancelled or _CANCELLED.search(text) is not None
@@ -597,6 +603,15 @@ class Printed:
             self._begin_anew()
         if "by subset of ranks and are waiting for remainder of ranks" in text:
             self._stalled, self._stalled_at = {}, said.line
+
+    def _has_several_nodes(self) -> bool:
+        """Something shows that the launcher's processes are not all of the job."""
+        stopped = self.stopped.get(None, set()) | {str(one.pid) for _, one in self._local if one.by is None}
+        ranks = [rank for rank in self.heard if isinstance(rank, int)]
+        asked = re.search(r"--?nnodes[= ](?!1\b)|--?node[-_]rank", " ".join(self.launch))
+        return bool(asked or self.files or self._tasks) or max([self.world, *(rank + 1 for rank in ranks)]) > len(
+            stopped
+        )
 
     def _note_restart(self, launcher: str, line: Line) -> None:
         """A launcher that reports a second failure has started its ranks again after the first."""
@@ -658,6 +673,15 @@ class Printed:
             lines = [text for text in raised.text.splitlines() if found and found[0] in text]
             error = one_line(lines[-1] if lines else f"{raised.type.rpartition('.')[2]}: {raised.message}").rstrip(".")
             self.rendezvous, self.rendezvous_at = Rendezvous(0, 0, store=store, error=error), line
+
+    def give_up_meeting(self) -> None:
+        """The last that is heard of an unnamed process is that it could not reach or bind its store."""
+        one = self.heard.get(None)
+        if self.rendezvous is None and one is not None and one.socket_at is one.last and not (one.raised or self.ended):
+            self.rendezvous, self.rendezvous_at = (
+                Rendezvous(0, 0, store=one.socket.rstrip("."), error=""),
+                one.socket_at,
+            )
 
     def _note_stalled(self, found: re.Match[str]) -> None:
         self._since_stalled = 0
