@@ -166,7 +166,9 @@ class Owners:
             for rank in listed:
                 self.ended[rank].code, self.ended[rank].stopped = 1, False
         if len(_unlike(causes)) == 1 and not effects:
-            everybody = len(failed) == 1 or len(failed) <= said.heads  # their lines may run into each other
+            everybody = len(failed) == 1 or len(failed) <= max(
+                said.heads, len(said.raised)
+            )  # their lines may run into each other
             for rank in failed if everybody else self._first(failed):
                 self._give(rank, causes[0], by)
             failed = [rank for rank in failed if not self.heard.get(rank) or not self.heard[rank].raised]

@@ -157,6 +157,7 @@ class Heard:
     block: dict[str, str] = field(default_factory=dict)  # of a launcher's summary
     block_at: Line | None = None
     block_root: bool = False
+    earlier: list[tuple[Traceback, RankException]] = field(default_factory=list)  # before the launcher's restart
     heads: int = 0  # first lines of tracebacks
     hosts: set[str] = field(default_factory=set)  # names that may be its host's
     steps: dict[str, int] = field(default_factory=dict)  # by what it calls them, the highest that it printed
@@ -475,6 +476,7 @@ class Printed:
         for speaker, one in list(self.heard.items()):
             self._close(one, at_end=True)
             self._end_block(one, speaker)
+        self._remember_attempts()
         for rank, line in self._of_spawn.items():
             if rank not in self.heard or not self.heard[rank].raised:  # its end is not in the log
                 self.ended.setdefault(rank, Ended(1, line, root=True))
@@ -604,6 +606,13 @@ class Printed:
         if "by subset of ranks and are waiting for remainder of ranks" in text:
             self._stalled, self._stalled_at = {}, said.line
 
+    def _remember_attempts(self) -> None:
+        """If all that the last attempt raised is the effect of something, that is what ended the one before it."""
+        if all(is_consequence(raised) for one in self.heard.values() for _, raised in one.raised):
+            for one in self.heard.values():
+                own = [pair for pair in one.earlier if not is_consequence(pair[1])]
+                one.raised = own or one.raised
+
     def _has_several_nodes(self) -> bool:
         """Something shows that the launcher's processes are not all of the job."""
         stopped = self.stopped.get(None, set()) | {str(one.pid) for _, one in self._local if one.by is None}
@@ -616,10 +625,13 @@ class Printed:
     def _note_restart(self, launcher: str, line: Line) -> None:
         """A launcher that reports a second failure has started its ranks again after the first."""
         if (before := self._first_end.get(launcher)) is not None and before.file == line.file:
-            for one in self.heard.values():
+            for one in [*self.heard.values()]:
+                self._close(one)
+                one.earlier += [pair for pair in one.raised if pair[0].line.number < before.number]
                 one.raised = [pair for pair in one.raised if pair[0].line.number > before.number]
                 one.crashes = [crash for crash in one.crashes if crash.line.number > before.number]
             self._local = [(rank, ended) for rank, ended in self._local if ended.line != before]
+            self.stopped.clear()
         self._first_end[launcher] = line
 
     def _note_died(self, found: re.Match[str], line: Line) -> None:

@@ -111,7 +111,7 @@ class Traceback:
             lines = [*frames, *(line for line in lines if line and not line.startswith(("│", "|", "╭", "╰", " ")))]
         found = tracebacks.parse(lines)
         if found is None and self.cut and lines:
-            found = tracebacks.Traceback((), lines[0])
+            found = tracebacks.Traceback((), next((line for line in lines if not line.startswith(" ")), lines[0]))
         if found is None:
             return None
         error = (BARE if self.cut else _ERROR).match(found.message) or _NAME.match(found.message)
