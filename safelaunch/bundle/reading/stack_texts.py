@@ -24,6 +24,7 @@ from typing import Annotated
 import msgspec
 
 from safelaunch.model import Frame
+from safelaunch.system.decoding import from_builtins
 
 MAIN = "MainThread"
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -331,7 +332,7 @@ def _json_at(lines: Sequence[str], at: int) -> tuple[list[_SpiedThread], int] | 
     text = "\n".join(lines[at:])
     try:
         found, end = json.JSONDecoder().raw_decode(text.lstrip())
-        threads = msgspec.convert(found, list[_SpiedThread])
+        threads = from_builtins(found, list[_SpiedThread])
     except (ValueError, RecursionError, msgspec.ValidationError):
         return None
     return threads, at + text[: len(text) - len(text.lstrip()) + end].count("\n") + 1
