@@ -269,6 +269,19 @@ def test_stacks_without_python_lines_are_said_to_be_such(tmp_path: Path) -> None
     assert found.remarks == ("not compared: 1 process (without Python lines, which py-spy shows: 31)",)
 
 
+def test_a_process_that_a_log_does_not_name_keeps_its_label_beside_the_stacks_of_a_rank(tmp_path: Path) -> None:
+    lines = ("Traceback (most recent call last):", '  File "train.py", line 9, in f', "RuntimeError: bad")
+    (tmp_path / "job.log").write_text("".join(f"(Worker pid=77) {line}\n" for line in lines))
+    (tmp_path / "stack_rank0.txt").write_text(spied(100, WAITS))
+    found = locate.read(tmp_path)
+    ((number, _),) = found.evidence.labels.items()
+    by_number = {one.rank: one for one in found.evidence.ranks}
+    assert (number, len(by_number), found.evidence.missing_ranks) == (1, 2, ())
+    assert by_number[0].main is not None
+    assert by_number[1].exception is not None
+    assert found.files["ranks/1/exception.json"].startswith("job.log")
+
+
 def test_a_compressed_file(tmp_path: Path) -> None:
     path = tmp_path / "stacks.txt.gz"
     path.write_bytes(gzip.compress(spied_three("--- rank {} ---\n").encode()))

@@ -209,7 +209,7 @@ class _Reader:
         self._now = self._open = None
 
     def _take(self, line: str, indent: int) -> bool:
-        """Whether the line belongs to a stack."""
+        """Returns whether the line belongs to a stack."""
         if line[0] in _FIRST and self._begins(line):
             self._indent = indent
         elif not self._adds(line):

@@ -195,7 +195,7 @@ def _sample(process: SavedProcess) -> StackSample:
 
 
 def _kind(process: SavedProcess) -> str:
-    """What it is, if it is no rank."""
+    """Returns its kind if it is no rank, else an empty string."""
     main = process.main
     frames = tuple(main.frames) if main is not None else ()
     if calls.LOADER_WORKER.on(frames) or any(calls.LOADER_WORKER.on(one.frames) for one in process.threads):
@@ -205,7 +205,7 @@ def _kind(process: SavedProcess) -> str:
 
 def _ranks_among(found: Sequence[_Saved]) -> tuple[list[_Saved], list[_Saved]]:
     """Those that may be ranks, with their workers, and the rest. A worker whose parent is not known belongs to the one
-    process that waits for its workers; if several do, nobody knows to which.
+    process that waits for its workers; if several do, it is left out.
     """
     ranks = [one for one in found if not one.kind]
     by_pid = {one.process.pid: one for one in ranks if one.process.pid}
@@ -313,7 +313,7 @@ def _host(process: SavedProcess) -> str:
 
 
 def _remarks(left_out: Sequence[_Saved]) -> Iterator[str]:
-    """Which processes were not compared."""
+    """Names the processes that were not compared."""
     kinds: dict[str, list[int]] = {}
     for one in left_out:
         kinds.setdefault(one.kind or "of unknown rank", []).append(one.process.pid)
