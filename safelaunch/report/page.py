@@ -143,13 +143,13 @@ def content(
     """
     about = about or About()
     facts = facts or Facts.of(evidence, read_source)
-    verdict = numbered(verdict, evidence)
+    verdict, labels = numbered(verdict, evidence), evidence.labels
     culprits = {one.rank for one in verdict.culprits}
     paths = Paths.of(evidence, about.launch.cwd, code.all_frames(evidence, verdict))
     frames = Frames(paths)
     shown = ranks.ranks(facts, verdict, frames)
     states = {node.host: (format_ranks(node.ranks), node_state(node)) for node in evidence.nodes}
-    page: dict[str, Any] = {
+    return {
         "schema": 1,
         "head": _head(verdict, facts, evidence, about),
         "code": [_side(side, frames) for side in code.sides(facts, verdict, said)],
@@ -166,10 +166,8 @@ def content(
         "files": ranks.files(artifacts),
         "frames": frames.rows,
         "stacks": list(frames.stacks),
+        **({"labels": {str(number): clean(label) for number, label in labels.items()}} if labels else {}),
     }
-    if evidence.labels:
-        page["labels"] = {str(number): clean(label) for number, label in evidence.labels.items()}
-    return page
 
 
 # --- the head ---------------------------------------------------------------------------------------------------------

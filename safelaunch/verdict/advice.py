@@ -118,7 +118,7 @@ class Scene:
 
     @property
     def of_some_stacks(self) -> bool:
-        """All there is are saved stacks, of nobody knows how many of the ranks, and none of them is at fault."""
+        """The evidence is saved stacks, the number of ranks is not known, and no process is at fault."""
         return self.facts.evidence.world_guessed and self.facts.evidence.printed is None and not self.named
 
     @property

@@ -106,7 +106,7 @@ _DESYNC_WORKS = "<2.13"  # later, TORCH_DISTRIBUTED_DEBUG=DETAIL crashes in DDP'
 
 LAUNCHER = _sub_case("Fix what the launcher reports, or the error above it in the output of a process that it started.")
 
-# Of stacks that somebody saved: others may be missing.
+# For saved stacks: those of other processes may be missing.
 _ALL_STACKS = Advice(
     "Take the stacks of all processes at once: `safelaunch dump --all` on each node (or `py-spy dump --pid PID` for "
     "every process), and give all of them to `safelaunch diagnose`.",

@@ -1,7 +1,7 @@
-"""The verdict on processes of which nothing gives the rank: it calls them by pid, host or actor.
+"""Writes the verdict on processes whose rank is not known, which it calls by pid, host or actor.
 
-The rules count such processes by numbers that stand for them (``Evidence.labels``) and are nobody's rank. So whatever
-the rules have written is left out here, and written again from what is known of each process.
+The rules count such processes by numbers that stand for them (``Evidence.labels``) and are no ranks. So the sentences
+of the rules are left out here, and written again from what is known of each process.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _closing(facts: Facts, at_fault: Collection[int]) -> str:
 
 
 def _claims(facts: Facts, named: Collection[int]) -> Iterator[Claim]:
-    """What shows what those at fault do; then one example for each place where the others wait."""
+    """Yields what shows the state of those at fault; then an example for each place where the others wait."""
     conditions = {rank: one.condition for rank, one in facts.ranks.items() if one.condition is not None}
     examples = {facts.waiting[rank].words: rank for rank in sorted(facts.waiting, reverse=True)}
     shown: Mapping[int, tuple[Claim, ...]] = {

@@ -129,6 +129,10 @@ RANK_1, PID_101 = ([1], list[str]()), (list[int](), ["process 101"])
          ([], ["process 8"])),
         ("rank 1: ready\n" + "loading\n" * 4 + spied_three(), PID_101),
         ("rank 1 has loaded its data\n" + spied_three(), PID_101),
+        ("".join(spied(70 + n, STANDS if n == 2 else WAITS, command=f"app::scheduler_PP0_TP{n}") for n in range(3)),
+         ([], ["process 72 (app::scheduler_PP0_TP2)"])),
+        (spied_three("==> trainer-{} <==\n", pids=(1, 1, 1)), ([], ["process 1 of trainer-1"])),
+        ("This is it:\n\n" + "".join(f"> {line}\n" for line in spied_three("rank {}\n").splitlines()), RANK_1),
         (handled_by_three("[rank{}]: "), RANK_1),
         (handled_by_three("[default{}]:"), RANK_1),
         (handled_by_three("{}: "), RANK_1),
@@ -263,6 +267,19 @@ def test_stacks_without_python_lines_are_said_to_be_such(tmp_path: Path) -> None
     found = locate.read(path)
     assert (found.evidence.ranks, found.what) == ((), "saved stacks")
     assert found.remarks == ("not compared: 1 process (without Python lines, which py-spy shows: 31)",)
+
+
+def test_a_process_that_a_log_does_not_name_keeps_its_label_beside_the_stacks_of_a_rank(tmp_path: Path) -> None:
+    lines = ("Traceback (most recent call last):", '  File "train.py", line 9, in f', "RuntimeError: bad")
+    (tmp_path / "job.log").write_text("".join(f"(Worker pid=77) {line}\n" for line in lines))
+    (tmp_path / "stack_rank0.txt").write_text(spied(100, WAITS))
+    found = locate.read(tmp_path)
+    ((number, _),) = found.evidence.labels.items()
+    by_number = {one.rank: one for one in found.evidence.ranks}
+    assert (number, len(by_number), found.evidence.missing_ranks) == (1, 2, ())
+    assert by_number[0].main is not None
+    assert by_number[1].exception is not None
+    assert found.files["ranks/1/exception.json"].startswith("job.log")
 
 
 def test_a_compressed_file(tmp_path: Path) -> None:

@@ -214,10 +214,13 @@ def _joined(one: Found, other: Found, both: Callable[[RankEvidence, RankEvidence
     for rank in other.evidence.ranks:
         ranks[rank.rank] = both(ranks[rank.rank], rank) if rank.rank in ranks else rank
     world = max(one.evidence.world_size, other.evidence.world_size)
-    labels = {}
+    labels, files = {}, {**one.files, **other.files}
     for rank in (rank for rank in one.evidence.ranks if rank.rank in one.evidence.labels):
-        number = rank.rank if rank.rank not in ranks else max(world, *ranks) + 1
+        number = rank.rank if rank.rank not in ranks else max(world, *(rank + 1 for rank in ranks))
         ranks[number], labels[number] = structs.replace(rank, rank=number), one.evidence.labels[rank.rank]
+        old = f"ranks/{rank.rank}/"
+        own = {name: file for name, file in one.files.items() if name.startswith(old)}
+        files |= {f"ranks/{number}/{name.removeprefix(old)}": file for name, file in own.items()}
     world = max(world, *(number + 1 for number in ranks)) if ranks else world
     evidence = structs.replace(
         one.evidence,
@@ -226,10 +229,10 @@ def _joined(one: Found, other: Found, both: Callable[[RankEvidence, RankEvidence
         ranks=tuple(ranks[rank] for rank in sorted(ranks)),
         missing_ranks=tuple(rank for rank in range(world) if rank not in ranks),
         printed=None,
-        world_guessed=False,
+        world_guessed=one.evidence.world_guessed and other.evidence.world_guessed,
     )
     what, problems = f"{one.what}, {other.what}", (*one.problems, *other.problems)
-    return replace(one, what=what, evidence=evidence, problems=problems, files={**one.files, **other.files})
+    return replace(one, what=what, evidence=evidence, problems=problems, files=files)
 
 
 def _with_stacks(found: Found, seen: Found) -> Found:

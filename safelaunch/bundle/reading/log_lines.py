@@ -57,7 +57,7 @@ class Line:
 
 STDIN = Path("/dev/stdin")
 GZIP = b"\x1f\x8b"
-_NAMES = re.compile(r"\.(?:log|out|err|txt|json)(?:\.gz)?$|^std(?:out|err)$|^log", re.IGNORECASE)
+_NAMES = re.compile(r"\.(?:log|out|err|txt|json|raw|folded|collapsed)(?:\.gz)?$|^std(?:out|err)$|^log", re.IGNORECASE)
 _DEEPEST, _MOST_FILES = 6, 4096
 
 

@@ -1,4 +1,4 @@
-"""What quotes a pasted text: the blanks and marks (``> ``, ``| ``) that all of its lines begin with."""
+"""Removes the quoting of a pasted text: the blanks and marks (``> ``, ``| ``) that all of its lines begin with."""
 
 from __future__ import annotations
 

@@ -17,17 +17,18 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, islice
+from itertools import takewhile
 from pathlib import PurePosixPath
+from typing import Annotated
 
 import msgspec
 
-from safelaunch.bundle.reading.quoting import quote_of, unquoted
 from safelaunch.model import Frame
+from safelaunch.system.decoding import from_builtins
 
 MAIN = "MainThread"
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
-_QUOTED_LINES = 2000
+_QUOTE = re.compile(r"^\s*(?:[>|] ?)+")
 
 
 @dataclass
@@ -65,18 +66,20 @@ class SavedProcess:
 
 
 _SCRIPTS = frozenset({"<module>", "_run_module_as_main"})
-_BOOTSTRAP, _MOST_PIDS, _TRIES = "_bootstrap", 1 << 23, 8
+_BOOTSTRAP, _MOST_PIDS, _MOST_DIGITS, _TRIES = "_bootstrap", 1 << 23, 10, 8
 _MOST_LINE, _MOST_RAW, _MOST_HINT = 1 << 12, 1 << 15, 1 << 8  # characters
 _PROCESS = re.compile(r"Process (?P<pid>\d{1,9}): (?P<command>.*)")
 _PARENT = re.compile(r"Parent Process (?P<pid>\d{1,9}): ")
 _END_OF_GDB = re.compile(r"\[Inferior \d+ \(process (?P<pid>\d{1,9})\) detached\]")
 # A header of a thread, and the frames that belong to it. In those called ``last``, the innermost frame is the last one.
-_SPIED = re.compile(r'Thread (?P<tid>0x[0-9A-Fa-f]+|\d+) \((?P<state>[\w+]+)\)(?:: "(?P<name>.*)")?$')
+_SPIED = re.compile(r'Thread (?P<tid>0x[0-9A-Fa-f]{1,16}|\d{1,20}) \((?P<state>[\w+]+)\)(?:: "(?P<name>.*)")?$')
 _HANDLED = re.compile(
-    r"(?:Current thread|Thread) (?P<tid>0x[0-9a-f]+)(?: \[.*\])? \(most recent call (?:first|(?P<last>last))\):"
+    r"(?:Current thread|Thread) (?P<tid>0x[0-9a-f]{1,16})(?: \[.*\])? \(most recent call (?:first|(?P<last>last))\):"
 )
-_PYSTACK = re.compile(r"Traceback for thread (?P<tid>\d+)(?: \(.*?\))? \[.*?\] \(most recent call (?P<last>last)\):")
-_IN_GDB = re.compile(r'Thread (?P<number>\d+) \(.*?(?:LWP|process) (?P<tid>\d+)\)(?: ".*")?.*\):$')
+_PYSTACK = re.compile(
+    r"Traceback for thread (?P<tid>\d{1,20})(?: \(.*?\))? \[.*?\] \(most recent call (?P<last>last)\):"
+)
+_IN_GDB = re.compile(r'Thread (?P<number>\d+) \(.*?(?:LWP|process) (?P<tid>\d{1,20})\)(?: ".*")?.*\):$')
 _PY_BT = re.compile(r"Traceback \(most recent call first\):")
 _HEADERS = (_SPIED, _HANDLED, _PYSTACK, _IN_GDB, _PY_BT)
 _HEADER = re.compile(
@@ -91,7 +94,10 @@ _GDB_FRAME = re.compile(
     r"#\d+ +(?:.*?\bfor file (?P<file>.+?), line (?P<line>\d{1,9}), in (?P<function>\S+) \(|"
     r"(?:0x[0-9a-f]+ in )?(?P<native>[\w:~<>.]+)(?:.*\bfrom (?P<library>\S+)$)?)"
 )
-_TAG = re.compile(r'process (?P<pid>\d+):"(?P<command>.*?)"$|thread \((?P<tid>\w+)\)(?:: "?(?P<name>.*?)"?)?$')
+_TAG = re.compile(
+    r'process (?P<pid>\d{1,9}):"(?P<command>.*?)"$|'
+    r'thread \((?P<tid>0x[0-9A-Fa-f]{1,16}|\d{1,20})\)(?:: "?(?P<name>.*?)"?)?$'
+)
 _SPEAKER = re.compile(r"(?P<who>\[[^\]]{1,60}\]:?|\((?!C\)|Python\))[^)]{1,60}\)|[\w.-]{1,60}(?::| +\|)) ?(?P<rest>.*)")
 _PLACE = re.compile(r" \([^()]+:\d+\)$")
 _SEPARATOR = re.compile(
@@ -122,10 +128,9 @@ def processes_in(text: str) -> tuple[list[SavedProcess], float]:
     if not _SIGNS.search(text):
         return [], 0.0
     lines = _COLOURS.sub("", text).splitlines()
-    quote = quote_of(islice(lines, _QUOTED_LINES))
     streams: dict[str, list[str]] = {}
     for line in lines:
-        who, rest = _spoken(unquoted(line, quote))
+        who, rest = _spoken(_QUOTE.sub("", line))
         streams.setdefault(who, []).append(rest)
     readers = {who: _Reader(who) for who in streams}
     found = [one for who, said in streams.items() for one in readers[who].read(said)]
@@ -155,18 +160,20 @@ class _Reader:
         self._now: SavedProcess | None = None
         self._open: tuple[SavedThread, re.Pattern[str], bool] | None = None
         self._before: deque[str] = deque(maxlen=_MOST_BEFORE)
-        self._indent = self._no_json = 0
+        self._indent = 0
 
     def read(self, lines: Sequence[str]) -> Iterator[SavedProcess]:
         raw: list[str] = []
-        at = 0
+        at, tries = 0, _TRIES
         while at < len(lines):
             line = lines[at].strip()
             at += 1
-            if line[:2] in ("[", "[{") and (spied := self._json_at(lines, at - 1)) is not None:
-                self._begin()
-                hints = self._found.pop().hints
+            is_list = line[:2] in ("[", "[{") and tries > 0
+            spied = _json_at(lines, at - 1) if is_list else None
+            tries -= is_list
+            if spied is not None:
                 self._close()
+                hints, tries = self._hints(), _TRIES
                 self.used, at = self.used + spied[1] - at + 1, spied[1]
                 self._found += [replace(one, hints=hints) for one in _of_json(spied[0])]
             elif ";" in line and len(line) < _MOST_RAW and _is_raw(line):
@@ -179,11 +186,6 @@ class _Reader:
         self._found += [replace(one, hints=self._hints()) for one in _of_raw(raw)]
         for one in self._found:
             yield from (part for part in _apart(one) if not part.ended and any(t.frames for t in part.threads))
-
-    def _json_at(self, lines: Sequence[str], at: int) -> tuple[list[_SpiedThread], int] | None:
-        found = _json_at(lines, at) if self._no_json < _TRIES else None
-        self._no_json += found is None
-        return found
 
     def _begin(self, pid: int = 0, command: str = "", *, ended: bool = False) -> SavedProcess:
         self._close()
@@ -207,7 +209,7 @@ class _Reader:
         self._now = self._open = None
 
     def _take(self, line: str, indent: int) -> bool:
-        """Whether the line belongs to a stack."""
+        """Returns whether the line belongs to a stack."""
         if line[0] in _FIRST and self._begins(line):
             self._indent = indent
         elif not self._adds(line):
@@ -242,23 +244,19 @@ class _Reader:
         found = next((found for header in _HEADERS if (found := header.match(line))), None)
         if found is None:
             return False
+        hints, py_bt = self._hints(), found.re is _PY_BT
+        self._before.extend(hints)
         last = self._now.threads[-1] if self._now is not None and self._now.threads else None
-        if hints := self._hints():
-            self._before.extend(hints)
-        again = found.re is _PY_BT and last is not None and last.frames
-        now = self._begin() if self._now is None or hints or again else self._now
-        told = found.groupdict()
-        thread = SavedThread(
-            MAIN if found.re is _PY_BT or told.get("number") == "1" else told.get("name") or "",
-            int(told.get("tid") or "0", 0),
-            (told.get("state") or "").startswith("active"),
-        )
-        if found.re is _PY_BT and last is not None and now.threads:
-            thread = last
-        else:
-            now.threads.append(thread)
+        if self._now is None or hints or (py_bt and last is not None and last.frames):
+            self._begin()
+            last = None
+        told = found.groupdict(default="")
+        name = MAIN if py_bt or told.get("number") == "1" else told.get("name", "")
+        thread = SavedThread(name, _number(told.get("tid") or "0"), told.get("state", "").startswith("active"))
+        if not py_bt or last is None:
+            self._found[-1].threads.append(thread)
         style = {_SPIED: _SPIED_FRAME, _IN_GDB: _GDB_FRAME}.get(found.re, _FILE_FRAME)
-        self._open = (thread, style, bool(told.get("last")))
+        self._open = (self._found[-1].threads[-1], style, bool(told.get("last")))
         return True
 
     def _adds(self, line: str) -> bool:
@@ -312,17 +310,20 @@ def _apart(process: SavedProcess) -> Iterator[SavedProcess]:
 # --- py-spy's JSON ----------------------------------------------------------------------------------------------------
 
 
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
 class _SpiedFrame(msgspec.Struct):
     name: str
     filename: str
-    line: int = 0
+    line: _Number = 0
 
 
 class _SpiedThread(msgspec.Struct):
     frames: list[_SpiedFrame]
-    pid: int = 0
+    pid: _Number = 0
     thread_name: str | None = None
-    os_thread_id: int | None = None
+    os_thread_id: _Number | None = None
     active: bool = False
 
 
@@ -331,7 +332,7 @@ def _json_at(lines: Sequence[str], at: int) -> tuple[list[_SpiedThread], int] | 
     text = "\n".join(lines[at:])
     try:
         found, end = json.JSONDecoder().raw_decode(text.lstrip())
-        threads = msgspec.convert(found, list[_SpiedThread])
+        threads = from_builtins(found, list[_SpiedThread])
     except (ValueError, RecursionError, msgspec.ValidationError):
         return None
     return threads, at + text[: len(text) - len(text.lstrip()) + end].count("\n") + 1
@@ -354,36 +355,32 @@ _SHARE = 0.5  # of the samples, which have to be in a call for it to be where th
 
 def _is_raw(line: str) -> bool:
     stack, _, seen = line.rpartition(" ")
-    return seen.isdecimal() and any(_PLACE.search(part) for part in stack.split(";"))
+    return seen.isdecimal() and len(seen) < _MOST_DIGITS and any(_PLACE.search(part) for part in stack.split(";"))
 
 
 def _of_raw(lines: Sequence[str]) -> Iterator[SavedProcess]:
     """Each line: the stack from its outermost frame on, and in how many samples it was seen."""
-    samples = [(line.rpartition(" ")[0].split(";"), int(line.rpartition(" ")[2])) for line in lines]
-    told = [([tag for part in parts if (tag := _TAG.match(part))], parts, count) for parts, count in samples]
+    counted: dict[tuple[str, ...], list[tuple[list[str], int]]] = {}
+    for line in lines:
+        stack, _, seen = line.rpartition(" ")
+        parts = stack.split(";")
+        tags = tuple(takewhile(_TAG.match, parts))
+        counted.setdefault(tags, []).append((parts[len(tags) :], int(seen)))
+    found: dict[tuple[str, ...], SavedProcess] = {}
+    for tags, samples in counted.items():
+        told = [tag.groupdict(default="") for text in tags if (tag := _TAG.match(text)) is not None]
+        owners, threads = [tag for tag in told if tag["pid"]], [tag for tag in told if tag["tid"]]
+        pids = (0, 0, *(int(tag["pid"]) for tag in owners))
+        command = owners[-1]["command"] if owners else ""
+        process = found.setdefault(tags[: len(owners)], SavedProcess(pids[-1], command, parent=pids[-2]))
+        frames = [frame for part in reversed(_usual(samples)) if (frame := _frame(part, _SPIED_FRAME)) is not None]
+        thread = threads[-1] if threads else {"name": "", "tid": "0"}
+        process.threads.append(SavedThread(thread["name"], _number(thread["tid"]), frames=frames))
+    yield from found.values()
 
-    def key(one: tuple[list[re.Match[str]], list[str], int]) -> str:
-        return ";".join(tag[0] for tag in one[0])
 
-    by_process: dict[str, SavedProcess] = {}
-    for _, of_thread in groupby(sorted(told, key=key), key):
-        members = list(of_thread)
-        tags, counted = members[0][0], [(parts[len(tags) :], count) for tags, parts, count in members]
-        pids = [tag for tag in tags if tag["pid"]]
-        thread = next((tag for tag in tags if tag["tid"]), None)
-        name = ";".join(tag[0] for tag in pids)
-        process = by_process.setdefault(
-            name,
-            SavedProcess(
-                int(pids[-1]["pid"]) if pids else 0,
-                pids[-1]["command"] if pids else "",
-                parent=int(pids[-2]["pid"]) if len(pids) > 1 else 0,
-            ),
-        )
-        frames = [frame for part in reversed(_usual(counted)) if (frame := _frame(part, _SPIED_FRAME)) is not None]
-        tid = int(thread["tid"], 0) if thread is not None else 0
-        process.threads.append(SavedThread(thread["name"] or "" if thread is not None else "", tid, False, frames))
-    yield from by_process.values()
+def _number(text: str) -> int:
+    return int(text, 16 if text.startswith("0x") else 10)
 
 
 def _usual(samples: Sequence[tuple[list[str], int]]) -> list[str]:

@@ -195,7 +195,7 @@ def _sample(process: SavedProcess) -> StackSample:
 
 
 def _kind(process: SavedProcess) -> str:
-    """What it is, if it is no rank."""
+    """Returns its kind if it is no rank, else an empty string."""
     main = process.main
     frames = tuple(main.frames) if main is not None else ()
     if calls.LOADER_WORKER.on(frames) or any(calls.LOADER_WORKER.on(one.frames) for one in process.threads):
@@ -205,7 +205,7 @@ def _kind(process: SavedProcess) -> str:
 
 def _ranks_among(found: Sequence[_Saved]) -> tuple[list[_Saved], list[_Saved]]:
     """Those that may be ranks, with their workers, and the rest. A worker whose parent is not known belongs to the one
-    process that waits for its workers; if several do, nobody knows to which.
+    process that waits for its workers; if several do, it is left out.
     """
     ranks = [one for one in found if not one.kind]
     by_pid = {one.process.pid: one for one in ranks if one.process.pid}
@@ -236,8 +236,9 @@ def _give_ranks(ranks: Iterable[_Saved]) -> None:
     A rank that two processes have is that of neither.
     """
     ranks = list(ranks)
+    apart = any(len(_dimensions(one.process)) > 1 for one in ranks)
     for find in (_of_title, _local_rank):
-        if all(one.rank is None for one in ranks):
+        if all(one.rank is None for one in ranks) and not (apart and find is _of_title):
             for one in ranks:
                 one.rank = find(one.process)
                 one.titled = find is _of_title and one.rank is not None
@@ -247,9 +248,12 @@ def _give_ranks(ranks: Iterable[_Saved]) -> None:
                 one.rank, one.titled = None, False
 
 
+def _dimensions(process: SavedProcess) -> set[str]:
+    return set(_DIMENSION.findall(process.command))
+
+
 def _of_title(process: SavedProcess) -> int | None:
-    numbers = set(_DIMENSION.findall(process.command))
-    return int(numbers.pop()) if len(numbers) == 1 else None
+    return next(map(int, _dimensions(process)), None)
 
 
 def _local_rank(process: SavedProcess) -> int | None:
@@ -291,7 +295,7 @@ def _label(one: _Saved, *, alone: bool) -> str:
 def _host(process: SavedProcess) -> str:
     """The pod, container or node that the lines before it name."""
     for hint in reversed(process.hints):
-        words = hint.strip(" =#*~+-$%:").split()
+        words = hint.strip(" =#*~+-$%:<>").split()
         at = next((n for n, word in enumerate(words) if word in ("exec", "ssh")), None)
         if at is not None:
             rest = iter(words[at + 1 :])
@@ -309,7 +313,7 @@ def _host(process: SavedProcess) -> str:
 
 
 def _remarks(left_out: Sequence[_Saved]) -> Iterator[str]:
-    """Which processes were not compared."""
+    """Names the processes that were not compared."""
     kinds: dict[str, list[int]] = {}
     for one in left_out:
         kinds.setdefault(one.kind or "of unknown rank", []).append(one.process.pid)
