@@ -40,6 +40,7 @@ _MAY_HANG = "A log cannot show where ranks wait. If the job still runs, `safelau
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _WITH_VARIABLES = re.compile(r"[\w@%+=:,./-]*(?:\$(?:\w+|\{\w+\})[\w@%+=:,./-]*)+")
 _SHOWN_PROBLEMS = 5
+_MOST_OTHERS = 2
 _LISTED_PROBLEMS = 1000
 T = TypeVar("T")
 _Cited = TypeVar("_Cited", Claim, ProofEdge)
@@ -245,8 +246,20 @@ def _tell(found: Found, path: str, wanted: _Wanted) -> _Told:
         return _Told(REACHED if found.remarks else NOT_ENOUGH, "", _closing(found), files)
     on = display(1, os.environ)
     return _Told(
-        code, terminal_safe(_screen(verdict, found.evidence, path, on), color=on.color), tuple(_notes(found)), files
+        code,
+        terminal_safe(_screen(verdict, found.evidence, path, on), color=on.color),
+        (*_notes(found), *_unexplained(found, verdict)),
+        files,
     )
+
+
+def _unexplained(found: Found, verdict: Verdict) -> list[str]:
+    """The exceptions in a log on which the verdict does not rest, and which are no effects of others."""
+    if found.events is None:
+        return []
+    cited = " ".join(claim.file for claim in verdict.evidence)
+    others = [one for one in found.events.causes() if one.line.where not in cited]
+    return [f"also in the log: {clean(one.words)}" for one in others[:_MOST_OTHERS]]
 
 
 def _closing(found: Found) -> tuple[str, ...]:

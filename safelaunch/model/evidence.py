@@ -344,6 +344,7 @@ class Evidence(Record, frozen=True):
     printed: tuple[int, ...] | None = None
     labels: dict[int, str] = msgspec.field(default_factory=dict)
     world_guessed: bool = False
+    may_be_caught: bool = False  # the processes that raised printed more afterwards, as one that goes on does
     time: str = ""
     versions: dict[str, str] = msgspec.field(default_factory=dict)
 

@@ -125,6 +125,7 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
     doubtful = {
         Doubt.DAMAGED_RECORD: bool(_damaged(case)),
         Doubt.PRINTED_ALONE: evidence.printed is not None and not _is_corroborated(case, named),
+        Doubt.MAY_BE_CAUGHT: evidence.may_be_caught,
         Doubt.NOT_PROVED: may_go_on,
         Doubt.RANK_UNKNOWN: not named.isdisjoint(evidence.labels),
         Doubt.MORE_NAMED: finding.cause not in BY_ITSELF

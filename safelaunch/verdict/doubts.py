@@ -91,6 +91,7 @@ class Doubt(Enum):
     MORE_NAMED = "share", 1, "More ranks are named than cleared: hardly all of them are at fault."
     WHOSE_ORDER = "share", 1, "Nothing shows whose order is the wrong one."
     TWO_TO_ONE = "share", 1, "Two ranks against one: the two may have gone wrong in the same way."
+    MAY_BE_CAUGHT = "evidence", 2, "The process printed more after its exception: it may have caught it."
     PRINTED_STEPS = "evidence", 2, "Only the steps that ranks printed show it, and output may be lost or late."
     RANK_UNKNOWN = "evidence", 1, "Nothing gives the rank of a process at fault."
     DAMAGED_RECORD = "evidence", 1, "A Flight Recorder dump is malformed."

@@ -66,6 +66,7 @@ _EFFECT = re.compile(
 _PROGRESS = re.compile(
     r"(?i:\b(?:global[ _]?)?(?:step|iter|iteration|epoch|batch|it)s?\b\W{0,4}\d)|\d+%\||\bloss\W{1,3}\d"
 )
+_ENDS = ("omplete", "inished", "done")
 _FINISHED = re.compile(
     r"(?i:\b(?:training|run|job|all|finetuning|evaluation)\b.{0,40}\b(?:complete|completed|finished|done)\b)"
 )
@@ -97,6 +98,11 @@ class Event:
         return f"{self.line.where}{whose} {one_line(self.text)}{times}"
 
     @property
+    def is_effect(self) -> bool:
+        """It came of something that failed before, as a rule."""
+        return self.kind == "effect" or _EFFECT.search(self.text) is not None
+
+    @property
     def survived(self) -> bool:
         """Its speaker worked on afterwards."""
         return self.since > 2
@@ -109,14 +115,19 @@ class Events:
     found: dict[str, Event] = field(default_factory=dict)  # by what remains without numbers
     _end: Line | None = None  # that says that the job has come to its end
 
+    def work_on(self, said: Said) -> None:
+        """Counts a line of progress after the errors, and the end of the job."""
+        if not self.found:
+            return
+        if _PROGRESS.search(said.text):
+            for one in self.found.values():
+                one.since += one.speaker in (None, said.speaker)
+        if any(word in said.text for word in _ENDS) and _FINISHED.search(said.text):
+            self._end = said.line
+
     def hear(self, said: Said, *, telling: bool) -> None:
         """``telling``: the line may report an error, and is no part of a traceback."""
         text = said.text
-        if self.found and _PROGRESS.search(text):
-            for one in self.found.values():
-                one.since += one.speaker in (None, said.speaker)
-        if self.found and _FINISHED.search(text):
-            self._end = said.line
         match = _EVENT.search(text) if telling else None
         if match is None or _NO_EVENT.search(text):
             return
@@ -141,7 +152,7 @@ class Events:
 
     def first(self, most: int) -> list[Event]:
         """Those to show first: errors that ended something before those that were survived, causes before effects."""
-        return sorted(self.errors(), key=lambda one: (one.survived, _EFFECT.search(one.text) is not None))[:most]
+        return sorted(self.errors(), key=lambda one: (one.survived, one.is_effect))[:most]
 
     def summary(self, told: str = "") -> tuple[str, ...]:
         """What to show if nothing of this is understood: the first errors, or the warnings if there are none.
@@ -157,6 +168,10 @@ class Events:
             first = self.warnings()[: _MOST_SHOWN - 2]
             head = "no failure seen; the first warnings are:"
         return (head, *(f"  {one.words}" for one in first)) if first else ()
+
+    def causes(self) -> list[Event]:
+        """Exceptions that do not report what became of something else, and that their process did not survive."""
+        return [one for one in self.errors() if one.kind == "thread" or (one.kind == "traceback" and not one.survived)]
 
     def errors(self) -> list[Event]:
         return [one for one in self.found.values() if not one.harmless]

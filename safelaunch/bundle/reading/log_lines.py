@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 MAX_RANKS = 1 << 16
 CHUNK_BYTES = 1 << 17
-_MOST_SHAPES, _MOST_PARTS = 1 << 14, 64
+_MOST_SHAPES, _MOST_PARTS = 1 << 13, 64
 MOST_LINE = 1 << 14  # characters
 
 
@@ -36,8 +36,8 @@ _TELLING = (
     b"return code", b"NCCL error", b" group.cc:", b"ignal", b"SIG", b"egmentation", b"core dumped", b"Process name: ",
     b" nranks ", b"subset of ranks", b"rrno", b"in use", b"No space", b"refused", b"o route to", b"CC error",
     b"illegal memory", b"launch failure", b"Killing", b"Assertion", b"MPI_ABORT", b"due to process", b"Unable to",
-    b"cannot be",
-    b"failed", b"FAILED", b"Failed", b"imed out", b"TIME LIMIT", b"eartbeat", b"where the task", b"fingerprint", b"FingerPrint",
+    b"cannot be", b"failed", b"FAILED", b"Failed", b"imed out", b"TIME LIMIT", b"eartbeat", b"where the task",
+    b"fingerprint", b"FingerPrint",
 )  # fmt: skip
 LITERALS = tuple(needle.decode().strip("\n") for needle in _TELLING)  # the same, within a line
 NOT_GZIP = (EOFError, zlib.error)  # what gzip raises of damaged files, besides OSError
@@ -46,9 +46,12 @@ _COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07")
 
 @dataclass(frozen=True)
 class Line:
+    """``may_tell``: it may report something; the others show no more than that the job works on."""
+
     file: str
     number: int
     text: str
+    may_tell: bool = True
 
     @property
     def where(self) -> str:
@@ -115,12 +118,14 @@ def lines_of(path: Path, name: str) -> Iterator[Line | None]:
         for part, last in _blocks(file):
             if not part:
                 break
-            if shapes.tell(part) or first or last or open_still:
+            telling, read_all = shapes.telling(part), first or last or open_still
+            if telling or read_all:
                 for line in part.removesuffix(b"\n").split(b"\n"):
                     number += 1
                     text = _clean(line[-MOST_LINE:] if b"\r" in line else line[:MOST_LINE])
+                    may_tell = read_all or _SPEAKS.search(line) is not None or _shape(line) in telling
                     for one in _of_record(text) if text.startswith("{") else (text,):
-                        yield Line(name, number, one)
+                        yield Line(name, number, one, may_tell or text.startswith("{"))
             else:
                 number += part.count(b"\n")
                 yield None
@@ -137,9 +142,9 @@ class _Shapes:
         self._harmless: set[bytes] = set()
         self._met: Counter[bytes] = Counter()  # of the others, in how many parts
 
-    def tell(self, part: bytes) -> bool:
-        """Returns whether a line of this part may report an error, and is none of those that stand everywhere."""
-        new = set(part.translate(None, b"0123456789").split(b"\n")) - self._harmless
+    def telling(self, part: bytes) -> set[bytes]:
+        """The lines of this part that may report an error, without those that stand everywhere."""
+        new = set(_shape(part).split(b"\n")) - self._harmless
         text = b"\n".join([b"", *new])
         found = [literal for literal in _TELLING if literal in text]
         if len(self._harmless) + len(self._met) > _MOST_SHAPES:
@@ -149,7 +154,18 @@ class _Shapes:
         self._met.update(telling)
         self._harmless |= new - telling
         self._harmless |= {shape for shape in telling if self._met[shape] > _MOST_PARTS}
-        return bool(telling)
+        return telling
+
+
+def _shape(line: bytes) -> bytes:
+    return line.translate(None, b"0123456789")
+
+
+# Forms of lines that mean something only beside others: lists, commands, numbers of ranks.
+_SPEAKS = re.compile(
+    rb"\.py\b|\\$|orld[ _]?[Ss]ize|WORLD_SIZE|nproc|num_processes|NTASKS|rank \d+(?: of |/)|env://|^#\d|\[missing ranks"
+    rb"|^(?:[^:]{0,80}: ?)?(?: {1,3}(?:time|host|rank) *: |\[\d\]:|-{9}|={9}|Root Cause|\d+!?: \[)| node |host"
+)
 
 
 def _blocks(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:

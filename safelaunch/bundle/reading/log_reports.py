@@ -65,6 +65,7 @@ _OF_A_SOCKET = re.compile(
 )
 # GPUs that are lost or broken; other numbers are mostly the application's own.
 _XID = re.compile(r"NVRM: Xid \(.*\): (?P<number>48|79|94|95|119), pid='?(?P<pid>\d+)")
+_OF_C = re.compile(r"#\d+ +0x[0-9a-f]+ in \w")
 _LAUNCHER_PID = re.compile(r"[EW]\d{4} [\d:.]+ (?P<pid>\d+) ")
 _KILLED_BY_LAUNCHER = re.compile(r"Unable to shutdown process (?P<pid>\d+) via")
 _CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal")
@@ -242,6 +243,7 @@ _RAY_DEAD = re.compile(
     r"Worker PID: (?P<pid>\d+) Worker exit type: (?!INTENDED)"
     r"(?:.*[Ee]xit code:? (?P<code>\d+)|.*(?P<memory>low on memory))?"
 )
+_OF_WORLD = ("orld", "ORLD", "nproc", "num_processes", "NTASKS", " of ", "Starting with")
 _WORLD = re.compile(
     r"(?:world[ _]size\W{1,4}|\branks? \d+ (?:of|out of) |\bnproc[-_]per[-_]node[= ]|\bnum_processes[= ]|SLURM_NTASKS="
     r"|registered. Starting with )(?P<world>\d{1,6})\b",
@@ -289,6 +291,7 @@ class Printed:
         self.labels: dict[str, set[int]] = {}  # the ranks that lines with these names have, too
         self.rendezvous: Rendezvous | None = None
         self.rendezvous_at: Line | None = None
+        self.native = 0  # lines of stacks of C functions
         self.xids: list[tuple[int, str, Line]] = []  # pid, number
         self.put_down: set[int] = set()  # pids that a launcher had to kill
         self.stopped: dict[Speaker | None, set[str]] = {}  # pids that a launcher of torch has stopped after a failure
@@ -343,6 +346,9 @@ class Printed:
             speaker = said.speaker if len(self.heard) < _MOST_SPEAKERS else None
             one = self.heard.setdefault(speaker, Heard(said.line))
         text, one.last = said.text, said.line
+        if not (said.line.may_tell or one.opened or one.crashes):
+            self._note_progress(one, said)
+            return
         if said.label and isinstance(said.speaker, int):
             self.labels.setdefault(said.label, set()).add(said.speaker)
         opened = one.opened
@@ -356,17 +362,8 @@ class Printed:
             if one.opened is not None:
                 one.opened.socket, one.opened.ignored = one.socket, one.before.startswith("Exception ignored")
             self._note_nccl(one, said)
-        if said.speaker is not None and (made := _STEP.search(text)):
-            word, number = (made["word"] or "%").lower(), int(made["number"] or made["done"])
-            one.steps[word] = max(number, one.steps.get(word, 0))
-        one.before = text
         end = one.raised[-1][0].line if one.raised else one.crashes[-1].line if one.crashes else said.line
-        own = one.opened is None and end.file == said.line.file and not (said.timed or _NOT_OWN.match(text))
-        if own:
-            one.after.goes_on(text)
-        self._since_stalled += own
-        if own and isinstance(said.speaker, str) and None in self.heard:
-            self._go_on(self.heard[None])
+        own = self._note_progress(one, said, end)
         if text.startswith(FATAL):
             one.crashes = [*one.crashes[-1:], Crash(said.line, [text])]
         elif one.crashes:
@@ -374,10 +371,28 @@ class Printed:
         telling = any(literal in text for literal in LITERALS)
         self.events.hear(said, telling=telling and one.opened is None and opened is None)
         if one.opened is None or one.opened.state == "after":
-            one.tail.append(text)
             self._note_form(one, said)
             if telling:
                 self._note(one, said)
+
+    def _note_progress(self, one: Heard, said: Said, end: Line | None = None) -> bool:
+        """Returns whether the line shows that its process works on after ``end``, where it seemed to have ended."""
+        text = said.text
+        if said.speaker is not None and (made := _STEP.search(text)):
+            word, number = (made["word"] or "%").lower(), int(made["number"] or made["done"])
+            one.steps[word] = max(number, one.steps.get(word, 0))
+        if one.opened is None or one.opened.state == "after":
+            one.tail.append(text)
+        one.before = text
+        end = end or (one.raised[-1][0].line if one.raised else said.line)
+        own = one.opened is None and end.file == said.line.file and not (said.timed or _NOT_OWN.match(text))
+        if own:
+            one.after.goes_on(text)
+        self._since_stalled += own
+        if own and isinstance(said.speaker, str) and None in self.heard:
+            self._go_on(self.heard[None])
+        self.events.work_on(said)
+        return own
 
     def _go_on(self, unsigned: Heard) -> None:
         """Nodes print their own, so the job has survived what nobody has signed."""
@@ -415,7 +430,8 @@ class Printed:
             return
         place = f" at {raised.frames[0].file}:{raised.frames[0].line}" if raised.frames else ""
         what = f"{raised.type}: {raised.message}" if raised.message else raised.type
-        self.events.add("traceback", f"{what}{place}", opened.said, harmless=opened.ignored)
+        kind = "thread" if opened.thread else "effect" if is_consequence(raised) else "traceback"
+        self.events.add(kind, f"{what}{place}", opened.said, harmless=opened.ignored)
         if opened.thread:
             again = one.raised and (one.raised[-1][1].type, one.raised[-1][1].message) == (raised.type, raised.message)
             one.raised = one.raised[:-1] if again else one.raised
@@ -512,6 +528,7 @@ class Printed:
     def _note_form(self, one: Heard, said: Said) -> None:
         """Parts of a summary or of a list, whose lines say nothing by themselves."""
         text = said.text
+        self.native += text.startswith("#") and _OF_C.match(text) is not None
         if self._stack is not None and (found := _STACK.match(text)):
             self._stack.frames.append(Frame(found["file"], int(found["line"]), found["function"]))
         if (field := _FIELD.match(text)) is not None:
@@ -526,9 +543,13 @@ class Printed:
             self.launch, self._command = best_launch(self.launch, self._command), ""
         if self._stalled_at is not None and (found := _NOT_SUBMITTED.match(text)):
             self._note_stalled(found)
-        if (own := _RAY_OWN_RANK.search(text)) and (pid := re.search(r"pid=(\d+)", str(said.speaker))):
+        if (
+            "env://" in text
+            and (own := _RAY_OWN_RANK.search(text))
+            and (pid := re.search(r"pid=(\d+)", str(said.speaker)))
+        ):
             self.ranks[pid[1]] = int(own["rank"])
-        if found := _WORLD.search(text):
+        if any(word in text for word in _OF_WORLD) and (found := _WORLD.search(text)):
             self.world = max(self.world, min(int(found["world"]), MAX_RANKS))
 
     def _note(self, one: Heard, said: Said) -> None:
@@ -686,6 +707,23 @@ class Printed:
             error = one_line(lines[-1] if lines else f"{raised.type.rpartition('.')[2]}: {raised.message}").rstrip(".")
             self.rendezvous, self.rendezvous_at = Rendezvous(0, 0, store=store, error=error), line
 
+    def end_with_the_last_error(self) -> bool:
+        """Takes the last exception for the end of its process, though that printed more afterwards: no line shows that
+        the job worked on. Returns False if there is none.
+        """
+        if self.events.finished:
+            return False
+        ends = {(one.line.file, one.line.number) for one in self.events.errors() if not one.since}
+        told = [
+            one
+            for one in self.heard.values()
+            if one.raised and (one.raised[-1][0].line.file, one.raised[-1][0].line.number) in ends
+            if one.raised[-1][1].frames and one.after.lines <= MOST_MESSAGE
+        ]
+        for one in told:
+            one.after = After()
+        return bool(told)
+
     def give_up_meeting(self) -> None:
         """The last that is heard of an unnamed process is that it could not reach or bind its store."""
         one = self.heard.get(None)
@@ -737,18 +775,20 @@ class Printed:
         return {rank: number if number >= 0 else None for rank, number in made.items()}
 
     def _note_nccl(self, one: Heard, said: Said) -> None:
-        if _NCCL_FAILED.search(said.text):
+        if ("nccl" in said.text or "NCCL" in said.text) and _NCCL_FAILED.search(said.text):
             self.nccl_failed = self.nccl_failed or said.line
         if " nranks " in said.text and (found := _IN_NCCL.search(said.text)):
             size, rank = min(int(found["world"]), MAX_RANKS), int(found["rank"])
             self.world = max(self.world, size)
             if size > self.nccl_places.get(found["process"], (0, 0))[0] and rank < MAX_RANKS:
                 self.nccl_places[found["process"]] = size, rank
-        if found := _ON_HOST.match(said.text):
+        if ("ode" in said.text or "ost" in said.text or " on " in said.text or "NCCL" in said.text) and (
+            found := _ON_HOST.match(said.text)
+        ):
             one.hosts.add(found["prefix"] or found["host"])
-        if failed := _NODE_FAILED.search(said.text):
+        if "ode failure" in said.text and (failed := _NODE_FAILED.search(said.text)):
             self.failed_hosts.setdefault(failed["host"], said.line)
-        if closed := _CLOSED_BY.search(said.text):
+        if "NCCL WARN" in said.text and (closed := _CLOSED_BY.search(said.text)):
             self.closed_by.setdefault(closed["host"], said.line)
         _, warns, words = said.text.partition("NCCL WARN ")
         words = said.text if one.before.startswith("Last error:") else words

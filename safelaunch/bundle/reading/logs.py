@@ -100,7 +100,7 @@ def _without(line: Line | None, quote: str) -> Line | None:
     return replace(line, text=unquoted(line.text, quote)) if line is not None else None
 
 
-def _found(job: Printed, names: Sequence[str], count: int) -> Found:
+def _found(job: Printed, names: Sequence[str], count: int, *, may_be_caught: bool = False) -> Found:
     owners = Owners.of(job)
     ranks = owners.heard
     stalled = job.give_stalls(ranks)
@@ -118,9 +118,8 @@ def _found(job: Printed, names: Sequence[str], count: int) -> Found:
     groups = _groups(ranks)
     evidence = [_rank(rank, job, owners, groups, files) for rank in sorted(seen)]
     evidence = [_with_steps(one, world, steps) for one in evidence]
-    failed = (
-        bool(steps)
-        or (not job.events.finished or bool(owners.ended))
+    failed = bool(steps) or (
+        (not job.events.finished or bool(owners.ended))
         and any(
             one.exception or one.flight_record or (one.exit and one.exit.returncode and one.exit.before_close)
             for one in evidence
@@ -130,6 +129,8 @@ def _found(job: Printed, names: Sequence[str], count: int) -> Found:
     remarks, warned = tuple(f"{text} [{where}]" for text, where in job.remarks.items()), _nccl_words(job)
     if job.nccl_failed is not None and not any(one.exception for one in evidence):
         remarks = (*remarks, f"NCCL failed{f': {warned}' if warned else f' [{job.nccl_failed.where}]'}")
+    elif job.native > _FEW_FRAMES and not failed:
+        remarks = (*remarks, _ONLY_C)
     elif warned and not failed:
         what += f" (a warning of NCCL alone is no failure: {warned})"
     found = Found(what, Evidence("crash", max(world, 1), ()), remarks=remarks, events=job.events, launch=job.launch)
@@ -140,6 +141,8 @@ def _found(job: Printed, names: Sequence[str], count: int) -> Found:
     if job.rendezvous_at is not None and all(_only_lost_a_peer(one) for one in evidence):
         rendezvous, files["rendezvous.json"] = job.rendezvous, job.rendezvous_at.where
     if not failed and rendezvous is None and not job.failed_hosts:
+        if not may_be_caught and not job.remarks and job.end_with_the_last_error():
+            return _found(job, names, count, may_be_caught=True)
         return found
     seen = {one.rank for one in evidence}
     missing = tuple(rank for rank in range(world) if rank not in seen)
@@ -156,6 +159,7 @@ def _found(job: Printed, names: Sequence[str], count: int) -> Found:
         printed=tuple(sorted({*owners.known, *stalled})),
         labels=owners.labels,
         world_guessed=world > job.world,
+        may_be_caught=may_be_caught,
     )
     return replace(found, evidence=told, files=files)
 
@@ -236,6 +240,11 @@ def _groups(ranks: Mapping[int, Heard]) -> dict[str, tuple[int, ...]]:
     }
 
 
+_FEW_FRAMES = 3
+_ONLY_C = (
+    "its stacks are those of C functions, which show no line of Python: take them with `py-spy dump --pid PID`, or "
+    "with gdb's `py-bt`"
+)
 _CLOCKS_S = 60.0  # how far the clocks of two nodes may be apart
 
 
@@ -251,8 +260,8 @@ def _seconds_between(one: str, other: str) -> float:
 
 
 def _after_the_first_s(ended: Ended, all_: Iterable[Ended]) -> float:
-    """0 for the ranks that may have failed first, 1 or 2 for those that failed later by the summary of their host, 3 for
-    those of a host where it began a minute later than on another.
+    """0 for the ranks that may have failed first; 1 or 2 for those that failed later by the summary of their host; 3
+    for those of a host where it began a minute later than on another.
 
     torchrun looks at its ranks once in a while and gives all that it then finds ended the same second; of those, its
     "first observed failure" is the one with the lowest number. Whoever died of a signal of its own died of no peer's

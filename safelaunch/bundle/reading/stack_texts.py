@@ -27,6 +27,7 @@ from safelaunch.model import Frame
 from safelaunch.system.decoding import from_builtins
 
 MAIN = "MainThread"
+_LINE_NUMBER = re.compile(r"^ {0,6}\d{1,7}\t")  # of ``cat -n``
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 _QUOTE = re.compile(r"^\s*(?:[>|] ?)+")
 
@@ -127,7 +128,7 @@ def processes_in(text: str) -> tuple[list[SavedProcess], float]:
     """The processes whose stacks the text has, in its order; and how much of it these are: 0 to 1."""
     if not _SIGNS.search(text):
         return [], 0.0
-    lines = _COLOURS.sub("", text).splitlines()
+    lines = [_LINE_NUMBER.sub("", line) for line in _COLOURS.sub("", text).splitlines()]
     streams: dict[str, list[str]] = {}
     for line in lines:
         who, rest = _spoken(_QUOTE.sub("", line))
