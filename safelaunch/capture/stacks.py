@@ -81,7 +81,7 @@ def find_py_spy(given: str | None = None) -> str:
     beside = next((str(place / "py-spy") for place in places if os.access(place / "py-spy", os.X_OK)), None)
     found = beside or shutil.which("py-spy")
     if not found:
-        fix = " ".join(commands.pip_install("py-spy"))
+        fix = commands.line(commands.pip_install("py-spy")).strip()
         raise CaptureError("py-spy is not installed", fix, "not installed")
     return found
 

@@ -157,10 +157,10 @@ def remedy(rights: Rights) -> str:
 
 
 def way_in(rights: Rights, own: str, as_root: str, container: str) -> str:
-    """What reads the stacks of a job that is running already, and was not allowed to be read.
+    """Returns the command that reads the stacks of a running job after the kernel has refused it.
 
     ``own``, ``as_root``: the command that was refused, and what starts it as root. In a container, whose name is
-    ``container``, no process can get the missing capability, but a new one can be started with it.
+    ``container``, no running process can get the missing capability, but a new one can be started with it.
     """
     if rights.yama == 3 or rights.capable:
         return remedy(rights)

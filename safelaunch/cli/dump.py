@@ -162,7 +162,9 @@ def _dump_found(words: Namespace) -> int:
 
 
 def _no_job(words: Namespace, hidden: bool) -> SafelaunchError:
-    """``hidden``: the variables of some processes may not be read, even by root if a security module says so."""
+    """Returns the error for a node without a job. ``hidden``: the variables of some processes may not be read, even by
+    root if a security module forbids it.
+    """
     from safelaunch.cli import doctor_node
 
     what = "dump: no job was found here that was started without safelaunch."
@@ -173,7 +175,7 @@ def _no_job(words: Namespace, hidden: bool) -> SafelaunchError:
 
 
 def _attach_one_of(job: FoundJob, words: Namespace) -> int:
-    """As ``_attach``, for one of several jobs: an error costs only its bundle."""
+    """Looks at one of several jobs: an error costs only its own bundle."""
     try:
         return _attach(job, words)
     except SafelaunchError as error:
@@ -182,7 +184,7 @@ def _attach_one_of(job: FoundJob, words: Namespace) -> int:
 
 
 def _with_way_in(error: AccessDenied, words: Namespace) -> AccessDenied:
-    """The error with the command that may read what was refused."""
+    """Adds to the error the command that can read what was refused."""
     from safelaunch.cli import doctor_node, doctor_rules
 
     again = ["dump", *(["--all"] if words.all else ["--pid", str(words.pid)]), *(["--json"] if words.json else [])]

@@ -66,9 +66,9 @@ def rendezvous_incomplete(facts: Facts) -> Ruling:
 
 def _rendezvous_failed(seen: Rendezvous) -> Finding:
     """All that is known is the error that a process of the job raised."""
-    what = f"the store at {seen.store} did not answer" if seen.store else "not all of them joined it"
-    text = f"The processes of the job did not meet: {what} ({seen.error})."
-    return Finding("init-not-joined", (), text, claims=(Claim(seen.error, RENDEZVOUS),))
+    why = f" ({seen.error})" if seen.error else ""
+    text = f"The processes of the job did not meet: {seen.store or 'not all of them came'}{why}."
+    return Finding("init-not-joined", (), text, claims=(Claim(seen.error or seen.store, RENDEZVOUS),))
 
 
 # --- a node that is not heard -------------------------------------------------------------------------------------

@@ -128,8 +128,9 @@ def a_peer_ended(facts: Facts) -> Ruling:
     if not unseen or not lost or any(error is not None and is_timeout(error) for error in errors.values()):
         return ""
     who = capital(f"{'' if len(facts.unseen) == 1 else 'one of '}{ranks_word(facts.unseen)}")
-    if facts.evidence.world_guessed:
-        who = " or ".join(f"A process on {node.host}" for node in facts.evidence.nodes) or "A peer"
+    named = [node.host for node in facts.evidence.nodes if not node.here and not node.ranks]
+    if facts.evidence.world_guessed or (facts.evidence.printed is not None and named):
+        who = " or ".join(f"A process on {host}" for host in named) or "A peer"
     places = dict.fromkeys(facts.waiting[rank].words for rank in lost)
     printed = facts.evidence.printed is not None
     where = "of which the log tells nothing" if printed else "on another node"

@@ -78,6 +78,7 @@ class Event:
     kind: str
     text: str
     line: Line
+    last: Line  # that is like it
     speaker: Speaker | None
     harmless: bool
     count: int = 1
@@ -106,7 +107,7 @@ class Events:
     """Collects the events of a log."""
 
     found: dict[str, Event] = field(default_factory=dict)  # by what remains without numbers
-    finished: bool = False  # a line says that the job has come to its end
+    _end: Line | None = None  # that says that the job has come to its end
 
     def hear(self, said: Said, *, telling: bool) -> None:
         """``telling``: the line may report an error, and is no part of a traceback."""
@@ -115,7 +116,7 @@ class Events:
             for one in self.found.values():
                 one.since += one.speaker in (None, said.speaker)
         if self.found and _FINISHED.search(text):
-            self.finished = True
+            self._end = said.line
         match = _EVENT.search(text) if telling else None
         if match is None or _NO_EVENT.search(text):
             return
@@ -123,13 +124,20 @@ class Events:
         self.add(str(match.lastgroup or ""), text, said, harmless=harmless)
 
     def add(self, kind: str, text: str, said: Said, *, harmless: bool) -> None:
-        self.finished = False
         shape = _NUMBERS.sub("0", text)
         if (known := self.found.get(shape)) is not None:
             known.count += 1
-            known.since = 0
+            known.since, known.last = 0, said.line
         elif len(self.found) < MOST_EVENTS:
-            self.found[shape] = Event(kind, text, said.line, said.speaker, harmless)
+            self.found[shape] = Event(kind, text, said.line, said.line, said.speaker, harmless)
+
+    @property
+    def finished(self) -> bool:
+        """The job has come to its end after all of its errors."""
+        end = self._end
+        return end is not None and all(
+            one.last.file == end.file and one.last.number < end.number for one in self.errors()
+        )
 
     def first(self, most: int) -> list[Event]:
         """Those to show first: errors that ended something before those that were survived, causes before effects."""

@@ -35,8 +35,9 @@ _TELLING = (
     b"corrupt", b"what():", b"Xid", b"ut of memory", b"OOM", b"oom", b"annot allocate", b"orker group", b"CANCELLED",
     b"return code", b"NCCL error", b" group.cc:", b"ignal", b"SIG", b"egmentation", b"core dumped", b"Process name: ",
     b" nranks ", b"subset of ranks", b"rrno", b"in use", b"No space", b"refused", b"o route to", b"CC error",
-    b"illegal memory", b"launch failure", b"Killing", b"Assertion", b"MPI_ABORT",
-    b"ail", b"FAIL", b"imed out", b"TIME LIMIT", b"eartbeat", b"where the task", b"fingerprint", b"FingerPrint",
+    b"illegal memory", b"launch failure", b"Killing", b"Assertion", b"MPI_ABORT", b"due to process", b"Unable to",
+    b"cannot be",
+    b"failed", b"FAILED", b"Failed", b"imed out", b"TIME LIMIT", b"eartbeat", b"where the task", b"fingerprint", b"FingerPrint",
 )  # fmt: skip
 LITERALS = tuple(needle.decode().strip("\n") for needle in _TELLING)  # the same, within a line
 NOT_GZIP = (EOFError, zlib.error)  # what gzip raises of damaged files, besides OSError
@@ -191,11 +192,14 @@ def _of_record(text: str) -> list[str]:
         record = json.loads(text)
     except (ValueError, RecursionError):
         return [text]
+    if not isinstance(record, dict):
+        return [text]
     message = next((record[key] for key in _MESSAGES if isinstance(record.get(key), str)), None)
     if message is None:
         return [text]
+    record |= {key: one for part in list(record.values()) if isinstance(part, dict) for key, one in part.items()}
     rank = next((record[key] for key in ("rank", "global_rank", "RANK") if isinstance(record.get(key), int)), None)
-    level = next((str(record[key]).upper() for key in ("level", "levelname", "severity") if record.get(key)), "")
+    level = next((str(record[key]).upper() for key in ("level", "lvl", "levelname", "severity") if record.get(key)), "")
     raised = next((record[key] for key in _EXCEPTIONS if isinstance(record.get(key), str)), "")
     step = record.get("step")
     lines = [*f"{level and level + ': '}{message}".rstrip().splitlines(), *raised.rstrip().splitlines()] or [""]
@@ -239,6 +243,7 @@ _PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"(?:[0-9a-f]{8} )?\[rank=(?P<rank>\d{1,6})\] \|\| ?"), 2),
     (re.compile(r"\[?(?:rank|Rank|RANK)[:=]? ?(?P<rank>\d{1,6})(?:/\d{1,6})?(?:\]:? |: )"), 2),
     (re.compile(r"\[(?P<role>[A-Za-z_]{1,40})(?P<rank>\d{1,5})\]: ?"), 1),
+    (re.compile(r"[a-z][\w-]*(?:\.[\w-]+){2,} (?P<rank>\d{1,6}): ?"), 2),
     (re.compile(r"\((?P<name>\w+(?: rank=\d+)?,? ?pid=\d+(?:, ip=[\w.:]+)?)\) ?"), 0),
     (re.compile(r"\[(?P<name>pod/[^\]\s]+)\] ?"), 0),
 )
@@ -252,6 +257,7 @@ _OF_C10D = re.compile(
 )
 # A field of a logger's lines.
 _RANK_FIELD = re.compile(r".{0,100}?(?<![A-Za-z])[Rr](?:ank|ANK)[ =:_#-]?(?P<rank>\d{1,5})(?:/\d+)?(?= *[|\]>):,]| - )")
+_OF_A_LOGGER = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\b|\d\d:\d\d")
 _OF_ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|Error|EXCEPTION)\b")
 # A traceback at the end of a line that a progress bar has begun, or behind an unknown prefix.
 _BEHIND = re.compile(r".*\S(?P<space> ?)(?=Traceback \(most recent call last\):$)")
@@ -293,15 +299,15 @@ class Signer:
             found, worth, text = (host["name"], -1, text[host.end() :]) if found is None else (found, 0, text)
         for _ in range(6):
             taken = False
-            if text[:1] in "[(0123456789RFMSTWabcdefr" or text.startswith("  | "):
+            if text[:1] in "[(0123456789RFMSTWabcdefghijklmnopqrstuvwxyz" or text.startswith("  | "):
                 if match := _TIME.match(text):
                     text, taken, timed = text[match.end() :], True, True
                 for pattern, value in _PREFIXES:
                     if match := pattern.match(text):
                         number = match.groupdict().get("rank")
                         name: Speaker = int(number) if number is not None else match["name"]
-                        if value == 1 and isinstance(found, str):  # of several nodes
-                            name = f"{found}{LOCAL}{name}"
+                        if value == 1:  # of one of the nodes
+                            name = f"{found if isinstance(found, str) else ''}{LOCAL}{name}"
                         if (value > worth or found is None) and (isinstance(name, str) or name < MAX_RANKS):
                             label = found if isinstance(found, str) else label
                             found, worth = name, value
@@ -311,7 +317,8 @@ class Signer:
                 self.template = self.template or _template(behind[0], ahead)
             if not taken and self.template is not None and (match := self.template.match(text)):
                 number = match.groupdict().get("rank")
-                found, worth = (int(number) if number else match[0], 2) if worth < 2 else (found, worth)
+                whose = int(number) if number else None if _OF_A_LOGGER.search(match[0]) else match[0].strip(" :")
+                found, worth = (whose, 2) if worth < 2 and whose is not None else (found, worth)
                 text, taken = text[match.end() :], True
             elif not taken and behind is not None and not behind["space"]:
                 text, taken = text[behind.end() :], True

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS
-from safelaunch.bundle.reading.log_reports import OF_NCCL, Ended, Heard, Printed
+from safelaunch.bundle.reading.log_reports import OF_NCCL, Ended, Heard, Printed, local_label
 from safelaunch.bundle.reading.log_tracebacks import CUT_OFF, Traceback
 from safelaunch.model import RankException
 from safelaunch.verdict.exits import is_consequence
@@ -56,6 +56,7 @@ class Owners:
         if (unsigned := job.heard.get(None)) is not None:
             found._share_out(None, unsigned)
         found._drop_doubles()
+        found._place_xids()
         for label, ended in job.lost.items():
             found._lose(label, ended)
         found._place_warnings([heard for name, heard in job.heard.items() if name is None or name in nodes])
@@ -71,7 +72,7 @@ class Owners:
         elif not self.job.ranks or heard.raised:
             heard.node = name if "pid=" not in name and len(name.split()) == 1 else ""
             node, _, local = name.partition(LOCAL)
-            self._label(f"local rank {local} of {node}" if local else name, heard)
+            self._label(local_label(node, local) if local else name, heard)
 
     def _label(self, name: str, heard: Heard) -> int:
         if name in self.labels.values() and name.startswith("a process"):
@@ -95,6 +96,16 @@ class Owners:
         if same is None and (explained or not all(map(is_consequence, raised)) or self._has_failed()):
             return
         self.ended[self._label(label or UNSIGNED, Heard(ended.line)) if same is None else same] = ended
+
+    def _place_xids(self) -> None:
+        """The kernel names a process, and NCCL says which rank that is."""
+        places = {process.rpartition(":")[2]: rank for process, (_, rank) in self.job.nccl_places.items()}
+        pids = Counter(process.rpartition(":")[2] for process in self.job.nccl_places)
+        known = {one.pid: rank for rank, one in self.ended.items()}
+        for pid, number, line in self.job.xids:
+            rank = places[str(pid)] if pids[str(pid)] == 1 else known.get(pid)
+            if rank is not None and not (rank in self.heard and self.heard[rank].raised):
+                self.heard.setdefault(rank, Heard(line)).fail(line, f"an error of its GPU (Xid {number})", line.text)
 
     def _drop_doubles(self) -> None:
         """A launcher's list has ranks, and other lines have the same processes without one: those that raised count."""
@@ -148,8 +159,16 @@ class Owners:
             for pair in (_unlike(causes) or effects[:1])[: _MOST_UNSIGNED if alone else 0]:
                 self._give(self._label(_label_of(by), Heard(pair[0].line, node=by or "")), pair, by)
             return
+        alike = [one for _, one in said.raised if not is_consequence(one)]
+        listed = [rank for rank in self.ended if self.ended[rank].by == by and rank not in self.heard]
+        if len(_unlike(causes)) == 1 and not effects and len(alike) > len(failed) == 1 and len(listed) <= len(alike):
+            failed = listed  # the launcher has stopped the others before they could end
+            for rank in listed:
+                self.ended[rank].code, self.ended[rank].stopped = 1, False
         if len(_unlike(causes)) == 1 and not effects:
-            everybody = len(failed) == 1 or len(failed) <= said.heads  # their lines may run into each other
+            everybody = len(failed) == 1 or len(failed) <= max(
+                said.heads, len(said.raised)
+            )  # their lines may run into each other
             for rank in failed if everybody else self._first(failed):
                 self._give(rank, causes[0], by)
             failed = [rank for rank in failed if not self.heard.get(rank) or not self.heard[rank].raised]

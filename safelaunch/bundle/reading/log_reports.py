@@ -37,7 +37,7 @@ _MOST_TAIL, _MOST_WARNINGS, _MOST_TRACEBACKS, _MOST_SPEAKERS = 60, 40, 20, 1 << 
 
 _OF_A_SUMMARY = re.compile(r" {1,3}traceback *: (?=Traceback \(most)")
 _OF_A_CHILD = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
-_FRAME = re.compile(r' +File "[^"]+", line \d+, in \S')
+_FRAME = re.compile(r' +File "[^"]+", line \d+(?:, in \S|$)')
 # A launcher's, about a process that it has started.
 _OF_A_PROGRAM = re.compile(r"Command '.{0,200}?(?:python|torchrun|accelerate|deepspeed)", re.IGNORECASE | re.DOTALL)
 _STATUS_OF_A_PROGRAM = re.compile(r"died with <Signals\.(?P<name>SIG\w+)|exit status (?P<code>\d+)")
@@ -57,8 +57,16 @@ _OF_RENDEZVOUS = re.compile(
     r"(?:while trying to connect to|failed to connect to|Connection to) \(?\[?(?P<host>[\w.-]+)\]?"
     r"[,:]+ ?(?P<port>\d{2,5})"
 )
-_NOT_MET = re.compile(rf"{_OF_RENDEZVOUS.pattern}|\b\d+/\d+ clients joined")
-_OF_A_SOCKET = re.compile(r"\[c10d\] (?P<what>The \w+ socket (?:has failed|cannot be) .*\(errno: .*)")
+_NOT_MET = re.compile(rf"{_OF_RENDEZVOUS.pattern}|\b\d+/\d+ clients joined|failed to listen on any local network")
+_LISTENS = re.compile(r"failed to listen on any local network address.*port: (?P<port>\d+)")
+_OF_A_SOCKET = re.compile(
+    r"\[c10d\] (?P<what>The (?:\w+ socket has failed|IPv\d network addresses of .* cannot be retrieved)"
+    r".*\((?:errno: (?!97\b)|gai error).*)"
+)
+# GPUs that are lost or broken; other numbers are mostly the application's own.
+_XID = re.compile(r"NVRM: Xid \(.*\): (?P<number>48|79|94|95|119), pid='?(?P<pid>\d+)")
+_LAUNCHER_PID = re.compile(r"[EW]\d{4} [\d:.]+ (?P<pid>\d+) ")
+_KILLED_BY_LAUNCHER = re.compile(r"Unable to shutdown process (?P<pid>\d+) via")
 _CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal")
 _CLOSED_BY = re.compile(r"NCCL WARN .*(?:remote peer|recv from|send to|from peer) (?P<host>[\w.-]+)<\d+>")
 _ON_HOST = re.compile(
@@ -149,9 +157,11 @@ class Heard:
     block: dict[str, str] = field(default_factory=dict)  # of a launcher's summary
     block_at: Line | None = None
     block_root: bool = False
+    earlier: list[tuple[Traceback, RankException]] = field(default_factory=list)  # before the launcher's restart
     heads: int = 0  # first lines of tracebacks
     hosts: set[str] = field(default_factory=set)  # names that may be its host's
     steps: dict[str, int] = field(default_factory=dict)  # by what it calls them, the highest that it printed
+    socket_at: Line | None = None
     socket: str = ""  # what c10d last reported of a socket
 
     def fail(self, line: Line, kind: str, what: str) -> None:
@@ -188,7 +198,8 @@ _DEEPSPEED = re.compile(r"launch\.py:\d+:sigkill_handler\].*exits with return co
 _IN_WORDS = re.compile(
     r"(?:\[rank: |Rank |process rank )(?P<rank>\d{1,5})(?:\] Child process .{0,40}terminated with code "
     r"| crashed with exit code | .{0,80}exited on (?P<signal>signal) )(?P<code>-?\d+)"
-    r"|MPI_ABORT was invoked on rank (?P<aborts>\d{1,5})"
+    r"|MPI_ABORT was invoked on rank (?P<aborts>\d{1,5}) in communicator MPI_COMM_WORLD"
+    r"|has exited due to process rank (?P<aborted>\d{1,5})\b"
 )
 # Launchers of clusters, and libraries that watch their processes, in all their wordings: who ended, and how.
 _DIED = re.compile(
@@ -225,7 +236,7 @@ _SENT_WHEN = {
 _STOPPING = re.compile(r"srun: (?:Terminating |Force Terminated |Job step aborted)|\*\*\* (?:JOB|STEP) .* CANCELLED")
 _KERNEL_KILL = re.compile(r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)")
 _RESTART = re.compile(r"will restart worker group|Restarting worker group")
-_RAY_RANK = re.compile(r"pid=(?P<pid>\d+)\)[^)\n]{0,40}world_rank=(?P<rank>\d{1,5})\b")
+_RAY_RANK = re.compile(r"(?:ip=(?P<ip>[\w.:]+), )?pid=(?P<pid>\d+)\)[^)\n]{0,40}world_rank=(?P<rank>\d{1,5})\b")
 _RAY_OWN_RANK = re.compile(r"env:// \[rank=(?P<rank>\d{1,5}), world_size=")  # of the worker that says so
 _RAY_DEAD = re.compile(
     r"Worker PID: (?P<pid>\d+) Worker exit type: (?!INTENDED)"
@@ -241,6 +252,11 @@ _WORLD = re.compile(
 def _of_shell(code: int) -> int:
     """128 and a signal's number is how a shell, or a container, reports a signal."""
     return 128 - code if 128 < code < 160 else code
+
+
+def local_label(node: str, local: str | int) -> str:
+    """What a process is called of which the local rank is all that is known."""
+    return f"local rank {local} of {node}" if node else f"local rank {local}"
 
 
 @dataclass
@@ -268,9 +284,13 @@ class Printed:
         self.events = Events()
         self.launch: tuple[str, ...] = ()  # the command that started it, as one that runs it under safelaunch
         self._command = ""  # what may be the beginning of that
+        self.files: set[str] = set()  # that may each be a node's
+        self._first_end: dict[str, Line] = {}  # of a launcher, by its pid: where it reported the first failure
         self.labels: dict[str, set[int]] = {}  # the ranks that lines with these names have, too
         self.rendezvous: Rendezvous | None = None
         self.rendezvous_at: Line | None = None
+        self.xids: list[tuple[int, str, Line]] = []  # pid, number
+        self.put_down: set[int] = set()  # pids that a launcher had to kill
         self.stopped: dict[Speaker | None, set[str]] = {}  # pids that a launcher of torch has stopped after a failure
         self.kills: dict[int, str] = {}
         self.ranks: dict[str, int] = {}  # of Ray's workers, by pid
@@ -298,7 +318,7 @@ class Printed:
     def nodes(self) -> set[Speaker | None]:
         """Who speaks for several ranks: in whose lines a launcher does, or some that have a local rank."""
         local = (name.partition(LOCAL)[0] for name in self.heard if isinstance(name, str) and LOCAL in name)
-        found = {*self.failed, *(one.by for one in self.ended.values()), *local}
+        found = {*self.files, *self.failed, *(one.by for one in self.ended.values()), *local}
         tasks = {name for name in self.heard if isinstance(name, str) and name.isdigit()}
         # If one of the tasks raises and is without a launcher, it is a rank, and so are all.
         return found - tasks if any(self.heard[name].raised for name in tasks - found) else found
@@ -307,12 +327,15 @@ class Printed:
         """Whose lines those of a process or task are, where a line says so."""
         node, _, local = name.partition(LOCAL)
         if local:
-            return self.first[node] + int(local) if node in self.first else None
+            first = self.first.get(node or None)
+            return first + int(local) if first is not None else None
         said = self.labels.get(name, set())
         if len(said) == 1 and not any(said & others for label, others in self.labels.items() if label != name):
             return next(iter(said))
-        pid = re.search(r"pid=(\d+)", name)
-        return self.ranks.get(pid[1]) if pid else int(name) if name.isdecimal() and len(name) < 6 else None
+        if pid := re.search(r"pid=(\d+)(, ip=[\w.:]+)?", name):
+            rank = self.ranks.get(pid[0].removeprefix("pid="), self.ranks.get(pid[1], -1))
+            return rank if rank >= 0 else None
+        return int(name) if name.isdecimal() and len(name) < 6 else None
 
     def hear(self, said: Said) -> None:
         one = self.heard.get(said.speaker)
@@ -453,6 +476,7 @@ class Printed:
         for speaker, one in list(self.heard.items()):
             self._close(one, at_end=True)
             self._end_block(one, speaker)
+        self._remember_attempts()
         for rank, line in self._of_spawn.items():
             if rank not in self.heard or not self.heard[rank].raised:  # its end is not in the log
                 self.ended.setdefault(rank, Ended(1, line, root=True))
@@ -465,14 +489,25 @@ class Printed:
                 str(one.pid) for _, one in self._local if one.by == by
             }
             self.world = max(self.world, len(failed | stopped) - ("0" in failed))
-        for rank, ended in self._local:
-            if ended.pid not in pids:
-                self.ended.setdefault(self.first.get(ended.by, 0) + rank, ended)
+        if not self._has_several_nodes():
+            self.first.setdefault(None, 0)
+        for local, ended in self._local:
+            if ended.pid in pids:
+                continue
+            first = self.first.get(ended.by)
+            own = self.heard.get(local)
+            if first is not None or (own is not None and own.raised):  # a prefix gives the same number
+                self.ended.setdefault((first or 0) + local, ended)
+            else:
+                name = f"{ended.by or ''}{LOCAL}{local}"
+                self.lost.setdefault(name if name in self.heard else local_label(str(ended.by or ""), local), ended)
         for rank, ended in self._tasks:
             if self._local or self.first:
                 self._remark(ended.line.text, ended.line)
             else:
                 self.ended.setdefault(rank, ended)
+        for ended in self.ended.values():
+            ended.stopped |= ended.pid in self.put_down
 
     def _note_form(self, one: Heard, said: Said) -> None:
         """Parts of a summary or of a list, whose lines say nothing by themselves."""
@@ -498,12 +533,16 @@ class Printed:
 
     def _note(self, one: Heard, said: Said) -> None:
         text = said.text
+        if (xid := _XID.search(text)) is not None:
+            self.xids.append((int(xid["pid"]), xid["number"], said.line))
         if last_abort(text) is not None or "watchdog got stuck" in text or options_refused(text):
             one.telling = said.line
         one.timed_out |= said.speaker is not None and "Watchdog caught collective operation timeout" in text
         if "atchdog" in text or "enqueued" in text:
             self._stack = self._note_watchdog(one, said) or self._stack
         if found := _EXIT.search(text):
+            if launcher := _LAUNCHER_PID.match(text):
+                self._note_restart(launcher["pid"], said.line)
             ended = Ended(int(found["code"]), said.line, int(found["pid"]), root=True, by=said.speaker)
             self._local.append((int(found["rank"]), ended))
         if found := _DEEPSPEED.search(text):
@@ -514,7 +553,9 @@ class Printed:
             self._of_spawn.setdefault(int(found["rank"]), said.line)
         if found := _IN_WORDS.search(said.line.text):
             code = int(found["code"] or 1) * (-1 if found["signal"] else 1)
-            self.ended.setdefault(int(found["rank"] or found["aborts"]), Ended(code, said.line, root=True))
+            self.ended.setdefault(
+                int(found["rank"] or found["aborts"] or found["aborted"]), Ended(code, said.line, root=True)
+            )
         if found := _NAMED.match(text):
             self._named = int(found["rank"])
         elif self._named is not None and (found := _NAMED_CODE.match(text)) and self._named < MAX_RANKS:
@@ -534,10 +575,12 @@ class Printed:
             self._lose(f"process {found['pid']}", -signal.SIGKILL, said)
         elif (found := _CONTAINER_CODE.match(text)) and self._named is None:
             self._lose("", int(found["code"]), said)
+        if found := _KILLED_BY_LAUNCHER.search(text):
+            self.put_down.add(int(found["pid"]))
         if found := _CLOSING.search(text):
             self.stopped.setdefault(said.speaker, set()).add(found["pid"])
         if found := _OF_A_SOCKET.search(text):
-            one.socket = found["what"]
+            one.socket, one.socket_at = found["what"], said.line
         if "Detected mismatch between coll" in text:
             self._note_compared(one, said)
         self._cancelled = self._cancelled or _CANCELLED.search(text) is not None
@@ -545,7 +588,10 @@ class Printed:
         if found := _KERNEL_KILL.search(text):
             self.kills[int(found["pid"])] = text.strip()
         if found := _RAY_RANK.search(text):
-            self.ranks[found["pid"]] = int(found["rank"])
+            rank = int(found["rank"])
+            other = self.ranks.get(found["pid"], rank) != rank  # on another host
+            self.ranks[found["pid"]] = -1 if other else rank
+            self.ranks[f"{found['pid']}, ip={found['ip']}"] = rank
         if found := _RAY_DEAD.search(text):
             code = int(found["code"] or (-signal.SIGKILL if found["memory"] else UNKNOWN_SIGNAL))
             ended = Ended(code, said.line, int(found["pid"]), root=True)
@@ -559,6 +605,34 @@ class Printed:
             self._begin_anew()
         if "by subset of ranks and are waiting for remainder of ranks" in text:
             self._stalled, self._stalled_at = {}, said.line
+
+    def _remember_attempts(self) -> None:
+        """If all that the last attempt raised is the effect of something, that is what ended the one before it."""
+        if all(is_consequence(raised) for one in self.heard.values() for _, raised in one.raised):
+            for one in self.heard.values():
+                own = [pair for pair in one.earlier if not is_consequence(pair[1])]
+                one.raised = own or one.raised
+
+    def _has_several_nodes(self) -> bool:
+        """Something shows that the launcher's processes are not all of the job."""
+        stopped = self.stopped.get(None, set()) | {str(one.pid) for _, one in self._local if one.by is None}
+        ranks = [rank for rank in self.heard if isinstance(rank, int)]
+        asked = re.search(r"--?nnodes[= ](?!1\b)|--?node[-_]rank", " ".join(self.launch))
+        return bool(asked or self.files or self._tasks) or max([self.world, *(rank + 1 for rank in ranks)]) > len(
+            stopped
+        )
+
+    def _note_restart(self, launcher: str, line: Line) -> None:
+        """A launcher that reports a second failure has started its ranks again after the first."""
+        if (before := self._first_end.get(launcher)) is not None and before.file == line.file:
+            for one in [*self.heard.values()]:
+                self._close(one)
+                one.earlier += [pair for pair in one.raised if pair[0].line.number < before.number]
+                one.raised = [pair for pair in one.raised if pair[0].line.number > before.number]
+                one.crashes = [crash for crash in one.crashes if crash.line.number > before.number]
+            self._local = [(rank, ended) for rank, ended in self._local if ended.line != before]
+            self.stopped.clear()
+        self._first_end[launcher] = line
 
     def _note_died(self, found: re.Match[str], line: Line) -> None:
         number, name = int(found["number"]), found["name"]
@@ -605,10 +679,21 @@ class Printed:
         found = _OF_RENDEZVOUS.search(raised.message) or _OF_RENDEZVOUS.search(raised.text)
         known = self.rendezvous
         if known is None or (found and not known.store):
-            store = f"{found['host']}:{found['port']}" if found else ""
+            store = f"the store at {found['host']}:{found['port']} did not answer" if found else ""
+            if listens := _LISTENS.search(raised.message):
+                store = f"torchrun's store could not listen on port {listens['port']}"
             lines = [text for text in raised.text.splitlines() if found and found[0] in text]
             error = one_line(lines[-1] if lines else f"{raised.type.rpartition('.')[2]}: {raised.message}").rstrip(".")
             self.rendezvous, self.rendezvous_at = Rendezvous(0, 0, store=store, error=error), line
+
+    def give_up_meeting(self) -> None:
+        """The last that is heard of an unnamed process is that it could not reach or bind its store."""
+        one = self.heard.get(None)
+        if self.rendezvous is None and one is not None and one.socket_at is one.last and not (one.raised or self.ended):
+            self.rendezvous, self.rendezvous_at = (
+                Rendezvous(0, 0, store=one.socket.rstrip("."), error=""),
+                one.socket_at,
+            )
 
     def _note_stalled(self, found: re.Match[str]) -> None:
         self._since_stalled = 0

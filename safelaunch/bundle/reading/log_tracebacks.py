@@ -26,6 +26,7 @@ _GOES_ON = re.compile(  # the messages of NCCL and CUDA
     r"|For debugging consider |Device-side assert|Compile with `|GPU device may be out of range|Search for `cuda"
 )
 _ERROR = re.compile(r"(?P<type>[A-Za-z_][\w.]*(?:\(\w+\))?)(?:: (?P<message>.*))?$", re.DOTALL)
+_NAME = re.compile(r"(?P<type>(?:\w+\.)*[A-Z]\w*(?:Error|Exception))(?P<message>)$")
 BARE = re.compile(r"(?!nccl)(?P<type>[A-Za-z_][\w.]*(?:Error|Exception)): +(?P<message>\S.*)", re.DOTALL)
 
 
@@ -110,8 +111,11 @@ class Traceback:
             lines = [*frames, *(line for line in lines if line and not line.startswith(("│", "|", "╭", "╰", " ")))]
         found = tracebacks.parse(lines)
         if found is None and self.cut and lines:
-            found = tracebacks.Traceback((), lines[0])
-        if found is None or not (error := (BARE if self.cut else _ERROR).match(found.message)):
+            found = tracebacks.Traceback((), next((line for line in lines if not line.startswith(" ")), lines[0]))
+        if found is None:
+            return None
+        error = (BARE if self.cut else _ERROR).match(found.message) or _NAME.match(found.message)
+        if error is None:
             return None
         rest = self.lines[self.lines.index(found.message, begin) + 1 : end]
         message = "\n".join(

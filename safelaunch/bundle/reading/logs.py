@@ -6,6 +6,7 @@ import signal
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
 
@@ -54,6 +55,9 @@ def read_logs(paths: Sequence[Path], root: Path | None = None) -> Found:
     job, count, is_output = Printed(), 0, False
     names = [str(path.relative_to(root)) if root is not None else path.name for path in paths]
     whose = speakers_of_names(names)
+    if len(names) > 1:  # each may be that of a node, whose launcher speaks of its own processes
+        job.files = {name for name in names if name not in whose}
+        whose |= {name: name for name in job.files}
     for path, name in zip(paths, names, strict=True):
         try:
             lines, printed = _read(path, name, job, whose.get(name))
@@ -87,7 +91,7 @@ def _read(path: Path, name: str, job: Printed, speaker: Speaker | None) -> tuple
                 ahead.popleft()
                 line = whole
             said = known.said(line, ahead)
-            is_output = is_output or said.speaker is not None or is_of_a_job(line.text)
+            is_output = is_output or said.speaker not in (None, name) or is_of_a_job(line.text)
             job.hear(said)
     return last, is_output
 
@@ -114,9 +118,13 @@ def _found(job: Printed, names: Sequence[str], count: int) -> Found:
     groups = _groups(ranks)
     evidence = [_rank(rank, job, owners, groups, files) for rank in sorted(seen)]
     evidence = [_with_steps(one, world, steps) for one in evidence]
-    failed = bool(steps) or any(
-        one.exception or one.flight_record or (one.exit and one.exit.returncode and one.exit.before_close)
-        for one in evidence
+    failed = (
+        bool(steps)
+        or (not job.events.finished or bool(owners.ended))
+        and any(
+            one.exception or one.flight_record or (one.exit and one.exit.returncode and one.exit.before_close)
+            for one in evidence
+        )
     )
     what = f"{'a log' if len(names) == 1 else f'{len(names)} logs'} of {count} lines"
     remarks, warned = tuple(f"{text} [{where}]" for text, where in job.remarks.items()), _nccl_words(job)
@@ -128,6 +136,7 @@ def _found(job: Printed, names: Sequence[str], count: int) -> Found:
     nodes = _silent_hosts(job, owners)
     evidence = [one for one in evidence if not any(one.rank in node.ranks for node in nodes)]
     rendezvous = None
+    job.give_up_meeting()
     if job.rendezvous_at is not None and all(_only_lost_a_peer(one) for one in evidence):
         rendezvous, files["rendezvous.json"] = job.rendezvous, job.rendezvous_at.where
     if not failed and rendezvous is None and not job.failed_hosts:
@@ -227,8 +236,23 @@ def _groups(ranks: Mapping[int, Heard]) -> dict[str, tuple[int, ...]]:
     }
 
 
+_CLOCKS_S = 60.0  # how far the clocks of two nodes may be apart
+
+
+def _seconds_between(one: str, other: str) -> float:
+    """Of two times as torchrun prints them; 0 if either is none."""
+    try:
+        begin, end = (
+            datetime.strptime(time, "%Y-%m-%d_%H:%M:%S").replace(tzinfo=timezone.utc) for time in (one, other)
+        )
+    except ValueError:
+        return 0.0
+    return (end - begin).total_seconds()
+
+
 def _after_the_first_s(ended: Ended, all_: Iterable[Ended]) -> float:
-    """0 for the ranks that may have failed first, 1 or 2 for those that failed later; of one host's summaries.
+    """0 for the ranks that may have failed first, 1 or 2 for those that failed later by the summary of their host, 3 for
+    those of a host where it began a minute later than on another.
 
     torchrun looks at its ranks once in a while and gives all that it then finds ended the same second; of those, its
     "first observed failure" is the one with the lowest number. Whoever died of a signal of its own died of no peer's
@@ -238,6 +262,9 @@ def _after_the_first_s(ended: Ended, all_: Iterable[Ended]) -> float:
     first = min((one.time for one in roots), default="")
     if not ended.time or not first:
         return 0.0 if ended.root else 1.0
+    others = [one.time for one in all_ if one.root and one.host != ended.host]
+    if any(0 < _seconds_between(time, first) > _CLOCKS_S for time in others):
+        return 3.0
     by_itself = -ended.code in OF_ITS_OWN or ended.code == -signal.SIGKILL
     return 2.0 if ended.time > first else 0.0 if by_itself else 0.5
 
