@@ -434,7 +434,7 @@ def _own(rank: RankEvidence, inside: Inside | None, alignment: Alignment) -> Con
     if condition.cause == "missing-from-collective":
         return _only_record(rank, alignment)
     computes = condition.cause in ("busy-loop", "data-loading")
-    if calls.loader_on_stack(view.frames) and not computes:
+    if calls.without_workers(view.frames) and not computes:
         return replace(condition, reason=f"{condition.reason}, in its dataset, called by a DataLoader without workers")
     return condition
 

@@ -282,6 +282,21 @@ def test_a_process_that_a_log_does_not_name_keeps_its_label_beside_the_stacks_of
     assert found.files["ranks/1/exception.json"].startswith("job.log")
 
 
+@pytest.mark.parametrize(
+    ("caller", "says"),
+    [
+        (("fetch", "torch/utils/data/_utils/fetch.py", 52), False),
+        (("__next__", "torch/utils/data/dataloader.py", 7), True),
+    ],
+)
+def test_a_loader_without_workers_is_claimed_only_if_its_frames_are_there(
+    caller: tuple[str, str, int], says: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "pasted.txt"
+    path.write_text(spied(100, WAITS) + spied(101, (("read", "ssl.py", 9), ("__getitem__", "data.py", 88), caller)))
+    assert ("a DataLoader without workers" in diagnose(locate.read(path).evidence).summary) == says
+
+
 def test_a_compressed_file(tmp_path: Path) -> None:
     path = tmp_path / "stacks.txt.gz"
     path.write_bytes(gzip.compress(spied_three("--- rank {} ---\n").encode()))

@@ -131,7 +131,7 @@ LOADER_WAIT = Mark(
     ("torch/utils/data/dataloader.py",),
     frozenset({"_try_get_data", "_get_data", "_next_data", "_try_put_index", "_shutdown_workers"}),
 )
-_LOADER = Mark(("torch/utils/data/",))
+_LOADER, _DATALOADER = Mark(("torch/utils/data/",)), Mark(("torch/utils/data/dataloader.py",))
 LOADER_WORKER = Mark(("torch/utils/data/_utils/worker.py",))
 _TORCH, _DISTRIBUTED = Mark(("/torch/",)), Mark(("/torch/distributed/",))
 _BACKWARD = Mark(("torch/autograd/graph.py", "torch/autograd/__init__.py"))
@@ -184,6 +184,11 @@ def in_backward(stack: Stack) -> bool:
 def loader_on_stack(frames: Sequence[Frame]) -> bool:
     """The dataset's code runs in this very process, called by a DataLoader without workers."""
     return _LOADER.on(own_part(frames))
+
+
+def without_workers(frames: Sequence[Frame]) -> bool:
+    """Returns whether a DataLoader runs the dataset in this process; a worker's stack that is cut may look alike."""
+    return _DATALOADER.on(own_part(frames))
 
 
 def worker_idle(frames: Sequence[Frame]) -> bool:
