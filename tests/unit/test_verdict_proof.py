@@ -735,9 +735,11 @@ def made(rng: random.Random) -> Job:
 
 
 def _helper(rng: random.Random, number: int) -> Helper:
-    kinds = (Op("sleep"), Op("hear", to=number), Op("shared-set", "s"), Op("shared-set", NAMED))
+    """Only a fork inherits a semaphore; another program opens one by its name."""
+    forked = rng.random() < 0.7
+    kinds = (Op("sleep"), Op("hear", to=number), Op("shared-set", "s" if forked else NAMED), Op("shared-set", NAMED))
     ops = tuple(rng.choice(kinds) for _ in range(rng.randint(0, 3)))
-    return Helper(ops, forked=rng.random() < 0.7, timer=rng.random() < 0.2)
+    return Helper(ops, forked=forked, timer=rng.random() < 0.2)
 
 
 def _with_helper(rng: random.Random, number: int) -> Op:
