@@ -170,8 +170,11 @@ class Events:
         return (head, *(f"  {one.words}" for one in first)) if first else ()
 
     def causes(self) -> list[Event]:
-        """Exceptions that do not report what became of something else, and that their process did not survive."""
-        return [one for one in self.errors() if one.kind == "thread" or (one.kind == "traceback" and not one.survived)]
+        """Exceptions, before lines of the level of errors, that do not report what became of something else and that
+        their process did not survive.
+        """
+        found = [one for one in self.errors() if one.kind == "thread" or not (one.survived or one.is_effect)]
+        return sorted(found, key=lambda one: one.kind not in ("traceback", "thread"))
 
     def errors(self) -> list[Event]:
         return [one for one in self.found.values() if not one.harmless]

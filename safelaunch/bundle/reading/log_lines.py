@@ -260,7 +260,8 @@ _PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"\[?(?:rank|Rank|RANK)[:=]? ?(?P<rank>\d{1,6})(?:/\d{1,6})?(?:\]:? |: )"), 2),
     (re.compile(r"\[(?P<role>[A-Za-z_]{1,40})(?P<rank>\d{1,5})\]: ?"), 1),
     (re.compile(r"[a-z][\w-]*(?:\.[\w-]+){2,} (?P<rank>\d{1,6}): ?"), 2),
-    (re.compile(r"\((?P<name>\w+(?: rank=\d+)?,? ?pid=\d+(?:, ip=[\w.:]+)?)\) ?"), 0),
+    (re.compile(r"\(\w+ rank=(?P<rank>\d{1,6}),? ?pid=\d+(?:, ip=[\w.:]+)?\) ?"), 2),
+    (re.compile(r"\((?P<name>\w+,? ?pid=\d+(?:, ip=[\w.:]+)?)\) ?"), 0),
     (re.compile(r"\[(?P<name>pod/[^\]\s]+)\] ?"), 0),
 )
 # The name of a node or a container, as pdsh, Docker Compose and GNU parallel print it: it has a number. That of a task,
