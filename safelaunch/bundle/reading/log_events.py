@@ -63,7 +63,7 @@ _EFFECT = re.compile(
     r"|Broken pipe|terminate called|[Tt]erminating|CANCELLED|Job step aborted|exit|DistBackendError|srun: error"
     r"|CalledProcessError|failed \(exitcode"
 )
-_PROGRESS = re.compile(
+PROGRESS = re.compile(
     r"(?i:\b(?:global[ _]?)?(?:step|iter|iteration|epoch|batch|it)s?\b\W{0,4}\d)|\d+%\||\bloss\W{1,3}\d"
 )
 _ENDS = ("omplete", "inished", "done")
@@ -119,7 +119,7 @@ class Events:
         """Counts a line of progress after the errors, and the end of the job."""
         if not self.found:
             return
-        if _PROGRESS.search(said.text):
+        if PROGRESS.search(said.text):
             for one in self.found.values():
                 one.since += one.speaker in (None, said.speaker)
         if any(word in said.text for word in _ENDS) and _FINISHED.search(said.text):

@@ -278,7 +278,7 @@ _OF_A_LOGGER = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\b
 _OF_ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|Error|EXCEPTION)\b")
 # A traceback at the end of a line that a progress bar has begun, or behind an unknown prefix.
 _BEHIND = re.compile(r".*\S(?P<space> ?)(?=Traceback \(most recent call last\):$)")
-_IN_NAME = re.compile(r"rank[_-]?(?P<rank>\d{1,6})(?!\d)")
+_IN_NAME = re.compile(r"(?<![A-Za-z])(?<!lora[_-])[Rr]ank[_-]?(?P<rank>\d{1,6})(?![\dA-Za-z]|[_-]?lora)")
 _NUMBERED = re.compile(r"(?P<stem>.*[_-])t?(?P<rank>\d{1,6})\.(?:out|err|log|txt)(?:\.gz)?$")
 _IN_TREE = re.compile(r"attempt_(?P<attempt>\d+)/(?P<rank>\d{1,6})/std(?:err|out)\.log$")
 
