@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from safelaunch.bundle.reading.log_calls import OF_NCCL
+from safelaunch.bundle.reading.log_heard import Ended, Heard, Job, local_label
 from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS
-from safelaunch.bundle.reading.log_reports import OF_NCCL, Ended, Heard, Printed, local_label
 from safelaunch.bundle.reading.log_tracebacks import CUT_OFF, Traceback
 from safelaunch.model import RankException
 from safelaunch.verdict.exits import is_consequence
@@ -31,7 +32,7 @@ class Owners:
     that stand for them.
     """
 
-    job: Printed
+    job: Job
     heard: dict[int, Heard] = field(default_factory=dict)
     ended: dict[int, Ended] = field(default_factory=dict)
     labels: dict[int, str] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class Owners:
         return {*self.heard, *self.ended} - self.labels.keys()
 
     @classmethod
-    def of(cls, job: Printed) -> Owners:
+    def of(cls, job: Job) -> Owners:
         found = cls(job, {one: heard for one, heard in job.heard.items() if isinstance(one, int)}, dict(job.ended))
         nodes = job.nodes()
         named = sorted(((name, one) for name, one in job.heard.items() if isinstance(name, str)), key=_in_order)

@@ -13,6 +13,8 @@ from pathlib import Path
 from msgspec import structs
 
 from safelaunch.bundle.reading.guard import Found, Unreadable, cannot_be_read
+from safelaunch.bundle.reading.log_calls import uneven_steps
+from safelaunch.bundle.reading.log_heard import DEFAULT, UNNAMED, Ended, Heard, Job
 from safelaunch.bundle.reading.log_lines import (
     NOT_GZIP,
     Line,
@@ -26,7 +28,7 @@ from safelaunch.bundle.reading.log_lines import (
     unwrapped,
 )
 from safelaunch.bundle.reading.log_owners import Owners
-from safelaunch.bundle.reading.log_reports import DEFAULT, UNNAMED, Ended, Heard, Printed
+from safelaunch.bundle.reading.log_reports import Printed
 from safelaunch.bundle.reading.quoting import quote_of, unquoted
 from safelaunch.capture.last_words import parse_fatal
 from safelaunch.model import (
@@ -52,26 +54,26 @@ def read_logs(paths: Sequence[Path], root: Path | None = None) -> Found:
 
     ``root``: the folder from which they are called; without one, by their names alone.
     """
-    job, count, is_output = Printed(), 0, False
+    printed, count, is_output = Printed(), 0, False
     names = [str(path.relative_to(root)) if root is not None else path.name for path in paths]
     whose = speakers_of_names(names)
     if len(names) > 1:  # each may be that of a node, whose launcher speaks of its own processes
-        job.files = {name for name in names if name not in whose}
-        whose |= {name: name for name in job.files}
+        printed.job.files = {name for name in names if name not in whose}
+        whose |= {name: name for name in printed.job.files}
     for path, name in zip(paths, names, strict=True):
         try:
-            lines, printed = _read(path, name, job, whose.get(name))
+            lines, of_a_job = _read(path, name, printed, whose.get(name))
         except NOT_GZIP as error:
             raise Unreadable("it is damaged") from error
         except OSError as error:
             raise cannot_be_read(error) from error
-        count, is_output = count + lines, is_output or printed
-    job.end()
-    found = _found(job, names, count)
+        count, is_output = count + lines, is_output or of_a_job
+    printed.end()
+    found = _found(printed, names, count)
     return replace(found, is_output=is_output or bool(found.evidence.ranks or found.remarks))
 
 
-def _read(path: Path, name: str, job: Printed, speaker: Speaker | None) -> tuple[int, bool]:
+def _read(path: Path, name: str, printed: Printed, speaker: Speaker | None) -> tuple[int, bool]:
     """Returns the number of lines, and whether the file is empty or a job may have printed one of its lines."""
     lines = lines_of(path, name)
     first = list(islice(lines, 200))
@@ -92,7 +94,7 @@ def _read(path: Path, name: str, job: Printed, speaker: Speaker | None) -> tuple
                 line = whole
             said = known.said(line, ahead)
             is_output = is_output or said.speaker not in (None, name) or is_of_a_job(line.text)
-            job.hear(said)
+            printed.hear(said)
     return last, is_output
 
 
@@ -100,17 +102,22 @@ def _without(line: Line | None, quote: str) -> Line | None:
     return replace(line, text=unquoted(line.text, quote)) if line is not None else None
 
 
-def _found(job: Printed, names: Sequence[str], count: int, *, may_be_caught: bool = False) -> Found:
+def _found(printed: Printed, names: Sequence[str], count: int, *, may_be_caught: bool = False) -> Found:
+    job = printed.job
     owners = Owners.of(job)
     ranks = owners.heard
-    stalled = job.give_stalls(ranks)
+    stalled = printed.calls.give_stalls(ranks)
     for rank, heard in ranks.items():
         crash = heard.crashed(ended=False)
         untold = rank not in owners.ended or owners.ended[rank].code == UNKNOWN_SIGNAL
         if crash is not None and untold and heard.uncaught(ended=False) is None:
             owners.ended[rank] = Ended(-crash.signal, crash.line, root=True)
     quiet = not any(one.raised or one.watchdog for one in ranks.values()) and not _ended_alone(owners)
-    steps = job.uneven_steps(ranks, owners.known) if quiet and not job.failed_hosts and not job.events.finished else {}
+    steps = (
+        uneven_steps(ranks, owners.known, job.world)
+        if quiet and not job.failed_hosts and not job.events.finished
+        else {}
+    )
     seen = {*ranks, *owners.ended, *job.absent}
     world = max([job.world, *(rank + 1 for rank in seen)], default=0)
     files: dict[str, str] = {}
@@ -142,7 +149,7 @@ def _found(job: Printed, names: Sequence[str], count: int, *, may_be_caught: boo
         rendezvous, files["rendezvous.json"] = job.rendezvous, job.rendezvous_at.where
     if not failed and rendezvous is None and not job.failed_hosts:
         if not may_be_caught and not job.remarks and job.end_with_the_last_error():
-            return _found(job, names, count, may_be_caught=True)
+            return _found(printed, names, count, may_be_caught=True)
         return found
     seen = {one.rank for one in evidence}
     missing = tuple(rank for rank in range(world) if rank not in seen)
@@ -170,7 +177,7 @@ def _with_steps(one: RankEvidence, world: int, steps: Mapping[int, int | None]) 
     return structs.replace(one, progress=Progress(one.rank, -1, world, 0, 0, 0, "", steps[one.rank]))
 
 
-def _silent_hosts(job: Printed, owners: Owners) -> tuple[NodeEvidence, ...]:
+def _silent_hosts(job: Job, owners: Owners) -> tuple[NodeEvidence, ...]:
     """The one host that failed by Slurm's word, or that closed connections of others while its own ranks, if any are
     heard, report nothing.
     """
@@ -195,7 +202,7 @@ def _only_lost_a_peer(one: RankEvidence) -> bool:
     return one.exit is None or one.exit.returncode in (0, 1) or not one.exit.before_close
 
 
-def _nccl_words(job: Printed) -> str:
+def _nccl_words(job: Job) -> str:
     """What NCCL has said that means something, the first of its own process's first."""
     found = first_failure(text for _, text in job.nccl_told)
     where = next((line.where for line, text in job.nccl_told if found is not None and text == found.text), "")
@@ -279,7 +286,7 @@ def _after_the_first_s(ended: Ended, all_: Iterable[Ended]) -> float:
 
 
 def _rank(
-    rank: int, job: Printed, owners: Owners, groups: dict[str, tuple[int, ...]], files: dict[str, str]
+    rank: int, job: Job, owners: Owners, groups: dict[str, tuple[int, ...]], files: dict[str, str]
 ) -> RankEvidence:
     heard, ended, folder = owners.heard.get(rank), owners.ended.get(rank), f"ranks/{rank}"
     exception = record = log = fatal = None
