@@ -14,13 +14,6 @@ from safelaunch.bundle.reading.log_lines import Line, Said, Speaker
 from safelaunch.verdict.exits import one_line
 
 MOST_EVENTS, _MOST_SHOWN = 300, 5
-_LEVEL = (
-    r"(?P<level>\b(?:ERROR|FATAL|CRITICAL|SEVERE|Error|Fatal)\b(?=[\]:|>)]| - | {1,3}\S)|^\[?[EF]\d{3,4} |\[[EF]\d* )"
-)
-_RAISED = (
-    r"(?P<raised>(?<![\w.])(?:[A-Za-z_][\w.]*\.)?(?:[A-Z]\w*(?:Error|Exception|Died\w*|Interrupt|Expired|Failed)"
-    r"|TimeoutExpired|SystemExit|OutOfMemory|error|Empty)(?:\(\w+\))?: \S|^(?:\w+\.)*[A-Z]\w*(?:Error|Exception)$)"
-)
 _EVENT = re.compile(
     "|".join(
         (
@@ -40,8 +33,11 @@ _EVENT = re.compile(
             r"|Too many open files)",
             r"(?P<watchdog>[Ww]atchdog (?:caught|got stuck|thread terminated)|[Hh]eartbeat monitor timed out"
             r"|NCCL WARN|wait timeout|[Tt]imed out (?:after|waiting|initializing))",
-            _RAISED,
-            _LEVEL,
+            r"(?P<raised>(?<![\w.])(?:[A-Za-z_][\w.]*\.)?(?:[A-Z]\w*(?:Error|Exception|Died\w*|Interrupt|Expired|Failed)"
+            r"|TimeoutExpired|SystemExit|OutOfMemory|error|Empty)(?:\(\w+\))?: \S"
+            r"|^(?:\w+\.)*[A-Z]\w*(?:Error|Exception)$)",
+            r"(?P<level>\b(?:ERROR|FATAL|CRITICAL|SEVERE|Error|Fatal)\b(?=[\]:|>)]| - | {1,3}\S)|^\[?[EF]\d{3,4} "
+            r"|\[[EF]\d* )",
         )
     )
 )
@@ -146,9 +142,8 @@ class Events:
     def finished(self) -> bool:
         """The job has come to its end after all of its errors."""
         end = self._end
-        return end is not None and all(
-            one.last.file == end.file and one.last.number < end.number for one in self.errors()
-        )
+        last = [one.last for one in self.errors()]
+        return end is not None and all(one.file == end.file and one.number < end.number for one in last)
 
     def first(self, most: int) -> list[Event]:
         """Those to show first: errors that ended something before those that were survived, causes before effects."""

@@ -14,7 +14,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import dropwhile, islice
@@ -170,7 +170,8 @@ _SPEAKS = re.compile(
 
 def _blocks(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
     """Parts of whole lines, and whether it is the last one, which is no shorter than the others."""
-    decode, held, rest = _as_bytes, b"", b""
+    decode: Callable[[bytes], bytes]
+    decode, held, rest = bytes, b"", b""
     if file.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # type: ignore[attr-defined]
         wide = codecs.getincrementaldecoder("utf-16")("replace")
         decode = lambda data: wide.decode(data).encode()  # noqa: E731
@@ -183,10 +184,6 @@ def _blocks(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
             held = b""
         held += whole[:end]
     yield held + rest, True
-
-
-def _as_bytes(data: bytes) -> bytes:
-    return data
 
 
 def _clean(line: bytes) -> str:
@@ -343,14 +340,15 @@ class Signer:
         if not isinstance(found, int) and (own := _OF_C10D.match(text)):
             label, found = found or "", int(own["rank"])
         if self.has_field and found is None:
-            if field := _RANK_FIELD.match(text):
-                found = int(field["rank"])
-                self._record = found if _OF_ERROR.search(text) else None
-            elif timed:
-                self._record = None
-            else:  # what a logger prints behind a record is the record's
-                found = self._record
+            found = self._by_field(text, timed=timed)
         return Said(line, text, found, timed, label)
+
+    def _by_field(self, text: str, *, timed: bool) -> Speaker | None:
+        if field := _RANK_FIELD.match(text):
+            self._record = int(field["rank"]) if _OF_ERROR.search(text) else None
+            return int(field["rank"])
+        self._record = None if timed else self._record  # lines without a time are part of the record before them
+        return self._record
 
 
 def has_rank_field(lines: Sequence[str]) -> bool:
@@ -389,11 +387,8 @@ def unwrapped(line: Line, following: Line | None) -> Line | None:
         return None
     if not _CUT_LINE.match(line.text) or not _REST_OF_LINE.match(following.text) or _TIME.match(following.text):
         return None
-    return (
-        None
-        if following.text.startswith(("Traceback", "terminate", "  File"))
-        else Line(line.file, line.number, line.text + following.text)
-    )
+    is_other = following.text.startswith(("Traceback", "terminate", "  File"))
+    return None if is_other else Line(line.file, line.number, line.text + following.text)
 
 
 def speakers_of_names(names: Sequence[str]) -> dict[str, Speaker]:
@@ -420,11 +415,7 @@ def hosts_of(lines: Sequence[str]) -> re.Pattern[str] | None:
     named = [one for one in dropwhile(lambda one: one is None, found) if one is not None]
     names = {one["name"] for one in named}
     tasks = len(names) > 1 and names == {str(task) for task in range(len(names))}
-    if (
-        len(named) < 3
-        or (2 - tasks) * len(names) > len(named)
-        or len(named) < 0.8 * (len(found) - found.index(named[0]))
-    ):
+    if len(named) < max(3, (2 - tasks) * len(names), 0.8 * (len(found) - found.index(named[0]) if named else 0)):
         return None
     shapes = {re.sub(r"\d+", r"\\d+", re.escape(one["name"])) for one in named}
     marks = {next(mark for mark in _MARKS if re.match(mark, one["mark"])) for one in named}

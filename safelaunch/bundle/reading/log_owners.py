@@ -17,7 +17,7 @@ from safelaunch.bundle.reading.log_heard import Ended, Heard, Job, local_label
 from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS
 from safelaunch.bundle.reading.log_tracebacks import CUT_OFF, Traceback
 from safelaunch.model import RankException
-from safelaunch.verdict.exits import is_consequence
+from safelaunch.verdict.exits import UNKNOWN_SIGNAL, is_consequence
 from safelaunch.verdict.reading.failures import fingerprints, first_failure
 
 UNSIGNED = "a process that the log does not name"
@@ -63,6 +63,14 @@ class Owners:
         found._place_warnings([heard for name, heard in job.heard.items() if name is None or name in nodes])
         return found
 
+    def note_signals(self) -> None:
+        """Takes the signals of which faulthandler printed stacks, for processes whose end nothing else reports."""
+        for rank, heard in self.heard.items():
+            crash, ended = heard.crashed(ended=False), self.ended.get(rank)
+            untold = ended is None or ended.code == UNKNOWN_SIGNAL
+            if crash is not None and untold and heard.uncaught(ended=False) is None:
+                self.ended[rank] = Ended(-crash.signal, crash.line, root=True)
+
     def _place(self, name: str, heard: Heard) -> None:
         """Of one process, task or container."""
         rank = self.job.rank_of(name)
@@ -88,9 +96,8 @@ class Owners:
         pid = int(label.rpartition(" ")[2]) if label.startswith("process ") else 0
         if any(pid == one.pid or label in (self.labels.get(rank), f"rank {rank}") for rank, one in self.ended.items()):
             return
-        same = next(
-            (rank for rank, name in self.labels.items() if label == name or (pid and f"pid={pid}" in name)), None
-        )
+        names = self.labels.items()
+        same = next((rank for rank, name in names if label == name or (pid and f"pid={pid}" in name)), None)
         same = self.job.rank_of(label) if same is None and not pid and label else same
         raised = [one.raised[-1][1] for one in self.heard.values() if one.raised]
         explained = ended.code == 1 and bool(raised)  # that is how an exception ends a process
@@ -127,12 +134,9 @@ class Owners:
         signed = {rank for rank, one in self.heard.items() if one.raised and rank not in self.labels}
         failed = sorted(rank for rank, one in ended.items() if one.code == 1 and rank not in signed)
         alone = not ended and (by is not None or not (self.job.ended or signed))
-        if ended or alone or all(is_consequence(one.raised[-1][1]) for one in self._raisers(signed)):
+        if ended or alone or all(is_consequence(self.heard[rank].raised[-1][1]) for rank in signed):
             self._share_crashes(by, said, ended, alone=alone)
             self._share_errors(by, said, failed, alone=not ended)
-
-    def _raisers(self, ranks: set[int]) -> list[Heard]:
-        return [self.heard[rank] for rank in ranks]
 
     def _share_crashes(self, by: str | None, said: Heard, ended: dict[int, Ended], *, alone: bool) -> None:
         crashed = [rank for rank, one in ended.items() if one.code < 0 and one.root]
@@ -149,9 +153,8 @@ class Owners:
         for rank, pair in compared.items():
             self._give(rank, pair, by)
         failed = [rank for rank in failed if rank not in compared]
-        errors = [
-            pair for pair in reversed(distinct.values()) if pair not in compared.values()
-        ]  # who ends, prints last
+        # A process prints the error that ends it last.
+        errors = [pair for pair in reversed(distinct.values()) if pair not in compared.values()]
         causes = [pair for pair in errors if not is_consequence(pair[1])]
         effects = [pair for pair in errors if is_consequence(pair[1])]
         if alone and not said.uncaught(ended=by in self.job.failed):
@@ -167,9 +170,8 @@ class Owners:
             for rank in listed:
                 self.ended[rank].code, self.ended[rank].stopped = 1, False
         if len(_unlike(causes)) == 1 and not effects:
-            everybody = len(failed) == 1 or len(failed) <= max(
-                said.heads, len(said.raised)
-            )  # their lines may run into each other
+            # Their lines may run into each other.
+            everybody = len(failed) == 1 or len(failed) <= max(said.heads, len(said.raised))
             for rank in failed if everybody else self._first(failed):
                 self._give(rank, causes[0], by)
             failed = [rank for rank in failed if not self.heard.get(rank) or not self.heard[rank].raised]

@@ -6,7 +6,7 @@ import signal
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
@@ -40,12 +40,11 @@ from safelaunch.model import (
     MemoryKills,
     NcclLog,
     NodeEvidence,
-    Outcome,
     Progress,
     RankEvidence,
     RankExit,
 )
-from safelaunch.verdict.exits import BAD_OPTIONS, OF_ITS_OWN, UNKNOWN_SIGNAL, is_consequence, one_line
+from safelaunch.verdict.exits import BAD_OPTIONS, OF_ITS_OWN, is_consequence, one_line
 from safelaunch.verdict.reading.failures import first_failure
 
 
@@ -103,72 +102,67 @@ def _without(line: Line | None, quote: str) -> Line | None:
 
 
 def _found(printed: Printed, names: Sequence[str], count: int, *, may_be_caught: bool = False) -> Found:
-    job = printed.job
-    owners = Owners.of(job)
-    ranks = owners.heard
-    stalled = printed.calls.give_stalls(ranks)
-    for rank, heard in ranks.items():
-        crash = heard.crashed(ended=False)
-        untold = rank not in owners.ended or owners.ended[rank].code == UNKNOWN_SIGNAL
-        if crash is not None and untold and heard.uncaught(ended=False) is None:
-            owners.ended[rank] = Ended(-crash.signal, crash.line, root=True)
-    quiet = not any(one.raised or one.watchdog for one in ranks.values()) and not _ended_alone(owners)
-    steps = (
-        uneven_steps(ranks, owners.known, job.world)
-        if quiet and not job.failed_hosts and not job.events.finished
-        else {}
-    )
-    seen = {*ranks, *owners.ended, *job.absent}
+    """Returns the evidence in what was printed.
+
+    Args:
+        may_be_caught: the last error counts though its process printed more afterwards
+    """
+    job, owners = printed.job, Owners.of(printed.job)
+    stalled = printed.calls.give_stalls(owners.heard)
+    owners.note_signals()
+    steps = _steps(job, owners)
+    seen = {*owners.heard, *owners.ended, *job.absent}
     world = max([job.world, *(rank + 1 for rank in seen)], default=0)
     files: dict[str, str] = {}
-    _name_groups(ranks)
-    groups = _groups(ranks)
-    evidence = [_rank(rank, job, owners, groups, files) for rank in sorted(seen)]
-    evidence = [_with_steps(one, world, steps) for one in evidence]
-    failed = bool(steps) or (
-        (not job.events.finished or bool(owners.ended))
-        and any(
-            one.exception or one.flight_record or (one.exit and one.exit.returncode and one.exit.before_close)
-            for one in evidence
-        )
-    )
-    what = f"{'a log' if len(names) == 1 else f'{len(names)} logs'} of {count} lines"
-    remarks, warned = tuple(f"{text} [{where}]" for text, where in job.remarks.items()), _nccl_words(job)
-    if job.nccl_failed is not None and not any(one.exception for one in evidence):
-        remarks = (*remarks, f"NCCL failed{f': {warned}' if warned else f' [{job.nccl_failed.where}]'}")
-    elif job.native > _FEW_FRAMES and not failed:
-        remarks = (*remarks, _ONLY_C)
-    elif warned and not failed:
-        what += f" (a warning of NCCL alone is no failure: {warned})"
+    _name_groups(owners.heard)
+    groups = _groups(owners.heard)
+    ranks = [_with_steps(_rank(rank, job, owners, groups, files), world, steps) for rank in sorted(seen)]
+    ends = bool(owners.ended) or not job.events.finished
+    failed = bool(steps) or (ends and any(map(_has_trouble, ranks)))
+    remarks, warned = _remarks(job, ranks, failed=failed)
+    what = f"{'a log' if len(names) == 1 else f'{len(names)} logs'} of {count} lines{warned}"
     found = Found(what, Evidence("crash", max(world, 1), ()), remarks=remarks, events=job.events, launch=job.launch)
     nodes = _silent_hosts(job, owners)
-    evidence = [one for one in evidence if not any(one.rank in node.ranks for node in nodes)]
+    ranks = [one for one in ranks if not any(one.rank in node.ranks for node in nodes)]
     rendezvous = None
     job.give_up_meeting()
-    if job.rendezvous_at is not None and all(_only_lost_a_peer(one) for one in evidence):
+    if job.rendezvous_at is not None and all(map(_only_lost_a_peer, ranks)):
         rendezvous, files["rendezvous.json"] = job.rendezvous, job.rendezvous_at.where
     if not failed and rendezvous is None and not job.failed_hosts:
-        if not may_be_caught and not job.remarks and job.end_with_the_last_error():
-            return _found(printed, names, count, may_be_caught=True)
-        return found
-    seen = {one.rank for one in evidence}
-    missing = tuple(rank for rank in range(world) if rank not in seen)
-    outcome: Outcome = (
-        "hang" if (steps or any(one.flight_record for one in evidence)) and not any(map(_failed, evidence)) else "crash"
-    )
-    told = Evidence(
-        outcome,
-        world,
-        tuple(evidence),
-        missing_ranks=missing,
-        nodes=nodes,
-        rendezvous=rendezvous,
-        printed=tuple(sorted({*owners.known, *stalled})),
-        labels=owners.labels,
-        world_guessed=world > job.world,
+        again = not may_be_caught and not job.remarks and job.end_with_the_last_error()
+        return _found(printed, names, count, may_be_caught=True) if again else found
+    waits = bool(steps) or any(one.flight_record for one in ranks)
+    evidence = Evidence(
+        "hang" if waits and not any(map(_failed, ranks)) else "crash", world, tuple(ranks),
+        missing_ranks=tuple(sorted({*range(world)} - {one.rank for one in ranks})), nodes=nodes, rendezvous=rendezvous,
+        printed=tuple(sorted({*owners.known, *stalled})), labels=owners.labels, world_guessed=world > job.world,
         may_be_caught=may_be_caught,
-    )
-    return replace(found, evidence=told, files=files)
+    )  # fmt: skip
+    return replace(found, evidence=evidence, files=files)
+
+
+def _steps(job: Job, owners: Owners) -> dict[int, int | None]:
+    """Returns the last steps of the ranks, if they differ and nothing else shows a failure."""
+    reported = any(one.raised or one.watchdog for one in owners.heard.values())
+    ended_alone = any(one.code and not one.stopped for one in owners.ended.values())  # no launcher stopped it
+    if reported or ended_alone or job.failed_hosts or job.events.finished:
+        return {}
+    return uneven_steps(owners.heard, owners.known, job.world)
+
+
+def _has_trouble(one: RankEvidence) -> bool:
+    exit_ = one.exit
+    return bool(one.exception or one.flight_record or (exit_ and exit_.returncode and exit_.before_close))
+
+
+def _remarks(job: Job, ranks: Sequence[RankEvidence], *, failed: bool) -> tuple[tuple[str, ...], str]:
+    """Returns the remarks, and what to say of NCCL's warnings if nothing failed."""
+    remarks, warned = tuple(f"{text} [{where}]" for text, where in job.remarks.items()), _nccl_words(job)
+    if job.nccl_failed is not None and not any(one.exception for one in ranks):
+        return (*remarks, f"NCCL failed{f': {warned}' if warned else f' [{job.nccl_failed.where}]'}"), ""
+    if job.native > _FEW_FRAMES and not failed:
+        return (*remarks, _ONLY_C), ""
+    return remarks, f" (a warning of NCCL alone is no failure: {warned})" if warned and not failed else ""
 
 
 def _with_steps(one: RankEvidence, world: int, steps: Mapping[int, int | None]) -> RankEvidence:
@@ -188,11 +182,6 @@ def _silent_hosts(job: Job, owners: Owners) -> tuple[NodeEvidence, ...]:
             trouble = "Slurm reports its failure" if host in job.failed_hosts else ""
             found.append(NodeEvidence(host, ranks=tuple(sorted(ranks)), trouble=trouble))
     return tuple(found) if len(found) == 1 else ()
-
-
-def _ended_alone(owners: Owners) -> bool:
-    """A launcher reports that a process failed, and was not stopped."""
-    return any(one.code and not one.stopped for one in owners.ended.values())
 
 
 def _only_lost_a_peer(one: RankEvidence) -> bool:
@@ -258,9 +247,7 @@ _CLOCKS_S = 60.0  # how far the clocks of two nodes may be apart
 def _seconds_between(one: str, other: str) -> float:
     """Of two times as torchrun prints them; 0 if either is none."""
     try:
-        begin, end = (
-            datetime.strptime(time, "%Y-%m-%d_%H:%M:%S").replace(tzinfo=timezone.utc) for time in (one, other)
-        )
+        begin, end = (datetime.strptime(f"{time}+0000", "%Y-%m-%d_%H:%M:%S%z") for time in (one, other))
     except ValueError:
         return 0.0
     return (end - begin).total_seconds()
@@ -312,26 +299,18 @@ def _rank(
             files[f"{folder}/flight_recorder.json"] = heard.watchdog.where
         if heard.warnings:
             log = NcclLog(heard.warnings[0][0].where, tuple(text for _, text in heard.warnings))
-    exit_ = None
+    exit_, pid, host = None, 0, heard.node if heard is not None else ""
     if ended is not None:
         stopped = ended.stopped or ended.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
         stopped |= heard is not None and heard.timed_out
         after_s = _after_the_first_s(ended, owners.ended.values())
         exit_ = RankExit(ended.code, after_s, before_close=not stopped, file=ended.line.where)
-    kill = job.kills.get(ended.pid, "") if ended is not None else ""
+        pid, host = ended.pid, ended.host or host
+    kills = MemoryKills(kernel_line=job.kills.get(pid, "") if ended is not None else "")
     return RankEvidence(
-        rank=rank,
-        host=ended.host if ended is not None and ended.host else heard.node if heard is not None else "",
-        pid=ended.pid if ended is not None else 0,
-        flight_record=record,
-        exception=exception,
-        fatal=fatal,
-        exit=exit_,
-        beacon=False,
-        log_tail="\n".join(tail),
-        nccl_log=log,
-        memory_kills=MemoryKills(kernel_line=kill),
-    )
+        rank=rank, host=host, pid=pid, flight_record=record, exception=exception, fatal=fatal, exit=exit_,
+        beacon=False, log_tail="\n".join(tail), nccl_log=log, memory_kills=kills,
+    )  # fmt: skip
 
 
 def _record(heard: Heard, groups: dict[str, tuple[int, ...]]) -> FlightRecord:
