@@ -1,8 +1,8 @@
 """Finds the lines of a job's output that report that something went wrong, without understanding them.
 
 This is the lower of two layers. It recognises the forms in which programs report errors: levels, exceptions, signals,
-exit codes, error numbers, device errors, time limits. What they mean is decided above, in ``log_reports`` and ``logs``;
-whatever is not understood there is still shown.
+exit codes, error numbers, device errors, time limits. ``log_launchers``, ``log_calls`` and ``logs`` decide what they
+mean; whatever is not understood there is still shown.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _FINISHED = re.compile(
 
 @dataclass
 class Event:
-    """A line that reports an error. ``count``: how many lines differ from it in their numbers alone."""
+    """A line that reports an error."""
 
     kind: str
     text: str
@@ -78,29 +78,29 @@ class Event:
     last: Line  # that is like it
     speaker: Speaker | None
     harmless: bool
-    count: int = 1
+    count: int = 1  # number of lines that differ from it in their numbers alone
     since: int = 0  # lines of progress that its speaker printed afterwards
 
     @property
     def whose(self) -> str:
-        """``rank 3``, or the prefix that stands before the line; empty if there is none."""
+        """Returns ``rank 3``, or the prefix of the line; empty if there is none."""
         return f"rank {self.speaker}" if isinstance(self.speaker, int) else self.speaker or ""
 
     @property
     def words(self) -> str:
-        """``job.log:17 rank 3: ValueError: bad``."""
+        """Returns ``job.log:17 rank 3: ValueError: bad``."""
         times = f" ({self.count} times)" if self.count > 1 else ""
         whose = f" {self.whose}:" if self.whose else ":"
         return f"{self.line.where}{whose} {one_line(self.text)}{times}"
 
     @property
     def is_effect(self) -> bool:
-        """It came of something that failed before, as a rule."""
+        """Returns whether it came of something that failed before, as a rule."""
         return self.kind == "effect" or _EFFECT.search(self.text) is not None
 
     @property
     def survived(self) -> bool:
-        """Its speaker worked on afterwards."""
+        """Returns whether its speaker worked on afterwards."""
         return self.since > 2
 
 
@@ -122,7 +122,11 @@ class Events:
             self._end = said.line
 
     def hear(self, said: Said, *, telling: bool) -> None:
-        """``telling``: the line may report an error, and is no part of a traceback."""
+        """Adds the event of a line, if it reports one.
+
+        Args:
+            telling: the line may report an error, and is no part of a traceback
+        """
         text = said.text
         match = _EVENT.search(text) if telling else None
         if match is None or _NO_EVENT.search(text):
@@ -140,19 +144,20 @@ class Events:
 
     @property
     def finished(self) -> bool:
-        """The job has come to its end after all of its errors."""
+        """Returns whether the job has finished its work after all of its errors."""
         end = self._end
         last = [one.last for one in self.errors()]
         return end is not None and all(one.file == end.file and one.number < end.number for one in last)
 
     def first(self, most: int) -> list[Event]:
-        """Those to show first: errors that ended something before those that were survived, causes before effects."""
+        """Returns the events to show first: fatal errors before those that were survived, causes before effects."""
         return sorted(self.errors(), key=lambda one: (one.survived, one.is_effect))[:most]
 
     def summary(self, told: str = "") -> tuple[str, ...]:
-        """What to show if nothing of this is understood: the first errors, or the warnings if there are none.
+        """Returns the text for a log that is not understood: the first errors, or the warnings if there are none.
 
-        ``told``: names the lines that are shown already.
+        Args:
+            told: text that names the lines that are shown already
         """
         first = [one for one in self.first(MOST_EVENTS) if f"[{one.line.where}]" not in told][:_MOST_SHOWN]
         if first and not self.finished and not all(one.survived for one in first):
@@ -165,7 +170,7 @@ class Events:
         return (head, *(f"  {one.words}" for one in first)) if first else ()
 
     def causes(self) -> list[Event]:
-        """Exceptions that do not report what became of something else, and that their process did not survive."""
+        """Returns the exceptions that are no effects, and that their process did not survive."""
         return [one for one in self.errors() if one.kind == "thread" or (one.kind == "traceback" and not one.survived)]
 
     def errors(self) -> list[Event]:

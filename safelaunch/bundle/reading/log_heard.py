@@ -1,7 +1,7 @@
 """Records of what a job has printed: of a process, of an end that a launcher reports, and of the whole job.
 
-Lines without a prefix belong to nobody until torchrun's summary says who failed. Of all that a job prints only what
-reports an end is kept, so that a log of any size takes little memory.
+Lines without a prefix have no rank until torchrun's summary names those that failed. Nothing is kept but what reports
+an end, so that a log of any size takes little memory.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from safelaunch.verdict.reading import frames as fr
 
 _MOST_COMMAND = 1 << 14
 _REMARKS = re.compile(
-    r"slurmstepd: error: \*\*\* (?P<slurm>(?:JOB|STEP) .*)|(?P<xid>NVRM: Xid .*)"
-    r"|(?P<bus>.*GPU has fallen off the bus.*)|error: (?P<oom>Detected \d+ oom[-_]kill event.*)"
-    r"|(?P<ray>Worker PID: \d+ Worker exit type: .*|A worker died or was killed while executing task .*)"
-    r"|\.cuh?:\d+: .*(?P<kernel>Assertion [`'].* failed)|(?P<stopped>Killing subprocess)(?= \d)"
+    r"slurmstepd: error: \*\*\* ((?:JOB|STEP) .*)|(NVRM: Xid .*)|(.*GPU has fallen off the bus.*)"
+    r"|error: (Detected \d+ oom[-_]kill event.*)|(Worker PID: \d+ Worker exit type: .*"
+    r"|A worker died or was killed while executing task .*)|\.cuh?:\d+: .*(Assertion [`'].* failed)"
+    r"|(Killing subprocess)(?= \d)"
 )
 _OF_WORLD = ("orld", "ORLD", "nproc", "num_processes", "NTASKS", " of ", "Starting with")
 _WORLD = re.compile(
@@ -72,7 +72,7 @@ _NAMED = re.compile(r"\s*Process name: (?:\[\[\d+,\d+\],)?(?P<rank>\d{1,6})\]?$"
 _CODE = re.compile(r"\s*[Ee]xit [Cc]ode: +(?P<code>\d{1,3})$")  # of that, or of a container
 
 # --- Slurm, Ray, Kubernetes, shells, the kernel -----------------------------------------------------------------------
-# Launchers of clusters, and libraries that watch their processes, in all their wordings: who ended, and how.
+# Launchers of clusters, and libraries that watch their processes, in all their wordings.
 _DIED = re.compile(
     r"(?P<label>\b(?i:rank|task|process|worker|pid)\b)[ :=#]{1,2}\[?(?P<number>\d{1,9})\]?\)?[^\d\n]{0,60}?"
     r"(?:\b(?i:died|killed|terminated|exited|ended|failed|crashed|aborted|received|caught)\b)[^\d\n]{0,40}?"
@@ -85,7 +85,7 @@ _TASK_ENDED = re.compile(
 )
 _CANCELLED = re.compile(r"\*\*\* (?:JOB .* CANCELLED|STEP .* CANCELLED .* DUE TO )")
 _STOPPING = re.compile(r"srun: (?:Terminating |Force Terminated |Job step aborted)|\*\*\* (?:JOB|STEP) .* CANCELLED")
-# What a shell prints of its own child, kubectl of a container, Slurm of a step.
+# Reports of a shell about its own child, of kubectl about a container, of Slurm about a step.
 _KILLED = re.compile(
     r"(?:\S+: line \d+: +)?(?P<pid>\d+)? *(?P<how>Killed|Segmentation fault|Aborted|Bus error|Illegal instruction"
     r"|Floating point exception)(?: \(core dumped\))?(?:$| {2,})"
@@ -104,7 +104,7 @@ _RAY_DEAD = re.compile(
 
 
 class Launchers:
-    """Collects the ends of processes that the lines of launchers report."""
+    """Collects the ends of processes that launchers, clusters and the kernel report."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -285,7 +285,7 @@ class Launchers:
             self._named = int(found["rank"])
 
     def _hear_end(self, said: Said) -> None:
-        """Hears Slurm, shells, kubectl, and whoever else reports the end of a process."""
+        """Hears Slurm, shells, kubectl, and other programs that report the end of a process."""
         text, job = said.text, self.job
         if found := _TASK_ENDED.search(text):
             self._note_tasks(found, said.line)

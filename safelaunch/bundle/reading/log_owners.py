@@ -28,14 +28,12 @@ _STOPPED = (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 @dataclass
 class Owners:
-    """What was heard of each rank, and how it ended. ``labels``: the processes whose rank is not known, by the numbers
-    that stand for them.
-    """
+    """Reports about each rank, and how it ended."""
 
     job: Job
     heard: dict[int, Heard] = field(default_factory=dict)
     ended: dict[int, Ended] = field(default_factory=dict)
-    labels: dict[int, str] = field(default_factory=dict)
+    labels: dict[int, str] = field(default_factory=dict)  # processes whose rank is not known, by their numbers here
     _numbers: Iterator[int] = field(default_factory=lambda: iter(range(MAX_RANKS * 2)))
 
     @property
@@ -72,7 +70,7 @@ class Owners:
                 self.ended[rank] = Ended(-crash.signal, crash.line, root=True)
 
     def _place(self, name: str, heard: Heard) -> None:
-        """Of one process, task or container."""
+        """Gives the lines of one process, task or container to its rank, or to a label."""
         rank = self.job.rank_of(name)
         if rank is not None and rank in self.heard:
             self.heard[rank].absorb(heard)
@@ -92,7 +90,7 @@ class Owners:
         return number
 
     def _lose(self, label: str, ended: Ended) -> None:
-        """A process ended; unless something else shows how, that is all that is known."""
+        """Notes the end of a process without a rank, unless something else explains it."""
         pid = int(label.rpartition(" ")[2]) if label.startswith("process ") else 0
         if any(pid == one.pid or label in (self.labels.get(rank), f"rank {rank}") for rank, one in self.ended.items()):
             return
@@ -106,7 +104,7 @@ class Owners:
         self.ended[self._label(label or UNSIGNED, Heard(ended.line)) if same is None else same] = ended
 
     def _place_xids(self) -> None:
-        """The kernel names a process, and NCCL says which rank that is."""
+        """Gives Xid errors to ranks: the kernel names a process, and NCCL the rank of it."""
         places = {process.rpartition(":")[2]: rank for process, (_, rank) in self.job.nccl_places.items()}
         pids = Counter(process.rpartition(":")[2] for process in self.job.nccl_places)
         known = {one.pid: rank for rank, one in self.ended.items()}
@@ -116,7 +114,7 @@ class Owners:
                 self.heard.setdefault(rank, Heard(line)).fail(line, f"an error of its GPU (Xid {number})", line.text)
 
     def _drop_doubles(self) -> None:
-        """A launcher's list has ranks, and other lines have the same processes without one: those that raised count."""
+        """Drops ends in a launcher's list if other lines show exceptions of the same processes without their ranks."""
         if any(self.heard[number].raised for number in self.labels):
             for rank in [rank for rank, one in self.ended.items() if one.code in (1, *_STOPPED) or one.stopped]:
                 if rank not in self.heard:
@@ -126,9 +124,9 @@ class Owners:
         return any(not one.stopped and one.code not in _STOPPED for one in self.ended.values())
 
     def _share_out(self, by: str | None, said: Heard) -> None:
-        """What no rank has signed, of a node or of all: to the ranks that failed there, if that leaves no choice.
+        """Gives the unsigned lines of a node, or of all, to the ranks that failed there, if that leaves no choice.
 
-        torch's own check says whose call it is about.
+        torch's own check names the rank of its call.
         """
         ended = {rank: one for rank, one in self.job.ended.items() if one.by == by}
         signed = {rank for rank, one in self.heard.items() if one.raised and rank not in self.labels}
@@ -186,7 +184,7 @@ class Owners:
                 self._give(rank, effects[0], by)
 
     def _first(self, failed: list[int]) -> list[int]:
-        """The one that the launcher calls the first, unless others ended in the same second."""
+        """Returns the rank that the launcher calls the first, unless others ended in the same second."""
         if len(failed) < 2:
             return failed
         first = [rank for rank in failed if self.ended[rank].root]
@@ -200,7 +198,7 @@ class Owners:
         one.after.lines = 0
 
     def _place_warnings(self, unsigned: Sequence[Heard]) -> None:
-        """NCCL signs what it warns of with the process: to the rank of that, or to who raises it in the same words."""
+        """Gives NCCL's warnings to the rank of the process that signs them, or to a rank that raises the same words."""
         job, found = self.job, self.heard
         warnings = [(line, text, OF_NCCL.search(line.text)) for one in unsigned for line, text in one.warnings]
         pids = {one.pid: rank for rank, one in job.ended.items()}
@@ -226,7 +224,7 @@ def _label_of(node: str | None) -> str:
 
 
 def _unlike(errors: Sequence[_Raised]) -> list[_Raised]:
-    """One of each kind: of the same type, from the same line. One that the log cuts off may be any of the others."""
+    """Returns one error of each type and line. One that the log cuts off may be any of the others."""
     kinds: dict[tuple[str, object], _Raised] = {}
     for pair in errors:
         kinds.setdefault((pair[1].type, pair[1].frames[:1]), pair)
@@ -235,5 +233,5 @@ def _unlike(errors: Sequence[_Raised]) -> list[_Raised]:
 
 
 def _in_order(named: tuple[str, Heard]) -> str:
-    """``worker-2`` before ``worker-10``."""
+    """Returns a key that sorts ``worker-2`` before ``worker-10``."""
     return re.sub(r"\d+", lambda number: number[0].zfill(20), named[0])

@@ -19,7 +19,7 @@ from safelaunch.verdict.reading.failures import last_abort, options_refused
 
 _OF_A_SUMMARY = re.compile(r" {1,3}traceback *: (?=Traceback \(most)")
 _FRAME = re.compile(r' +File "[^"]+", line \d+(?:, in \S|$)')
-# What is no output of the script's own: of launchers, and of torch's log.
+# Output of launchers and of torch's log, not of the script.
 _NOT_OWN = re.compile(
     r"\s|\[?[IWEF]\d{3,4} |===|---|\[|Root Cause|Failures:|srun: |slurmstepd: |Exception (?:ignored|in thread)"
     r"|Killing subprocess |Exception raised from |frame #\d+: |$"

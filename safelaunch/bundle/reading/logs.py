@@ -49,9 +49,11 @@ from safelaunch.verdict.reading.failures import first_failure
 
 
 def read_logs(paths: Sequence[Path], root: Path | None = None) -> Found:
-    """The evidence in these files. Its ranks are empty where nothing in them reports an end. Raises Unreadable.
+    """Returns the evidence in these files. Its ranks are empty if nothing in them reports an end. Raises Unreadable.
 
-    ``root``: the folder from which they are called; without one, by their names alone.
+    Args:
+        paths: regular files
+        root: the folder to which their names are relative; without one, the names alone count
     """
     printed, count, is_output = Printed(), 0, False
     names = [str(path.relative_to(root)) if root is not None else path.name for path in paths]
@@ -172,8 +174,8 @@ def _with_steps(one: RankEvidence, world: int, steps: Mapping[int, int | None]) 
 
 
 def _silent_hosts(job: Job, owners: Owners) -> tuple[NodeEvidence, ...]:
-    """The one host that failed by Slurm's word, or that closed connections of others while its own ranks, if any are
-    heard, report nothing.
+    """Returns the one host that Slurm reports as failed, or that closed connections of others, if no rank of it reports
+    its own end.
     """
     found = []
     for host in job.failed_hosts or job.closed_by:
@@ -185,21 +187,21 @@ def _silent_hosts(job: Job, owners: Owners) -> tuple[NodeEvidence, ...]:
 
 
 def _only_lost_a_peer(one: RankEvidence) -> bool:
-    """Nothing but that others could not be reached ended it, as far as the log shows."""
+    """Returns whether nothing ended it but that others could not be reached, as far as the log shows."""
     if one.exception is not None:
         return is_consequence(one.exception)
     return one.exit is None or one.exit.returncode in (0, 1) or not one.exit.before_close
 
 
 def _nccl_words(job: Job) -> str:
-    """What NCCL has said that means something, the first of its own process's first."""
+    """Returns the first of NCCL's messages that means something; one about its own process comes first."""
     found = first_failure(text for _, text in job.nccl_told)
     where = next((line.where for line, text in job.nccl_told if found is not None and text == found.text), "")
     return f"{one_line(found.text)} ({found.means}) [{where}]" if found is not None else ""
 
 
 def _failed(one: RankEvidence) -> bool:
-    """Not by the watchdog of a call whose time was up."""
+    """Returns whether it failed in another way than by the watchdog of a call that timed out."""
     return one.exception is not None or (
         one.exit is not None
         and one.exit.before_close
@@ -208,7 +210,7 @@ def _failed(one: RankEvidence) -> bool:
 
 
 def _name_groups(ranks: Mapping[int, Heard]) -> None:
-    """A call whose group a rank has not named is that of the one group in which others make the like; else of all."""
+    """Gives calls without a group to the only group in which others make such a call, or else to that of all ranks."""
     named = [(name, one) for heard in ranks.values() for name, one in heard.groups.items() if name != UNNAMED]
     for heard in ranks.values():
         mine = heard.groups.pop(UNNAMED, None)
@@ -223,7 +225,7 @@ def _name_groups(ranks: Mapping[int, Heard]) -> None:
 
 
 def _groups(ranks: Mapping[int, Heard]) -> dict[str, tuple[int, ...]]:
-    """The members of the groups, of which all have said which place they have in it."""
+    """Returns the members of the groups all of whose members have reported their places."""
     places: dict[str, dict[int, int]] = {}
     for rank, heard in ranks.items():
         for name, one in heard.groups.items():
@@ -245,7 +247,7 @@ _CLOCKS_S = 60.0  # how far the clocks of two nodes may be apart
 
 
 def _seconds_between(one: str, other: str) -> float:
-    """Of two times as torchrun prints them; 0 if either is none."""
+    """Returns the time between two times as torchrun prints them; 0 if either is none."""
     try:
         begin, end = (datetime.strptime(f"{time}+0000", "%Y-%m-%d_%H:%M:%S%z") for time in (one, other))
     except ValueError:
@@ -254,19 +256,19 @@ def _seconds_between(one: str, other: str) -> float:
 
 
 def _after_the_first_s(ended: Ended, all_: Iterable[Ended]) -> float:
-    """0 for the ranks that may have failed first; 1 or 2 for those that failed later by the summary of their host; 3
-    for those of a host where it began a minute later than on another.
+    """Returns 0 for the ranks that may have failed first; 1 or 2 for those that failed later by the summary of their
+    host; 3 for those of a host where the failures began a minute later than on another.
 
     torchrun looks at its ranks once in a while and gives all that it then finds ended the same second; of those, its
-    "first observed failure" is the one with the lowest number. Whoever died of a signal of its own died of no peer's
-    exit, but not the reverse: half a second later.
+    "first observed failure" is the one with the lowest number. A rank that died of a signal of its own died of no
+    peer's exit, but not the reverse: the others count half a second later.
     """
     roots = [one for one in all_ if one.root and one.host == ended.host]
     first = min((one.time for one in roots), default="")
     if not ended.time or not first:
         return 0.0 if ended.root else 1.0
     others = [one.time for one in all_ if one.root and one.host != ended.host]
-    if any(0 < _seconds_between(time, first) > _CLOCKS_S for time in others):
+    if any(_seconds_between(time, first) > _CLOCKS_S for time in others):
         return 3.0
     by_itself = -ended.code in OF_ITS_OWN or ended.code == -signal.SIGKILL
     return 2.0 if ended.time > first else 0.0 if by_itself else 0.5
