@@ -1,8 +1,8 @@
 """Finds the lines of a job's output that report that something went wrong, without understanding them.
 
 This is the lower of two layers. It recognises the forms in which programs report errors: levels, exceptions, signals,
-exit codes, error numbers, device errors, time limits. What they mean is decided above, in ``log_reports`` and ``logs``;
-whatever is not understood there is still shown.
+exit codes, error numbers, device errors, time limits. ``log_launchers``, ``log_calls`` and ``logs`` decide what they
+mean; whatever is not understood there is still shown.
 """
 
 from __future__ import annotations
@@ -14,13 +14,6 @@ from safelaunch.bundle.reading.log_lines import Line, Said, Speaker
 from safelaunch.verdict.exits import one_line
 
 MOST_EVENTS, _MOST_SHOWN = 300, 5
-_LEVEL = (
-    r"(?P<level>\b(?:ERROR|FATAL|CRITICAL|SEVERE|Error|Fatal)\b(?=[\]:|>)]| - | {1,3}\S)|^\[?[EF]\d{3,4} |\[[EF]\d* )"
-)
-_RAISED = (
-    r"(?P<raised>(?<![\w.])(?:[A-Za-z_][\w.]*\.)?(?:[A-Z]\w*(?:Error|Exception|Died\w*|Interrupt|Expired|Failed)"
-    r"|TimeoutExpired|SystemExit|OutOfMemory|error|Empty)(?:\(\w+\))?: \S|^(?:\w+\.)*[A-Z]\w*(?:Error|Exception)$)"
-)
 _EVENT = re.compile(
     "|".join(
         (
@@ -40,8 +33,11 @@ _EVENT = re.compile(
             r"|Too many open files)",
             r"(?P<watchdog>[Ww]atchdog (?:caught|got stuck|thread terminated)|[Hh]eartbeat monitor timed out"
             r"|NCCL WARN|wait timeout|[Tt]imed out (?:after|waiting|initializing))",
-            _RAISED,
-            _LEVEL,
+            r"(?P<raised>(?<![\w.])(?:[A-Za-z_][\w.]*\.)?(?:[A-Z]\w*(?:Error|Exception|Died\w*|Interrupt|Expired|Failed)"
+            r"|TimeoutExpired|SystemExit|OutOfMemory|error|Empty)(?:\(\w+\))?: \S"
+            r"|^(?:\w+\.)*[A-Z]\w*(?:Error|Exception)$)",
+            r"(?P<level>\b(?:ERROR|FATAL|CRITICAL|SEVERE|Error|Fatal)\b(?=[\]:|>)]| - | {1,3}\S)|^\[?[EF]\d{3,4} "
+            r"|\[[EF]\d* )",
         )
     )
 )
@@ -74,7 +70,7 @@ _FINISHED = re.compile(
 
 @dataclass
 class Event:
-    """A line that reports an error. ``count``: how many lines differ from it in their numbers alone."""
+    """A line that reports an error."""
 
     kind: str
     text: str
@@ -82,29 +78,29 @@ class Event:
     last: Line  # that is like it
     speaker: Speaker | None
     harmless: bool
-    count: int = 1
+    count: int = 1  # number of lines that differ from it in their numbers alone
     since: int = 0  # lines of progress that its speaker printed afterwards
 
     @property
     def whose(self) -> str:
-        """``rank 3``, or the prefix that stands before the line; empty if there is none."""
+        """Returns ``rank 3``, or the prefix of the line; empty if there is none."""
         return f"rank {self.speaker}" if isinstance(self.speaker, int) else self.speaker or ""
 
     @property
     def words(self) -> str:
-        """``job.log:17 rank 3: ValueError: bad``."""
+        """Returns ``job.log:17 rank 3: ValueError: bad``."""
         times = f" ({self.count} times)" if self.count > 1 else ""
         whose = f" {self.whose}:" if self.whose else ":"
         return f"{self.line.where}{whose} {one_line(self.text)}{times}"
 
     @property
     def is_effect(self) -> bool:
-        """It came of something that failed before, as a rule."""
+        """Returns whether it came of something that failed before, as a rule."""
         return self.kind == "effect" or _EFFECT.search(self.text) is not None
 
     @property
     def survived(self) -> bool:
-        """Its speaker worked on afterwards."""
+        """Returns whether its speaker worked on afterwards."""
         return self.since > 2
 
 
@@ -126,7 +122,11 @@ class Events:
             self._end = said.line
 
     def hear(self, said: Said, *, telling: bool) -> None:
-        """``telling``: the line may report an error, and is no part of a traceback."""
+        """Adds the event of a line, if it reports one.
+
+        Args:
+            telling: the line may report an error, and is no part of a traceback
+        """
         text = said.text
         match = _EVENT.search(text) if telling else None
         if match is None or _NO_EVENT.search(text):
@@ -144,20 +144,20 @@ class Events:
 
     @property
     def finished(self) -> bool:
-        """The job has come to its end after all of its errors."""
+        """Returns whether the job has finished its work after all of its errors."""
         end = self._end
-        return end is not None and all(
-            one.last.file == end.file and one.last.number < end.number for one in self.errors()
-        )
+        last = [one.last for one in self.errors()]
+        return end is not None and all(one.file == end.file and one.number < end.number for one in last)
 
     def first(self, most: int) -> list[Event]:
-        """Those to show first: errors that ended something before those that were survived, causes before effects."""
+        """Returns the events to show first: fatal errors before those that were survived, causes before effects."""
         return sorted(self.errors(), key=lambda one: (one.survived, one.is_effect))[:most]
 
     def summary(self, told: str = "") -> tuple[str, ...]:
-        """What to show if nothing of this is understood: the first errors, or the warnings if there are none.
+        """Returns the text for a log that is not understood: the first errors, or the warnings if there are none.
 
-        ``told``: names the lines that are shown already.
+        Args:
+            told: text that names the lines that are shown already
         """
         first = [one for one in self.first(MOST_EVENTS) if f"[{one.line.where}]" not in told][:_MOST_SHOWN]
         if first and not self.finished and not all(one.survived for one in first):
@@ -170,9 +170,7 @@ class Events:
         return (head, *(f"  {one.words}" for one in first)) if first else ()
 
     def causes(self) -> list[Event]:
-        """Exceptions, before lines of the level of errors, that do not report what became of something else and that
-        their process did not survive.
-        """
+        """Returns the errors that are no effects and that their process did not survive, exceptions first."""
         found = [one for one in self.errors() if one.kind == "thread" or not (one.survived or one.is_effect)]
         return sorted(found, key=lambda one: one.kind not in ("traceback", "thread"))
 

@@ -1,4 +1,4 @@
-"""The lines of a job's output, and whose each of them is, whoever launched the job.
+"""Reads the lines of a job's output, and finds the speaker of each: a rank, a process, a container or a node.
 
 Launchers put prefixes before lines, one around another: ``[rank3]:``, ``[default3]:``, `` 3: `` of ``srun -l``,
 ``[1,3]<stderr>:`` of ``mpirun``, ``(Worker pid=…)`` of Ray, ``[pod/…]`` of ``kubectl``, ``host: `` of ``pdsh``,
@@ -14,7 +14,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import dropwhile, islice
@@ -65,7 +65,7 @@ _DEEPEST, _MOST_FILES = 6, 4096
 
 
 def is_log(path: Path) -> bool:
-    """A regular file of text, perhaps compressed, that is no archive; or standard input. Raises OSError."""
+    """Returns whether the path is a regular file of text, perhaps compressed, or standard input. Raises OSError."""
     if path == STDIN:
         return True
     if not path.is_file():
@@ -83,7 +83,7 @@ def is_log(path: Path) -> bool:
 
 
 def logs_in(folder: Path) -> list[Path]:
-    """The files of text below ``folder`` that are called as logs are; of torchrun's tree those of the last attempt."""
+    """Returns the files of text below ``folder`` with names of logs; of torchrun's tree, those of the last attempt."""
     found: dict[Path, int] = {}
     for path in islice(_below(folder, _DEEPEST), _MOST_FILES):
         if _NAMES.search(path.name) and is_log(path):
@@ -110,7 +110,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def lines_of(path: Path, name: str) -> Iterator[Line | None]:
-    """The lines of a file that may matter, the first and the last ones among them; None between two that are not
+    """Yields the lines of a file that might matter, with the first and the last ones; None between two that are not
     neighbours.
     """
     number, open_still, first, shapes = 0, True, True, _Shapes()
@@ -134,8 +134,8 @@ def lines_of(path: Path, name: str) -> Iterator[Line | None]:
 
 
 class _Shapes:
-    """The lines that were met, without their numbers: a job prints the same ones over and over, and looking only at new
-    ones is ten times as fast as looking for all literals everywhere.
+    """Lines without their digits. A job prints the same ones over and over, and looking only at new ones is ten times
+    as fast as looking for all literals everywhere.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class _Shapes:
         self._met: Counter[bytes] = Counter()  # of the others, in how many parts
 
     def telling(self, part: bytes) -> set[bytes]:
-        """The lines of this part that may report an error, without those that stand everywhere."""
+        """Returns the lines of this part that may report an error, without those that are everywhere."""
         new = set(_shape(part).split(b"\n")) - self._harmless
         text = b"\n".join([b"", *new])
         found = [literal for literal in _TELLING if literal in text]
@@ -169,8 +169,9 @@ _SPEAKS = re.compile(
 
 
 def _blocks(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Parts of whole lines, and whether it is the last one, which is no shorter than the others."""
-    decode, held, rest = _as_bytes, b"", b""
+    """Yields parts of whole lines, each with True if it is the last one, which is no shorter than the others."""
+    decode: Callable[[bytes], bytes]
+    decode, held, rest = bytes, b"", b""
     if file.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # type: ignore[attr-defined]
         wide = codecs.getincrementaldecoder("utf-16")("replace")
         decode = lambda data: wide.decode(data).encode()  # noqa: E731
@@ -185,12 +186,8 @@ def _blocks(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
     yield held + rest, True
 
 
-def _as_bytes(data: bytes) -> bytes:
-    return data
-
-
 def _clean(line: bytes) -> str:
-    """Without colours; of a progress bar, what it shows last."""
+    """Returns a line without colours; of a progress bar, what it shows last."""
     text = line.decode("utf-8", "replace").rstrip()
     if "\r" in text:
         text = text.rpartition("\r")[2]
@@ -203,7 +200,7 @@ _EXCEPTIONS = ("exc", "exc_info", "exc_text", "exception", "traceback", "stack_t
 
 
 def _of_record(text: str) -> list[str]:
-    """The lines of a record in JSON, each with its rank; ``text`` itself if it is none."""
+    """Returns the lines of a record in JSON, each with its rank; ``text`` itself if it is no record."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):
@@ -241,7 +238,7 @@ def is_of_a_job(text: str) -> bool:
     return _OF_A_JOB.search(text) is not None
 
 
-# --- whose line it is -------------------------------------------------------------------------------------------------
+# --- speakers ---------------------------------------------------------------------------------------------------------
 
 Speaker = int | str  # a rank, or what stands for one or several: a process, a container, a task, a node
 LOCAL = " local rank "  # stands between the name of a node and a number of its own
@@ -285,29 +282,31 @@ _IN_TREE = re.compile(r"attempt_(?P<attempt>\d+)/(?P<rank>\d{1,6})/std(?:err|out
 
 @dataclass(frozen=True)
 class Said:
-    """A line without its prefixes. ``timed``: they had a time among them. ``label``: what else they call its rank."""
+    """A line without its prefixes."""
 
     line: Line
     text: str
     speaker: Speaker | None
-    timed: bool
-    label: str = ""
+    timed: bool  # a time is among the prefixes
+    label: str = ""  # another name that they give its rank
 
 
 @dataclass
 class Signer:
-    """Whose lines a file's are. ``hosts``: matches their nodes, or tasks of Slurm; ``template``: a prefix that its
-    tracebacks have shown. ``has_field``: a logger names the rank in each of its lines.
-    """
+    """Finds the speakers of a file's lines."""
 
     of_file: Speaker | None
-    hosts: re.Pattern[str] | None
-    has_field: bool = False
-    template: re.Pattern[str] | None = None
-    _record: Speaker | None = None  # whose record of an error was the last line, or the traceback behind it
+    hosts: re.Pattern[str] | None  # names of nodes, or tasks of Slurm, before the lines
+    has_field: bool = False  # a logger names the rank in each of its lines
+    template: re.Pattern[str] | None = None  # a prefix that its tracebacks have shown
+    _record: Speaker | None = None  # speaker of the last line, if that belongs to the record of an error
 
     def said(self, line: Line, ahead: Iterable[Line | None] = ()) -> Said:
-        """``ahead``: lines that follow it."""
+        """Returns a line without its prefixes, which name its speaker.
+
+        Args:
+            ahead: lines that follow it
+        """
         text = line.text.removeprefix("stderr: ").removeprefix("stdout: ")
         found, worth, timed, label = self.of_file, int(isinstance(self.of_file, int)), False, ""
         if "[rank" in text and (own := _OWN.match(text)) and int(own["rank"]) < MAX_RANKS:
@@ -344,14 +343,15 @@ class Signer:
         if not isinstance(found, int) and (own := _OF_C10D.match(text)):
             label, found = found or "", int(own["rank"])
         if self.has_field and found is None:
-            if field := _RANK_FIELD.match(text):
-                found = int(field["rank"])
-                self._record = found if _OF_ERROR.search(text) else None
-            elif timed:
-                self._record = None
-            else:  # what a logger prints behind a record is the record's
-                found = self._record
+            found = self._by_field(text, timed=timed)
         return Said(line, text, found, timed, label)
+
+    def _by_field(self, text: str, *, timed: bool) -> Speaker | None:
+        if field := _RANK_FIELD.match(text):
+            self._record = int(field["rank"]) if _OF_ERROR.search(text) else None
+            return int(field["rank"])
+        self._record = None if timed else self._record  # lines without a time are part of the record before them
+        return self._record
 
 
 def has_rank_field(lines: Sequence[str]) -> bool:
@@ -362,8 +362,8 @@ def has_rank_field(lines: Sequence[str]) -> bool:
 
 
 def _template(prefix: str, ahead: Iterable[Line | None]) -> re.Pattern[str] | None:
-    """What matches ``prefix`` with other numbers, if frames of a traceback have it before them, too. The one number of
-    it that tells most of them apart is the rank.
+    """Returns a pattern of ``prefix`` with other numbers, if frames of a traceback have it before them, too. The number
+    of it that has the most values is the rank.
     """
     parts, digits = [re.escape(one) for one in re.split(r"\d{1,6}", prefix)], r"(\d{1,6})"
     quoted = re.compile(rf'{digits.join(parts)}(?:  File ".*", line \d+|Traceback \(most)')
@@ -385,20 +385,17 @@ _REST_OF_LINE = re.compile(r"[ \w(][^\[]")
 
 
 def unwrapped(line: Line, following: Line | None) -> Line | None:
-    """One of c10d's lines with its rest, which a terminal has put on the next line; None if it is whole."""
+    """Returns one of c10d's lines with its rest, which a terminal has put on the next line; None if it is whole."""
     if following is None or following.number != line.number + 1 or "ProcessGroup" not in line.text:
         return None
     if not _CUT_LINE.match(line.text) or not _REST_OF_LINE.match(following.text) or _TIME.match(following.text):
         return None
-    return (
-        None
-        if following.text.startswith(("Traceback", "terminate", "  File"))
-        else Line(line.file, line.number, line.text + following.text)
-    )
+    is_other = following.text.startswith(("Traceback", "terminate", "  File"))
+    return None if is_other else Line(line.file, line.number, line.text + following.text)
 
 
 def speakers_of_names(names: Sequence[str]) -> dict[str, Speaker]:
-    """Whose files these are, by their names. A number says so only where files have all of them from 0 or 1 on."""
+    """Returns the speakers of files by their names. A number is a rank only if files have all from 0 or 1 on."""
     found: dict[str, Speaker] = {}
     numbered: dict[str, dict[int, str]] = {}
     for name in names:
@@ -414,18 +411,14 @@ def speakers_of_names(names: Sequence[str]) -> dict[str, Speaker]:
 
 
 def hosts_of(lines: Sequence[str]) -> re.Pattern[str] | None:
-    """What matches the names of nodes, tasks or containers that nearly all lines begin with, and those alike but for
-    numbers. The launcher's own first lines have none.
+    """Returns a pattern of the names of nodes, tasks or containers with which nearly all lines begin, and of names that
+    differ from them in numbers alone. The launcher's own first lines have none.
     """
     found = [_HOST.match(line) for line in lines if line.strip()]
     named = [one for one in dropwhile(lambda one: one is None, found) if one is not None]
     names = {one["name"] for one in named}
     tasks = len(names) > 1 and names == {str(task) for task in range(len(names))}
-    if (
-        len(named) < 3
-        or (2 - tasks) * len(names) > len(named)
-        or len(named) < 0.8 * (len(found) - found.index(named[0]))
-    ):
+    if len(named) < max(3, (2 - tasks) * len(names), 0.8 * (len(found) - found.index(named[0]) if named else 0)):
         return None
     shapes = {re.sub(r"\d+", r"\\d+", re.escape(one["name"])) for one in named}
     marks = {next(mark for mark in _MARKS if re.match(mark, one["mark"])) for one in named}

@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from safelaunch.bundle.reading.log_calls import OF_NCCL
+from safelaunch.bundle.reading.log_heard import Ended, Heard, Job, local_label
 from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS
-from safelaunch.bundle.reading.log_reports import OF_NCCL, Ended, Heard, Printed, local_label
 from safelaunch.bundle.reading.log_tracebacks import CUT_OFF, Traceback
 from safelaunch.model import RankException
-from safelaunch.verdict.exits import is_consequence
+from safelaunch.verdict.exits import UNKNOWN_SIGNAL, is_consequence
 from safelaunch.verdict.reading.failures import fingerprints, first_failure
 
 UNSIGNED = "a process that the log does not name"
@@ -27,14 +28,12 @@ _STOPPED = (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 @dataclass
 class Owners:
-    """What was heard of each rank, and how it ended. ``labels``: the processes whose rank is not known, by the numbers
-    that stand for them.
-    """
+    """Reports about each rank, and how it ended."""
 
-    job: Printed
+    job: Job
     heard: dict[int, Heard] = field(default_factory=dict)
     ended: dict[int, Ended] = field(default_factory=dict)
-    labels: dict[int, str] = field(default_factory=dict)
+    labels: dict[int, str] = field(default_factory=dict)  # processes whose rank is not known, by their numbers here
     _numbers: Iterator[int] = field(default_factory=lambda: iter(range(MAX_RANKS * 2)))
 
     @property
@@ -43,7 +42,7 @@ class Owners:
         return {*self.heard, *self.ended} - self.labels.keys()
 
     @classmethod
-    def of(cls, job: Printed) -> Owners:
+    def of(cls, job: Job) -> Owners:
         found = cls(job, {one: heard for one, heard in job.heard.items() if isinstance(one, int)}, dict(job.ended))
         nodes = job.nodes()
         named = sorted(((name, one) for name, one in job.heard.items() if isinstance(name, str)), key=_in_order)
@@ -62,8 +61,16 @@ class Owners:
         found._place_warnings([heard for name, heard in job.heard.items() if name is None or name in nodes])
         return found
 
+    def note_signals(self) -> None:
+        """Takes the signals of which faulthandler printed stacks, for processes whose end nothing else reports."""
+        for rank, heard in self.heard.items():
+            crash, ended = heard.crashed(ended=False), self.ended.get(rank)
+            untold = ended is None or ended.code == UNKNOWN_SIGNAL
+            if crash is not None and untold and heard.uncaught(ended=False) is None:
+                self.ended[rank] = Ended(-crash.signal, crash.line, root=True)
+
     def _place(self, name: str, heard: Heard) -> None:
-        """Of one process, task or container."""
+        """Gives the lines of one process, task or container to its rank, or to a label."""
         rank = self.job.rank_of(name)
         if rank is not None and rank in self.heard:
             self.heard[rank].absorb(heard)
@@ -83,13 +90,12 @@ class Owners:
         return number
 
     def _lose(self, label: str, ended: Ended) -> None:
-        """A process ended; unless something else shows how, that is all that is known."""
+        """Notes the end of a process without a rank, unless something else explains it."""
         pid = int(label.rpartition(" ")[2]) if label.startswith("process ") else 0
         if any(pid == one.pid or label in (self.labels.get(rank), f"rank {rank}") for rank, one in self.ended.items()):
             return
-        same = next(
-            (rank for rank, name in self.labels.items() if label == name or (pid and f"pid={pid}" in name)), None
-        )
+        names = self.labels.items()
+        same = next((rank for rank, name in names if label == name or (pid and f"pid={pid}" in name)), None)
         same = self.job.rank_of(label) if same is None and not pid and label else same
         raised = [one.raised[-1][1] for one in self.heard.values() if one.raised]
         explained = ended.code == 1 and bool(raised)  # that is how an exception ends a process
@@ -98,7 +104,7 @@ class Owners:
         self.ended[self._label(label or UNSIGNED, Heard(ended.line)) if same is None else same] = ended
 
     def _place_xids(self) -> None:
-        """The kernel names a process, and NCCL says which rank that is."""
+        """Gives Xid errors to ranks: the kernel names a process, and NCCL the rank of it."""
         places = {process.rpartition(":")[2]: rank for process, (_, rank) in self.job.nccl_places.items()}
         pids = Counter(process.rpartition(":")[2] for process in self.job.nccl_places)
         known = {one.pid: rank for rank, one in self.ended.items()}
@@ -108,7 +114,7 @@ class Owners:
                 self.heard.setdefault(rank, Heard(line)).fail(line, f"an error of its GPU (Xid {number})", line.text)
 
     def _drop_doubles(self) -> None:
-        """A launcher's list has ranks, and other lines have the same processes without one: those that raised count."""
+        """Drops ends in a launcher's list if other lines show exceptions of the same processes without their ranks."""
         if any(self.heard[number].raised for number in self.labels):
             for rank in [rank for rank, one in self.ended.items() if one.code in (1, *_STOPPED) or one.stopped]:
                 if rank not in self.heard:
@@ -118,20 +124,17 @@ class Owners:
         return any(not one.stopped and one.code not in _STOPPED for one in self.ended.values())
 
     def _share_out(self, by: str | None, said: Heard) -> None:
-        """What no rank has signed, of a node or of all: to the ranks that failed there, if that leaves no choice.
+        """Gives the unsigned lines of a node, or of all, to the ranks that failed there, if that leaves no choice.
 
-        torch's own check says whose call it is about.
+        torch's own check names the rank of its call.
         """
         ended = {rank: one for rank, one in self.job.ended.items() if one.by == by}
         signed = {rank for rank, one in self.heard.items() if one.raised and rank not in self.labels}
         failed = sorted(rank for rank, one in ended.items() if one.code == 1 and rank not in signed)
         alone = not ended and (by is not None or not (self.job.ended or signed))
-        if ended or alone or all(is_consequence(one.raised[-1][1]) for one in self._raisers(signed)):
+        if ended or alone or all(is_consequence(self.heard[rank].raised[-1][1]) for rank in signed):
             self._share_crashes(by, said, ended, alone=alone)
             self._share_errors(by, said, failed, alone=not ended)
-
-    def _raisers(self, ranks: set[int]) -> list[Heard]:
-        return [self.heard[rank] for rank in ranks]
 
     def _share_crashes(self, by: str | None, said: Heard, ended: dict[int, Ended], *, alone: bool) -> None:
         crashed = [rank for rank, one in ended.items() if one.code < 0 and one.root]
@@ -148,9 +151,8 @@ class Owners:
         for rank, pair in compared.items():
             self._give(rank, pair, by)
         failed = [rank for rank in failed if rank not in compared]
-        errors = [
-            pair for pair in reversed(distinct.values()) if pair not in compared.values()
-        ]  # who ends, prints last
+        # A process prints the error that ends it last.
+        errors = [pair for pair in reversed(distinct.values()) if pair not in compared.values()]
         causes = [pair for pair in errors if not is_consequence(pair[1])]
         effects = [pair for pair in errors if is_consequence(pair[1])]
         if alone and not said.uncaught(ended=by in self.job.failed):
@@ -166,9 +168,8 @@ class Owners:
             for rank in listed:
                 self.ended[rank].code, self.ended[rank].stopped = 1, False
         if len(_unlike(causes)) == 1 and not effects:
-            everybody = len(failed) == 1 or len(failed) <= max(
-                said.heads, len(said.raised)
-            )  # their lines may run into each other
+            # Their lines may run into each other.
+            everybody = len(failed) == 1 or len(failed) <= max(said.heads, len(said.raised))
             for rank in failed if everybody else self._first(failed):
                 self._give(rank, causes[0], by)
             failed = [rank for rank in failed if not self.heard.get(rank) or not self.heard[rank].raised]
@@ -183,7 +184,7 @@ class Owners:
                 self._give(rank, effects[0], by)
 
     def _first(self, failed: list[int]) -> list[int]:
-        """The one that the launcher calls the first, unless others ended in the same second."""
+        """Returns the rank that the launcher calls the first, unless others ended in the same second."""
         if len(failed) < 2:
             return failed
         first = [rank for rank in failed if self.ended[rank].root]
@@ -197,7 +198,7 @@ class Owners:
         one.after.lines = 0
 
     def _place_warnings(self, unsigned: Sequence[Heard]) -> None:
-        """NCCL signs what it warns of with the process: to the rank of that, or to who raises it in the same words."""
+        """Gives NCCL's warnings to the rank of the process that signs them, or to a rank that raises the same words."""
         job, found = self.job, self.heard
         warnings = [(line, text, OF_NCCL.search(line.text)) for one in unsigned for line, text in one.warnings]
         pids = {one.pid: rank for rank, one in job.ended.items()}
@@ -223,7 +224,7 @@ def _label_of(node: str | None) -> str:
 
 
 def _unlike(errors: Sequence[_Raised]) -> list[_Raised]:
-    """One of each kind: of the same type, from the same line. One that the log cuts off may be any of the others."""
+    """Returns one error of each type and line. One that the log cuts off may be any of the others."""
     kinds: dict[tuple[str, object], _Raised] = {}
     for pair in errors:
         kinds.setdefault((pair[1].type, pair[1].frames[:1]), pair)
@@ -232,5 +233,5 @@ def _unlike(errors: Sequence[_Raised]) -> list[_Raised]:
 
 
 def _in_order(named: tuple[str, Heard]) -> str:
-    """``worker-2`` before ``worker-10``."""
+    """Returns a key that sorts ``worker-2`` before ``worker-10``."""
     return re.sub(r"\d+", lambda number: number[0].zfill(20), named[0])

@@ -1,4 +1,4 @@
-"""Tracebacks and fatal signals in what a job prints, and whether its script went on after them."""
+"""Reads tracebacks and fatal signals in what a job prints, and decides if its script continued after them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Traceback:
     lines: list[str]
     thread: bool
     said: Said
-    rank: int | None = None  # whose it is, as a line before it says
-    pid: str = ""  # of whom Ray passes it on
+    rank: int | None = None  # that a line before it names
+    pid: str = ""  # process from which Ray passes it on
     indent: str = ""
     state: str = "frames"  # message | original | after | chain
     at: int = 0  # where the traceback that counts begins: the last of a chain
@@ -50,7 +50,9 @@ class Traceback:
     ignored: bool = False
 
     def take(self, text: str, *, timed: bool) -> bool:
-        """Whether the line belongs to it. A time before it that the first line had not: it is another message."""
+        """Takes the next line if it belongs to the traceback, and returns whether it does. A line with a time belongs
+        to another message if the first line had none.
+        """
         if timed and not self.said.timed and self.state != "frames":
             return False
         if len(self.lines) >= _MOST_LINES:
@@ -83,9 +85,10 @@ class Traceback:
         return True
 
     def exception(self, at_s: float, *, cut_off: bool = False) -> RankException | None:
-        """The last of a chain; where that is what a peer's end does to a cleanup, the first, from which it came.
+        """Returns the last exception of a chain; the first, if the last is what a peer's end does to a cleanup.
 
-        ``cut_off``: the log ends here, perhaps before the line that names the exception.
+        Args:
+            cut_off: the log ends here, perhaps before the line that names the exception
         """
         found = self._last(at_s) or (self._cut_off(at_s) if cut_off and self.state == "frames" else None)
         if found is None or not self.socket or (found.message and "ddress already in use" not in found.message):
@@ -127,28 +130,28 @@ class Traceback:
 
 @dataclass
 class After:
-    """What a speaker has printed after an exception: whoever goes on as before has caught it.
-
-    ``usual``: lines such as it has printed before; the others may be the rest of the message. ``numbers``: lines with a
-    number, as reports of progress have it. ``raising``: the shape of the error's own line, which whoever tries again
-    prints again. ``shapes``: of its newest lines before, if it has printed some of them again and again.
-    """
+    """Lines of a speaker after an exception: if it continues as before, it has caught that."""
 
     lines: int = 0
-    usual: int = 0
+    usual: int = 0  # lines like earlier ones; the others may be the rest of the message
     steps: int = 0  # reports of progress
-    numbers: int = 0
-    raising: str = ""
-    shapes: frozenset[str] = frozenset()
+    numbers: int = 0  # lines with a number, as reports of progress have it
+    raising: str = ""  # shape of the error's own line, which a process that tries again prints again
+    shapes: frozenset[str] = frozenset()  # those of its newest lines before, if it has printed some of them repeatedly
 
     @staticmethod
     def of(last: str, before: Collection[str]) -> After:
-        """``last``: the line of the error; ``before``: the newest before the traceback."""
+        """Begins after the line of an error.
+
+        Args:
+            last: the line of the error
+            before: the newest lines before the traceback
+        """
         shapes = frozenset(map(_shape, before))
         return After(raising=_shape(last), shapes=shapes if len(shapes) < len(before) else frozenset())
 
     def goes_on(self, text: str) -> None:
-        """One more line."""
+        """Counts one more line."""
         self.lines += 1
         if self.lines <= MOST_MESSAGE:
             self.usual += _shape(text) in (self.raising, *self.shapes)
@@ -160,7 +163,11 @@ class After:
         self.usual += 1
 
     def is_end(self, raised: RankException, *, ended: bool) -> bool:
-        """Whether nobody caught ``raised``, before this. ``ended``: something else says that the process has failed."""
+        """Returns whether ``raised``, after which these lines came, ended its process.
+
+        Args:
+            ended: something else reports that the process has failed
+        """
         caught = raised.type.rpartition(".")[2] in CAUGHT_AS_A_RULE
         message = not self.usual and (bool(self.shapes) or self.numbers <= _FEW) and not caught
         if ended and max(self.usual, self.steps) > _FEW:  # it had worked on, and ended later
@@ -169,7 +176,7 @@ class After:
 
 
 def _shape(text: str) -> str:
-    """A line without what changes each time that it is printed."""
+    """Returns a line without what changes each time that it is printed."""
     return " ".join(re.findall(r"[^\W\d_]+", text))
 
 
@@ -186,14 +193,11 @@ SIGNALS = {
 
 @dataclass
 class Crash:
-    """What faulthandler, or the interpreter itself, printed at a fatal signal: one thread of it is the current one.
-
-    ``since``: lines that came after it.
-    """
+    """Output of faulthandler, or of the interpreter itself, at a fatal signal: one thread of it is the current one."""
 
     line: Line
     lines: list[str]
-    since: int = 0
+    since: int = 0  # number of lines after it
 
     @property
     def signal(self) -> int:
@@ -208,5 +212,5 @@ class Crash:
             self.since += own
 
     def is_end(self, *, ended: bool) -> bool:
-        """What is printed of a child is no end: its parent goes on."""
+        """Returns whether its process ended there. If a child crashed, its parent prints more."""
         return self.since <= (_MOST_SINCE if ended else _FEW)

@@ -6,13 +6,15 @@ import signal
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
 from msgspec import structs
 
 from safelaunch.bundle.reading.guard import Found, Unreadable, cannot_be_read
+from safelaunch.bundle.reading.log_calls import uneven_steps
+from safelaunch.bundle.reading.log_heard import DEFAULT, UNNAMED, Ended, Heard, Job
 from safelaunch.bundle.reading.log_lines import (
     NOT_GZIP,
     Line,
@@ -26,7 +28,7 @@ from safelaunch.bundle.reading.log_lines import (
     unwrapped,
 )
 from safelaunch.bundle.reading.log_owners import Owners
-from safelaunch.bundle.reading.log_reports import DEFAULT, UNNAMED, Ended, Heard, Printed
+from safelaunch.bundle.reading.log_reports import Printed
 from safelaunch.bundle.reading.quoting import quote_of, unquoted
 from safelaunch.capture.last_words import parse_fatal
 from safelaunch.model import (
@@ -38,40 +40,41 @@ from safelaunch.model import (
     MemoryKills,
     NcclLog,
     NodeEvidence,
-    Outcome,
     Progress,
     RankEvidence,
     RankExit,
 )
-from safelaunch.verdict.exits import BAD_OPTIONS, OF_ITS_OWN, UNKNOWN_SIGNAL, is_consequence, one_line
+from safelaunch.verdict.exits import BAD_OPTIONS, OF_ITS_OWN, is_consequence, one_line
 from safelaunch.verdict.reading.failures import first_failure
 
 
 def read_logs(paths: Sequence[Path], root: Path | None = None) -> Found:
-    """The evidence in these files. Its ranks are empty where nothing in them reports an end. Raises Unreadable.
+    """Returns the evidence in these files. Its ranks are empty if nothing in them reports an end. Raises Unreadable.
 
-    ``root``: the folder from which they are called; without one, by their names alone.
+    Args:
+        paths: regular files
+        root: the folder to which their names are relative; without one, the names alone count
     """
-    job, count, is_output = Printed(), 0, False
+    printed, count, is_output = Printed(), 0, False
     names = [str(path.relative_to(root)) if root is not None else path.name for path in paths]
     whose = speakers_of_names(names)
     if len(names) > 1:  # each may be that of a node, whose launcher speaks of its own processes
-        job.files = {name for name in names if name not in whose}
-        whose |= {name: name for name in job.files}
+        printed.job.files = {name for name in names if name not in whose}
+        whose |= {name: name for name in printed.job.files}
     for path, name in zip(paths, names, strict=True):
         try:
-            lines, printed = _read(path, name, job, whose.get(name))
+            lines, of_a_job = _read(path, name, printed, whose.get(name))
         except NOT_GZIP as error:
             raise Unreadable("it is damaged") from error
         except OSError as error:
             raise cannot_be_read(error) from error
-        count, is_output = count + lines, is_output or printed
-    job.end()
-    found = _found(job, names, count)
+        count, is_output = count + lines, is_output or of_a_job
+    printed.end()
+    found = _found(printed, names, count)
     return replace(found, is_output=is_output or bool(found.evidence.ranks or found.remarks))
 
 
-def _read(path: Path, name: str, job: Printed, speaker: Speaker | None) -> tuple[int, bool]:
+def _read(path: Path, name: str, printed: Printed, speaker: Speaker | None) -> tuple[int, bool]:
     """Returns the number of lines, and whether the file is empty or a job may have printed one of its lines."""
     lines = lines_of(path, name)
     first = list(islice(lines, 200))
@@ -92,7 +95,7 @@ def _read(path: Path, name: str, job: Printed, speaker: Speaker | None) -> tuple
                 line = whole
             said = known.said(line, ahead)
             is_output = is_output or said.speaker not in (None, name) or is_of_a_job(line.text)
-            job.hear(said)
+            printed.hear(said)
     return last, is_output
 
 
@@ -100,68 +103,68 @@ def _without(line: Line | None, quote: str) -> Line | None:
     return replace(line, text=unquoted(line.text, quote)) if line is not None else None
 
 
-def _found(job: Printed, names: Sequence[str], count: int, *, may_be_caught: bool = False) -> Found:
-    owners = Owners.of(job)
-    ranks = owners.heard
-    stalled = job.give_stalls(ranks)
-    for rank, heard in ranks.items():
-        crash = heard.crashed(ended=False)
-        untold = rank not in owners.ended or owners.ended[rank].code == UNKNOWN_SIGNAL
-        if crash is not None and untold and heard.uncaught(ended=False) is None:
-            owners.ended[rank] = Ended(-crash.signal, crash.line, root=True)
-    quiet = not any(one.raised or one.watchdog for one in ranks.values()) and not _ended_alone(owners)
-    steps = job.uneven_steps(ranks, owners.known) if quiet and not job.failed_hosts and not job.events.finished else {}
-    seen = {*ranks, *owners.ended, *job.absent}
+def _found(printed: Printed, names: Sequence[str], count: int, *, may_be_caught: bool = False) -> Found:
+    """Returns the evidence in what was printed.
+
+    Args:
+        may_be_caught: the last error counts though its process printed more afterwards
+    """
+    job, owners = printed.job, Owners.of(printed.job)
+    stalled = printed.calls.give_stalls(owners.heard)
+    owners.note_signals()
+    steps = _steps(job, owners)
+    seen = {*owners.heard, *owners.ended, *job.absent}
     world = max([job.world, *(rank + 1 for rank in seen)], default=0)
     files: dict[str, str] = {}
-    _name_groups(ranks)
-    groups = _groups(ranks)
-    evidence = [_rank(rank, job, owners, groups, files) for rank in sorted(seen)]
-    evidence = [_with_steps(one, world, steps) for one in evidence]
-    failed = bool(steps) or (
-        (not job.events.finished or bool(owners.ended))
-        and any(
-            one.exception or one.flight_record or (one.exit and one.exit.returncode and one.exit.before_close)
-            for one in evidence
-        )
-    )
-    what = f"{'a log' if len(names) == 1 else f'{len(names)} logs'} of {count} lines"
-    remarks, warned = tuple(f"{text} [{where}]" for text, where in job.remarks.items()), _nccl_words(job)
-    if job.nccl_failed is not None and not any(one.exception for one in evidence):
-        remarks = (*remarks, f"NCCL failed{f': {warned}' if warned else f' [{job.nccl_failed.where}]'}")
-    elif job.native > _FEW_FRAMES and not failed:
-        remarks = (*remarks, _ONLY_C)
-    elif warned and not failed:
-        what += f" (a warning of NCCL alone is no failure: {warned})"
+    _name_groups(owners.heard)
+    groups = _groups(owners.heard)
+    ranks = [_with_steps(_rank(rank, job, owners, groups, files), world, steps) for rank in sorted(seen)]
+    ends = bool(owners.ended) or not job.events.finished
+    failed = bool(steps) or (ends and any(map(_has_trouble, ranks)))
+    remarks, warned = _remarks(job, ranks, failed=failed)
+    what = f"{'a log' if len(names) == 1 else f'{len(names)} logs'} of {count} lines{warned}"
     found = Found(what, Evidence("crash", max(world, 1), ()), remarks=remarks, events=job.events, launch=job.launch)
     nodes = _silent_hosts(job, owners)
-    evidence = [one for one in evidence if not any(one.rank in node.ranks for node in nodes)]
+    ranks = [one for one in ranks if not any(one.rank in node.ranks for node in nodes)]
     rendezvous = None
     job.give_up_meeting()
-    if job.rendezvous_at is not None and all(_only_lost_a_peer(one) for one in evidence):
+    if job.rendezvous_at is not None and all(map(_only_lost_a_peer, ranks)):
         rendezvous, files["rendezvous.json"] = job.rendezvous, job.rendezvous_at.where
     if not failed and rendezvous is None and not job.failed_hosts:
-        if not may_be_caught and not job.remarks and job.end_with_the_last_error():
-            return _found(job, names, count, may_be_caught=True)
-        return found
-    seen = {one.rank for one in evidence}
-    missing = tuple(rank for rank in range(world) if rank not in seen)
-    outcome: Outcome = (
-        "hang" if (steps or any(one.flight_record for one in evidence)) and not any(map(_failed, evidence)) else "crash"
-    )
-    told = Evidence(
-        outcome,
-        world,
-        tuple(evidence),
-        missing_ranks=missing,
-        nodes=nodes,
-        rendezvous=rendezvous,
-        printed=tuple(sorted({*owners.known, *stalled})),
-        labels=owners.labels,
-        world_guessed=world > job.world,
+        again = not may_be_caught and not job.remarks and job.end_with_the_last_error()
+        return _found(printed, names, count, may_be_caught=True) if again else found
+    waits = bool(steps) or any(one.flight_record for one in ranks)
+    evidence = Evidence(
+        "hang" if waits and not any(map(_failed, ranks)) else "crash", world, tuple(ranks),
+        missing_ranks=tuple(sorted({*range(world)} - {one.rank for one in ranks})), nodes=nodes, rendezvous=rendezvous,
+        printed=tuple(sorted({*owners.known, *stalled})), labels=owners.labels, world_guessed=world > job.world,
         may_be_caught=may_be_caught,
-    )
-    return replace(found, evidence=told, files=files)
+    )  # fmt: skip
+    return replace(found, evidence=evidence, files=files)
+
+
+def _steps(job: Job, owners: Owners) -> dict[int, int | None]:
+    """Returns the last steps of the ranks, if they differ and nothing else shows a failure."""
+    reported = any(one.raised or one.watchdog for one in owners.heard.values())
+    ended_alone = any(one.code and not one.stopped for one in owners.ended.values())  # no launcher stopped it
+    if reported or ended_alone or job.failed_hosts or job.events.finished:
+        return {}
+    return uneven_steps(owners.heard, owners.known, job.world)
+
+
+def _has_trouble(one: RankEvidence) -> bool:
+    exit_ = one.exit
+    return bool(one.exception or one.flight_record or (exit_ and exit_.returncode and exit_.before_close))
+
+
+def _remarks(job: Job, ranks: Sequence[RankEvidence], *, failed: bool) -> tuple[tuple[str, ...], str]:
+    """Returns the remarks, and what to say of NCCL's warnings if nothing failed."""
+    remarks, warned = tuple(f"{text} [{where}]" for text, where in job.remarks.items()), _nccl_words(job)
+    if job.nccl_failed is not None and not any(one.exception for one in ranks):
+        return (*remarks, f"NCCL failed{f': {warned}' if warned else f' [{job.nccl_failed.where}]'}"), ""
+    if job.native > _FEW_FRAMES and not failed:
+        return (*remarks, _ONLY_C), ""
+    return remarks, f" (a warning of NCCL alone is no failure: {warned})" if warned and not failed else ""
 
 
 def _with_steps(one: RankEvidence, world: int, steps: Mapping[int, int | None]) -> RankEvidence:
@@ -170,9 +173,9 @@ def _with_steps(one: RankEvidence, world: int, steps: Mapping[int, int | None]) 
     return structs.replace(one, progress=Progress(one.rank, -1, world, 0, 0, 0, "", steps[one.rank]))
 
 
-def _silent_hosts(job: Printed, owners: Owners) -> tuple[NodeEvidence, ...]:
-    """The one host that failed by Slurm's word, or that closed connections of others while its own ranks, if any are
-    heard, report nothing.
+def _silent_hosts(job: Job, owners: Owners) -> tuple[NodeEvidence, ...]:
+    """Returns the one host that Slurm reports as failed, or that closed connections of others, if no rank of it reports
+    its own end.
     """
     found = []
     for host in job.failed_hosts or job.closed_by:
@@ -183,27 +186,22 @@ def _silent_hosts(job: Printed, owners: Owners) -> tuple[NodeEvidence, ...]:
     return tuple(found) if len(found) == 1 else ()
 
 
-def _ended_alone(owners: Owners) -> bool:
-    """A launcher reports that a process failed, and was not stopped."""
-    return any(one.code and not one.stopped for one in owners.ended.values())
-
-
 def _only_lost_a_peer(one: RankEvidence) -> bool:
-    """Nothing but that others could not be reached ended it, as far as the log shows."""
+    """Returns whether nothing ended it but that others could not be reached, as far as the log shows."""
     if one.exception is not None:
         return is_consequence(one.exception)
     return one.exit is None or one.exit.returncode in (0, 1) or not one.exit.before_close
 
 
-def _nccl_words(job: Printed) -> str:
-    """What NCCL has said that means something, the first of its own process's first."""
+def _nccl_words(job: Job) -> str:
+    """Returns the first of NCCL's messages that means something; one about its own process comes first."""
     found = first_failure(text for _, text in job.nccl_told)
     where = next((line.where for line, text in job.nccl_told if found is not None and text == found.text), "")
     return f"{one_line(found.text)} ({found.means}) [{where}]" if found is not None else ""
 
 
 def _failed(one: RankEvidence) -> bool:
-    """Not by the watchdog of a call whose time was up."""
+    """Returns whether it failed in another way than by the watchdog of a call that timed out."""
     return one.exception is not None or (
         one.exit is not None
         and one.exit.before_close
@@ -212,7 +210,7 @@ def _failed(one: RankEvidence) -> bool:
 
 
 def _name_groups(ranks: Mapping[int, Heard]) -> None:
-    """A call whose group a rank has not named is that of the one group in which others make the like; else of all."""
+    """Gives calls without a group to the only group in which others make such a call, or else to that of all ranks."""
     named = [(name, one) for heard in ranks.values() for name, one in heard.groups.items() if name != UNNAMED]
     for heard in ranks.values():
         mine = heard.groups.pop(UNNAMED, None)
@@ -227,7 +225,7 @@ def _name_groups(ranks: Mapping[int, Heard]) -> None:
 
 
 def _groups(ranks: Mapping[int, Heard]) -> dict[str, tuple[int, ...]]:
-    """The members of the groups, of which all have said which place they have in it."""
+    """Returns the members of the groups all of whose members have reported their places."""
     places: dict[str, dict[int, int]] = {}
     for rank, heard in ranks.items():
         for name, one in heard.groups.items():
@@ -249,37 +247,35 @@ _CLOCKS_S = 60.0  # how far the clocks of two nodes may be apart
 
 
 def _seconds_between(one: str, other: str) -> float:
-    """Of two times as torchrun prints them; 0 if either is none."""
+    """Returns the time between two times as torchrun prints them; 0 if either is none."""
     try:
-        begin, end = (
-            datetime.strptime(time, "%Y-%m-%d_%H:%M:%S").replace(tzinfo=timezone.utc) for time in (one, other)
-        )
+        begin, end = (datetime.strptime(f"{time}+0000", "%Y-%m-%d_%H:%M:%S%z") for time in (one, other))
     except ValueError:
         return 0.0
     return (end - begin).total_seconds()
 
 
 def _after_the_first_s(ended: Ended, all_: Iterable[Ended]) -> float:
-    """0 for the ranks that may have failed first; 1 or 2 for those that failed later by the summary of their host; 3
-    for those of a host where it began a minute later than on another.
+    """Returns 0 for the ranks that may have failed first; 1 or 2 for those that failed later by the summary of their
+    host; 3 for those of a host where the failures began a minute later than on another.
 
     torchrun looks at its ranks once in a while and gives all that it then finds ended the same second; of those, its
-    "first observed failure" is the one with the lowest number. Whoever died of a signal of its own died of no peer's
-    exit, but not the reverse: half a second later.
+    "first observed failure" is the one with the lowest number. A rank that died of a signal of its own died of no
+    peer's exit, but not the reverse: the others count half a second later.
     """
     roots = [one for one in all_ if one.root and one.host == ended.host]
     first = min((one.time for one in roots), default="")
     if not ended.time or not first:
         return 0.0 if ended.root else 1.0
     others = [one.time for one in all_ if one.root and one.host != ended.host]
-    if any(0 < _seconds_between(time, first) > _CLOCKS_S for time in others):
+    if any(_seconds_between(time, first) > _CLOCKS_S for time in others):
         return 3.0
     by_itself = -ended.code in OF_ITS_OWN or ended.code == -signal.SIGKILL
     return 2.0 if ended.time > first else 0.0 if by_itself else 0.5
 
 
 def _rank(
-    rank: int, job: Printed, owners: Owners, groups: dict[str, tuple[int, ...]], files: dict[str, str]
+    rank: int, job: Job, owners: Owners, groups: dict[str, tuple[int, ...]], files: dict[str, str]
 ) -> RankEvidence:
     heard, ended, folder = owners.heard.get(rank), owners.ended.get(rank), f"ranks/{rank}"
     exception = record = log = fatal = None
@@ -305,26 +301,18 @@ def _rank(
             files[f"{folder}/flight_recorder.json"] = heard.watchdog.where
         if heard.warnings:
             log = NcclLog(heard.warnings[0][0].where, tuple(text for _, text in heard.warnings))
-    exit_ = None
+    exit_, pid, host = None, 0, heard.node if heard is not None else ""
     if ended is not None:
         stopped = ended.stopped or ended.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
         stopped |= heard is not None and heard.timed_out
         after_s = _after_the_first_s(ended, owners.ended.values())
         exit_ = RankExit(ended.code, after_s, before_close=not stopped, file=ended.line.where)
-    kill = job.kills.get(ended.pid, "") if ended is not None else ""
+        pid, host = ended.pid, ended.host or host
+    kills = MemoryKills(kernel_line=job.kills.get(pid, "") if ended is not None else "")
     return RankEvidence(
-        rank=rank,
-        host=ended.host if ended is not None and ended.host else heard.node if heard is not None else "",
-        pid=ended.pid if ended is not None else 0,
-        flight_record=record,
-        exception=exception,
-        fatal=fatal,
-        exit=exit_,
-        beacon=False,
-        log_tail="\n".join(tail),
-        nccl_log=log,
-        memory_kills=MemoryKills(kernel_line=kill),
-    )
+        rank=rank, host=host, pid=pid, flight_record=record, exception=exception, fatal=fatal, exit=exit_,
+        beacon=False, log_tail="\n".join(tail), nccl_log=log, memory_kills=kills,
+    )  # fmt: skip
 
 
 def _ended_by_a_signal(ended: Ended) -> bool:
