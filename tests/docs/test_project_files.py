@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import shlex
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,26 @@ def test_the_metadata_is_complete() -> None:
     assert project["optional-dependencies"]["torch"] == ["torch>=2.6"]
     assert "Typing :: Typed" in project["classifiers"]
     assert not [one for one in project["classifiers"] if one.startswith("License ::")], "the licence is an SPDX name"
+
+
+def imported(script: Path) -> set[str]:
+    """Returns the packages that a script imports, also through other scripts."""
+    nodes = list(ast.walk(ast.parse(script.read_text("utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    packages = {name.partition(".")[0] for name in names}
+    scripts = {name for name in packages if script.with_name(f"{name}.py").exists()}
+    return (packages - scripts).union(*(imported(script.with_name(f"{name}.py")) for name in scripts))
+
+
+def test_the_docs_extra_contains_what_the_tables_of_the_docs_import() -> None:
+    project = toml.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    wanted = imported(ROOT / "scripts" / "docs_tables.py") - {"safelaunch", *sys.stdlib_module_names}
+    assert {"shtab", "yaml"} <= wanted
+    required = [*project["dependencies"], *project["optional-dependencies"]["docs"]]
+    installed = {re.split(r"[^\w-]", one)[0].lower() for one in required}
+    owners = packages_distributions()
+    assert [name for name in sorted(wanted) if not installed & {one.lower() for one in owners[name]}] == []
 
 
 @pytest.fixture
