@@ -19,6 +19,10 @@ import pytest
 import yaml
 from pages import ROOT
 
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from checks import CHECKS
+
 if sys.version_info >= (3, 11):
     import tomllib as toml
 else:
@@ -37,6 +41,20 @@ def test_the_hooks_are_the_tools_of_the_environment() -> None:
         program, *words = shlex.split(hook["entry"])
         assert program.startswith(".venv/bin/")
         assert all((ROOT / word).is_file() for word in words if word.endswith(".py"))
+
+
+def test_the_workflow_for_each_change_calls_what_ci_calls() -> None:
+    (job,) = read(ROOT / ".github" / "workflows" / "ci.yml")["jobs"].values()
+    assert job["steps"][-1] == {"run": ".ci/run"}
+
+
+def test_the_nightly_workflow_runs_known_checks_on_every_supported_python() -> None:
+    jobs = read(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]
+    project = toml.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    supported = [found for one in project["classifiers"] for found in re.findall(r":: (3\.\d+)$", one)]
+    assert jobs["python"]["strategy"]["matrix"]["python"] == supported
+    named = jobs["python"]["steps"][-1]["run"].split(" --only ")[1].split(",")
+    assert {*named, *jobs["checks"]["strategy"]["matrix"]["check"]} <= CHECKS.keys()
 
 
 def test_the_metadata_is_complete() -> None:
