@@ -20,6 +20,7 @@ Each part ends with the first word of its beginning: ``<!-- /table -->``.
 from __future__ import annotations
 
 import argparse
+import html
 import inspect
 import re
 import sys
@@ -94,10 +95,13 @@ def _cause(name: str, cause: type[Cause]) -> str:
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table of Markdown; cells may hold ``|`` and line breaks."""
     columns = tuple(head)
-    lines = [columns, ("---",) * len(columns), *rows]
-    return "\n".join(
-        f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in row)} |" for row in lines
-    )
+    return "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in (columns, ("---",) * len(columns), *rows))
+
+
+def _cell(text: str) -> str:
+    """A cell that GitHub and MkDocs render alike: in backticks, MkDocs prints the backslash of an escaped ``|``."""
+    code = re.sub(r"`([^`]*\|[^`]*)`", lambda span: f"<code>{html.escape(span[1], quote=False)}</code>", text)
+    return " ".join(code.split()).replace("|", "&#124;")
 
 
 def _rules() -> str:
