@@ -1,4 +1,7 @@
-"""Hook of MkDocs: puts what the code says by itself into the pages, so that no page repeats it.
+"""Writes the parts of the documentation that the code defines into the pages, between two comments.
+
+python scripts/docs_tables.py            # writes each page whose tables are out of date
+python scripts/docs_tables.py --check    # writes nothing; exit code 1 if a page is out of date
 
 =========================== ============================================================================
 ``<!-- table: rules -->``   the decision rules, in their order
@@ -10,18 +13,23 @@
 ``<!-- commands -->``       the subcommands, with a section for each
 ``<!-- causes -->``         the causes of verdicts, each with all advice that it can give
 =========================== ============================================================================
+
+Each part ends with the first word of its beginning: ``<!-- /table -->``.
 """
 
 from __future__ import annotations
 
 import argparse
+import html
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
+from figures import documents
 from generate import parser_of
 from schemas import meanings
 
@@ -32,7 +40,8 @@ from safelaunch.verdict.causes import CAUSES, Cause
 from safelaunch.verdict.doubts import About, Doubt
 from safelaunch.verdict.rules import OWN, RULES
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
 _ABOUT: dict[About, str] = {
     "state": "what the rank does",
     "calls": "where calls diverge",
@@ -42,17 +51,35 @@ _ABOUT: dict[About, str] = {
     "share": "how many are named",
     "evidence": "the evidence",
 }
-# What stands behind a mark in italics is for who reads the page without the site.
-_MARK = re.compile(r"<!-- (table|options|fields|presets|commands|causes)(?:: (.+?))? -->(?: \*.*\*$)?", re.MULTILINE)
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    return filled(markdown)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
+    check = parser.parse_args().check
+    pages = {path: path.read_text("utf-8") for path in documents(ROOT)}
+    stale = {path: after for path, text in pages.items() if (after := filled(text)) != text}
+    for path, text in stale.items():
+        if check:
+            print(f"{path.relative_to(ROOT)} is out of date; run python scripts/docs_tables.py", file=sys.stderr)
+        else:
+            path.write_text(text, "utf-8")
+    return 1 if check and stale else 0
 
 
 def filled(markdown: str) -> str:
-    """Raises ``KeyError`` for a table, group or record that does not exist."""
-    return _MARK.sub(lambda mark: _MAKERS[mark[1]](mark[2] or ""), markdown)
+    """Returns the page with each generated part replaced.
+
+    Raises ``KeyError`` for a table, group or record that does not exist, and ``ValueError`` for a part without an end.
+    """
+    if len(_MARK.findall(markdown)) != len(_PART.findall(markdown)):
+        raise ValueError("a generated part has no end")
+    return _PART.sub(_refilled, markdown)
+
+
+def _refilled(part: re.Match[str]) -> str:
+    text = _MAKERS[part["kind"]](part["name"] or "")
+    return f"{part['begin']}\n\n{text.strip()}\n\n{part['end']}"
 
 
 def _causes(_: str) -> str:
@@ -68,10 +95,13 @@ def _cause(name: str, cause: type[Cause]) -> str:
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table of Markdown; cells may hold ``|`` and line breaks."""
     columns = tuple(head)
-    lines = [columns, ("---",) * len(columns), *rows]
-    return "\n".join(
-        f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in row)} |" for row in lines
-    )
+    return "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in (columns, ("---",) * len(columns), *rows))
+
+
+def _cell(text: str) -> str:
+    """A cell that GitHub and MkDocs render alike: in backticks, MkDocs prints the backslash of an escaped ``|``."""
+    code = re.sub(r"`([^`]*\|[^`]*)`", lambda span: f"<code>{html.escape(span[1], quote=False)}</code>", text)
+    return " ".join(code.split()).replace("|", "&#124;")
 
 
 def _rules() -> str:
@@ -115,7 +145,7 @@ def _presets(_: str) -> str:
 
 
 def _preset(name: str, preset: dict[str, Any]) -> str:
-    parts = [f"### `{name}` {{ #{name} }}", preset["description"].strip()]
+    parts = [f"### `{name}`", preset["description"].strip()]
     if "extends" in preset:
         parts.append(f"It extends [`{preset['extends']}`](#{preset['extends']}).")
     rows = [(f"`{key}: {value}`", "", "") for key, value in preset.get("watchdog", {}).items()]
@@ -141,7 +171,7 @@ def _command(name: str) -> str:
         for action in parser._actions
         if action.help is not argparse.SUPPRESS and not {"-h", *own}.intersection(action.option_strings)
     ]
-    parts = [f"## `safelaunch {name}` {{ #{name} }}", " ".join((parser.description or "").split())]
+    parts = [f"## `safelaunch {name}`", " ".join((parser.description or "").split())]
     parts += [table(("argument", "meaning [default]"), rows)] if rows else []
     return "\n\n".join([*parts, *_epilog(parser.epilog or "")])
 
@@ -169,3 +199,14 @@ _MAKERS: dict[str, Callable[[str], str]] = {
     "commands": _commands,
     "causes": _causes,
 }
+_KIND = rf"(?P<kind>{'|'.join(_MAKERS)})"
+_MARK = re.compile(rf"^<!-- {_KIND}(?:: .+)? -->", re.MULTILINE)
+# A part contains no comments, so that one without an end doesn't extend to the end of the next.
+_PART = re.compile(
+    rf"^(?P<begin><!-- {_KIND}(?:: (?P<name>.+?))? -->)\n(?:(?!<!--).)*^(?P<end><!-- /(?P=kind) -->)$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

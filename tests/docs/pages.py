@@ -21,6 +21,7 @@ Four comments control the tests:
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -93,6 +94,30 @@ def directive(page: str, name: str) -> str:
     """Returns the value of ``<!-- name: value -->`` on its own line, or an empty string."""
     found = re.search(rf"^<!-- {name}: (.+) -->$", PAGES[page].read_text(), re.MULTILINE)
     return found[1] if found else ""
+
+
+def prose(page: Path) -> str:
+    """Returns a page's text without its fenced blocks and comments, line by line."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+
+
+def links(page: Path) -> list[tuple[Path, str]]:
+    """Returns the file and the anchor that each link to this repository names."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", prose(page)))
+    parts = [target.partition("#") for target in targets if "://" not in target]
+    return [(Path(os.path.normpath(page.parent / path)) if path else page, anchor) for path, _, anchor in parts]
+
+
+def github_anchors(page: Path) -> set[str]:
+    """Returns the anchors that GitHub gives a page's headings. A repeated heading gets a number."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#{1,6} +(.+?) *$", prose(page), re.MULTILINE):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        anchor = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        copies = (f"{anchor}-{number}" for number in itertools.count(1))
+        found.add(anchor if anchor not in found else next(copy for copy in copies if copy not in found))
+    return found
 
 
 def table(page: str, heading: str) -> list[list[str]]:

@@ -10,10 +10,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import yaml
-from pages import DOCS, PAGES, ROOT, blocks, table
+from pages import DOCS, PAGES, ROOT, blocks, github_anchors, links, prose, table
 
 from safelaunch.cli import COMMANDS, main
 from safelaunch.cli.help import EXIT_CODES
@@ -31,6 +32,7 @@ from figures import render
 
 RUN, NOT_RUN = {"bash"}, {"console"}
 FRAGMENTS = {"text", "python", "yaml", "json", "toml", "ini", "dockerfile", "sh"}
+TEXTS = {name: page.read_text() for name, page in PAGES.items()}
 EVERY_BLOCK = [block for page in PAGES for block in blocks(page)]
 
 
@@ -61,11 +63,62 @@ def test_fragments_parse() -> None:
             json.loads(block.text)
 
 
-def test_links_lead_somewhere() -> None:
-    """MkDocs checks those between pages; README is none of its pages."""
-    for name, page in PAGES.items():
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
-            assert "://" in target or (page.parent / target).exists(), f"{name}: {target}"
+LINKED = {**PAGES, **{name: ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md")}}
+
+
+def test_links_lead_to_a_file_and_a_heading_on_github() -> None:
+    dead = [
+        f"{name}: {path}#{anchor}"
+        for name, page in LINKED.items()
+        for path, anchor in links(page)
+        if not path.exists() or (anchor and anchor not in github_anchors(path))
+    ]
+    assert dead == []
+
+
+def test_links_between_pages_lead_to_a_heading_in_the_site(site_anchors: dict[Path, set[str]]) -> None:
+    pages = [(page, path, anchor) for page in site_anchors for path, anchor in links(page)]
+    dead = [
+        f"{page.name}: {path.name}#{anchor}"
+        for page, path, anchor in pages
+        if path.is_relative_to(DOCS) and anchor and anchor not in site_anchors[path]
+    ]
+    assert dead == []
+    assert [f"{page.name}: {path}" for page, path, _ in pages if not path.is_relative_to(DOCS)] == []
+    assert len(pages) > 150
+
+
+def test_headings_have_the_same_anchors_on_github_and_in_the_site(site_anchors: dict[Path, set[str]]) -> None:
+    assert {page: github_anchors(page) for page in site_anchors} == site_anchors
+
+
+@pytest.fixture(scope="module")
+def site_anchors() -> dict[Path, set[str]]:
+    """The anchors of each page's headings, made by the Markdown extensions of ``mkdocs.yml``."""
+    markdown = pytest.importorskip("markdown")
+    config = pytest.importorskip("mkdocs.config").load_config(str(ROOT / "mkdocs.yml"))
+    found = {}
+    for page in DOCS.glob("**/*.md"):
+        parser = markdown.Markdown(extensions=config.markdown_extensions, extension_configs=config.mdx_configs)
+        found[page] = set(re.findall(r'<h[1-6] id="([^"]+)"', parser.convert(page.read_text())))
+    return found
+
+
+def test_no_page_has_syntax_that_github_prints() -> None:
+    """Attributes of a heading, admonitions and tabs of MkDocs."""
+    lines = [(name, line) for name, page in LINKED.items() for line in prose(page).splitlines()]
+    assert [one for one in lines if re.search(r"^(!!!|\?\?\?|===) |\{:? ?[#.][\w-]+ ?\}", one[1])] == []
+
+
+def test_no_table_of_the_site_shows_the_backslash_of_an_escaped_pipe() -> None:
+    """In backticks, GitHub drops it and MkDocs does not."""
+    rows = [line for page in DOCS.glob("**/*.md") for line in prose(page).splitlines() if line.startswith("|")]
+    assert rows and [row for row in rows if re.search(r"`[^`]*\\\|[^`]*`", row)] == []
+
+
+def test_the_site_is_built_from_the_pages_alone() -> None:
+    """A hook would make text that readers on GitHub don't see, and would need what the product imports."""
+    assert "hooks:" not in (ROOT / "mkdocs.yml").read_text()
 
 
 def test_figures_are_marked() -> None:
@@ -155,29 +208,48 @@ def test_the_advice_that_a_page_shows_is_still_given() -> None:
 # --- what they say ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def filled() -> dict[str, str]:
-    """Each page as MkDocs shows it."""
-    return {page: docs_tables.filled(path.read_text()) for page, path in PAGES.items()}
+def test_generated_parts_are_up_to_date() -> None:
+    """If this fails, run ``python scripts/docs_tables.py``."""
+    assert [name for name, page in PAGES.items() if docs_tables.filled(page.read_text()) != page.read_text()] == []
 
 
-def test_no_mark_is_left(filled: dict[str, str]) -> None:
-    assert [
-        page for page, text in filled.items() if re.search(r"<!-- (table|options|fields|presets|commands)", text)
-    ] == []
+def test_a_generated_part_is_replaced_and_the_rest_of_the_page_kept() -> None:
+    made = docs_tables.filled("before\n\n<!-- table: exit codes -->\nstale\n<!-- /table -->\n\nafter\n")
+    assert made.startswith("before\n\n<!-- table: exit codes -->\n\n| code | meaning |\n")
+    assert made.endswith(" |\n\n<!-- /table -->\n\nafter\n") and "stale" not in made
+    assert docs_tables.filled(made) == made
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<!-- presets -->\n",
+        "<!-- options: GPUs -->\n<!-- options: Other -->\n<!-- /options -->\n",
+        "<!-- options: GPUs --> some words\n<!-- /options -->\n",
+        "<!-- table: rules -->\n<!-- /options -->\n",
+    ],
+)
+def test_a_generated_part_without_an_end_is_an_error(page: str) -> None:
+    with pytest.raises(ValueError):
+        docs_tables.filled(page)
+
+
+def test_an_unknown_generated_part_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        docs_tables.filled("<!-- options: Nonsense -->\n<!-- /options -->\n")
 
 
 def shown(option: Option) -> str:
     return f"`{option.usage}`"
 
 
-def test_every_option_has_its_row(filled: dict[str, str]) -> None:
-    rows = filled["docs/options.md"].replace("\\|", "|")
+def test_every_option_has_its_row() -> None:
+    rows = html.unescape(re.sub(r"</?code>", "`", TEXTS["docs/options.md"]))
     assert [option.flag for option in OWN_OPTIONS if f"| {shown(option)} | {option.help} |" not in rows] == []
 
 
-def test_every_exit_code_has_its_row(filled: dict[str, str]) -> None:
-    assert all(f"| {code} | {text} |" in filled["docs/options.md"] for code, text in EXIT_CODES.items())
+def test_every_exit_code_has_its_row() -> None:
+    assert all(f"| {code} | {text} |" in TEXTS["docs/options.md"] for code, text in EXIT_CODES.items())
 
 
 def test_which_subcommands_take_the_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,8 +281,8 @@ def test_the_options_in_the_readme_are_options() -> None:
     assert {row[0] for row in rows} <= known
 
 
-def test_every_cause_has_its_section_with_its_advice(filled: dict[str, str]) -> None:
-    found = re.split(r"^### `(.+)`$", filled["docs/verdicts.md"], flags=re.MULTILINE)
+def test_every_cause_has_its_section_with_its_advice() -> None:
+    found = re.split(r"^### `(.+)`$", TEXTS["docs/verdicts.md"], flags=re.MULTILINE)
     assert found[1::2] == list(CAUSES)
     for cause, text in zip(found[1::2], found[2::2], strict=True):
         assert text.split("**How safelaunch knows**")[0].strip() and CAUSES[cause].evidence in text, cause
@@ -221,21 +293,21 @@ def names(causes: Iterable[str]) -> str:
     return ", ".join(f"`{cause}`" for cause in causes)
 
 
-def test_the_tables_of_rules_and_doubts(filled: dict[str, str]) -> None:
-    page = filled["docs/how-it-works.md"]
+def test_the_tables_of_rules_and_doubts() -> None:
+    page = TEXTS["docs/how-it-works.md"]
     assert f"on its own while others wait for it: {names(OWN)}." in " ".join(page.split())
     assert all(f"| `{rule.name}` |" in page for rule in KINDS)
-    assert all(doubt.why in filled["docs/verdicts.md"] for doubt in Doubt)
+    assert all(doubt.why in TEXTS["docs/verdicts.md"] for doubt in Doubt)
 
 
-def test_every_field_of_a_verdict_has_its_row(filled: dict[str, str]) -> None:
+def test_every_field_of_a_verdict_has_its_row() -> None:
     for record in (Verdict, Culprit):
         for field in record.__struct_fields__:
-            assert f"| `{field}` |" in filled["docs/verdicts.md"], f"{record.__name__}.{field}"
+            assert f"| `{field}` |" in TEXTS["docs/verdicts.md"], f"{record.__name__}.{field}"
 
 
-def test_every_preset_is_shown(filled: dict[str, str]) -> None:
-    found = dict(re.findall(r"^### `([a-z-]+)` .*?\n(.*?)(?=^##)", filled["docs/presets.md"], re.MULTILINE | re.DOTALL))
+def test_every_preset_is_shown() -> None:
+    found = dict(re.findall(r"^### `([a-z-]+)`\n(.*?)(?=^##)", TEXTS["docs/presets.md"], re.MULTILINE | re.DOTALL))
     there = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "configs").glob("*.yaml")}
     assert found.keys() == there.keys()
     for name, preset in there.items():
@@ -244,8 +316,8 @@ def test_every_preset_is_shown(filled: dict[str, str]) -> None:
         assert all(f"`{key}={one['value']}`" in found[name] for key, one in preset.get("env", {}).items()), name
 
 
-def test_every_subcommand_is_described(filled: dict[str, str]) -> None:
-    found = re.findall(r"^## `safelaunch (\w+)`", filled["docs/commands.md"], re.MULTILINE)
+def test_every_subcommand_is_described() -> None:
+    found = re.findall(r"^## `safelaunch (\w+)`", TEXTS["docs/commands.md"], re.MULTILINE)
     assert found == [command for command in COMMANDS if command != "help"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import shlex
@@ -10,12 +11,17 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from pages import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from checks import CHECKS
 
 if sys.version_info >= (3, 11):
     import tomllib as toml
@@ -37,6 +43,20 @@ def test_the_hooks_are_the_tools_of_the_environment() -> None:
         assert all((ROOT / word).is_file() for word in words if word.endswith(".py"))
 
 
+def test_the_workflow_for_each_change_calls_what_ci_calls() -> None:
+    (job,) = read(ROOT / ".github" / "workflows" / "ci.yml")["jobs"].values()
+    assert job["steps"][-1] == {"run": ".ci/run"}
+
+
+def test_the_nightly_workflow_runs_known_checks_on_every_supported_python() -> None:
+    jobs = read(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]
+    project = toml.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    supported = [found for one in project["classifiers"] for found in re.findall(r":: (3\.\d+)$", one)]
+    assert jobs["python"]["strategy"]["matrix"]["python"] == supported
+    named = jobs["python"]["steps"][-1]["run"].split(" --only ")[1].split(",")
+    assert {*named, *jobs["checks"]["strategy"]["matrix"]["check"]} <= CHECKS.keys()
+
+
 def test_the_metadata_is_complete() -> None:
     project = toml.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert project["dynamic"] == ["readme"]
@@ -47,6 +67,26 @@ def test_the_metadata_is_complete() -> None:
     assert project["optional-dependencies"]["torch"] == ["torch>=2.6"]
     assert "Typing :: Typed" in project["classifiers"]
     assert not [one for one in project["classifiers"] if one.startswith("License ::")], "the licence is an SPDX name"
+
+
+def imported(script: Path) -> set[str]:
+    """Returns the packages that a script imports, also through other scripts."""
+    nodes = list(ast.walk(ast.parse(script.read_text("utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    packages = {name.partition(".")[0] for name in names}
+    scripts = {name for name in packages if script.with_name(f"{name}.py").exists()}
+    return (packages - scripts).union(*(imported(script.with_name(f"{name}.py")) for name in scripts))
+
+
+def test_the_docs_extra_contains_what_the_tables_of_the_docs_import() -> None:
+    project = toml.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    wanted = imported(ROOT / "scripts" / "docs_tables.py") - {"safelaunch", *sys.stdlib_module_names}
+    assert {"shtab", "yaml"} <= wanted
+    required = [*project["dependencies"], *project["optional-dependencies"]["docs"]]
+    installed = {re.split(r"[^\w-]", one)[0].lower() for one in required}
+    owners = packages_distributions()
+    assert [name for name in sorted(wanted) if not installed & {one.lower() for one in owners[name]}] == []
 
 
 @pytest.fixture
