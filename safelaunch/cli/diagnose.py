@@ -333,9 +333,9 @@ def _files(verdict: Verdict, found: Found, names: Collection[str]) -> dict[str, 
     if HTML in names:
         elsewhere = replace(about, bundle="")  # the page has links to the files beside it, and there are none
         data = page.content(verdict, found.evidence, facts=facts, said=redactor.said, about=elsewhere)
-        made[HTML] = page.render(data)
+        made[HTML] = page.render(redactor.tree(data))
     if PERFETTO in names:
-        made[PERFETTO] = exports.as_json(exports.perfetto(facts, about.bundle))
+        made[PERFETTO] = exports.as_json(redactor.tree(exports.perfetto(facts, about.bundle)))
     return {name: redactor.markup(text) for name, text in made.items()}
 
 

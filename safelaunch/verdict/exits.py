@@ -27,7 +27,7 @@ _CONSEQUENCE = re.compile(
     r"connection (?:was )?(?:closed|reset|refused|aborted)|closed by (?:the )?(?:remote )?peer|reset by peer"
     r"|broken pipe|remote process (?:exited|has)|socket (?:was )?closed|network error|failed to connect"
     r"|no route to host|nccl (?:communicator was aborted|error.*remote)|ncclremoteerror|ncclsystemerror"
-    r"|timed out waiting|timed out after|wait timeout|watchdog caught collective"
+    r"|timed out waiting|timed out after|timed out initializing process group|wait timeout|watchdog caught collective"
     r"|\btimeout\b.*(?:recv|send|rank|store|barrier)"
     r"|rank \d+ (?:successfully reached|failed to (?:pass|reach|reply))|ranks? .* failed to pass"
     r"|another rank|other ranks? (?:failed|exited)|store.*(?:unavailable|connection)|failed to recv"
@@ -39,7 +39,7 @@ _CONSEQUENCE = re.compile(
 # How c10d, gloo and NCCL word it where a RuntimeError has no line of torch on its stack, as that of `work.wait()`.
 _THEIR_WORDS = re.compile(
     r"gloo|nccl|horovod|c10d|tcpstore|watchdog|monitoredbarrier|store->get|timed out waiting \d+ ?ms for (?:send|recv)"
-    r"|caused pair closure|by peer \[[0-9a-f.:]+\]:\d+|another rank"
+    r"|caused pair closure|store based barrier|by peer \[[0-9a-f.:]+\]:\d+|another rank"
     r"|\A(?:connection (?:reset|closed) by peer|broken pipe|socket timeout)\b",
     re.IGNORECASE,
 )

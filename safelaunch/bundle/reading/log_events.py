@@ -59,7 +59,7 @@ _EFFECT = re.compile(
     r"|Broken pipe|terminate called|[Tt]erminating|CANCELLED|Job step aborted|exit|DistBackendError|srun: error"
     r"|CalledProcessError|failed \(exitcode"
 )
-_PROGRESS = re.compile(
+PROGRESS = re.compile(
     r"(?i:\b(?:global[ _]?)?(?:step|iter|iteration|epoch|batch|it)s?\b\W{0,4}\d)|\d+%\||\bloss\W{1,3}\d"
 )
 _ENDS = ("omplete", "inished", "done")
@@ -115,7 +115,7 @@ class Events:
         """Counts a line of progress after the errors, and the end of the job."""
         if not self.found:
             return
-        if _PROGRESS.search(said.text):
+        if PROGRESS.search(said.text):
             for one in self.found.values():
                 one.since += one.speaker in (None, said.speaker)
         if any(word in said.text for word in _ENDS) and _FINISHED.search(said.text):
@@ -170,8 +170,11 @@ class Events:
         return (head, *(f"  {one.words}" for one in first)) if first else ()
 
     def causes(self) -> list[Event]:
-        """Returns the exceptions that are no effects, and that their process did not survive."""
-        return [one for one in self.errors() if one.kind == "thread" or (one.kind == "traceback" and not one.survived)]
+        """Returns the errors that are no effects and that their process did not survive; exceptions come before lines
+        of the level of errors.
+        """
+        found = [one for one in self.errors() if one.kind == "thread" or not (one.survived or one.is_effect)]
+        return sorted(found, key=lambda one: one.kind not in ("traceback", "thread"))
 
     def errors(self) -> list[Event]:
         return [one for one in self.found.values() if not one.harmless]

@@ -257,7 +257,8 @@ _PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"\[?(?:rank|Rank|RANK)[:=]? ?(?P<rank>\d{1,6})(?:/\d{1,6})?(?:\]:? |: )"), 2),
     (re.compile(r"\[(?P<role>[A-Za-z_]{1,40})(?P<rank>\d{1,5})\]: ?"), 1),
     (re.compile(r"[a-z][\w-]*(?:\.[\w-]+){2,} (?P<rank>\d{1,6}): ?"), 2),
-    (re.compile(r"\((?P<name>\w+(?: rank=\d+)?,? ?pid=\d+(?:, ip=[\w.:]+)?)\) ?"), 0),
+    (re.compile(r"\(\w+ rank=(?P<rank>\d{1,6}),? ?pid=\d+(?:, ip=[\w.:]+)?\) ?"), 2),
+    (re.compile(r"\((?P<name>\w+,? ?pid=\d+(?:, ip=[\w.:]+)?)\) ?"), 0),
     (re.compile(r"\[(?P<name>pod/[^\]\s]+)\] ?"), 0),
 )
 # The name of a node or a container, as pdsh, Docker Compose and GNU parallel print it: it has a number. That of a task,
@@ -274,7 +275,7 @@ _OF_A_LOGGER = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\b
 _OF_ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|Error|EXCEPTION)\b")
 # A traceback at the end of a line that a progress bar has begun, or behind an unknown prefix.
 _BEHIND = re.compile(r".*\S(?P<space> ?)(?=Traceback \(most recent call last\):$)")
-_IN_NAME = re.compile(r"rank[_-]?(?P<rank>\d{1,6})(?!\d)")
+_IN_NAME = re.compile(r"(?<![A-Za-z])(?<!lora[_-])[Rr]ank[_-]?(?P<rank>\d{1,6})(?![\dA-Za-z]|[_-]?lora)")
 _NUMBERED = re.compile(r"(?P<stem>.*[_-])t?(?P<rank>\d{1,6})\.(?:out|err|log|txt)(?:\.gz)?$")
 _IN_TREE = re.compile(r"attempt_(?P<attempt>\d+)/(?P<rank>\d{1,6})/std(?:err|out)\.log$")
 

@@ -10,6 +10,7 @@ from itertools import takewhile
 
 from msgspec import structs
 
+from safelaunch.bundle.reading.log_events import PROGRESS
 from safelaunch.bundle.reading.log_lines import Line, Said
 from safelaunch.model import RankException
 from safelaunch.verdict.exits import CAUGHT_AS_A_RULE, is_consequence
@@ -133,6 +134,7 @@ class After:
 
     lines: int = 0
     usual: int = 0  # lines like earlier ones; the others may be the rest of the message
+    steps: int = 0  # reports of progress
     numbers: int = 0  # lines with a number, as reports of progress have it
     raising: str = ""  # shape of the error's own line, which a process that tries again prints again
     shapes: frozenset[str] = frozenset()  # those of its newest lines before, if it has printed some of them repeatedly
@@ -154,6 +156,7 @@ class After:
         if self.lines <= MOST_MESSAGE:
             self.usual += _shape(text) in (self.raising, *self.shapes)
             self.numbers += any(map(str.isdecimal, text))
+            self.steps += PROGRESS.search(text) is not None
 
     def goes_on_as_usual(self) -> None:
         self.lines += 1
@@ -167,6 +170,8 @@ class After:
         """
         caught = raised.type.rpartition(".")[2] in CAUGHT_AS_A_RULE
         message = not self.usual and (bool(self.shapes) or self.numbers <= _FEW) and not caught
+        if ended and max(self.usual, self.steps) > _FEW:  # it had worked on, and ended later
+            return False
         return self.lines <= (_MOST_SINCE if ended else MOST_MESSAGE if message else _FEW)
 
 

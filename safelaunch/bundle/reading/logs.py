@@ -289,7 +289,7 @@ def _rank(
             files[f"{folder}/log_tail.txt"] = heard.telling.where
         files.setdefault(f"{folder}/log_tail.txt", (heard.last or heard.first).where)
         last = heard.uncaught(ended=ended is not None or bool(job.failed))
-        if last is not None:
+        if last is not None and not (ended is not None and _ended_by_a_signal(ended)):
             opened, exception = last
             files[f"{folder}/exception.json"] = opened.line.where
         crash = heard.crashed(ended=ended is not None)
@@ -315,6 +315,11 @@ def _rank(
     )  # fmt: skip
 
 
+def _ended_by_a_signal(ended: Ended) -> bool:
+    """Returns whether a signal ended it, and not its last exception; an abort may follow an exception."""
+    return ended.code < 0 and -ended.code not in (signal.SIGABRT, signal.SIGTERM) and not ended.stopped
+
+
 def _record(heard: Heard, groups: dict[str, tuple[int, ...]]) -> FlightRecord:
     entries = [
         Collective(
@@ -326,5 +331,9 @@ def _record(heard: Heard, groups: dict[str, tuple[int, ...]]) -> FlightRecord:
         for at, (name, one) in enumerate(heard.groups.items(), start=1)
         if one.seq
     ]  # fmt: skip
-    status = {name: GroupStatus(one.queued, -1, one.done) for name, one in heard.groups.items() if one.queued >= 0}
+    status = {
+        name: GroupStatus(max(one.queued, one.seq), -1, one.done if one.done >= 0 else one.seq - 1)
+        for name, one in heard.groups.items()
+        if one.queued >= 0 or (one.seq > 1 and one.op not in ("send", "recv"))  # a stream ends its works in their order
+    }
     return FlightRecord("", tuple(entries), groups, status)

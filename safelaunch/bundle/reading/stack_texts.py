@@ -100,6 +100,7 @@ _TAG = re.compile(
     r'thread \((?P<tid>0x[0-9A-Fa-f]{1,16}|\d{1,20})\)(?:: "?(?P<name>.*?)"?)?$'
 )
 _SPEAKER = re.compile(r"(?P<who>\[[^\]]{1,60}\]:?|\((?!C\)|Python\))[^)]{1,60}\)|[\w.-]{1,60}(?::| +\|)) ?(?P<rest>.*)")
+_ENVIRONMENT = re.compile(r"(?:export )?(?:LOCAL_)?RANK=\d+|Fatal Python error: ")
 _PLACE = re.compile(r" \([^()]+:\d+\)$")
 _SEPARATOR = re.compile(
     r"[=#*~+-]{2,}.*|[$#%] .*|\S*\w[\w~/\])]*[$#] \S.*|(?:export )?(?:LOCAL_)?(?:RANK|WORLD_SIZE)=\d+.*|[\w.-]{1,64}:|"
@@ -144,7 +145,11 @@ def _spoken(line: str) -> tuple[str, str]:
     if (found := _SPEAKER.match(line)) is None or _HEADER.match(line):
         return "", line
     rest = found["rest"]
-    told = _HEADER.match(rest) or (rest[:1] == " " and (_FILE_FRAME.match(rest.strip()) or _PLACE.search(rest)))
+    told = (
+        _HEADER.match(rest)
+        or _ENVIRONMENT.match(rest)
+        or (rest[:1] == " " and (_FILE_FRAME.match(rest.strip()) or _PLACE.search(rest)))
+    )
     return (found["who"], rest) if told else ("", line)
 
 
