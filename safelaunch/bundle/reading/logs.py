@@ -316,7 +316,7 @@ def _rank(
 
 
 def _ended_by_a_signal(ended: Ended) -> bool:
-    """Of its own, or of nobody known: what it raised before cannot have ended it. An abort may follow an exception."""
+    """Returns whether a signal ended it, and not its last exception; an abort may follow an exception."""
     return ended.code < 0 and -ended.code not in (signal.SIGABRT, signal.SIGTERM) and not ended.stopped
 
 
