@@ -92,6 +92,7 @@ class Doubt(Enum):
     WHOSE_ORDER = "share", 1, "Nothing shows whose order is the wrong one."
     TWO_TO_ONE = "share", 1, "Two ranks against one: the two may have gone wrong in the same way."
     MAY_BE_CAUGHT = "evidence", 2, "The process printed more after its exception: it may have caught it."
+    OTHER_ORDER = "others", 1, "By the launcher's times, another rank ended first."
     PRINTED_STEPS = "evidence", 2, "Only the steps that ranks printed show it, and output may be lost or late."
     RANK_UNKNOWN = "evidence", 1, "Nothing gives the rank of a process at fault."
     DAMAGED_RECORD = "evidence", 1, "A Flight Recorder dump is malformed."

@@ -120,7 +120,7 @@ RULES: tuple[Rule, ...] = (
             Kind(rules_state.launcher_failed, ("rank-exception", "rank-exited"), ("a crash",)),
             Kind(rules_state.first_failure, _FAILED, witness="the rank"),
             Kind(rules_nodes.store_lost, ("launcher-stopped", "node-unreachable"), ("a crash", "several nodes")),
-            Kind(rules_state.a_peer_ended, ("rank-exited",), ("a crash",)),
+            Kind(rules_state.a_peer_ended, ("rank-exited", "node-unreachable"), ("a crash",)),
         ),
     ),
     Rule(

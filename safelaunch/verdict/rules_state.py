@@ -115,9 +115,19 @@ def first_failure(facts: Facts) -> Ruling:
         Doubt.MAY_BE_OWED: main.cause == "uneven-batches" and _may_have_called_too_often(facts, named, blamed),
         Doubt.SAME_MOMENT: any(_at_the_same_moment(facts, first, facts.ranks[rank]) for rank in later),
         Doubt.UNSEEN_RANKS: bool(facts.unseen) and main.cause != "rank-exception",
+        Doubt.OTHER_ORDER: facts.evidence.printed is not None and _ended_before(facts, first, later),
     }
     sure = (*main.doubts, *those(doubts))
     return blame(facts, main.cause, sure, named, claims=alone, ruled_out=ruled)
+
+
+def _ended_before(facts: Facts, first: RankFacts, later: Iterable[int]) -> bool:
+    """The launcher saw one of ``later`` end a second or more before ``first``."""
+    ends = {rank: one.evidence.exit for rank, one in facts.ranks.items()}
+    own = ends[first.rank]
+    return own is not None and any(
+        (end := ends[rank]) is not None and end.time_unix_s + 1.0 <= own.time_unix_s for rank in later
+    )
 
 
 def a_peer_ended(facts: Facts) -> Ruling:
@@ -141,7 +151,9 @@ def a_peer_ended(facts: Facts) -> Ruling:
         text += f" There had been no step here for {facts.evidence.stall_s:.0f} s: that node may have ended a hung job."
     place = "that rank's output" if printed else "that node's bundle or output"
     text += f" What went wrong is in {place}."
-    return Finding("rank-exited", (Doubt.UNSEEN_RANKS,), text, claims=wait_claims(facts, lost), victims=tuple(lost))
+    told = (nccl_failure(facts.ranks[rank].evidence) for rank in lost)
+    cause = "node-unreachable" if named and any(one and one.kind == "infiniband" for one in told) else "rank-exited"
+    return Finding(cause, (Doubt.UNSEEN_RANKS,), text, claims=wait_claims(facts, lost), victims=tuple(lost))
 
 
 def _may_have_called_too_often(facts: Facts, ended: Collection[int], waiting: Collection[int]) -> bool:

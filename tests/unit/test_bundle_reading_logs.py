@@ -1166,3 +1166,88 @@ def test_lines_that_are_everywhere_do_not_hide_the_last_one(loud: str, tmp_path:
     assert len(text) > 2 * CHUNK_BYTES
     verdict = verdict_of(text + "\n".join(on("[rank3]: ", own())), tmp_path)
     assert named(verdict) == ("rank-exception", [3])
+
+
+# --- what a process survived, and whose numbers are local -------------------------------------------------------------
+
+CAUGHT = [*on("[rank1]: ", ["ERROR going on without it", *own()]), "[rank1]: step 1", "[rank1]: step 2"]
+LOCAL_END = (
+    "E1128 20:10:00.1 1234 torch/distributed/api.py:882] failed (exitcode: {}) local_rank: 1 (pid: 77) of binary: p"
+)
+IB = "NET/IB : Got completion from peer 10.4.0.23<41190> with status=12 opcode=0 len=0 vendor err 129 (Send)"
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause", "fault"),
+    [
+        ([*CAUGHT[:-2], LOCAL_END.format(-9)], "rank-killed", [1]),  # no exception ends a process with SIGKILL
+        ([*CAUGHT, LOCAL_END.format(1)], "rank-exited", [1]),
+        ([*own(), "  min_nodes        : 2", LOCAL_END.format(1)], "rank-exception", ["?"]),
+        (["Namespace(machine_rank=1, num_machines=2)", "-- Process 3 terminated with the following error:", *own()],
+         "rank-exception", ["local rank 3"]),
+        (["torchrun --nnodes 2 --node-rank 1 train.py", *on("[default1]:", own())], "rank-exception", ["local rank 1"]),
+        ([*in_old_words(0, 100), *in_old_words(1, 100), *in_old_words(2, 99), "world_size=3"], "gpu-kernel", [2]),
+        (["NCCL error in: x, invalid usage", "Last error:",
+          "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 4"],
+         "rank-exception", ["?"]),
+        ([f"n1:7:9 [4] net_ib.cc:2207 NCCL WARN {IB}", "[rank4]: Traceback (most recent call last):",
+          f'[rank4]:   File "{TORCH}/distributed/distributed_c10d.py", line 9, in all_reduce', f"[rank4]: {NCCL}"],
+         "node-unreachable", []),
+        (["(VllmWorker rank=3 pid=1187) Traceback (most recent call last):",
+          '(VllmWorker rank=3 pid=1187)   File "/w.py", line 41, in f', "(VllmWorker rank=3 pid=1187) ValueError: bad"],
+         "rank-exception", [3]),
+        ([LOCAL_END.format(1), *on("[rank0]: ", own()), LOCAL_END.format(1), *on("[rank1]: ", own(line=43)),
+          LOCAL_END.format(1)], "rank-exception", [1]),
+        ([*on("[rank1]: ", own()), "W1 api.py:9] Unable to shutdown process 77 via 15, forcefully exiting via 9",
+          LOCAL_END.format(-9)], "rank-exception", [1]),
+    ],
+    ids=["a signal", "steps", "launch configurations", "spawned on two machines", "a node's launch line",
+         "behind in one group", "NCCL's own", "InfiniBand", "a worker with its rank", "attempts", "put down"],
+)  # fmt: skip
+def test_what_ended_it_and_whose_number_it_is(
+    lines: list[str], cause: str, fault: list[int | str], tmp_path: Path
+) -> None:
+    verdict = verdict_of("\n".join(lines), tmp_path)
+    assert named(verdict) == (cause, fault), verdict.summary
+
+
+def test_a_local_rank_alone_is_never_sure(tmp_path: Path) -> None:
+    verdict = verdict_of("\n".join([*own(), LOCAL_END.format(1)]), tmp_path)
+    assert (named(verdict), verdict.confidence) == (("rank-exception", [1]), "medium")
+
+
+def test_a_launcher_that_saw_another_rank_end_first(tmp_path: Path) -> None:
+    lines = [*on("[rank2]: ", own()), *on("[rank0]: ", own(line=43)), *summary({0: 1, 2: 1}, {2: 4})]
+    verdict = verdict_of("\n".join(lines), tmp_path)
+    assert (at_fault(verdict), verdict.confidence) == ([2], "medium")
+
+
+def test_nodes_in_files_of_their_own(tmp_path: Path) -> None:
+    """Each launcher counts its own processes from 0."""
+    for node, raised in ((0, lost()), (1, own())):
+        lines = [*on("[default1]:", raised), LOCAL_END.format(1), *summary({2 * node + 1: 1})]
+        text = "\n".join(lines).replace(f"(local_rank: {2 * node + 1})", "(local_rank: 1)")
+        (tmp_path / f"node-{'ab'[node]}.log").write_text(text)
+    assert named(diagnose(locate.read(tmp_path).evidence)) == ("rank-exception", [3])
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [("rank3.log", 3), ("attempt_0-rank1-stderr.log", 1), ("lora_rank8.log", None), ("rank16-lora.log", None)],
+)
+def test_the_rank_in_a_file_name(name: str, rank: int | None, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text("\n".join(own()))
+    culprits = [one.rank for one in diagnose(read_logs([path]).evidence).culprits]
+    assert culprits == ([rank] if rank is not None else [])
+
+
+def test_secrets_of_a_log_are_in_no_file(tmp_path: Path) -> None:
+    """Also where the page holds them as JSON."""
+    path = log_of(
+        "\n".join(own("ValueError: {'api_key': 'sk-abcdefghijklmnop', 'password': 'hunter22hunter'}")), tmp_path
+    )
+    page = tmp_path / "out" / "report.html"
+    main([str(path), "--html", str(page)])
+    text = page.read_text()
+    assert "sk-abcdefghijklmnop" not in text and "hunter22hunter" not in text and "ValueError" in text

@@ -143,6 +143,7 @@ class Job:
     kills: dict[int, str] = field(default_factory=dict)  # the kernel's words, by pid
     ranks: dict[str, int] = field(default_factory=dict)  # ranks of Ray's workers, by pid
     world: int = 0
+    assumes_one_node: bool = False  # nothing shows others: local ranks count as ranks
     failed: set[Speaker | None] = field(default_factory=set)  # speakers whose launcher reports a failed process
     absent: set[int] = field(default_factory=set)
     first: dict[Speaker | None, int] = field(default_factory=dict)  # first rank of each node

@@ -28,6 +28,12 @@ _WORLD = re.compile(
 )
 
 # --- torchrun, torch.multiprocessing, DeepSpeed -----------------------------------------------------------------------
+# What arguments and configurations print of a job on several nodes.
+_OF_NODES = ("nodes", "machines", "node_rank", "machine_rank")
+_SEVERAL = re.compile(
+    r"\b(?:(?:min|max)_nodes|nnodes|num_(?:nodes|machines))['\"]?\s*[:=]\s*(?!1\b)\d"
+    r"|\b(?:node|machine)_rank['\"]?\s*[:=]\s*[1-9]"
+)
 OF_A_CHILD = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
 _FIELD = re.compile(r" {1,3}(?P<name>time|host|rank|exitcode|error_file|traceback) *: (?P<value>.*)")
 _EXIT = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+) \(pid: (?P<pid>\d+)\)")
@@ -58,7 +64,10 @@ _OF_RENDEZVOUS = re.compile(
     r"(?:while trying to connect to|failed to connect to|Connection to) \(?\[?(?P<host>[\w.-]+)\]?"
     r"[,:]+ ?(?P<port>\d{2,5})"
 )
-_NOT_MET = re.compile(rf"{_OF_RENDEZVOUS.pattern}|\b\d+/\d+ clients joined|failed to listen on any local network")
+_NOT_MET = re.compile(
+    rf"{_OF_RENDEZVOUS.pattern}|store based barrier on rank|\b\d+/\d+ clients joined"
+    r"|failed to listen on any local network"
+)
 _LISTENS = re.compile(r"failed to listen on any local network address.*port: (?P<port>\d+)")
 
 # --- Lightning, Composer, mpirun, MPI, horovodrun ---------------------------------------------------------------------
@@ -118,6 +127,7 @@ class Launchers:
         self._first_end: dict[str, Line] = {}  # where a launcher, by its pid, reported its first failure
         self._named: int | None = None  # the process that mpirun saw end first
         self._command = ""  # beginning of a command in several lines
+        self.several = False  # arguments or a configuration show that the job has several nodes
 
     def hear(self, said: Said) -> None:
         """Takes a line that may report an end."""
@@ -144,6 +154,7 @@ class Launchers:
         elif text.startswith(("[", "---", "===", "Root Cause")):
             self.end_block(one, said.speaker)
             one.block_root = text.startswith("Root Cause") or (one.block_root and not text.startswith("==="))
+        self.several = self.several or (any(word in text for word in _OF_NODES) and _SEVERAL.search(text) is not None)
         self._command = f"{self._command}\n{text}" if self._command else text
         if not text.endswith("\\") or len(self._command) > _MOST_COMMAND:
             job.launch, self._command = best_launch(job.launch, self._command), ""
@@ -213,7 +224,11 @@ class Launchers:
                 job.remark(", ".join(filter(None, (f"torchrun got {name}", _SENT_WHEN.get(name)))), line)
         elif files and files[0].endswith("/torch/multiprocessing/spawn.py"):  # the ranks' parent
             if ended := _SPAWNED.search(raised.message):
-                job.end(int(ended["rank"]), int(ended["code"] or -getattr(signal, ended["signal"] or "", 0)), line)
+                code = int(ended["code"] or -getattr(signal, ended["signal"] or "", 0))
+                if self.several:
+                    job.lose(local_label("", ended["rank"]), code, opened.said)
+                else:
+                    job.end(int(ended["rank"]), code, line)
         else:
             return False
         return True
@@ -229,8 +244,8 @@ class Launchers:
         for by, stopped in self._stopped.items():  # torchrun lists all processes of its node: failed ones and others
             failed = {str(one.pid) for one in (*job.ended.values(), *local) if one.by == by}
             job.world = max(job.world, len(failed | stopped) - ("0" in failed))
-        if not self._has_several_nodes():
-            job.first.setdefault(None, 0)
+        if None not in job.first and not self._has_several_nodes():
+            job.first[None], job.assumes_one_node = 0, True
         for number, ended in self._local:
             if ended.pid not in pids:
                 self._place(number, ended)
@@ -255,7 +270,7 @@ class Launchers:
         """Returns whether the launcher's processes are not all of the job."""
         stopped = self._stopped.get(None, set()) | {str(one.pid) for _, one in self._local if one.by is None}
         ranks = [rank for rank in self.job.heard if isinstance(rank, int)]
-        asked = re.search(r"--?nnodes[= ](?!1\b)|--?node[-_]rank", " ".join(self.job.launch))
+        asked = self.several or re.search(r"--?nnodes[= ](?!1\b)|--?node[-_]rank", " ".join(self.job.launch))
         world = max([self.job.world, *(rank + 1 for rank in ranks)])
         return bool(asked or self.job.files or self._tasks) or world > len(stopped)
 
@@ -269,7 +284,7 @@ class Launchers:
             job.failed.add(said.speaker)
             job.remarks.pop("Killing subprocess", None)  # this gives the reason
             job.lose("" if said.speaker else "a process of DeepSpeed's", int(found["code"]), said)
-        if (found := OF_A_CHILD.match(text)) and int(found["rank"]) < MAX_RANKS:
+        if (found := OF_A_CHILD.match(text)) and int(found["rank"]) < MAX_RANKS and not self.several:
             self._spawned.setdefault(int(found["rank"]), line)
         if found := _KILLED_BY_LAUNCHER.search(text):
             self._put_down.add(int(found["pid"]))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from safelaunch.bundle.reading.log_calls import OF_NCCL
 from safelaunch.bundle.reading.log_heard import Ended, Heard, Job, local_label
-from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS
+from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS, Line
 from safelaunch.bundle.reading.log_tracebacks import CUT_OFF, Traceback
 from safelaunch.model import RankException
 from safelaunch.verdict.exits import UNKNOWN_SIGNAL, is_consequence
@@ -38,8 +38,11 @@ class Owners:
 
     @property
     def known(self) -> set[int]:
-        """The ranks that the log names."""
-        return {*self.heard, *self.ended} - self.labels.keys()
+        """The ranks that the log names, without those that are local ones on what may be one of several nodes."""
+        known = {*self.heard, *self.ended} - self.labels.keys()
+        if not self.job.assumes_one_node:
+            return known
+        return {one for one in known if one in self.job.heard or (one in self.ended and self.ended[one].time)}
 
     @classmethod
     def of(cls, job: Job) -> Owners:
@@ -58,6 +61,12 @@ class Owners:
         found._place_xids()
         for label, ended in job.lost.items():
             found._lose(label, ended)
+        if (
+            job.nccl_failed is not None
+            and not found._has_failed()
+            and not any(one.raised for one in found.heard.values())
+        ):
+            found._lose_to_nccl(job.nccl_failed)
         found._place_warnings([heard for name, heard in job.heard.items() if name is None or name in nodes])
         return found
 
@@ -102,6 +111,13 @@ class Owners:
         if same is None and (explained or not all(map(is_consequence, raised)) or self._has_failed()):
             return
         self.ended[self._label(label or UNSIGNED, Heard(ended.line)) if same is None else same] = ended
+
+    def _lose_to_nccl(self, line: Line) -> None:
+        """NCCL failed for a reason of its own, and no traceback shows in which process."""
+        told = first_failure(text for _, text in self.job.nccl_told)
+        if told is not None and told.own:
+            number = self._label(UNSIGNED, Heard(line))
+            self.heard[number].fail(line, "NCCL error", told.text)
 
     def _place_xids(self) -> None:
         """Gives Xid errors to ranks: the kernel names a process, and NCCL the rank of it."""

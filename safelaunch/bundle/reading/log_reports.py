@@ -10,7 +10,7 @@ import re
 from safelaunch.bundle.reading.log_calls import Calls
 from safelaunch.bundle.reading.log_heard import Heard, Job
 from safelaunch.bundle.reading.log_launchers import OF_A_CHILD, Launchers, words_of
-from safelaunch.bundle.reading.log_lines import LITERALS, MAX_RANKS, Said
+from safelaunch.bundle.reading.log_lines import LITERALS, LOCAL, MAX_RANKS, Said
 from safelaunch.bundle.reading.log_tracebacks import BARE, BOXED, FATAL, HEAD, Crash, Traceback
 from safelaunch.model import RankException
 from safelaunch.verdict.exits import is_consequence
@@ -105,6 +105,7 @@ class Printed:
             thread = one.before.startswith(("Exception in thread", "Exception ignored"))
             of_child = OF_A_CHILD.match(one.before)
             found = Traceback(said.line, [text], thread, said, int(of_child["rank"]) if of_child else None)
+            found.is_local = of_child is not None and self.launchers.several
         elif of_ray := _OF_RAY.match(text):
             found = Traceback(said.line, [HEAD], False, said, pid=of_ray["pid"])
         elif _FRAME.match(text):
@@ -143,7 +144,7 @@ class Printed:
             whose = next((name for name in job.heard if f"pid={opened.pid}" in str(name)), f"pid={opened.pid}")
             one = job.process(job.ranks.get(opened.pid, whose), opened.line)
         if opened.rank is not None and opened.rank < MAX_RANKS:
-            one = job.process(opened.rank, opened.line)
+            one = job.process(f"{LOCAL}{opened.rank}" if opened.is_local else opened.rank, opened.line)
         for rank, inner in tracebacks.gathered(raised.message).items():
             if rank < MAX_RANKS and rank != opened.said.speaker:  # the speaker reports another rank's exception
                 other = job.process(rank, opened.line)

@@ -48,6 +48,7 @@ class Traceback:
     cut: bool = False  # its head, or all but its last line, is not in the log
     socket: str = ""  # what c10d reported of a socket just before
     ignored: bool = False
+    is_local: bool = False  # ``rank`` is one of the processes of a node
 
     def take(self, text: str, *, timed: bool) -> bool:
         """Takes the next line if it belongs to the traceback, and returns whether it does. A line with a time belongs
