@@ -97,6 +97,7 @@ def _may_have_admitted(facts: Facts, one: Branch) -> bool:
     return False
 
 
+_MOST_RANKS = 1 << 14  # of which patterns are looked for: their number times their size is what it takes
 CHANCE = 0.01  # that ranks which draw for themselves make a pattern
 
 
@@ -167,7 +168,7 @@ def is_scattered(facts: Facts, ranks: Set[int]) -> bool:
 def _chance(facts: Facts, ranks: Set[int]) -> float:
     """How many of all sets of so many ranks make a pattern; 1.0 where ``ranks`` make none, nor do all the others."""
     sides = [set(side) for side in (ranks, facts.world - ranks)]
-    if any(len(side) < 2 for side in sides):
+    if any(len(side) < 2 for side in sides) or len(facts.world) > _MOST_RANKS:
         return 0.0
     patterns = {frozenset(one) for side in sides for one in _patterns(facts, len(side))}
     if not any(frozenset(side) in patterns for side in sides):

@@ -68,6 +68,11 @@ def numbered(verdict: Verdict, evidence: Evidence) -> Verdict:
     return msgspec.structs.replace(verdict, culprits=(*verdict.culprits, *culprits))
 
 
+def _sentence(text: str) -> str:
+    """The text with a capital, unless it begins with a name (``worker-2``)."""
+    return capital(text) if text.partition(" ")[0].isalpha() else text
+
+
 def _called(facts: Facts, ranks: Iterable[int]) -> str:
     """``rank 3``, ``process 7 and process 9``, ``ranks 0-1 and 3 processes``, ``3 of 4 processes``."""
     labels, ranks = facts.evidence.labels, sorted(ranks)
@@ -97,7 +102,7 @@ def _does(facts: Facts, rank: int) -> str:
 
 
 def _reason(facts: Facts, rank: int) -> str:
-    return f"{capital(_called(facts, [rank]))} {_does(facts, rank)}."
+    return _sentence(f"{_called(facts, [rank])} {_does(facts, rank)}.")
 
 
 def _summary(facts: Facts, finding: Finding) -> str:
@@ -113,7 +118,7 @@ def _summary(facts: Facts, finding: Finding) -> str:
     parts, blocked = list(_first(parts)), list(_first(blocked))
     text = ", while ".join(filter(None, ["; ".join(parts), " and ".join(blocked)]))
     text = "; ".join([*(f"node {one.host}: {one.reason}" for one in finding.nodes), *([text] if text else [])])
-    return f"{capital(text)}. {_closing(facts, at_fault)}"
+    return _sentence(f"{text.removesuffix('.')}. {_closing(facts, at_fault)}")
 
 
 def _first(parts: list[str]) -> Iterator[str]:

@@ -106,7 +106,7 @@ def test_one_stack_of_a_known_rank_is_compared_with_none() -> None:
 def test_ranks_that_are_known_keep_their_numbers() -> None:
     verdict = diagnose(pasted({3: "worker-a"}, WAITS, WAITS, WAITS, LOADS))
     assert (verdict.victims, at_fault(verdict)) == ("0-2", ["worker-a"])
-    assert verdict.summary.startswith("Worker-a waits for its DataLoader") and "ranks 0-2 wait in" in verdict.summary
+    assert verdict.summary.startswith("worker-a waits for its DataLoader") and "ranks 0-2 wait in" in verdict.summary
     verdict = diagnose(pasted({0: "worker-a"}, WAITS, WAITS, WAITS, LOADS, guessed=False))
     assert [one.rank for one in verdict.culprits] == [3]
     assert at_fault(verdict) == []
@@ -117,7 +117,7 @@ def test_a_process_that_raised_is_named_as_its_log_calls_it() -> None:
     evidence = Evidence("crash", 1, (failed(0, "bad"),), labels={0: "worker-2"}, printed=(), world_guessed=True)
     verdict = diagnose(evidence)
     assert (verdict.cause, at_fault(verdict)) == ("rank-exception", ["worker-2"])
-    assert verdict.summary == "Worker-2 raised ValueError: bad at train.py:12 (train). Nothing gives its rank."
+    assert verdict.summary == "worker-2 raised ValueError: bad at train.py:12 (train). Nothing gives its rank."
     ended = RankEvidence(rank=0, host="", pid=7, exit=RankExit(-9, 0.0), beacon=False)
     verdict = diagnose(replace(evidence, ranks=(ended,), labels={0: "(Worker pid=7)"}))
     assert verdict.cause == "rank-killed"

@@ -31,11 +31,13 @@ _EVENT = re.compile(
             r"|[Cc]onnection (?:refused|reset by peer|timed out)|[Nn]o route to host|[Nn]ame or service not known"
             r"|[Tt]emporary failure in name resolution|Permission denied|No such file or directory"
             r"|Too many open files)",
+            r"(?P<stalled>\b(?:loss|grad_norm|grad norm)\W{1,3}(?:nan|NaN|inf)\b"
+            r"|[Nn]o progress (?:for|in|since) |^FAILED )",
             r"(?P<watchdog>[Ww]atchdog (?:caught|got stuck|thread terminated)|[Hh]eartbeat monitor timed out"
             r"|NCCL WARN|wait timeout|[Tt]imed out (?:after|waiting|initializing))",
             r"(?P<raised>(?<![\w.])(?:[A-Za-z_][\w.]*\.)?(?:[A-Z]\w*(?:Error|Exception|Died\w*|Interrupt|Expired|Failed)"
             r"|TimeoutExpired|SystemExit|OutOfMemory|error|Empty)(?:\(\w+\))?: \S"
-            r"|^(?:\w+\.)*[A-Z]\w*(?:Error|Exception)$)",
+            r"|(?:^|: )(?:\w+\.)*[A-Z]\w*(?:Error|Exception)$)",
             r"(?P<level>\b(?:ERROR|FATAL|CRITICAL|SEVERE|Error|Fatal)\b(?=[\]:|>)]| - | {1,3}\S)|^\[?[EF]\d{3,4} "
             r"|\[[EF]\d* )",
         )
@@ -43,7 +45,7 @@ _EVENT = re.compile(
 )
 # No report of an error: metrics that are called so, a good exit code, levels of information.
 _NO_EVENT = re.compile(
-    r"\b(?:Error|ERROR)s?\b(?:[ _](?:rate|norm|count))?s?[ :=(]{1,3}[-+\d.]+(?:e[-+]?\d+)?(?:[ ,%|)]|$)"
+    r"\b(?:Error|ERROR|error)s?\b(?:[ _](?:rate|norm|count))?s?[ :=(]{1,3}[-+\d.]+(?:e[-+]?\d+)?(?:[ ,%|)]|$)"
     r"|exit(?:ed)?(?: with)? (?:code|status)?:? ?0\b|\b(?:INFO|DEBUG)\b|\[?\b[ID]\d{4} |\[I\d* "
 )
 # Levels of warnings, and attempts that are made again.
@@ -160,6 +162,8 @@ class Events:
             told: text that names the lines that are shown already
         """
         first = [one for one in self.first(MOST_EVENTS) if f"[{one.line.where}]" not in told][:_MOST_SHOWN]
+        if told and all(one.is_effect for one in first):  # of what is shown already
+            return ()
         if first and not self.finished and not all(one.survived for one in first):
             head = "not understood; the first errors are:"
         elif first:

@@ -37,6 +37,8 @@ _TELLING = (
     b" nranks ", b"subset of ranks", b"rrno", b"in use", b"No space", b"refused", b"o route to", b"CC error",
     b"illegal memory", b"launch failure", b"Killing", b"Assertion", b"MPI_ABORT", b"due to process", b"Unable to",
     b"cannot be", b"failed", b"FAILED", b"Failed", b"imed out", b"TIME LIMIT", b"eartbeat", b"where the task",
+    b"o progress",
+    b" nan", b"=nan", b":nan", b"NaN",
     b"fingerprint", b"FingerPrint",
 )  # fmt: skip
 LITERALS = tuple(needle.decode().strip("\n") for needle in _TELLING)  # the same, within a line

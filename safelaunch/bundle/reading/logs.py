@@ -308,7 +308,9 @@ def _rank(
         after_s = _after_the_first_s(ended, owners.ended.values())
         exit_ = RankExit(ended.code, after_s, before_close=not stopped, file=ended.line.where)
         pid, host = ended.pid, ended.host or host
-    kills = MemoryKills(kernel_line=job.kills.get(pid, "") if ended is not None else "")
+    said = f"{exception.message}\n{exception.text}" if exception is not None else ""  # perhaps how a worker ended
+    killed = (words for one, words in job.kills.items() if (one == pid and ended is not None) or f"(pid {one})" in said)
+    kills = MemoryKills(kernel_line=next(killed, ""))
     return RankEvidence(
         rank=rank, host=host, pid=pid, flight_record=record, exception=exception, fatal=fatal, exit=exit_,
         beacon=False, log_tail="\n".join(tail), nccl_log=log, memory_kills=kills,
