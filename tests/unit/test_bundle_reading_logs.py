@@ -1251,3 +1251,16 @@ def test_secrets_of_a_log_are_in_no_file(tmp_path: Path) -> None:
     main([str(path), "--html", str(page)])
     text = page.read_text()
     assert "sk-abcdefghijklmnop" not in text and "hunter22hunter" not in text and "ValueError" in text
+
+
+@pytest.mark.parametrize("number", ["65535", "65536", "999999999", "1000000000000000000"])
+def test_numbers_that_are_no_ranks_take_no_memory(number: str, tmp_path: Path) -> None:
+    """As a mutated log has them: each message that gives a rank, with such a number."""
+    lines = [*on(f"[default{number}]:", own()), *on(f"[rank{number}]: ", own()), *summary({1: 1}), LOCAL_END.format(1)]
+    lines += [f'{{"rank": {number}, "msg": "step"}}', f"n1: rank {number} died from signal 9", f"{number}: step 1"]
+    lines += [f"(Worker pid=7, ip=10.0.0.1) - (ip=10.0.0.1, pid=7) world_rank={number}", f"world_size={number}"]
+    text = "\n".join(lines).replace("rank      : 1 (local_rank: 1)", f"rank      : {number} (local_rank: 1)")
+    text = text.replace("local_rank: 1 (pid: 77)", f"local_rank: {number} (pid: 77)")
+    evidence = read_logs([log_of(text, tmp_path)]).evidence
+    assert evidence.world_size <= 1 << 17 and all(one.rank < 1 << 17 for one in evidence.ranks)
+    diagnose(evidence)

@@ -23,6 +23,7 @@ from safelaunch.verdict.reading.failures import fingerprints, first_failure
 UNSIGNED = "a process that the log does not name"
 _Raised = tuple[Traceback, RankException]
 _MOST_UNSIGNED = 4
+_RANKS = range(MAX_RANKS)
 _STOPPED = (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
@@ -46,7 +47,11 @@ class Owners:
 
     @classmethod
     def of(cls, job: Job) -> Owners:
-        found = cls(job, {one: heard for one, heard in job.heard.items() if isinstance(one, int)}, dict(job.ended))
+        found = cls(
+            job,
+            {one: heard for one, heard in job.heard.items() if isinstance(one, int) and one in _RANKS},
+            {rank: ended for rank, ended in job.ended.items() if rank in _RANKS},
+        )
         nodes = job.nodes()
         named = sorted(((name, one) for name, one in job.heard.items() if isinstance(name, str)), key=_in_order)
         for name, heard in named:
@@ -81,6 +86,7 @@ class Owners:
     def _place(self, name: str, heard: Heard) -> None:
         """Gives the lines of one process, task or container to its rank, or to a label."""
         rank = self.job.rank_of(name)
+        rank = rank if rank in _RANKS else None
         if rank is not None and rank in self.heard:
             self.heard[rank].absorb(heard)
         elif rank is not None:
@@ -105,7 +111,8 @@ class Owners:
             return
         names = self.labels.items()
         same = next((rank for rank, name in names if label == name or (pid and f"pid={pid}" in name)), None)
-        same = self.job.rank_of(label) if same is None and not pid and label else same
+        if same is None and not pid and label and (rank := self.job.rank_of(label)) in _RANKS:
+            same = rank
         raised = [one.raised[-1][1] for one in self.heard.values() if one.raised]
         explained = ended.code == 1 and bool(raised)  # that is how an exception ends a process
         if same is None and (explained or not all(map(is_consequence, raised)) or self._has_failed()):
