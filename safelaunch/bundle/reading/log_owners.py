@@ -11,6 +11,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from safelaunch.bundle.reading.log_calls import OF_NCCL
 from safelaunch.bundle.reading.log_heard import Ended, Heard, Job, local_label
@@ -36,6 +37,15 @@ class Owners:
     ended: dict[int, Ended] = field(default_factory=dict)
     labels: dict[int, str] = field(default_factory=dict)  # processes whose rank is not known, by their numbers here
     _numbers: Iterator[int] = field(default_factory=lambda: iter(range(MAX_RANKS * 2)))
+
+    @cached_property
+    def first_times(self) -> dict[str, str]:
+        """When the first failure was seen on each host, as its launcher printed it; "" if it did not."""
+        found: dict[str, str] = {}
+        for one in self.ended.values():
+            if one.root:
+                found[one.host] = min(found.get(one.host, one.time), one.time)
+        return found
 
     @property
     def known(self) -> set[int]:
@@ -151,7 +161,7 @@ class Owners:
 
         torch's own check names the rank of its call.
         """
-        ended = {rank: one for rank, one in self.job.ended.items() if one.by == by}
+        ended = {rank: one for rank, one in self.ended.items() if one.by == by}
         signed = {rank for rank, one in self.heard.items() if one.raised and rank not in self.labels}
         failed = sorted(rank for rank, one in ended.items() if one.code == 1 and rank not in signed)
         alone = not ended and (by is not None or not (self.job.ended or signed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from itertools import islice
@@ -255,7 +255,7 @@ def _seconds_between(one: str, other: str) -> float:
     return (end - begin).total_seconds()
 
 
-def _after_the_first_s(ended: Ended, all_: Iterable[Ended]) -> float:
+def _after_the_first_s(ended: Ended, times: Mapping[str, str]) -> float:
     """Returns 0 for the ranks that may have failed first; 1 or 2 for those that failed later by the summary of their
     host; 3 for those of a host where the failures began a minute later than on another.
 
@@ -263,12 +263,10 @@ def _after_the_first_s(ended: Ended, all_: Iterable[Ended]) -> float:
     "first observed failure" is the one with the lowest number. A rank that died of a signal of its own died of no
     peer's exit, but not the reverse: the others count half a second later.
     """
-    roots = [one for one in all_ if one.root and one.host == ended.host]
-    first = min((one.time for one in roots), default="")
+    first = times.get(ended.host, "")
     if not ended.time or not first:
         return 0.0 if ended.root else 1.0
-    others = [one.time for one in all_ if one.root and one.host != ended.host]
-    if any(_seconds_between(time, first) > _CLOCKS_S for time in others):
+    if any(_seconds_between(time, first) > _CLOCKS_S for host, time in times.items() if host != ended.host):
         return 3.0
     by_itself = -ended.code in OF_ITS_OWN or ended.code == -signal.SIGKILL
     return 2.0 if ended.time > first else 0.0 if by_itself else 0.5
@@ -305,7 +303,7 @@ def _rank(
     if ended is not None:
         stopped = ended.stopped or ended.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
         stopped |= heard is not None and heard.timed_out
-        after_s = _after_the_first_s(ended, owners.ended.values())
+        after_s = _after_the_first_s(ended, owners.first_times)
         exit_ = RankExit(ended.code, after_s, before_close=not stopped, file=ended.line.where)
         pid, host = ended.pid, ended.host or host
     said = f"{exception.message}\n{exception.text}" if exception is not None else ""  # perhaps how a worker ended
