@@ -97,7 +97,7 @@ def test_launch_line_becomes_the_command_under_safelaunch(line: str, shown: str)
         "torchrun --help train.py",
         "Try running python train.py --help",
         '  File "/opt/conda/bin/torchrun", line 8, in <module>',
-        '  File "/work/train.py", line 8, in main -m ',
+        '  File "/job/train.py", line 8, in main -m ',
         "    sys.exit(main())  # train.py",
         "/torch/distributed/launch.py:181: FutureWarning: The module torch.distributed.launch is deprecated",
         "srun: error: node1: task 0: Exited with exit code 1 train.py",

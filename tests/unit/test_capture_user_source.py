@@ -77,10 +77,10 @@ def test_source_of_a_job_in_a_container_is_read_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("links", "path", "real"),
     [
-        ({}, "/work/train.py", "work/train.py"),
-        ({"work": "/opt/job"}, "/work/train.py", "opt/job/train.py"),
-        ({"work": "opt"}, "/work/./train.py", "opt/train.py"),
-        ({"work/train.py": "../../../../etc/hosts.py"}, "/work/train.py", "etc/hosts.py"),
+        ({}, "/data/train.py", "data/train.py"),
+        ({"data": "/opt/job"}, "/data/train.py", "opt/job/train.py"),
+        ({"data": "opt"}, "/data/./train.py", "opt/train.py"),
+        ({"data/train.py": "../../../../etc/hosts.py"}, "/data/train.py", "etc/hosts.py"),
         ({"a": "/b", "b": "/c/d", "c/d": "../e"}, "/a/../x/train.py", "x/train.py"),
         ({"a": "b", "b": "a"}, "/a/train.py", None),
     ],

@@ -7,6 +7,7 @@ an end, so that a log of any size takes little memory.
 from __future__ import annotations
 
 import re
+import signal
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -230,6 +231,11 @@ class Job:
 def of_shell(code: int) -> int:
     """Returns the code of a process of which a shell, or a container, reports 128 and the number of its signal."""
     return 128 - code if 128 < code < 160 else code
+
+
+def was_terminated(code: int) -> bool:
+    """Returns whether SIGTERM ended it, which a launcher sends to the others."""
+    return of_shell(code) == -signal.SIGTERM
 
 
 def local_label(node: str, local: str | int) -> str:

@@ -6,7 +6,7 @@ import re
 import signal
 
 from safelaunch.bundle.reading.launch_line import best_launch
-from safelaunch.bundle.reading.log_heard import Ended, Heard, Job, local_label, of_shell
+from safelaunch.bundle.reading.log_heard import Ended, Heard, Job, local_label, of_shell, was_terminated
 from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS, Line, Said, Speaker
 from safelaunch.bundle.reading.log_tracebacks import SIGNALS, Traceback
 from safelaunch.model import RankException, Rendezvous
@@ -215,7 +215,7 @@ class Launchers:
             job.remark(f"the launcher itself ended: {words_of(raised)}", line)
         elif kind == "CalledProcessError" and _OF_A_PROGRAM.match(raised.message):
             if how := _STATUS_OF_A_PROGRAM.search(raised.message):
-                code = int(how["code"] or -getattr(signal, how["name"] or "", 0))
+                code = _code_of(how["code"], how["name"])
                 job.lose("a process of the launcher's", code, opened.said)
             job.remark(f"what was launched has failed: {raised.message}", line)
         elif kind in _NOT_OF_A_RANK:
@@ -224,7 +224,7 @@ class Launchers:
                 job.remark(", ".join(filter(None, (f"torchrun got {name}", _SENT_WHEN.get(name)))), line)
         elif files and files[0].endswith("/torch/multiprocessing/spawn.py"):  # the ranks' parent
             if ended := _SPAWNED.search(raised.message):
-                code = int(ended["code"] or -getattr(signal, ended["signal"] or "", 0))
+                code = _code_of(ended["code"], ended["signal"])
                 if self.several:
                     job.lose(local_label("", ended["rank"]), code, opened.said)
                 else:
@@ -325,7 +325,7 @@ class Launchers:
         for part in found["tasks"].split(","):
             first, _, last = part.partition("-")
             for task in range(int(first or 0), min(int(last or first or 0), MAX_RANKS) + 1) if code else ():
-                stopped = code in (143, -15) or self.cancelled or (self._stopping and found["how"] == "Killed")
+                stopped = was_terminated(code) or self.cancelled or (self._stopping and found["how"] == "Killed")
                 ended = Ended(code, line, host=found["host"], root=not (stopped or self._stopping), stopped=stopped)
                 self._tasks.append((task, ended))
 
@@ -369,3 +369,8 @@ class Launchers:
 def words_of(raised: RankException) -> str:
     """Returns the line that Python prints of it."""
     return f"{raised.type}: {raised.message}" if raised.message else raised.type
+
+
+def _code_of(code: str | None, name: str | None) -> int:
+    """Returns a returncode from one of these, and 0 if the signal of that name is not known."""
+    return int(code or -getattr(signal, name or "", 0))

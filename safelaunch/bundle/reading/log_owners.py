@@ -7,14 +7,13 @@ else belongs to a process that has a label instead: a number of its own among th
 from __future__ import annotations
 
 import re
-import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from safelaunch.bundle.reading.log_calls import OF_NCCL
-from safelaunch.bundle.reading.log_heard import Ended, Heard, Job, local_label
+from safelaunch.bundle.reading.log_heard import Ended, Heard, Job, local_label, was_terminated
 from safelaunch.bundle.reading.log_lines import LOCAL, MAX_RANKS, Line
 from safelaunch.bundle.reading.log_tracebacks import CUT_OFF, Traceback
 from safelaunch.model import RankException
@@ -25,7 +24,6 @@ UNSIGNED = "a process that the log does not name"
 _Raised = tuple[Traceback, RankException]
 _MOST_UNSIGNED = 4
 _RANKS = range(MAX_RANKS)
-_STOPPED = (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 @dataclass
@@ -149,12 +147,12 @@ class Owners:
     def _drop_doubles(self) -> None:
         """Drops ends in a launcher's list if other lines show exceptions of the same processes without their ranks."""
         if any(self.heard[number].raised for number in self.labels):
-            for rank in [rank for rank, one in self.ended.items() if one.code in (1, *_STOPPED) or one.stopped]:
+            for rank in [rank for rank, one in self.ended.items() if one.code == 1 or not _failed(one)]:
                 if rank not in self.heard:
                     del self.ended[rank]
 
     def _has_failed(self) -> bool:
-        return any(not one.stopped and one.code not in _STOPPED for one in self.ended.values())
+        return any(_failed(one) for one in self.ended.values())
 
     def _share_out(self, by: str | None, said: Heard) -> None:
         """Gives the unsigned lines of a node, or of all, to the ranks that failed there, if that leaves no choice.
@@ -250,6 +248,11 @@ class Owners:
             elif rank is not None and job.nccl_failed and (told := first_failure([text])) and told.own:
                 found[rank] = Heard(line, warnings=[(line, text)])
                 found[rank].fail(line, "NCCL error", text)
+
+
+def _failed(one: Ended) -> bool:
+    """Returns whether it ended badly, and not because the launcher stopped it."""
+    return not (one.stopped or one.code == 0 or was_terminated(one.code))
 
 
 def _label_of(node: str | None) -> str:

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from safelaunch.bundle.reading.guard import Found, Unreadable, cannot_be_read
 from safelaunch.bundle.reading.log_calls import uneven_steps
-from safelaunch.bundle.reading.log_heard import DEFAULT, UNNAMED, Ended, Heard, Job
+from safelaunch.bundle.reading.log_heard import DEFAULT, UNNAMED, Ended, Heard, Job, was_terminated
 from safelaunch.bundle.reading.log_lines import (
     NOT_GZIP,
     Line,
@@ -301,7 +301,7 @@ def _rank(
             log = NcclLog(heard.warnings[0][0].where, tuple(text for _, text in heard.warnings))
     exit_, pid, host = None, 0, heard.node if heard is not None else ""
     if ended is not None:
-        stopped = ended.stopped or ended.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        stopped = ended.stopped or was_terminated(ended.code)
         stopped |= heard is not None and heard.timed_out
         after_s = _after_the_first_s(ended, owners.first_times)
         exit_ = RankExit(ended.code, after_s, before_close=not stopped, file=ended.line.where)
