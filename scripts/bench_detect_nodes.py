@@ -39,7 +39,8 @@ WAIT_S = 180.0
 @dataclass(frozen=True, slots=True)
 class Run:
     """One hang, in seconds of CLOCK_MONOTONIC. ``suspected_s``: on the first node that did. ``whole``: the bundle of
-    one node holds every rank. ``named``: all verdicts name the sleeping rank and no other."""
+    one node holds every rank. ``named``: all verdicts name the sleeping rank and no other.
+    """
 
     stopped_s: float
     suspected_s: float

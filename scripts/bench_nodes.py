@@ -38,8 +38,8 @@ from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.evidence import Shared, condensed, merged, received
 from safelaunch.supervise.cluster.messages import NOTHING, Decision, Node, Seen
+from safelaunch.supervise.cluster.rendezvous import Meeting
 from safelaunch.supervise.cluster.store import Address
-from safelaunch.supervise.cluster.where import Meeting
 from safelaunch.verdict.diagnose import diagnose
 
 sys.path.insert(0, os.fspath(Path(__file__).resolve().parent.parent / "tests" / "unit"))

@@ -237,7 +237,8 @@ SECONDS, RATE_HZ = 4, 20
 
 def of_a_sample() -> list[Figure]:
     """How often a recording's own py-spy stops the process that it samples, if strace is there to tell."""
-    from safelaunch.capture import sampling, stacks
+    from safelaunch.addons.record import sampling
+    from safelaunch.capture import stacks
 
     strace = shutil.which("strace")
     if strace is None:

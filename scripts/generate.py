@@ -10,13 +10,12 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 
 import shtab
 
 from safelaunch import __version__
-from safelaunch.cli import COMMANDS
+from safelaunch.cli import COMMANDS, module_of
 from safelaunch.cli.completion import SHELLS
 from safelaunch.cli.exec import ABOUT as ABOUT_EXEC
 from safelaunch.cli.help import ABOUT, EXAMPLES, EXIT_CODES, TORCHRUN, USAGE
@@ -50,7 +49,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
         found = argparse.ArgumentParser("safelaunch help", description="Shows the help, or that on a subcommand.")
         found.add_argument("subcommand", nargs="?", choices=[*COMMANDS, "torchrun"], metavar="SUBCOMMAND", help="which")
         return found
-    made: argparse.ArgumentParser = import_module(f"safelaunch.cli.{command}").parser()
+    made: argparse.ArgumentParser = module_of(command).parser()
     return made
 
 

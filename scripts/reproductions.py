@@ -28,7 +28,7 @@ import reproducing
 import zoo
 from reproducing import Case, Replay
 
-from safelaunch.reproduce import Extent, Wish
+from safelaunch.addons.reproduce import Extent, Wish
 
 SEEDS = 3
 

@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 
 from safelaunch import schemas
+from safelaunch.addons.record.report import RecordDocument
+from safelaunch.addons.sweep.runner import Summary
 from safelaunch.cli import doctor, dump, gpus, presets
 from safelaunch.cli.status import AnsweringRun, SilentRun
 from safelaunch.model import Verdict, evidence
 from safelaunch.report.calls import CallDocument
-from safelaunch.report.recording import RecordDocument
-from safelaunch.sweep.runner import Summary
 from safelaunch.verdict.causes import CAUSES
 
 # The records of a document; ``list``: it is a list of them.

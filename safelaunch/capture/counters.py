@@ -63,7 +63,8 @@ class ProcessCounters:
 class Counters:
     """``at_s``: CLOCK_MONOTONIC; ``at_ticks``: the same moment as ``start_ticks`` count. ``rdma_bytes``: of all ports
     of the node. ``connections``: the inodes of all in this network namespace. ``partial``: some of it could not be
-    read, or was too much."""
+    read, or was too much.
+    """
 
     at_s: float
     at_ticks: int

@@ -62,7 +62,8 @@ class Rank:
 @dataclass(frozen=True, slots=True)
 class FoundJob:
     """The part of a job that is on this host. ``agent``: what started its ranks; ``members``: the pids of the ranks
-    and of all that inherited their variables."""
+    and of all that inherited their variables.
+    """
 
     world_size: int
     ranks: Mapping[int, Rank]
@@ -95,7 +96,8 @@ def _jobs_of(
     members: Mapping[int, Rank], table: Mapping[int, Process], runs_torch: Callable[[int], object]
 ) -> Iterator[FoundJob]:
     """Processes that tell the same of their job. Where two of them are one rank of it, they are of two jobs: one, say,
-    whose launcher was killed, and the next."""
+    whose launcher was killed, and the next.
+    """
     by_agent: dict[int, dict[int, list[Rank]]] = {}
     for pid, rank in members.items():
         agent = next(above for above in (*_above(pid, table), 0) if above not in members)

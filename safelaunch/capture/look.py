@@ -41,7 +41,8 @@ MAX_CHILDREN = 48  # per rank: a loader's worker pool is smaller, and the look m
 @dataclass(frozen=True, slots=True)
 class Target:
     """A rank to look at. ``socket``: its worker server's path, None if that is not running. ``pid`` and
-    ``start_ticks`` identify the process."""
+    ``start_ticks`` identify the process.
+    """
 
     rank: int
     local_rank: int
@@ -59,7 +60,8 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class ProcessLook:
     """One process at one moment; ``state`` None: it is gone, or was not seen in time (``is_late``). ``role``: what its
-    rank has started it for, if that was asked."""
+    rank has started it for, if that was asked.
+    """
 
     pid: int
     state: ProcessState | None
@@ -210,7 +212,8 @@ def _from_inside(
     target: Target, main: ProcessLook, locks: tuple[waits.Held, ...] | None, until: float
 ) -> tuple[ProcessLook, Mapping[int, str]]:
     """The rank's main process with its stacks as it tells them itself, if they could not be read from outside; and the
-    roles of its children."""
+    roles of its children.
+    """
     state, questions, left_s = main.state, target.questions, until - time.monotonic()
     if main.stack.value is not None or state is None or target.socket is None or questions is None or left_s <= 0:
         return main, {}

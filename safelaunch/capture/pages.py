@@ -113,7 +113,8 @@ class Page:
 
     def withdraw_question(self) -> None:
         """For a question that no handler of the rank's has got, or will: it counts none. One that was not answered in
-        time stays announced, because its handler may still wait for the GIL."""
+        time stays announced, because its handler may still wait for the GIL.
+        """
         with self._asking:
             self._words[layout.ASKED] -= 1
 

@@ -28,10 +28,10 @@ from safelaunch.capture.waits import Resting
 from safelaunch.job import process
 from safelaunch.job.process import ProcessId
 from safelaunch.model import FileLock, ProcessState, StackSample, ThreadState
+from safelaunch.stacks.kernel import kind_of
 from safelaunch.system import procstat
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import link_of
-from safelaunch.verdict.reading.kernel import kind_of
 
 _MAX_PATH = 4096
 MAX_THREADS = 4096
@@ -151,7 +151,8 @@ def state_letter(pid: int) -> str:
 
 def orphans(pid: int, table: process.Table) -> list[ProcessId]:
     """Processes of the session that ``pid`` leads, as torchrun's ranks do, which aren't below it: their parent has
-    ended."""
+    ended.
+    """
     if _session(pid) != pid:
         return []
     known = {pid, *(one.pid for one in process.descendants([pid], table=table))}

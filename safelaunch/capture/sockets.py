@@ -147,7 +147,8 @@ _HEADER, _ASKED, _ANSWERED = struct.Struct("=IHHII"), struct.Struct("=BBHIIIII")
 @dataclass(frozen=True)
 class UnixSocket:
     """``peer``: the inode at its other end, 0 until it is accepted there; None where nobody is. ``unread``: bytes that
-    have arrived, or of a listener, connections."""
+    have arrived, or of a listener, connections.
+    """
 
     peer: int | None
     unread: int
@@ -211,7 +212,8 @@ def tcp_bytes() -> dict[int, int] | None:
 
 def _ask(asked: bytes, add: Callable[[bytes, int, int], None], *, every: bool, deadline_s: float = 0.5) -> bool:
     """Asks sock_diag for one socket, or ``every`` one, and has each in the answer added: where in that it begins and
-    ends. False where the kernel is silent, refuses, or has more of them than are read at once."""
+    ends. False where the kernel is silent, refuses, or has more of them than are read at once.
+    """
     flags = _NLM_F_REQUEST | (_DUMP if every else 0)
     request = _HEADER.pack(_HEADER.size + len(asked), _SOCK_DIAG_BY_FAMILY, flags, 0, 0) + asked
     try:
@@ -340,7 +342,8 @@ class _Until:
 @dataclass(frozen=True)
 class _Held:
     """Who has what was wanted. ``closed``: no descriptor can be out of sight. ``rings``: processes for which the kernel
-    reads and writes (io_uring)."""
+    reads and writes (io_uring).
+    """
 
     by: Mapping[Wanted, tuple[OtherEnd, ...]]
     closed: bool = False
@@ -426,7 +429,8 @@ def _holders(wanted: frozenset[Wanted], own: Collection[int], pids: Iterable[int
 
 def _mapped_files(pid: int) -> frozenset[str]:
     """Device and inode of each file that the process has mapped; a file has one path for who made it and another for
-    who opened it by its name."""
+    who opened it by its name.
+    """
     with suppress(OSError):  # it has ended, or is another user's
         return frozenset(one.identity for one in Memory(pid).mappings)
     return frozenset()

@@ -27,13 +27,13 @@ from safelaunch.capture.result import Result, attempt
 from safelaunch.capture.result import why as reason_of
 from safelaunch.job.process import ProcessId, identify
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
+from safelaunch.stacks.frames import is_library, is_ours
+from safelaunch.stacks.kernel import WRITES
 from safelaunch.system import commands
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import link_of, text_of
 from safelaunch.system.printable import clean
-from safelaunch.verdict.reading.frames import is_library, is_ours
-from safelaunch.verdict.reading.kernel import WRITES
 
 DEADLINE_S = 3.0
 VERSION_S = 3.0
@@ -297,7 +297,8 @@ def _alive(pid: int, state: ProcessState | None) -> ProcessState:
 
 def why_nonblocking(now: ProcessState, before: ProcessState | None = None) -> str:
     """Why py-spy must not stop this process, or ``""``. D state counts when an earlier look saw it too; the system call
-    is known from the earlier look alone."""
+    is known from the earlier look alone.
+    """
     if now.state in "Tt":
         return "the process is stopped"
     if now.frozen:

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from safelaunch.capture.result import within
 from safelaunch.model import Evidence, Frame, RankEvidence
 from safelaunch.model.entries import Entries
+from safelaunch.stacks.guards import assignments_of_the_rank
+from safelaunch.stacks.source import begin_of, end_of, tree_of
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import link_of
 from safelaunch.system.redaction.redactor import Redactor
-from safelaunch.verdict.reading.guards import assignments_of_the_rank
-from safelaunch.verdict.reading.source import begin_of, end_of, tree_of
 
 DEADLINE_S = 1.0
 MOST_BYTES = 4 << 20

@@ -476,7 +476,8 @@ def _since(pid: int) -> str:
 
 def parse(text: str) -> Iterator[Held]:
     """``1: FLOCK  ADVISORY  WRITE 4711 08:02:131 0 EOF``; those who wait have ``->`` behind the number, and are left
-    out, as are those of another container, who have no number here."""
+    out, as are those of another container, who have no number here.
+    """
     for line in text.splitlines():
         fields = line.split()
         if len(fields) < 6 or fields[1] == "->":

@@ -11,9 +11,10 @@ from io import TextIOWrapper
 from types import ModuleType
 from typing import NoReturn
 
+from safelaunch import addons
+
 # The first word selects a subcommand only if it is exactly one of these; anything else is torchrun's.
-# Each is a module of this package.
-COMMANDS = {
+_ALL_COMMANDS = {
     "demo": "run a bundled script that hangs, and check its verdict",
     "exec": "watch another launcher, a script or a single rank",
     "colaunch": "run many jobs, each on its own GPUs or CPU cores",
@@ -29,6 +30,16 @@ COMMANDS = {
     "completion": "print the completion script of a shell: bash, zsh or fish",
     "help": "show this help, or a subcommand's",
 }
+COMMANDS = {
+    name: text
+    for name, text in _ALL_COMMANDS.items()
+    if name not in addons.COMMANDS or addons.is_present(addons.COMMANDS[name])
+}
+
+
+def module_of(command: str) -> ModuleType:
+    """Returns the module with the ``main`` of one of ``COMMANDS``: of this package, or of an add-on."""
+    return addons.command(command) if command in addons.COMMANDS else import_module(f".{command}", __name__)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -128,14 +139,14 @@ def _dispatch(words: list[str]) -> int:
         return show_usage()
     first = "help" if words[0] in ("-h", "--help", "--help-torchrun") else words[0]
     if first in COMMANDS:
-        code = import_module(f".{first}", __name__).main(words[1:] if first == words[0] else words)
+        code = module_of(first).main(words[1:] if first == words[0] else words)
         return int(code)
     try:
         from .run import main as run
 
         return run(words)
     except ImportError as error:
-        if "safelaunch.supervise.session" in sys.modules:  # it has started the job, or tried to
+        if "safelaunch.supervise.run" in sys.modules:  # it has started the job, or tried to
             raise
         return _run_plain(words, error)
 

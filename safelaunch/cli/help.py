@@ -8,9 +8,8 @@ from __future__ import annotations
 import shutil
 import sys
 from contextlib import suppress
-from importlib import import_module
 
-from safelaunch.cli import COMMANDS
+from safelaunch.cli import COMMANDS, module_of
 from safelaunch.settings.options import HELP_OPTIONS, entries, help_text, wrapped
 from safelaunch.settings.yamlfile import did_you_mean
 from safelaunch.system.console import show
@@ -57,7 +56,7 @@ def main(words: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise UsageError(f"help: there is no subcommand {name!r}{did_you_mean(name, COMMANDS)}")
-    return int(import_module(f"safelaunch.cli.{name}").main(["--help"]))
+    return int(module_of(name).main(["--help"]))
 
 
 def _torchrun() -> int:

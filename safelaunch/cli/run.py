@@ -137,7 +137,7 @@ def start(plan: Plan, given: Resources, again: Callable[[Resources], tuple[Plan,
     if plan.settings.dry_run:
         show(describe(plan, room()), fold=True)
         return 0
-    from safelaunch.supervise import session
+    from safelaunch.supervise import run as session
 
     try:
         return session.run(plan, given, again)

@@ -15,12 +15,12 @@ from typing import Any, Literal
 from safelaunch.cli.table import Table
 from safelaunch.model import EarlyLook, duration, format_ranks, rank_words
 from safelaunch.model.words import rate, since
+from safelaunch.stacks.frames import place
 from safelaunch.supervise.control.discover import Run
 from safelaunch.supervise.control.protocol import NodeStatus, RankStatus, RunStatus
 from safelaunch.supervise.watch.quiet import is_quiet
 from safelaunch.system.console import wrapped
 from safelaunch.system.printable import clean
-from safelaunch.verdict.reading.frames import place
 
 COLUMNS = ("rank", "pid", "state", "step", "rate", "age", "phase", "note", "signals")
 NODE_COLUMNS = ("node", "ranks", "step", "state", "doing", "note")

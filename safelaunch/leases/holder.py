@@ -13,7 +13,7 @@ from safelaunch.system import procstat
 from safelaunch.system.files import text_of
 
 if TYPE_CHECKING:
-    from safelaunch.leases.said import Said
+    from safelaunch.leases.format import Said
 
 MAGIC = b'{"safelaunch": '
 MOST_BYTES = 16384  # each character of a text may be escaped
@@ -54,7 +54,7 @@ class Holder:
 
 def decode(data: bytes, uid: int, by: str = "supervisor") -> Holder:
     """The holder that a file describes, whoever wrote it. Unexpected contents give no pid and no texts."""
-    from safelaunch.leases.said import Said, read
+    from safelaunch.leases.format import Said, read
 
     words = read(data, Said)
     return Holder(uid=uid, by=by) if words is None else of_words(words, uid, by)

@@ -46,7 +46,7 @@ from safelaunch.system.console import say
 from safelaunch.system.errors import StoreError
 
 if TYPE_CHECKING:
-    from safelaunch.leases.said import SaidTicket
+    from safelaunch.leases.format import SaidTicket
 
 # --- The queue: one locked file for each process that waits, in order of arrival --------------------------------------
 
@@ -131,7 +131,7 @@ def _waiters(names: Iterable[str], directory: int, odd: Odd) -> Iterator[tuple[s
 
 
 def _read(name: str, directory: int) -> tuple[Holder, SaidTicket] | None:
-    from safelaunch.leases.said import SaidTicket, read
+    from safelaunch.leases.format import SaidTicket, read
 
     data, uid = read_small(name, directory, _MOST_BYTES)
     words = read(data, SaidTicket)

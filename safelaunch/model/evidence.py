@@ -62,7 +62,8 @@ class NodeEvidence(Record, frozen=True):
 
 class GpuProcess(Record, frozen=True):
     """A process that has memory of a GPU. ``size``: in bytes, None where the driver does not say. ``name``: empty where
-    no such process was found: its pid is of another container."""
+    no such process was found: its pid is of another container.
+    """
 
     pid: int = 0
     size: int | None = msgspec.field(default=None, name="memory_bytes")

@@ -155,7 +155,8 @@ class ThreadState(Record, frozen=True):
 
 class FileLock(Record, frozen=True):
     """An exclusive lock on a file that some process has open, or asks for. ``pid``: who holds it, which may be that
-    process. ``program``: of another holder, what it runs and since when, in brackets."""
+    process. ``program``: of another holder, what it runs and since when, in brackets.
+    """
 
     path: str
     pid: int

@@ -15,10 +15,10 @@ from typing import Generic, TypedDict, TypeVar
 from safelaunch.model import Collective, FlightRecord, Frame, RankEvidence, format_ranks
 from safelaunch.model.entries import Entries
 from safelaunch.report.tables import Numbers
+from safelaunch.stacks.frames import place, stack_of
 from safelaunch.system.printable import clean
 from safelaunch.verdict.collectives import describe, op_name
 from safelaunch.verdict.rank_state import Facts
-from safelaunch.verdict.reading.frames import place, stack_of
 
 NOT_CALLED = "not called"
 T = TypeVar("T")

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from safelaunch.model import Culprit, Evidence, Frame, Verdict, rank_words
 from safelaunch.model.entries import Entries
 from safelaunch.report.overview import frames_at_fault, range_of
+from safelaunch.stacks.frames import place, same_line, stack_of
+from safelaunch.stacks.guards import Guard, way_to
 from safelaunch.verdict.findings import capital
 from safelaunch.verdict.guarding import whereabouts
 from safelaunch.verdict.rank_state import Facts, child_views, user_stack_of, view_of
-from safelaunch.verdict.reading.frames import place, same_line, stack_of
-from safelaunch.verdict.reading.guards import Guard, way_to
 
 MOST_SIDES = 6
 MOST_PLACES = 3  # of one side, with source: its line and the callers that lead to it

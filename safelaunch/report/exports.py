@@ -15,9 +15,9 @@ from safelaunch.model import Collective, RankEvidence
 from safelaunch.model.entries import Entries
 from safelaunch.report.calls import ByKind, state
 from safelaunch.report.timeline import LONGEST_S
+from safelaunch.stacks.frames import stack_of
 from safelaunch.verdict.collectives import describe, op_name
 from safelaunch.verdict.rank_state import Facts
-from safelaunch.verdict.reading.frames import stack_of
 
 MOST_EVENTS = 40_000
 LEAST_CALLS = 8  # of a rank

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from safelaunch.model import Culprit, Evidence, Frame, RankEvidence, format_ranks, rank_words
 from safelaunch.report.tables import hosts_word
+from safelaunch.stacks.frames import is_ours, own_part
 from safelaunch.verdict.conditions import View
 from safelaunch.verdict.rank_state import Facts, RankFacts, child_views, view_of
-from safelaunch.verdict.reading.frames import is_ours, own_part
 
 # --- The main threads of all ranks as one tree: where the calls of a job begin together, and where ranks part ---------
 

@@ -40,10 +40,10 @@ from safelaunch.report.report import (
     stalled_words,
 )
 from safelaunch.report.tables import Frames, Paths, hosts_word
+from safelaunch.stacks.source import ReadSource
 from safelaunch.system.printable import clean, clean_json
 from safelaunch.verdict.belonging import mesh
 from safelaunch.verdict.rank_state import Facts
-from safelaunch.verdict.reading.source import ReadSource
 from safelaunch.verdict.unnamed import numbered
 
 # --- The steps of all ranks over time: the rate before the stall, who is behind, and the moment it stopped ------------

@@ -9,8 +9,8 @@ from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 from safelaunch.model import Evidence, Frame, format_ranks
+from safelaunch.stacks.frames import is_library, is_ours, is_pseudo, normal
 from safelaunch.system.printable import clean
-from safelaunch.verdict.reading.frames import is_library, is_ours, is_pseudo, normal
 
 _INSTALLED = re.compile(r".*/(?:site-packages|dist-packages)/(?=[^/])")
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")

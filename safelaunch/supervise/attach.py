@@ -25,10 +25,11 @@ from safelaunch.capture.look import ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.job.paths import local_bundles, run_root
 from safelaunch.job.plan import name_of_command
+from safelaunch.stacks.frames import is_user, python_frames
 from safelaunch.supervise import collecting, publishing
-from safelaunch.supervise.answer import wait_for_each_other, work_in
 from safelaunch.supervise.collecting import JobSnapshot, Timeline
 from safelaunch.supervise.job_context import JobContext, user_name
+from safelaunch.supervise.judge import wait_for_each_other, work_in
 from safelaunch.supervise.kinds import ATTACH
 from safelaunch.supervise.looks import Looks, look_at, main_thread
 from safelaunch.supervise.publishing import Report
@@ -38,7 +39,6 @@ from safelaunch.system.console import COMMAND
 from safelaunch.system.errors import AccessDenied, CaptureError, SafelaunchError
 from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redactor import Redactor
-from safelaunch.verdict.reading.frames import is_user, python_frames
 from safelaunch.verdict.rules_live import LEAST_S
 
 _OF_TORCH = "/torch/"

@@ -45,7 +45,7 @@ from safelaunch.model.evidence import software
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.kinds import CRASH, Kind
 from safelaunch.supervise.looks import Looks, native_where_it_tells, with_the_late
-from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.progress import Watch
 from safelaunch.system.decoding import from_builtins
 from safelaunch.system.errors import CaptureError
 

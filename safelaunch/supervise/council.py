@@ -23,14 +23,14 @@ from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.election import SILENT_S
 from safelaunch.supervise.cluster.hosting import StoreHost
 from safelaunch.supervise.cluster.messages import Action, Node, Page, PeerStatus, Result, Seen, Vote
+from safelaunch.supervise.cluster.rendezvous import Alone, Meeting, hosts_of, meeting
 from safelaunch.supervise.cluster.store import Address
-from safelaunch.supervise.cluster.where import Alone, Meeting, hosts_of, meeting
 from safelaunch.supervise.control.protocol import NodeStatus
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.peers import NodeNotices, agent_state, digest_of, nodes_of
 from safelaunch.supervise.preflight import BadKeyFile, read_key
 from safelaunch.supervise.rounds import Rounds
-from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.progress import Watch
 
 Outcome = Result | Literal["hang", "alone"]
 

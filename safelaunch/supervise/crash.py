@@ -23,7 +23,7 @@ from safelaunch.supervise.kinds import CRASH
 from safelaunch.supervise.looks import Looks, ask_each
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import Incident, JobView, look
-from safelaunch.supervise.watch.job import Glance
+from safelaunch.supervise.watch.progress import Glance
 from safelaunch.supervise.watch.restart import Kin, kin_of
 from safelaunch.system.console import say
 
@@ -281,8 +281,8 @@ def notes_of(status: PeerStatus) -> tuple[str, ...]:
 
 def own_failure(host: str, exits: Mapping[int, int], exceptions: Mapping[int, RankException]) -> str:
     """What failed here, where that is no consequence of what failed elsewhere; empty where nothing is known to have."""
+    from safelaunch.stacks.tracebacks import gathered
     from safelaunch.verdict.exits import is_consequence, one_line, root_of, signal_name  # late: most jobs never fail
-    from safelaunch.verdict.reading.tracebacks import gathered
 
     for rank, exception in sorted(exceptions.items()):
         if not is_consequence(exception) or gathered(exception.message):  # of whom, only all nodes together tell

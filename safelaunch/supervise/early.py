@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 import msgspec
 from msgspec import structs
 
-from safelaunch.bundle.onbundle import variables_of_look
 from safelaunch.capture.look import Look, Target
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import EarlyLook
 from safelaunch.report.about import early_line
-from safelaunch.supervise import answer, collecting
+from safelaunch.supervise import collecting
+from safelaunch.supervise import judge as answer
+from safelaunch.supervise.hooks import variables_of_look
 from safelaunch.supervise.kinds import FIRST_WORD
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.respond import Incident, JobView, look

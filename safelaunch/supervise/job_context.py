@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from safelaunch import __version__
-from safelaunch.bundle.onbundle import Notifier
 from safelaunch.bundle.staging import Keeping, Owner
 from safelaunch.capture.cgroups import KillCounts, kill_counts
 from safelaunch.capture.redaction import without_secrets
@@ -20,6 +19,7 @@ from safelaunch.job.argv import most_restarts
 from safelaunch.job.job import Job
 from safelaunch.job.paths import Unfinished, local_bundles, working_directory
 from safelaunch.job.plan import Plan
+from safelaunch.supervise.hooks import Notifier
 from safelaunch.system.console import say
 from safelaunch.system.redaction.job_secrets import left_out, secret_values
 from safelaunch.system.redaction.redact import shown_env
@@ -124,7 +124,7 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
 
 def _typed_by_user(plan: Plan) -> tuple[str, ...]:
     """Empty for a demo: its command is safelaunch's own, and there is nothing to mend and run again."""
-    from safelaunch.verdict.reading.frames import is_demo
+    from safelaunch.stacks.frames import is_demo
 
     return () if any(map(is_demo, plan.script[:1])) else plan.typed
 

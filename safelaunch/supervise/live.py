@@ -16,16 +16,16 @@ from typing import cast
 
 import msgspec
 
+from safelaunch.addons.record import sampling
+from safelaunch.addons.record.recording import Numbers, ProcessRecord, RankRecord, Recording, bounded, merged
+from safelaunch.addons.record.sampling import Sampled
 from safelaunch.beacon import layout
 from safelaunch.bundle.staging import name_of
-from safelaunch.capture import sampling
 from safelaunch.capture.look import Target
 from safelaunch.capture.pages import read_meta
-from safelaunch.capture.sampling import Sampled
 from safelaunch.job.job import Job
 from safelaunch.job.process import process_table
 from safelaunch.model import BundlePlace
-from safelaunch.model.recording import Numbers, ProcessRecord, RankRecord, Recording, bounded, merged
 from safelaunch.model.words import ranks_in
 from safelaunch.supervise import publishing
 from safelaunch.supervise.cluster.messages import Question, Round

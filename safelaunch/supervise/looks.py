@@ -202,9 +202,9 @@ def native_where_it_tells(looks: Looks) -> Looks:
 
 
 def _is_unclear(look: RankLook | None) -> bool:
-    from safelaunch.verdict.reading.calls import torch_wait
-    from safelaunch.verdict.reading.frames import Stack
-    from safelaunch.verdict.reading.kernel import kind_of
+    from safelaunch.stacks.calls import torch_wait
+    from safelaunch.stacks.frames import Stack
+    from safelaunch.stacks.kernel import kind_of
 
     main = look.main if look is not None else None
     if main is None or main.state is None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from safelaunch.addons.consistency.monitor import Consistency
 from safelaunch.capture import command
 from safelaunch.capture.pages import AgentEvent, Roster
 from safelaunch.job import controlgroup, process
@@ -31,7 +32,6 @@ from safelaunch.job.job import (
 from safelaunch.job.paths import sweep, sweep_unfinished
 from safelaunch.model import RankExit
 from safelaunch.supervise import publishing
-from safelaunch.supervise.consistency import Consistency
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.early import EarlyLooks
@@ -43,7 +43,7 @@ from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.reminders import Reminders
 from safelaunch.supervise.respond import Incident, JobView, interrupted
 from safelaunch.supervise.stall import StallCase
-from safelaunch.supervise.watch.job import Glance, Watch, bounds_of, policy_of
+from safelaunch.supervise.watch.progress import Glance, Watch, bounds_of, policy_of
 from safelaunch.supervise.watch.quiet import frozen_s as frozen_s_of
 from safelaunch.supervise.watch.restart import Failure, failure_of, why_give_up
 from safelaunch.supervise.watch.stall import Status

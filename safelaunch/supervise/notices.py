@@ -9,7 +9,7 @@ from safelaunch.capture.pages import Noted, read_contract, why_without_beacon
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import rank_words
 from safelaunch.supervise.council import Council
-from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.progress import Watch
 from safelaunch.supervise.watch.stall import Policy
 from safelaunch.system.console import say
 

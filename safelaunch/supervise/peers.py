@@ -17,8 +17,8 @@ from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.election import SILENT_S
 from safelaunch.supervise.cluster.hosting import is_this_host
 from safelaunch.supervise.cluster.messages import Beat, Node, Page, Peer, Seen, node_count
+from safelaunch.supervise.cluster.rendezvous import Meeting
 from safelaunch.supervise.cluster.store import probe
-from safelaunch.supervise.cluster.where import Meeting
 from safelaunch.system import procstat
 from safelaunch.system.console import say
 

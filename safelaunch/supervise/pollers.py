@@ -22,7 +22,7 @@ from safelaunch.model import Gpu
 from safelaunch.model.words import size
 from safelaunch.supervise.looks import ask_each, newest_entries
 from safelaunch.supervise.watch import rhythm, work
-from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.progress import Watch
 from safelaunch.supervise.watch.work import Background
 from safelaunch.system.console import say
 from safelaunch.system.task import Task

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from safelaunch.job.process import identify
 from safelaunch.model import rank_words
-from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.progress import Watch
 from safelaunch.system.console import say
 
 IDLE_S = 120.0  # for a launcher to start ranks, and to end after them

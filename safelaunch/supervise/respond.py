@@ -15,14 +15,14 @@ from typing import Generic, TypeVar
 from safelaunch.capture.counters import Counters
 from safelaunch.model import NodeEvidence
 from safelaunch.supervise import collecting, publishing
-from safelaunch.supervise.answer import proves, work_in
 from safelaunch.supervise.collecting import Collected, Exits, JobSnapshot, Timeline
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.job_context import JobContext
+from safelaunch.supervise.judge import proves, work_in
 from safelaunch.supervise.kinds import ENDED, INTERRUPT, Kind
 from safelaunch.supervise.looks import Looks, look_at
 from safelaunch.supervise.publishing import Report
-from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.progress import Watch
 from safelaunch.supervise.watch.quiet import FROZEN_TIMES
 from safelaunch.supervise.watch.rhythm import NONE, Threshold
 from safelaunch.system.console import say

@@ -18,10 +18,9 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from safelaunch.addons.record.recording import Recording, bounded, check
 from safelaunch.bundle.staging import name_of
 from safelaunch.model import BundlePlace, Evidence, NodeEvidence, NodeFiles, node_file
-from safelaunch.model.recording import Recording, bounded, check
-from safelaunch.supervise.answer import proves
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.election import SILENT_S
 from safelaunch.supervise.cluster.evidence import Others, Shared, aged, condensed, received
@@ -46,6 +45,7 @@ from safelaunch.supervise.cluster.messages import (
     unpacked,
 )
 from safelaunch.supervise.job_context import JobContext
+from safelaunch.supervise.judge import proves
 from safelaunch.supervise.publishing import Agreement, judged
 
 SETTLE_S = 75.0  # from a node's evidence of a hang to the leader's decision

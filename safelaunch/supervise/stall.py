@@ -7,18 +7,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from safelaunch.model import format_ranks
-from safelaunch.supervise import answer, collecting, publishing
-from safelaunch.supervise.answer import Judged
+from safelaunch.supervise import collecting, publishing
+from safelaunch.supervise import judge as answer
 from safelaunch.supervise.cluster.messages import Vote
 from safelaunch.supervise.collecting import Collected, JobSnapshot, Timeline
 from safelaunch.supervise.council import OPEN_S
 from safelaunch.supervise.council import Outcome as Joint
 from safelaunch.supervise.early import without_the_gil
+from safelaunch.supervise.judge import Judged
 from safelaunch.supervise.kinds import HANG, LOOK_S, SUSPECT, Kind
 from safelaunch.supervise.looks import Looks, Starvation
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import ADVANCED, STEP_S, Incident, JobView, look
-from safelaunch.supervise.watch.job import Glance
+from safelaunch.supervise.watch.progress import Glance
 from safelaunch.supervise.watch.rhythm import Threshold
 from safelaunch.supervise.watch.stall import Found, Stall, ends_after_s, idle_s, suspect_after_s
 from safelaunch.system.console import say
@@ -189,7 +190,8 @@ class StallCase:
 
     def _look_for_others(self, now: float) -> None:
         """All nodes look, whether they suspect the job or not. A rank that has said that it will be quiet for so long
-        is no reason to end the job."""
+        is no reason to end the job.
+        """
         stall = self._watch.standing(now)
         if stall is None or (stall.phase and stall.stalled_s < stall.threshold_s):
             self._council.answer_call()

@@ -92,8 +92,8 @@ _HELD = {"T": "is stopped", "t": "is stopped by a tracer", "D": "is blocked in t
 
 def words_of(look: RankLook | None) -> str:
     """``waits in all_reduce at train.py:18``; what keeps it from running comes first."""
-    from safelaunch.verdict.reading.calls import torch_wait
-    from safelaunch.verdict.reading.frames import Stack, at, place, python_frames
+    from safelaunch.stacks.calls import torch_wait
+    from safelaunch.stacks.frames import Stack, at, place, python_frames
 
     main = look.main if look is not None else None
     if main is None or main.state is None:

@@ -31,7 +31,8 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class Stat:
     """The fields in use. ``cpu_ms``: user and system time. ``start_ticks``: field 22, clock ticks since boot.
     ``faults``: of pages, minor and major. ``wait_status``: of a zombie, as ``waitpid`` would return it; 0 for another
-    user's process."""
+    user's process.
+    """
 
     pid: int
     name: str

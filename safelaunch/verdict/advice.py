@@ -10,13 +10,13 @@ from functools import cached_property
 
 from safelaunch.model import Launched, NextStep, RankEvidence
 from safelaunch.model.entries import Entries
+from safelaunch.stacks import calls, failures
+from safelaunch.stacks import frames as fr
 from safelaunch.verdict.causes import CAUSES, Advice
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.exits import aborted_in, failure_of_rank, has_lost_a_peer, is_timeout
 from safelaunch.verdict.findings import Finding
 from safelaunch.verdict.rank_state import Facts, view_of
-from safelaunch.verdict.reading import calls, failures
-from safelaunch.verdict.reading import frames as fr
 
 # The same call on other ranks is part of training.
 _TRAINING: frozenset[calls.Purpose] = frozenset(
@@ -188,7 +188,8 @@ _NUMBER_OF_NODE = re.compile(r"(?<!\S)(--(?:node|machine)[-_]r\w*[= ])\d+(?!\S)"
 
 def again(launched: Launched, preset: str = "", options: Sequence[str] = ()) -> str:
     """The user's own command, with one preset and ``options`` more; empty where it is not known, or holds what was a
-    secret."""
+    secret.
+    """
     typed = launched.typed
     if not typed or any("[redacted" in word or not word.isprintable() for word in typed):
         return ""

@@ -11,12 +11,12 @@ import msgspec
 
 from safelaunch.model import Allocations, Claim, DeviceMemory, RankEvidence
 from safelaunch.model.words import size as words
+from safelaunch.stacks import frames as fr
+from safelaunch.stacks.failures import Shortage, shortage
 from safelaunch.verdict.causes import GPU_FRAGMENTED, GPU_FULL, GPU_OF_TWO_RANKS, GPU_SHARED, GPU_UNSHARDED, Advice
 from safelaunch.verdict.collectives import DEFAULT_GROUPS, label_of
 from safelaunch.verdict.findings import Annotation, Finding, ranks_word
 from safelaunch.verdict.rank_state import Facts
-from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.failures import Shortage, shortage
 from safelaunch.verdict.waits import Case
 
 MOST_RANKS, MOST_GROUPS = 4, 6
@@ -24,7 +24,8 @@ MOST_RANKS, MOST_GROUPS = 4, 6
 
 def belonging(case: Case, finding: Finding) -> Iterator[Annotation]:
     """The groups and the GPUs of the ranks at fault. Where these are all ranks of one group, and no others, a sentence
-    says so: what that group alone does is then where to look."""
+    says so: what that group alone does is then where to look.
+    """
     named = sorted({one.rank for one in finding.culprits})
     claims = tuple(claim for rank in named[:MOST_RANKS] for claim in _claims(case, rank))
     whole = _groups(case, named[0]).get(tuple(named)) if len(named) > 1 else None

@@ -16,8 +16,8 @@ from safelaunch.settings.presets import version_matches
 from safelaunch.verdict.doubts import confidence_of
 
 if TYPE_CHECKING:
+    from safelaunch.stacks.failures import Kind
     from safelaunch.verdict.advice import Scene
-    from safelaunch.verdict.reading.failures import Kind
 
 
 @dataclass(frozen=True, eq=False)

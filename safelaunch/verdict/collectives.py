@@ -17,6 +17,7 @@ from msgspec import structs
 
 from safelaunch.model import Collective, FlightRecord, RankEvidence
 from safelaunch.model.entries import Entries, Same
+from safelaunch.stacks.frames import Stack, stack_of
 from safelaunch.verdict.comparable import (
     OPEN,
     Block,
@@ -27,7 +28,6 @@ from safelaunch.verdict.comparable import (
     program_of,
     windows_of,
 )
-from safelaunch.verdict.reading.frames import Stack, stack_of
 
 Signature = tuple[object, ...]
 Sizes = tuple[tuple[int, ...], ...]
@@ -54,7 +54,8 @@ _NOTHING = Entries.of(())
 
 def label_of(entry: Collective) -> str:
     """What people call the entry's group: the description that its maker gave it, as a DeviceMesh does; else its
-    name."""
+    name.
+    """
     given = entry.description if entry.description not in ("", "undefined", *DEFAULT_GROUPS) else ""
     return given or f"'{entry.group}'"
 
@@ -248,7 +249,8 @@ class Alignment:
 
     def pending(self, rank: int) -> list[Collective]:
         """What the rank has entered and not completed: of each thread the oldest in each group, as a backend works in
-        order."""
+        order.
+        """
         return self._pending.get(rank, [])
 
     def unended(self, rank: int) -> Collective | None:

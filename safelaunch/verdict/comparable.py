@@ -30,7 +30,7 @@ from msgspec import structs
 
 from safelaunch.model import UNKNOWN_SIZES, Collective, FlightRecord, GroupStatus, format_ranks
 from safelaunch.model.entries import Entries, Kinds, packed
-from safelaunch.verdict.reading.frames import Stack
+from safelaunch.stacks.frames import Stack
 
 OPEN = "open"  # the state of what stands in a group that the rank has not ended: nothing of it is launched
 

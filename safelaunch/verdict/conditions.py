@@ -13,12 +13,9 @@ from functools import cached_property
 from msgspec import structs
 
 from safelaunch.model import Claim, Frame, OtherEnd, ProcessEvidence, RankEvidence, StackSample, Thread
-from safelaunch.verdict import causes
-from safelaunch.verdict.causes import Advice
-from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.reading import calls
-from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.innermost import (
+from safelaunch.stacks import calls
+from safelaunch.stacks import frames as fr
+from safelaunch.stacks.innermost import (
     LockHeld,
     LockTaken,
     Poll,
@@ -28,8 +25,11 @@ from safelaunch.verdict.reading.innermost import (
     poll_at,
     store_key_at,
 )
-from safelaunch.verdict.reading.kernel import POLL_S, KernelWait, kernel_wait, polled_lock, wait_words
-from safelaunch.verdict.reading.source import NO_SOURCE, ReadSource
+from safelaunch.stacks.kernel import POLL_S, KernelWait, kernel_wait, polled_lock, wait_words
+from safelaunch.stacks.source import NO_SOURCE, ReadSource
+from safelaunch.verdict import causes
+from safelaunch.verdict.causes import Advice
+from safelaunch.verdict.doubts import Doubt
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Iterator
 import msgspec
 
 from safelaunch.model import Evidence, FirstWord, Place, Verdict, format_ranks
+from safelaunch.stacks import frames as fr
+from safelaunch.stacks.source import ReadSource
 from safelaunch.verdict import remarks
 from safelaunch.verdict.advice import advise
 from safelaunch.verdict.belonging import belonging, gpu_memory, with_group_names
@@ -37,8 +39,6 @@ from safelaunch.verdict.findings import (
 from safelaunch.verdict.guarding import guards, parted
 from safelaunch.verdict.proof import Examined, examine
 from safelaunch.verdict.rank_state import Facts, view_of
-from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.source import ReadSource
 from safelaunch.verdict.remarks import with_gpus, with_loops_left, with_repeats
 from safelaunch.verdict.rules import KINDS
 from safelaunch.verdict.rules_live import WRONG_RESULTS, has_no_steps, with_the_time_without_a_step

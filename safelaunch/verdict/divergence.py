@@ -22,9 +22,9 @@ from operator import eq, ne
 from typing import Literal
 
 from safelaunch.model import Collective, Frame
+from safelaunch.stacks.frames import Stack
 from safelaunch.verdict.collectives import Alignment, Mismatch, first_mismatch, fits, sides_of, signature, vote
 from safelaunch.verdict.comparable import Column, Numbering, Window, first_difference
-from safelaunch.verdict.reading.frames import Stack
 
 _TWICE = 2  # as long as the shift itself, a stretch agrees where both sides repeat one call
 MOST_CALLS = 64  # more or fewer than the peers, in one place: an evaluation over a sharded model makes a few dozen

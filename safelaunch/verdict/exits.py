@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from msgspec import structs
 
 from safelaunch.model import Claim, EarlierException, Evidence, Frame, NcclLog, RankEvidence, RankException
+from safelaunch.stacks import calls, failures, tracebacks
+from safelaunch.stacks import frames as fr
 from safelaunch.verdict import causes
 from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.conditions import Condition, View
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.reading import calls, failures, tracebacks
-from safelaunch.verdict.reading import frames as fr
 
 GONE_CAUSES = (*causes.FAILURES, "uneven-batches")
 

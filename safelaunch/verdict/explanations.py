@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from safelaunch.model import CaughtException, Claim, Frame
+from safelaunch.stacks import frames as fr
+from safelaunch.stacks.parting import Left, left_by
+from safelaunch.stacks.tracebacks import lines_of
 from safelaunch.verdict.causes import BROKEN_OFF, DRAWN, FAILURES, LEFT_OUT, UNUSUAL_GROUP, WRONG_GROUP, Advice
 from safelaunch.verdict.collectives import Mismatch
 from safelaunch.verdict.conditions import record_claim
@@ -32,9 +35,6 @@ from safelaunch.verdict.findings import (
     waits_words,
 )
 from safelaunch.verdict.rank_state import Facts, user_stack_of
-from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.parting import Left, left_by
-from safelaunch.verdict.reading.tracebacks import lines_of
 from safelaunch.verdict.waits import Case, Waiters
 
 # Findings that say who is behind or went another way, and not why.

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from safelaunch.model import Claim, Culprit, Frame, NodeAtFault, rank_words
+from safelaunch.stacks.guards import Guard
 from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.collectives import sides_of
 from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.doubts import Doubt, levels_of
 from safelaunch.verdict.rank_state import Facts, RankFacts
-from safelaunch.verdict.reading.guards import Guard
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,8 @@ def by_place(words: Mapping[int, P]) -> list[tuple[P, list[int]]]:
 
 def apart(facts: Facts, words: Mapping[int, str], limit: int = 3) -> str:
     """``rank 0 waits in all_gather at train.py:41 while ranks 1-3 wait in all_reduce at train.py:9``; three or more
-    places as a list."""
+    places as a list.
+    """
     places = by_place(words)
     parts = [f"{ranks_wait(facts, ranks)} in {place}" for place, ranks in places[:2]]
     if len(places) < 3:

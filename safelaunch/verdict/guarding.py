@@ -14,16 +14,16 @@ from math import comb
 
 from safelaunch.model import Claim, Frame
 from safelaunch.model.entries import Entries
+from safelaunch.stacks import frames as fr
+from safelaunch.stacks.guards import Guard, Whereabouts, guards_of, way_to
+from safelaunch.stacks.parting import Parting, loop_of_both, parting, ways_around
+from safelaunch.stacks.source import Loop, loops_at, names_called_at
 from safelaunch.verdict import causes
 from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.collectives import signature
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Branch, Finding, by_place, capital, ranks_do, ranks_word
 from safelaunch.verdict.rank_state import Facts, user_stack_of
-from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.guards import Guard, Whereabouts, guards_of, way_to
-from safelaunch.verdict.reading.parting import Parting, loop_of_both, parting, ways_around
-from safelaunch.verdict.reading.source import Loop, loops_at, names_called_at
 from safelaunch.verdict.remarks import says_why
 
 # Findings that say who went another way than its peers, and not why.

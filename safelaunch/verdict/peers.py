@@ -13,14 +13,14 @@ import re
 from dataclasses import dataclass, replace
 
 from safelaunch.model import Claim, Collective, Frame, Posted, RankEvidence
+from safelaunch.stacks import calls
+from safelaunch.stacks import frames as fr
+from safelaunch.stacks.innermost import calls_method
 from safelaunch.verdict.collectives import Alignment, Signature, described, number_of, op_name, signature
 from safelaunch.verdict.conditions import Condition, View, record_claim
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.exits import kernel_claim
 from safelaunch.verdict.processes import Inside
-from safelaunch.verdict.reading import calls
-from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.innermost import calls_method
 
 Place = tuple[str, str]  # file and function
 
@@ -150,7 +150,8 @@ def _quiet_wait(view: View, pending: list[Collective], alignment: Alignment) -> 
 
 def _calls_wait(view: View) -> bool:
     """Where its line, or one of torch.distributed's, calls ``wait()`` and rests in it without a Python frame, that is
-    c10d's: those of the standard library have frames."""
+    c10d's: those of the standard library have frames.
+    """
     inner = line_before_c10d(view)
     return inner is not None and calls_method(inner, "wait", view.read_source)
 

@@ -14,16 +14,16 @@ from functools import cached_property
 from msgspec import structs
 
 from safelaunch.model import Claim, ProcessEvidence
+from safelaunch.stacks import calls
+from safelaunch.stacks import frames as fr
+from safelaunch.stacks.innermost import LockHeld
+from safelaunch.stacks.kernel import wait_words
 from safelaunch.verdict import causes
 from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.conditions import Condition, View, thread_condition
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.exits import signal_name
 from safelaunch.verdict.graph import Edge, Graph, Kind, Node
-from safelaunch.verdict.reading import calls
-from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.innermost import LockHeld
-from safelaunch.verdict.reading.kernel import wait_words
 
 _HELPERS = ("resource tracker", "forkserver")  # roles, as capture/proc.py tells them
 _CANNOT_RUN = ("stopped", "dead", "disk")
@@ -417,7 +417,8 @@ class Inside:
 
 def _of_several(own: Condition, others: Sequence[tuple[View, Condition]]) -> Condition:
     """A thread that waits for the end of one of ``others``, of which nothing tells it: a deadlock only where these wait
-    for locks, else what they all do, if that is one thing."""
+    for locks, else what they all do, if that is one thing.
+    """
     told = [f"thread {other.name} {does.reason}" for other, does in others]
     for_good = all(does.for_good for _, does in others)
     if all(does.lock is not None and does.lock.on == "lock" for _, does in others):
@@ -507,7 +508,8 @@ _TRAINING = tuple(f"/torch/{part}" for part in ("distributed/", "autograd/", "nn
 
 def may_train_elsewhere(view: View) -> bool:
     """Whether another thread than the main one may be the one that trains, or computes: then where the main thread
-    rests says little."""
+    rests says little.
+    """
     others = (frame for thread in view.threads if thread is not view.thread for frame in fr.python_frames(thread))
     if any(part in fr.normal(frame.file) for frame in others for part in _TRAINING):
         return True

@@ -28,14 +28,14 @@ from safelaunch.model import (
     ThreadState,
     rank_words,
 )
+from safelaunch.stacks import calls
+from safelaunch.stacks import frames as fr
+from safelaunch.stacks.innermost import is_given_by
+from safelaunch.stacks.source import ReadSource
 from safelaunch.verdict.collectives import described, number_of, op_name, signature
 from safelaunch.verdict.conditions import View
 from safelaunch.verdict.graph import Need, Node, stuck
 from safelaunch.verdict.peers import PeerWait, line_before_c10d, peer_wait
-from safelaunch.verdict.reading import calls
-from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.innermost import is_given_by
-from safelaunch.verdict.reading.source import ReadSource
 from safelaunch.verdict.waits import Case
 
 MOST_EDGES = 24
@@ -72,7 +72,8 @@ _OF_STORES_S = (300.0, 600.0)  # those of a store's: its own, or that of NCCL's 
 @dataclass(frozen=True)
 class _Actor:
     """A thread of a process of a rank; ``tid`` 0: of a process that runs no Python, its first; ``OTHERS``: all native
-    threads of which nothing is known."""
+    threads of which nothing is known.
+    """
 
     rank: int
     pid: int
@@ -151,7 +152,8 @@ class _Torch:
 @dataclass(frozen=True)
 class _Process:
     """``views``: of its threads that run Python, the main one first; of its first thread alone where none does. Those
-    that run the beacon alone are left out: they release nothing and call nothing."""
+    that run the beacon alone are left out: they release nothing and call nothing.
+    """
 
     rank: int
     evidence: ProcessEvidence
@@ -405,7 +407,8 @@ class _Prover:
     @staticmethod
     def _has_own_limit(view: View, *, is_usual: bool) -> bool:
         """Whether the wait ends sooner than by torch's own limit, and the user may go on then. ``is_usual``: torch has
-        one there; in gloo's collectives it counts elsewhere. A limit of the call itself begins anew with each look."""
+        one there; in gloo's collectives it counts elsewhere. A limit of the call itself begins anew with each look.
+        """
         left_s = view.wait.left_s
         if left_s is None or not is_usual:
             return left_s is not None

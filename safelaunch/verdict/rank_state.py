@@ -10,6 +10,9 @@ from typing import TypeVar
 from msgspec import structs
 
 from safelaunch.model import Claim, Collective, Evidence, FileLock, Frame, ProcessEvidence, RankEvidence
+from safelaunch.stacks import calls
+from safelaunch.stacks import frames as fr
+from safelaunch.stacks.source import NO_SOURCE, ReadSource
 from safelaunch.verdict import exits, peers
 from safelaunch.verdict.causes import BY_ITSELF, EXIT_WAITS, FOREIGN_LOCK, LOCK_FILE, OUTLIVES, OWED, STORE_NOT_REACHED
 from safelaunch.verdict.collectives import Alignment, described, number_of, op_name
@@ -18,9 +21,6 @@ from safelaunch.verdict.divergence import Histories
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.peers import PeerWait, begins_at
 from safelaunch.verdict.processes import Inside, may_train_elsewhere
-from safelaunch.verdict.reading import calls
-from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.source import NO_SOURCE, ReadSource
 from safelaunch.verdict.transfers import Transfers
 
 UNKNOWN_OP = "communication"  # where ``work.wait()`` raised, on the user's own line: of what work, no frame tells
@@ -218,7 +218,8 @@ def _never_exited(facts: Facts, one: RankFacts, raised: Condition) -> RankFacts 
 
 def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition:
     """``filelock`` closes the file between its attempts, so the kernel tells only who holds one: where that is one
-    other rank's process alone, it is what is waited for."""
+    other rank's process alone, it is what is waited for.
+    """
     view = view_of(one.evidence)
     library = view is not None and calls.FILE_LOCK.on(view.stack.called)
     sqlite = view is not None and view.native(calls.SLEEPS) == "sqlite"

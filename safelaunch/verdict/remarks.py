@@ -14,18 +14,18 @@ from itertools import takewhile
 import msgspec
 
 from safelaunch.model import Claim, Culprit, Evidence, Frame, HandledException, RankEvidence, Verdict
+from safelaunch.stacks import calls, tracebacks
+from safelaunch.stacks import frames as fr
+from safelaunch.stacks import source as src
+from safelaunch.stacks.frames import short
+from safelaunch.stacks.guards import names_at
+from safelaunch.stacks.source import ReadSource, handler_of, runs_aside
 from safelaunch.verdict.causes import ASIDE, DETAIL_CRASH, HANDLES, ITERABLE
 from safelaunch.verdict.collectives import sides_of
 from safelaunch.verdict.exits import kernel_claim, one_line
 from safelaunch.verdict.findings import Annotation, Finding, by_place, capital, ranks_do, ranks_word
 from safelaunch.verdict.peers import Place, begins_at
 from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
-from safelaunch.verdict.reading import calls, tracebacks
-from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading import source as src
-from safelaunch.verdict.reading.frames import short
-from safelaunch.verdict.reading.guards import names_at
-from safelaunch.verdict.reading.source import ReadSource, handler_of, runs_aside
 from safelaunch.verdict.rules_live import INCONSISTENT, WRONG_RESULTS
 
 _MOST_SIDES = 3

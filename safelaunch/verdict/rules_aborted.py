@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import dropwhile
 
 from safelaunch.model import Claim, RankEvidence
+from safelaunch.stacks import calls, failures
+from safelaunch.stacks import frames as fr
 from safelaunch.verdict.causes import FAILURES, SIZES_DIFFER, UNUSUAL_GROUP
 from safelaunch.verdict.collectives import Mismatch, sides_of, vote
 from safelaunch.verdict.doubts import Doubt
@@ -27,8 +29,6 @@ from safelaunch.verdict.findings import (
 )
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.rank_state import Facts, RankFacts, user_stack_of, view_of
-from safelaunch.verdict.reading import calls, failures
-from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.rules_mismatch import Call, Meeting, by_a_break, by_the_source, of_record
 
 

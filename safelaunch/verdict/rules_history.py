@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from safelaunch.model import Claim, Collective, Frame
+from safelaunch.stacks import calls
+from safelaunch.stacks import frames as fr
 from safelaunch.verdict import causes
 from safelaunch.verdict.collectives import describe, number_of, op_name
 from safelaunch.verdict.conditions import record_claim
@@ -28,8 +30,6 @@ from safelaunch.verdict.findings import (
     waiting_culprits,
 )
 from safelaunch.verdict.rank_state import Facts, user_stack_of
-from safelaunch.verdict.reading import calls
-from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.remarks import is_aside
 from safelaunch.verdict.waits import Case, same_op
 
@@ -79,7 +79,8 @@ def called_past_the_end(case: Case) -> Ruling:
 
 def _ended_and_waiting(case: Case) -> tuple[list[int], list[int]]:
     """The members of a group that have ended as scripts do, and those that wait in its calls; empty where these are
-    more, or other ranks do something of their own."""
+    more, or other ranks do something of their own.
+    """
     own = conditions(case)
     if any(one.cause != "uneven-batches" or causes.EXIT_CALLED in one.advice for one in own.values()):
         return [], []
@@ -331,7 +332,8 @@ def skipped(
 
 def _unusual_calls(case: Case, *, new: bool) -> dict[int, Collective]:
     """rank → the call that it had always made where it waits in another: one that it has never made before, or that it
-    has."""
+    has.
+    """
     groups = case.waits.groups_of_circle
     habits = {rank: case.histories.usual_instead(rank, call, groups) for rank, call in _calls_waited_in(case).items()}
     found = {rank: habit for rank, habit in habits.items() if habit is not None}

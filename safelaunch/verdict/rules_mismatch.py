@@ -9,6 +9,10 @@ from typing import Literal
 from msgspec import structs
 
 from safelaunch.model import Claim, Culprit, Frame
+from safelaunch.stacks import frames as fr
+from safelaunch.stacks.failures import Fingerprint, fingerprints
+from safelaunch.stacks.parting import loop_left, loop_returned_from, ways_around
+from safelaunch.stacks.source import Loop, loops_at
 from safelaunch.verdict.causes import BROKEN_OFF, LEFT_OUT, SIZES_DIFFER, UNUSED_PARAMETERS, Advice
 from safelaunch.verdict.collectives import (
     Mismatch,
@@ -39,10 +43,6 @@ from safelaunch.verdict.findings import (
 )
 from safelaunch.verdict.guarding import branches
 from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
-from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.failures import Fingerprint, fingerprints
-from safelaunch.verdict.reading.parting import loop_left, loop_returned_from, ways_around
-from safelaunch.verdict.reading.source import Loop, loops_at
 from safelaunch.verdict.remarks import is_aside, is_interrupted
 from safelaunch.verdict.rules_history import of_role, shifted
 from safelaunch.verdict.waits import Case, same_op

@@ -6,6 +6,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from safelaunch.model import Claim
+from safelaunch.stacks import calls
+from safelaunch.stacks import frames as fr
+from safelaunch.stacks.guards import way_to
+from safelaunch.stacks.kernel import kind_of, thread_samples
 from safelaunch.verdict.causes import FAILURES, LAUNCHER, STORE_NOT_REACHED
 from safelaunch.verdict.collectives import sides_of
 from safelaunch.verdict.conditions import Condition, View
@@ -39,10 +43,6 @@ from safelaunch.verdict.findings import (
 )
 from safelaunch.verdict.guarding import guard_of, is_scattered
 from safelaunch.verdict.rank_state import UNKNOWN_OP, Facts, RankFacts, view_of
-from safelaunch.verdict.reading import calls
-from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.guards import way_to
-from safelaunch.verdict.reading.kernel import kind_of, thread_samples
 from safelaunch.verdict.waits import Case
 
 CLOCKS_S = 2.0

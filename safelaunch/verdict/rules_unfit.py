@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from safelaunch.model import Claim, Collective, Frame
+from safelaunch.stacks import calls
+from safelaunch.stacks import frames as fr
 from safelaunch.verdict.causes import GROUPS_MADE, RACE, ROOTS_DIFFER
 from safelaunch.verdict.collectives import Alignment, number_of, op_name, sides_of, vote
 from safelaunch.verdict.conditions import record_claim
@@ -28,8 +30,6 @@ from safelaunch.verdict.findings import (
 )
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.rank_state import Facts, RankFacts, view_of
-from safelaunch.verdict.reading import calls
-from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.transfers import Transfer, roots, unequal_exchange
 from safelaunch.verdict.waits import Case
 

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from safelaunch.model import Claim, Collective
+from safelaunch.stacks import calls
+from safelaunch.stacks import frames as fr
 from safelaunch.verdict.causes import LOCK, LOCKED_INIT, OWN_LOOP, PEERS_DIFFER, TAGS_DIFFER, Advice
 from safelaunch.verdict.collectives import described, mismatch_at, op_name
 from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
@@ -32,8 +34,6 @@ from safelaunch.verdict.findings import (
 )
 from safelaunch.verdict.graph import Kind
 from safelaunch.verdict.rank_state import view_of
-from safelaunch.verdict.reading import calls
-from safelaunch.verdict.reading import frames as fr
 from safelaunch.verdict.rules_history import skipped
 from safelaunch.verdict.waits import Case, Holder, Waiters, ranks_in
 
@@ -284,7 +284,8 @@ def waits_outside_collectives(case: Case) -> Ruling:
 
 def _server_of(case: Case, rank: int) -> tuple[str, Claim, frozenset[Advice]] | None:
     """The part of a rank that answers others, where the rank itself keeps it from that: a thread that waits for a lock,
-    or for peers, or the event loop on whose thread the rank waits. In words, and what shows that."""
+    or for peers, or the event loop on whose thread the rank waits. In words, and what shows that.
+    """
     view = view_of(case.ranks[rank].evidence, case.read_source)
     if view is None:
         return None

@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from safelaunch.model import Frame
+from safelaunch.stacks import calls
+from safelaunch.stacks import frames as fr
+from safelaunch.stacks.guards import Guard, guards_of, way_to
 from safelaunch.verdict.collectives import fits, sides_of, signature
 from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.graph import Edge, Graph, Kind, Node
@@ -21,9 +24,6 @@ from safelaunch.verdict.guarding import whereabouts
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.processes import Inside
 from safelaunch.verdict.rank_state import Facts, child_views, user_stack_of, view_of
-from safelaunch.verdict.reading import calls
-from safelaunch.verdict.reading import frames as fr
-from safelaunch.verdict.reading.guards import Guard, guards_of, way_to
 
 Key = tuple[Hashable, ...]
 
@@ -33,7 +33,8 @@ class Holder:
     """Whom a rank waits for: another one, or a ``child`` process (a pid) of its. ``condition``: what that does by its
     own doing, if anything; None where it waits for peers in turn. ``kind``: it has a file locked, the other end of a
     connection, alone does not poll for what the others look for, or alone sets the key, or makes the file, that they
-    wait for, at ``site``. ``words`` say why, of the last two."""
+    wait for, at ``site``. ``words`` say why, of the last two.
+    """
 
     rank: int
     condition: Condition | None
@@ -55,7 +56,8 @@ class Waiters:
 @dataclass(frozen=True)
 class Waits:
     """``nodes``: in the graph, of the ranks that wait for peers; ``classes``: by these. ``held_by``: rank → whom it
-    waits for outside of calls, where that is not the rank itself."""
+    waits for outside of calls, where that is not the rank itself.
+    """
 
     nodes: Mapping[int, Key]
     classes: Mapping[Key, Waiters]
@@ -130,7 +132,8 @@ def _class_of(facts: Facts, ranks: tuple[int, ...]) -> Waiters:
 
 def _holders(facts: Facts) -> Iterator[tuple[int, Holder]]:
     """Of the ranks that wait for a file lock or at a connection: the process that the kernel names, where it is another
-    rank's. Of those that poll: the one rank that the source keeps from there."""
+    rank's. Of those that poll: the one rank that the source keeps from there.
+    """
     places: dict[fr.Spot, set[int]] = {}
     for rank, one in facts.ranks.items():
         if one.condition is not None and one.condition.frame is not None:
@@ -278,7 +281,8 @@ def _has_entered(facts: Facts, rank: int, wait: PeerWait, group: str, seq: int) 
 
 def _same_call(facts: Facts, rank: int, wait: PeerWait) -> bool:
     """``rank`` waits in the same function. Where stacks are all there is for both, in the same line, too: only a
-    Flight Recorder could tell that different lines meet."""
+    Flight Recorder could tell that different lines meet.
+    """
     other = facts.waiting.get(rank)
     if other is None or other.kind != wait.kind or not same_op(other.op, wait.op):
         return False

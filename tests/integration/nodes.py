@@ -13,8 +13,8 @@ from jobs import PROGRAMS, Job
 
 from safelaunch.leases import ports
 from safelaunch.supervise.cluster.messages import Codec, Page
+from safelaunch.supervise.cluster.rendezvous import _prefix
 from safelaunch.supervise.cluster.store import Address, Store
-from safelaunch.supervise.cluster.where import _prefix
 
 ENV = {"GLOO_SOCKET_IFNAME": "lo"}
 

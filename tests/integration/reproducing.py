@@ -14,13 +14,13 @@ from pathlib import Path
 import zoo
 from jobs import Job
 
+from safelaunch.addons.reproduce import LOST, Hang, Reproduction, Wish, compared, reproduction_of
+from safelaunch.addons.reproduce.program import ABORTS
+from safelaunch.addons.reproduce.text import NO_SENDS
 from safelaunch.bundle.reading import locate
 from safelaunch.capture import user_source
 from safelaunch.capture.flight_dump import to_json
 from safelaunch.model import Evidence
-from safelaunch.reproduce import LOST, Hang, Reproduction, Wish, compared, reproduction_of
-from safelaunch.reproduce.program import ABORTS
-from safelaunch.reproduce.text import NO_SENDS
 
 # The zoo's classes in which ranks wait for each other, and those in which one stands by itself, of each kind one.
 CLASSES = (

@@ -16,9 +16,9 @@ import pytest
 import stub
 from crowd import PROGRAM, Crowd, may_be_two_users
 
+from safelaunch.addons.sweep.jobs import Job
+from safelaunch.addons.sweep.pool import Gpus
 from safelaunch.leases.store import Store
-from safelaunch.sweep.jobs import Job
-from safelaunch.sweep.pool import Gpus
 
 pytestmark = pytest.mark.torch
 AS_A_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}

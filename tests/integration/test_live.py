@@ -21,7 +21,7 @@ from stub import GIB
 from safelaunch.capture.pages import Roster
 from safelaunch.job.paths import RunPaths
 from safelaunch.supervise import pollers
-from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.progress import Watch
 from safelaunch.supervise.watch.stall import Policy
 
 pytestmark = pytest.mark.torch

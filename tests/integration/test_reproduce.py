@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import reproducing
 
-from safelaunch.reproduce import Wish
+from safelaunch.addons.reproduce import Wish
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))

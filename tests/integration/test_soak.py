@@ -60,7 +60,8 @@ def test_a_server_that_nobody_calls_is_not_ended(tmp_path: Path) -> None:
 
 def test_the_evidence_is_taken_before_the_process_groups_time_out(tmp_path: Path) -> None:
     """The default floor of 60 s would come too late for a timeout of 36 s. What gloo raises then the script might
-    handle, so torch ends the job, and the verdict is on the hang."""
+    handle, so torch ends the job, and the verdict is on the hang.
+    """
     mine = ["--how=steady", "--freeze=sleep", "--after=60", "--culprit=1", "--timeout=36", f"--scratch={tmp_path}"]
     with Job(["--nproc-per-node=2", soak.SCRIPT, *mine], tmp_path) as job:
         result = job.wait()

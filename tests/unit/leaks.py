@@ -22,7 +22,6 @@ from unittest.mock import patch
 from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
 from safelaunch.beacon import caught_exceptions, layout, output
-from safelaunch.bundle import onbundle
 from safelaunch.capture import collect, node
 from safelaunch.capture.flight_dump import parse_pickle
 from safelaunch.capture.flight_recorder import FlightCapture
@@ -31,6 +30,7 @@ from safelaunch.capture.result import Result
 from safelaunch.model import EarlyLook, Frame, GilTest, ProcessState, Progress, StackSample, Thread, ThreadState
 from safelaunch.report import report
 from safelaunch.supervise import collecting, publishing
+from safelaunch.supervise import hooks as onbundle
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.kinds import HANG
 from safelaunch.supervise.looks import Looks

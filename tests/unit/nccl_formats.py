@@ -319,7 +319,8 @@ class Pending(Recorder):
 
 class TorchComms(Recorder):
     """As torchcomms writes it: one number for all calls of a rank, from 0 on, whatever their group; sends are no
-    different from collectives, except by name."""
+    different from collectives, except by name.
+    """
 
     def __init__(self, rank: int, groups: Mapping[str, Sequence[int]]) -> None:
         super().__init__(rank, groups, Format("torchcomms", "2.10", threads=True), timing=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from safelaunch.addons.record.recording import Numbers, ProcessRecord, RankRecord, Recording, ThreadRecord, decode
 from safelaunch.model import Frame
-from safelaunch.model.recording import Numbers, ProcessRecord, RankRecord, Recording, ThreadRecord, decode
 
 DATA = Path(__file__).parents[1] / "data" / "recordings"
 TORCH = "/venv/lib/python3.11/site-packages/torch"

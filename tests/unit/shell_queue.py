@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from safelaunch.sweep.engine import Listed, Meaning, Work
+from safelaunch.addons.sweep.engine import Listed, Meaning, Work
 
 
 class Queue:

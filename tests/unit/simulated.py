@@ -313,7 +313,8 @@ class Job:
 
     def play(self, rng: random.Random, steps: int = 1000, slow: frozenset[str] = frozenset()) -> Job:
         """Makes so many random moves, at most. ``slow``: what ends last: calls (``end``, ``pass``), sleeps (``wake``);
-        where nothing else is left, the job is left so as often as not."""
+        where nothing else is left, the job is left so as often as not.
+        """
         for _ in range(steps):
             moves = self.moves()
             quick = [move for move in moves if self._kind(move) not in slow]
@@ -350,7 +351,8 @@ def line_of(actor: Actor) -> int:
 class Sight:
     """What the look sees. ``unrecorded``: ranks without a Flight Recorder. ``arguments``: ranks whose calls show whom
     they name. ``futexes``: ranks on which it is seen whose futex a thread rests in, if that isn't a lock of Python's.
-    ``lines``: entries have frames. ``silent``: ranks whose beacon does not answer."""
+    ``lines``: entries have frames. ``silent``: ranks whose beacon does not answer.
+    """
 
     unrecorded: frozenset[int] = frozenset()
     arguments: frozenset[int] = frozenset(range(99))

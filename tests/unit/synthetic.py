@@ -25,7 +25,8 @@ MODULE_LINE = 100
 @dataclass(frozen=True)
 class Call:
     """One collective as a rank's program makes it, or a send or receive (``peer``: rank in the group); ``line`` of the
-    user's script."""
+    user's script.
+    """
 
     group: str
     op: str

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 import safelaunch
+from safelaunch.addons.embed.launching import words_of
+from safelaunch.addons.record import command as record
+from safelaunch.addons.sweep import command as colaunch
 from safelaunch.beacon import marks
 from safelaunch.beacon.durations import seconds_of
-from safelaunch.cli import colaunch, record
-from safelaunch.cli.api.launching import words_of
 from safelaunch.settings.config import resolve
 from safelaunch.settings.options import Settings
 

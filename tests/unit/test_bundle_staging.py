@@ -20,8 +20,6 @@ import pytest
 from waiting import until
 
 from safelaunch.bundle import copier
-from safelaunch.bundle.onbundle import Notifier, variables, variables_of_look
-from safelaunch.bundle.onbundle import run as run_command
 from safelaunch.bundle.staging import (
     Keeping,
     Owner,
@@ -34,6 +32,8 @@ from safelaunch.bundle.staging import (
     publish,
 )
 from safelaunch.model import Artifact, Culprit, EarlyLook, Place, Verdict
+from safelaunch.supervise.hooks import Notifier, variables, variables_of_look
+from safelaunch.supervise.hooks import run as run_command
 from safelaunch.system.redaction.redactor import Redactor
 
 # --- assembling, publishing and keeping bundles: whole or not at all, private, and nothing else is ever touched -------

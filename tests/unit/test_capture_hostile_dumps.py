@@ -1,5 +1,6 @@
 """Flight Recorder dumps made by somebody who wants the reader to fall: any value in any field, and what grows when it
-is read, hashed, compared or shown."""
+is read, hashed, compared or shown.
+"""
 
 from __future__ import annotations
 

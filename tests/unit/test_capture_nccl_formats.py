@@ -843,7 +843,8 @@ TENSOR = ("tp0", "tp1", "tp2", "tp3")
 
 def _of_pairs(stuck: Sequence[int], missing: Sequence[int]) -> list[Recorder]:
     """Four pairs of ranks, and everybody. ``stuck``: their devices don't end what their partners' have ended;
-    ``missing``: they make no call after what all have ended. Without timing, as is usual."""
+    ``missing``: they make no call after what all have ended. Without timing, as is usual.
+    """
     groups = {"0": range(8), **{name: (2 * at, 2 * at + 1) for at, name in enumerate(TENSOR)}}
     found = [Pending(rank, groups, timing=False) for rank in range(8)]
     for one in found:

@@ -36,7 +36,7 @@ def test_without_a_dependency_a_job_runs_as_under_plain_torchrun(
     script.touch()
     ran: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda path, argv: ran.append(argv))
-    monkeypatch.delitem(sys.modules, "safelaunch.supervise.session", raising=False)
+    monkeypatch.delitem(sys.modules, "safelaunch.supervise.run", raising=False)
     monkeypatch.delitem(sys.modules, "safelaunch.cli.run", raising=False)
     monkeypatch.setitem(sys.modules, "safelaunch.cli.run", None)
     cli.main(["--stall-timeout=5", "--nproc-per-node=2", "--preset", "hang-debug", str(script), "--preset", "mine"])

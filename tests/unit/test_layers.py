@@ -18,14 +18,15 @@ import safelaunch
 
 PACKAGE = Path(safelaunch.__file__).parent
 
-# The floors of the house, the lowest first. A module may import from lower floors, from packages of its floor that are
-# listed before its own, and from its own.
+# The floors, lowest first. A module may import from lower floors, from packages of its floor that are listed before its
+# own, and from its own. ``addons`` is the interface to the add-ons, which stand above the core.
 FLOORS = (
     (
         ("beacon", "what runs inside the ranks and the torchrun agent, and the probes"),
         ("safelaunch", "the public package: version, step(), phase(), pause(); the names of the API"),
     ),
     (
+        ("addons", "the interface between the core and its add-ons"),
         ("system", "processes, NVML, the console, threads, deadlines, errors, secrets"),
         ("model", "records that travel between the packages, and the JSON Schemas of documents"),
         ("settings", "options, configuration files, presets"),
@@ -35,25 +36,29 @@ FLOORS = (
         ("leases", "who holds which GPU and port"),
     ),
     (
+        ("stacks", "the vocabulary of frames, calls, system calls and source lines (pure)"),
         ("verdict", "evidence to verdict (pure)"),
         ("capture", "one file per source of evidence"),
         ("report", "what a person reads, of a verdict or of a recording"),
         ("bundle", "assembled privately, published whole, read back"),
     ),
-    (
-        ("supervise", "the loop over one job: stalls, crashes, incidents, nodes, live requests"),
-        ("sweep", "many jobs"),
-        ("reproduce", "recorded calls to a script that hangs in the same way (pure)"),
-    ),
+    (("supervise", "the loop over one job: stalls, crashes, incidents, nodes, live requests"),),
     (
         ("cli", "one file per subcommand, the Python API, the doctor, the demos"),
         ("__main__", "python -m safelaunch"),
+    ),
+    (
+        ("addons.consistency", "compares what must be equal on all ranks while a job runs"),
+        ("addons.embed", "safelaunch.launch"),
+        ("addons.logs", "reads logs and saved stacks as evidence"),
+        ("addons.record", "reports where a running job spends its time"),
+        ("addons.reproduce", "recorded calls to a script that hangs in the same way"),
+        ("addons.sweep", "many jobs"),
     ),
 )
 ORDER = {name: number for number, (name, _) in enumerate(chain.from_iterable(FLOORS))}
 # Parts of packages, in their order: of the package around them, each uses itself and those before it, nothing else.
 PARTS = (
-    "verdict.reading",
     "bundle.reading",
     "supervise.control",
     "supervise.cluster",
@@ -61,23 +66,39 @@ PARTS = (
     "cli.api",
 )
 # Takes values and returns values: no clock, no process, no file, no environment.
-PURE = {"model.*", "verdict.*", "report.*", "reproduce.*", "supervise.watch.*", "job.argv", "leases.choose"}
-PURE |= {f"supervise.cluster.{name}" for name in ("where", "messages", "evidence", "election")}
-PURE |= {f"sweep.{name}" for name in ("jobs", "spec", "sweep", "engine")}
+PURE = {"model.*", "stacks.*", "verdict.*", "report.*", "supervise.watch.*", "job.argv", "leases.choose"}
+PURE |= {f"supervise.cluster.{name}" for name in ("rendezvous", "messages", "evidence", "election")}
+PURE |= {f"addons.sweep.{name}" for name in ("jobs", "spec", "sweep", "engine")}
+PURE |= {f"addons.reproduce.{name}" for name in ("fold", "program", "programs", "recorded", "text")}
+PURE |= {f"addons.record.{name}" for name in ("recording", "report", "shares", "slowness")}
+PURE |= {"addons.consistency.compare"}
 PURE |= {"cli.doctor_rules"}
-READS_THE_CLOCK = {"report.page", "report.recording", "report.report"}
+READS_THE_CLOCK = {"report.page", "addons.record.report", "report.report"}
+# Imports of add-ons by the core that are left; nothing may be added.
+STILL_IMPORT_ADDONS = {
+    ("bundle.reading.guard", "addons.logs.events"),
+    ("bundle.reading.locate", "addons.logs.lines"),
+    ("bundle.reading.locate", "addons.logs.reader"),
+    ("bundle.reading.locate", "addons.logs.stacks"),
+    ("cli.api", "addons.embed.launching"),
+    ("supervise.control.protocol", "addons.record.recording"),
+    ("supervise.live", "addons.record.recording"),
+    ("supervise.live", "addons.record.sampling"),
+    ("supervise.loop", "addons.consistency.monitor"),
+    ("supervise.rounds", "addons.record.recording"),
+}
 IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil"}
 # Scripts that hang on purpose, run as jobs; what torchrun runs; what runs in the job's interpreter.
 NOT_OURS = ("cli/demos/", "job/launcher/", "supervise/cluster/host_store.py")
 # Third-party modules, and where they may be imported at all. Elsewhere they are somebody else's business.
 THIRD_PARTY = {
-    "torch": {"beacon.server", "beacon.rank", "cli.api.launching", "beacon.probes"},
+    "torch": {"beacon.server", "beacon.rank", "addons.embed.launching", "beacon.probes"},
     "yaml": {"settings.yamlfile"},
-    "msgspec": {f"{name}.*" for name in ("model", "system", "capture", "verdict", "report", "bundle")}
-    | {f"{name}.*" for name in ("supervise", "sweep", "reproduce", "cli")}
-    | {"leases.said"},
+    "msgspec": {f"{name}.*" for name in ("model", "system", "capture", "stacks", "verdict", "report", "bundle")}
+    | {f"{name}.*" for name in ("supervise", "cli", "addons")}
+    | {"leases.format"},
     "pynvml": {"leases.inventory", "capture.gpu"},
-    "rich": {"report.report", "cli.*"},
+    "rich": {"report.report", "cli.*", "addons.*"},
     "tomli": {"settings.yamlfile", "settings.config"},
 }
 
@@ -153,7 +174,8 @@ def within(name: str, group: set[str]) -> bool:
 
 
 def top(name: str) -> str:
-    return name.partition(".")[0]
+    """Returns the package of a module; each add-on counts as one."""
+    return ".".join(name.split(".")[: 2 if name.startswith("addons.") else 1])
 
 
 def layer(name: str) -> int:
@@ -171,9 +193,9 @@ def test_the_parser_of_imports_sees_them() -> None:
     assert {
         ("beacon.rank", "beacon.marks"),
         ("settings.yamlfile", "yaml"),
-        ("supervise.watch.job", "supervise.watch.stall"),
+        ("supervise.watch.progress", "supervise.watch.stall"),
     } <= seen
-    assert Import("supervise.session", "supervise.loop", ours=True, late=True) in all_imports()
+    assert Import("supervise.run", "supervise.loop", ours=True, late=True) in all_imports()
     assert len(MODULES) > 50
 
 
@@ -185,12 +207,20 @@ def test_the_arrows_point_down() -> None:
     # The public package names the API for type checkers; at run time it is imported when it is first used.
     named = {("safelaunch", "cli.api"), ("safelaunch", "model.schemas")}
     upward = {(i.by, i.module) for i in all_imports() if i.ours and layer(i.module) > layer(i.by)} - named
-    assert not upward
+    assert not upward - STILL_IMPORT_ADDONS
+
+
+def test_the_core_imports_no_add_on() -> None:
+    users = {
+        (i.by, i.module) for i in all_imports() if i.module.startswith("addons.") and not i.by.startswith("addons.")
+    }
+    assert users == STILL_IMPORT_ADDONS
 
 
 def test_nobody_imports_the_command_line() -> None:
     users = {i.by for i in all_imports() if i.ours and within(i.module, {"cli.*"}) and not within(i.by, {"cli.*"})}
-    assert users == {"__main__", "safelaunch"}, "the latter names the API, as above"
+    core = {name for name in users if not name.startswith("addons.")}
+    assert core == {"__main__", "safelaunch"}, "the latter names the API, as above"
 
 
 def test_a_part_of_a_package_does_not_use_the_package_around_it() -> None:
@@ -259,9 +289,9 @@ def test_no_module_outside_the_beacon_rebinds_a_global() -> None:
 
 
 def test_torch_is_never_imported_by_the_supervisor() -> None:
-    beside = {"beacon.*", "cli.api.launching"}  # in the ranks, and in the process that starts them
+    beside = {"beacon.*", "addons.embed.launching"}  # in the ranks, and in the process that starts them
     assert {i.by for i in all_imports() if i.module == "torch"} <= {n for n in MODULES if within(n, beside)}
-    assert {i.by for i in all_imports() if i.module == "cli.api.launching"} == {"cli.api"}
+    assert {i.by for i in all_imports() if i.module == "addons.embed.launching"} == {"cli.api"}
 
 
 def test_pure_modules_touch_nothing() -> None:
@@ -339,5 +369,8 @@ def test_before_the_job_has_been_started_nothing_heavy_is_imported(tmp_path: Pat
 
 
 def test_unit_tests_are_named_after_the_package_and_module_they_cover() -> None:
-    names = [path.stem.split("_")[1] for path in Path(__file__).parent.glob("test_*.py")]
+    here = Path(__file__).parent
+    names = [path.stem.split("_")[1] for path in here.glob("test_*.py")]
     assert set(names) - {"layers", "scripts"} <= ORDER.keys()
+    of_addons = {(path.parent.name, path.stem.split("_")[1]) for path in here.glob("addons/*/test_*.py")}
+    assert all(folder == name and f"addons.{name}" in ORDER for folder, name in of_addons)

@@ -17,18 +17,18 @@ from test_cli_status import rank, run, run_status
 
 import safelaunch
 from safelaunch import schemas
+from safelaunch.addons.record.report import Recorded
+from safelaunch.addons.record.report import document as record_document
+from safelaunch.addons.record.slowness import verdict_of
+from safelaunch.addons.sweep.jobs import Job, Outcome, Track
+from safelaunch.addons.sweep.runner import document
 from safelaunch.cli import COMMANDS, doctor, dump, gpus, main, status
 from safelaunch.cli.doctor_rules import failed, ok
 from safelaunch.leases.choose import Gpu, GpuProcess
 from safelaunch.leases.holder import Holder, User
 from safelaunch.model import BundlePlace, NodeAtFault
 from safelaunch.report import calls
-from safelaunch.report.recording import Recorded
-from safelaunch.report.recording import document as record_document
-from safelaunch.report.slowness import verdict_of
 from safelaunch.supervise.control.protocol import NodeStatus
-from safelaunch.sweep.jobs import Job, Outcome, Track
-from safelaunch.sweep.runner import document
 from safelaunch.system.console import json_text
 from safelaunch.verdict.rank_state import Facts
 

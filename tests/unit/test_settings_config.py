@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.cli import colaunch, demo, dump
+from safelaunch.addons.sweep import command as colaunch
+from safelaunch.cli import demo, dump
 from safelaunch.settings.config import HOOK_ENV, INTERNAL_ENV, resolve
 from safelaunch.settings.options import (
     BY_FLAG,

@@ -20,8 +20,8 @@ from safelaunch.supervise.cluster import election
 from safelaunch.supervise.cluster import session as sessions
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.messages import NOTHING, Decision, Gathered, Node, Question, ask_round
+from safelaunch.supervise.cluster.rendezvous import Meeting
 from safelaunch.supervise.cluster.store import Address, Store
-from safelaunch.supervise.cluster.where import Meeting
 from safelaunch.supervise.control.protocol import NodeStatus
 
 pytestmark = pytest.mark.torch

@@ -17,13 +17,13 @@ from safelaunch.settings.options import Settings
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.election import SILENT_S
 from safelaunch.supervise.cluster.messages import Node, Page, PeerStatus, Result, Seen
+from safelaunch.supervise.cluster.rendezvous import Meeting
 from safelaunch.supervise.cluster.store import Address
-from safelaunch.supervise.cluster.where import Meeting
 from safelaunch.supervise.control.protocol import NodeStatus
 from safelaunch.supervise.council import SUCCEED_S, Council, Outcome
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.peers import NodeNotices
-from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.progress import Watch
 from safelaunch.supervise.watch.stall import Policy
 
 

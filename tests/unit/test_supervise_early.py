@@ -15,20 +15,21 @@ import pytest
 from evidence import at, behind, in_user, looked_at, rank, with_culprit
 from msgspec.structs import replace
 
-from safelaunch.bundle.onbundle import Notifier
 from safelaunch.capture.flight_recorder import Questions
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.pages import Roster
 from safelaunch.capture.result import Result
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import EarlyLook, FirstWord, Place, StackSample, Thread
-from safelaunch.supervise import answer, collecting, early, respond
+from safelaunch.supervise import collecting, early, respond
+from safelaunch.supervise import judge as answer
 from safelaunch.supervise.early import EarlyLooks, without_the_gil
+from safelaunch.supervise.hooks import Notifier
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.kinds import FIRST_WORD, Kind
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.respond import JobView
-from safelaunch.supervise.watch.job import Watch as RealWatch
+from safelaunch.supervise.watch.progress import Watch as RealWatch
 from safelaunch.supervise.watch.quiet import Spell
 from safelaunch.supervise.watch.stall import Policy, Stall, Status, idle_s
 from safelaunch.supervise.watch.work import Background, Work

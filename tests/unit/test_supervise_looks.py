@@ -21,7 +21,7 @@ from safelaunch.capture.look import Look, ProcessLook, RankLook, Target, evidenc
 from safelaunch.capture.result import Result
 from safelaunch.job.process import ProcessId
 from safelaunch.model import Frame, ProcessState, StackSample
-from safelaunch.supervise.answer import what_was_not_seen
+from safelaunch.supervise.judge import what_was_not_seen
 from safelaunch.supervise.looks import MOST_PATIENCE, Looks, Starvation, _is_unclear, _rested, look_at, with_the_late
 
 

@@ -15,14 +15,14 @@ from dict_store import DictStore
 from msgspec.structs import replace
 from test_supervise_cluster_channel import until
 
+from safelaunch.addons.record.recording import RankRecord, Recording
 from safelaunch.model import BundlePlace, Evidence, Frame, Progress, RankEvidence, RankException
-from safelaunch.model.recording import RankRecord, Recording
 from safelaunch.supervise import rounds as module
 from safelaunch.supervise.cluster import channel as channels
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.messages import Node, PeerStatus, Question
+from safelaunch.supervise.cluster.rendezvous import Meeting
 from safelaunch.supervise.cluster.store import Address, StoreError
-from safelaunch.supervise.cluster.where import Meeting
 from safelaunch.supervise.crash import notes_of, own_failure
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.publishing import Agreement

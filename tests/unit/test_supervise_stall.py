@@ -24,17 +24,17 @@ from safelaunch.job.plan import Plan
 from safelaunch.job.process import identify
 from safelaunch.model import Evidence
 from safelaunch.settings.options import Settings
-from safelaunch.supervise.answer import Judged
 from safelaunch.supervise.cluster.messages import Page, Seen
 from safelaunch.supervise.collecting import Collected, Timeline
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.job_context import JobContext
+from safelaunch.supervise.judge import Judged
 from safelaunch.supervise.kinds import HANG
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.stall import LONGEST_S, StallCase, _Suspicion
-from safelaunch.supervise.watch.job import Glance, Watch
+from safelaunch.supervise.watch.progress import Glance, Watch
 from safelaunch.supervise.watch.rhythm import Threshold
 from safelaunch.supervise.watch.stall import Event, Found, Limits, Policy, Stall, started
 
@@ -237,7 +237,7 @@ def test_a_proof_that_the_whole_evidence_does_not_bear_out_ends_no_job(
 ) -> None:
     """The bundle has more than the looks: C frames may show who else could end the wait."""
     job.watch.policy = replace(job.watch.policy, stall_given=False)  # else the user's word ends it
-    monkeypatch.setattr("safelaunch.supervise.answer.proves", lambda _: proves)
+    monkeypatch.setattr("safelaunch.supervise.judge.proves", lambda _: proves)
     monkeypatch.setattr(job.case, "_collecting", lambda *_: lambda _: collected(job))
     stall = replace(SUSPECT, mark_s=time.monotonic() - 5.0)
     suspicion = _Suspicion(stall, Threshold(3.0, ""), Timeline(), 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_supervise_watch_job import BOUNDS, train, watched
+from test_supervise_watch_progress import BOUNDS, train, watched
 
 from safelaunch.supervise.watch import quiet
 from safelaunch.supervise.watch.quiet import (

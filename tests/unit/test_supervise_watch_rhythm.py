@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from histories import TICK_S, History, histories, recorded
-from test_supervise_watch_job import POLICY, Ranks
+from test_supervise_watch_progress import POLICY, Ranks
 
 from safelaunch.supervise import pollers
 from safelaunch.supervise.pollers import PulseTaker
-from safelaunch.supervise.watch.job import Watch
+from safelaunch.supervise.watch.progress import Watch
 from safelaunch.supervise.watch.rhythm import (
     LOOP_AFTER,
     LOOP_AFTER_EXPLICIT,

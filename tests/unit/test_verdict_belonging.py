@@ -6,7 +6,7 @@ import pytest
 from evidence import at, behind, entry, in_user, job, rank, waiting
 from msgspec import structs
 from msgspec.structs import replace
-from test_verdict_reading_failures import FULL
+from test_stacks_failures import FULL
 
 from safelaunch.model import (
     Allocations,

@@ -8,8 +8,8 @@ import pytest
 from evidence import C10D, LOGGER, MODULE, SITE, at, job, rank
 
 from safelaunch.model import FatalError, Frame, Launched, RankEvidence, RankException, RankExit
+from safelaunch.stacks.failures import fingerprints
 from safelaunch.verdict.diagnose import diagnose
-from safelaunch.verdict.reading.failures import fingerprints
 
 OPTIONS = (
     "TensorOptions(dtype=float (default), device=cpu, layout=Strided (default), requires_grad=false (default),"

@@ -37,8 +37,8 @@ from safelaunch.model import (
     RankExit,
     Verdict,
 )
+from safelaunch.stacks.tracebacks import of_worker
 from safelaunch.verdict.diagnose import diagnose
-from safelaunch.verdict.reading.tracebacks import of_worker
 
 OLD_TORCH = Launched(torch="2.9.1")  # in which DETAIL works with DDP
 RESET = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"

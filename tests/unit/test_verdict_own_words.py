@@ -6,8 +6,8 @@ import pytest
 from evidence import MODULE, at, in_c10d, job, rank, waiting
 
 from safelaunch.model import Frame, GilTest, HandledException, RankEvidence
+from safelaunch.stacks.tracebacks import of_threads
 from safelaunch.verdict.diagnose import diagnose
-from safelaunch.verdict.reading.tracebacks import of_threads
 
 MAIN = 7001
 RAISED = (at(14, "batch"), at(20, "train"))

@@ -294,7 +294,8 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
 
 def _check_moments(bundles: Sequence[Found], names: Sequence[str]) -> None:
     """Of one incident, every node has its last progress before the others have written what they saw. Where nobody
-    counts steps, that is not known: the nodes may be looked at one after another."""
+    counts steps, that is not known: the nodes may be looked at one after another.
+    """
     counted = [(one, name) for one, name in zip(bundles, names, strict=True) if not has_no_steps(one.evidence)]
     known = [(found.taken, name) for found, name in counted if all(found.taken)]
     if not known:

@@ -28,7 +28,7 @@ from safelaunch.model import Evidence, Outcome, RankEvidence
 from safelaunch.system.errors import SafelaunchError
 
 if TYPE_CHECKING:
-    from safelaunch.bundle.reading.log_events import Events
+    from safelaunch.addons.logs.events import Events
 
 # --- what is found, and bounded reads ---------------------------------------------------------------------------------
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from safelaunch.addons.logs import lines as log_lines
+from safelaunch.addons.logs import reader as logs
+from safelaunch.addons.logs import stacks
 from safelaunch.beacon import layout
-from safelaunch.bundle.reading import log_lines, logs, stacks
 from safelaunch.bundle.reading.bundles import is_bundle, merge, read_bundle, whole_of
 from safelaunch.bundle.reading.dumps import read_dumps
 from safelaunch.bundle.reading.guard import (

@@ -5,7 +5,7 @@ Import these names from ``safelaunch``, which loads this package when one of the
 
 from __future__ import annotations
 
-from safelaunch.cli.api.launching import HangError, Launch, diagnose, launch
+from safelaunch.addons.embed.launching import HangError, Launch, diagnose, launch
 from safelaunch.model import BundlePlace, Claim, Culprit, Frame, NodeAtFault, Verdict
 from safelaunch.system.errors import SafelaunchError, UsageError
 

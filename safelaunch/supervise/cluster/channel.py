@@ -17,9 +17,9 @@ from msgspec import structs
 
 from safelaunch.supervise.cluster.hosting import StoreHost
 from safelaunch.supervise.cluster.messages import Beat, Codec, Decision, Node, Round, Saying, Seen, node_count
+from safelaunch.supervise.cluster.rendezvous import Meeting
 from safelaunch.supervise.cluster.session import CROWD, GOODBYE_S, Session
 from safelaunch.supervise.cluster.store import CONNECT_S, Store, StoreError, ValueTooLarge
-from safelaunch.supervise.cluster.where import Meeting
 
 IDLE_S, CROWD_IDLE_S = 0.6, 1.2  # at most between rounds; in a crowd
 BUSY_S, BUSY_NODE_S = 0.15, 0.0008  # in a crowd so much a node: the store, or what shares its cores, has other work

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from safelaunch.addons.record.recording import Recording
 from safelaunch.model import EarlyLook, Inconsistency
-from safelaunch.model.recording import Recording
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import SafelaunchError
 

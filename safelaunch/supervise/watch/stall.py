@@ -269,7 +269,8 @@ def conclude(
     state: State, stall: Stall, found: Found, policy: Policy, now: float, limits: Limits = UNLIMITED
 ) -> tuple[State, Event | None]:
     """What the closer look found. Emits ``hang``, ``undecided`` (each time; say it once), ``recovered`` or
-    ``clock-restarted``; nothing when the clock was started again while the look was under way."""
+    ``clock-restarted``; nothing when the clock was started again while the look was under way.
+    """
     if state.status is not Status.CONFIRMING:
         return state, None
     if found == "moving" or state.excused:

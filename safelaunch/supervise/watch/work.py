@@ -57,7 +57,8 @@ QUEUED_SHARE = 0.25  # of the time: one that waits less for a core is not kept f
 @dataclass(frozen=True, slots=True)
 class Peak:
     """The most in one window, per second and in total: a burst fills a short window, and is lost in a long one.
-    ``total``: of all windows."""
+    ``total``: of all windows.
+    """
 
     per_s: float = 0.0
     once: float = 0.0
@@ -70,7 +71,8 @@ class Peak:
 @dataclass(frozen=True, slots=True)
 class Background:
     """What the job does while it makes steps. ``changes``: processes that began or ended in all windows, which took
-    ``seconds``: what comes once in ten windows comes once in ten windows later on, too."""
+    ``seconds``: what comes once in ten windows comes once in ten windows later on, too.
+    """
 
     peaks: Mapping[What, Peak] = field(default_factory=dict)
     changes: int = 0

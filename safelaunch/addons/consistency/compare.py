@@ -1,0 +1,442 @@
+"""Compares what the ranks' checks computed: replicas that differ, gradients and losses that went wrong. Pure.
+
+Only tensors that are known to be replicated are compared: those of DDP, and those of DTensors along replicated
+dimensions. Each kind of finding is made once.
+
+On several nodes, checks travel to the one that compares those of all: typed, bounded, and no more than it needs.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from safelaunch.addons.consistency.capture import MOST_TENSORS, About, Check
+from safelaunch.model import Inconsistency, rank_words
+from safelaunch.supervise.cluster.messages import MOST_RANKS, BadMessage, Message, packed, parsed, unpacked
+
+KEPT = 64  # positions of a series that wait for the last rank
+FEWEST_LOSSES = 20
+FAR_LOSS = 2.0  # times the median of the others, and beyond everything they saw
+
+Side = tuple[int, ...]
+_Moment = tuple[int, int]
+_Replicas = dict[tuple[Side, str], dict[int, int]]
+_FEW_NAMES = 3
+
+
+class Comparison:
+    """The comparison of one attempt. ``add`` what was read, then ask ``found``."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, dict[_Moment, dict[int, Check]]] = {}
+        self._members: dict[str, set[int]] = {}  # by series, the ranks that have it
+        self._equal: dict[str, int] = {}  # by series, the last position at which all replicas agreed
+        self._finite: dict[str, int] = {}
+        self._losses: dict[int, list[tuple[int, float]]] = {}
+        self._said: set[str] = set()
+        self._checks = 0
+        self._compared: dict[tuple[Side, str], set[int]] = {}  # by group and tensor: the ranks whose bits met another's
+        self._others: dict[str, None] = {}  # not known to be replicas, in the optimizer's order
+
+    @property
+    def told(self) -> str:
+        """What was compared and what was not, so that nobody takes that for checked; empty without a check."""
+        if not self._checks:
+            return ""
+        known = {name for _, name in self._compared}
+        count = len({name for (_, name), ranks in self._compared.items() if ranks})
+        checks = f"{self._checks} check{'s'[: self._checks != 1]}"
+        if not known:
+            by_hand = "safelaunch.probes.check_consistent() compares what you know to be equal"
+            return f"nothing compared: {checks}, but no tensor is known to be replicated ({by_hand})"
+        head = "nothing inconsistent" if count else "nothing compared"
+        others = [name for name in self._others if name not in known]
+        parts = [f"{head}: {checks}, {count} tensor{'s'[: count != 1]} compared", *self._never()]
+        parts += [f"{len(others)} not known to be replicated: {_some(others)}"] if others else []
+        return "; ".join(parts)
+
+    def _never(self) -> list[str]:
+        """The replicas that were never compared, with whom: another rank lacks them, or was never seen at that step."""
+        by_ranks: dict[Side, dict[str, None]] = {}
+        for (group, name), ranks in self._compared.items():
+            if absent := tuple(rank for rank in group if rank not in ranks):
+                by_ranks.setdefault(absent if ranks else group, {})[name] = None
+        return [
+            f"NOT compared {'with' if len(ranks) == 1 else 'between'} {rank_words(ranks)}: {_some(list(names))}"
+            for ranks, names in sorted(by_ranks.items())
+        ]
+
+    def add(self, checks: Iterable[Check]) -> None:
+        """Adds what one rank has computed."""
+        for check in checks:
+            series = self._waiting.setdefault(check.about.key, {})
+            self._members.setdefault(check.about.key, set()).add(check.rank)
+            series.setdefault(check.moment, {})[check.rank] = check
+            for old in sorted(series)[: -2 * KEPT]:
+                del series[old]
+            losses = self._losses.setdefault(check.rank, [])
+            losses += check.losses
+            del losses[:-FEWEST_LOSSES]
+
+    def found(self, here: Sequence[int], unix_s: float, *, last: bool = False) -> list[Inconsistency]:
+        """What is new at the positions that all ranks have reached. ``here``: the ranks that this node sees.
+
+        ``last``: the job has ended, so a position that some have reached is all there will be.
+        """
+        result = []
+        for key, series in self._waiting.items():
+            overdue = set(sorted(series)[:-KEPT])
+            for moment in sorted(series):
+                if last or moment in overdue or self._is_complete(key, moment, here):
+                    result += self._compare(key, moment[1], series.pop(moment), unix_s)
+        result += self._far_losses(unix_s)
+        return [one for one in result if self._is_new(one)]
+
+    def _is_new(self, one: Inconsistency) -> bool:
+        topic = "buffers" if one.kind == "replicas-diverged" and one.words.startswith("buffers") else one.kind
+        new = topic not in self._said
+        self._said.add(topic)
+        return new
+
+    def _is_complete(self, key: str, moment: _Moment, here: Sequence[int]) -> bool:
+        checks = self._waiting[key][moment]
+        replicas = {rank for one in checks.values() for group in one.about.groups for rank in group}
+        expected = (replicas or set(here)) | self._members[key]
+        return set(checks) >= expected & set(here)
+
+    def _compare(self, key: str, position: int, checks: Mapping[int, Check], unix_s: float) -> list[Inconsistency]:
+        result = []
+        self._checks += 1
+        replicas = _replicas(checks)
+        for place, prints in replicas.items():
+            self._compared.setdefault(place, set()).update(prints if len(prints) > 1 else ())
+        known = {name for _, name in replicas}
+        names = [name for one in checks.values() for name, _ in one.about.tensors]
+        self._others.update(dict.fromkeys(name for name in names if name not in known))
+        not_finite = _not_finite(position, self._finite.get(key, 0), checks, unix_s)
+        if not_finite is not None:
+            result.append(not_finite)
+        else:
+            self._finite[key] = position
+        kind = next(iter(checks.values())).about.kind
+        diverged = _diverged(kind, position, self._equal.get(key, 0), replicas, unix_s)
+        if diverged is not None:
+            result.append(diverged)
+        else:
+            self._equal[key] = position
+        bad_loss = _bad_loss(checks, unix_s)
+        return [*result, *([bad_loss] if bad_loss is not None else [])]
+
+    def _far_losses(self, unix_s: float) -> list[Inconsistency]:
+        """A rank whose recent losses are all far above everything that at least two others saw."""
+        known = {rank: [value for _, value in one] for rank, one in self._losses.items() if len(one) >= FEWEST_LOSSES}
+        for rank, values in known.items():
+            others = [one for other, one in known.items() if other != rank]
+            if len(others) < 2 or not all(math.isfinite(v) for one in (values, *others) for v in one):
+                continue
+            from statistics import fmean, median  # few jobs tell their losses
+
+            level = median(fmean(one) for one in others)
+            if min(values) > max(max(one) for one in others) and fmean(values) > FAR_LOSS * abs(level):
+                step = self._losses[rank][0][0]
+                words = (
+                    f"loss: rank {rank} diverged: {fmean(values):.4g} on average since step {step}, while the others "
+                    f"are at {level:.4g}"
+                )
+                return [Inconsistency("loss", unix_s, step=step, ranks=(rank,), words=words)]
+        return []
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_FEW_NAMES]) + (", ..." if len(names) > _FEW_NAMES else "")
+
+
+def _between(step: int, since: int) -> str:
+    return f"between steps {since} and {step}" if since and since + 1 < step else f"at step {step}"
+
+
+def _replicas(checks: Mapping[int, Check]) -> _Replicas:
+    """The fingerprints of each tensor by rank, for the group of ranks that hold a replica of it."""
+    found: _Replicas = {}
+    for rank, check in sorted(checks.items()):
+        about = check.about
+        for (name, number), value, size in zip(about.tensors, check.prints, check.sizes, strict=True):
+            group = about.groups[number]
+            if rank in group and about.rank in (rank, -1):
+                prints = found.setdefault((group, name), {})
+                if math.isfinite(size):
+                    prints[rank] = value
+    return found
+
+
+def _diverged(kind: str, position: int, since: int, replicas: _Replicas, unix_s: float) -> Inconsistency | None:
+    by_name = {place: prints for place, prints in replicas.items() if len(prints) > 1}
+    different = [(name, prints) for (_, name), prints in by_name.items() if len(set(prints.values())) > 1]
+    if not different:
+        return None
+    first, sides = different[0][0], _sides(different[0][1])
+    count, total = (len({name for name, *_ in one}) for one in (different, [(name,) for _, name in by_name]))
+    off = _off(sides)
+    what = f"{count} of {total} {kind}" if count > 1 else first
+    more = f", the first is {first}" if count > 1 else ""
+    who = f"{rank_words(off)} {'differs' if len(off) == 1 else 'differ'} from the others"
+    if not off:
+        who = " against ".join(rank_words(side) for side in sides)
+    return Inconsistency(
+        "replicas-diverged",
+        unix_s,
+        step=position,
+        since_step=since,
+        parameter=first,
+        count=count,
+        total=total,
+        ranks=off,
+        sides=sides,
+        words=f"{kind} that should be replicas diverged {_between(position, since)}: {who} in {what}{more}",
+    )
+
+
+def _sides(prints: Mapping[int, int]) -> tuple[Side, ...]:
+    """The ranks that agree, the most of them first."""
+    by_print: dict[int, list[int]] = {}
+    for rank, value in sorted(prints.items()):
+        by_print.setdefault(value, []).append(rank)
+    return tuple(sorted((tuple(side) for side in by_print.values()), key=lambda side: (-len(side), side)))
+
+
+def _off(sides: tuple[Side, ...]) -> Side:
+    """The ranks that differ from a majority; empty if there is none."""
+    everybody = sum(map(len, sides))
+    return tuple(sorted(rank for side in sides[1:] for rank in side)) if 2 * len(sides[0]) > everybody else ()
+
+
+def _not_finite(position: int, since: int, checks: Mapping[int, Check], unix_s: float) -> Inconsistency | None:
+    """A step was made with gradients that are not finite. The sentinels tell on which rank they were so first."""
+    bad = {rank: _bad_names(check) for rank, check in checks.items()}
+    if not any(bad.values()):
+        return None
+    counts = Counter(name for names in bad.values() for name in names)
+    starts = {rank: step for rank, check in checks.items() if (step := _first_bad(check.sentinel)) is not None}
+    step = min(starts.values(), default=position)
+    ranks = tuple(sorted(rank for rank, at in starts.items() if at == step)) if starts else ()
+    ranks = ranks or tuple(sorted(rank for rank, names in bad.items() if names))
+    names = bad[ranks[0]] or next(names for names in bad.values() if names)
+    total = len(next(iter(checks.values())).about.tensors)
+    one = ": one rank diverged" if len(ranks) == 1 and len(checks) > 1 else ""
+    when = f"since step {step}" if starts else _between(step, since)
+    return Inconsistency(
+        "non-finite-gradient",
+        unix_s,
+        step=step,
+        since_step=since,
+        parameter=names[-1],
+        count=len(counts),
+        total=total,
+        ranks=ranks,
+        words=f"gradients are not finite on {rank_words(ranks)} {when}, the first is that of {names[-1]} "
+        f"({len(counts)} of {total}){one}",
+    )
+
+
+def _bad_names(check: Check) -> list[str]:
+    """The parameters whose gradient or value is not finite, in the model's order: backward goes the other way."""
+    pairs = zip(check.about.tensors, check.gradients, check.sizes, strict=True)
+    return [name for (name, _), size, value in pairs if not (math.isfinite(size) and math.isfinite(value))]
+
+
+def _first_bad(steps: Iterable[tuple[int, float]]) -> int | None:
+    return next((step for step, value in steps if not math.isfinite(value)), None)
+
+
+def _bad_loss(checks: Mapping[int, Check], unix_s: float) -> Inconsistency | None:
+    starts = {rank: step for rank, check in checks.items() if (step := _first_bad(check.losses)) is not None}
+    if not starts:
+        return None
+    step = min(starts.values())
+    ranks = tuple(sorted(rank for rank, at in starts.items() if at == step))
+    words = f"loss: not finite on {rank_words(ranks)} since step {step}"
+    return Inconsistency("loss", unix_s, step=step, ranks=ranks, words=words)
+
+
+# --- checks as they travel --------------------------------------------------------------------------------------------
+
+
+MOST_BYTES, LEAST_BYTES, MOST_OF_ALL = 256 << 10, 8 << 10, 16 << 20  # of one node; of all, whom one node reads
+MOST_POSITIONS = 32
+MOST_FOUND = 16
+
+_Rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
+_Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
+_Since = Annotated[int, Meta(ge=-1, lt=1 << 48)]
+_Name = Annotated[str, Meta(max_length=1000)]
+_Indexes = Annotated[tuple[_Count, ...], Meta(max_length=MOST_TENSORS)]
+
+
+class _About(Message, frozen=True):
+    key: _Name
+    kind: Literal["parameters", "buffers"]
+    every: _Count
+    groups: tuple[Annotated[tuple[_Rank, ...], Meta(max_length=MOST_RANKS)], ...]
+    tensors: Annotated[tuple[tuple[_Name, _Count], ...], Meta(max_length=MOST_TENSORS)]
+
+
+class _Check(Message, frozen=True):
+    """``about``, ``prints``: numbers in ``_Shared``. ``bad_since``: of the sentinel; -1: its gradients were finite."""
+
+    rank: _Rank
+    position: _Count
+    about: _Count
+    prints: _Count
+    bad_values: _Indexes = ()
+    bad_gradients: _Indexes = ()
+    bad_since: _Since = -1
+    losses: Annotated[tuple[tuple[_Count, float], ...], Meta(max_length=64)] = ()
+    rounds: _Count = 0
+
+
+class _Shared(Message, frozen=True):
+    abouts: tuple[_About, ...]
+    prints: tuple[bytes, ...]
+    checks: tuple[_Check, ...]
+
+
+class Found(Message, frozen=True):
+    """What is wrong in the checks of all nodes. ``stops``: the job is ended for it; ``place``: where the bundle is."""
+
+    found: Annotated[tuple[Inconsistency, ...], Meta(max_length=MOST_FOUND)] = ()
+    stops: bool = False
+    place: Annotated[str, Meta(max_length=4096)] = ""
+
+
+def share_of(nodes: int) -> int:
+    """How many bytes each of so many nodes may send at a time."""
+    return max(LEAST_BYTES, min(MOST_BYTES, MOST_OF_ALL // max(nodes, 1)))
+
+
+def encode(checks: Iterable[Check], share: int) -> bytes:
+    """The newest checks of a node's ranks. Those of a rank that bears another number in its job stay here.
+
+    Where tensors are too many, neighbours with the same replicas share one fingerprint, and a name that tells from
+    which to which.
+    """
+    mine = [one for one in checks if one.about.rank in (one.rank, -1)]
+    moments = sorted({one.moment for one in mine})[-MOST_POSITIONS:]
+    width = 1
+    while True:
+        kept = set(moments)
+        chunks = packed(_packed([one for one in mine if one.moment in kept], width), share)
+        if chunks is not None:
+            return b"".join(chunks)
+        if len(moments) > 1:
+            moments = moments[len(moments) // 2 :]
+        elif width > MOST_TENSORS:
+            return b""
+        else:
+            width *= 4
+
+
+def decode(data: bytes) -> list[Check]:
+    """Raises BadMessage for what ``encode`` did not make."""
+    found = parsed(unpacked([data]), _Shared)
+    try:
+        abouts = [About(one.key, one.kind, one.every, -1, one.groups, one.tensors) for one in found.abouts]
+        if any(group >= len(one.groups) for one in abouts for _, group in one.tensors):
+            raise BadMessage("checks of an unknown group")
+        return [_check(one, abouts[one.about], found.prints[one.prints]) for one in found.checks]
+    except (IndexError, struct.error) as error:
+        raise BadMessage(str(error)) from error
+
+
+def _check(one: _Check, about: About, prints: bytes) -> Check:
+    count = len(about.tensors)
+    return Check(
+        rank=one.rank,
+        about=about,
+        position=one.position,
+        prints=struct.unpack(f"<{count}q", prints),
+        sizes=_magnitudes(count, one.bad_values),
+        gradients=_magnitudes(count, one.bad_gradients),
+        sentinel=((one.bad_since, math.nan),) if one.bad_since >= 0 else (),
+        losses=one.losses,
+        rounds=one.rounds,
+    )
+
+
+def _magnitudes(count: int, bad: Sequence[int]) -> tuple[float, ...]:
+    found = [0.0] * count
+    for number in bad:
+        found[number] = math.nan
+    return tuple(found)
+
+
+def _packed(checks: Sequence[Check], width: int) -> bytes:
+    abouts: dict[_About, int] = {}
+    prints: dict[bytes, int] = {}
+    travelling = []
+    for one in checks:
+        runs = _runs(one.about, width)
+        values = [_mixed(one.prints[begin:end]) for begin, end in runs]
+        data = struct.pack(f"<{len(values)}q", *values)
+        travelling.append(
+            _Check(
+                rank=one.rank,
+                position=one.position,
+                about=abouts.setdefault(_about(one.about, runs), len(abouts)),
+                prints=prints.setdefault(data, len(prints)),
+                bad_values=_bad(one.sizes, runs),
+                bad_gradients=_bad(one.gradients, runs),
+                bad_since=next((step for step, value in one.sentinel if not math.isfinite(value)), -1),
+                losses=_telling(one.losses),
+                rounds=one.rounds,
+            )
+        )
+    return msgspec.msgpack.encode(_Shared(tuple(abouts), tuple(prints), tuple(travelling)))
+
+
+def _telling(losses: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """The newest ones, and the first that is not finite."""
+    bad = next((one for one in losses if not math.isfinite(one[1])), None)
+    newest = tuple(losses[-32:])
+    return newest if bad is None or bad in newest else (bad, *newest)
+
+
+def _runs(about: About, width: int) -> list[tuple[int, int]]:
+    """Neighbours with the same replicas, ``width`` of them at most: from, to."""
+    runs = []
+    group: Callable[[int], int] = lambda number: about.tensors[number][1]  # noqa: E731
+    for _, found in groupby(range(len(about.tensors)), group):
+        numbers = list(found)
+        runs += [(numbers[at], numbers[min(at + width, len(numbers)) - 1] + 1) for at in range(0, len(numbers), width)]
+    return runs
+
+
+def _about(about: About, runs: Sequence[tuple[int, int]]) -> _About:
+    tensors = []
+    for begin, end in runs:
+        name, group = about.tensors[begin]
+        last = about.tensors[end - 1][0]
+        tensors.append((name[:400] if end == begin + 1 else f"{name[:400]} to {last[:400]}", group))
+    kind: Literal["parameters", "buffers"] = "buffers" if about.kind == "buffers" else "parameters"
+    return _About(about.key, kind, about.every, about.groups, tuple(tensors))
+
+
+def _mixed(prints: Sequence[int]) -> int:
+    """One fingerprint of several; of one, that one."""
+    if len(prints) == 1:
+        return prints[0]
+    mixed = 0
+    for one in prints:
+        mixed = (mixed * 0x9E3779B97F4A7C15 + one) & (1 << 64) - 1
+    return mixed - (1 << 64) if mixed >> 63 else mixed
+
+
+def _bad(values: Sequence[float], runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(n for n, (begin, end) in enumerate(runs) if not all(map(math.isfinite, values[begin:end])))

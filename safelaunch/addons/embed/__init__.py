@@ -1,0 +1,1 @@
+"""``safelaunch.launch``: starts and watches ranks from a Python program, as ``elastic_launch`` does."""

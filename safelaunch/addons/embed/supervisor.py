@@ -1,0 +1,167 @@
+"""The supervisor of a job whose ranks another process starts: the caller of ``safelaunch.launch``.
+
+It is a process of its own, started by the caller, so that it shares neither GIL nor fate with it. It is no parent of
+the ranks: the caller tells it of them as torchrun's agent does, and it signals only those, and what is below them. If
+the caller is killed, it ends what the caller has left behind; if it is killed itself, the job continues unwatched.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from shutil import rmtree
+
+from safelaunch.addons.embed.wire import Done, Ended, FromCaller, Line, Ready, Refused, Request, Stop, Stopping
+from safelaunch.capture.pages import EventReader
+from safelaunch.job import process
+from safelaunch.job.argv import CommandLine
+from safelaunch.job.job import EXIT_GAVE_UP, EXIT_HUNG, GRACE_S, Forwarder, Job, JobProcesses
+from safelaunch.job.paths import RunPaths, run_root, working_directory
+from safelaunch.job.plan import Plan, Surroundings, build_beside, in_directory
+from safelaunch.job.process import ProcessId
+from safelaunch.job.torchrun import Torch
+from safelaunch.leases.resources import Resources, gather
+from safelaunch.settings.config import resolve
+from safelaunch.settings.options import Settings
+from safelaunch.supervise.preflight import check
+from safelaunch.supervise.run import directory_for
+from safelaunch.system.console import redact, say
+from safelaunch.system.errors import SafelaunchError, internal_error
+
+
+class CallersProcesses(JobProcesses):
+    """The ranks that the caller starts, and what is below them. ``agent`` is the caller, which is never signalled."""
+
+    def __init__(self, caller: ProcessId, line: Line, run: RunPaths, forwarder: Forwarder) -> None:
+        super().__init__(caller, None)
+        self._line = line
+        self._run = run
+        self._forwarder = forwarder
+        self._known: set[ProcessId] = set()
+        self._status: int | None = None
+
+    def ended(self) -> int | None:
+        """A wait status, once the caller has no rank left: of a failure or a success, or of the caller's own death."""
+        for message in self._line.heard():
+            if isinstance(message, Stopping):
+                self._forwarder.note_stop()
+            elif isinstance(message, Ended):
+                self._status = int(message.failed) << 8
+        if self._status is None and not (self._line.is_open and self.agent.is_alive()):
+            self._status = signal.SIGKILL
+            self._forwarder.note_stop()  # what its ranks do now says nothing about them
+        return self._status
+
+    def ranks(self) -> tuple[ProcessId, ...]:
+        """Every rank of any attempt that is alive, as the caller has reported them, and everything below them."""
+        events = EventReader(self._run.agent_events).read()
+        workers = {ProcessId(pid, ticks) for event in events for _, pid, ticks in event.workers.values()}
+        alive = {worker for worker in workers if worker.is_alive()}
+        # A child outlives its rank in the set, and so does not escape.
+        self._known = {one for one in self._known if one.is_alive()} | alive
+        self._known |= set(process.descendants([one.pid for one in self._known]))
+        return tuple(self._known)
+
+    def all(self) -> tuple[ProcessId, ...]:
+        return self.ranks()
+
+    def end_all(self, grace_s: float = GRACE_S) -> tuple[ProcessId, ...]:
+        """Tells the caller, whose launcher then ends its ranks; SIGTERM, grace, SIGKILL for what does not end."""
+        self._line.say(Stop())
+        return process.end_all(None, self.all, grace_s=grace_s)
+
+
+def main() -> None:
+    """Supervises the job of the process at the other end of the socket, whose descriptor is the only argument."""
+    from safelaunch.system.redaction.redact import redact_text
+
+    redact.use(redact_text)
+    process.block_signals()
+    line = Line(socket.socket(fileno=int(sys.argv[1])), FromCaller)
+    request = line.wait()
+    if not isinstance(request, Request):
+        return  # the caller is gone
+    try:
+        _serve(request, line)
+    except SafelaunchError as error:
+        line.say(Refused(type(error).__name__, error.message, error.fix))
+
+
+def _serve(request: Request, line: Line) -> None:
+    plan, given = _planned(request)
+    try:
+        directory = directory_for(plan)
+        if directory is None:
+            line.say(Ready(_changes(plan)))
+            _wait_for_end(line)
+            return
+        try:
+            plan = in_directory(plan, directory.root)
+            line.say(Ready(_changes(plan), os.fspath(directory.root)))
+            caller = ProcessId(request.pid, request.start_ticks)
+            line.say(_supervise(Job(plan, caller, directory, time.time()), line, given))
+        finally:
+            rmtree(directory.root, ignore_errors=True)
+            os.close(directory.lock)
+    finally:
+        given.release()
+
+
+def _planned(request: Request) -> tuple[Plan, Resources]:
+    """Raises SafelaunchError for options that are wrong and for resources that are not available."""
+    environ = dict(os.environ)
+    torch = Torch(request.python, Path(request.torch_package), request.torch_version)
+    settings = from_the_start(resolve(request.own, environ, working_directory(), lambda: torch.version))
+    check(settings)
+    given = gather(CommandLine((), request.torchrun, request.script), settings, environ, None)
+    run_dir = run_root(environ, os.getuid()) / f"r{os.getpid()}"
+    around = Surroundings(environ, run_dir, os.getpid(), given.visible_gpus, given.rank_locks, given.note)
+    return build_beside(given.command, request.argv, settings, torch, around, request.pid), given
+
+
+def from_the_start(settings: Settings) -> Settings:
+    """With the keyword ``stall_timeout`` as the threshold before the first step, too, unless that has its own.
+
+    A function may never step, as in a test. Its imports are done when it is called, so it needs no patience of its own.
+    """
+    given = settings.stall_timeout_s is not None and settings.origin("stall-timeout") == "command line"
+    if not given or settings.is_explicit("startup-timeout"):
+        return settings
+    origins = {**settings.origins, "startup-timeout": "stall-timeout"}
+    return replace(settings, startup_timeout_s=settings.effective_stall_timeout_s, origins=origins)
+
+
+def _changes(plan: Plan) -> dict[str, str]:
+    """What the caller's environment has not, or has otherwise."""
+    return {name: value for name, value in plan.env.items() if os.environ.get(name) != value}
+
+
+def _wait_for_end(line: Line) -> None:
+    """Holds the resources of a job that is not watched until it has ended."""
+    while (message := line.wait()) is not None and not isinstance(message, Ended):
+        pass
+
+
+def _supervise(job: Job, line: Line, given: Resources) -> Done:
+    assert job.run is not None
+    try:
+        from safelaunch.supervise.loop import Supervisor  # the caller imports, too, meanwhile
+
+        forwarder = Forwarder(None)
+        processes = CallersProcesses(job.agent, line, job.run, forwarder)
+        supervisor = Supervisor(job, processes, given.touch, forwarder)
+        code = os.waitstatus_to_exitcode(supervisor.run())
+    except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
+        say(internal_error(error, "the watch", "The job continues, unwatched."))
+        _wait_for_end(line)
+        return Done()
+    shown = supervisor.shown
+    if shown is None:
+        return Done(hung=code in (EXIT_HUNG, EXIT_GAVE_UP))
+    place = "" if shown.published.lost else os.fspath(shown.published.path)
+    return Done(code in (EXIT_HUNG, EXIT_GAVE_UP), shown.verdict, place)

@@ -1,0 +1,185 @@
+"""Finds the lines of a job's output that report that something went wrong, without understanding them.
+
+This is the lower of two layers. It recognises the forms in which programs report errors: levels, exceptions, signals,
+exit codes, error numbers, device errors, time limits. ``log_launchers``, ``log_calls`` and ``logs`` decide what they
+mean; whatever is not understood there is still shown.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from safelaunch.addons.logs.lines import Line, Said, Speaker
+from safelaunch.verdict.exits import one_line
+
+MOST_EVENTS, _MOST_SHOWN = 300, 5
+_EVENT = re.compile(
+    "|".join(
+        (
+            r"(?P<memory>CUDA out of memory|[Oo]ut[ -]of[ -][Mm]emory|\bOOM[ -]?[Kk]ill\w*|oom[-_]kill|Cannot allocate"
+            r" memory|can't allocate memory)",
+            r"(?P<device>\bXid\b|fallen off the bus|\bECC error|illegal memory access|unspecified launch failure"
+            r"|device-side assert|cudaError\w+|CUDA error)",
+            r"(?P<limit>DUE TO (?:TIME LIMIT|PREEMPTION)|\bCANCELLED AT\b|[Ww]alltime|TIME LIMIT)",
+            r"(?P<signal>\bSIG(?:KILL|SEGV|ABRT|BUS|FPE|ILL|TERM|HUP)\b|\b[Ss]ignal:? ?\(?\d+|on signal \d"
+            r"|[Ss]egmentation fault|core dumped|Bus error|^(?:\S+: line \d+: +)?\d* *(?:Killed|Aborted|Terminated)\b"
+            r"|is killed by|terminate called|\bkernel panic)",
+            r"(?P<exit>(?i:exit(?:ed)?(?: with)?(?: a| an)?(?: non-?zero)?[ _]?(?:exit )?(?:code|status)?"
+            r"[ :=]{0,3}\(?)(?P<code>-?[1-9]\d{0,4})\b(?!\.\d))",
+            r"(?P<errno>\berrno:? ?=?\d+|\[Errno \d+\]|[Aa]ddress already in use|EADDRINUSE|No space left on device"
+            r"|[Cc]onnection (?:refused|reset by peer|timed out)|[Nn]o route to host|[Nn]ame or service not known"
+            r"|[Tt]emporary failure in name resolution|Permission denied|No such file or directory"
+            r"|Too many open files)",
+            r"(?P<stalled>\b(?:loss|grad_norm|grad norm)\W{1,3}(?:nan|NaN|inf)\b"
+            r"|[Nn]o progress (?:for|in|since) |^FAILED )",
+            r"(?P<watchdog>[Ww]atchdog (?:caught|got stuck|thread terminated)|[Hh]eartbeat monitor timed out"
+            r"|NCCL WARN|wait timeout|[Tt]imed out (?:after|waiting|initializing))",
+            r"(?P<raised>(?<![\w.])(?:[A-Za-z_][\w.]*\.)?(?:[A-Z]\w*(?:Error|Exception|Died\w*|Interrupt|Expired|Failed)"
+            r"|TimeoutExpired|SystemExit|OutOfMemory|error|Empty)(?:\(\w+\))?: \S"
+            r"|(?:^|: )(?:\w+\.)*[A-Z]\w*(?:Error|Exception)$)",
+            r"(?P<level>\b(?:ERROR|FATAL|CRITICAL|SEVERE|Error|Fatal)\b(?=[\]:|>)]| - | {1,3}\S)|^\[?[EF]\d{3,4} "
+            r"|\[[EF]\d* )",
+        )
+    )
+)
+# No report of an error: metrics that are called so, a good exit code, levels of information.
+_NO_EVENT = re.compile(
+    r"\b(?:Error|ERROR|error)s?\b(?:[ _](?:rate|norm|count))?s?[ :=(]{1,3}[-+\d.]+(?:e[-+]?\d+)?(?:[ ,%|)]|$)"
+    r"|exit(?:ed)?(?: with)? (?:code|status)?:? ?0\b|\b(?:INFO|DEBUG)\b|\[?\b[ID]\d{4} |\[I\d* "
+)
+# Levels of warnings, and attempts that are made again.
+_HARMLESS = re.compile(
+    r"NCCL WARN|\b(?:WARN|WARNING|Warning|warning)\b(?!\.py)|\[?\bW\d{4} |\[W\d* |Warning: |Exception ignored in"
+    r"|(?i:retry|try(?:ing)? again|attempt \d|\bretries\b|will be ignored|ignoring|skipping|recovered"
+    r"|fall(?:ing)? ?back)"
+)
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
+# What came of something that failed before, as a rule: it is shown behind the others.
+_EFFECT = re.compile(
+    r"ChildFailedError|SignalException|SIGTERM|Terminated|closed by|reset by peer|ncclRemoteError|failed to recv"
+    r"|Broken pipe|terminate called|[Tt]erminating|CANCELLED|Job step aborted|exit|DistBackendError|srun: error"
+    r"|CalledProcessError|failed \(exitcode"
+)
+PROGRESS = re.compile(
+    r"(?i:\b(?:global[ _]?)?(?:step|iter|iteration|epoch|batch|it)s?\b\W{0,4}\d)|\d+%\||\bloss\W{1,3}\d"
+)
+_ENDS = ("omplete", "inished", "done")
+_FINISHED = re.compile(
+    r"(?i:\b(?:training|run|job|all|finetuning|evaluation)\b.{0,40}\b(?:complete|completed|finished|done)\b)"
+)
+
+
+@dataclass
+class Event:
+    """A line that reports an error."""
+
+    kind: str
+    text: str
+    line: Line
+    last: Line  # that is like it
+    speaker: Speaker | None
+    harmless: bool
+    count: int = 1  # number of lines that differ from it in their numbers alone
+    since: int = 0  # lines of progress that its speaker printed afterwards
+
+    @property
+    def whose(self) -> str:
+        """Returns ``rank 3``, or the prefix of the line; empty if there is none."""
+        return f"rank {self.speaker}" if isinstance(self.speaker, int) else self.speaker or ""
+
+    @property
+    def words(self) -> str:
+        """Returns ``job.log:17 rank 3: ValueError: bad``."""
+        times = f" ({self.count} times)" if self.count > 1 else ""
+        whose = f" {self.whose}:" if self.whose else ":"
+        return f"{self.line.where}{whose} {one_line(self.text)}{times}"
+
+    @property
+    def is_effect(self) -> bool:
+        """Returns whether it came of something that failed before, as a rule."""
+        return self.kind == "effect" or _EFFECT.search(self.text) is not None
+
+    @property
+    def survived(self) -> bool:
+        """Returns whether its speaker worked on afterwards."""
+        return self.since > 2
+
+
+@dataclass
+class Events:
+    """Collects the events of a log."""
+
+    found: dict[str, Event] = field(default_factory=dict)  # by what remains without numbers
+    _end: Line | None = None  # that says that the job has come to its end
+
+    def work_on(self, said: Said) -> None:
+        """Counts a line of progress after the errors, and the end of the job."""
+        if not self.found:
+            return
+        if PROGRESS.search(said.text):
+            for one in self.found.values():
+                one.since += one.speaker in (None, said.speaker)
+        if any(word in said.text for word in _ENDS) and _FINISHED.search(said.text):
+            self._end = said.line
+
+    def hear(self, said: Said, *, telling: bool) -> None:
+        """Adds the event of a line, if it reports one.
+
+        Args:
+            telling: the line may report an error, and is no part of a traceback
+        """
+        text = said.text
+        match = _EVENT.search(text) if telling else None
+        if match is None or _NO_EVENT.search(text):
+            return
+        harmless = _HARMLESS.search(text) is not None
+        self.add(str(match.lastgroup or ""), text, said, harmless=harmless)
+
+    def add(self, kind: str, text: str, said: Said, *, harmless: bool) -> None:
+        shape = _NUMBERS.sub("0", text)
+        if (known := self.found.get(shape)) is not None:
+            known.count += 1
+            known.since, known.last = 0, said.line
+        elif len(self.found) < MOST_EVENTS:
+            self.found[shape] = Event(kind, text, said.line, said.line, said.speaker, harmless)
+
+    @property
+    def finished(self) -> bool:
+        """Returns whether the job has finished its work after all of its errors."""
+        end = self._end
+        last = [one.last for one in self.errors()]
+        return end is not None and all(one.file == end.file and one.number < end.number for one in last)
+
+    def first(self, most: int) -> list[Event]:
+        """Returns the events to show first: fatal errors before those that were survived, causes before effects."""
+        return sorted(self.errors(), key=lambda one: (one.survived, one.is_effect))[:most]
+
+    def summary(self, told: str = "") -> tuple[str, ...]:
+        """Returns the text for a log that is not understood: the first errors, or the warnings if there are none.
+
+        Args:
+            told: text that names the lines that are shown already
+        """
+        first = [one for one in self.first(MOST_EVENTS) if f"[{one.line.where}]" not in told][:_MOST_SHOWN]
+        if told and all(one.is_effect for one in first):  # of what is shown already
+            return ()
+        if first and not self.finished and not all(one.survived for one in first):
+            head = "not understood; the first errors are:"
+        elif first:
+            head = "no failure seen: the job worked on after its errors:"
+        else:
+            first = self.warnings()[: _MOST_SHOWN - 2]
+            head = "no failure seen; the first warnings are:"
+        return (head, *(f"  {one.words}" for one in first)) if first else ()
+
+    def causes(self) -> list[Event]:
+        """Returns the errors that are no effects and that their process did not survive, exceptions first."""
+        found = [one for one in self.errors() if one.kind == "thread" or not (one.survived or one.is_effect)]
+        return sorted(found, key=lambda one: one.kind not in ("traceback", "thread"))
+
+    def errors(self) -> list[Event]:
+        return [one for one in self.found.values() if not one.harmless]
+
+    def warnings(self) -> list[Event]:
+        return [one for one in self.found.values() if one.harmless]

@@ -1,0 +1,323 @@
+"""Reads stacks that people have saved or pasted, and finds out whose they are.
+
+The rank of a process is what the text gives: a file's name, a line before its stacks, a prefix of its lines, its title
+or command line. Where nothing gives it, or two processes have the same one, the process has none, and is called by its
+pid, host or title. Workers and launchers are no ranks.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from msgspec import structs
+
+from safelaunch.addons.logs.lines import GZIP, speakers_of_names
+from safelaunch.addons.logs.stack_texts import MAIN, SavedProcess, processes_in
+from safelaunch.bundle.reading.guard import Found, Unreadable, evidence_of, read_limited
+from safelaunch.model import Frame, ProcessEvidence, RankEvidence, StackSample, Thread
+from safelaunch.stacks import calls
+
+MOST_BYTES, MOST_RANKS = 64 << 20, 1 << 16
+_RANK = re.compile(
+    r"(?<![a-z])(?<!local[_ -])(?<!node[_ -])(?<!machine[_ -])(?<!group[_ -])rank[ _=:#-]{0,2}(\d{1,5})(?!\d)",
+    re.IGNORECASE,
+)
+_RANK_OPTION = re.compile(r"(?<!\S)(?:--(?:global[-_])?)?rank[= ](\d{1,5})(?!\S)", re.IGNORECASE)
+_DIMENSION = re.compile(r"(?<![A-Za-z])(?:DP|TP|PP|EP|CP|SP)_?(\d{1,5})(?!\d)")
+_LOCAL_RANK = re.compile(r"(?:--local[-_]rank[= ]|\bLOCAL_RANK=)(\d{1,5})(?!\d)")
+_PID = re.compile(r"(?:\bpid|--pid|-p)[ =:#]*(\d{1,9})(?!\d)", re.IGNORECASE)
+_WORLD = re.compile(r"\bWORLD_SIZE=(\d{1,5})(?!\d)")
+_PER_NODE = re.compile(r"--nproc[-_]per[-_]node[= ](\d{1,4})(?!\d)(?!.*--nnodes)")
+_VALUES = frozenset({"-n", "-c", "--namespace", "--container", "-l", "-i", "-p", "-u", "-w"})
+_TITLE = re.compile(r"[A-Za-z][\w.:-]*$")
+# What the frames of a process show it to be, that is no rank of the job.
+_HELPERS = (
+    ("torchrun's agent", calls.Mark(("torch/distributed/elastic/agent/", "torch/distributed/launcher/api.py"))),
+    ("a launcher", calls.Mark(("accelerate/commands/launch.py", "deepspeed/launcher/"))),
+    ("a helper of multiprocessing", calls.Mark(("multiprocessing/resource_tracker.py",), frozenset({"main"}))),
+    ("a helper of multiprocessing", calls.Mark(("multiprocessing/forkserver.py",), frozenset({"main"}))),
+    ("a helper of multiprocessing", calls.Mark(("multiprocessing/managers.py",), frozenset({"serve_forever"}))),
+    ("a compile worker", calls.Mark(("torch/_inductor/compile_worker/",))),
+)
+_WORKER = "dataloader worker"
+NATIVE = "without Python lines, which py-spy shows"
+
+
+@dataclass
+class _Saved:
+    """A process with what is known of it. ``samples``: of several dumps of one process, oldest first."""
+
+    process: SavedProcess
+    file: str
+    kind: str = ""
+    rank: int | None = None
+    host: str = ""
+    titled: bool = False
+    samples: list[StackSample] = field(default_factory=list)
+    children: list[_Saved] = field(default_factory=list)
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        main = self.samples[-1].main_thread
+        return main.frames if main is not None else ()
+
+    @property
+    def evidence(self) -> ProcessEvidence:
+        return ProcessEvidence(self.kind or "main", stacks=tuple(self.samples))
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """The stacks in some files. ``whole``: the files that hold little else, and nothing that a log tells."""
+
+    processes: tuple[_Saved, ...]
+    whole: frozenset[Path]
+
+    @classmethod
+    def of(cls, paths: Sequence[Path], root: Path | None = None) -> Stacks:
+        found: dict[object, _Saved] = {}
+        whose = speakers_of_names([path.name for path in paths])
+        whole = []
+        for path in paths:
+            try:
+                processes, share = processes_in(_text(path))
+            except Unreadable:
+                continue
+            if processes and share >= _MOSTLY:
+                whole.append(path)
+            told = whose.get(path.name) if len(processes) == 1 else None
+            rank = told if isinstance(told, int) else None
+            for key, one in _of_file(processes, str(path.relative_to(root)) if root is not None else path.name, rank):
+                found.setdefault(key, one).samples.append(_sample(one.process))
+        for one in found.values():
+            one.kind = one.kind if any(frame.line for frame in one.frames) else NATIVE
+        return cls(tuple(found.values()), frozenset(whole))
+
+    def found(self, *, only_named: bool = False) -> Found | None:
+        """None if there are none. ``only_named``: those whose rank something tells."""
+        return _found(self.processes, only_named=only_named) if self.processes else None
+
+
+_MOSTLY = 0.5
+
+
+def _found(found: Sequence[_Saved], *, only_named: bool) -> Found | None:
+    ranks, left_out = _ranks_among(found)
+    world = _world(found)
+    _give_ranks(ranks)
+    ranks, without = [one for one in ranks if one.rank is not None], [one for one in ranks if one.rank is None]
+    if ranks and all(one.titled for one in ranks):  # a program that gives titles to its ranks has other processes
+        left_out += without
+        without = []
+    if only_named:
+        without = []
+    free = (number for number in count() if number not in {one.rank for one in ranks})
+    labels = {next(free): one for one in without}
+    every = {**{one.rank: one for one in ranks if one.rank is not None}, **labels}
+    if not every and only_named:
+        return None
+    evidence = evidence_of("hang", (_evidence(rank, one) for rank, one in every.items()), world)
+    evidence = structs.replace(
+        evidence,
+        labels=dict(zip(labels, _labels(without), strict=True)),
+        world_guessed=not world or world < len(every),
+    )
+    files = {f"ranks/{rank}/stack.txt": one.file for rank, one in every.items()}
+    what = f"stacks of {len(every)} processes" if every else "saved stacks"
+    what = what if len(every) != 1 else "the stack of one process"
+    return Found(what, evidence, files=files, remarks=tuple(_remarks(left_out)))
+
+
+def _evidence(rank: int, one: _Saved) -> RankEvidence:
+    children = tuple(child.evidence for child in one.children)
+    return RankEvidence(rank=rank, host="", pid=one.process.pid, main=one.evidence, children=children, beacon=False)
+
+
+def _of_file(processes: Sequence[SavedProcess], name: str, rank: int | None) -> Iterator[tuple[object, _Saved]]:
+    """The processes of a file, each with what sets it apart from others. ``rank``: as the file's name gives it."""
+    host = ""
+    for at, one in enumerate(processes):
+        host = _host(one) or ("" if one.hints else host)
+        if len(processes) == 1 or _tells(one):
+            one.pid = one.pid or next((int(pid) for hint in reversed(one.hints) if (pid := _first(_PID, hint))), 0)
+            tid = one.main.tid if one.main is not None else 0
+            whose = _rank(one) if rank is None else rank
+            yield (name, host, whose, one.pid or tid or -at), _Saved(one, name, _kind(one), whose, host)
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.search(text)
+    return found[1] if found is not None else ""
+
+
+def _text(path: Path) -> str:
+    data = read_limited(path, MOST_BYTES)
+    if data.startswith(GZIP):
+        try:
+            data = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(data, MOST_BYTES)
+        except zlib.error:
+            return ""
+    return data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8", "replace")
+
+
+def _tells(process: SavedProcess) -> bool:
+    """Its innermost frame is there. Of a stack that has lost its header, only a library's frame shows that."""
+    main = process.main
+    return (
+        main is not None and bool(main.frames) and (main.begun or main.frames[0].file.startswith("/usr/lib/python3/"))
+    )
+
+
+def _sample(process: SavedProcess) -> StackSample:
+    main = process.main
+    threads = tuple(
+        Thread(
+            tuple(one.frames),
+            MAIN if one is main else one.name,
+            os_tid=process.pid or None if one is main else one.tid or None,
+            active=one.active,
+            cut=not one.is_main or one.frames[-1].function != "<module>",
+        )
+        for one in process.threads
+        if one.frames
+    )
+    native = any(not frame.line for one in threads for frame in one.frames)
+    return StackSample(process.pid, 0.0, "a saved stack", threads, native=native)
+
+
+# --- what each process is ---------------------------------------------------------------------------------------------
+
+
+def _kind(process: SavedProcess) -> str:
+    """Returns its kind if it is no rank, else an empty string."""
+    main = process.main
+    frames = tuple(main.frames) if main is not None else ()
+    if calls.LOADER_WORKER.on(frames) or any(calls.LOADER_WORKER.on(one.frames) for one in process.threads):
+        return _WORKER
+    return next((kind for kind, mark in _HELPERS if mark.on(frames)), "")
+
+
+def _ranks_among(found: Sequence[_Saved]) -> tuple[list[_Saved], list[_Saved]]:
+    """Those that may be ranks, with their workers, and the rest. A worker whose parent is not known belongs to the one
+    process that waits for its workers; if several do, it is left out.
+    """
+    ranks = [one for one in found if not one.kind]
+    by_pid = {one.process.pid: one for one in ranks if one.process.pid}
+    loading = [one for one in ranks if calls.LOADER_WAIT.on(one.frames)]
+    left_out = []
+    for one in found:
+        parent = by_pid.get(one.process.parent) or (loading[0] if len(loading) == 1 else None)
+        if one.kind == _WORKER and parent is not None:
+            parent.children.append(one)
+        elif one.kind:
+            left_out.append(one)
+    return ranks, left_out
+
+
+def _rank(process: SavedProcess) -> int | None:
+    """The rank that the text gives it."""
+    told = [_first(_RANK, text) for text in (process.speaker, *reversed(process.hints))]
+    told.append(_first(_RANK if _TITLE.match(process.command) else _RANK_OPTION, process.command))
+    if rank := next(filter(None, told), ""):
+        return int(rank)
+    speaker = re.fullmatch(r"\[default(\d{1,5})\]:?|(\d{1,5}):", process.speaker)
+    return int(speaker[1] or speaker[2]) if speaker is not None else None
+
+
+def _give_ranks(ranks: Iterable[_Saved]) -> None:
+    """A title's dimensions give the rank where they all are one number; the local rank, if there is but one of each.
+
+    A rank that two processes have is that of neither.
+    """
+    ranks = list(ranks)
+    apart = any(len(_dimensions(one.process)) > 1 for one in ranks)
+    for find in (_of_title, _local_rank):
+        if all(one.rank is None for one in ranks) and not (apart and find is _of_title):
+            for one in ranks:
+                one.rank = find(one.process)
+                one.titled = find is _of_title and one.rank is not None
+        counts = Counter(one.rank for one in ranks)
+        for one in ranks:
+            if one.rank is not None and (counts[one.rank] > 1 or one.rank >= MOST_RANKS):
+                one.rank, one.titled = None, False
+
+
+def _dimensions(process: SavedProcess) -> set[str]:
+    return set(_DIMENSION.findall(process.command))
+
+
+def _of_title(process: SavedProcess) -> int | None:
+    return next(map(int, _dimensions(process)), None)
+
+
+def _local_rank(process: SavedProcess) -> int | None:
+    told = next(filter(None, (_first(_LOCAL_RANK, text) for text in (process.command, *process.hints))), "")
+    return int(told) if told else None
+
+
+def _world(found: Iterable[_Saved]) -> int:
+    """The number of ranks, where an environment or torchrun's command line gives it; else 0."""
+    texts = [text for one in found for text in (one.process.command, *one.process.hints)]
+    return max((int(told) for text in texts if (told := _first(_WORLD, text) or _first(_PER_NODE, text))), default=0)
+
+
+# --- what they are called ---------------------------------------------------------------------------------------------
+
+
+def _labels(processes: Sequence[_Saved]) -> list[str]:
+    """``process 7``, ``process 7 (engine::scheduler)``, ``process 1 of worker-2``, ``worker-2``, ``stack 3``."""
+    pids = Counter(one.process.pid for one in processes)
+    found = [_label(one, alone=pids[one.process.pid] == 1) for one in processes]
+    counts = Counter(found)
+    return [
+        label if label and counts[label] == 1 else f"{label or 'stack'} {number}"
+        for number, label in enumerate(found, start=1)
+    ]
+
+
+def _label(one: _Saved, *, alone: bool) -> str:
+    process = one.process
+    title = process.command if _TITLE.match(process.command) else ""
+    if not process.pid:
+        return one.host or title
+    if one.host and (not alone or process.pid == 1):
+        return f"process {process.pid} of {one.host}"
+    title = f" ({title})" if title else ""
+    return f"process {process.pid}{title}" if alone else f"process {process.pid}{title} in {one.file}"
+
+
+def _host(process: SavedProcess) -> str:
+    """The pod, container or node that the lines before it name."""
+    for hint in reversed(process.hints):
+        words = hint.strip(" =#*~+-$%:<>").split()
+        at = next((n for n, word in enumerate(words) if word in ("exec", "ssh")), None)
+        if at is not None:
+            rest = iter(words[at + 1 :])
+            name = next(
+                (word for word in rest if not word.startswith("-") or (word in _VALUES and not next(rest, ""))), ""
+            )
+            return name.rpartition("/")[2]
+        if prompt := re.match(r"[\w-]+@([\w.-]+)[:~]", hint):
+            return prompt[1]
+        if len(words) == 1 and re.fullmatch(r"[A-Za-z][\w.-]*", words[0]) and "=" not in hint.strip("= "):
+            return words[0]
+        if named := re.fullmatch(r"(?:host|node|pod)[ :=]+([\w.-]+)", " ".join(words), re.IGNORECASE):
+            return named[1]
+    return process.speaker.rstrip(":| ")
+
+
+def _remarks(left_out: Sequence[_Saved]) -> Iterator[str]:
+    """Names the processes that were not compared."""
+    kinds: dict[str, list[int]] = {}
+    for one in left_out:
+        kinds.setdefault(one.kind or "of unknown rank", []).append(one.process.pid)
+    for kind, pids in kinds.items():
+        told = ", ".join(str(pid) for pid in pids[:4] if pid) + (", ..." if len(pids) > 4 else "")
+        several = f"{len(pids)} process{'es' * (len(pids) > 1)}"
+        yield f"not compared: {several} ({kind}{': ' * bool(told)}{told})"

@@ -1,0 +1,217 @@
+"""Reads tracebacks and fatal signals in what a job prints, and decides if its script continued after them."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import takewhile
+
+from msgspec import structs
+
+from safelaunch.addons.logs.events import PROGRESS
+from safelaunch.addons.logs.lines import Line, Said
+from safelaunch.model import RankException
+from safelaunch.stacks import tracebacks
+from safelaunch.verdict.exits import CAUGHT_AS_A_RULE, is_consequence
+
+MOST_MESSAGE, _MOST_SINCE, _FEW, _MOST_LINES = 12, 40, 1, 2000
+
+HEAD = "Traceback (most recent call last):"
+CUT_OFF = "an exception (the log ends before its name)"
+BOXED = re.compile(r"[╭┌+][─-]+ *Traceback \(most recent call last\)")  # as rich draws it
+_FRAME_IN_BOX = re.compile(r"[│|] (?P<file>\S.*?):(?P<line>\d{1,9}) in (?P<function>\S+) *[│|]?$")
+_GOES_ON = re.compile(  # the messages of NCCL and CUDA
+    r"nccl(?:\w+Error|Invalid\w+)|Last error:|[\w.]+: Connect to |[\w:]+Error: |CUDA kernel errors "
+    r"|For debugging consider |Device-side assert|Compile with `|GPU device may be out of range|Search for `cuda"
+)
+_ERROR = re.compile(r"(?P<type>[A-Za-z_][\w.]*(?:\(\w+\))?)(?:: (?P<message>.*))?$", re.DOTALL)
+_NAME = re.compile(r"(?P<type>(?:\w+\.)*[A-Z]\w*(?:Error|Exception))(?P<message>)$")
+BARE = re.compile(r"(?!nccl)(?P<type>[A-Za-z_][\w.]*(?:Error|Exception)): +(?P<message>\S.*)", re.DOTALL)
+
+
+@dataclass
+class Traceback:
+    """A traceback that is being read."""
+
+    line: Line
+    lines: list[str]
+    thread: bool
+    said: Said
+    rank: int | None = None  # that a line before it names
+    pid: str = ""  # process from which Ray passes it on
+    indent: str = ""
+    state: str = "frames"  # message | original | after | chain
+    at: int = 0  # where the traceback that counts begins: the last of a chain
+    rest: int = 0
+    cut: bool = False  # its head, or all but its last line, is not in the log
+    socket: str = ""  # what c10d reported of a socket just before
+    ignored: bool = False
+    is_local: bool = False  # ``rank`` is one of the processes of a node
+
+    def take(self, text: str, *, timed: bool) -> bool:
+        """Takes the next line if it belongs to the traceback, and returns whether it does. A line with a time belongs
+        to another message if the first line had none.
+        """
+        if timed and not self.said.timed and self.state != "frames":
+            return False
+        if len(self.lines) >= _MOST_LINES:
+            return False
+        text = text.removeprefix(self.indent)
+        indented = text.startswith((" ", "\t", "│", "|", "╭", "╰"))
+        if self.state == "frames" and len(self.lines) == 1 and (not text.strip() or text.startswith(HEAD)):
+            return True  # that of another process, whose lines run into these
+        if self.state in ("frames", "original"):
+            self.state = self.state if indented else "message"
+        elif self.state == "message":
+            if text.startswith(("Original Traceback", tracebacks.GATHERED)):
+                self.state = "original"
+            elif not text.strip():
+                self.state = "after"
+            elif (
+                self.rest >= MOST_MESSAGE
+                or (self.cut and BARE.match(text))
+                or not (_GOES_ON.match(text) or self.lines[-1].startswith("Last error:"))
+            ):
+                return False
+            self.rest += 1
+        elif text.startswith(tracebacks.CHAIN):
+            self.state = "chain"
+        elif text.startswith(HEAD) and self.state == "chain":
+            self.state, self.at, self.rest = "frames", len(self.lines), 0
+        elif text.strip():
+            return False
+        self.lines.append(text)
+        return True
+
+    def exception(self, at_s: float, *, cut_off: bool = False) -> RankException | None:
+        """Returns the last exception of a chain; the first, if the last is what a peer's end does to a cleanup.
+
+        Args:
+            cut_off: the log ends here, perhaps before the line that names the exception
+        """
+        found = self._last(at_s) or (self._cut_off(at_s) if cut_off and self.state == "frames" else None)
+        if found is None or not self.socket or (found.message and "ddress already in use" not in found.message):
+            return found
+        return structs.replace(found, message=f"{found.message} ({self.socket})" if found.message else self.socket)
+
+    def _cut_off(self, at_s: float) -> RankException | None:
+        found = tracebacks.parse(self.lines[self.at + 1 :])
+        return RankException(CUT_OFF, "", at_s, found.frames, "\n".join(self.lines)) if found is not None else None
+
+    def _last(self, at_s: float) -> RankException | None:
+        heads = [at for at, line in enumerate(self.lines) if at <= self.at and line.startswith(HEAD)]
+        last = self._exception(self.at, len(self.lines), at_s)
+        first = self._exception(heads[0], heads[1], at_s) if len(heads) > 1 else None
+        if last is None or first is None or first.type.rpartition(".")[2] in CAUGHT_AS_A_RULE:
+            return last
+        return first if is_consequence(last) and not is_consequence(first) else last
+
+    def _exception(self, begin: int, end: int, at_s: float) -> RankException | None:
+        lines = self.lines[begin + 1 : end]
+        if BOXED.match(self.lines[begin]):
+            boxed = (_FRAME_IN_BOX.match(line) for line in lines)
+            frames = [f'  File "{one["file"]}", line {one["line"]}, in {one["function"]}' for one in boxed if one]
+            lines = [*frames, *(line for line in lines if line and not line.startswith(("│", "|", "╭", "╰", " ")))]
+        found = tracebacks.parse(lines)
+        if found is None and self.cut and lines:
+            found = tracebacks.Traceback((), next((line for line in lines if not line.startswith(" ")), lines[0]))
+        if found is None:
+            return None
+        error = (BARE if self.cut else _ERROR).match(found.message) or _NAME.match(found.message)
+        if error is None:
+            return None
+        rest = self.lines[self.lines.index(found.message, begin) + 1 : end]
+        message = "\n".join(
+            [error["message"] or "", *takewhile(lambda line: not line.startswith(tracebacks.CHAIN), rest)]
+        ).strip()
+        return RankException(error["type"], message, at_s, found.frames, "\n".join(self.lines[:end]))
+
+
+@dataclass
+class After:
+    """Lines of a speaker after an exception: if it continues as before, it has caught that."""
+
+    lines: int = 0
+    usual: int = 0  # lines like earlier ones; the others may be the rest of the message
+    steps: int = 0  # reports of progress
+    numbers: int = 0  # lines with a number, as reports of progress have it
+    raising: str = ""  # shape of the error's own line, which a process that tries again prints again
+    shapes: frozenset[str] = frozenset()  # those of its newest lines before, if it has printed some of them repeatedly
+
+    @staticmethod
+    def of(last: str, before: Collection[str]) -> After:
+        """Begins after the line of an error.
+
+        Args:
+            last: the line of the error
+            before: the newest lines before the traceback
+        """
+        shapes = frozenset(map(_shape, before))
+        return After(raising=_shape(last), shapes=shapes if len(shapes) < len(before) else frozenset())
+
+    def goes_on(self, text: str) -> None:
+        """Counts one more line."""
+        self.lines += 1
+        if self.lines <= MOST_MESSAGE:
+            self.usual += _shape(text) in (self.raising, *self.shapes)
+            self.numbers += any(map(str.isdecimal, text))
+            self.steps += PROGRESS.search(text) is not None
+
+    def goes_on_as_usual(self) -> None:
+        self.lines += 1
+        self.usual += 1
+
+    def is_end(self, raised: RankException, *, ended: bool) -> bool:
+        """Returns whether ``raised``, after which these lines came, ended its process.
+
+        Args:
+            ended: something else reports that the process has failed
+        """
+        caught = raised.type.rpartition(".")[2] in CAUGHT_AS_A_RULE
+        message = not self.usual and (bool(self.shapes) or self.numbers <= _FEW) and not caught
+        if ended and max(self.usual, self.steps) > _FEW:  # it had worked on, and ended later
+            return False
+        return self.lines <= (_MOST_SINCE if ended else MOST_MESSAGE if message else _FEW)
+
+
+def _shape(text: str) -> str:
+    """Returns a line without what changes each time that it is printed."""
+    return " ".join(re.findall(r"[^\W\d_]+", text))
+
+
+FATAL = "Fatal Python error: "
+_CURRENT = "Current thread"
+_OF_A_FATAL = re.compile(r"\s|$|Current thread|Thread 0x|Extension modules:|Python runtime state:|<")
+SIGNALS = {
+    "Killed": signal.SIGKILL, "Terminated": signal.SIGTERM, "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT, "Bus error": signal.SIGBUS, "Out Of Memory": signal.SIGKILL,
+    "Illegal instruction": signal.SIGILL, "Floating point exception": signal.SIGFPE,
+    "Floating-point exception": signal.SIGFPE,
+}  # fmt: skip
+
+
+@dataclass
+class Crash:
+    """Output of faulthandler, or of the interpreter itself, at a fatal signal: one thread of it is the current one."""
+
+    line: Line
+    lines: list[str]
+    since: int = 0  # number of lines after it
+
+    @property
+    def signal(self) -> int:
+        """The interpreter ends itself with SIGABRT, whatever else it says."""
+        return SIGNALS.get(self.lines[0].removeprefix(FATAL).strip(), signal.SIGABRT)
+
+    def take(self, text: str, *, own: bool) -> None:
+        is_next = text.startswith(_CURRENT) and any(line.startswith(_CURRENT) for line in self.lines)
+        if not (self.since or is_next) and _OF_A_FATAL.match(text) and len(self.lines) < _MOST_LINES:
+            self.lines.append(text)
+        else:
+            self.since += own
+
+    def is_end(self, *, ended: bool) -> bool:
+        """Returns whether its process ended there. If a child crashed, its parent prints more."""
+        return self.since <= (_MOST_SINCE if ended else _FEW)

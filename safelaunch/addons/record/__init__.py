@@ -1,0 +1,1 @@
+"""``safelaunch record``: reports where a running job spends its time, by rank and line."""

@@ -1,0 +1,300 @@
+"""Samples processes for a while, with ``py-spy record``, all at once.
+
+Three passes over a rank's main process: where every thread is, where those on a CPU are, and who holds the GIL. py-spy
+doesn't stop the processes for it (``--nonblocking``), which a stopped process or a thread in D state needs as well. A
+sample costs half a millisecond of CPU; ``rate_for`` keeps the sum of all below a share of the node.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from safelaunch.addons.record.recording import Numbers, ProcessRecord, ThreadRecord
+from safelaunch.capture import command, proc, stacks
+from safelaunch.capture.result import why
+from safelaunch.job.process import Table, descendants, identify
+from safelaunch.model import Frame
+from safelaunch.system.decoding import from_json
+from safelaunch.system.errors import CaptureError
+from safelaunch.system.files import link_of
+
+FASTEST_HZ, SLOWEST_HZ = 20, 1
+SAMPLE_CPU_S = 0.0006
+SHARE = 0.01  # of the node's CPUs
+MOST_CHILDREN = 4  # of a rank: its loader's workers are alike
+MOST_PROCESSES = 256  # of a node
+PATIENCE_S = 5.0  # beyond the duration: py-spy reads the symbols first, on a busy node
+LARGEST_FILE = 32 << 20
+MOST_STACKS = 4000  # of a thread
+DEEPEST = 200
+STOPPED = "it is stopped by a signal"
+
+_NAMED = re.compile(r"thread \((?P<tid>\d+|0x[0-9A-Fa-f]+)\)(?:: (?P<name>.*))?", re.DOTALL)
+_FOLDED_FRAME = re.compile(r"(?P<function>.*?) \((?P<file>.*):(?P<line>\d+)\)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One process to sample; ``passes``: see ``PASSES``."""
+
+    pid: int
+    start_ticks: int
+    role: str = "main"
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        return ("all", "active", "gil") if self.role == "main" else ("all",)
+
+
+PASSES = {
+    "all": ("-f", "chrometrace", "--idle"),
+    "active": ("-f", "raw"),
+    "gil": ("-f", "raw", "--gil"),
+}
+
+
+def rate_for(passes: int, cpus: int) -> int:
+    """Samples a second at which so many passes take about ``SHARE`` of so many CPUs."""
+    affordable = SHARE * cpus / (max(passes, 1) * SAMPLE_CPU_S)
+    return round(min(FASTEST_HZ, max(SLOWEST_HZ, affordable)))
+
+
+def children_of(pid: int, table: Table | None = None) -> list[Sampled]:
+    """The first few Python processes below ``pid``, by their role."""
+    running = (one for one in descendants([pid], table=table) if _runs_python(one.pid))
+    return [Sampled(one.pid, one.start_ticks, "child") for one in islice(running, MOST_CHILDREN)]
+
+
+def _runs_python(pid: int) -> bool:
+    return Path(link_of(f"/proc/{pid}/exe")).name.startswith("python")
+
+
+def sample(
+    processes: Sequence[Sampled],
+    numbers: Numbers,
+    folder: Path,
+    *,
+    duration_s: float,
+    rate_hz: int,
+    stop: threading.Event | None = None,
+    py_spy: str | None = None,
+) -> list[ProcessRecord]:
+    """Samples all ``processes`` at once; takes ``duration_s`` and ``PATIENCE_S`` at most; never raises.
+
+    ``folder``: a private one, for what py-spy writes. ``stop``: give up.
+    """
+    jobs = [(number, name) for number, process in enumerate(processes) for name in process.passes]
+    begun = [identify(process.pid) for process in processes]
+    with tempfile.TemporaryDirectory(prefix="record-", dir=folder) as scratch:
+        paths = {(number, name): Path(scratch) / f"{number}-{name}" for number, name in jobs}
+        try:
+            spy = stacks.find_py_spy(py_spy)
+            argvs = [argv(spy, processes[at].pid, name, paths[at, name], duration_s, rate_hz) for at, name in jobs]
+            outputs = command.run_together(argvs, Path(scratch), deadline_s=duration_s + PATIENCE_S, stop=stop)
+        except (CaptureError, OSError) as error:
+            problem = why(error) if isinstance(error, CaptureError) else f"py-spy record: {error.strerror or error}"
+            return [ProcessRecord(process.pid, process.role, problem=problem) for process in processes]
+        told = dict(zip(jobs, outputs, strict=True))
+        found = []
+        for at, process in enumerate(processes):
+            was = begun[at]
+            if was is None or was.start_ticks != process.start_ticks:
+                found.append(ProcessRecord(process.pid, process.role, problem="the process has ended"))
+                continue
+            data = {name: _read(paths[at, name]) for name in process.passes}
+            problem = _problem(process.pid, told[at, "all"], data["all"], duration_s)
+            record = _process(process, data, numbers, max(1, round(duration_s)) * rate_hz, problem)
+            active = told.get((at, "active"))
+            found.append(replace(record, tells_active=active is not None and active.returncode == 0))
+        return found
+
+
+def argv(spy: str, pid: int, name: str, path: Path, duration_s: float, rate_hz: int) -> list[str]:
+    """The command line of one pass."""
+    words = [spy, "record", "--pid", str(pid), "--output", os.fspath(path), "--threads", "--full-filenames"]
+    return [
+        *words,
+        "--nonblocking",
+        "--duration",
+        str(max(1, round(duration_s))),
+        "--rate",
+        str(rate_hz),
+        *PASSES[name],
+    ]
+
+
+def _problem(pid: int, output: command.Output, data: bytes, duration_s: float) -> str:
+    """Why there are no samples, or not all; empty where there are."""
+    if output.timed_out:
+        return f"py-spy record gave no answer within {duration_s + PATIENCE_S:g} s"
+    if output.returncode is None:
+        return output.stderr
+    if output.returncode != 0 or not data:
+        return f"py-spy record: {stacks.explain(output.stderr, stacks.tracing_facts(pid)).message}"
+    if identify(pid) is None:
+        return "the process ended meanwhile"
+    return STOPPED if proc.state_letter(pid) in ("T", "t") else ""
+
+
+def _process(process: Sampled, data: dict[str, bytes], numbers: Numbers, ticks: int, problem: str) -> ProcessRecord:
+    found: dict[str, Threads] = {}
+    for name, content in data.items():
+        try:
+            # py-spy takes all its samples, however long that takes: those of a busy node are further apart.
+            apart_s = _longest_s(found["all"]) / max(1, ticks - 1) if name != "all" else 0.0
+            found[name] = (from_trace(content) if name == "all" else from_folded(content, apart_s)) if content else {}
+        except ValueError as error:
+            problem = problem or f"py-spy record: unreadable output: {error}"
+            found[name] = {}
+    return ProcessRecord(
+        pid=process.pid,
+        role=role_of(process, found["all"]),
+        threads=records_of(process.pid, found, numbers),
+        problem=problem,
+    )
+
+
+def _longest_s(threads: Threads) -> float:
+    return max((sum(one.seconds.values()) for one in threads.values()), default=0.0)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST_FILE + 1)
+    except OSError:
+        return b""
+    return data if len(data) <= LARGEST_FILE else b""
+
+
+# --- what py-spy writes (pure) ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class OneThread:
+    """A thread as one pass saw it. Stacks are outermost first."""
+
+    name: str = ""
+    seconds: dict[tuple[Frame, ...], float] = field(default_factory=dict)
+
+
+Threads = dict[int, OneThread]
+
+
+class _Arguments(msgspec.Struct, frozen=True):
+    filename: str = ""
+    line: int = 0
+
+
+class _Event(msgspec.Struct, frozen=True):
+    name: str
+    ph: str
+    ts: int
+    tid: int
+    args: _Arguments = _Arguments()
+
+
+def from_trace(data: bytes) -> Threads:
+    """Reads ``-f chrometrace --threads``: events that push and pop frames. Raises ValueError (msgspec.DecodeError)."""
+    found: Threads = {}
+    open_stacks: dict[int, list[tuple[str, Frame]]] = {}
+    since: dict[int, int] = {}
+    events = from_json(data, list[_Event])
+    by_time = sorted(range(len(events)), key=lambda at: events[at].ts)  # stable: those of one sample keep their order
+    for at in by_time:
+        event = events[at]
+        stack = open_stacks.setdefault(event.tid, [])
+        if since.get(event.tid) != event.ts:
+            _close(found, stack, since.get(event.tid), event.ts)
+            since[event.tid] = event.ts
+        if event.ph == "B":
+            stack.append((event.name, Frame(event.args.filename, event.args.line, event.name)))
+        elif event.ph == "E" and stack:
+            stack.pop()
+    for stack in open_stacks.values():
+        _close(found, stack, None, 0)
+    return found
+
+
+def _close(found: Threads, stack: list[tuple[str, Frame]], since: int | None, now: int) -> None:
+    """Counts what the thread was in since the last event."""
+    named = next((match for name, _ in stack if (match := _NAMED.fullmatch(name)) is not None), None)
+    if named is None or since is None:
+        return
+    thread = found.setdefault(_tid(named["tid"]), OneThread(named["name"] or ""))
+    frames = tuple(frame for _, frame in stack if frame.file or frame.line)[:DEEPEST]
+    if frames:
+        thread.seconds[frames] = thread.seconds.get(frames, 0.0) + (now - since) / 1e6
+
+
+def _tid(text: str) -> int:
+    return int(text, 0)
+
+
+def from_folded(data: bytes, apart_s: float) -> Threads:
+    """Reads ``-f raw --threads``: a folded stack and how many samples have it, line by line.
+
+    ``apart_s``: the time that a sample stands for.
+    """
+    found: Threads = {}
+    for text in data.decode("utf-8", "replace").splitlines():
+        stack, _, count = text.rpartition(" ")
+        parts = stack.split(";")
+        named = _NAMED.fullmatch(parts[0])
+        frames = tuple(_folded_frame(part) for part in parts[1:])[:DEEPEST]
+        if named is not None and count.isdecimal() and frames:
+            thread = found.setdefault(_tid(named["tid"]), OneThread(named["name"] or ""))
+            thread.seconds[frames] = thread.seconds.get(frames, 0.0) + int(count) * apart_s
+    return found
+
+
+def _folded_frame(part: str) -> Frame:
+    match = _FOLDED_FRAME.fullmatch(part)
+    return Frame(match["file"], int(match["line"]), match["function"]) if match is not None else Frame("", 0, part)
+
+
+def records_of(pid: int, passes: dict[str, Threads], numbers: Numbers) -> list[ThreadRecord]:
+    """The threads of a process, its main thread first."""
+    everything, active, gil = (passes.get(name, {}) for name in ("all", "active", "gil"))
+    main = pid if pid in everything else next((tid for tid, one in everything.items() if one.name == "MainThread"), pid)
+    order = sorted({*everything, *active, *gil}, key=lambda tid: (tid != main, tid))
+    nothing = OneThread()
+    made = []
+    for tid in order:
+        seen = everything.get(tid, nothing)
+        on_cpu, holding = active.get(tid, nothing), gil.get(tid, nothing)
+        made.append(
+            ThreadRecord(
+                name=seen.name or on_cpu.name or holding.name,
+                main=tid == main,
+                stacks=_numbered(seen, numbers),
+                active=_numbered(on_cpu, numbers),
+                gil=_numbered(holding, numbers),
+            )
+        )
+    return made
+
+
+def _numbered(thread: OneThread, numbers: Numbers) -> list[tuple[int, float]]:
+    most = sorted(thread.seconds.items(), key=lambda item: -item[1])[:MOST_STACKS]
+    return [(numbers.of(frames), round(seconds, 3)) for frames, seconds in most]
+
+
+def role_of(process: Sampled, threads: Threads) -> str:
+    if process.role == "main":
+        return "main"
+    from safelaunch.stacks.calls import LOADER_WORKER
+
+    main: Iterable[tuple[Frame, ...]] = threads.get(process.pid, OneThread()).seconds
+    worker = any(map(LOADER_WORKER.on, main))
+    return "dataloader worker" if worker else "child process"

@@ -1,0 +1,278 @@
+"""A rank's time by activity and by line, out of its samples."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import Literal
+
+from safelaunch.addons.record.recording import ProcessRecord, RankRecord, Recording, ThreadRecord
+from safelaunch.model import Frame
+from safelaunch.stacks.calls import C10D, LOADER_WAIT, leaving, loader_on_stack, torch_wait, worker_idle
+from safelaunch.stacks.frames import Stack, normal, short
+
+# --- What a sampled main thread is about: it computes, waits for its peers, waits for data ----------------------------
+
+
+Kind = Literal[
+    "collective",
+    "send or receive",
+    "data loading",
+    "forward",
+    "backward",
+    "optimizer",
+    "checkpoint",
+    "device",
+    "script",
+]
+KINDS: tuple[Kind, ...] = (
+    "forward", "backward", "optimizer", "collective", "send or receive", "data loading", "checkpoint", "device",
+    "script",
+)  # fmt: skip
+WAITS: tuple[Kind, ...] = ("collective", "send or receive")
+
+# By the file (its end, or a directory in its path) and the functions of a frame; no functions: any. The first row that
+# fits a frame of the stack counts: a checkpointed forward in a backward is part of the backward.
+_BY_FRAME: tuple[tuple[Kind, str, frozenset[str]], ...] = (
+    ("checkpoint", "torch/serialization.py", frozenset({"save", "load"})),
+    ("checkpoint", "torch/distributed/checkpoint/", frozenset()),
+    ("backward", "torch/autograd/graph.py", frozenset({"_engine_run_backward"})),
+    ("backward", "torch/autograd/__init__.py", frozenset({"backward", "grad"})),
+    ("device", "torch/cuda/__init__.py", frozenset({"synchronize"})),
+    ("device", "torch/cuda/streams.py", frozenset({"synchronize"})),
+    ("optimizer", "torch/optim/lr_scheduler.py", frozenset()),
+    ("optimizer", "torch/optim/", frozenset()),
+    ("forward", "torch/nn/modules/module.py", frozenset({"_call_impl", "_wrapped_call_impl"})),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """``what``: the collective's name, say; ``frame``: the innermost of the user's own code."""
+
+    kind: Kind
+    what: str
+    frame: Frame | None
+
+
+def activity_of(frames: Sequence[Frame], code_roots: tuple[str, ...] = ()) -> Activity:
+    """Of a main thread; ``frames`` innermost first."""
+    stack = Stack(tuple(frames), code_roots)
+    kind, what = _kind(stack)
+    return Activity(kind, what, stack.user_frame)
+
+
+def _kind(stack: Stack) -> tuple[Kind, str]:
+    wait = torch_wait(stack)
+    if wait is not None:
+        return ("send or receive" if wait.kind == "p2p" else "collective"), wait.op
+    if LOADER_WAIT.on(stack.called):
+        return "data loading", "DataLoader"
+    found = _by_frame(stack.frames)
+    if found is None and C10D.on(stack.called):
+        return "collective", ""
+    if found is None and loader_on_stack(stack.frames):
+        return "data loading", "dataset"
+    if found is None and leaving(stack.frames):
+        return "script", "exit"
+    return (found, "") if found is not None else ("script", "")
+
+
+def _by_frame(frames: Sequence[Frame]) -> Kind | None:
+    inner = [(normal(frame.file), short(frame.function)) for frame in frames if "/torch/" in normal(frame.file)]
+    for kind, part, functions in _BY_FRAME:
+        for file, function in inner:
+            in_it = part in file if part.endswith("/") else file.endswith(part)
+            if in_it and (not functions or function in functions):
+                return kind
+    return None
+
+
+WORKER = "dataloader worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A function of the user's code and what it is about there. ``waits``: inside a backward, what is no computing."""
+
+    kind: Kind
+    what: str
+    file: str
+    function: str
+    waits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Another thread of a rank that holds the GIL for this share of the time. ``frame``: where, for the most part."""
+
+    thread: str
+    share: float
+    frame: Frame | None
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Shares of the recorded time, 0 to 1. ``waits``: for peers (in a backward: for the device, too).
+
+    ``lines``: of each place, the lines by their share. ``gil``: held by the main thread; None: not known.
+    """
+
+    rank: int
+    samples: int
+    kinds: Mapping[Kind, float]
+    places: Mapping[Place, float]
+    lines: Mapping[Place, Mapping[int, float]]
+    waits: float
+    gil: float
+    holders: tuple[Holder, ...] = ()
+    steps: int | None = None
+    margin: float = field(default=0.0)  # two standard errors of a share of one half
+
+
+@dataclass(frozen=True)
+class WorkerTime:
+    """The loader workers of all ranks. ``idle``: waiting for the next index; ``frame``: where they are mostly."""
+
+    count: int
+    idle: float
+    frame: Frame | None
+
+
+class Stacks:
+    """The stacks of a recording, each looked at once."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._known: dict[int, Activity] = {}
+
+    def frames(self, number: int) -> tuple[Frame, ...]:
+        """Innermost first."""
+        return tuple(self._recording.frames[at] for at in reversed(self._recording.stacks[number]))
+
+    def activity(self, number: int) -> Activity:
+        if number not in self._known:
+            self._known[number] = activity_of(self.frames(number), self._recording.code_roots)
+        return self._known[number]
+
+    def user_frame(self, number: int) -> Frame | None:
+        return Stack(self.frames(number), self._recording.code_roots).user_frame
+
+
+def times_of(recording: Recording, stacks: Stacks | None = None) -> list[RankTime]:
+    """Of each rank that has samples."""
+    stacks = stacks or Stacks(recording)
+    found = [_rank(rank, recording, stacks) for rank in recording.ranks if not rank.missing]
+    return [one for one in found if one is not None]
+
+
+def _rank(rank: RankRecord, recording: Recording, stacks: Stacks) -> RankTime | None:
+    main = next((one for one in (rank.main.threads if rank.main else ()) if one.main), None)
+    total_s = sum(seconds for _, seconds in main.stacks) if main is not None else 0.0
+    if main is None or rank.main is None or total_s <= 0.0:
+        return None
+    kinds: dict[Kind, float] = defaultdict(float)
+    places: dict[Place, float] = defaultdict(float)
+    lines: dict[Place, dict[int, float]] = {}
+    for number, seconds in main.stacks:
+        one = stacks.activity(number)
+        place = _place(one)
+        kinds[one.kind] += seconds / total_s
+        places[place] += seconds / total_s
+        lines.setdefault(place, defaultdict(float))[one.frame.line if one.frame else 0] += seconds / total_s
+    if rank.main.tells_active:
+        _split_backward(main, stacks, total_s, places, lines)
+    waits = sum(share for place, share in places.items() if place.waits)
+    samples = max(1, round(recording.duration_s * recording.rate_hz))
+    return RankTime(
+        rank=rank.rank,
+        samples=samples,
+        kinds=kinds,
+        places=places,
+        lines=lines,
+        waits=waits,
+        gil=sum(seconds for _, seconds in main.gil) / total_s,
+        holders=_holders(rank.main, total_s, stacks),
+        steps=rank.steps,
+        margin=2 * sqrt(0.25 / samples),
+    )
+
+
+def _place(one: Activity) -> Place:
+    file, function = (one.frame.file, one.frame.function) if one.frame is not None else ("", "")
+    return Place(one.kind, one.what, file, function, waits=one.kind in WAITS)
+
+
+def _split_backward(
+    main: ThreadRecord, stacks: Stacks, total_s: float, places: dict[Place, float], lines: dict[Place, dict[int, float]]
+) -> None:
+    """Of a backward, what its thread was not on a CPU for is a wait: for the gradients of its peers, or a device."""
+    active: dict[Place, float] = defaultdict(float)
+    for number, seconds in main.active:
+        active[_place(stacks.activity(number))] += seconds / total_s
+    for place in [one for one in places if one.kind == "backward"]:
+        idle = places[place] - active[place]
+        if idle <= 0.0:
+            continue
+        waiting = Place("backward", "", place.file, place.function, waits=True)
+        places[place] -= idle
+        places[waiting] += idle
+        lines[waiting] = lines[place]
+
+
+def _holders(main: ProcessRecord, total_s: float, stacks: Stacks) -> tuple[Holder, ...]:
+    """The other threads by how long they hold the GIL, those of one name together."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for thread in main.threads:
+        if not thread.main:
+            found.setdefault(thread.name, []).extend(thread.gil)
+    holders = [
+        Holder(name, sum(s for _, s in held) / total_s, stacks.user_frame(max(held, key=lambda item: item[1])[0]))
+        for name, held in found.items()
+        if held
+    ]
+    return tuple(sorted(holders, key=lambda one: -one.share))
+
+
+def workers_of(recording: Recording, stacks: Stacks) -> WorkerTime | None:
+    """None where no rank has any, or none was sampled."""
+    children = [one for rank in recording.ranks for one in rank.children if one.role == WORKER]
+    mains = [thread for child in children for thread in child.threads if thread.main]
+    total_s = sum(seconds for thread in mains for _, seconds in thread.stacks)
+    if not total_s:
+        return None
+    idle_s = 0.0
+    busy: dict[Frame, float] = defaultdict(float)
+    for thread in mains:
+        for number, seconds in thread.stacks:
+            frame = stacks.user_frame(number)
+            if worker_idle(stacks.frames(number)):
+                idle_s += seconds
+            elif frame is not None:
+                busy[frame] += seconds
+    return WorkerTime(len(children), idle_s / total_s, max(busy, key=lambda one: busy[one]) if busy else None)
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def share_of(times: Sequence[RankTime], kind: Kind) -> float:
+    return mean([one.kinds.get(kind, 0.0) for one in times])
+
+
+def place_share(times: Sequence[RankTime], place: Place) -> float:
+    return mean([one.places.get(place, 0.0) for one in times])
+
+
+def frame_of(times: Sequence[RankTime], place: Place) -> Frame | None:
+    """The place with its most frequent line."""
+    lines: dict[int, float] = defaultdict(float)
+    for one in times:
+        for line, share in one.lines.get(place, {}).items():
+            lines[line] += share
+    if not place.file or not lines:
+        return None
+    return Frame(place.file, max(lines, key=lambda line: lines[line]), place.function)

@@ -1,0 +1,445 @@
+"""The evidence of a job → the program that its ranks ran, from a little before they parted to the hang."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from safelaunch.addons.reproduce.program import (
+    BARE,
+    FUNCTIONS,
+    ROOTED,
+    TRANSFERS,
+    WORLD,
+    Call,
+    End,
+    Program,
+    RankProgram,
+    Sizes,
+    returns,
+)
+from safelaunch.addons.reproduce.recorded import Extent, Meeting, Recorded, recorded
+from safelaunch.model import UNKNOWN_SIZES, Collective
+from safelaunch.verdict.collectives import elements, number_of, op_name
+from safelaunch.verdict.comparable import Block
+from safelaunch.verdict.findings import ranks_word
+from safelaunch.verdict.rank_state import Facts, RankFacts
+from safelaunch.verdict.transfers import is_root
+
+# --- Where ranks go on, if they make the calls one after the other ----------------------------------------------------
+
+
+Keys = Mapping[int, Sequence[Collection[Hashable]]]  # of each call of a rank: what it meets; none where not known
+Members = Callable[[str], Sequence[int]]
+Programs = Mapping[int, RankProgram]
+
+
+def passable(programs: Programs, keys: Keys, members: Members) -> tuple[dict[int, RankProgram], list[int]]:
+    """The programs with as few of the calls that are over left unwaited for as let each rank come to its end; and the
+    ranks that gloo lets come back from their last call, in which they were.
+
+    All calls of one line are alike: so they were in the job.
+    """
+    left: set[object] = set()
+    while True:
+        at = _played(programs, keys, members, left)
+        stuck = [
+            one.calls[at[rank]] for rank, one in programs.items() if at[rank] < len(one.calls) and _over(one, at[rank])
+        ]
+        if not stuck:
+            break
+        left.add(_kind(stuck[0]))
+    back = [rank for rank, one in programs.items() if one.end.kind == "waits" and 0 < len(one.calls) == at[rank]]
+    return {rank: _unwaited(one, left) for rank, one in programs.items()} if left else dict(programs), back
+
+
+def _kind(call: Call) -> object:
+    return (call.op, call.site) if call.site is not None else (call.op, call.group)
+
+
+def _over(program: RankProgram, at: int) -> bool:
+    return at < len(program.entries) and all(entry.completed for entry in program.entries[at])
+
+
+def _played(programs: Programs, keys: Keys, members: Members, left: Collection[object]) -> dict[int, int]:
+    """Rank → how many of its calls it comes back from."""
+    expected = Counter(key for mine in keys.values() for met in mine for key in met)
+    inside: dict[Hashable, dict[int, object]] = defaultdict(dict)  # who is in it, with which operation and root
+    at = dict.fromkeys(programs, 0)
+
+    def passes(rank: int) -> bool:
+        call = programs[rank].calls[at[rank]]
+        met = keys[rank][at[rank]] if at[rank] < len(keys[rank]) else ()
+        root = dict(call.other_roots).get(rank, call.root or 0)
+        for key in met:
+            inside[key][rank] = (call.op, root)
+        if not call.waited_for or _kind(call) in left:
+            return True
+        if _over(programs[rank], at[rank]) and all(len(inside[key]) == expected[key] for key in met):
+            return True
+        if call.op not in ROOTED or not met:
+            return False
+        places = {one: place for place, one in enumerate(members(call.group))}
+        there = inside[next(iter(met))]
+        entered = {places[one] for one, made in there.items() if one in places and made == (call.op, root)}
+        return rank in places and returns(call.op, root, entered, places[rank], len(places))
+
+    before = (-1, -1)
+    while before != (now := (sum(at.values()), sum(map(len, inside.values())))):
+        before = now
+        for rank, program in programs.items():
+            while at[rank] < len(program.calls) and passes(rank):
+                at[rank] += 1
+    return at
+
+
+def _unwaited(program: RankProgram, left: Collection[object]) -> RankProgram:
+    """``End.work`` counts the calls that nobody has waited for: it still tells the same one."""
+    calls = tuple(
+        replace(call, waited_for=False) if _over(program, at) and _kind(call) in left else call
+        for at, call in enumerate(program.calls)
+    )
+    end = program.end
+    if end.kind == "waits for work":
+        before = [at for at, call in enumerate(program.calls) if not call.waited_for]
+        after = [at for at, call in enumerate(calls) if not call.waited_for]
+        end = replace(end, work=sum(at > before[-end.work - 1] for at in after))
+    return replace(program, calls=calls, end=end)
+
+
+_SCALAR = ((1,),)
+_MOST_ROOTS = 512  # that are tried
+_ENDS = {"rank-killed": "is killed", "rank-exception": "raises", "rank-exited": "exits", "uneven-batches": "leaves"}
+
+
+def program_of(facts: Facts, extent: Extent) -> Program:
+    """Raises nothing: what cannot be replayed stands in the notes."""
+    return _Reader(facts, extent).program()
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A call, and the entries that it left. A batch of sends and receives leaves several."""
+
+    call: Call
+    entries: tuple[Collective, ...]
+
+    @property
+    def over(self) -> bool:
+        return all(entry.completed for entry in self.entries)
+
+    @property
+    def as_left(self) -> Call:
+        """What is not over, the rank went on behind."""
+        return self.call if self.over else replace(self.call, waited_for=False)
+
+    def is_at(self, group: str | None, number: int | None) -> bool:
+        return not self.over and any((e.group, number_of(e)) == (group, number) for e in self.entries)
+
+
+class _Reader:
+    def __init__(self, facts: Facts, extent: Extent) -> None:
+        self._facts = facts
+        self._calls = recorded(facts, extent)
+        self._roots = _Roots(facts, self._calls)
+        self._notes: dict[str, None] = {}
+        self._default = {name for name in facts.alignment.groups() if self._is_default(name)} | {WORLD, ""}
+
+    def program(self) -> Program:
+        ranks = {rank: self._rank(rank) for rank in range(self._world)}
+        keys = {rank: self._keys(rank, one) for rank, one in ranks.items()}
+        passing, held = passable(ranks, keys, self._members)
+        if ranks != passing:
+            self._note("Some calls that are over are not waited for: made one after the other, they would hang.")
+        if held:
+            self._note(
+                f"The last call of {ranks_word(held)} would return with gloo: there the script sleeps behind it."
+            )
+        held_end = End("stands", words="recorded in this call, from which gloo returns")
+        ranks = {rank: replace(one, end=held_end) if rank in held else one for rank, one in passing.items()}
+        self._say_what_is_missing()
+        makers = self._makers()
+        used = {call.group for one in ranks.values() for call in one.calls} - {WORLD} | set(makers)
+        groups = {name: self._members(name) for name in sorted(used, key=lambda name: (len(name), name))}
+        return Program(ranks, groups, makers, (*self._notes, *self._roots.notes()))
+
+    def _keys(self, rank: int, one: RankProgram) -> list[list[Meeting]]:
+        met = {each.entry.record_id: each.key for each in self._calls.get(rank, ())}
+        return [[met[entry.record_id] for entry in entries if entry.record_id in met] for entries in one.entries]
+
+    @property
+    def _world(self) -> int:
+        return max([self._facts.evidence.world_size, *(rank + 1 for rank in self._facts.ranks)])
+
+    def _is_default(self, group: str) -> bool:
+        """It is everybody's: under the name of the default group, or of the same ranks in the same order."""
+        return group in ("0", "") or any(
+            entry.entry.description == "default_pg" and entry.entry.group == group
+            for calls in self._calls.values()
+            for entry in calls
+        )
+
+    def _members(self, group: str) -> tuple[int, ...]:
+        if group == WORLD:
+            return tuple(range(self._world))
+        told = [one.evidence.gil.groups.get(group, ()) for one in self._facts.ranks.values()]
+        return tuple(sorted(next((ranks for ranks in told if ranks), ()) or self._facts.alignment.ranks_of(group)))
+
+    def _makers(self) -> dict[str, frozenset[int]]:
+        """The groups that not every rank has made, and who has: torch names them by their number on each rank."""
+        made: dict[int, int] = {}
+        for rank, one in self._facts.ranks.items():
+            number = one.evidence.gil.groups_made
+            if number is None:
+                return {}
+            made[rank] = number - (one.wait is not None and one.wait.op == "new_group")
+        names = {name for one in self._facts.ranks.values() for name in one.evidence.gil.groups if name.isdecimal()}
+        makers = {name: frozenset(rank for rank, number in made.items() if number > int(name)) for name in names}
+        return {name: ranks for name, ranks in makers.items() if ranks and ranks != frozenset(made)}
+
+    def _note(self, words: str) -> None:
+        self._notes[words] = None
+
+    def _say_what_is_missing(self) -> None:
+        without = set(self._facts.ranks) - set(self._facts.alignment.records)
+        for ranks, words in ((self._facts.unseen, "Not seen"), (without, "No recorded calls")):
+            if ranks:
+                self._note(f"{words}: {ranks_word(ranks)}. There, the script makes the calls that the peers completed.")
+
+    # --- a rank -------------------------------------------------------------------------------------------------------
+
+    def _rank(self, rank: int) -> RankProgram:
+        one = self._facts.ranks.get(rank)
+        made = self._made(rank, self._calls[rank]) if rank in self._calls else self._borrowed(rank)
+        return replace(self._program_of(rank, one, made), entries=tuple(call.entries for call in made))
+
+    def _program_of(self, rank: int, one: RankFacts | None, made: list[_Made]) -> RankProgram:
+        if one is None:
+            return RankProgram(_left(made), End("stands", "missing-from-collective", "it was not seen"))
+        if one.wait is not None:
+            return self._waiting(one, made)
+        end = _end_of(one)
+        alone = not made and not self._facts.alignment.joined(one.rank)
+        return RankProgram(_left(made), end, before=end.kind == "stands" and alone and self._some_in_init)
+
+    def _waiting(self, one: RankFacts, made: Sequence[_Made]) -> RankProgram:
+        """Its own thread waits in the newest of its calls, in an earlier one, or in one that is not recorded."""
+        assert one.wait is not None
+        wait = one.wait
+        at = next((n for n, call in enumerate(made) if call.is_at(wait.group, wait.seq)), None)
+        if at is None and wait.kind == "p2p" and wait.op not in FUNCTIONS and not one.evidence.gil.posted:
+            self._note(f"Rank {one.rank} waits for {wait.op} that it began earlier: here for a receive from any rank.")
+            begun = Call("recv", WORLD, _SCALAR, waited_for=False)
+            return RankProgram((*_left(made), begun), End("waits for work", site=wait.frame))
+        if at is None:
+            return RankProgram((*_left(made), *self._call_of_wait(one)), End("waits"))
+        if at == len(made) - 1:
+            return RankProgram((*_left(made[:at]), made[at].call), End("waits"))
+        behind = sum(not call.over for call in made[at + 1 :])
+        return RankProgram(_left(made), End("waits for work", site=wait.frame, work=behind))
+
+    @property
+    def _some_in_init(self) -> bool:
+        return any(one.wait is not None and one.wait.kind == "init" for one in self._facts.ranks.values())
+
+    def _made(self, rank: int, calls: Sequence[Recorded]) -> list[_Made]:
+        """In the order of the record. A batch of sends and receives is one call."""
+        found: list[_Made] = []
+        for (is_p2p, _), same in groupby(calls, key=_launch_of):
+            together = list(same)
+            made = [self._call(rank, one) for one in together]
+            if is_p2p and len(made) > 1:
+                parts = tuple(replace(part, site=None) for part in made)
+                batch = Call("batch", made[0].group, site=made[0].site, parts=parts)
+                found.append(_Made(batch, tuple(one.entry for one in together)))
+            else:
+                found += [_Made(call, (one.entry,)) for call, one in zip(made, together, strict=True)]
+        return found
+
+    def _borrowed(self, rank: int) -> list[_Made]:
+        """Of a rank without a record: what its peers cannot have completed without it, as one of them called it."""
+        over = {one.key for calls in self._calls.values() for one in calls if one.entry.completed}
+        alignment = self._facts.alignment
+        of_mine = {
+            peer: [
+                one
+                for one in calls
+                if one.transfer is None and one.key in over and rank in alignment.members(one.entry.group)[0]
+            ]
+            for peer, calls in self._calls.items()
+        }
+        peer = max(of_mine, key=lambda one: len(of_mine[one]), default=None)
+        return [_Made(self._call(peer, one), ()) for one in of_mine[peer]] if peer is not None else []
+
+    # --- a call -------------------------------------------------------------------------------------------------------
+
+    def _call(self, rank: int, one: Recorded) -> Call:
+        entry = one.entry
+        functions = _functions_of(entry)
+        op = min(functions, default="all_reduce")
+        if len(functions) != 1:
+            self._note(f"{op_name(entry)[:80]!r} is replayed as {op}.")
+        call = Call(
+            op,
+            group=WORLD if entry.group in self._default else entry.group,
+            sizes=self._sizes(op, entry),
+            dtypes=(_dtype(entry),) if op not in BARE else (),
+            site=self._facts.alignment.stack(rank, entry).user_frame,
+        )
+        if op in ROOTED:
+            root, others = self._roots.of_all(one)
+            call = replace(call, root=root, other_roots=others)
+        if one.transfer is not None:
+            ranks = self._facts.alignment.ranks_of(entry.group)
+            peer = one.transfer.peer
+            call = replace(call, peer=sorted(ranks).index(peer) if peer in ranks else peer)
+        return call
+
+    def _sizes(self, op: str, entry: Collective) -> Sizes:
+        if op in BARE:
+            return ()
+        if op == "all_to_all":  # each rank may split its own way
+            self._note("An all_to_all sends one element to each rank.")
+            return ((len(self._members(entry.group)),),)
+        given = self._known(entry.output_sizes if op == "scatter" else entry.input_sizes)
+        if op == "all_reduce" or len(given) == 1:
+            return given
+        return ((elements(given) or 0,),)
+
+    def _known(self, sizes: Sizes) -> Sizes:
+        if elements(sizes) is None or sizes == UNKNOWN_SIZES:
+            self._note("Some sizes are not recorded: one element each.")
+            return _SCALAR
+        return sizes
+
+    def _call_of_wait(self, one: RankFacts) -> Iterator[Call]:
+        """A call that only the rank's stack tells of: gloo records no send, and some torch nothing at all."""
+        wait = one.wait
+        assert wait is not None
+        if wait.kind == "init":
+            return
+        op = FUNCTIONS.get(wait.op, "")
+        posted = one.evidence.gil.posted
+        if posted and (op not in TRANSFERS or len(posted) > 1):
+            parts = [Call("send" if p.sends else "recv", WORLD, _SCALAR, peer=p.peer, tag=p.tag) for p in posted]
+            self._note("Sends and receives of gloo are not recorded: those under way are read from the processes.")
+            yield Call("batch", site=wait.frame, parts=tuple(parts))
+        elif op in TRANSFERS:
+            self._note("Sends and receives of gloo are not recorded: those under way are read from the stacks.")
+            from_any = op == "recv" and wait.peer is None and wait.tag is not None
+            if wait.peer is None and not from_any:
+                self._note(f"Rank {one.rank}: the peer of its {op} is not known.")
+            peer = wait.peer if wait.peer is not None or op == "recv" else (one.rank + 1) % self._world
+            named = wait.peer is not None
+            yield Call(op, WORLD, _SCALAR, peer=peer, named=named, tag=wait.tag or 0, site=wait.frame)
+        elif op:
+            self._note(f"{op} of rank {one.rank} is not recorded: its group and sizes are not known.")
+            root = wait.source if wait.source is not None else wait.target
+            root = root or 0 if op in ROOTED else None
+            yield Call(op, WORLD, () if op in BARE else _SCALAR, root=root, site=wait.frame)
+        else:
+            self._note(f"Rank {one.rank} waits in {wait.op}, which is not recorded: a barrier stands for it.")
+            yield Call("barrier", site=wait.frame)
+
+
+def _functions_of(entry: Collective) -> set[str]:
+    """What it stands for in torch.distributed; several for a block of several kinds, none where that is not known."""
+    names = entry.ops if isinstance(entry, Block) else (op_name(entry).split(" ")[0],)
+    return {FUNCTIONS[name] for name in names if name in FUNCTIONS}
+
+
+def _left(made: Iterable[_Made]) -> tuple[Call, ...]:
+    return tuple(one.as_left for one in made)
+
+
+def _launch_of(one: Recorded) -> tuple[bool, object]:
+    """Sends and receives that were launched together have one number."""
+    entry = one.entry
+    return (True, (entry.group, entry.p2p_seq)) if entry.is_p2p else (False, 0)
+
+
+def _dtype(entry: Collective) -> str:
+    return next((name for name in (*entry.input_dtypes, *entry.output_dtypes) if name), "")
+
+
+def _end_of(one: RankFacts) -> End:
+    """What a rank does that waits for no peer."""
+    condition, exit = one.condition, one.evidence.exit
+    if condition is None:
+        return End("stands", "missing-from-collective", "it was ended before it was looked at", one.frame)
+    kind = _ENDS.get(condition.cause, "stands")
+    if kind == "is killed" and exit is None:
+        kind = "stands"
+    code = 0 if exit is None else -exit.returncode if kind == "is killed" else exit.returncode
+    return End(kind, condition.cause, condition.reason, condition.frame or one.frame, code)  # type: ignore[arg-type]
+
+
+# --- roots ------------------------------------------------------------------------------------------------------------
+
+
+class _Roots:
+    """The root of each rooted collective, as a rank of its group: as the ranks' stacks name it, as the sizes of a
+    gather or scatter tell, else the one with which gloo keeps most of those waiting that wait, and lets the others go.
+    """
+
+    def __init__(self, facts: Facts, calls: Mapping[int, Sequence[Recorded]]) -> None:
+        self._facts = facts
+        self._there: dict[object, dict[int, Collective]] = {}
+        for rank, made in calls.items():
+            for one in made:
+                if _functions_of(one.entry) & ROOTED:
+                    self._there.setdefault(one.key, {})[rank] = one.entry
+        self._assumed = self._deduced = False
+        self._found: dict[object, tuple[int, tuple[tuple[int, int], ...]]] = {}
+        self._usual: dict[object, int] = {}  # the place of the root, by the line of a call that is not over
+        for rank, made in calls.items():
+            for one in made:
+                if one.key in self._there and not one.entry.completed:
+                    self._usual.setdefault(one.entry.frames, self._place(rank, one))
+
+    def notes(self) -> Iterator[str]:
+        if self._assumed:
+            yield "Roots are not recorded: of calls that are over, one is assumed."
+        if self._deduced:
+            yield "The root of a call that hangs is one that those who wait in it can wait for."
+
+    def of_all(self, one: Recorded) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """The root that most of those name who are in the call, and the others that are named, with who does."""
+        if one.key not in self._found:
+            roots = {rank: self._place(rank, one) for rank in self._there[one.key]}
+            usual, _ = Counter(roots.values()).most_common(1)[0]
+            others = tuple((rank, root) for rank, root in sorted(roots.items()) if root != usual)
+            self._found[one.key] = (usual, others)
+        return self._found[one.key]
+
+    def _place(self, rank: int, one: Recorded) -> int:
+        there, ranks = self._there[one.key], sorted(self._facts.alignment.ranks_of(one.entry.group))
+        roots = {r: root for r in there if (root := self._told(r, there[r])) is not None}
+        if roots:
+            votes = Counter(roots.values())
+            shows = op_name(one.entry) in ("gather", "scatter")  # its sizes would say if it were the rank itself
+            able = [root for root in votes if root != rank or not shows] or votes
+            best = max(able, key=lambda root: (root in there and there[root].completed, votes[root], -root))
+            self._deduced = self._deduced or rank not in roots
+            root = roots.get(rank, best)
+            return ranks.index(root) if root in ranks else 0
+        if set(there) >= set(ranks) and all(entry.completed for entry in there.values()):
+            self._assumed = True
+            usual = self._usual.get(one.entry.frames, 0)
+            return usual if usual < len(ranks) else 0
+        self._deduced = True
+        op = min(_functions_of(one.entry), default="broadcast")
+        over = {place: there[r].completed for place, r in enumerate(ranks) if r in there}
+        tries = range(min(len(ranks), _MOST_ROOTS))
+        fits = [sum(returns(op, root, over, p, len(ranks)) == done for p, done in over.items()) for root in tries]
+        return fits.index(max(fits, default=0)) if fits else 0
+
+    def _told(self, rank: int, entry: Collective) -> int | None:
+        wait = self._facts.ranks[rank].wait
+        if wait is not None and (wait.group, wait.seq) == (entry.group, entry.seq) and not entry.completed:
+            named = wait.source if wait.source is not None else wait.target
+            if named is not None:
+                return named
+        return rank if is_root(entry) else None

@@ -1,0 +1,266 @@
+"""The journal of a sweep: a file that survives ``kill -9`` at any point.
+
+It has one JSON document per line, is only appended to, and each line is on the disk before the action it announces:
+
+    {"event": "begun", "pid": 4711, ...}                                           colaunch has been started
+    {"event": "started", "job": "lr-1e-3", "attempt": 1, "fingerprint": ..., "pid": ..., "start_ticks": ...}
+    {"event": "handed", "job": "lr-1e-3", "attempt": 1, "fingerprint": ..., "batch": ...}
+    {"event": "ended", "job": "lr-1e-3", "attempt": 1, "state": "succeeded", ...}
+
+"started" is written while the job's process still waits for its release, so the journal knows every job; "handed", in
+its place, before a scheduler gets the job, which is found there by its unique name, ``batch``. An incomplete
+last line was never acted upon, and is cut off. ``--resume`` runs a job without an "ended" again, unless its safelaunch
+recorded a success: colaunch may be killed between a job's end and its record. The colaunch that runs the sweep locks
+the journal (flock).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from msgspec import ValidationError
+
+from safelaunch.addons.sweep.jobs import Job, Outcome
+from safelaunch.addons.sweep.sweep import Before
+from safelaunch.job.process import ProcessId
+from safelaunch.system.decoding import from_builtins
+from safelaunch.system.errors import UsageError
+from safelaunch.system.files import try_lock
+
+Record = Mapping[str, Any]
+NOBODY = ProcessId(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt of a job in the journal. ``outcome`` None: its end was never recorded.
+
+    ``handed``: the unique names under which a scheduler got it: after an unclear answer it is handed over again.
+    """
+
+    job: str
+    number: int
+    fingerprint: str
+    process: ProcessId
+    outcome: Outcome | None = None
+    gpus: tuple[str, ...] = ()
+    began_unix_s: float = 0.0
+    handed: tuple[str, ...] = ()
+
+
+# --- pure -------------------------------------------------------------------------------------------------------------
+
+
+def parse(data: bytes, name: str) -> tuple[list[Record], int]:
+    """The records of a journal, and the number of bytes in complete lines. Raises UsageError for a damaged line.
+
+    Only the last line may be incomplete: nothing is ever appended after one.
+    """
+    records: list[Record] = []
+    whole = 0
+    lines = data.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            if number < len(lines) - (not lines[-1]):
+                raise UsageError(
+                    f"{name}:{number}: the journal is damaged: this line is not a record of safelaunch",
+                    "remove the line to run its job again, or choose another directory with --sweep-dir",
+                )
+            break
+        records.append(record)
+        whole += len(line) + 1
+    return records, min(whole, len(data))
+
+
+def attempts(records: Sequence[Record]) -> tuple[Attempt, ...]:
+    """Every attempt, in the order of their starts. Other records are skipped."""
+    found: dict[tuple[str, int], Attempt] = {}
+    for record in records:
+        try:
+            key = (str(record["job"]), int(record["attempt"]))
+            if record["event"] == "started":
+                process = ProcessId(int(record["pid"]), int(record["start_ticks"]))
+                gpus = tuple(str(gpu) for gpu in record.get("gpus", ()))
+                began_s = float(record.get("time_unix_s", 0.0))
+                found[key] = Attempt(*key, str(record["fingerprint"]), process, None, gpus, began_s)
+            elif record["event"] == "handed":
+                earlier = found[key].handed if key in found else ()
+                handed = (*earlier, str(record["batch"]))
+                found[key] = Attempt(*key, str(record["fingerprint"]), NOBODY, handed=handed)
+            elif record["event"] == "ended" and key in found:
+                found[key] = replace(found[key], outcome=from_builtins(record, Outcome))
+        except (KeyError, TypeError, ValueError, ValidationError):
+            continue  # a record of another version: its contents are unreliable, so the job runs again
+    return tuple(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """``before``: the known state of each job; ``changed``: jobs that were done but have changed since."""
+
+    before: Mapping[str, Before]
+    changed: tuple[str, ...] = ()
+    unfinished: tuple[Attempt, ...] = ()
+
+    @property
+    def done(self) -> int:
+        return sum(known.outcome is not None for known in self.before.values())
+
+
+def history(attempts: Sequence[Attempt], jobs: Sequence[Job]) -> History:
+    """The state of these jobs according to the journal's attempts. Pure.
+
+    A job is done if an attempt at exactly this work succeeded; all others run again.
+    """
+    before: dict[str, Before] = {}
+    changed = []
+    for job in jobs:
+        own = [attempt for attempt in attempts if attempt.job == job.name]
+        if not own:
+            continue
+        succeeded = [attempt for attempt in own if attempt.outcome and attempt.outcome.state == "succeeded"]
+        same = [attempt for attempt in succeeded if attempt.fingerprint == job.fingerprint]
+        if succeeded and not same:
+            changed.append(job.name)
+        before[job.name] = Before(max(attempt.number for attempt in own), same[-1].outcome if same else None)
+    return History(before, tuple(changed), tuple(attempt for attempt in attempts if attempt.outcome is None))
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+class Journal:
+    """A sweep's journal, open and locked while this process is alive."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens or creates it. Raises UsageError if another colaunch uses it, or if it is damaged."""
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise UsageError(
+                f"{path.parent}: cannot write the sweep there: {error.strerror or error}", "see --sweep-dir"
+            ) from error
+        try:
+            if not try_lock(self._file):
+                self._close_and_complain()
+        except OSError as error:
+            os.close(self._file)
+            raise UsageError(
+                f"{path.parent}: files cannot be locked there: {error.strerror or error}",
+                "choose a directory on another disk with --sweep-dir",
+            ) from error
+        self.records, self._length = parse(self._read(), str(path))
+        self._pending: list[bytes] = []
+        self._cut()
+        _sync_directory(path.parent)
+
+    def _close_and_complain(self) -> None:
+        records = [record for record in _tolerant(self._read()) if record.get("event") == "begun"]
+        os.close(self._file)
+        who = f" (pid {records[-1].get('pid')})" if records else ""
+        raise UsageError(
+            f"{self.path.parent}: another safelaunch colaunch runs this sweep{who}.",
+            "wait for it, or choose another directory with --sweep-dir",
+        )
+
+    def _read(self) -> bytes:
+        size = os.fstat(self._file).st_size
+        return os.pread(self._file, size, 0)
+
+    def _cut(self) -> None:
+        """Cuts off an incomplete last line; adds a missing newline to a complete one."""
+        os.ftruncate(self._file, self._length)
+        if self._length and os.pread(self._file, 1, self._length - 1) != b"\n":
+            self._append(b"\n")
+
+    def begun(self, jobs: int, sweep_id: str = "") -> None:
+        """Records the start of colaunch. Raises OSError if it can't be written.
+
+        ``sweep_id``: what marks the jobs of this sweep in a scheduler.
+        """
+        known = {"sweep_id": sweep_id} if sweep_id else {}
+        self._write({"event": "begun", "pid": os.getpid(), "jobs": jobs, "version": 1, **known})
+
+    def started(self, job: Job, attempt: int, process: ProcessId, gpus: Sequence[str] = ()) -> None:
+        """Records a job's start. Raises OSError if it can't be written: then the job must not start."""
+        words = {"job": job.name, "attempt": attempt, "fingerprint": job.fingerprint, "gpus": list(gpus)}
+        self._write({"event": "started", **words, "pid": process.pid, "start_ticks": process.start_ticks})
+
+    def handed(self, job: Job, attempt: int, name: str) -> None:
+        """Records what a scheduler is about to get, under ``name``. Raises OSError if it can't be written."""
+        words = {"job": job.name, "attempt": attempt, "fingerprint": job.fingerprint}
+        self._write({"event": "handed", **words, "batch": name})
+
+    def ended(self, name: str, attempt: int, outcome: Outcome) -> None:
+        """Records a job's end. If it can't be written now, it is kept and written as soon as possible."""
+        record = {"event": "ended", "job": name, "attempt": attempt, **asdict(outcome)}
+        self._pending.append(_line(record))
+        self.catch_up()
+
+    def catch_up(self) -> bool:
+        """Writes the records that could not be written before; returns whether none is left."""
+        try:
+            while self._pending:
+                self._append(self._pending[0])
+                self._pending.pop(0)
+        except OSError:
+            return False
+        return True
+
+    def _write(self, record: Record) -> None:
+        if not self.catch_up():
+            raise OSError(errno.EIO, "earlier records could not be written")
+        self._append(_line(record))
+
+    def _append(self, line: bytes) -> None:
+        try:
+            if os.write(self._file, line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file)
+        except OSError:
+            os.ftruncate(self._file, self._length)  # nothing may follow half a line
+            raise
+        self._length += len(line)
+
+    def close(self) -> None:
+        """Releases the lock."""
+        os.close(self._file)
+
+
+def _line(record: Record) -> bytes:
+    return json.dumps({**record, "time_unix_s": round(time.time(), 3)}).encode() + b"\n"
+
+
+def _tolerant(data: bytes) -> list[Record]:
+    """The records that are readable while another process writes."""
+    try:
+        return parse(data, "")[0]
+    except UsageError:
+        return []
+
+
+def _sync_directory(directory: Path) -> None:
+    """Writes a new file's name to the disk. Best effort: some file systems can't."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,473 @@
+"""The local engine: starts, reaps and stops jobs on this node, each on its own GPUs or CPU cores.
+
+It has one thread, because it forks, and because the kernel ends jobs with the thread that started them. It never waits
+for a job. A job's safelaunch is started so that it is recorded before it runs, and never survives us unnoticed:
+
+- The child waits for its release, which follows its record in the journal. If we are killed first, it exits.
+- It asks the kernel for a SIGTERM at our death (PR_SET_PDEATHSIG), which it forwards to its job: ``kill -9`` of
+  colaunch ends the jobs as a scheduler would.
+- It also leaves its exit code in a file, so that a success is not forgotten if we are killed at that moment.
+- Its log is locked (flock). The lock belongs to the open file, the stdout of every process of the job. While any of
+  them is alive, the lock is held, which ``--resume`` can see.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from safelaunch.addons.sweep import metrics
+from safelaunch.addons.sweep.engine import Live, state_of
+from safelaunch.addons.sweep.jobs import Job, Outcome, State, threads
+from safelaunch.addons.sweep.journal import Attempt, Journal
+from safelaunch.addons.sweep.paths import SweepPaths, newest, verdict_of
+from safelaunch.addons.sweep.pool import PROGRAM, Pool, Share
+from safelaunch.addons.sweep.steps import Steps
+from safelaunch.addons.sweep.sweep import Sweep
+from safelaunch.job import process
+from safelaunch.job.process import ProcessId, fork
+from safelaunch.leases import ports
+from safelaunch.leases.holder import ourselves
+from safelaunch.leases.store import Store
+from safelaunch.supervise.control.discover import our_roots
+from safelaunch.system.errors import ResourceError, SafelaunchError, StoreError
+from safelaunch.system.files import text_of, try_lock
+
+TICK_S = 0.5
+BUSY_TICK_S = 0.1
+# torchrun waits 30 s for ranks that do not end at SIGTERM, and then kills them.
+STOP_PATIENCE_S = 45.0
+# The guardian of a killed supervisor ends its job: SIGTERM, 5 s, SIGKILL.
+LINGER_S = 8.0
+CANNOT_START = 127
+
+# Temporary failures: no room on the disk, no process available. The job is not to blame, and starts later.
+PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+REMAINS_KILL_S = 45.0  # a job got SIGTERM when its colaunch was killed; torchrun may take 30 s
+REMAINS_GIVE_UP_S = 65.0
+
+PR_SET_PDEATHSIG = 1
+EXIT_FILE = "SAFELAUNCH_EXIT_FILE"
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+# --- the start of a process -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """The command and its surroundings. ``log`` takes all its output.
+
+    ``exit_file``: the file for safelaunch's exit code. ``keep``: descriptors that it inherits.
+    """
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str
+    log: Path
+    exit_file: Path | None = None
+    keep: Collection[int] = ()
+
+
+def spawn(command: Command, tell: Callable[[ProcessId], None]) -> ProcessId:
+    """Starts it in a new session. ``tell`` gets the process before it runs; if ``tell`` raises, the process ends.
+
+    Raises OSError if it can't be started. Call it from the main thread: for the kernel, the end of the thread that
+    forked is our death.
+    """
+    # Append, never truncate: if the attempt exists already, nothing of it is lost.
+    log = os.open(command.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        with suppress(OSError):  # a file system without locks
+            try_lock(log)
+        parent = os.getpid()
+        return fork(lambda: _become(command, log, parent), tell)
+    finally:
+        os.close(log)
+
+
+def _become(command: Command, log: int, parent: int) -> NoReturn:
+    """Becomes safelaunch, in the forked child."""
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signum, signal.SIG_DFL)
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(127)  # it was killed before
+    os.setsid()
+    os.chdir(command.cwd)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    for descriptor in command.keep:
+        os.set_inheritable(descriptor, True)
+    env = dict(command.env)
+    if command.exit_file is not None:
+        env[EXIT_FILE] = f"{os.getpid()}:{command.exit_file}"
+    os.execve(command.argv[0], list(command.argv), env)
+
+
+def exit_code_in(exit_file: Path) -> int | None:
+    """The exit code that safelaunch left there; None if it was killed before."""
+    found = re.fullmatch(r"(\d+)\n", text_of(exit_file), re.ASCII)
+    return int(found[1]) if found else None
+
+
+def is_held(log: Path) -> bool:
+    """Whether a process of the attempt that wrote ``log`` is still alive."""
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            return not try_lock(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+class _Unrecorded(Exception):
+    """The journal can't record the start of a job, so it must not start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where and how a sweep runs. ``program``: the command that starts ``safelaunch``."""
+
+    paths: SweepPaths
+    pool: Pool
+    store: Store
+    journal: Journal
+    environ: Mapping[str, str]
+    program: Sequence[str]
+
+
+@dataclass(slots=True)
+class Active:
+    """One attempt. ``process`` is its safelaunch; times are CLOCK_MONOTONIC, in seconds.
+
+    ``ended_by_us``: its state because we asked it to end; ``asked_s``: when (it is killed if it doesn't end).
+    ``below``: the processes below it when it was killed. ``status``: its wait status once it has been reaped.
+    ``before``: the bundles that there were.
+    """
+
+    job: Job
+    share: Share
+    process: ProcessId
+    log: Path
+    before: set[str]
+    began_s: float
+    ended_by_us: State | None = None
+    asked_s: float | None = None
+    killed_s: float | None = None
+    status: int | None = None
+    reaped_s: float = 0.0
+    below: tuple[ProcessId, ...] = ()
+
+    def lingers(self, now: float) -> bool:
+        """Whether processes of a job with a killed supervisor are still alive: its guardian ends them, then we do."""
+        assert self.status is not None
+        if not os.WIFSIGNALED(self.status) or not is_held(self.log):
+            return False
+        if now - self.reaped_s > LINGER_S:
+            for each in self.below:
+                each.send(signal.SIGKILL)
+        return now - self.reaped_s <= LINGER_S + 1.0
+
+
+class Local:
+    """The engine that runs the jobs of ``sweep`` as children of this process. ``say`` shows a message."""
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        place: Place,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sweep = sweep
+        self._place = place
+        self._say = say
+        self._clock = clock
+        self._active: dict[str, Active] = {}
+        self._steps = Steps(our_roots, clock)
+        self._waiting = False
+        self._told = ""
+        self._not_started: list[Job] = []
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._active) + len(self._not_started)
+
+    @property
+    def tick_s(self) -> float:
+        busy = any(active.status is not None or active.asked_s for active in self._active.values())
+        return 0.0 if self._not_started else BUSY_TICK_S if busy else TICK_S
+
+    def close(self) -> None:
+        self._place.pool.leave()
+
+    # --- stopping ---------------------------------------------------------------------------------------------------
+
+    def cancel(self, *, kill: bool) -> None:
+        if not kill:
+            self._ask_to_end(patience=False)
+            return
+        for active in self._active.values():
+            self._kill(active)
+
+    def _ask_to_end(self, *, patience: bool = True) -> None:
+        """Asks all jobs to end. Without ``patience``, the user decides when that takes too long."""
+        for active in self._active.values():
+            if active.ended_by_us is None and active.status is None:
+                active.ended_by_us = "cancelled"
+                active.asked_s = self._clock() if patience else None
+                active.process.send(signal.SIGTERM)
+
+    def _kill(self, active: Active) -> None:
+        """Kills a job's supervisor. The guardian ends the rest, or we do after a while."""
+        active.ended_by_us = active.ended_by_us or "cancelled"
+        active.below = (*active.below, *process.descendants([active.process.pid]))
+        active.killed_s = self._clock()
+        active.process.send(signal.SIGKILL)
+
+    def _hurry(self) -> None:
+        """Ends jobs over their time limit, and kills those that don't end."""
+        now = self._clock()
+        if self._sweep.stopped:
+            self._ask_to_end()
+        for active in [active for active in self._active.values() if active.status is None]:
+            limit_s = active.job.timeout_s
+            if limit_s is not None and now - active.began_s > limit_s and active.ended_by_us is None:
+                active.ended_by_us, active.asked_s = "timed-out", now
+                active.process.send(signal.SIGTERM)
+            if active.asked_s is not None and now - active.asked_s > STOP_PATIENCE_S and active.killed_s is None:
+                self._kill(active)
+
+    # --- the end of a job -------------------------------------------------------------------------------------------
+
+    def poll(self) -> Iterator[tuple[Job, Outcome]]:
+        while self._not_started:
+            yield self._not_started.pop(), Outcome("failed", CANNOT_START)
+        now = self._clock()
+        for active in list(self._active.values()):
+            if active.status is None:
+                active.status, active.reaped_s = process.reap(active.process.pid), now
+            if active.status is not None and not active.lingers(now):
+                del self._active[active.job.name]
+                yield active.job, self._outcome(active)
+                self._place.pool.release(active.share)  # once its end has been recorded
+        self._hurry()
+
+    def _outcome(self, active: Active) -> Outcome:
+        assert active.status is not None
+        last_step, wrong = self._steps.last_of(active.process)
+        bundle = newest(self._place.paths.bundles_of(active.job.name) - active.before)
+        code = exit_code(active.status)
+        verdict, cause = verdict_of(bundle)
+        return Outcome(
+            state=state_of(code, verdict, active.ended_by_us),
+            exit_code=code,
+            duration_s=round(active.reaped_s - active.began_s, 3),
+            last_step=last_step,
+            gpus=active.share.gpus,
+            bundle=bundle,
+            metrics=metrics.from_log(active.log, active.job.metrics, self._say),
+            cause=cause or wrong,
+        )
+
+    # --- the start of a job -----------------------------------------------------------------------------------------
+
+    def submit(self) -> None:
+        if not self._place.journal.catch_up():
+            self._complain(f"{self._place.journal.path} cannot be written")
+            return
+        try:
+            while (wanted := self._sweep.next()) is not None:  # otherwise nobody needs to know what is free
+                free = self._place.pool.free()
+                if free is None:
+                    return
+                job = self._sweep.next(free)
+                if job is None:
+                    self._wait_for_others(wanted)
+                    return
+                if not self._try_to_start(job):
+                    return
+            self._place.pool.leave()
+        except StoreError as error:
+            self._complain(str(error))
+
+    def _wait_for_others(self, job: Job) -> None:
+        """Queues the job that would start if others left room, and tells the user once who holds that room."""
+        others = self._place.pool.wait(job, [active.process.pid for active in self._active.values()])
+        if others and others != self._told:
+            self._told = others
+            self._say(f"{job.name} waits for {self._place.pool.kind}s that others hold:\n{others}")
+
+    def _try_to_start(self, job: Job) -> bool:
+        """Tries to start a job; returns False if it must be tried again."""
+        share = self._place.pool.take(job)
+        if share is None:
+            return False
+        if self._is_of_an_active_job(share):  # which has just ended: first its end is recorded, then the next start
+            self._place.pool.release(share)
+            return False
+        try:
+            self._launch(job, self._with_ports(job, share))
+        except (ResourceError, _Unrecorded, OSError) as error:
+            self._place.pool.release(share)
+            if not isinstance(error, OSError):
+                self._complain(str(error) if isinstance(error, _Unrecorded) else f"{job.name}: {error}")
+                return False
+            if error.errno in PASSING:
+                self._complain(f"{job.name}: {error.strerror}")
+                return False
+            self._say(f"{job.name} could not be started: {error.strerror or error}")
+            self._sweep.began(job)
+            self._not_started.append(job)
+        return True
+
+    def _is_of_an_active_job(self, share: Share) -> bool:
+        return any(not set(share.gpus).isdisjoint(active.share.gpus) for active in self._active.values())
+
+    def _with_ports(self, job: Job, share: Share) -> Share:
+        """Adds leased ports to a share. Raises ResourceError if too few are free."""
+        if not job.ports:
+            return share
+        taken = ports.take(self._place.store, job.ports, ourselves(job.name, PROGRAM))
+        numbers = taken.ports
+        share.lease.add(taken)
+        return replace(share, ports=numbers)
+
+    def _complain(self, why: str) -> None:
+        if not self._waiting:
+            self._waiting = True
+            self._say(f"no job can start now; colaunch keeps trying ({why})")
+
+    def _launch(self, job: Job, share: Share) -> None:
+        """Starts a job and hands its lease over: the job holds it from its first moment, even if we are killed."""
+        attempt, paths = self._sweep.tracks[job.name].attempts + 1, self._place.paths
+        paths.bundles(job.name).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+        def record(started: ProcessId) -> None:
+            try:
+                self._place.journal.started(job, attempt, started, share.gpus)
+            except OSError as error:
+                raise _Unrecorded(f"{self._place.journal.path} cannot be written: {error.strerror or error}") from error
+
+        given = job.with_ports(share.ports)
+        variables, descriptors = share.lease.hand_over()
+        command = Command(
+            argv=(*self._place.program, *given.arguments(os.fspath(paths.bundles(job.name)))),
+            env={**self._environment(given, share), **variables},
+            cwd=job.cwd,
+            log=paths.log(job.name, attempt),
+            exit_file=paths.exit_file(job.name, attempt),
+            keep=descriptors,
+        )
+        before = paths.bundles_of(job.name)
+        started = spawn(command, record)
+        share.lease.forget()
+        self._waiting = False
+        self._sweep.began(job)
+        self._active[job.name] = Active(job, share, started, command.log, before, self._clock())
+        self._say(f"{job.name}: started on {self._place.pool.kind} {share.label}")
+
+    def _environment(self, job: Job, share: Share) -> dict[str, str]:
+        own = {**self._place.environ, **dict(job.env), **share.env}
+        if share.cores and "OMP_NUM_THREADS" not in own:
+            own["OMP_NUM_THREADS"] = str(threads(job.words, share.cores))
+        return own
+
+    # --- what is seen of it -----------------------------------------------------------------------------------------
+
+    def look(self) -> dict[str, Live]:
+        running = [active for active in self._active.values() if active.status is None]
+        self._steps.look([active.process for active in running])
+        return {active.job.name: self._live(active) for active in running}
+
+    def _live(self, active: Active) -> Live:
+        share, pace = active.share, self._steps.of(active.process)
+        ports = ",".join(dict.fromkeys(filter(None, (pace.master_port, *map(str, share.ports)))))
+        elapsed_s = self._clock() - active.began_s
+        return Live(share.label, ports, share.gpus, elapsed_s, pace, active.ended_by_us is not None)
+
+
+def exit_code(status: int) -> int:
+    """The exit code for a wait status, as a shell shows it: 128 plus the number of a signal that ended it."""
+    code = os.waitstatus_to_exitcode(status)
+    return 128 - code if code < 0 else code
+
+
+# --- what a killed colaunch has left ----------------------------------------------------------------------------------
+
+
+def wait_for_remains(
+    unfinished: Sequence[Attempt],
+    paths: SweepPaths,
+    say: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Waits until all processes of these attempts have ended, and kills them if that takes long.
+
+    Raises SafelaunchError if some survive: running their job again would run it twice at once.
+    """
+    alive = [attempt for attempt in unfinished if _lives(attempt, paths)]
+    if not alive:
+        return
+    names = ", ".join(attempt.job for attempt in alive)
+    say(f"colaunch was killed; waiting for the processes of its jobs to end: {names}")
+    begin, killed = clock(), False
+    below: list[ProcessId] = []
+    for attempt in alive:
+        attempt.process.send(signal.SIGTERM)
+    while alive:
+        sleep(0.1)
+        alive = [attempt for attempt in alive if _lives(attempt, paths)]
+        if clock() - begin > REMAINS_KILL_S and not killed:
+            killed = True
+            for attempt in alive:
+                below += process.descendants([attempt.process.pid]) if attempt.process.is_alive() else []
+                attempt.process.send(signal.SIGKILL)
+        if clock() - begin > REMAINS_GIVE_UP_S - 5.0:
+            for each in below:
+                each.send(signal.SIGKILL)
+        if clock() - begin > REMAINS_GIVE_UP_S and alive:
+            logs = ", ".join(str(paths.log(attempt.job, attempt.number)) for attempt in alive)
+            raise SafelaunchError(
+                f"processes of {', '.join(a.job for a in alive)} are still alive after {REMAINS_GIVE_UP_S:g} s.",
+                f"end the processes that write to {logs} (fuser shows them), then use --resume again",
+            )
+
+
+def recovered(attempt: Attempt, jobs: Sequence[Job], paths: SweepPaths) -> Outcome | None:
+    """The outcome of an attempt that succeeded while its colaunch was being killed; None for any other."""
+    job = next((job for job in jobs if job.name == attempt.job), None)
+    exit_file = paths.exit_file(attempt.job, attempt.number)
+    if job is None or exit_code_in(exit_file) != 0:
+        return None
+    return Outcome(
+        "succeeded",
+        exit_code=0,
+        duration_s=round(max(0.0, exit_file.stat().st_mtime - attempt.began_unix_s), 3),
+        gpus=attempt.gpus,
+        metrics=metrics.from_log(paths.log(job.name, attempt.number), job.metrics),
+    )
+
+
+def _lives(attempt: Attempt, paths: SweepPaths) -> bool:
+    return attempt.process.is_alive() or is_held(paths.log(attempt.job, attempt.number))

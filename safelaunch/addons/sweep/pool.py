@@ -1,0 +1,176 @@
+"""The units that jobs run on: GPUs, or slots of CPU cores on a node without GPUs. Each serves one job at a time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from safelaunch.addons.sweep.jobs import Job
+from safelaunch.leases.choose import Wish, pool_of
+from safelaunch.leases.gpus import Claim, Survey, table
+from safelaunch.leases.holder import ourselves
+from safelaunch.leases.inventory import Asking, inventory
+from safelaunch.leases.lease import Lease
+from safelaunch.leases.store import store_of
+from safelaunch.model import format_ranks
+from safelaunch.system.errors import ResourceError
+
+PROGRAM = "safelaunch colaunch"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One job's share. ``units``: the numbers of its slots; ``label``: its units in words.
+
+    ``env``: the job's variables for it; ``cores``: how many cores there are for it, 0 if that is not shared out.
+    ``lease``: GPUs and ports to hand over to the job's safelaunch. ``ports``: their numbers.
+    """
+
+    units: tuple[int, ...] = ()
+    label: str = ""
+    gpus: tuple[str, ...] = ()
+    cores: int = 0
+    env: Mapping[str, str] = field(default_factory=dict)
+    lease: Lease = field(default_factory=lambda: Lease({}))
+    ports: tuple[int, ...] = ()
+
+
+class Pool(Protocol):
+    """Hands out shares, and hides what they consist of and who else competes for them. ``free`` raises StoreError."""
+
+    @property
+    def capacity(self) -> int:
+        """Units in all."""
+
+    @property
+    def kind(self) -> str:
+        """``GPU`` or ``slot``."""
+
+    def units(self, gpus: int) -> int:
+        """The number of units for a job that requests ``gpus`` GPUs."""
+
+    def free(self) -> int | None:
+        """The number of units available now; None while that is unknown."""
+
+    def take(self, job: Job) -> Share | None:
+        """A share for ``job``, or None if too few units are left."""
+
+    def wait(self, job: Job, ours: Collection[int]) -> str:
+        """Queues ``job``, which would start if others left room, ahead of later requests.
+
+        Returns lines that say who holds what, except for the processes in ``ours``.
+        """
+
+    def leave(self) -> None:
+        """Leaves the queue."""
+
+    def release(self, share: Share) -> None:
+        """Frees a share: its job has ended or did not start."""
+
+
+class Slots:
+    """CPU slots, each for an equal share of the cores: the kernel's scheduler chooses which."""
+
+    kind = "slot"
+
+    def __init__(self, count: int, cores: int) -> None:
+        self.capacity = count
+        self._cores = cores
+        self._free = set(range(count))
+
+    def units(self, gpus: int) -> int:
+        """One slot per GPU; a job without GPUs still needs a core."""
+        return max(1, gpus)
+
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, job: Job) -> Share | None:
+        wanted = self.units(job.gpus)
+        if wanted > len(self._free):
+            return None
+        taken = tuple(sorted(self._free)[:wanted])
+        self._free.difference_update(taken)
+        return Share(taken, format_ranks(taken), cores=max(1, wanted * self._cores // self.capacity))
+
+    def wait(self, job: Job, ours: Collection[int]) -> str:
+        return ""  # cores are not leased
+
+    def leave(self) -> None:
+        return
+
+    def release(self, share: Share) -> None:
+        share.lease.release()
+        self._free.update(share.units)
+
+
+class Gpus:
+    """The node's GPUs, as the environment limits them; each job sees only its own.
+
+    A GPU is free if nobody on this node holds or uses it. The leases of our own jobs count too. However many jobs of
+    ours wait, they have one place in the node's queue. No method waits for the driver.
+    """
+
+    kind = "GPU"
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        found = inventory(environ)
+        pool = pool_of(environ, found.gpus)
+        gpus = pool.gpus
+        self.capacity, self.missing = len(gpus), found.missing or pool.origin
+        self._asking = Asking(environ)
+        survey = Survey(found, self._asking.answer, time.monotonic)
+        self._claim = Claim(store_of(environ), Wish(gpus, 0, ""), ourselves("", PROGRAM), survey)
+
+    def _request(self, job: Job) -> Claim:
+        self._claim.wish = replace(self._claim.wish, count=job.gpus, origin=job.name)
+        self._claim.about = ourselves(job.name, PROGRAM)
+        return self._claim
+
+    def units(self, gpus: int) -> int:
+        return gpus
+
+    def free(self) -> int | None:
+        return self._claim.free()
+
+    def take(self, job: Job) -> Share | None:
+        if not job.gpus:
+            return Share(label="none", env={"CUDA_VISIBLE_DEVICES": ""})
+        taken = self._request(job).advance()
+        if taken is None:
+            return None
+        labels = [gpu.label for gpu in taken.gpus]
+        label = format_ranks([int(label) for label in labels]) if all(map(str.isdecimal, labels)) else ",".join(labels)
+        gpus = tuple(gpu.uuid for gpu in taken.gpus)
+        return Share(label=label, gpus=gpus, env={"CUDA_VISIBLE_DEVICES": taken.visible}, lease=taken.lease)
+
+    def wait(self, job: Job, ours: Collection[int]) -> str:
+        self._request(job).queue()
+        return table(self._claim, {*ours, os.getpid()})
+
+    def leave(self) -> None:
+        self._claim.cancel()
+        self._asking.drop()
+
+    def release(self, share: Share) -> None:
+        share.lease.release()
+        self._claim.survey.outdated()  # the driver's last answer still has the job's processes
+
+
+def default_slots(cores: int, units: Sequence[int], at_most: int | None) -> int:
+    """One slot per core, but no more than the jobs can use at once, so that their shares are larger."""
+    largest_first = sorted(units, reverse=True)[:at_most]
+    return max(1, min(cores, sum(largest_first)), *largest_first[:1])
+
+
+def check_fits(needs: Mapping[str, int], pool: Pool) -> None:
+    """Raises ResourceError for a job that could never start."""
+    for name, units in needs.items():
+        if units > pool.capacity:
+            raise ResourceError(
+                f"the job {name} needs {units} {pool.kind}s, but this node has {pool.capacity}.",
+                "request fewer" + (", or give more --slots" if pool.kind == "slot" else ""),
+            )

@@ -1,0 +1,378 @@
+"""What the library frames inside the user's line wait in: peers, a DataLoader, a lock, a subprocess.
+
+Recognised by file and function of torch and of the standard library, never by anything of the user's program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import takewhile
+from typing import Literal
+
+from safelaunch.model import Frame, StackSample
+from safelaunch.stacks.frames import Stack, is_native, normal, own_part, short
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A call of a library's, known by the end of its file's path, or a folder in it, and by its function; without
+    ``functions``, by any.
+    """
+
+    files: tuple[str, ...]
+    functions: frozenset[str] = frozenset()
+
+    @cached_property
+    def _whole(self) -> tuple[str, ...]:
+        """From the beginning of a name on: ``megatorch/distributed`` is not ``torch/distributed``."""
+        return tuple(file if file.startswith(("/", "<")) else f"/{file}" for file in self.files)
+
+    @cached_property
+    def _folders(self) -> tuple[str, ...]:
+        return tuple(file for file in self._whole if file.endswith("/"))
+
+    def fits(self, path: str, function: str) -> bool:
+        """A frame's, by its normal path and its short function."""
+        if self.functions and function not in self.functions:
+            return False
+        return path.endswith(self._whole) or (bool(self._folders) and any(one in path for one in self._folders))
+
+    def on(self, frames: Iterable[Frame]) -> bool:
+        return any(self.fits(normal(one.file), short(one.function)) for one in frames)
+
+
+_C10D_FILES = (
+    "/torch/distributed/distributed_c10d.py",
+    "/torch/distributed/c10d_logger.py",
+    "/torch/distributed/_functional_collectives.py",
+    "/torch/distributed/utils.py",
+    "/torch/nn/parallel/distributed.py",
+    "/torch/distributed/rendezvous.py",
+    "/torch/distributed/constants.py",
+)
+C10D = Mark(_C10D_FILES)  # under way, whatever it calls inside: ``wait_tensor`` of a DTensor rests in an operator
+_C10D_NOISE = frozenset({"wrapper", "inner", "_time_logger", "_exception_logger"})
+_INIT_FUNCTIONS = frozenset({"init_process_group", "_init_process_group", "rendezvous", "_create_c10d_store"})
+_NEW_GROUP = frozenset({"new_group", "_new_group_with_tag", "_new_process_group_helper", "split_group"})
+MAKES_GROUPS = _INIT_FUNCTIONS | _NEW_GROUP  # in these, any library's frame can be innermost
+_P2P = frozenset({"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv"})
+_TEARDOWN = frozenset({"destroy_process_group", "_shutdown_backend"})
+_RUNNERS = frozenset({"_run_code", "_run_module_code", "_run_module_as_main", "_bootstrap", "run_path", "run_module"})
+
+
+@dataclass(frozen=True)
+class TorchWait:
+    """A wait for other ranks, seen on a stack. ``op`` is the public function nearest to the user's line."""
+
+    kind: str  # "init" | "collective" | "p2p" | "teardown"
+    op: str
+
+
+def torch_wait(stack: Stack) -> TorchWait | None:
+    """The c10d call in which these frames wait for other ranks, or None.
+
+    The innermost Python frame has to be in c10d itself: then the thread is inside a C++ collective, rendezvous or
+    store call that this frame made. (A collective on the stack with, say, a pickle frame inside it is computing.)
+    ``init_process_group`` and ``new_group`` keep frames of the store and of the rendezvous handlers inside them, so
+    for these two any library frame may be innermost.
+    """
+    inner = stack.called
+    names = [short(f.function) for f in inner if "/torch/" in normal(f.file)]
+    if _INIT_FUNCTIONS.intersection(names) and any("/torch/distributed/" in normal(f.file) for f in inner):
+        return TorchWait("init", "init_process_group")
+    if _NEW_GROUP.intersection(names):
+        return TorchWait("collective", "new_group")
+    if not C10D.on(inner[:1]):
+        return None
+    calls = [
+        short(f.function)
+        for f in inner
+        if normal(f.file).endswith(_C10D_FILES) and short(f.function) not in _C10D_NOISE
+    ]
+    if not calls:
+        return None
+    if _TEARDOWN.intersection(calls):
+        return TorchWait("teardown", "destroy_process_group")
+    op = next((name for name in reversed(calls) if not name.startswith("_")), calls[0])
+    if _P2P.intersection(calls):
+        return TorchWait("p2p", op)
+    return TorchWait("collective", op.lstrip("_"))
+
+
+def makes_store(stack: Stack) -> bool:
+    """In the constructor of the store by which ranks find each other: it hosts one, or looks for it."""
+    return bool(stack.called) and short(stack.called[0].function) == "_create_c10d_store"
+
+
+def passes_objects(stack: Stack) -> bool:
+    """``broadcast_object_list`` and its like, which call a collective for the sizes and one for the objects."""
+    return any(normal(f.file).endswith(_C10D_FILES[0]) and "_object" in short(f.function) for f in stack.called)
+
+
+_MESSAGES = ("multiprocessing/queues.py", "multiprocessing/connection.py")
+
+RPC = Mark(("/torch/distributed/rpc/",))  # waits for what another rank is to answer (``rpc_sync``, ``to_here``)
+ANSWERS_RPC = Mark(("torch/distributed/rpc/internal.py",), frozenset({"_run_function"}))
+FUTURE = Mark(("/torch/futures/",))  # of a call of c10d or of RPC, or one that other code sets
+FILE_LOCK = Mark(("/filelock/",), frozenset({"acquire"}))  # the library asks, sleeps, and asks again
+BUILD = Mark(("torch/utils/file_baton.py",), frozenset({"wait"}))  # of a C++ extension, by another process
+REPLACED = Mark(("multiprocessing/pool.py",), frozenset({"_maintain_pool"}))  # forked in place of one that had ended
+CHILD = Mark(("/subprocess.py", "multiprocessing/popen_fork.py", "multiprocessing/popen_spawn_posix.py"))
+MESSAGE = Mark(_MESSAGES, frozenset({"get", "recv", "recv_bytes", "recv_bytes_into", "poll", "wait"}))
+TAKES_ITEM = Mark(("/queue.py", "multiprocessing/queues.py"), frozenset({"get"}))
+FEEDS_QUEUE = Mark(("multiprocessing/queues.py",), frozenset({"_feed"}))  # the thread that writes what was put
+EVENT_LOOP = Mark(("/asyncio/",))
+RUNS_LOOP = Mark(("/asyncio/base_events.py",), frozenset({"_run_once"}))  # in one of its callbacks or coroutines
+POOL = Mark(("/concurrent/futures/thread.py", "/multiprocessing/pool.py"))
+# Waits for DataLoader workers (not: runs the dataset itself, as with ``num_workers=0``).
+LOADER_WAIT = Mark(
+    ("torch/utils/data/dataloader.py",),
+    frozenset({"_try_get_data", "_get_data", "_next_data", "_try_put_index", "_shutdown_workers"}),
+)
+_LOADER, _DATALOADER = Mark(("torch/utils/data/",)), Mark(("torch/utils/data/dataloader.py",))
+LOADER_WORKER = Mark(("torch/utils/data/_utils/worker.py",))
+_TORCH, _DISTRIBUTED = Mark(("/torch/",)), Mark(("/torch/distributed/",))
+_BACKWARD = Mark(("torch/autograd/graph.py", "torch/autograd/__init__.py"))
+_QUEUES = Mark(("multiprocessing/queues.py",))
+_SHUTDOWN = Mark(("/threading.py", "<frozen threading>"), frozenset({"_shutdown"}))
+
+
+Purpose = Literal[
+    "", "state-dict", "sync-batchnorm", "fsdp-forward", "fsdp-backward", "ddp-forward", "ddp-constructor", "gradients"
+]
+_FSDP, _DDP = ("torch/distributed/fsdp/",), ("torch/nn/parallel/distributed.py",)
+# The first row that fits one of the frames counts.
+_PURPOSES: tuple[tuple[Purpose, Mark], ...] = (
+    ("state-dict", Mark(("torch/distributed/checkpoint/state_dict.py", "torch/distributed/_state_dict_utils.py"))),
+    ("state-dict", Mark(("torch/distributed/fsdp/_state_dict_utils.py", "torch/distributed/fsdp/_optim_utils.py"))),
+    ("state-dict", Mark(("torch/distributed/tensor/_api.py",), frozenset({"full_tensor"}))),
+    ("sync-batchnorm", Mark(("torch/nn/modules/_functions.py",), frozenset({"forward"}))),
+    ("fsdp-backward", Mark(_FSDP, frozenset({"pre_backward", "post_backward", "_pre_backward"}))),
+    ("fsdp-backward", Mark(_FSDP, frozenset({"_post_backward_hook", "_pre_backward_hook"}))),
+    ("fsdp-forward", Mark(_FSDP, frozenset({"_pre_forward", "pre_forward", "_pre_forward_unshard"}))),
+    ("ddp-constructor", Mark(_DDP, frozenset({"__init__", "_ddp_init_helper"}))),
+    ("ddp-forward", Mark(_DDP, frozenset({"forward", "_pre_forward", "_post_forward"}))),
+    ("gradients", Mark(("torch/autograd/graph.py",), frozenset({"_engine_run_backward"}))),
+    ("gradients", Mark(("torch/autograd/__init__.py",), frozenset({"backward"}))),
+)
+
+
+def purpose(stack: Stack) -> Purpose:
+    """What torch makes the collective for that the user's line led to; empty where the user called it."""
+    inner = [(normal(frame.file), short(frame.function)) for frame in stack.called]
+    return next((found for found, mark in _PURPOSES for one in inner if mark.fits(*one)), "")
+
+
+def in_torch(stack: Stack) -> bool:
+    """The innermost frame is torch's (a backward pass, an optimizer, a collective's wrapper)."""
+    return _TORCH.on(stack.called[:1]) and not LOADER_WAIT.on(stack.called)
+
+
+def in_distributed(stack: Stack) -> Frame | None:
+    """The innermost frame, if it is of torch.distributed: a pipeline's schedule, say."""
+    inside = _DISTRIBUTED.on(stack.called[:1]) and not RPC.on(stack.called)
+    return stack.called[0] if inside else None
+
+
+def in_backward(stack: Stack) -> bool:
+    """The thread is in C++ under ``backward()``: in no hook of Python's."""
+    return _BACKWARD.on(stack.called[:1])
+
+
+def loader_on_stack(frames: Sequence[Frame]) -> bool:
+    """The dataset's code runs in this very process, called by a DataLoader without workers."""
+    return _LOADER.on(own_part(frames))
+
+
+def without_workers(frames: Sequence[Frame]) -> bool:
+    """Returns whether a DataLoader runs the dataset in this process; a worker's stack that is cut may look alike."""
+    return _DATALOADER.on(own_part(frames))
+
+
+def worker_idle(frames: Sequence[Frame]) -> bool:
+    """A DataLoader worker that waits for the next index: it owes nobody anything."""
+    return LOADER_WORKER.on(frames) and _QUEUES.on(frames[:8])
+
+
+def leaving(frames: Sequence[Frame], *, cut: bool = False) -> str:
+    """Why these frames of a main thread mean that its script has ended; ``""`` if they do not.
+
+    Where the outermost frames may be missing (``cut``), that there is no ``<module>`` shows nothing.
+
+    ``threading._shutdown`` joins the threads that are left. Exit handlers are called by the interpreter itself: under
+    them there is no ``<module>`` and none of ``runpy``'s frames, which every running script has.
+    """
+    if _SHUTDOWN.on(frames):
+        return "its script has ended and the interpreter waits for the remaining threads"
+    outer = own_part(frames) if not cut else ()
+    running = any(f.function == "<module>" or short(f.function) in _RUNNERS for f in outer)
+    return "" if running or not outer else "its script has ended and exit handlers are running"
+
+
+@dataclass(frozen=True)
+class LockWait:
+    """A wait on a lock of this process. ``on`` says who can end it.
+
+    ``work``: a thread or future that runs to an end; ``signal``: a queue, event or condition that some thread feeds;
+    ``lock``: whoever holds it. ``own``: the source says that the thread has taken it itself. ``shared``: it is one of
+    ``multiprocessing``, of whatever kind: its barrier is that of ``threading`` with another lock in it.
+    """
+
+    what: str
+    on: Literal["work", "signal", "lock"] = "lock"
+    own: bool = False
+    shared: bool = False
+
+    @property
+    def by_processes(self) -> bool:
+        """Whether another process may be the one to end the wait."""
+        return self.on == "work" or self.shared
+
+    @property
+    def of_pool(self) -> bool:
+        return self.what == "a pool's result"
+
+    @property
+    def of_future(self) -> bool:
+        """It ends by what a pool's threads, or an event loop, do: not by the end of a thread of the user's."""
+        return self.on == "work" and self.what != "Thread.join"
+
+    @property
+    def of_items(self) -> bool:
+        """A queue's ``join()``: it ends when ``task_done()`` was called for each item."""
+        return self.what.endswith("Queue.join)")
+
+
+_LOCK_CALLS: tuple[tuple[str, frozenset[str], LockWait], ...] = (
+    ("/threading.py", frozenset({"join", "_wait_for_tstate_lock"}), LockWait("Thread.join", on="work")),
+    ("/concurrent/futures/_base.py", frozenset({"result", "exception", "wait"}), LockWait("Future.result", on="work")),
+    ("/concurrent/futures/thread.py", frozenset({"shutdown"}), LockWait("Executor.shutdown", on="work")),
+    ("/multiprocessing/pool.py", frozenset({"wait", "get", "map", "join"}), LockWait("a pool's result", on="work")),
+    ("/queue.py", frozenset({"join"}), LockWait("the items of a queue (Queue.join)", on="signal")),
+    ("/queue.py", frozenset({"get", "put"}), LockWait("a queue", on="signal")),
+    (
+        "/multiprocessing/queues.py",
+        frozenset({"join"}),
+        LockWait("the items of a multiprocessing queue (JoinableQueue.join)", on="signal"),
+    ),
+    ("/logging/__init__.py", frozenset({"acquire", "handle", "_acquireLock"}), LockWait("a logging lock")),
+    ("/threading.py", frozenset({"wait", "wait_for"}), LockWait("an event or condition", on="signal")),
+    ("/threading.py", frozenset({"acquire", "__enter__"}), LockWait("a lock or semaphore")),
+    (
+        "/multiprocessing/synchronize.py",
+        frozenset({"acquire", "wait", "__enter__"}),
+        LockWait("a multiprocessing lock"),
+    ),
+)
+
+
+def lock_wait(inner: Sequence[Frame]) -> LockWait | None:
+    """What the library frames inside the user's line wait for, if that is a lock, a thread or a queue.
+
+    The frame nearest to the user's line decides: ``Future.result`` waits on a Condition, but what it waits *for* is
+    the future.
+    """
+    for frame in reversed(inner):
+        for ending, functions, wait in _LOCK_CALLS:
+            if normal(frame.file).endswith(ending) and short(frame.function) in functions:
+                return replace(wait, shared=any("/multiprocessing/" in normal(one.file) for one in inner))
+    return None
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """Whom one thread waits for: the ends of its edges in the graph of waits.
+
+    ``peers``: the c10d call in which it waits for other ranks; whatever else is on its stack, these end the wait.
+    ``threads``: one of its process to its end, or torch's own under ``backward()``.
+    ``processes``: its children. ``workers`` of a DataLoader; ``child``: one, to its end; ``message``: one that sends
+    something; ``any``: whichever may be behind a pool, an executor, or an event loop.
+    """
+
+    peers: TorchWait | None = None
+    threads: bool = False
+    processes: Literal["", "workers", "child", "message", "any"] = ""
+
+
+def awaited(stack: Stack, kind: str = "") -> Awaited:
+    """Read from a thread's Python frames, and from the ``kind`` of its system call (:mod:`.kernel`)."""
+    peers = torch_wait(stack)
+    if peers is not None:
+        return Awaited(peers)
+    inner = stack.called
+    lock, loop = lock_wait(inner), EVENT_LOOP.on(inner)
+    of_threads = in_backward(stack) or (lock is not None and lock.on == "work")
+    if LOADER_WAIT.on(inner):
+        return Awaited(None, of_threads, "workers")
+    if kind == "child" or CHILD.on(inner):
+        return Awaited(None, of_threads, "child")
+    if MESSAGE.on(inner):
+        return Awaited(None, of_threads, "message")
+    return Awaited(None, of_threads, "any" if loop or (lock is not None and lock.by_processes) else "")
+
+
+_LOCK_SYMBOLS = ("PyThread_acquire_lock", "lock_PyThread_acquire", "PyMutex_Lock", "_PySemaphore", "rlock_acquire")
+_PEER_SYMBOLS = ("c10d::", "gloo::", "nccl", "ProcessGroup")
+_STORE_SYMBOLS = ("TCPStore", "FileStore", "PrefixStore")
+_P2P_SYMBOLS = ("RecvWork", "SendWork")
+
+
+Answers = tuple[tuple[str, tuple[str, ...]], ...]  # each with the symbols that show it; the first one that fits counts
+WAITS: Answers = (("p2p", _P2P_SYMBOLS), ("store", _STORE_SYMBOLS), ("peers", _PEER_SYMBOLS), ("lock", _LOCK_SYMBOLS))
+TRANSFERS: Answers = (("send", ("SendWork",)), ("recv", ("RecvWork",)))  # of these two, the one that is waited for
+SLEEPS: Answers = (("sqlite", ("sqlite3",)), ("python", ("time_sleep", "pysleep")))  # sqlite asks for a lock each time
+# The waits for other ranks that only C frames show: ``work.wait()``, ``store.get()`` on the user's own line.
+PEER_WAITS = {
+    "p2p": TorchWait("p2p", "a send or receive"),
+    "store": TorchWait("store", "a key of the store"),
+    "peers": TorchWait("collective", "a collective"),
+}
+
+
+def native(samples: Iterable[StackSample], os_tid: int | None, answers: Answers) -> str:
+    """Which of ``answers`` the C frames inside a thread's innermost Python frame show; empty where no native sample
+    has them.
+
+    ``with lock:`` and ``work.wait()`` look alike without it: both are C functions called from the user's own line,
+    and both rest in ``futex``.
+    """
+    for frames in _native_frames(samples, os_tid):
+        for answer, symbols in answers:
+            if any(symbol in frame.function for frame in frames for symbol in symbols):
+                return answer
+    return ""
+
+
+def _native_frames(samples: Iterable[StackSample], os_tid: int | None) -> Iterator[list[Frame]]:
+    """The C frames inside a thread's innermost Python frame, for each native sample."""
+    for sample in samples:
+        for thread in sample.threads if sample.native else ():
+            if thread.os_tid == os_tid:
+                yield list(takewhile(is_native, thread.frames))
+
+
+# --- the own GPU ------------------------------------------------------------------------------------------------------
+
+_SYNCHRONIZE = Mark(
+    ("torch/cuda/__init__.py", "torch/cuda/streams.py", "torch/cuda/graphs.py", "torch/accelerator/__init__.py"),
+    frozenset({"synchronize", "wait", "replay"}),
+)
+_DRIVER_CALLS = ("Synchronize", "cuMemcpy", "cudaMemcpy", "cuEventQuery", "cuStreamQuery")
+_DRIVER_LIBRARIES = ("libcuda.so", "libcudart", "libamdhip", "libhsa-runtime")
+
+
+def device_wait(stack: Stack, samples: Iterable[StackSample], os_tid: int | None) -> str:
+    """``a synchronize`` of torch's, or the driver's call by name; empty where the thread is elsewhere."""
+    if _SYNCHRONIZE.on(stack.called[:2]):
+        return "a synchronize"
+    called = (_driver_call(frame) for frames in _native_frames(samples, os_tid) for frame in frames)
+    return next(filter(None, called), "")
+
+
+def _driver_call(frame: Frame) -> str:
+    """Of the driver or the runtime; futexes and locks of libc are not."""
+    if any(call in frame.function for call in _DRIVER_CALLS):
+        return frame.function.partition("(")[0]
+    return "the driver" if any(library in frame.file for library in _DRIVER_LIBRARIES) else ""

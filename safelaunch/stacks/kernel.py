@@ -1,0 +1,227 @@
+"""What the kernel says a thread waits for, made comparable over samples, Python versions and architectures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import takewhile
+
+from safelaunch.model import FileLock, OtherEnd, ProcessEvidence, ThreadState
+
+_SLEEP = frozenset({"nanosleep", "clock_nanosleep", "pause", "rt_sigsuspend", "rt_sigtimedwait"})
+_LOCK = frozenset({"futex", "futex_wait", "futex_waitv"})
+_CHILD = frozenset({"wait4", "waitid", "waitpid"})
+_SELECT = frozenset({"select", "pselect6"})
+_POLL = frozenset({"poll", "ppoll", "epoll_wait", "epoll_pwait", "epoll_pwait2"})
+_IO = frozenset(
+    {"read", "write", "pread64", "pwrite64", "readv", "writev", "preadv", "pwritev", "preadv2", "pwritev2",
+     "recv", "recvfrom", "recvmsg", "recvmmsg", "send", "sendto", "sendmsg", "sendmmsg", "connect", "accept", "accept4",
+     "open", "openat", "openat2", "close", "flock", "fcntl", "fsync", "fdatasync", "sync", "syncfs", "msync",
+     "sendfile", "splice", "copy_file_range", "io_getevents", "io_uring_enter", "stat", "fstat", "newfstatat", "statx",
+     "getdents64", "rename", "renameat2", "unlink", "unlinkat", "ftruncate", "fallocate", "mkdir", "mkdirat"}
+)  # fmt: skip
+_WCHAN: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("sleep", ("nanosleep", "sys_pause", "sigtimedwait", "sigsuspend")),
+    ("lock", ("futex",)),
+    ("child", ("do_wait", "kernel_waitid")),
+    ("poll", ("poll_schedule_timeout", "ep_poll", "epoll", "do_select", "do_poll")),
+    (
+        "io",
+        ("pipe", "fifo", "wait_for_partner", "unix_stream", "unix_dgram", "wait_woken", "sk_wait", "sk_stream", "tcp_",
+         "inet_", "skb_", "locks_lock", "flock", "fuse", "nfs", "rpc_", "tty", "n_tty", "folio_wait", "io_schedule"),
+    ),
+)  # fmt: skip
+
+_LOCKS = frozenset({"flock", "fcntl"})
+_LOCKED_BY = ", locked by pid "
+WRITES = frozenset({"write", "writev", "pwrite64", "pwritev", "send", "sendto", "sendmsg", "sendmmsg", "sendfile"})
+
+BUSY_SHARE = 0.2  # of a core, over the time between the samples; cores may be shared, waits use under 0.02
+
+
+_NOT_SEEN = ThreadState(tid=0, name="", state="")
+
+
+@dataclass(frozen=True)
+class KernelWait:
+    """``kind``: running | sleep | lock | child | select | poll | io | disk | stopped | dead | unknown.
+
+    ``call`` is the system call or wait channel as shown to people. ``cpu_share``: of one core between the first and the
+    last sample; None with a single sample. ``left_s``: how long after the last sample the call ends by itself; None
+    where it has no limit. ``ends``: who has the other end of the pipe or connection that it is on, as seen last; None
+    where that is not known. ``again``: it sleeps, and did so before. ``thread``: the sample that shows the wait, if one
+    does.
+    """
+
+    kind: str
+    call: str = ""
+    cpu_share: float | None = None
+    left_s: float | None = None
+    ends: tuple[OtherEnd, ...] | None = None
+    again: bool = False
+    thread: ThreadState = _NOT_SEEN
+
+    @property
+    def wanted_lock(self) -> str:
+        """The file on which it waits for a lock."""
+        return self.thread.fd_target.partition(_LOCKED_BY)[0] if self.call in _LOCKS else ""
+
+    @property
+    def lock_holder(self) -> str:
+        """The process that has locked that file, in the kernel's words: ``pid 71 (python, since ...)``."""
+        return "".join(self.thread.fd_target.partition(_LOCKED_BY)[1:]).removeprefix(", locked by ")
+
+    @property
+    def writes(self) -> bool:
+        return self.call in WRITES
+
+    @property
+    def busy(self) -> bool:
+        return self.kind == "running" or (self.cpu_share is not None and self.cpu_share >= BUSY_SHARE)
+
+
+POLL_S = 2.0  # a process asks again within that time for what it waits for; sqlite does after 0.1 s at most
+
+
+def polled_lock(process: ProcessEvidence, wait: KernelWait) -> FileLock | None:
+    """The one file lock that the main thread may be asking for again and again: somebody else holds it in each sample
+    in which the thread sleeps, it has the file open, and its sleeps are short.
+    """
+    if wait.kind not in ("sleep", "select") or wait.left_s is None or wait.left_s > POLL_S:
+        return None
+    seen = [{lock for lock in state.locks if lock.pid != state.pid} for state in process.states]
+    common = set.intersection(*filter(None, seen)) if any(seen) else set()
+    return common.pop() if len(common) == 1 else None
+
+
+def thread_samples(process: ProcessEvidence, tid: int | None = None) -> list[tuple[float, ThreadState]]:
+    """(time, state) of one thread, the main thread by default, oldest first."""
+    found = []
+    for state in process.states:
+        wanted = (state.leads or state.pid) if tid is None else tid
+        found += [(state.at_s, thread) for thread in state.threads if thread.tid == wanted]
+    return found
+
+
+def kernel_wait(process: ProcessEvidence, tid: int | None = None) -> KernelWait:
+    """What ``tid`` (default: the main thread) waits for.
+
+    A state has to last: D or T in one of several samples is a passing moment, and a thread with CPU time between the
+    samples is running whatever the moment of the look showed.
+    """
+    samples = thread_samples(process, tid)
+    main = tid is None or (bool(process.states) and tid == process.pid)
+    whole = {state.state for state in process.states} if main else set()
+    if whole and whole <= {"Z", "X"}:
+        return KernelWait("dead")
+    if process.states and all(state.frozen for state in process.states):
+        return KernelWait("stopped", "frozen cgroup")
+    states = [thread.state for _, thread in samples] or sorted(whole)
+    share = _cpu_share(samples)
+    if states and all(state in "Tt" for state in states):
+        return KernelWait("stopped", cpu_share=share)
+    if states and all(state == "D" for state in states):
+        return KernelWait("disk", _channel([t for _, t in samples]), cpu_share=share)
+    starved = len(states) > 1 and all(state == "R" for state in states)  # it would run, if it were given a core
+    if starved or (share is not None and share >= BUSY_SHARE):
+        return KernelWait("running", cpu_share=share)
+    thread = _newest_wait(samples)
+    if thread is not None:
+        kind = kind_of(thread)
+        return KernelWait(
+            kind,
+            thread.syscall_name or thread.wchan,
+            share,
+            _left_s(samples),
+            _ends(thread, samples),
+            again=kind in ("sleep", "select") and _again(samples),
+            thread=thread,
+        )
+    running = bool(states) and all(state == "R" for state in states)  # in the one sample that there is
+    return KernelWait("running" if running else "unknown", cpu_share=share)
+
+
+def _newest_wait(samples: list[tuple[float, ThreadState]]) -> ThreadState | None:
+    """The newest sample that tells what the thread waits for, as its newest stack does.
+
+    A stack reader that stopped the process leaves ``restart_syscall`` behind, of which only the wait channel tells: the
+    call is named by the samples before then, as far as they are of the same wait.
+    """
+    telling = [thread for _, thread in samples if kind_of(thread) != "unknown"]
+    same = list(takewhile(lambda thread: _channel_kind(thread) == _channel_kind(telling[-1]), reversed(telling)))
+    return next((thread for thread in same if thread.syscall_name), same[0] if same else None)
+
+
+def _channel_kind(thread: ThreadState) -> str:
+    """Select and poll wait in one channel."""
+    kind = kind_of(thread)
+    return "poll" if kind == "select" else kind
+
+
+def _ends(waiting: ThreadState, samples: list[tuple[float, ThreadState]]) -> tuple[OtherEnd, ...] | None:
+    """As seen last while it waited at the same pipe or connection."""
+    same = (thread.ends for _, thread in reversed(samples) if thread.inode == waiting.inode)
+    return next((ends for ends in same if ends is not None), None)
+
+
+WAKES = 8  # between two looks; what reads its stack wakes a thread that sleeps once or twice
+
+
+def _again(samples: list[tuple[float, ThreadState]]) -> bool:
+    """The sleep that one sample saw was over before a later one, which sees the thread asleep again: so it polls.
+
+    Where the other sample sees it awake, or does not tell how long its sleep was: it has run so often in between, and
+    sleeps a short time, that it has slept so before.
+    """
+    asleep = [(at_s, thread.ends_s) for at_s, thread in samples if kind_of(thread) in ("sleep", "select")]
+    first = next((ends_s for _, ends_s in asleep if ends_s), None)
+    if first is None or any(at_s > first for at_s, _ in asleep):
+        return first is not None
+    (begin_s, earliest), (end_s, latest) = samples[0], samples[-1]
+    wakes = (latest.slices or 0) - (earliest.slices or 0) if earliest.slices is not None else 0
+    return wakes >= WAKES and all(ends_s - at_s < end_s - begin_s for at_s, ends_s in asleep if ends_s)
+
+
+def _left_s(samples: list[tuple[float, ThreadState]]) -> float | None:
+    """The sample that says it first knows best: a limit that counts from the call's begin is counted from a look."""
+    ends_s = next((thread.ends_s for _, thread in samples if thread.ends_s is not None), None)
+    return None if ends_s is None else max(0.0, ends_s - samples[-1][0])
+
+
+def kind_of(thread: ThreadState) -> str:
+    """What the thread waits for in its system call: sleep | lock | child | select | poll | io | unknown."""
+    name = thread.syscall_name
+    for kind, names in (("sleep", _SLEEP), ("lock", _LOCK), ("child", _CHILD), ("select", _SELECT), ("poll", _POLL)):
+        if name in names:
+            return kind
+    if name in _IO:
+        return "io"
+    for kind, channels in _WCHAN:
+        if any(channel in thread.wchan for channel in channels):
+            return kind
+    return "unknown"
+
+
+def _channel(threads: list[ThreadState]) -> str:
+    return next((t.wchan for t in threads if t.wchan not in ("", "0")), "") or next(
+        (t.syscall_name for t in threads if t.syscall_name), ""
+    )
+
+
+def _cpu_share(samples: list[tuple[float, ThreadState]]) -> float | None:
+    if len(samples) < 2:
+        return None
+    (begin, first), (end, last) = samples[0], samples[-1]
+    return (last.cpu_ms - first.cpu_ms) / 1000 / (end - begin) if end > begin else None
+
+
+def wait_words(wait: KernelWait) -> str:
+    """The wait, to stand in brackets behind a sentence: ``read on pipe:[7]``, ``97% of a core``."""
+    if wait.kind == "running":
+        return "" if wait.cpu_share is None else f"{wait.cpu_share:.0%} of a core"
+    fd, target = wait.thread.fd, wait.thread.fd_target
+    of_its_own = _STANDARD.get(fd, "") if fd is not None else ""
+    target = f" on {of_its_own}{target}" if target else ""
+    return f"{wait.call}{target}" if wait.call else ""
+
+
+_STANDARD = {0: "standard input, ", 1: "standard output, ", 2: "standard error, "}

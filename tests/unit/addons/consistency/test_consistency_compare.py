@@ -1,0 +1,257 @@
+"""What the comparison says of numbers that ranks have left, as a table of cases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+
+import msgspec
+import pytest
+
+from safelaunch.addons.consistency.capture import About, Check
+from safelaunch.addons.consistency.compare import (
+    KEPT,
+    MOST_POSITIONS,
+    Comparison,
+    Found,
+    decode,
+    encode,
+    share_of,
+)
+from safelaunch.model import Inconsistency
+from safelaunch.supervise.cluster.messages import BadMessage, packed, parsed
+
+NAMES = ("0.weight", "0.bias", "2.weight")
+FINE = 1.0
+
+
+def check(
+    rank: int,
+    position: int,
+    prints: tuple[int, ...] = (1, 2, 3),
+    *,
+    group: tuple[int, ...] = (0, 1, 2),
+    gradients: tuple[float, ...] = (FINE, FINE, FINE),
+    bad_since: int | None = None,
+    losses: tuple[float, ...] = (),
+    sizes: tuple[float, ...] = (FINE, FINE, FINE),
+    kind: str = "parameters",
+) -> Check:
+    about = About(f"{kind} of SGD", kind, 3, rank, (group,), tuple((name, 0) for name in NAMES))
+    steps = range(position - 2, position + 1)
+    sentinel = tuple((step, math.nan if bad_since is not None and step >= bad_since else FINE) for step in steps)
+    numbered = tuple((position + n, value) for n, value in enumerate(losses))
+    return Check(rank, about, position, prints, sizes, gradients, sentinel, numbered)
+
+
+def found(*checks: Check, here: tuple[int, ...] = (0, 1, 2), last: bool = False) -> list[Inconsistency]:
+    comparison = Comparison()
+    comparison.add(checks)
+    return comparison.found(here, 0.0, last=last)
+
+
+def at(position: int, prints: Mapping[int, tuple[int, ...]]) -> list[Check]:
+    return [check(rank, position, one) for rank, one in prints.items()]
+
+
+SAME = (1, 2, 3)
+
+
+def test_replicas_that_agree_say_nothing() -> None:
+    assert not found(*at(3, {0: SAME, 1: SAME, 2: SAME}), *at(6, {0: (4, 5, 6), 1: (4, 5, 6), 2: (4, 5, 6)}))
+
+
+def test_the_rank_that_differs_from_the_majority_is_named_with_the_first_parameter() -> None:
+    (one,) = found(*at(3, {0: SAME, 1: SAME, 2: SAME}), *at(6, {0: SAME, 1: SAME, 2: (1, 9, 9)}))
+    assert (one.kind, one.step, one.since_step, one.parameter) == ("replicas-diverged", 6, 3, "0.bias")
+    assert (one.ranks, one.sides, one.count, one.total) == ((2,), ((0, 1), (2,)), 2, 3)
+    assert "between steps 3 and 6: rank 2 differs from the others in 2 of 3 parameters" in one.words
+
+
+def test_two_ranks_have_no_majority() -> None:
+    checks = [check(rank, 1, (rank, 2, 3), group=(0, 1)) for rank in (0, 1)]
+    (one,) = found(*checks, here=(0, 1))
+    assert (one.ranks, one.sides) == ((), ((0,), (1,)))
+    assert "at step 1: rank 0 against rank 1 in 0.weight" in one.words
+
+
+def test_nothing_is_claimed_without_a_group_or_of_ranks_outside_it() -> None:
+    assert not found(*(check(rank, 3, (rank, 2, 3), group=()) for rank in range(3)))
+    shards = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
+    checks = [check(rank, 3, (rank % 2, 2, 3), group=group) for rank, group in shards.items()]
+    assert not found(*checks, here=(0, 1, 2, 3))
+
+
+def test_a_position_waits_for_the_last_rank_until_the_job_has_ended() -> None:
+    apart = [check(0, 3), check(1, 3, (9, 2, 3))]
+    assert not found(*apart)
+    assert found(*apart, last=True)
+
+
+def test_each_finding_is_made_once_and_buffers_apart_from_parameters() -> None:
+    comparison = Comparison()
+    for position in (3, 6):
+        comparison.add(at(position, {0: SAME, 1: SAME, 2: (9, 9, 9)}))
+        comparison.add([check(rank, position, (rank, 1, 1), kind="buffers") for rank in range(3)])
+        said = [one.words.split()[0] for one in comparison.found((0, 1, 2), 0.0)]
+        assert said == (["parameters", "buffers"] if position == 3 else [])
+
+
+def test_values_that_are_not_finite_are_no_divergence() -> None:
+    nan = (math.nan,) * 3
+    checks = [check(rank, 3, (rank, rank, rank), gradients=nan, sizes=nan) for rank in range(3)]
+    assert [one.kind for one in found(*checks)] == ["non-finite-gradient"]
+
+
+def test_the_rank_whose_own_gradient_was_first_is_named_although_all_share_the_average() -> None:
+    nan = (FINE, math.nan, math.nan)
+    since = {0: 6, 1: 5, 2: 6}
+    (one,) = found(*(check(rank, 6, gradients=nan, bad_since=step) for rank, step in since.items()))
+    assert (one.ranks, one.step, one.parameter) == ((1,), 5, "2.weight")
+    assert "one rank diverged" in one.words
+
+
+def test_an_overflow_of_a_step_that_was_skipped_is_none() -> None:
+    assert not found(*(check(rank, 6, bad_since=5 if rank == 1 else None) for rank in range(3)))
+
+
+def test_a_loss_far_above_all_others_or_not_finite() -> None:
+    usual, far = (1.0, 1.2) * 10, (5.0, 6.0) * 10
+    (one,) = found(*(check(rank, 3, losses=far if rank == 1 else usual) for rank in range(3)))
+    assert (one.kind, one.ranks) == ("loss", (1,))
+    assert not found(*(check(rank, 3, losses=(0.5, 1.5) * 10 if rank == 1 else usual) for rank in range(3)))
+    (one,) = found(*(check(rank, 3, losses=(1.0, math.nan if rank == 2 else 1.0)) for rank in range(3)))
+    assert (one.ranks, one.step) == ((2,), 4)
+
+
+def told(*groups: tuple[int, ...]) -> str:
+    """What is said at the end of a job whose tensors have these replicas."""
+    comparison = Comparison()
+    for rank in (0, 1):
+        about = About(
+            "parameters of SGD", "parameters", 3, rank, groups, tuple((f"{n}.w", n) for n in range(len(groups)))
+        )
+        numbers = (FINE,) * len(groups)
+        comparison.add([Check(rank, about, 3, (1,) * len(groups), numbers, numbers, ((3, FINE),), ())])
+    comparison.found((0, 1), 0.0, last=True)
+    return comparison.told
+
+
+def test_what_was_not_compared_is_said() -> None:
+    assert told((0, 1)) == "nothing inconsistent: 1 check, 1 tensor compared"
+    assert told((0, 1), ()).endswith("1 tensor compared; 1 not known to be replicated: 1.w")
+    assert told((0, 1), (), (), (), ()).endswith("; 4 not known to be replicated: 1.w, 2.w, 3.w, ...")
+    assert told((), ()).startswith("nothing compared: ")
+    assert "no tensor is known to be replicated (safelaunch.probes.check_consistent()" in told((), ())
+    assert Comparison().told == ""
+
+
+def named(rank: int, position: int, prints: Mapping[str, int], rounds: int = 0) -> Check:
+    about = About("module", "parameters", 3, rank, ((0, 1),), tuple((name, 0) for name in prints))
+    fine = (FINE,) * len(prints)
+    return Check(rank, about, position, tuple(prints.values()), fine, fine, rounds=rounds)
+
+
+def test_a_tensor_that_one_rank_alone_has_is_named_and_the_others_are_compared() -> None:
+    comparison = Comparison()
+    comparison.add([named(0, 3, {"w": 1, "b": 2}), named(1, 3, {"adapter": 9, "w": 1, "b": 2})])
+    assert not comparison.found((0, 1), 0.0)
+    assert (
+        comparison.told == "nothing inconsistent: 1 check, 2 tensors compared; NOT compared between ranks 0-1: adapter"
+    )
+    comparison.add([named(0, 6, {"w": 1, "b": 2}), named(1, 6, {"adapter": 9, "w": 1, "b": 3})])
+    assert [one.parameter for one in comparison.found((0, 1), 0.0)] == ["b"]
+
+
+def test_replicas_that_never_met_are_no_word_of_health() -> None:
+    comparison = Comparison()
+    comparison.add([named(0, 3, {"w": 1}), named(1, 3, {"v": 1})])
+    comparison.found((0, 1), 0.0, last=True)
+    assert comparison.told == "nothing compared: 1 check, 0 tensors compared; NOT compared between ranks 0-1: w, v"
+
+
+def test_only_what_was_computed_at_the_same_moment_is_compared() -> None:
+    alone = [named(0, 3, {"w": 1}, rounds=2), named(1, 3, {"w": 2}, rounds=3)]
+    assert not found(*alone, here=(0, 1), last=True)
+    assert found(*alone, named(0, 3, {"w": 1}, rounds=3), here=(0, 1), last=True)
+
+
+def test_a_position_for_which_one_rank_never_comes_is_compared_among_the_others_in_the_end() -> None:
+    comparison = Comparison()
+    comparison.add([check(rank, 3, (rank, 2, 3)) for rank in (0, 1)])
+    assert not comparison.found((0, 1, 2), 0.0)
+    comparison.add([check(0, 3 * n) for n in range(2, KEPT + 2)])
+    assert [one.step for one in comparison.found((0, 1, 2), 0.0)] == [3]
+
+
+of_four = partial(check, group=(0, 1, 2, 3))
+
+
+def test_what_tells_a_difference_arrives() -> None:
+    sent = [
+        of_four(0, 3, (1, -2, 3)),
+        of_four(1, 3, (1, 9, 3)),
+        of_four(1, 6, gradients=(math.nan, 1.0, 1.0), bad_since=6, losses=(0.5, math.inf)),
+    ]
+    first, second, third = decode(encode(sent, share_of(2)))
+    assert [one.prints for one in (first, second, third)] == [(1, -2, 3), (1, 9, 3), SAME]
+    assert (second.rank, second.position, second.about.tensors) == (1, 3, sent[1].about.tensors)
+    assert not math.isfinite(third.gradients[0]) and third.gradients[1:] == (0.0, 0.0) and third.sizes == (0.0,) * 3
+    assert third.sentinel[0][0] == 6 and third.losses == ((6, 0.5), (7, math.inf))
+
+
+def test_the_halves_of_two_nodes_make_one_finding() -> None:
+    comparison = Comparison()
+    comparison.add([of_four(rank, position) for rank in (0, 1) for position in (3, 6)])
+    there = [of_four(2, 3), of_four(3, 3), of_four(2, 6), of_four(3, 6, (1, 2, 7))]
+    comparison.add(decode(encode(there, share_of(2))))
+    (found,) = comparison.found((0, 1, 2, 3), 0.0)
+    assert (found.kind, found.ranks, found.step, found.since_step) == ("replicas-diverged", (3,), 6, 3)
+    assert found.parameter == "2.weight"
+
+
+def test_a_rank_of_another_number_in_its_job_stays_at_home() -> None:
+    about = About("key", "parameters", 3, 5, ((0, 5),), (("weight", 0),))
+    assert decode(encode([Check(0, about, 3, (1,), (1.0,), (1.0,))], share_of(2))) == []
+
+
+def test_only_the_newest_positions_travel() -> None:
+    found = decode(encode([of_four(0, position) for position in range(3, 303, 3)], share_of(2)))
+    assert [one.position for one in found] == list(range(303 - 3 * MOST_POSITIONS, 303, 3))
+
+
+def test_where_tensors_are_too_many_neighbours_share_a_fingerprint() -> None:
+    names = tuple(f"layers.{number}.weight" for number in range(9000))
+    groups = ((0, 1), (0, 1, 2, 3))
+    about = About("key", "parameters", 3, -1, groups, tuple((name, n // 6000) for n, name in enumerate(names)))
+    prints = tuple(hash((name, "bits")) >> 1 for name in names)
+    fine = (1.0,) * len(names)
+
+    def arrived(rank: int, prints: tuple[int, ...], bad: int = -1) -> Check:
+        sizes = tuple(math.nan if n == bad else 1.0 for n in range(len(names)))
+        data = encode([Check(rank, about, 3, prints, sizes, fine)], share_of(2000))
+        assert len(data) <= share_of(2000)
+        (one,) = decode(data)
+        return one
+
+    here, same, other = arrived(0, prints), arrived(1, prints), arrived(1, (*prints[:7000], 1, *prints[7001:]))
+    assert here.prints == same.prints and len(here.prints) < len(names) / 8
+    (differs,) = (n for n, (one, two) in enumerate(zip(here.prints, other.prints, strict=True)) if one != two)
+    name, group = other.about.tensors[differs]
+    first, last = (int(part.split(".")[1]) for part in name.split(" to "))
+    assert first <= 7000 <= last and group == 1
+    assert sum(not math.isfinite(one) for one in arrived(1, prints, bad=10).sizes) == 1
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 50, b"".join(packed(b"\x93\x90\x90\x91\x94\x00\x00\x05\x00") or [])])
+def test_what_a_stranger_wrote_is_refused(data: bytes) -> None:
+    with pytest.raises(BadMessage):
+        decode(data)
+
+
+def test_findings_travel_back() -> None:
+    found = Found((Inconsistency("loss", 1.0, step=3, ranks=(1,), words="loss: ..."),), True, "node1: /bundle")
+    assert parsed(msgspec.msgpack.encode(found), Found) == found
+    with pytest.raises(BadMessage):
+        parsed(b"\xc1", Found)

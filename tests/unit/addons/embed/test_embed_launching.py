@@ -1,0 +1,136 @@
+"""The Python API, as far as it starts no rank: names, options, errors."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import incidents
+import pytest
+
+import safelaunch
+from safelaunch.addons.embed.launching import Launch, Options, words_of
+from safelaunch.addons.embed.supervisor import from_the_start
+from safelaunch.addons.embed.wire import Done, Ended, FromCaller, FromSupervisor, Line, Ready, Stop, Stopping
+from safelaunch.settings.config import resolve
+from safelaunch.settings.options import OWN_OPTIONS
+from safelaunch.supervise.watch.progress import policy_of
+
+IMPORTS = """
+import sys
+before = set(sys.modules)
+import safelaunch
+safelaunch.step()
+print(*sorted(set(sys.modules) - before))
+print([name for name in sys.modules if name.startswith("safelaunch.")])
+for found in (safelaunch.launch, safelaunch.diagnose):
+    print(found.__name__, callable(found))
+from unittest.mock import patch
+with patch("safelaunch.launch", "a fake"):
+    print(safelaunch.launch)
+from safelaunch import launch, probes, schemas
+print(launch is safelaunch.launch, callable(probes.memory), callable(schemas.path), "torch" in sys.modules)
+"""
+
+
+def test_the_names_are_there_and_cost_nothing_until_they_are_used() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    new, ours, *rest = done.stdout.splitlines()
+    dear = {"typing", "msgspec", "json", "subprocess", "dataclasses", "inspect", "pathlib", "re", "importlib", "torch"}
+    assert not dear & set(new.split())
+    assert ours == "[]"
+    assert rest[:2] == ["launch True", "diagnose True"]
+    assert rest[2:] == ["a fake", "True True True False"], "they can be replaced in tests"
+
+
+def test_every_name_of_the_package_is_there() -> None:
+    assert set(safelaunch.__all__) <= set(dir(safelaunch))
+    assert all(getattr(safelaunch, name) is not None for name in safelaunch.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'lunch'"):
+        _ = safelaunch.lunch
+
+
+def test_the_keywords_are_the_options() -> None:
+    flags = {flag for flag, _ in words_of(dict.fromkeys(Options.__annotations__, "1"))}
+    flags |= {flag for flag, _ in words_of({"watch": False})}
+    assert flags == {option.flag for option in OWN_OPTIONS if "run" in option.commands} - {"--dry-run"}
+
+
+def test_options_become_words() -> None:
+    options = {
+        "preset": ["hang-debug", Path("mine.yaml")],
+        "stall_timeout": 90,
+        "config_file": "other.toml",
+        "no_early_look": True,
+        "no_lease": False,
+        "watch": True,
+        "gpus": None,
+    }
+    assert words_of(options) == (
+        ("--preset", "hang-debug"),
+        ("--preset", "mine.yaml"),
+        ("--stall-timeout", "90"),
+        ("--config", "other.toml"),
+        ("--no-early-look", None),
+    )
+    assert isinstance(safelaunch.launch(None, "train.py", stall_timeout=3), Launch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "startup_s", "origin"),
+    [
+        ({"stall_timeout": 4}, 4.0, "stall-timeout"),
+        ({"stall_timeout": 4, "startup_timeout": 9}, 9.0, "command line"),
+        ({"stall_timeout": "auto"}, 1800.0, "default"),
+        ({}, 1800.0, "default"),
+    ],
+)
+def test_one_number_counts_before_the_first_step_too(
+    words: dict[str, object], startup_s: float, origin: str, tmp_path: Path
+) -> None:
+    settings = from_the_start(resolve(words_of(words), {}, tmp_path, lambda: None))
+    assert (settings.startup_timeout_s, settings.origin("startup-timeout")) == (startup_s, origin)
+    assert policy_of(settings).has_one_limit == (startup_s == 4.0)
+
+
+def test_a_number_of_the_environment_leaves_the_start_alone(tmp_path: Path) -> None:
+    """It is the command line's as well, where the start is torchrun's and imports."""
+    settings = from_the_start(resolve((), {"SAFELAUNCH_STALL_TIMEOUT": "4"}, tmp_path, lambda: None))
+    assert (settings.stall_timeout_s, settings.startup_timeout_s) == (4.0, 1800.0)
+
+
+def test_a_hang_error_says_where_the_evidence_is_and_travels() -> None:
+    verdict = incidents.ALL["two"]().verdict if "two" in incidents.ALL else next(iter(incidents.ALL.values()))().verdict
+    error = pickle.loads(pickle.dumps(safelaunch.HangError(verdict, Path("/bundles/one"))))
+    assert (error.verdict, error.bundle) == (verdict, Path("/bundles/one"))
+    assert verdict.summary in str(error)
+    assert "/bundles/one" in str(error)
+    assert "hung" in str(safelaunch.HangError())
+
+
+def test_a_path_without_evidence_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(safelaunch.UsageError, match="does not exist"):
+        safelaunch.diagnose(tmp_path / "nothing")
+
+
+def test_the_two_sides_understand_each_other() -> None:
+    ours, theirs = socket.socketpair()
+    caller, supervisor = Line(ours, FromSupervisor), Line(theirs, FromCaller)
+    assert caller.heard() == []
+    supervisor.say(Ready({"A": "1"}, "/run"))
+    supervisor.say(Stop())
+    assert caller.wait() == Ready({"A": "1"}, "/run")
+    assert caller.heard() == [Stop()]
+    caller.say(Stopping())
+    caller.say(Ended(failed=True))
+    assert supervisor.heard() == [Stopping(), Ended(True)]
+    supervisor.say(Done(hung=True))
+    supervisor.close()
+    assert caller.heard() == [Done(hung=True)], "the last words of one that is gone"
+    assert not caller.is_open
+    assert caller.wait() is None
+    caller.say(Stopping())  # to nobody
+    caller.close()

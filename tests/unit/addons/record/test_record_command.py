@@ -1,0 +1,86 @@
+"""``safelaunch record``: what it asks a run, prints and writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from recordings import DATA, recorded
+from test_cli_status import RUNS
+
+from safelaunch.addons.record import command as record
+from safelaunch.addons.record.recording import RankRecord
+from safelaunch.cli import dump, main
+from safelaunch.supervise.control.protocol import RecordAnswer
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RecordAnswer]:
+    """The answer of the only live run."""
+    given = [RecordAnswer(recorded("straggler"), str(tmp_path / "bundles"))]
+    monkeypatch.setattr(record, "look", lambda _: RUNS[:1])
+    monkeypatch.setattr(dump, "working_directory", lambda: Path("/work"))  # where that run was started
+    monkeypatch.setattr(record, "_record", lambda *_: given[0])
+    monkeypatch.chdir(tmp_path)
+    return given
+
+
+def test_the_verdict_is_shown_and_the_folder_is_private(
+    answer: list[RecordAnswer], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["record", "--compare", str(DATA / "healthy.json")]) == 0
+    out, err = capfd.readouterr()
+    folder = Path(out.strip())
+    assert folder.parent == tmp_path / "bundles" and folder.name.endswith("-record")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "record.html",
+        "recording.json",
+        "report.md",
+        "stacks.speedscope.json",
+    ]
+    assert err.startswith("safelaunch: Rank 0 waits ") and "against" in err
+    assert main(["record", "--bundle-dir", "here", "--compare", str(folder)]) == 0
+    assert "no line takes noticeably longer" in capfd.readouterr().err.replace("\nsafelaunch: ", " ")
+
+
+def test_programs_read_the_verdict(answer: list[RecordAnswer], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["record", "--json"]) == 0
+    document = json.loads(capfd.readouterr().out)
+    assert document["findings"][0]["kind"] == "late-rank" and document["findings"][0]["ranks"] == [1]
+    assert [one["rank"] for one in document["ranks"]] == [0, 1]
+
+
+def test_two_who_ask_at_once_each_get_a_folder(
+    answer: list[RecordAnswer], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert [main(["record"]), main(["record"])] == [0, 0]
+    first, second = capfd.readouterr().out.split()
+    assert second == f"{first}-2"
+    assert len(list((tmp_path / "bundles").iterdir())) == 2, "nothing unfinished is left"
+
+
+def test_where_no_rank_could_be_sampled_nothing_is_written(
+    answer: list[RecordAnswer], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    whole = recorded("straggler")
+    answer[0] = RecordAnswer(replace(whole, ranks=[RankRecord(0, missing="py-spy is not installed")]), str(tmp_path))
+    assert main(["record"]) == 1
+    assert "py-spy is not installed" in capfd.readouterr().err
+    answer[0] = RecordAnswer(problem="another recording of this run is in progress")
+    assert main(["record"]) == 1
+    assert "another recording of this run is in progress" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["nope"], ["--duration", "0"], ["--duration", "1e9"], ["--ranks", "3-1"], ["--compare", "none"], ["--rat"]],
+)
+def test_what_cannot_be_recorded_is_a_mistake_of_the_command_line(
+    answer: list[RecordAnswer], words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["record", *words]) == 2
+    assert capfd.readouterr().err.startswith("safelaunch: record: ")

@@ -1,0 +1,190 @@
+"""What the samples of all ranks tell: by tables, and by recordings of real jobs."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+from recordings import (
+    ALL_REDUCE,
+    AUGMENT,
+    BACKWARD,
+    FORWARD,
+    LOADER,
+    OPTIMIZER,
+    OTHER,
+    SAVE,
+    Stack,
+    recorded,
+    recording,
+)
+
+from safelaunch.addons.record.recording import RankRecord, Recording
+from safelaunch.addons.record.slowness import compare, verdict_of
+
+EVEN = {FORWARD: 0.4, BACKWARD: 0.4, OPTIMIZER: 0.1, ALL_REDUCE: 0.1}
+WAITS = {FORWARD: 0.2, BACKWARD: 0.2, ALL_REDUCE: 0.6}
+LATE = {FORWARD: 0.2, BACKWARD: 0.2, AUGMENT: 0.5, ALL_REDUCE: 0.1}
+LOADS = {LOADER: 0.5, FORWARD: 0.3, BACKWARD: 0.2}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kinds", "blamed"),
+    [
+        ([EVEN] * 4, [], ()),
+        ([EVEN], [], ()),
+        ([WAITS, WAITS, LATE, WAITS], ["late-rank"], (2,)),
+        ([WAITS, LATE], ["late-rank"], (1,)),
+        ([WAITS, LATE, WAITS, LATE, WAITS], ["late-rank"], (1, 3)),
+        ([WAITS, LATE, LATE, LATE], [], ()),  # one that waits for three is not waited for
+        ([WAITS] * 4, ["communication"], (0, 1, 2, 3)),
+        ([LOADS] * 4, ["data-loading"], (0, 1, 2, 3)),
+        ([{SAVE: 0.3, FORWARD: 0.7}] * 2, ["checkpoint"], (0, 1)),
+        ([{AUGMENT: 0.4, FORWARD: 0.6}] * 2, ["script"], (0, 1)),
+    ],
+)
+def test_what_stands_out(ranks: list[dict[Stack, float]], kinds: list[str], blamed: tuple[int, ...]) -> None:
+    found = verdict_of(recording(*ranks))
+    assert [one.kind for one in found.findings] == kinds
+    assert not kinds or found.findings[0].ranks == blamed
+    assert found.headline.startswith("Nothing stands out: ") is not bool(kinds)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kinds"),
+    [
+        ([{ALL_REDUCE: 0.32, AUGMENT: 0.47, FORWARD: 0.21}] * 2, ["script", "communication"]),
+        ([{ALL_REDUCE: 0.47, AUGMENT: 0.32, FORWARD: 0.21}] * 2, ["communication", "script"]),
+        ([{LOADER: 0.2, SAVE: 0.5, FORWARD: 0.3}] * 2, ["checkpoint", "data-loading"]),
+        # What one rank does for longer than the others wait is part of why they wait.
+        ([{ALL_REDUCE: 0.5, FORWARD: 0.5}, {LOADER: 0.6, FORWARD: 0.4}], ["late-rank", "data-loading"]),
+        # What all do for longer than they wait for one rank counts more.
+        (
+            [{LOADER: 0.5, ALL_REDUCE: 0.2, FORWARD: 0.3}] * 3 + [{LOADER: 0.5, FORWARD: 0.5}],
+            ["data-loading", "late-rank"],
+        ),
+    ],
+)
+def test_the_headline_is_what_takes_most_of_the_jobs_time(ranks: list[dict[Stack, float]], kinds: list[str]) -> None:
+    found = verdict_of(recording(*ranks))
+    assert [one.kind for one in found.findings] == kinds
+    assert found.headline == found.findings[0].text
+
+
+def test_the_line_that_takes_a_late_ranks_time_is_named() -> None:
+    (finding,) = verdict_of(recording(WAITS, WAITS, LATE, WAITS)).findings
+    assert finding.text == (
+        "Ranks 0-1,3 wait 60% of the time, mostly in all_reduce at train.py:41, for rank 2, which waits 10%: "
+        "it spends 50% in data.py:12 (augment), where the others spend 0%."
+    )
+    assert finding.frame is not None and finding.frame.line == 12
+
+
+def test_stages_that_wait_for_each_other_alike_are_a_pipelines() -> None:
+    recv = (*ALL_REDUCE[:2], replace(ALL_REDUCE[2], function="recv"))
+    (finding,) = verdict_of(recording(*[{recv: 0.6, FORWARD: 0.2, BACKWARD: 0.2}] * 4)).findings
+    assert (finding.kind, "micro-batches" in finding.advice) == ("communication", True)
+    (finding,) = verdict_of(recording(*[WAITS] * 4)).findings
+    assert "micro-batches" not in finding.advice
+
+
+def test_a_difference_within_the_scatter_of_few_samples_is_none() -> None:
+    ranks = [{ALL_REDUCE: 0.25, FORWARD: 0.75}, {ALL_REDUCE: 0.10, FORWARD: 0.90}]
+    assert verdict_of(recording(*ranks, rate_hz=2)).findings == ()
+    assert verdict_of(recording(*ranks, rate_hz=200)).findings[0].ranks == (1,)
+
+
+def test_in_a_backward_only_what_is_off_the_cpu_is_a_wait() -> None:
+    ranks = [{BACKWARD: 0.9, FORWARD: 0.1}, {BACKWARD: 0.1, AUGMENT: 0.9}]
+    found = verdict_of(recording(*ranks, active={BACKWARD: 0.1}))
+    assert [one.kind for one in found.findings] == ["late-rank"] and found.findings[0].ranks == (1,)
+    assert [round(one.waits, 2) for one in found.times] == [0.81, 0.09]
+    assert verdict_of(recording(*[{BACKWARD: 0.9, FORWARD: 0.1}] * 2)).findings == ()
+
+
+def test_a_thread_that_holds_the_gil_is_why_its_rank_is_late() -> None:
+    held = recording(LATE, WAITS, gil=[{FORWARD: 0.1}, {FORWARD: 0.1}], holders=[{OTHER: 0.8}, {}])
+    (finding,) = verdict_of(held).findings
+    assert finding.ranks == (0,) and "its thread 'prefetch' holds the GIL 80% of the time at data.py:30" in finding.text
+
+
+@pytest.mark.parametrize(("share", "found"), [(0.1, []), (0.8, ["gil"])])
+def test_the_gil_is_scarce_only_where_it_is_held_for_long(share: float, found: list[str]) -> None:
+    held = recording(EVEN, EVEN, gil=[{FORWARD: 0.1}] * 2, holders=[{OTHER: share}] * 2)
+    assert [one.kind for one in verdict_of(held).findings] == found
+
+
+def test_what_could_not_be_sampled_is_said_with_its_reason() -> None:
+    whole = recording(EVEN, EVEN)
+    gone = [RankRecord(2, missing="the process has ended"), RankRecord(3, missing="the process has ended")]
+    found = verdict_of(replace(whole, ranks=[*whole.ranks, *gone]))
+    assert found.missing == ("ranks 2-3: the process has ended",)
+    assert len(found.times) == 2
+    assert verdict_of(Recording(ranks=gone)).headline == "No rank could be sampled."
+
+
+def test_who_may_wait_for_a_rank_that_was_not_seen_is_said_to() -> None:
+    whole = recording(WAITS, WAITS)
+    (finding,) = verdict_of(
+        replace(whole, ranks=[*whole.ranks, RankRecord(2, missing="it is stopped by a signal")])
+    ).findings
+    assert "while other ranks were not seen (rank 2: it is stopped by a signal)" in finding.text
+    assert finding.advice == "They may wait for those that were not seen."
+
+
+# --- real jobs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "ranks", "words"),
+    [
+        ("straggler", "late-rank", (1,), "train_ddp.py:11 (augment)"),
+        ("nodes", "late-rank", (1,), "train_ddp.py:11 (augment)"),
+        ("loader", "data-loading", (0, 1), "workers are busy 100%, mostly at loader.py:8 (Slow.__getitem__)"),
+        ("gil", "late-rank", (0,), "its thread 'prefetch' holds the GIL 80% of the time at gil.py:10 (tokenize)"),
+    ],
+)
+def test_what_stands_out_in_a_real_job(name: str, kind: str, ranks: tuple[int, ...], words: str) -> None:
+    found = verdict_of(recorded(name))
+    assert (found.findings[0].kind, found.findings[0].ranks) == (kind, ranks)
+    assert words in found.headline
+
+
+def test_nothing_stands_out_in_a_real_job_that_is_even() -> None:
+    assert verdict_of(recorded("healthy")).headline.startswith("Nothing stands out: ")
+
+
+# --- what takes longer than in an earlier recording -------------------------------------------------------------------
+
+BEFORE = recording(*[{FORWARD: 0.5, BACKWARD: 0.5}] * 2, steps=100)  # 0.1 s each
+
+
+def test_what_grew_is_told_by_the_seconds_of_a_step() -> None:
+    # 0.2 s a step: forward and backward take as long as before, though their shares are half of what they were.
+    now = recording(*[{FORWARD: 0.25, BACKWARD: 0.25, AUGMENT: 0.5}] * 2, steps=50)
+    found = compare(BEFORE, now)
+    assert [(one.place.function, round(one.more, 3)) for one in found.changes] == [("augment", 0.1)]
+    assert found.text == (
+        "A step takes 200.0 ms (was 100.0 ms); what grew most: script at data.py:12 (augment), 100.0 ms more."
+    )
+
+
+def test_where_a_rank_is_late_its_own_lines_are_compared() -> None:
+    """Else each of the others would wait longer by as much, and they are more."""
+    late = {FORWARD: 0.25, BACKWARD: 0.25, AUGMENT: 0.5}
+    others = {FORWARD: 0.25, BACKWARD: 0.25, ALL_REDUCE: 0.5}
+    now = recording(others, late, others, others, steps=50)
+    before = recording(*[{FORWARD: 0.5, BACKWARD: 0.5}] * 4, steps=100)
+    found = compare(before, now)
+    assert found.text.endswith("what grew most on rank 1: script at data.py:12 (augment), 100.0 ms more.")
+    assert [one.place.function for one in found.changes] == ["augment"]
+
+
+def test_without_steps_shares_are_compared() -> None:
+    found = compare(recording({FORWARD: 1.0}), recording({FORWARD: 0.6, AUGMENT: 0.4}))
+    assert [(one.place.function, round(one.more, 2)) for one in found.changes] == [("augment", 0.4), ("<module>", -0.4)]
+    assert "script at data.py:12 (augment), 40% more" in found.text
+
+
+def test_the_same_again_has_not_grown() -> None:
+    assert compare(BEFORE, BEFORE).changes == ()
+    assert compare(BEFORE, BEFORE).text.endswith("no line takes noticeably longer.")

@@ -1,0 +1,86 @@
+"""Whether a run of the script hangs as the job did."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from evidence import in_c10d, job, rank, waiting
+
+from safelaunch.addons.reproduce import Hang, Standing, differences, hang_of
+
+WORLD = (0, 1, 2)
+JOB = Hang(
+    "hang",
+    "collective-mismatch",
+    (1,),
+    {0: Standing("all_reduce", WORLD), 1: Standing("recv", None, 2), 2: Standing("")},
+)
+
+
+def test_the_same() -> None:
+    assert differences(JOB, JOB) == []
+
+
+def test_what_is_not_known_differs_from_nothing() -> None:
+    assert differences(JOB, replace(JOB, ranks={**JOB.ranks, 0: Standing("all_reduce"), 1: Standing("recv")})) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ({0: Standing("barrier", WORLD)}, "rank 0 was in all_reduce of ranks 0-2, and is in barrier of ranks 0-2"),
+        ({0: Standing("all_reduce", (0, 2))}, "and is in all_reduce of ranks 0,2"),
+        ({1: Standing("recv", None, 0)}, "rank 1 was in recv"),
+        ({2: Standing("recv", None, 0)}, "rank 2 was in no call"),
+    ],
+)
+def test_another_call(ranks: dict[int, Standing], words: str) -> None:
+    (told,) = differences(JOB, replace(JOB, ranks={**JOB.ranks, **ranks}))
+    assert words in told
+
+
+def test_a_rank_that_was_not_seen_proves_nothing() -> None:
+    ranks = {rank: one for rank, one in JOB.ranks.items() if rank != 1}
+    assert differences(JOB, replace(JOB, ranks=ranks)) == ["rank 1 was not seen in the run"]
+
+
+def test_another_verdict() -> None:
+    (told,) = differences(JOB, replace(JOB, culprits=(0, 1)))
+    assert told == "the verdict on the run is collective-mismatch (ranks 0-1), and was collective-mismatch (rank 1)"
+    assert len(differences(JOB, replace(JOB, cause="group-order"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("recorded", "run", "alike"),
+    [
+        ({0, 1}, {0, 1}, True),  # by calls alone, either may be at fault: the conditions in either source chose
+        ({1}, {0, 1}, False),
+        ({1}, {1}, False),
+        ({0, 1}, None, False),
+        (None, None, False),
+    ],
+)
+def test_ranks_that_the_calls_do_not_tell_apart(recorded: set[int] | None, run: set[int] | None, alike: bool) -> None:
+    tied = [None if one is None else frozenset(one) for one in (recorded, run)]
+    other = replace(JOB, culprits=(0,), by_calls=tied[1])
+    assert (differences(replace(JOB, by_calls=tied[0]), other) == []) is alike
+
+
+def test_the_calls_alone_do_not_tell_one_rank_from_one() -> None:
+    """The job's condition let rank 0 alone into its call, the script's lets rank 1 alone into the other one."""
+    both = job(rank(0, in_c10d("barrier", 41)), waiting(1, flight=None))
+    hangs = [
+        hang_of(both, (0, 1), lambda path, line=line, n=n: "\n" * (line - 2) + f"if rank == {n}:\n    call()\n")
+        for n, line in ((0, 41), (1, 50))
+    ]
+    assert [one.culprits for one in hangs] == [(0,), (1,)]
+    assert differences(*hangs) == []
+
+
+def test_a_crash_is_no_hang() -> None:
+    assert "ends in a crash" in differences(JOB, replace(JOB, outcome="crash", ranks={}))[0]
+
+
+def test_a_dump_of_a_hang_shows_a_hang() -> None:
+    assert differences(replace(JOB, outcome="dump"), JOB) == []

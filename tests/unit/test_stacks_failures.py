@@ -1,0 +1,206 @@
+"""What errors of NCCL, CUDA, device meshes and the allocator mean, and what an aborted process wrote last, as these
+libraries write them.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from safelaunch.stacks.failures import failure, first_failure, last_abort, shortage
+
+COMPLETION = "NET/IB : Got completion from peer 10.5.0.34<33956> with "
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "own", "means"),
+    [
+        ("Cuda failure 2 'out of memory'", "nccl-memory", True, "no memory left"),
+        ("Cuda failure 700 'an illegal memory access was encountered'", "nccl-cuda", True, "illegal memory"),
+        ("NCCL WARN Cuda failure 'invalid argument'", "nccl-cuda", True, "failed: invalid argument"),
+        ("NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)", "nccl-cuda", True, "NCCL's log"),
+        (
+            "Error while creating shared memory segment /dev/shm/nccl-x (size 9), error: No space left on device (28)",
+            "nccl-shm",
+            True,
+            "shared memory",
+        ),
+        (COMPLETION + "error 12, opcode 0, len 1", "infiniband", False, "10.5.0.34 failed with status 12"),
+        (COMPLETION + "status=12 opcode=129", "infiniband", False, "10.5.0.34 failed with status 12"),
+        (COMPLETION + "error 5, opcode 0", "infiniband", False, "status 5"),
+        (COMPLETION + "error 10, opcode 0", "infiniband", False, "status 10"),
+        ("Call to ibv_create_cq failed with error Cannot allocate memory", "nccl-limit", True, "locked memory"),
+        (
+            "Call to ibv_modify_qp failed with error Invalid argument",
+            "infiniband",
+            True,
+            "failed: Invalid argument",
+        ),
+        (
+            "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
+            "one-gpu",
+            True,
+            "ranks 1 and 0 use one and the same GPU",
+        ),
+        ("socketStartConnect: Connect to 10.0.0.7<4711> failed : No route to host", "socket", False, "not be reached"),
+        ("Invalid device mesh", "mesh", True, "world size"),
+        (
+            "NET/IB : Got completion with error 12, opcode 0, len 0, vendor err 129",
+            "infiniband",
+            False,
+            "status 12",
+        ),
+        ("NET/IB : Got completion with error 4, opcode 1, len 0, vendor err 81", "infiniband", False, "status 4"),
+        (
+            "Call to ibv_modify_qp failed with 110 Connection timed out, on dev mlx_x:1, curr state INIT",
+            "infiniband",
+            True,
+            "ibv_modify_qp of InfiniBand failed: Connection timed out",
+        ),
+        (
+            "Call to ibv_modify_qp failed with error Network is unreachable",
+            "infiniband",
+            True,
+            "Network is unreachable",
+        ),
+        ("Error: failed to extend /dev/shm/nccl-H1dBqY to 9637892 bytes", "nccl-shm", True, "shared memory"),
+        ("Error while creating shared memory segment /dev/shm/nccl-a (size 9)", "nccl-shm", True, "shared memory"),
+        ("Cuda failure 'driver shutting down'", "nccl-ending", False, "was ending"),
+        ("Cuda failure 999 'unknown error'", "nccl-cuda", True, "unknown error"),
+        (
+            "socketProgressOpt: Call to send to 10.44.137.149<52905> failed : Connection reset by peer",
+            "socket",
+            False,
+            "a peer ended",
+        ),
+        ("socketProgress: Connection closed by remote peer node2<42830>", "socket", False, "a peer ended"),
+        ("Message truncated : received 256 bytes instead of 4", "nccl-sizes", False, "different sizes"),
+        ("NET/Socket : message truncated : receiving 696320 bytes instead of 32768", "nccl-sizes", False, "sizes"),
+        (
+            "NET/IB : req 0/1 tag 0 peer b<5> collective mismatch error, local size 496640 remote size 65536",
+            "nccl-sizes",
+            False,
+            "settings, differ",
+        ),
+        (
+            "init.cc:1 NCCL WARN Mismatched NCCL version detected : rank 0 version 21403 rank 1 version 21602",
+            "nccl-versions",
+            True,
+            "different versions",
+        ),
+    ],
+)
+def test_errors_are_told_apart(message: str, kind: str, own: bool, means: str) -> None:
+    found = failure(message)
+    assert found is not None
+    assert (found.kind, found.own) == (kind, own)
+    assert means in found.means
+
+
+def test_the_last_error_is_more_than_the_general_words_before_it() -> None:
+    general = "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.20.5\nLast error:\n"
+    found = failure(general + "Error while creating shared memory segment /dev/shm/nccl-x, error: No space left")
+    assert found is not None and found.kind == "nccl-shm"
+
+
+@pytest.mark.parametrize("message", ["", "loss is not finite", "CUDA out of memory. Tried to allocate 2.00 GiB."])
+def test_other_errors_are_none_of_them(message: str) -> None:
+    assert failure(message) is None
+
+
+def test_of_many_warnings_the_first_of_its_own_began_it() -> None:
+    peer = "socketProgress: Connection closed by remote peer node2<42830>"
+    own = "Cuda failure 700 'an illegal memory access was encountered'"
+    ending = "Cuda failure 'driver shutting down'"
+    found = first_failure(["Failed to open libibverbs.so[.1]", peer, own, ending])
+    assert found is not None and (found.text, found.kind) == (own, "nccl-cuda")
+    found = first_failure([ending, peer])
+    assert found is not None and found.text == peer
+    assert first_failure(["Failed to open libibverbs.so[.1]", ending]) is None
+
+
+# --- the memory of a GPU, used up -------------------------------------------------------------------------------------
+
+GIB, MIB = 1 << 30, 1 << 20
+FULL = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.00 GiB of which 512.00 "
+    "MiB is free. Process 4711 has 5.00 GiB memory in use. Including non-PyTorch memory, this process has "
+    "73.50 GiB memory in use. Of the allocated memory 66.00 GiB is allocated by PyTorch, with 46.00 MiB "
+    "allocated in private pools (e.g., CUDA Graphs), and 6.00 GiB is reserved by PyTorch but unallocated. If "
+    "reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to "
+    "avoid fragmentation."
+)
+
+
+def test_all_sizes_are_read() -> None:
+    found = shortage(FULL)
+    assert found is not None
+    assert (found.device, found.asked, found.total, found.free) == (1, 2 * GIB, 79 * GIB, 512 * MIB)
+    assert (found.own, found.allocated, found.unused) == (73 * GIB + 512 * MIB, 66 * GIB, 6 * GIB)
+    assert found.others == ((4711, 5 * GIB),)
+    assert found.is_fragmented
+
+
+def test_what_is_not_told_is_not_known() -> None:
+    found = shortage("HIP out of memory. Tried to allocate 20.00 MiB.")
+    assert found is not None
+    assert (found.device, found.asked, found.own, found.others) == (-1, 20 * MIB, None, ())
+    assert not found.is_fragmented
+
+
+def test_nothing_free_is_a_size_too() -> None:
+    found = shortage(FULL.replace("512.00 MiB is free", "0 bytes is free").replace("capacity", "capacty"))
+    assert found is not None and (found.free, found.total) == (0, 79 * GIB)
+
+
+@pytest.mark.parametrize("message", ["", "CUDA out of memory", "DefaultCPUAllocator: can't allocate memory"])
+def test_other_errors_are_none_of_it(message: str) -> None:
+    assert shortage(message) is None
+
+
+# --- what an aborted process wrote last -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("log", "words", "means"),
+    [
+        (
+            "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+            "  what():  [enforce fail at ../third_party/gloo/gloo/transport/tcp/pair.cc:457]"
+            " op.preamble.length <= op.nbytes. 4096 vs 64\n",
+            "terminate called after throwing an instance of 'gloo::EnforceNotMet' what():",
+            "a peer sent 4096 bytes into a call that has room for 64",
+        ),
+        (
+            "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: unspecified launch\n"
+            "Exception raised from query at Event.cpp:5 (most recent call first):\nframe #0: c10::Error::Error()\n",
+            "'c10::Error' what():  CUDA error: unspecified launch",
+            "a C++ exception that nothing caught",
+        ),
+        ("terminate called without an active exception\n", "without an active", "a C++ exception that nothing caught"),
+        ("step 5\nFatal Python error: none_dealloc: fatal\n", "none_dealloc", "the interpreter itself"),
+        ("step 5\nfree(): invalid pointer\n", "free(): invalid pointer", "the heap was corrupted"),
+        ("double free or corruption (!prev)\n", "double free", "the heap was corrupted"),
+        ("*** stack smashing detected ***: terminated\n", "stack smashing", "past the end of a buffer"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0\n", "oom_kill", "out-of-memory killer"),
+        ("  what():  std::bad_alloc\n", "std::bad_alloc", "no memory left"),
+        ("python: gemm.c:91: pack: Assertion `n > 0' failed.\n", "n > 0", "an assertion"),
+    ],
+)
+def test_last_words(log: str, words: str, means: str) -> None:
+    found = last_abort(f"loss 0.5\n{log}")
+    assert found is not None
+    assert words in found.words and means in found.means
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        "",
+        "loss 0.5\n",
+        "Fatal Python error: Bus error\n",
+        "what is free: malloc_stats()\n",
+        "free(): x\n" + "step\n" * 60,
+    ],
+)
+def test_no_last_words(log: str) -> None:
+    assert last_abort(log) is None

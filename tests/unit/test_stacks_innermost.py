@@ -1,0 +1,269 @@
+"""What a thread's innermost line waits for, by its source: what a loop asks for, a key of a store, a lock."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+import pytest
+
+from safelaunch.model import Frame
+from safelaunch.stacks.innermost import (
+    LockTaken,
+    Poll,
+    StoreKey,
+    is_given_by,
+    lock_at,
+    poll_at,
+    store_key_at,
+)
+
+FILE = "/home/me/train.py"
+
+
+def poll(text: str, *functions: str, asleep: bool = True) -> Poll | None:
+    """``text`` marks the lines of the stack, innermost first, with ``# 1``, ``# 2``."""
+    lines = dedent(text).strip("\n").splitlines()
+    marked = [
+        next(n for n, line in enumerate(lines, 1) if line.endswith(f"# {at}"))
+        for at in range(1, 3)
+        if f"# {at}" in text
+    ]
+    return poll_at([Frame(FILE, line, "f") for line in marked], lambda path: "\n".join(lines), asleep=asleep)
+
+
+@pytest.mark.parametrize(
+    ("test", "of"),
+    [
+        ("not os.path.exists(path)", "file"),
+        ("not (root / 'done').is_file()", "file"),
+        ("len(glob.glob(pattern)) < 4", "file"),
+        ("not work.is_completed()", "work"),
+        ("child.poll() is None", "process"),
+        ("actors[0].is_alive()", "process"),
+        ("not store.check(['ready'])", "key"),
+        ("not self.ready", ""),
+    ],
+)
+def test_the_condition_of_the_loop(test: str, of: str) -> None:
+    found = poll(f"while {test}:\n    log('waiting')\n    time.sleep(1)  # 1")
+    assert found is not None
+    assert (found.line, found.of, found.text) == (1, of, f"while {test}")
+    assert found.words == f"`while {test}` (train.py:1)"
+
+
+def test_the_branch_that_leaves_a_loop_without_a_condition() -> None:
+    found = poll(
+        """
+        def wait_for(path):
+            for _ in range(10_000):
+                if os.path.exists(path):
+                    return
+                time.sleep(0.2)  # 1
+        """
+    )
+    assert found is not None and (found.line, found.text, found.of) == (3, "if os.path.exists(path)", "file")
+
+
+@pytest.mark.parametrize("where", ["handler", "after"])
+def test_what_is_tried_again(where: str) -> None:
+    sleep = "time.sleep(1)  # 1"
+    found = poll(
+        f"""
+        def fetch(url):
+            while True:
+                try:
+                    with urlopen(url) as answer:
+                        return answer.read()
+                except OSError:
+                    {sleep if where == "handler" else "log('again')"}
+                {sleep if where == "after" else "pass"}
+        """
+    )
+    assert found is not None and (found.line, found.text, found.of) == (4, "urlopen(url)", "attempt")
+
+
+def test_a_sleep_in_a_function_that_the_loop_calls() -> None:
+    found = poll(
+        """
+        def pause():
+            time.sleep(0.5)  # 1
+
+        def wait_for(path):
+            while not path.exists():
+                pause()  # 2
+        """
+    )
+    assert found is not None and (found.line, found.of) == (5, "file")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "for batch in loader:\n    train(batch)\n    library.call()  # 1",  # no sleep of its own
+        "while True:\n    time.sleep(1)  # 1",
+        "time.sleep(1)  # 1",
+        "for step in range(9):\n    time.sleep(1)  # 1\n    train()",
+        "try:\n    train()\nexcept OSError:\n    time.sleep(1)  # 1",
+        "while not (:\n    time.sleep(1)  # 1",
+    ],
+)
+def test_no_poll(text: str) -> None:
+    assert poll(text) is None
+
+
+def test_a_loop_that_spins_has_a_condition_or_nothing_is_said() -> None:
+    spins = poll("while not work.is_completed():\n    pass  # 1", asleep=False)
+    assert spins is not None and spins.of == "work"
+
+
+def test_without_a_source_nothing_is_said() -> None:
+    assert poll_at([Frame(FILE, 2, "f")], lambda path: None) is None
+    assert poll_at([], lambda path: "x = 1") is None
+
+
+# --- a key of a store -------------------------------------------------------------------------------------------------
+
+LOCALS = {"step": "15", "name": "'run/7'"}
+
+
+def key_of(line: str, **values: str) -> StoreKey | None:
+    source = f"def wait(self, step):\n    {line}\n"
+    assert store_key_at(Frame(FILE, 2, "wait"), lambda path: None) is None
+    return store_key_at(Frame(FILE, 2, "wait"), lambda path: source, values)
+
+
+@pytest.mark.parametrize(
+    ("line", "text", "value"),
+    [
+        ('return self.store.get(f"export/{step}").decode()', 'f"export/{step}"', "export/15"),
+        ('store.wait(["ready"], timedelta(seconds=5))', '"ready"', "ready"),
+        ('store.wait(["ready", "set"])', '["ready", "set"]', ""),
+        ("dist.PrefixStore('a', store).get(name)", "name", "run/7"),
+        ("_get_default_store().get('epoch/' + str(step))", "'epoch/' + str(step)", ""),
+        ("store.get('epoch/' + name)", "'epoch/' + name", "epoch/run/7"),
+        ("store.get(other)", "other", ""),
+        ("st = dist.TCPStore(host, 1); st.wait(['go'])", "'go'", "go"),
+    ],
+)
+def test_the_key_of_a_store(line: str, text: str, value: str) -> None:
+    found = key_of(line, **LOCALS)
+    assert found is not None and (found.text, found.value) == (text, value)
+    unknown = key_of(line)
+    assert unknown is not None and unknown.text == text
+
+
+@pytest.mark.parametrize(
+    "line", ["self.cache.get('ready')", "store.set('ready', '1')", "store.get()", "broken(", "q = Queue(); q.get(9)"]
+)
+def test_what_waits_for_no_key(line: str) -> None:
+    assert key_of(line) is None
+
+
+@pytest.mark.parametrize(
+    ("setter", "set_at"),
+    [
+        ('store.set(f"export/{number}", path)', (4,)),
+        ('self.store.compare_set(f"export/{step}", "", path)', (4,)),
+        ('store.set("export", path)', ()),
+        ('cache.set(f"export/{step}", path)', ()),
+    ],
+)
+def test_the_lines_that_set_it(setter: str, set_at: tuple[int, ...]) -> None:
+    found = key_of(f'store.get(f"export/{{step}}")\ndef write(store, number):\n    {setter}')
+    assert found is not None and tuple(frame.line for frame in found.set_at) == set_at
+
+
+# --- a lock, and what a call is made on -------------------------------------------------------------------------------
+
+LOCKS = """\
+def twice():
+    lock.acquire()
+    with lock:
+        pass
+
+def released():
+    lock.acquire()
+    lock.release()
+    with lock:
+        pass
+
+def nested(self):
+    with self.lock, other:
+        self.lock.acquire(timeout=3)
+
+def two():
+    with a, b:
+        pass
+
+def called():
+    with open("x"):
+        pass
+
+def down(node):
+    node.lock.acquire()
+    node = node.next
+    node.lock.acquire()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (3, LockTaken("lock", 2)),
+        (2, LockTaken("lock")),
+        (9, LockTaken("lock")),
+        (14, LockTaken("self.lock", 13)),
+        (17, None),
+        (21, None),
+        (27, LockTaken("node.lock")),
+        (4, None),
+    ],
+)
+def test_the_lock_that_a_line_takes(line: int, found: LockTaken | None) -> None:
+    assert lock_at(Frame("/x.py", line, "f"), lambda path: LOCKS) == found
+    assert lock_at(Frame("/x.py", line, "f"), lambda path: None) is None
+
+
+GIVEN = """\
+def of_torch(ops, group):
+    dist.irecv(x).wait()
+    one = dist.isend(x, 1)
+    one.wait()
+    for work in reversed(dist.batch_isend_irecv(ops)):
+        work.wait()
+    works = []
+    works.append(dist.isend(x, 1))
+    works += [dist.irecv(x, peer) for peer in ops]
+    for each in works:
+        each.wait()
+    works[0].wait()
+    [w.wait() for w in works]
+def of_others(ops, group, given):
+    group.recv(x).wait()
+    one = dist.isend(x, 1) if ops else group.send(x)
+    one.wait()
+    two = dist.isend(x, 1)
+    two = group.send(x)
+    two.wait()
+    works = [dist.isend(x, 1)]
+    works.append(group.send(x))
+    works[0].wait()
+    given = dist.isend(x, 1)
+    given.wait()
+    items = [dist.isend(x, 1)]
+    items[0] = group.send(x)
+    items[0].wait()
+    none = []
+    none[0].wait()
+    first, rest = dist.isend(x, 1), group.send(x)
+    rest.wait()
+    wait(one)
+"""
+
+
+def test_what_only_calls_of_some_names_can_have_given() -> None:
+    names = ("isend", "irecv", "batch_isend_irecv")
+    waits = [number for number, line in enumerate(GIVEN.splitlines(), 1) if "wait(" in line]
+    found = [line for line in waits if is_given_by(Frame("/x.py", line, "f"), names, lambda path: GIVEN)]
+    assert found == [line for line in waits if line <= GIVEN.splitlines().index("def of_others(ops, group, given):")]
+    assert not is_given_by(Frame("/x.py", 2, "f"), names, lambda path: None)

@@ -1,0 +1,393 @@
+"""The conditions by which one rank has come to a line and another has not; loops that one has left; what code prints as
+it goes on elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from evidence import C10D, MODULE, at
+
+from safelaunch.model import Frame
+from safelaunch.stacks.parting import Left, left_by, loop_left, loop_of_both, loop_returned_from, parting
+from safelaunch.stacks.source import Loop
+
+SOURCE = """\
+def train():
+    for step in range(9):
+        try:
+            average()
+        except StopIteration:
+            barrier()
+        if step % args.every == 0:
+            evaluate()
+        if step % EVERY == 0 and loss < best:
+            barrier()
+
+def evaluate():
+    for x in batches:
+        if x is None:
+            continue
+        reduce(x)
+    if score < best:
+        save()
+
+def average():
+    reduce()
+"""
+
+
+def ways(one: Sequence[Frame], other: Sequence[Frame], source: str, what: str = "text") -> list[list[object]]:
+    """Of the conditions on each way alone, their words or another property."""
+    found = parting(one, other, lambda path: source)
+    assert found is not None
+    return [[getattr(each, what) for each in way] for way in found.ways]
+
+
+LOOP = (at(4, "train"), MODULE)
+CLEAN_UP, EVALUATES, BEHIND = (at(6, "train"), MODULE), (at(8, "train"), MODULE), (at(10, "train"), MODULE)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "condition"),
+    [
+        (BEHIND, LOOP, "if step % EVERY == 0 and loss < best (train.py:9)"),
+        (EVALUATES, LOOP, "if step % args.every == 0 (train.py:7)"),
+        (CLEAN_UP, LOOP, "except StopIteration (train.py:5)"),
+        ((at(16, "evaluate"), *EVALUATES), (at(21, "average"), *LOOP), "if step % args.every == 0 (train.py:7)"),
+        ((at(18, "evaluate"), *EVALUATES), (at(16, "evaluate"), *EVALUATES), "if score < best (train.py:17)"),
+    ],
+)
+def test_the_conditions_on_one_way_alone(one: tuple[Frame, ...], other: tuple[Frame, ...], condition: str) -> None:
+    assert ways(one, other, SOURCE, "words") == [[condition], []]
+    assert ways(other, one, SOURCE, "words") == [[], [condition]]
+
+
+@pytest.mark.parametrize(
+    ("condition", "by_round"),
+    [
+        ("step % 10 == 0", True),
+        ("(step + 1) % self.args.every == 0 and not DRY", True),
+        ("step == 3 and rank == 1", False),
+        ("step > self.start", False),
+        ("step % every() == 0", False),
+        ("self.seen >= 10", True),
+        ("self.total >= 10", False),
+        ("self.bad >= 10", False),
+        ("batch > 3", False),
+    ],
+)
+def test_what_asks_for_the_number_of_the_round_alone(condition: str, by_round: bool) -> None:
+    body = "self.seen += 1\n    self.total += len(batch)\n    if batch.bad:\n        self.bad += 1\n    wait()"
+    source = f"for step, batch in enumerate(loader):\n    {body}\n    if {condition}:\n        barrier()\n"
+    assert ways((at(8, "<module>"),), (at(6, "<module>"),), source, "by_round") == [[by_round], []]
+
+
+def test_stacks_that_part_in_no_function_of_both_tell_nothing() -> None:
+    read = lambda path: SOURCE  # noqa: E731
+    assert parting((at(16, "evaluate"), MODULE), (at(4, "train"), MODULE), read) is None
+    assert parting(LOOP, LOOP, read) is None
+    assert parting(LOOP, BEHIND, lambda path: None) is None
+
+
+def test_two_calls_of_one_line_part_in_their_functions() -> None:
+    source = "def fill():\n    while len(rows) < size:\n        gather()\n\ndef fit():\n    reduce()\n\nfit(fill())\n"
+    inside, past = (at(3, "fill"), at(8, "<module>")), (at(6, "Agent.fit"), at(8, "<module>"))
+    assert ways(inside, past, source) == [["while len(rows) < size"], []]
+    assert parting(inside, past, lambda path: source.replace("fit(fill())", "each(m)")) is None
+
+
+ATTEMPTS = """\
+def retry(fn):
+    for k in range(3):
+        try:
+            return fn()
+        except OSError:
+            sleep()
+
+def checks():
+    yield any_rank()
+    yield any_rank(list(flags))
+
+retry(write)
+if any(checks()):
+    log()
+more()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "stack", "condition"),
+    [
+        (ATTEMPTS, (at(4, "retry"), at(12, "<module>")), "except OSError, then another attempt"),
+        (ATTEMPTS.replace("sleep()", "raise"), (at(4, "retry"), at(12, "<module>")), None),
+        (ATTEMPTS.replace("return fn()", "fn()"), (at(4, "retry"), at(12, "<module>")), None),
+        (ATTEMPTS, (at(9, "checks"), at(13, "<module>")), "any(checks())"),
+        (
+            ATTEMPTS.replace("any(", "any(c for c in "),
+            (at(9, "checks"), at(13, "<genexpr>"), at(13, "<module>")),
+            "any(c for c in checks())",
+        ),
+        (ATTEMPTS.replace("any(checks())", "any([*checks()])"), (at(9, "checks"), at(13, "<module>")), None),
+        (ATTEMPTS, (at(10, "checks"), at(13, "<module>")), "any(checks())"),
+    ],
+)
+def test_what_may_be_done_again_and_what_stops_at_the_first(
+    source: str, stack: tuple[Frame, ...], condition: str | None
+) -> None:
+    assert ways(stack, (at(15, "<module>"),), source) == [[condition] if condition is not None else [], []]
+
+
+ITEMS = """\
+def sync():
+    for name, (t, how) in entries.items():
+        how(t)
+
+def mean(t):
+    reduce(t)
+
+def first(t):
+    broadcast(t)
+
+def grads():
+    for p in parameters():
+        for times in range(2):
+            mean(p.grad)
+
+for batch in batches:
+    sync()
+    grads()
+"""
+SYNC, GRADS = (at(3, "sync"), at(17, "<module>")), (at(6, "mean"), at(14, "grads"), at(18, "<module>"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "head"),
+    [
+        ((at(6, "mean"), *SYNC), (at(9, "first"), *SYNC), "for name, (t, how) in entries.items() (train.py:2)"),
+        ((at(6, "mean"), *SYNC), (at(6, "mean"), *SYNC), "for name, (t, how) in entries.items() (train.py:2)"),
+        (GRADS, GRADS, "for p in parameters() (train.py:12)"),
+        ((at(6, "mean"), *SYNC), GRADS, None),  # at two lines of the loop
+        ((at(14, "grads"), at(18, "<module>")), GRADS, None),  # the loop does not give what is called
+    ],
+)
+def test_the_loop_whose_items_both_are_called_with(
+    one: tuple[Frame, ...], other: tuple[Frame, ...], head: str | None
+) -> None:
+    found = loop_of_both(one, other, lambda path: ITEMS)
+    assert (found and found[0].words) == head
+    assert found is None or found[1][-1].line in (3, 14)
+
+
+def test_a_cache_keeps_ranks_from_what_its_function_calls() -> None:
+    source = "@functools.lru_cache(maxsize=None)\ndef padded(n):\n    reduce(n)\n\ndef step():\n"
+    source += "    padded(3)\n    reduce(4)\n"
+    cached = ways((at(3, "padded"), at(6, "step")), (at(7, "step"),), source)
+    assert cached == [["@functools.lru_cache(maxsize=None)"], []]
+
+
+RETURNED = """\
+def run():
+    if ready:
+        evaluate()
+        barrier()
+    else:
+        barrier()
+    barrier()
+
+def evaluate():
+    for x in batches:
+        reduce(x)
+    reduce(total)
+"""
+
+
+@pytest.mark.parametrize(
+    ("past", "inside", "loop"),
+    [
+        ((4,), (3, 11), Loop(10, False, MODULE)),
+        ((7,), (3, 11), None),  # perhaps by another way
+        ((7,), (3, 12), None),  # in no loop
+        ((6,), (3, 11), None),  # by another way
+        ((2,), (3, 11), None),  # not behind the call
+        ((3, 12), (3, 11), None),  # in the same call
+    ],
+)
+def test_a_loop_in_a_function_that_the_other_has_returned_from(
+    past: tuple[int, ...], inside: tuple[int, ...], loop: Loop | None
+) -> None:
+    names = ("run", "evaluate")
+    stacks = [tuple(at(line, name) for line, name in zip(way, names, strict=False))[::-1] for way in (past, inside)]
+    read = lambda path: RETURNED  # noqa: E731
+    assert loop_returned_from(*stacks, read) == loop
+    again = [(*stack, at(14, "<module>")) for stack in stacks]
+    found = loop_returned_from(*again, lambda path: RETURNED + "while True:\n    run()\n")
+    assert found == (loop and Loop(10, True, MODULE))
+
+
+def test_a_return_ends_the_loop_of_a_function_that_has_returned() -> None:
+    source = RETURNED.replace("        reduce(x)\n", "        reduce(x)\n        if over:\n            return\n")
+    found = loop_returned_from((at(4, "run"),), (at(11, "evaluate"), at(3, "run")), lambda path: source)
+    assert found is not None and (found.line, found.breaks) == (10, ("`if over` at line 12",))
+
+
+@pytest.mark.parametrize(("given", "by_round"), [("step", True), ("n=step", True), ("loss", False)])
+def test_a_counter_of_rounds_is_one_where_it_is_passed_to(given: str, by_round: bool) -> None:
+    source = "class Log:\n    def add(self, n):\n        if n % 3:\n            return\n        gather()\n\n"
+    source += f"for step in range(9):\n    log.add({given})\n    average()\n"
+    assert ways((at(5, "Log.add"), at(8, "<module>")), (at(9, "<module>"),), source, "by_round") == [[by_round], []]
+
+
+# --- a loop that one has left -----------------------------------------------------------------------------------------
+
+ROUNDS = """
+def train():
+    setup()
+    for batch in loader:
+        if rank == 0:
+            log(batch)
+        step(batch)
+    finish()
+
+def other():
+    finish()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ahead", "behind", "loop"),
+    [(8, 7, 4), (6, 7, None), (7, 8, None), (3, 7, None), (11, 7, None), (7, 7, None)],
+)
+def test_loop_left(ahead: int, behind: int, loop: int | None) -> None:
+    stacks = [(Frame(C10D, 1, "barrier"), at(line, "train"), MODULE) for line in (ahead, behind)]
+    assert loop_left(stacks[0], stacks[1], lambda path: ROUNDS) == (Loop(loop, False, MODULE) if loop else None)
+
+
+@pytest.mark.parametrize(
+    ("source", "ahead", "behind", "caller"),
+    [
+        ("for epoch in e:\n    for x in y:\n        step()\n    barrier()\n", 4, 3, None),
+        ("for x in y:\n    step()\nbarrier()\nwhile more:\n    main()\n", 3, 2, 5),
+    ],
+)
+def test_a_loop_in_a_loop(source: str, ahead: int, behind: int, caller: int | None) -> None:
+    callers = (at(caller, "<module>"),) if caller else ()
+    found = loop_left((at(ahead, "f"), *callers), (at(behind, "f"), *callers), lambda path: source)
+    assert found is not None and found.enclosed
+
+
+def test_loop_left_without_a_source() -> None:
+    stacks = [(at(line, "train"), MODULE) for line in (8, 7)]
+    assert loop_left(stacks[0], stacks[1], lambda path: None) is None
+    assert loop_left(stacks[0], stacks[1], lambda path: "def broken(:") is None
+
+
+# --- where code goes on elsewhere, and what it prints -----------------------------------------------------------------
+
+PRINTS = """\
+def train(loader, log):
+    for step, batch in loader:
+        try:
+            loss = model(batch)
+            loss.backward()
+        except RuntimeError as error:
+            if "out of memory" in str(error):
+                log.warning("rank %d: out of memory, skipping", rank)
+                continue
+            raise
+        except ValueError:
+            print(f"step {step}: a bad {batch} was dropped")
+        if not finite(loss):
+            print("loss is", loss, "so this batch is left out")
+            continue
+        if step == 7:
+            print("stopping early")
+            break
+        print("a line of every step")
+        opt.step()
+    print("done with everything")
+    return step
+"""
+
+
+def of_line(number: int) -> Left | None:
+    found = left_by([Frame("/train.py", 20, "train")], lambda path: PRINTS)
+    return next((one for one in found if one.frame.line == number), None)
+
+
+@pytest.mark.parametrize(
+    ("line", "printed", "goes", "after", "left_out", "kept"),
+    [
+        (8, "WARNING:root:rank 3: out of memory, skipping", "continue", "except RuntimeError", (5, 20), (21,)),
+        (12, "step 4: a bad tensor([1.]) was dropped", "behind the `try`", "except ValueError", (5,), (14, 20)),
+        (14, "loss is nan so this batch is left out", "continue", "if not finite(loss)", (20,), (5, 21)),
+        (17, "stopping early", "break", "if step == 7", (5, 20), (21,)),
+    ],
+)
+def test_a_statement_behind_which_the_code_goes_on_elsewhere(
+    line: int, printed: str, goes: str, after: str, left_out: tuple[int, ...], kept: tuple[int, ...]
+) -> None:
+    left = of_line(line)
+    assert left is not None and (left.goes, left.after) == (goes, after)
+    assert left.has_printed(printed) and not left.has_printed("a line of every step")
+    for expected, numbers in ((True, left_out), (False, kept)):
+        assert [left.leaves_out(Frame("/train.py", number, "train")) for number in numbers] == [expected] * len(numbers)
+    assert not left.leaves_out(Frame("/other.py", left_out[0], "train"))
+
+
+@pytest.mark.parametrize("line", [19, 21])
+def test_what_is_printed_on_the_usual_way_tells_nothing(line: int) -> None:
+    assert of_line(line) is None
+
+
+def test_without_a_source_nothing_is_found() -> None:
+    assert not list(left_by([Frame("/train.py", 20, "train")], lambda path: None))
+
+
+SAME = """eval_interval = 10
+best = float("inf")
+def main(args, every=5):
+    limit = args.limit * 2
+    for it in range(100):
+        if it % eval_interval == 0 and it > limit:
+            if it % every == 0:
+                if (val_loss < best
+                        and lr > 3e-3):
+                    gather()
+        step()
+main(args)
+"""
+
+
+def test_only_conditions_that_may_differ_between_ranks_are_quoted_and_as_they_are_written() -> None:
+    inside, peer = (at(10, "main"), at(12, "<module>")), (at(11, "main"), at(12, "<module>"))
+    found = parting(inside, peer, lambda path: SAME)
+    assert found is not None
+    told = [one.text for one in found.ways[0] if not one.by_round]
+    assert told == ["if val_loss < best and lr > 3e-3"]
+    by_hand = SAME.replace("eval_interval = 10", "eval_interval = pick()").replace(
+        "main(args)", "main(args, every=pick())"
+    )
+    found = parting(inside, peer, lambda path: by_hand)
+    assert found is not None and len([one for one in found.ways[0] if not one.by_round]) == 3
+
+
+def test_a_loop_ends_early_by_what_may_differ() -> None:
+    source = """for it in range(100):
+    if it >= 90:
+        break
+    if stop(loss):
+        break
+    step()
+barrier()
+"""
+    left = loop_left((at(7, "<module>"),), (at(6, "<module>"),), lambda path: source)
+    assert left is not None and left.breaks == ("`if stop(loss)` at line 4",)
+
+
+def test_a_condition_on_the_rank_and_the_round_parts_ranks_in_one_round() -> None:
+    source = "best = 1.0\nfor step in range(100):\n    if step == 45 and (0.5 if RANK == 1 else 2.0) < best:\n"
+    source += "        gather()\n    step()\n"
+    found = parting((at(4, "<module>"),), (at(5, "<module>"),), lambda path: source)
+    assert found is not None and [one.by_round for one in found.ways[0]] == [False]

@@ -1,0 +1,247 @@
+"""The answer of two looks: what was seen, what works, and what is proved. The looks are built, not taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evidence import at, entry, in_c10d, in_user, job, past, record, waiting
+from evidence import rank as side
+from msgspec.structs import replace
+
+from safelaunch.capture.counters import Counters, ProcessCounters, Used
+from safelaunch.capture.look import MAX_CHILDREN, Look, ProcessLook, RankLook, Target
+from safelaunch.capture.result import Result
+from safelaunch.model import Evidence, Frame, GilTest, ProcessState, StackSample, Thread, ThreadState
+from safelaunch.supervise import judge as answer
+from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.watch.work import Background
+
+TORN_APART = job(
+    waiting(0),
+    waiting(1, flight=record(*past(3), entry("all_gather", 4, line=60))),
+)  # under one number, two operations
+
+
+def process(pid: int, frames: tuple[Frame, ...] = (), *, state: str = "S", kind: str = "", **more: Any) -> ProcessLook:
+    thread = ThreadState(pid, "python", state, **more)
+    kernel = ProcessState(pid, 1, pid, 0.0, "python", (), state, (thread,))
+    stack = StackSample(pid, 0.0, "", (Thread(frames, "MainThread", pid),)) if frames else None
+    return ProcessLook(pid, kernel, Result(stack, "py-spy", 0.1, missing="" if stack else "no answer", kind=kind))
+
+
+def looks(*ranks: RankLook, used_ms: dict[int, int] | None = None, entries: tuple[int, int] = (4, 4)) -> Looks:
+    """Two looks at ``ranks``, ten seconds apart; ``used_ms``: pid → CPU between them."""
+    look = Look(0.0, 0.1, {one.rank: one for one in ranks})
+    mains = {one.rank: one.main.pid for one in ranks if one.main is not None}
+
+    def counters(at_s: float, used: dict[int, int]) -> Counters:
+        found = {
+            (each.pid, each.pid): ProcessCounters(mains[one.rank], threads={each.pid: Used(used.get(each.pid, 0))})
+            for one in ranks
+            for each in one.processes
+        }
+        return Counters(at_s, int(at_s * 100), found)
+
+    first, second = counters(0.0, {}), counters(10.0, used_ms or {})
+    return Looks(
+        tuple(Target(one.rank, one.rank, mains.get(one.rank, 0), 0) for one in ranks),
+        taken=(look, look),
+        entries=tuple(dict.fromkeys(mains, newest) for newest in entries),
+        counters=((first, first), (second, second)),
+    )
+
+
+IN_CALL = (RankLook(0, process(1000, in_c10d("all_reduce", 50))), RankLook(1, process(1010, in_c10d("all_gather", 60))))
+
+
+def judged(taken: Looks, evidence: Evidence = TORN_APART, *, covers: bool = True) -> answer.Judged:
+    return answer.judge(taken, evidence, Background(), covers=covers, mark_s=time.monotonic() - 60)
+
+
+def test_a_closed_set_of_waits_is_dead() -> None:
+    assert judged(looks(*IN_CALL)).found == "dead"
+
+
+def test_a_proof_counts_whatever_else_works() -> None:
+    assert judged(looks(*IN_CALL, used_ms={1000: 9000})).found == "dead"
+
+
+@pytest.mark.parametrize(("pid", "found"), [(1000, "alive"), (2000, "dead")])
+def test_bytes_that_arrive_at_a_rank_may_be_what_it_waits_for(pid: int, found: str) -> None:
+    """A peer that has sent them is elsewhere by then. What a child downloads is no message of a rank's."""
+    taken = looks(RankLook(0, IN_CALL[0].main, (process(2000, in_user(8)),)), IN_CALL[1])
+    (first, _), (last, _) = taken.counters
+    moved = ProcessCounters(1000, sockets={7: 5_000_000})
+    quiet = ProcessCounters(1000, sockets={7: 0})
+    begin = dataclasses.replace(first, processes={**first.processes, (pid, pid): quiet})
+    end = dataclasses.replace(last, processes={**last.processes, (pid, pid): moved})
+    assert judged(dataclasses.replace(taken, counters=((begin, begin), (end, end)))).found == found
+
+
+def test_the_source_is_read_for_the_proof(tmp_path: Path) -> None:
+    """``isend(...).wait()`` rests in c10d without a frame of it: what the line calls is all that tells."""
+    script = tmp_path / "pipeline.py"
+    script.write_text("import torch.distributed as dist\n\ndist.isend(tensor, 1).wait()\n")
+    sending = side(0, (at(3, "<module>", str(script)),), flight=record(*past(3)))
+    assert sending.main is not None
+    states = tuple(
+        replace(state, threads=tuple(replace(thread, rests_in="libtorch_cpu.so") for thread in state.threads))
+        for state in sending.main.states
+    )
+    told = GilTest(True, True, groups={"0": (0, 1)})
+    sending = replace(sending, main=replace(sending.main, states=states), gil=told)
+    assert answer.proves(job(sending, waiting(1)))
+    script.write_text("import mine\n\nmine.take(tensor)\n")
+    assert not answer.proves(job(sending, waiting(1)))
+
+
+def test_the_half_of_a_job_proves_nothing() -> None:
+    assert judged(looks(*IN_CALL), covers=False).found == "unknown"
+
+
+def test_calls_that_go_on_are_work() -> None:
+    assert judged(looks(*IN_CALL, entries=(4, 5))).found == "alive"
+
+
+UNIX, UDP, TCP, EPOLL = "unix socket:[7] (unnamed, e.g. a socketpair)", "udp 0.0.0.0:9", "tcp 1:1 -> 2:2", "eventpoll"
+
+
+def woken(pid: int, call: str, target: str, limit_s: float | None, times: int, **more: Any) -> tuple[ProcessLook, ...]:
+    """A process in two looks, ten seconds apart, in each of which its thread rests in ``call``."""
+    found = []
+    for at_s, slices in ((0.0, 0), (10.0, times)):
+        ends_s = None if limit_s is None else at_s + limit_s
+        one = process(pid, in_user(7), syscall_name=call, fd_target=target, slices=slices, ends_s=ends_s, **more)
+        found.append(dataclasses.replace(one, state=replace(one.state, at_s=at_s)))  # type: ignore[type-var]
+    return tuple(found)
+
+
+@pytest.mark.parametrize(
+    ("call", "target", "limit_s", "times", "found"),
+    [
+        ("recvfrom", UNIX, None, 100, "alive"),
+        ("recvfrom", UNIX, None, 10, "unknown"),
+        ("futex", UNIX, None, 100, "unknown"),
+        ("read", "pipe:[7]", None, 100, "unknown"),
+        ("recvfrom", UDP, None, 100, "alive"),
+        ("recvmsg", "netlink", None, 100, "alive"),
+        ("recvfrom", TCP, None, 100, "unknown"),  # its bytes are counted
+        ("splice", "pipe:[7]", None, 100, "alive"),
+        ("epoll_wait", EPOLL, None, 100, "alive"),  # a selector: asyncio, multiprocessing.connection, zmq
+        ("epoll_wait", EPOLL, None, 10, "unknown"),  # a heartbeat
+        ("select", "", 60.0, 100, "alive"),
+        ("poll", UDP, 0.5, 200, "alive"),
+        ("poll", UDP, 0.5, 20, "unknown"),  # polls, twice per second
+        ("poll", UDP, 0.1, 100, "unknown"),
+        ("poll", UDP, 0.1, 250, "unknown"),  # the same, on a busy machine
+        ("select", "", 0.001, 9000, "unknown"),
+        ("select", "", 0.2, 50, "unknown"),  # ``time.sleep(0.2)`` of Python 3.10
+        ("clock_nanosleep", "", 0.2, 50, "unknown"),  # ``while not os.path.exists(path): time.sleep(0.2)``
+        ("", EPOLL, None, 100, "unknown"),  # a call that could not be read
+    ],
+)
+def test_a_main_thread_that_is_woken_more_often_than_its_wait_ends_receives(
+    call: str, target: str, limit_s: float | None, times: int, found: str
+) -> None:
+    """The kernel counts no bytes of ``recv`` on Unix and UDP sockets, nor of ``splice``. Of pipes and TCP it does."""
+    one, other = woken(1000, call, target, limit_s, times)
+    assert judged_twice(RankLook(0, one), RankLook(0, other)) == found
+
+
+def judged_twice(first: RankLook, second: RankLook, peer: RankLook = IN_CALL[1]) -> str:
+    taken = dataclasses.replace(
+        looks(first, peer), taken=(Look(0.0, 0.1, {0: first, 1: peer}), Look(10.0, 10.1, {0: second, 1: peer}))
+    )
+    return judged(taken, job(side(0, in_user(7)), waiting(1))).found
+
+
+def test_a_wait_with_a_time_limit_of_its_socket_says_nothing_by_its_wake_ups() -> None:
+    one, other = woken(1000, "recvfrom", UDP, None, 100, times_out=True)
+    assert judged_twice(RankLook(0, one), RankLook(0, other)) == "unknown"
+
+
+def test_wake_ups_of_a_child_count_if_the_main_thread_waits_for_it_and_of_other_threads_on_unix_sockets_only() -> None:
+    one, other = woken(2000, "epoll_wait", EPOLL, None, 100)
+    waits = process(1000, (Frame("/usr/lib/python3.11/subprocess.py", 1264, "Popen.wait"), *in_user(7)))
+    assert judged_twice(RankLook(0, waits, (one,)), RankLook(0, waits, (other,))) == "alive"
+    sleeps = process(1000, in_user(7))
+    assert judged_twice(RankLook(0, sleeps, (one,)), RankLook(0, sleeps, (other,))) == "unknown"
+    one, other = woken(2000, "recvfrom", UNIX, None, 100)
+    assert judged_twice(RankLook(0, sleeps, (one,)), RankLook(0, sleeps, (other,))) == "alive"
+    one, other = woken(1000, "epoll_wait", EPOLL, None, 100)
+    peers = in_c10d("all_reduce", 50)
+    ones = [dataclasses.replace(each, stack=process(1000, peers).stack) for each in (one, other)]
+    assert answer.work_in(looks(RankLook(0, ones[1])), Background()) == ()
+
+
+def test_the_main_threads_cpu_is_work_unless_it_waits_for_peers() -> None:
+    computing = RankLook(0, process(1000, in_user(7)))
+    assert judged(looks(computing, used_ms={1000: 9000}), job(side(0, in_user(7)))).found == "alive"
+    spinning = looks(IN_CALL[0], used_ms={1000: 9000})
+    assert answer.work_in(spinning, Background()) == ()
+
+
+def test_what_a_main_thread_waits_for_is_never_background() -> None:
+    child = process(2000, (at(9, "encode"),))
+    main = process(1000, (Frame("/usr/lib/python3.11/subprocess.py", 1264, "Popen.wait"), *in_user(7)))
+    taken = looks(RankLook(0, main, (child,)), used_ms={2000: 4000})
+    from safelaunch.supervise.watch import work
+
+    known = work.learn(Background(), taken.counters[0][0], taken.counters[1][0])
+    assert [found.pid for found in answer.work_in(taken, known)] == [2000]
+    beside = looks(RankLook(0, process(1000, in_user(7)), (child,)), used_ms={2000: 4000})
+    assert answer.work_in(beside, known) == ()
+
+
+STOPPED = process(1000, in_user(7), state="t")
+UNSEEN: dict[str, tuple[RankLook, str]] = {
+    "no look": (RankLook(0, None), "rank 0 was not seen, or has ended"),
+    "no stack": (RankLook(0, process(1000)), "no stack of rank 0 (no answer)"),
+    "a child without a state": (
+        RankLook(0, process(1000, in_user(7)), (ProcessLook(2000, None, Result(None, "", 0.0)),)),
+        "process 2000 of rank 0 was not seen",
+    ),
+    "a child's stack too late": (
+        RankLook(0, process(1000, in_user(7)), (process(2000, kind="timeout"),)),
+        "no stack of process 2000 of rank 0 in time",
+    ),
+    "a child under a debugger": (
+        RankLook(0, process(1000, in_user(7)), (process(2000, in_user(8), state="t"),)),
+        "process 2000 of rank 0 is stopped",
+    ),
+    "many children": (
+        RankLook(0, process(1000, in_user(7)), tuple(process(2000 + n, in_user(8)) for n in range(MAX_CHILDREN))),
+        "more than 48 child processes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+def test_missing_evidence_is_no_reason(case: str) -> None:
+    rank, words = UNSEEN[case]
+    found = judged(looks(rank, IN_CALL[1]))
+    assert (found.found, words in found.unseen) == ("unseen", True), found
+
+
+def test_a_child_that_runs_no_python_lacks_nothing() -> None:
+    shell = process(2000, kind="absent")
+    assert judged(looks(RankLook(0, process(1000, in_user(7)), (shell,))), job(side(0, in_user(7)))).found == "unknown"
+
+
+def test_a_job_that_is_stopped_as_a_whole_is_not_judged() -> None:
+    assert judged(looks(RankLook(0, STOPPED))).found == "stopped"
+    assert judged(looks(RankLook(0, STOPPED), IN_CALL[1])).found == "unseen"
+
+
+def test_the_first_time_limit_of_a_group_in_which_a_rank_waits() -> None:
+    now_ns = time.time_ns()
+    call = replace(entry("all_reduce", 4, line=50), created_ns=now_ns - 50 * 10**9, timeout_ms=600_000)
+    waits = waiting(0, flight=record(*past(3), call))
+    found = judged(looks(*IN_CALL), job(waits, side(1, in_user(7), "sleep")))
+    assert found.limits.raises and found.limits.abort_s == pytest.approx(610, abs=5)
+    assert found.limits.before_abort_s == pytest.approx(550, abs=6)
+    assert judged(looks(*IN_CALL), job(side(0, in_user(7), "sleep"))).limits.abort_s is None
