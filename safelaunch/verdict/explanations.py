@@ -324,7 +324,9 @@ def habit_claim(rank: int) -> Claim:
 
 
 def unusual(facts: Facts, rank: int, site: Frame | None = None) -> str:
-    """``Rank 2 made its 5 earlier calls at train.py:8 in group '1': in group '4' it may be in the wrong one.``
+    """Returns how a rank's present call differs from its earlier ones, as a sentence.
+
+    Example: ``Rank 2 made its 5 earlier calls at train.py:8 in group '1': in group '4' it may be in the wrong one.``
 
     Of its calls from ``site``, else from where it waits. A call whose connection broke counts as completed: it is the
     newest one from the line of the exception.

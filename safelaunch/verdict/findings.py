@@ -229,7 +229,7 @@ def waits_words(facts: Facts, ranks: Iterable[int], limit: int = 3) -> str:
 
 
 def summary_of(named: Mapping[int, Condition], facts: Facts, waiters: Iterable[int]) -> str:
-    """``Rank 1 is asleep in train.py:7, while ranks 0,2-3 wait in all_reduce at train.py:9.``"""
+    """Returns ``Rank 1 is asleep in train.py:7, while ranks 0,2-3 wait in all_reduce at train.py:9.`` and the like."""
     groups = by_place({rank: condition.reason for rank, condition in named.items()})
     parts = [f"{each_of(ranks)} {reason}" for reason, ranks in groups[:2]]
     text = capital("; ".join(parts))

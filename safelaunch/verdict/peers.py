@@ -91,8 +91,9 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
 
 
 def _made_by(view: View | None, pending: list[Collective]) -> list[Collective]:
-    """Without what other threads have called that run Python: they wait for that themselves. (A backward pass on a
-    device calls from threads that run none.)
+    """Returns the pending calls that no other Python thread has made, because such a thread waits for its own calls.
+
+    A backward pass on a device makes its calls in threads that run no Python.
     """
     if view is None or view.sample is None or view.thread is None or not view.thread.ident:
         return pending

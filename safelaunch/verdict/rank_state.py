@@ -318,8 +318,9 @@ def _absent_thread(facts: Facts, one: RankFacts) -> Condition | None:
 
 
 def _before_its_end(rank: RankEvidence) -> RankEvidence:
-    """A rank that ended while it was looked at, as it was before: its end came later than the stall, whose it is not
-    the cause. (Somebody lost patience, or the out-of-memory killer came by.)
+    """Returns a rank that ended during the look as it was before.
+
+    Its end came after the stall, so it isn't the cause: the user or the out-of-memory killer ended it.
     """
     states = rank.main.states if rank.main is not None else ()
     living = tuple(state for state in states if state.state not in "ZX")

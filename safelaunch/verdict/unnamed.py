@@ -106,8 +106,10 @@ def _reason(facts: Facts, rank: int) -> str:
 
 
 def _summary(facts: Facts, finding: Finding) -> str:
-    """``Process 7 waits for its DataLoader at train.py:9, while 3 of 4 processes wait in broadcast at train.py:20.
-    Nothing gives its rank.``
+    """Returns the verdict's summary for processes whose ranks are unknown.
+
+    Example: ``Process 7 waits for its DataLoader at train.py:9, while 3 of 4 processes wait in broadcast at
+    train.py:20. Nothing gives its rank.``
     """
     at_fault = {culprit.rank for culprit in finding.culprits}
     waits = wait_words(facts, facts.ranks)

@@ -60,7 +60,9 @@ def meeting(number: int, port: int, *, static: bool = False) -> list[str]:
 
 
 class Network:
-    """``with Network(2, scratch) as network: Popen([*network.enter(0), "torchrun", ...])``
+    """Network namespaces as nodes.
+
+    Example: ``with Network(2, scratch) as network: Popen([*network.enter(0), "torchrun", ...])``
 
     ``slow``: number → (seconds of delay each way, part of the frames that is lost).
     """

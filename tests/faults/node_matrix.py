@@ -234,7 +234,7 @@ def _wall_clock_ahead(number: int, setting: Setting) -> Iterator[None]:
 
 
 def join(nodes: Nodes) -> None:
-    """Starts a third node. (One that joins a healthy job is torchrun's affair; 2.13 may lose the job over it.)"""
+    """Starts a third node. If it joins a healthy job, torchrun 2.13 can lose the job, with or without safelaunch."""
     nodes.start()
 
 

@@ -128,7 +128,9 @@ class Result:
 
 
 class Job:
-    """A safelaunch process with private run and bundle directories. ``with Job(...) as job: job.wait()``
+    """A safelaunch process with private run and bundle directories.
+
+    Example: ``with Job(...) as job: job.wait()``
 
     ``words`` is the whole command line after ``safelaunch``. Leaving the block ends the processes that remain.
     ``launcher``: another one than safelaunch, which is given no option of safelaunch's.
