@@ -1,8 +1,10 @@
-"""Prints how large the product is, beside what weight.json says.
+"""Prints how large the product is, next to the figures recorded in weight.json.
 
-Code lines are without docstrings (those under a field, too), comments and blanks.
+Code lines are lines without docstrings (also the strings under fields), comments and blank lines. A name has several
+meanings if more than one module defines a class or a type alias with it; a leading underscore makes no difference.
 
 python scripts/weight.py             # the table
+python scripts/weight.py --names     # the names with several meanings, and the modules that define them
 python scripts/weight.py --check     # exit code 1 if a figure has grown by more than 3 % since it was recorded
 python scripts/weight.py --record    # write weight.json
 """
@@ -11,75 +13,91 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import json
+import re
 import sys
-import tokenize
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts" / "build"))
+
+from python_source import PythonSource  # noqa: E402
+
 RECORD = ROOT / "weight.json"
 PRODUCT = "safelaunch"
 GROWTH = 1.03
-LONG_FUNCTION, SMALL_MODULE = 40, 130
-_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+LONG_FUNCTION = 40
+DEMOS = "safelaunch.cli.demos"  # training scripts, whose names such as Model belong to the example
+_CAMEL_CASE = re.compile(r"_*[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 
 
 @dataclass(frozen=True)
 class Module:
-    """``lines``: the numbers of its code lines. ``imports``: modules of the product, in dotted names."""
-
     name: str
-    tree: ast.Module
-    lines: frozenset[int]
+    source: PythonSource
     imports: frozenset[str] = frozenset()
+    """dotted names of the product's modules that it imports"""
 
     @property
     def package(self) -> str:
         return self.name.split(".")[1] if "." in self.name else self.name
+
+    @property
+    def lines(self) -> int:
+        return len(self.source.code_lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="fail if a figure has grown by more than 3 %%")
     parser.add_argument("--record", action="store_true", help="write weight.json")
-    words = parser.parse_args()
+    parser.add_argument("--names", action="store_true", help="list the names with several meanings")
+    arguments = parser.parse_args()
+    if arguments.names:
+        for name, modules in sorted(shared_names(read_modules(ROOT / PRODUCT)).items()):
+            print(f"{name:<20} {' '.join(modules)}")
+        return 0
     figures = measure(ROOT)
     before = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     for name, value in figures.items():
         print(f"{name:<44} {value:>8g}   {before.get(name, '-'):>8}")
-    if words.record:
+    if arguments.record:
         RECORD.write_text(json.dumps(figures, indent=2) + "\n")
     grown = [name for name, value in figures.items() if value > GROWTH * before.get(name, value)]
-    for name in grown if words.check else ():
+    for name in grown if arguments.check else ():
         print(
             f"weight: {name} has grown from {before[name]:g} to {figures[name]:g}: make it smaller, or record it "
             "with scripts/weight.py --record and say why",
             file=sys.stderr,
         )
-    return 1 if words.check and grown else 0
+    return 1 if arguments.check and grown else 0
 
 
 def measure(root: Path) -> dict[str, float]:
-    modules = list(_modules(root / PRODUCT))
-    functions = [size for one in modules for size in _functions(one)]
-    importers = Counter(name for one in modules for name in one.imports)
+    modules = read_modules(root / PRODUCT)
+    functions = [one.source.length(function) for one in modules for function in one.source.functions]
     packages = {one.package for one in modules if one.name.count(".") > 1}
+    addons = sum(one.lines for one in modules if one.package == "addons")
     return {
-        "code lines": sum(len(one.lines) for one in modules),
-        "code lines of tests": sum(len(code_lines(path.read_text())) for path in (root / "tests").rglob("*.py")),
+        "code lines of the core": sum(one.lines for one in modules) - addons,
+        "code lines of the add-ons": addons,
+        "code lines of tests": sum(
+            len(PythonSource(path.read_text()).code_lines) for path in (root / "tests").rglob("*.py")
+        ),
         "modules": len(modules),
         "packages": len(packages),
         "import edges between packages": len({edge for edge in _edges(modules) if packages.issuperset(edge)}),
-        "modules of one importer, below 130 lines": sum(
-            importers[one.name] == 1 and len(one.lines) < SMALL_MODULE for one in modules
-        ),
+        "names with several meanings": len(shared_names(modules)),
+        "record types": len(record_types(modules)),
         "median function": median(functions),
         "functions over 40 lines, %": round(100 * sum(size > LONG_FUNCTION for size in functions) / len(functions), 1),
+        "words of comments and docstrings": sum(one.source.words for one in modules),
+        "docstrings on short private functions": sum(
+            len(list(one.source.short_private_docstrings())) for one in modules
+        ),
         "words of documentation": sum(
             len(path.read_text().split()) for path in (root / "README.md", *(root / "docs").rglob("*.md"))
         ),
@@ -87,44 +105,70 @@ def measure(root: Path) -> dict[str, float]:
     }
 
 
-def code_lines(text: str) -> frozenset[int]:
-    """The numbers of the lines that hold code."""
-    tree = ast.parse(text)
-    prose = {
-        line
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for line in range(node.lineno, (node.end_lineno or 0) + 1)
-    }
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    code = {line for one in tokens if one.type not in _NO_CODE for line in range(one.start[0], one.end[0] + 1)}
-    return frozenset(code - prose)
-
-
-def _modules(package: Path) -> Iterator[Module]:
-    found = []
+def read_modules(package: Path) -> list[Module]:
+    modules = []
     for path in sorted(package.rglob("*.py")):
         name = ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
-        text = path.read_text()
-        found.append(Module(name, ast.parse(text), code_lines(text)))
-    names = {one.name for one in found}
-    for one in found:
-        yield Module(one.name, one.tree, one.lines, frozenset(_imports(one, names)))
+        modules.append(Module(name, PythonSource(path.read_text())))
+    names = {module.name for module in modules}
+    return [Module(one.name, one.source, frozenset(_imports(one.source.tree, names))) for one in modules]
 
 
-def _imports(one: Module, names: set[str]) -> Iterator[str]:
-    for node in ast.walk(one.tree):
+def shared_names(modules: Iterable[Module]) -> Mapping[str, list[str]]:
+    """Returns the names of classes and type aliases that several modules define, with these modules."""
+    definitions: dict[str, list[str]] = {}
+    for module in modules:
+        if not module.name.startswith(DEMOS):
+            for name in {name.lstrip("_") for name in _type_names(module.source.tree)}:
+                definitions.setdefault(name, []).append(module.name)
+    return {name: places for name, places in definitions.items() if len(places) > 1}
+
+
+def record_types(modules: Iterable[Module]) -> set[tuple[str, str]]:
+    """Returns module and name of each dataclass, NamedTuple, TypedDict and msgspec Struct."""
+    classes = [
+        (module.name, node)
+        for module in modules
+        for node in ast.walk(module.source.tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+    bases = {"NamedTuple", "TypedDict", "Struct"}
+    while more := {node.name for _, node in classes if bases.intersection(map(_last_name, node.bases))} - bases:
+        bases |= more
+    return {
+        (module, node.name)
+        for module, node in classes
+        if node.name in bases or "dataclass" in map(_last_name, node.decorator_list)
+    }
+
+
+def _type_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+    for node in tree.body:
+        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(value, (ast.Subscript, ast.BinOp)) or _is_new_type(value):
+            yield from (one.id for one in targets if isinstance(one, ast.Name) and _CAMEL_CASE.fullmatch(one.id))
+
+
+def _is_new_type(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.Call) and _last_name(value) == "NewType"
+
+
+def _last_name(node: ast.expr) -> str:
+    node = node.func if isinstance(node, ast.Call) else node
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _imports(tree: ast.Module, names: set[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in names)
         elif isinstance(node, ast.ImportFrom) and node.module in names:
             inner = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name if name in names else node.module for name in inner)
-
-
-def _functions(one: Module) -> Iterator[int]:
-    for node in ast.walk(one.tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield len(one.lines & set(range(node.lineno, (node.end_lineno or 0) + 1)))
 
 
 def _edges(modules: list[Module]) -> Iterator[tuple[str, str]]:
