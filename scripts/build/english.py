@@ -4,10 +4,10 @@ It reads comments, docstrings, test names and sentences in string literals of sa
 prose of README.md and docs/. The number of findings in each file can only fall: english.json holds what is left.
 
 python scripts/build/english.py                # findings for each package and each pattern
-python scripts/build/english.py FILE ...       # each finding in these files
+python scripts/build/english.py PATH ...       # each finding in these files and folders
 python scripts/build/english.py --check        # exit code 1 if a file has more findings than recorded
 python scripts/build/english.py --record       # write english.json; refuses a larger sum
-python scripts/build/english.py --record FILE ...   # the same, for these files alone
+python scripts/build/english.py --record PATH ...   # the same, for these files and folders alone
 """
 
 from __future__ import annotations
@@ -74,7 +74,19 @@ def _pattern(name: str, regex: str, kinds: frozenset[str] = EVERYWHERE) -> Patte
 
 # Passages are matched in one line, in which only blank lines, list items and headings begin with a line break.
 _CLAUSE = r"(?:^|[\n.;:(] ?)"
-_PEOPLE = ("anyone", "engineer", "engineers", "people", "person", "reader", "readers", "someone", "user", "users")
+_PEOPLE = (
+    "anyone",
+    "engineer",
+    "engineers",
+    "people",
+    "person",
+    "reader",
+    "readers",
+    "someone",
+    "user",
+    "users",
+    "user X,",
+)
 _NO_PERSON = "".join(f"(?<!\\b{noun} )" for noun in _PEOPLE)
 _PLACES = (
     "call",
@@ -158,28 +170,31 @@ PATTERNS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="list the findings in these files")
+    parser.add_argument(
+        "paths", nargs="*", type=Path, metavar="PATH", help="list the findings in these files and folders"
+    )
     parser.add_argument("--check", action="store_true", help="fail if a file has more findings than recorded")
     parser.add_argument("--record", action="store_true", help="write english.json")
     arguments = parser.parse_args()
-    paths = [path.resolve() for path in arguments.files] or checked_files(ROOT)
+    paths = checked_files(ROOT, [path.resolve() for path in arguments.paths])
     findings = find(ROOT, paths)
     if arguments.record:
         return record(ROOT, RECORD, paths, findings)
     if arguments.check:
         return check(RECORD, findings)
-    if arguments.files:
-        print(*findings, sep="\n")
+    if arguments.paths:
+        print(*findings, f"{len(findings)} findings in {len(paths)} files", sep="\n")
     else:
         summarize(findings)
     return 0
 
 
-def checked_files(root: Path) -> list[Path]:
+def checked_files(root: Path, within: Sequence[Path] = ()) -> list[Path]:
+    """Returns the files that are checked, or those of them that ``within`` names or holds."""
     pages = [root / "README.md", *(root / "docs").rglob("*.md")]
     code = chain.from_iterable((root / folder).rglob("*.py") for folder in CODE)
     files = (path for path in (*pages, *code) if path.relative_to(root).as_posix() not in PATTERN_FILES)
-    return sorted(path for path in files if path.is_file())
+    return sorted(path for path in files if not within or any(path.is_relative_to(other) for other in within))
 
 
 def find(root: Path, paths: Sequence[Path]) -> list[Finding]:
@@ -257,7 +272,7 @@ def _passages(file: str, source: PythonSource, lines: Sequence[str]) -> Iterator
     for node, text in _strings(source.tree):
         if _is_prose(text):
             literal = tuple(lines[node.lineno - 1 : node.end_lineno])
-            yield Passage(STRING, node.lineno, _without_code(text), literal)
+            yield Passage(STRING, node.lineno, _PLACEHOLDER.sub("X", _without_code(text)), literal)
 
 
 def _strings(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
@@ -275,6 +290,7 @@ def _strings(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
         waiting += ast.iter_child_nodes(node)
 
 
+_PLACEHOLDER = re.compile(r"\{\w*\}")
 _FOUR_WORDS = re.compile(r"(?:(?<![\w-])[A-Za-z][A-Za-z'’-]*[,;:.]? ){3}[A-Za-z]")
 _REGEX_OR_CODE = re.compile(
     r"\\[bdswB]|\(\?[:=!<P]|\.\*|\[\^|^\s*(?:import|from \S+ import|def|class|@|try:|#!)\b.*$|^\s*\w+ = |Traceback",

@@ -59,6 +59,7 @@ SOURCES = {
     'X = f"{X} was not over within {X} s"': ["not over"],
     'X = f"waits for {X}, that is --max-stall"': ["that is --option"],
     'X = "nobody"': [],
+    'X = "the end of the pipe that {who} waits on"': [],
     'X = r"who (?:waits|has waited) for it"': [],
     'def _f():\n    """Returns it."""\n    return 1': ["private docstring"],
     'def f():\n    """Returns it."""\n    return 1': [],
