@@ -17,20 +17,18 @@ if _TYPE_CHECKING:
     from datetime import timedelta
     from typing import Any as _Any
 
+    from safelaunch.addons.embed.launching import HangError, Launch, launch
     from safelaunch.beacon import probes
     from safelaunch.cli.api import (
         BundlePlace,
         Claim,
         Culprit,
         Frame,
-        HangError,
-        Launch,
         NodeAtFault,
         SafelaunchError,
         UsageError,
         Verdict,
         diagnose,
-        launch,
     )
     from safelaunch.model import schemas
 
@@ -62,9 +60,10 @@ def __getattr__(name: str) -> _Any:
 
     if name in _MODULES:
         return import_module(_MODULES[name])
-    if name in __all__:
-        return getattr(import_module("safelaunch.cli.api"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    addons = import_module("safelaunch.addons")
+    return addons.public(name) if name in addons.PUBLIC else getattr(import_module("safelaunch.cli.api"), name)
 
 
 def __dir__() -> list[str]:

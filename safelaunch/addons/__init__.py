@@ -11,22 +11,43 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from safelaunch.addons.protocols import Command, Reader, Service
 
 # Subcommand -> add-on whose module ``command`` has its ``main`` and ``parser`` (see ``protocols.Command``).
 COMMANDS: Mapping[str, str] = {"colaunch": "sweep", "record": "record", "reproduce": "reproduce"}
+# Name of the public package -> module that defines it.
+PUBLIC: Mapping[str, str] = {
+    "HangError": "embed.launching",
+    "Launch": "embed.launching",
+    "launch": "embed.launching",
+}
 # Hook -> add-ons that implement it, in the order in which they are asked: a function of that name in their package.
-HOOKS: Mapping[str, tuple[str, ...]] = {}
+HOOKS: Mapping[str, tuple[str, ...]] = {"readers": ("logs",), "services": ("record",)}
 
 
 def is_present(addon: str) -> bool:
     return os.path.isdir(os.path.join(os.path.dirname(__file__), addon))  # noqa: PTH112, PTH118, PTH120
 
 
-def command(name: str) -> ModuleType:
-    """Returns the module of the subcommand ``name``, which must be in ``COMMANDS``."""
-    return import_module(f"{__name__}.{COMMANDS[name]}.command")
+def missing(hook: str) -> list[str]:
+    return [addon for addon in HOOKS[hook] if not is_present(addon)]
+
+
+def command(name: str) -> Command:
+    """Returns the subcommand ``name``, which must be in ``COMMANDS``."""
+    return cast("Command", import_module(f"{__name__}.{COMMANDS[name]}.command"))
+
+
+def public(name: str) -> Any:
+    """Returns what ``safelaunch.NAME`` is. Raises AttributeError if its add-on is missing."""
+    module = PUBLIC[name]
+    addon = module.partition(".")[0]
+    if not is_present(addon):
+        raise AttributeError(f"safelaunch.{name} is part of the add-on {addon!r}, which isn't installed")
+    return getattr(import_module(f"{__name__}.{module}"), name)
 
 
 def hooks(name: str) -> Iterator[Callable[..., Any]]:
@@ -34,3 +55,12 @@ def hooks(name: str) -> Iterator[Callable[..., Any]]:
     for addon in HOOKS[name]:
         if is_present(addon):
             yield getattr(import_module(f"{__name__}.{addon}"), name)
+
+
+def readers() -> Iterator[Reader]:
+    for readers_of in hooks("readers"):
+        yield from readers_of()
+
+
+def service(name: str) -> Service[Any, Any] | None:
+    return next((one for services_of in hooks("services") for one in services_of() if one.name == name), None)

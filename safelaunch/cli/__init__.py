@@ -9,9 +9,12 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from io import TextIOWrapper
 from types import ModuleType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from safelaunch import addons
+
+if TYPE_CHECKING:
+    from safelaunch.addons.protocols import Command
 
 # The first word selects a subcommand only if it is exactly one of these; anything else is torchrun's.
 _ALL_COMMANDS = {
@@ -37,9 +40,11 @@ COMMANDS = {
 }
 
 
-def module_of(command: str) -> ModuleType:
+def module_of(command: str) -> Command:
     """Returns the module with the ``main`` of one of ``COMMANDS``: of this package, or of an add-on."""
-    return addons.command(command) if command in addons.COMMANDS else import_module(f".{command}", __name__)
+    if command in addons.COMMANDS:
+        return addons.command(command)
+    return cast("Command", import_module(f".{command}", __name__))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -139,8 +144,7 @@ def _dispatch(words: list[str]) -> int:
         return show_usage()
     first = "help" if words[0] in ("-h", "--help", "--help-torchrun") else words[0]
     if first in COMMANDS:
-        code = module_of(first).main(words[1:] if first == words[0] else words)
-        return int(code)
+        return module_of(first).main(words[1:] if first == words[0] else words)
     try:
         from .run import main as run
 

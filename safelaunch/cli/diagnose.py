@@ -218,9 +218,9 @@ def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callab
         with tempfile.TemporaryDirectory(prefix="safelaunch-") as scratch:
             paths = [locate.saved(path, Path(scratch)) for path in paths]
             if len(paths) > 1:
-                return in_child(lambda: work(locate.read_several(paths)), locate.of_logs(paths))
+                return in_child(lambda: work(locate.read_files(paths)), locate.bounds_of(paths))
             folder = locate.folder_of(paths[0], Path(scratch))
-            return in_child(lambda: work(locate.read_folder(folder, Path(scratch))), locate.bounds_of(folder))
+            return in_child(lambda: work(locate.read_folder(folder, Path(scratch))), locate.bounds_of([folder]))
     except Unreadable as error:
         why = clean(error.message)
         # With a colon between them, redaction would take path and reason for the name and the value of a setting.
@@ -255,19 +255,16 @@ def _tell(found: Found, path: str, wanted: _Wanted) -> _Told:
 
 def _unexplained(found: Found, verdict: Verdict) -> list[str]:
     """The exceptions in a log on which the verdict does not rest, and which are no effects of others."""
-    if found.events is None:
-        return []
     cited = " ".join(claim.file for claim in verdict.evidence)
-    others = [one for one in found.events.causes() if one.line.where not in cited]
-    return [f"also in the log: {clean(one.words)}" for one in others[:_MOST_OTHERS]]
+    others = [error for error in found.errors if error.where not in cited]
+    return [f"also in the log: {clean(error.words)}" for error in others[:_MOST_OTHERS]]
 
 
 def _closing(found: Found) -> tuple[str, ...]:
     """The lines that are printed where nothing shows how a rank ended or where it waits."""
-    events = found.events.summary(" ".join(found.remarks)) if found.events is not None else ()
-    first, *rest = (*found.remarks, *events) or ("nothing wrong seen",)
+    first, *rest = (*found.remarks, *found.summary) or ("nothing wrong seen",)
     step = _under_safelaunch(found)
-    may_hang = () if found.remarks or (found.events is not None and found.events.errors()) else (_MAY_HANG,)
+    may_hang = (_MAY_HANG,) if found.is_quiet and not found.remarks else ()
     return (*map(clean, (f"{found.what}: {first}", *rest)), *may_hang, f"{step.why}: {clean(step.command)}")
 
 

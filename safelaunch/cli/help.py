@@ -56,7 +56,7 @@ def main(words: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise UsageError(f"help: there is no subcommand {name!r}{did_you_mean(name, COMMANDS)}")
-    return int(module_of(name).main(["--help"]))
+    return module_of(name).main(["--help"])
 
 
 def _torchrun() -> int:

@@ -63,7 +63,6 @@ PARTS = (
     "supervise.control",
     "supervise.cluster",
     "supervise.watch",
-    "cli.api",
 )
 # Takes values and returns values: no clock, no process, no file, no environment.
 PURE = {"model.*", "stacks.*", "verdict.*", "report.*", "supervise.watch.*", "job.argv", "leases.choose"}
@@ -76,11 +75,6 @@ PURE |= {"cli.doctor_rules"}
 READS_THE_CLOCK = {"report.page", "addons.record.report", "report.report"}
 # Imports of add-ons by the core that are left; nothing may be added.
 STILL_IMPORT_ADDONS = {
-    ("bundle.reading.guard", "addons.logs.events"),
-    ("bundle.reading.locate", "addons.logs.lines"),
-    ("bundle.reading.locate", "addons.logs.reader"),
-    ("bundle.reading.locate", "addons.logs.stacks"),
-    ("cli.api", "addons.embed.launching"),
     ("supervise.control.protocol", "addons.record.recording"),
     ("supervise.live", "addons.record.recording"),
     ("supervise.live", "addons.record.sampling"),
@@ -105,12 +99,15 @@ THIRD_PARTY = {
 
 @dataclass(frozen=True)
 class Import:
-    """``module`` (within safelaunch, or top-level of another package), imported by ``by``. ``late``: in a function."""
+    """``module`` (within safelaunch, or top-level of another package), imported by ``by``. ``late``: in a function, or
+    for type checkers alone (``typing``).
+    """
 
     by: str
     module: str
     ours: bool
     late: bool
+    typing: bool = False
 
 
 def modules() -> dict[str, Path]:
@@ -129,17 +126,14 @@ MODULES = modules()
 
 def imports_of(name: str) -> Iterator[Import]:
     tree = ast.parse(MODULES[name].read_text("utf-8"))
-    inside = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or is_type_checking(function)
-        for node in ast.walk(function)
-    }
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    inside = {id(node) for outer in ast.walk(tree) if isinstance(outer, functions) for node in ast.walk(outer)}
+    for_types = {id(node) for outer in ast.walk(tree) if is_type_checking(outer) for node in ast.walk(outer)}
     for node in ast.walk(tree):
-        late = id(node) in inside
+        when = (id(node) in inside | for_types, id(node) in for_types)
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield resolved(name, alias.name, late)
+                yield resolved(name, alias.name, *when)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
@@ -149,17 +143,17 @@ def imports_of(name: str) -> Iterator[Import]:
                 base = ".".join(["safelaunch", *above, *([base] if base else [])])
             for alias in node.names:
                 whole = f"{base}.{alias.name}"
-                yield resolved(name, whole if whole.removeprefix("safelaunch.") in MODULES else base, late)
+                yield resolved(name, whole if whole.removeprefix("safelaunch.") in MODULES else base, *when)
 
 
 def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
-def resolved(by: str, module: str, late: bool) -> Import:
+def resolved(by: str, module: str, late: bool, typing: bool) -> Import:
     if module == "safelaunch" or module.startswith("safelaunch."):
-        return Import(by, module.removeprefix("safelaunch.") or "safelaunch", True, late)
-    return Import(by, module.partition(".")[0], False, late)
+        return Import(by, module.removeprefix("safelaunch.") or "safelaunch", True, late, typing)
+    return Import(by, module.partition(".")[0], False, late, typing)
 
 
 @cache
@@ -175,7 +169,7 @@ def within(name: str, group: set[str]) -> bool:
 
 def top(name: str) -> str:
     """Returns the package of a module; each add-on counts as one."""
-    return ".".join(name.split(".")[: 2 if name.startswith("addons.") else 1])
+    return ".".join(name.split(".")[: 2 if is_addon(name) else 1])
 
 
 def layer(name: str) -> int:
@@ -203,17 +197,22 @@ def test_every_package_has_its_layer() -> None:
     assert {top(name) for name in MODULES} == ORDER.keys()
 
 
+def is_addon(name: str) -> bool:
+    return name.startswith("addons.") and name != "addons.protocols"
+
+
+def is_typing(found: Import) -> bool:
+    """Returns whether only a type checker reads it: for the protocols, and for the names of the public package."""
+    return found.typing and found.by in ("addons.protocols", "addons", "safelaunch")
+
+
 def test_the_arrows_point_down() -> None:
-    # The public package names the API for type checkers; at run time it is imported when it is first used.
-    named = {("safelaunch", "cli.api"), ("safelaunch", "model.schemas")}
-    upward = {(i.by, i.module) for i in all_imports() if i.ours and layer(i.module) > layer(i.by)} - named
+    upward = {(i.by, i.module) for i in all_imports() if i.ours and layer(i.module) > layer(i.by) and not is_typing(i)}
     assert not upward - STILL_IMPORT_ADDONS
 
 
 def test_the_core_imports_no_add_on() -> None:
-    users = {
-        (i.by, i.module) for i in all_imports() if i.module.startswith("addons.") and not i.by.startswith("addons.")
-    }
+    users = {(i.by, i.module) for i in all_imports() if is_addon(i.module) and not is_addon(i.by) and not is_typing(i)}
     assert users == STILL_IMPORT_ADDONS
 
 
@@ -291,7 +290,7 @@ def test_no_module_outside_the_beacon_rebinds_a_global() -> None:
 def test_torch_is_never_imported_by_the_supervisor() -> None:
     beside = {"beacon.*", "addons.embed.launching"}  # in the ranks, and in the process that starts them
     assert {i.by for i in all_imports() if i.module == "torch"} <= {n for n in MODULES if within(n, beside)}
-    assert {i.by for i in all_imports() if i.module == "addons.embed.launching"} == {"cli.api"}
+    assert {i.by for i in all_imports() if i.module == "addons.embed.launching"} == {"safelaunch"}, "for type checkers"
 
 
 def test_pure_modules_touch_nothing() -> None:

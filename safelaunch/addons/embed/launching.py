@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from safelaunch.addons.embed.wire import Done, Ended, FromSupervisor, Line, Ready, Refused, Request, Stop, Stopping
 from safelaunch.beacon import entrypoint as ranks
 from safelaunch.beacon.durations import seconds_of
+from safelaunch.cli.api import interpreter
 from safelaunch.model import Verdict
 from safelaunch.settings.options import BY_FLAG, Option, Options
 from safelaunch.system import errors, procstat
@@ -30,25 +31,6 @@ from safelaunch.system.errors import DurationError, SafelaunchError, UsageError
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
     from typing_extensions import Unpack
-
-import msgspec
-
-from safelaunch.system.console import PREFIX
-from safelaunch.system.decoding import from_json
-
-# --- Starts safelaunch's own code in a new interpreter, wherever this one has imported safelaunch from ----------------
-
-
-def command(module: str, function: str = "main") -> list[str]:
-    """The command that calls ``function`` of ``module``, which reads its arguments from ``sys.argv``.
-
-    safelaunch's directory comes last on the module path, so that nothing in it shadows the standard library; the
-    working directory, which may hold anybody's modules, is not on it.
-    """
-    root = os.fspath(Path(__file__).resolve().parents[3])
-    code = f"import sys; sys.path[:1] = []; sys.path.append({root!r}); from {module} import {function} as f; f()"
-    return [sys.executable, "-c", code]
-
 
 # --- safelaunch's options as keywords of ``safelaunch.launch`` --------------------------------------------------------
 
@@ -87,29 +69,6 @@ def _duration(name: str, option: Option, value: object) -> str:
     except ValueError:
         raise DurationError(f"{name}: {value!r} is not {option.expects}, or a timedelta") from None
     return text
-
-
-# --- ``safelaunch.diagnose(path)``: a verdict from files --------------------------------------------------------------
-
-
-def diagnose(path: str | os.PathLike[str]) -> Verdict:
-    """Reads evidence and returns the verdict: which rank and line hung the job, and why.
-
-    ``path``: a bundle or its ``.tar.gz``, a folder of bundles from several nodes, a run directory, or a folder of
-    Flight Recorder dumps of any job. It may be untrusted: nothing in it is run, and a process of its own reads it,
-    with bounded memory and time. This is ``safelaunch diagnose PATH --json``.
-
-    A verdict of confidence ``low`` without ``culprits`` means that the evidence does not suffice. Raises UsageError if
-    there is no evidence at ``path``.
-    """
-    words = [*command("safelaunch.cli", "entry"), "diagnose", "--json", "--", os.fspath(path)]
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    try:
-        return from_json(done.stdout, Verdict)
-    except msgspec.DecodeError:
-        said = done.stderr.decode("utf-8", "replace").strip()
-        lines = [line.removeprefix(PREFIX) for line in said.splitlines()]
-        raise UsageError("\n".join(lines) or f"diagnosing {os.fspath(path)} ended with {done.returncode}") from None
 
 
 T = TypeVar("T")
@@ -296,7 +255,7 @@ class _Supervisor:
         try:
             # In a session of its own: Ctrl-C is for the caller.
             process = subprocess.Popen(
-                [*command("safelaunch.addons.embed.supervisor"), str(theirs.fileno())],
+                [*interpreter("safelaunch.addons.embed.supervisor"), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,

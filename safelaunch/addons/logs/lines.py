@@ -21,6 +21,8 @@ from itertools import dropwhile, islice
 from pathlib import Path
 from typing import BinaryIO
 
+from safelaunch.bundle.reading.guard import STDIN
+
 MAX_RANKS = 1 << 16
 CHUNK_BYTES = 1 << 17
 _MOST_SHAPES, _MOST_PARTS = 1 << 13, 64
@@ -60,7 +62,6 @@ class Line:
         return f"{self.file}:{self.number}"
 
 
-STDIN = Path("/dev/stdin")
 GZIP = b"\x1f\x8b"
 _NAMES = re.compile(r"\.(?:log|out|err|txt|json|raw|folded|collapsed)(?:\.gz)?$|^std(?:out|err)$|^log", re.IGNORECASE)
 _DEEPEST, _MOST_FILES = 6, 4096
@@ -373,7 +374,7 @@ def _template(prefix: str, ahead: Iterable[Line | None]) -> re.Pattern[str] | No
     if not any("  File" in match[0] for match in lines):
         return None
     columns = list(zip(*(match.groups() for match in lines), strict=True))
-    most = max((len({*one}) for one in columns), default=0)
+    most = max((len({*column}) for column in columns), default=0)
     best = [at for at, one in enumerate(columns) if len({*one}) == most]
     if len({columns[at] for at in best}) == 1:
         parts[best[-1] : best[-1] + 2] = [r"(?P<rank>\d{1,5})".join(parts[best[-1] : best[-1] + 2])]

@@ -29,7 +29,7 @@ from safelaunch.addons.logs.lines import (
 from safelaunch.addons.logs.owners import Owners
 from safelaunch.addons.logs.quoting import quote_of, unquoted
 from safelaunch.addons.logs.reports import Printed
-from safelaunch.bundle.reading.guard import Found, Unreadable, cannot_be_read
+from safelaunch.bundle.reading.guard import Found, ReportedError, Unreadable, cannot_be_read
 from safelaunch.capture.last_words import parse_fatal
 from safelaunch.model import (
     UNKNOWN_SIZES,
@@ -123,9 +123,17 @@ def _found(printed: Printed, names: Sequence[str], count: int, *, may_be_caught:
     failed = bool(steps) or (ends and any(map(_has_trouble, ranks)))
     remarks, warned = _remarks(job, ranks, failed=failed)
     what = f"{'a log' if len(names) == 1 else f'{len(names)} logs'} of {count} lines{warned}"
-    found = Found(what, Evidence("crash", max(world, 1), ()), remarks=remarks, events=job.events, launch=job.launch)
+    found = Found(
+        what,
+        Evidence("crash", max(world, 1), ()),
+        remarks=remarks,
+        errors=tuple(ReportedError(event.line.where, event.words) for event in job.events.causes()),
+        summary=job.events.summary(" ".join(remarks)),
+        is_quiet=not job.events.errors(),
+        launch=job.launch,
+    )
     nodes = _silent_hosts(job, owners)
-    ranks = [one for one in ranks if not any(one.rank in node.ranks for node in nodes)]
+    ranks = [rank for rank in ranks if not any(rank.rank in node.ranks for node in nodes)]
     rendezvous = None
     job.give_up_meeting()
     if job.rendezvous_at is not None and all(map(_only_lost_a_peer, ranks)):
@@ -133,10 +141,10 @@ def _found(printed: Printed, names: Sequence[str], count: int, *, may_be_caught:
     if not failed and rendezvous is None and not job.failed_hosts:
         again = not may_be_caught and not job.remarks and job.end_with_the_last_error()
         return _found(printed, names, count, may_be_caught=True) if again else found
-    waits = bool(steps) or any(one.flight_record for one in ranks)
+    waits = bool(steps) or any(rank.flight_record for rank in ranks)
     evidence = Evidence(
         "hang" if waits and not any(map(_failed, ranks)) else "crash", world, tuple(ranks),
-        missing_ranks=tuple(sorted({*range(world)} - {one.rank for one in ranks})), nodes=nodes, rendezvous=rendezvous,
+        missing_ranks=tuple(sorted({*range(world)} - {rank.rank for rank in ranks})), nodes=nodes, rendezvous=rendezvous,
         printed=tuple(sorted({*owners.known, *stalled})), labels=owners.labels, world_guessed=world > job.world,
         may_be_caught=may_be_caught,
     )  # fmt: skip
@@ -160,7 +168,7 @@ def _has_trouble(one: RankEvidence) -> bool:
 def _remarks(job: Job, ranks: Sequence[RankEvidence], *, failed: bool) -> tuple[tuple[str, ...], str]:
     """Returns the remarks, and what to say of NCCL's warnings if nothing failed."""
     remarks, warned = tuple(f"{text} [{where}]" for text, where in job.remarks.items()), _nccl_words(job)
-    if job.nccl_failed is not None and not any(one.exception for one in ranks):
+    if job.nccl_failed is not None and not any(rank.exception for rank in ranks):
         return (*remarks, f"NCCL failed{f': {warned}' if warned else f' [{job.nccl_failed.where}]'}"), ""
     if job.native > _FEW_FRAMES and not failed:
         return (*remarks, _ONLY_C), ""
@@ -211,13 +219,13 @@ def _failed(one: RankEvidence) -> bool:
 
 def _name_groups(ranks: Mapping[int, Heard]) -> None:
     """Gives calls without a group to the only group in which others make such a call, or else to that of all ranks."""
-    named = [(name, one) for heard in ranks.values() for name, one in heard.groups.items() if name != UNNAMED]
+    named = [(name, one) for rank in ranks.values() for name, one in rank.groups.items() if name != UNNAMED]
     for heard in ranks.values():
         mine = heard.groups.pop(UNNAMED, None)
         if mine is not None:
             like = {name for name, one in named if (one.op, one.size) == (mine.op, mine.size) or not one.op}
             heard.groups.setdefault(like.pop() if len(like) == 1 else DEFAULT, mine)
-    ops = {(name, one.seq): one for heard in ranks.values() for name, one in heard.groups.items() if one.op}
+    ops = {(name, one.seq): one for rank in ranks.values() for name, one in rank.groups.items() if one.op}
     for heard in ranks.values():
         for name, one in heard.groups.items():
             if not one.op and (other := ops.get((name, one.seq))) is not None:

@@ -22,16 +22,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from safelaunch.model import Evidence, Outcome, RankEvidence
 from safelaunch.system.errors import SafelaunchError
 
-if TYPE_CHECKING:
-    from safelaunch.addons.logs.events import Events
-
 # --- what is found, and bounded reads ---------------------------------------------------------------------------------
 
+STDIN = Path("/dev/stdin")
 MAX_FILE_BYTES = 256 << 20
 OUTSIDE = "it is a link that leads out of the directory"
 LINK = "it is a link, and safelaunch follows no links here"
@@ -42,6 +40,14 @@ class Unreadable(SafelaunchError):
 
 
 @dataclass(frozen=True)
+class ReportedError:
+    """A line that reports an error, on which no evidence rests. ``where``: its file and line; ``words``: both."""
+
+    where: str
+    words: str
+
+
+@dataclass(frozen=True)
 class Found:
     """The evidence at a path. ``what``: its kind in words (``a bundle``); ``problems``: unreadable files, with reasons.
 
@@ -49,8 +55,10 @@ class Found:
     ``bundles``: the directories of the bundles that it was read from. ``taken``: of a bundle, from the last progress to
     when it was written, in Unix seconds; zeros where that is not known. ``source``: what the verdict read of the user's
     files, by their paths; None where that is not kept. ``remarks``: what is no fault of a rank, in words.
-    ``is_output``: of texts, a job may have printed some line of them. ``events``: of logs, lines that report errors.
-    ``launch``: the command that a log shows, as one that runs the job under safelaunch.
+    ``is_output``: of texts, a job may have printed some line of them. ``errors``: errors
+    of the job besides the evidence, the most telling first. ``summary``: lines to print if nothing shows how the job
+    ended. ``is_quiet``: no error is reported. ``launch``: the command that a log shows, as one that runs the job under
+    safelaunch.
     """
 
     what: str
@@ -62,7 +70,9 @@ class Found:
     source: Mapping[str, str] | None = None
     remarks: tuple[str, ...] = ()
     is_output: bool = True
-    events: Events | None = None
+    errors: tuple[ReportedError, ...] = ()
+    summary: tuple[str, ...] = ()
+    is_quiet: bool = True
     launch: tuple[str, ...] = ()
 
     def read_source(self, path: str) -> str | None:
@@ -76,7 +86,7 @@ class Found:
 
 def evidence_of(outcome: Outcome, ranks: Iterable[RankEvidence], world: int = 0) -> Evidence:
     """The evidence on these ranks of a job of ``world``, or more where they say so."""
-    by_rank = {one.rank: one for one in ranks}
+    by_rank = {rank.rank: rank for rank in ranks}
     world = max([world, *(rank + 1 for rank in by_rank)])
     missing = tuple(rank for rank in range(world) if rank not in by_rank)
     return Evidence(outcome, world, tuple(by_rank[rank] for rank in sorted(by_rank)), missing)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -16,14 +15,13 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from safelaunch.addons.logs import lines as log_lines
-from safelaunch.addons.logs import reader as logs
-from safelaunch.addons.logs import stacks
+from safelaunch import addons
 from safelaunch.beacon import layout
 from safelaunch.bundle.reading.bundles import is_bundle, merge, read_bundle, whole_of
 from safelaunch.bundle.reading.dumps import read_dumps
 from safelaunch.bundle.reading.guard import (
     MAX_FILE_BYTES,
+    STDIN,
     Bounds,
     Found,
     Unreadable,
@@ -36,27 +34,24 @@ from safelaunch.bundle.reading.guard import (
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.capture.result import Sink
 from safelaunch.job.paths import RunPaths
-from safelaunch.model import Outcome, RankEvidence, RankExit
+from safelaunch.model import Outcome, RankExit
 from safelaunch.system.files import is_dir, is_file, lexists
 from safelaunch.system.redaction.redactor import Redactor
 
 if TYPE_CHECKING:
+    from safelaunch.addons.protocols import Reader
     from safelaunch.capture.pages import AgentEvent
 
 MAX_UNPACKED_BYTES = 1 << 30
 MAX_UNPACKED_FILES = 100_000
 _DEEPEST = 6  # folders of nodes, of bundles, of ranks: nothing deeper is ever read
 _CHUNK_BYTES = 1 << 20
-_LOG_BYTES, _MOST_OF_STDIN = 512 << 20, 4 << 30
+_MOST_OF_STDIN = 4 << 30
 _NOTHING = (
     "it holds no bundle, no run directory, no log, no stacks and no Flight Recorder dumps (files whose names end in a"
     " rank number: nccl_trace_rank_0, comm_lib_trace_rank_0, dump_0.json)"
 )
-_NO_OUTPUT = (
-    "it is neither a bundle, nor Flight Recorder dumps, nor stacks, nor the log of a job: no line of it looks like the"
-    " output of a launcher, torch, Python or a training script"
-)
-_GIVE = (
+GIVE = (
     "Name a job's output, its stacks, its Flight Recorder dumps or a bundle. While the job hangs, `safelaunch dump"
     " --all` on its node needs no file."
 )
@@ -78,7 +73,7 @@ def saved(path: Path, scratch: Path) -> Path:
 
     What reads files goes through them more than once.
     """
-    if path != log_lines.STDIN:
+    if path != STDIN:
         return path
     room = os.statvfs(scratch)
     limit = min(_MOST_OF_STDIN, room.f_bavail * room.f_frsize // 2)
@@ -98,7 +93,7 @@ def folder_of(path: Path, scratch: Path) -> Path:
     log itself. Raises Unreadable.
     """
     try:
-        if path.is_dir() or log_lines.is_log(path):
+        if path.is_dir() or _reader_of(path) is not None:
             return Path(os.path.realpath(path))
         if not path.is_file():
             missing = "this file or directory does not exist"
@@ -113,18 +108,17 @@ def folder_of(path: Path, scratch: Path) -> Path:
         raise cannot_be_read(error) from error
 
 
-def bounds_of(folder: Path) -> Bounds:
-    """The bounds for reading and diagnosing a folder of this size."""
-    if not folder.is_dir():
-        return of_logs([folder])
-    size = _size(folder)
+def _reader_of(*files: Path) -> Reader | None:
+    """Returns the add-on that reads these files, if there is one. Raises OSError."""
+    return next((reader for reader in addons.readers() if all(map(reader.claims, files))), None)
+
+
+def bounds_of(paths: Sequence[Path]) -> Bounds:
+    """The bounds for reading and diagnosing a folder of this size, or these files."""
+    if (reader := _reader_of(*paths)) is not None:
+        return reader.bounds(paths)
+    size = _size(paths[0])
     return Bounds(min((384 << 20) + 4 * size, 4 << 30), cpu_s=8 + (size >> 21), file_bytes=MAX_FILE_BYTES)
-
-
-def of_logs(paths: Sequence[Path]) -> Bounds:
-    """The bounds for reading logs: what counts in them is kept, of whatever size they are."""
-    size = sum(path.stat().st_size for path in paths)
-    return Bounds(_LOG_BYTES, cpu_s=30 + (size >> 22))
 
 
 def _size(folder: Path, deepest: int = _DEEPEST) -> int:
@@ -145,38 +139,28 @@ def _bytes_of(entry: os.DirEntry[str]) -> int:
 
 
 def read_folder(folder: Path, scratch: Path) -> Found:
-    """The evidence in a directory, as ``folder_of`` gives it. Raises Unreadable."""
+    """The evidence in a directory or file, as ``folder_of`` gives it. Raises Unreadable."""
     try:
-        return _read_folder(folder, scratch)
+        return _read_folder(folder, scratch) if folder.is_dir() else read_files([folder])
     except OSError as error:
         raise cannot_be_read(error) from error
 
 
-def read_several(paths: Sequence[Path]) -> Found:
-    """The evidence in these logs of one job. Raises Unreadable."""
-    if not all(map(log_lines.is_log, paths)):
-        raise Unreadable("of several paths, each has to be a log")
-    return _of_texts(paths)
+def read_files(paths: Sequence[Path]) -> Found:
+    """The evidence in these files of one job. Raises Unreadable."""
+    reader = _reader_of(*paths)
+    if reader is None:
+        raise Unreadable(f"of several paths, each has to be a log{_why_not()}")
+    return reader.read(paths)
 
 
-def _of_texts(paths: Sequence[Path], root: Path | None = None) -> Found:
-    """What logs and saved stacks tell together."""
-    saved = stacks.Stacks.of(paths, root)
-    rest = [path for path in paths if path not in saved.whole]
-    if not rest and (alone := saved.found()) is not None:
-        return alone
-    printed = logs.read_logs(rest, root)
-    found = saved.found(only_named=bool(printed.evidence.ranks))
-    if found is None and not (printed.evidence.ranks or printed.remarks):
-        _reject_other_texts(paths, root, printed)
-    if found is None or printed.evidence.ranks:
-        return printed if found is None else _with_stacks(printed, found)
-    return replace(found, remarks=(*found.remarks, *printed.remarks))
+def _why_not() -> str:
+    """Returns what a message adds if an add-on that reads files is missing."""
+    missing = addons.missing("readers")
+    return f", and this installation can't read logs: its add-on {missing[0]!r} is missing" if missing else ""
 
 
 def _read_folder(folder: Path, scratch: Path) -> Found:
-    if not folder.is_dir():
-        return _of_texts([folder])
     if is_bundle(folder):
         return replace(read_bundle(folder), bundles=(folder,))
     if _is_run_directory(folder):
@@ -191,54 +175,22 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
     if inside:
         merged = merge([read_bundle(path) for path in inside], [path.name for path in inside])
         return replace(merged, bundles=tuple(inside))
+    dumps = _dumps_in(folder)
+    for reader in addons.readers():
+        if (texts := reader.read_folder(folder, dumps)) is not None:
+            return texts
+    if dumps is None:
+        raise holds_nothing(folder)
+    return dumps
+
+
+def _dumps_in(folder: Path) -> Found | None:
     dumps = read_dumps(folder, folder)
     if dumps is None and is_dir(folder / "flight_recorder"):
         dumps = read_dumps(within(folder, folder / "flight_recorder"), folder)
         files = {name: f"flight_recorder/{file}" for name, file in dumps.files.items()} if dumps is not None else {}
         dumps = Found(dumps.what, dumps.evidence, dumps.problems, files) if dumps is not None else None
-    texts = log_lines.logs_in(folder)
-    if dumps is None and not texts:
-        raise _holds_nothing(folder)
-    if dumps is None:
-        return _of_texts(texts, folder)
-    printed = logs.read_logs(texts, folder)
-    found = dumps
-    if printed.evidence.ranks:
-        joined = _joined(printed, dumps, lambda rank, dump: structs.replace(rank, flight_record=dump.flight_record))
-        found = joined
-    seen = stacks.Stacks.of(texts, folder).found(only_named=True)
-    return found if seen is None else _with_stacks(found, seen)
-
-
-def _joined(one: Found, other: Found, both: Callable[[RankEvidence, RankEvidence], RankEvidence]) -> Found:
-    """What ``one`` tells, and beside it what ``other`` tells of the same job. ``both``: of a rank that is in both."""
-    ranks = {rank.rank: rank for rank in one.evidence.ranks if rank.rank not in one.evidence.labels}
-    for rank in other.evidence.ranks:
-        ranks[rank.rank] = both(ranks[rank.rank], rank) if rank.rank in ranks else rank
-    world = max(one.evidence.world_size, other.evidence.world_size)
-    labels, files = {}, {**one.files, **other.files}
-    for rank in (rank for rank in one.evidence.ranks if rank.rank in one.evidence.labels):
-        number = rank.rank if rank.rank not in ranks else max(world, *(rank + 1 for rank in ranks))
-        ranks[number], labels[number] = structs.replace(rank, rank=number), one.evidence.labels[rank.rank]
-        old = f"ranks/{rank.rank}/"
-        own = {name: file for name, file in one.files.items() if name.startswith(old)}
-        files |= {f"ranks/{number}/{name.removeprefix(old)}": file for name, file in own.items()}
-    world = max(world, *(number + 1 for number in ranks)) if ranks else world
-    evidence = structs.replace(
-        one.evidence,
-        labels=labels,
-        world_size=world,
-        ranks=tuple(ranks[rank] for rank in sorted(ranks)),
-        missing_ranks=tuple(rank for rank in range(world) if rank not in ranks),
-        printed=None,
-        world_guessed=one.evidence.world_guessed and other.evidence.world_guessed,
-    )
-    what, problems = f"{one.what}, {other.what}", (*one.problems, *other.problems)
-    return replace(one, what=what, evidence=evidence, problems=problems, files=files)
-
-
-def _with_stacks(found: Found, seen: Found) -> Found:
-    return _joined(found, seen, lambda rank, one: structs.replace(rank, main=one.main, pid=rank.pid or one.pid))
+    return dumps
 
 
 def _is_run_directory(path: Path) -> bool:
@@ -262,7 +214,8 @@ def _unpack(archive: Path, scratch: Path) -> None:
             raise Unreadable(f"it cannot be unpacked in {scratch.parent.parent}: {error.strerror}") from error
         if opened or isinstance(error, EOFError):
             raise Unreadable("the archive is damaged or incomplete: copy it again from where it was written") from error
-        raise Unreadable("it is neither a directory nor a bundle's archive (.tar.gz)", _GIVE) from error
+        what = f"it is neither a directory nor a bundle's archive (.tar.gz){_why_not()}"
+        raise Unreadable(what, GIVE) from error
 
 
 def _unpack_all(tar: tarfile.TarFile, scratch: Path, limit: int, *, write: bool) -> None:
@@ -294,13 +247,7 @@ def _unpack_one(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> 
 
 # --- files that are no evidence ---------------------------------------------------------------------------------------
 
-_LINES_LOOKED_AT, _COLUMNS_LOOKED_AT, _NAMES_SHOWN = 400, 400, 3
-_EMPTY = "an empty file"
-_KINDS = {
-    ".md": "Markdown", ".rst": "reStructuredText", ".html": "HTML", ".csv": "a table", ".json": "JSON", ".toml": "TOML",
-    ".yaml": "YAML", ".yml": "YAML", ".py": "Python source", ".ipynb": "a notebook", ".sh": "a shell script",
-    ".sbatch": "a shell script", ".slurm": "a shell script",
-}  # fmt: skip
+_NAMES_SHOWN = 3
 _MAGIC = {
     b"PK\x03\x04": "a zip archive, such as a checkpoint",
     b"\x7fELF": "a program",
@@ -308,8 +255,6 @@ _MAGIC = {
     b"\xff\xd8\xff": "a picture",
     b"%PDF": "a PDF",
 }
-# At least five words without numbers, paths or assignments, as a person writes them.
-_PROSE = re.compile(r"[-*#>\s]*(?:[^\W\d_][\w'’-]*[.,;:!?)]* +\(?){4,}[^\W\d_][\w'’-]*[.,;:!?)]*")
 
 
 def _reject_other_data(path: Path) -> None:
@@ -320,44 +265,14 @@ def _reject_other_data(path: Path) -> None:
         raise Unreadable("it is one Flight Recorder dump, or a pickle", "Name the folder with the dumps of all ranks.")
     kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "")
     if kind:
-        raise Unreadable(f"it is {kind}, not the output of a job", _GIVE)
+        raise Unreadable(f"it is {kind}, not the output of a job", GIVE)
 
 
-def _reject_other_texts(paths: Sequence[Path], root: Path | None, printed: Found) -> None:
-    """Raises Unreadable for texts that no job has printed."""
-    kinds = dict.fromkeys(map(_kind_of, paths))
-    they_are = "it is" if len(paths) == 1 and root is None else "they are" if root is None else "its logs are"
-    if [*kinds] == [_EMPTY]:
-        raise Unreadable(f"{they_are} empty", _GIVE)
-    if root is not None and ("" not in kinds or not printed.is_output):
-        raise _holds_nothing(root)
-    if "" not in kinds:
-        raise Unreadable(f"{they_are} {' and '.join(kinds)}, not the output of a job", _GIVE)
-    if not printed.is_output:
-        raise Unreadable(_NO_OUTPUT, _GIVE)
-
-
-def _kind_of(path: Path) -> str:
-    """Returns the kind of a text that no job has printed; empty if a job might have printed it."""
-    if path == log_lines.STDIN:
-        return ""
-    read = islice(log_lines.lines_of(path, path.name), _LINES_LOOKED_AT)
-    lines = [line.text[:_COLUMNS_LOOKED_AT] for line in read if line is not None and line.text.strip()]
-    if not lines:
-        return _EMPTY
-    if kind := _KINDS.get(path.suffix.lower()):
-        return kind
-    if lines[0].startswith("#!"):
-        return "a script"
-    prose, of_a_job = sum(map(bool, map(_PROSE.fullmatch, lines))), sum(map(log_lines.is_of_a_job, lines))
-    return "prose" if 2 * prose > len(lines) >= 4 * of_a_job else ""
-
-
-def _holds_nothing(folder: Path) -> Unreadable:
+def holds_nothing(folder: Path) -> Unreadable:
     names = sorted(path.name for path in folder.iterdir())
     more = [f"{len(names) - _NAMES_SHOWN} more"] if len(names) > _NAMES_SHOWN else []
     shown = " and ".join(filter(None, (", ".join(names[:_NAMES_SHOWN]), *more)))
-    return Unreadable(f"{_NOTHING}, only {shown}" if names else "it is an empty folder", _GIVE)
+    return Unreadable(f"{_NOTHING}, only {shown}" if names else "it is an empty folder", GIVE)
 
 
 # --- a run directory that nobody removed: everything was killed at once, or the machine was reset --------------------

@@ -1135,7 +1135,7 @@ def test_what_is_not_understood_is_shown(
 
 def test_an_effect_is_shown_after_what_it_came_from(tmp_path: Path) -> None:
     lines = ["ERROR launcher: a child was Terminated", *(f"ERROR {'abcdefg'[at] * 3}: no" for at in range(7))]
-    summary_lines = read_logs([log_of("\n".join(lines), tmp_path)]).events.summary()  # type: ignore[union-attr]
+    summary_lines = read_logs([log_of("\n".join(lines), tmp_path)]).summary
     assert len(summary_lines) == 6 and "Terminated" not in " ".join(summary_lines)
 
 
