@@ -408,7 +408,7 @@ def _move(staged: Path, directory: Path, name: str) -> Path:
     if directory.stat().st_uid != os.getuid():
         raise PermissionError(errno.EPERM, "it belongs to another user")
     names = (name if number == 1 else f"{name}-{number}" for number in range(1, 1000))
-    target = next(directory / one for one in names if not (directory / one).exists())
+    target = next(directory / name for name in names if not (directory / name).exists())
     try:
         staged.rename(target)
     except OSError as error:

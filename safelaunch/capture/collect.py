@@ -204,12 +204,12 @@ def of_another_node(side: RankEvidence, sink: Sink) -> None:
     seen = Processes(main, children) if main is not None else None
     sink.add_json(Artifact(f"{folder}/proc.json", how, 0.0, "" if main else "its node has sent none"), seen)
     processes = [one for one in (main, *children) if one is not None]
-    samples = [one.stacks[-1] for one in processes if one.stacks]
+    samples = [process.stacks[-1] for process in processes if process.stacks]
     missing = "" if samples else "its node has sent none"
     sink.add_json(Artifact(f"{folder}/stack.json", how, 0.0, missing), samples or None)
     texts = [
-        stacks.to_text(one.stacks[-1] if one.stacks else None, one.states[-1] if one.states else None)
-        for one in processes
+        stacks.to_text(process.stacks[-1] if process.stacks else None, process.states[-1] if process.states else None)
+        for process in processes
     ]
     sink.add(Artifact(f"{folder}/stack.txt", how, 0.0, "" if texts else missing), "\n".join(texts) if texts else None)
     record = flight_dump.to_json(side.flight_record) if side.flight_record is not None else None

@@ -206,7 +206,7 @@ def _all_of(
         results.append(one)
         if one.value is None and one.kind != "no handler":
             break
-    return [one for one in results if one.kind != "no handler"] or results[:1]
+    return [result for result in results if result.kind != "no handler"] or results[:1]
 
 
 def _is_empty(record: FlightRecord) -> bool:
@@ -238,11 +238,11 @@ def merged(records: Sequence[FlightRecord]) -> FlightRecord:
     used = [record for place, record in enumerate(records) if -place in {at for _, at in longest.values()}]
     first = 0 if all(record.entries[0].record_id == 0 for record in used) else 1  # 0: no ring has wrapped
     groups = [record.groups for record in records]
-    apart = {name for one in groups for name in one if len({frozenset(g[name]) for g in groups if name in g}) > 1}
+    apart = {name for group in groups for name in group if len({frozenset(g[name]) for g in groups if name in g}) > 1}
     return FlightRecord(
         version=next((record.version for record in used), ""),
         entries=Entries.of(structs.replace(entry, record_id=n) for n, (*_, entry) in enumerate(held, first)),
-        groups={name: ranks for one in reversed(groups) for name, ranks in one.items() if name not in apart},
+        groups={name: ranks for group in reversed(groups) for name, ranks in group.items() if name not in apart},
         damaged=tuple(sorted({*chain(*(record.damaged for record in records)), *(["pg_config"] if apart else [])})),
         library=next((record.library for record in used if record.library), ""),
     )

@@ -175,7 +175,7 @@ def _noting(rank: RankLook, why: str) -> RankLook:
 
 def _with_ends(ranks: dict[int, RankLook], table: Iterable[int], deadline_s: float) -> dict[int, RankLook]:
     """The looks with what the ranks' pipes and connections lead to, the job's own processes before all others."""
-    seen = [one.state for rank in ranks.values() for one in rank.processes if one.state is not None]
+    seen = [process.state for rank in ranks.values() for process in rank.processes if process.state is not None]
     own = [state.pid for state in seen]
     pids = [*own, *sorted(set(table) - set(own))]
     told = {state.pid: state for state in sockets.with_ends(seen, pids, deadline_s=deadline_s)}
@@ -204,7 +204,7 @@ def _rank(
     looks = gather([partial(_child, target, pid, each_s, locks) for pid in below], deadline_s=left_s, workers=4)
     late_one = Result[StackSample](None, "py-spy dump", left_s, missing=late(left_s), kind="timeout")
     children = (one or ProcessLook(pid, None, late_one) for pid, one in zip(below, looks, strict=True))
-    known = (replace(one, role=roles.get(one.pid, "")) for one in children)
+    known = (replace(child, role=roles.get(child.pid, "")) for child in children)
     return RankLook(target.rank, main, tuple(one for one in known if one.state is not None or one.is_late))
 
 

@@ -71,7 +71,7 @@ class Memory:
     @cached_property
     def mappings(self) -> list[Mapping]:
         """Those of files, in the order of their addresses. Raises OSError."""
-        return [one for one in self.regions if one.path]
+        return [region for region in self.regions if region.path]
 
     def symbols(self, mapping: Mapping, wanted: re.Pattern[bytes], kind: int = FUNCTION) -> tuple[Symbol, ...]:
         """Those that the file behind a mapping of its code exports, of ``wanted`` names."""
@@ -89,7 +89,7 @@ class Memory:
         The list is the C library's; an executable that refers to it by name has it in its place.
         """
         with suppress(OSError):
-            code = [one for one in self.mappings if one.executable]
+            code = [mapping for mapping in self.mappings if mapping.executable]
             images = (*code[:1], *(one for one in code if one.name.startswith(("libc.", "libc-", "ld-musl"))))
             for image in images:
                 for symbol in self.symbols(image, _ENVIRONMENT, OBJECT):

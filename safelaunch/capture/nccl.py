@@ -251,9 +251,14 @@ def parse(text: str, file: str = "") -> NcclWitness:
         answer = _decoded(text)
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError) as error:
         raise CaptureError(f"the answer of NCCL's RAS service is damaged: {error}", kind="broken") from error
-    if sum(len(each.ranks) + len(each.missing_ranks) for each in answer.communicators) > MOST_PROCESSES:
+    if (
+        sum(len(communicator.ranks) + len(communicator.missing_ranks) for communicator in answer.communicators)
+        > MOST_PROCESSES
+    ):
         raise CaptureError("the answer of NCCL's RAS service names too many processes", kind="broken")
-    communicators = tuple(NcclCommunicator(each.size, tuple(_processes(each))) for each in answer.communicators)
+    communicators = tuple(
+        NcclCommunicator(communicator.size, tuple(_processes(communicator))) for communicator in answer.communicators
+    )
     return NcclWitness(answer.nccl_version[:64], communicators, file=file)
 
 
@@ -267,8 +272,8 @@ def _decoded(text: str) -> _Answer:
 
 
 def _processes(communicator: _Communicator) -> Iterator[NcclProcess]:
-    for one in communicator.ranks:
-        yield NcclProcess(one.host[:255], one.pid, one.rank, one.nvml_dev)
+    for rank in communicator.ranks:
+        yield NcclProcess(rank.host[:255], rank.pid, rank.rank, rank.nvml_dev)
     for gone in communicator.missing_ranks:
         state: NcclState = "unresponsive" if gone.status.unresponsive else "answers"  # but has left the communicator
         state = "dead" if gone.status.considered_dead else state

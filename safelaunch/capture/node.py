@@ -119,7 +119,7 @@ def resources(
             cgroup=cgroups.limits(pid or os.getpid()),
             limits=parse_limits(text_of(f"/proc/{pid}/limits")) if pid is not None else {},
             network=_network_within(min(1.0, deadline_s / 3)),
-            disks={one: _disk(one, min(each_s, deadline_s - (time.monotonic() - begin))) for one in places},
+            disks={place: _disk(place, min(each_s, deadline_s - (time.monotonic() - begin))) for place in places},
             out_of_memory_kills=dict(kills or {}),
         )
 

@@ -447,7 +447,7 @@ def _of_process(pid: int, ppid: int) -> str | None:
     if option:
         return f"python -{option}"
     variables = (directory / "environ").read_bytes().split(b"\0")
-    path = next((one.partition(b"=")[2] for one in variables if one.startswith(b"PYTHONPATH=")), b"")
+    path = next((variable.partition(b"=")[2] for variable in variables if variable.startswith(b"PYTHONPATH=")), b"")
     if os.fsencode(INJECT) not in path.split(os.fsencode(os.pathsep)):
         return "PYTHONPATH was replaced"
     # A rank claims its page before its program begins. A spawned one is told its rank only after it has imported torch.

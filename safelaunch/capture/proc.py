@@ -155,7 +155,7 @@ def orphans(pid: int, table: process.Table) -> list[ProcessId]:
     """
     if _session(pid) != pid:
         return []
-    known = {pid, *(one.pid for one in process.descendants([pid], table=table))}
+    known = {pid, *(descendant.pid for descendant in process.descendants([pid], table=table))}
     return [
         ProcessId(one, ticks) for one, (_, ticks) in sorted(table.items()) if one not in known and _session(one) == pid
     ]

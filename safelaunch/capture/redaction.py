@@ -49,7 +49,7 @@ def _cleaned(item: Any, redactor: Redactor, words: Callable[[str], str]) -> Any:
     if isinstance(item, msgspec.Struct):
         return _with_fields(item, item.__struct_fields__, part, msgspec.structs.replace)
     if is_dataclass(item) and not isinstance(item, type):
-        return _with_fields(item, [one.name for one in fields(item) if one.init], part, replace)
+        return _with_fields(item, [field.name for field in fields(item) if field.init], part, replace)
     return same_or(item, part)
 
 

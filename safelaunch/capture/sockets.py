@@ -365,9 +365,14 @@ def with_ends(
     """
     until = _Until(time.thread_time() + CPU_S, time.monotonic() + deadline_s)
     wanted = {(state.pid, tid): one for state in states for tid, one in _wanted(state)}
-    if not wanted and not any(one.locked_by is not None for state in states for one in state.threads):
+    if not wanted and not any(thread.locked_by is not None for state in states for thread in state.threads):
         return tuple(states)
-    shared = {(_own_socket(one), False) for state in states for one in state.threads if (state.pid, one.tid) in wanted}
+    shared = {
+        (_own_socket(thread), False)
+        for state in states
+        for thread in state.threads
+        if (state.pid, thread.tid) in wanted
+    }
     own = [state.pid for state in states]
     found = _holders(frozenset(wanted.values()) | shared, own, pids, until)
     return tuple(_told(state, wanted, found) for state in states)
@@ -375,7 +380,9 @@ def with_ends(
 
 def _wanted(state: ProcessState) -> Iterator[tuple[int, Wanted]]:
     """What the other ends look like among the descriptors of whoever has them: tid → that."""
-    waiting = [one for one in state.threads if one.inode is not None and one.syscall_name in _WRITES | _READS]
+    waiting = [
+        thread for thread in state.threads if thread.inode is not None and thread.syscall_name in _WRITES | _READS
+    ]
     pipes = [one for one in waiting if one.fd_target.startswith("pipe:")]
     for thread in pipes:
         yield thread.tid, (f"pipe:[{thread.inode}]", thread.syscall_name in _READS)
@@ -432,7 +439,7 @@ def _mapped_files(pid: int) -> frozenset[str]:
     who opened it by its name.
     """
     with suppress(OSError):  # it has ended, or is another user's
-        return frozenset(one.identity for one in Memory(pid).mappings)
+        return frozenset(mapping.identity for mapping in Memory(pid).mappings)
     return frozenset()
 
 

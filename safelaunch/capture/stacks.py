@@ -117,7 +117,7 @@ def parse(data: bytes, *, pid: int, at_s: float, how: str, native: bool = False)
 
 def _arguments(frames: Iterable[_SpyFrame]) -> CallArguments | None:
     """The ranks and the tag that the innermost call of c10d names. All other local variables are dropped here."""
-    frame = next((one for one in frames if one.filename.endswith(_C10D)), None)
+    frame = next((frame for frame in frames if frame.filename.endswith(_C10D)), None)
     found = {
         one.name: int(one.repr)
         for one in (frame.locals or () if frame is not None else ())
@@ -128,15 +128,15 @@ def _arguments(frames: Iterable[_SpyFrame]) -> CallArguments | None:
 
 def _names_of_key(frames: Sequence[_SpyFrame]) -> tuple[tuple[str, str], ...]:
     """The numbers and strings that the innermost line names in its wait for a key of a store."""
-    inner = next((one for one in frames if one.filename.endswith(".py")), None)
+    inner = next((frame for frame in frames if frame.filename.endswith(".py")), None)
     if inner is None or not inner.locals or is_library(inner.filename):
         return ()
     found = _WAITS_FOR_KEY.search(user_source.line(inner.filename, inner.line) or "")
     names = set(_NAME.findall(found["key"])) if found else set()
     return tuple(
-        (one.name, one.repr)
-        for one in inner.locals
-        if one.name in names and _VALUE.fullmatch(one.repr or "") and one.repr
+        (local.name, local.repr)
+        for local in inner.locals
+        if local.name in names and _VALUE.fullmatch(local.repr or "") and local.repr
     )
 
 
@@ -155,7 +155,7 @@ def _lock_file(frames: Iterable[_SpyFrame]) -> str:
 
 def _text(frame: _SpyFrame, name: str) -> str:
     """The value of a local variable that is a string; empty where py-spy could not read it, or not all of it."""
-    shown = next((one.repr for one in frame.locals or () if one.name == name and one.repr), "")
+    shown = next((local.repr for local in frame.locals or () if local.name == name and local.repr), "")
     return "" if shown.endswith("...") else shown.strip("'\"")
 
 

@@ -220,7 +220,7 @@ class Resting:
             return ("?",)
         try:
             top = int(fields[7], 16)
-            size = next(one.end for one in self._memory.regions if one.start <= top < one.end) - top
+            size = next(region.end for region in self._memory.regions if region.start <= top < region.end) - top
             words = self._memory.read(top, min(size, WHOLE_STACK_BYTES))
             found = self._files_of(words[: len(words) & ~7])
         except (OSError, ValueError, StopIteration):  # it has ended, or is another user's
@@ -253,7 +253,7 @@ class Resting:
                 continue
             if not _PYTHON.fullmatch(caller.name):
                 return caller.name
-            if any(one.begin < address <= one.end for one in self._functions(caller)):
+            if any(function.begin < address <= function.end for function in self._functions(caller)):
                 return "lock"
             if wait != "?":  # locks are semaphores
                 return "gil" if wait.startswith(("pthread_cond_", "pthread_mutex_")) else caller.name
@@ -307,7 +307,9 @@ class Resting:
         if arguments[1] & _FUTEX_PRIVATE:
             return "", ""
         try:
-            at = next((one for one in self._memory.mappings if one.start <= arguments[0] < one.end), None)
+            at = next(
+                (mapping for mapping in self._memory.mappings if mapping.start <= arguments[0] < mapping.end), None
+            )
             return ("", "") if at is None else (self._present_name(at), at.identity)
         except OSError:
             return "?", ""
@@ -328,7 +330,7 @@ class Resting:
 
     @cached_property
     def _executable(self) -> tuple[list[int], list[Mapping]]:
-        found = [one for one in self._memory.mappings if one.executable]
+        found = [mapping for mapping in self._memory.mappings if mapping.executable]
         return [one.start for one in found], found
 
 

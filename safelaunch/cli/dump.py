@@ -205,7 +205,7 @@ def _bundle_dir(words: Namespace) -> Path:
 
 
 def _pids(job: FoundJob) -> list[int]:
-    return [one.process.pid for one in job.ranks.values()]
+    return [rank.process.pid for rank in job.ranks.values()]
 
 
 def _is_watched(job: FoundJob) -> bool:

@@ -96,10 +96,10 @@ def imported_names(source: str) -> set[str]:
         return found
     for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {one.name for one in node.names}
+            found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
             package = node.module or ""
-            found |= {package, *(f"{package}.{one.name}".strip(".") for one in node.names)} - {""}
+            found |= {package, *(f"{package}.{name.name}".strip(".") for name in node.names)} - {""}
     return found
 
 
@@ -132,7 +132,7 @@ def _takes_variables(node: ast.AST) -> bool:
     """Whether it initialises the process group by nothing but the variables."""
     if not _is_initialisation(node):
         return False
-    return not node.args[1:] and not {one.arg for one in node.keywords} & {None, *_FROM_ELSEWHERE}
+    return not node.args[1:] and not {keyword.arg for keyword in node.keywords} & {None, *_FROM_ELSEWHERE}
 
 
 def _may_make_ranks(node: ast.AST) -> bool:
@@ -160,7 +160,7 @@ def _is_initialisation(node: ast.AST) -> TypeGuard[ast.Call]:
 
 
 def _backend_of(call: ast.Call) -> object:
-    given = [one.value for one in call.keywords if one.arg == "backend"] or call.args[:1]
+    given = [keyword.value for keyword in call.keywords if keyword.arg == "backend"] or call.args[:1]
     return given[0].value if given and isinstance(given[0], ast.Constant) else None
 
 

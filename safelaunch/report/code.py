@@ -63,7 +63,7 @@ def sides(facts: Facts, verdict: Verdict, said: Callable[[str], str]) -> list[Si
 
     ``said`` takes secrets out of a line of source.
     """
-    named = {one.rank: one for one in verdict.culprits}
+    named = {culprit.rank: culprit for culprit in verdict.culprits}
     grouped: dict[tuple[bool, tuple[Frame, ...]], list[int]] = {}
     for rank in facts.ranks:
         stack = _stack_of_culprit(facts, named[rank]) if rank in named else _stack(facts, rank)
@@ -97,7 +97,7 @@ def sides(facts: Facts, verdict: Verdict, said: Callable[[str], str]) -> list[Si
                 stack, [other for other in stacks if other != stack], stacks.count(stack) > 1
             )
         if culprit and facts.ranks[ranks[0]].evidence.exit is not None and verdict.cause == "uneven-batches":
-            places = [reader.as_left(one) for one in places]
+            places = [reader.as_left(place) for place in places]
         beside = _beside(facts, named[ranks[0]], stack) if culprit else {}
         places += [replace(reader.place(frame), whose=whose) for frame, whose in beside.items()]
         found.append(Side(tuple(ranks), culprit, does, tuple(places), callers))
@@ -121,11 +121,11 @@ def _beside(facts: Facts, culprit: Culprit, stack: Sequence[Frame]) -> dict[Fram
     past = culprit.process == "main" and not any(same_line(frame, culprit.frame) for frame in everywhere)
     found = [(view.stack_of(main).user_frame, "now" if past else "its main thread", True)]
     found += [
-        (view.stack_of(one).user_frame, f"its thread '{one.name}'" if one.name else "its thread", False)
-        for one in view.sample.threads
-        if one is not main
+        (view.stack_of(thread).user_frame, f"its thread '{thread.name}'" if thread.name else "its thread", False)
+        for thread in view.sample.threads
+        if thread is not main
     ]
-    found += [(one.user_frame, f"{one.process.role} {one.process.pid}", False) for one in child_views(rank)]
+    found += [(view.user_frame, f"{view.process.role} {view.process.pid}", False) for view in child_views(rank)]
     found[:0] = [(one.caught, "caught", False) for one in rank.caught]
     shown = {(frame.file, frame.line) for frame in stack}
     beside: dict[Frame, str] = {}
@@ -339,7 +339,7 @@ def _note(facts: Facts, step: Guard) -> str:
 
 def all_frames(evidence: Evidence, verdict: Verdict) -> list[Frame]:
     """The outermost user frames of the ranks, and the lines at fault: where the user's code is."""
-    found = {one.frame for one in verdict.culprits if one.frame is not None}
+    found = {culprit.frame for culprit in verdict.culprits if culprit.frame is not None}
     for rank in evidence.ranks[:64]:
         found |= set(user_stack_of(rank)[-1:])
     return list(found)

@@ -74,7 +74,7 @@ def nodes(
 
 
 def _all(facts: Facts, about: About, states: Mapping[str, tuple[str, str]], culprits: set[int]) -> Iterable[_Node]:
-    files = {one.host: one for one in about.nodes}
+    files = {node.host: node for node in about.nodes}
     of_host: dict[str, list[int]] = {}
     for rank, one in facts.ranks.items():
         of_host.setdefault(one.evidence.host, []).append(rank)
@@ -120,7 +120,7 @@ def _used(one: NodeSummary) -> float:
 def _row(members: Sequence[_Node]) -> dict[str, Any]:
     first = members[0]
     files = [node.files for node in members if node.files is not None]
-    gpus = [gpu for one in files for gpu in one.gpus if not gpu.error]
+    gpus = [gpu for file in files for gpu in file.gpus if not gpu.error]
     ranks = ",".join(node.ranks for node in members if node.ranks)
     return {
         "hosts": hosts_word([node.host for node in members]),
@@ -135,8 +135,8 @@ def _row(members: Sequence[_Node]) -> dict[str, Any]:
             for gpu in gpus
             if gpu.memory_used_bytes is not None and gpu.memory_total_bytes
         ]),
-        "memory": _span([100 * _used(one) for one in files if one.memory_total_bytes]),
-        "load": _span([one.load[0] for one in files if one.load]),
+        "memory": _span([100 * _used(file) for file in files if file.memory_total_bytes]),
+        "load": _span([file.load[0] for file in files if file.load]),
         "network": _network_words(files[0].network) if files else "",
         "notes": list(first.notes),
     }  # fmt: skip

@@ -136,7 +136,7 @@ def devices(evidence: Evidence) -> str:
     pairs = [f"{local}: {' or '.join(names)}" for local, names in sorted(chosen.items())]
     more = f" and {len(pairs) - MOST} more" if len(pairs) > MOST else ""
     parts = [f"local rank {', '.join(pairs[:MOST])}{more}"] if pairs else []
-    for rank in [one for one in evidence.ranks if one.device not in (None, one.local_rank)][:MOST]:
+    for rank in [rank for rank in evidence.ranks if rank.device not in (None, rank.local_rank)][:MOST]:
         parts.append(f"rank {rank.rank} computed on cuda:{rank.device}")
     raised = {rank.rank: rank.exception.message for rank in evidence.ranks if rank.exception is not None}
     wrong = [rank for rank in evidence.ranks if NO_SUCH_DEVICE in raised.get(rank.rank, "")]

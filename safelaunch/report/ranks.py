@@ -30,10 +30,10 @@ def ranks(facts: Facts, verdict: Verdict, frames: Frames) -> dict[str, Any]:
     """``rows``: one for each class of ranks that are alike. ``ranks``: each rank, with the numbers of its row, its
     output's end in ``logs``, and its last calls in ``calls``.
     """
-    named = {one.rank for one in verdict.culprits}
+    named = {culprit.rank for culprit in verdict.culprits}
     rows: list[dict[str, Any]] = []
     number_of: dict[int, int] = {}
-    for row in alike([row_of(one) for one in facts.ranks.values()], named):
+    for row in alike([row_of(rank) for rank in facts.ranks.values()], named):
         number_of |= dict.fromkeys(row.ranks, len(rows))
         rows.append(_row(row, facts, frames))
     every: list[dict[str, Any]] = []
@@ -144,10 +144,10 @@ def _add_logs(facts: Facts, every: Sequence[dict[str, Any]], named: set[int]) ->
 def groups(facts: Facts) -> dict[str, Any]:
     """The process groups: members, and which of them is how far. Those that ranks wait in come first."""
     alignment = facts.alignment
-    waited = {one.wait.group for one in facts.ranks.values() if one.wait is not None}
+    waited = {rank.wait.group for rank in facts.ranks.values() if rank.wait is not None}
     names = {group for record in alignment.records.values() for group in (*record.groups, *record.status)}
     names |= {group for group in alignment.groups() if group}
-    names |= {group for one in facts.ranks.values() for group in one.evidence.gil.groups}
+    names |= {group for rank in facts.ranks.values() for group in rank.evidence.gil.groups}
     ordered = sorted(names, key=lambda name: (name not in waited, len(name), name))
     rows = [_group(facts, name, name in waited) for name in ordered[:MOST_GROUPS]]
     rows = [row for row in rows if row["name"] or any(last >= 0 for _, _, last, *_ in row["at"])]
@@ -162,7 +162,7 @@ def _group(facts: Facts, name: str, waited: bool) -> dict[str, Any]:
     at = sorted(standings.items(), key=lambda item: (-item[0][0], item[1][0]))
     windows = filter(None, (facts.alignment.window(rank, name) for rank in sorted(members)))
     recorded = (window.entries[window.positions[-1]].description for window in islice(windows, 1))
-    told = (one.evidence.gil.called.get(name, "") for one in facts.ranks.values())
+    told = (rank.evidence.gil.called.get(name, "") for rank in facts.ranks.values())
     description = next(filter(None, chain(recorded, told)), "")
     return {
         "name": name,
@@ -207,7 +207,7 @@ def _in_a_call(window: Window | None, waits: Collective) -> _Standing:
 def _members(facts: Facts, name: str) -> tuple[frozenset[int], bool]:
     """The ranks of a group, and whether these are known: by the records, else by what a rank in it says."""
     members, known = facts.alignment.members(name)
-    told = (one.evidence.gil.groups.get(name, ()) for one in facts.ranks.values())
+    told = (rank.evidence.gil.groups.get(name, ()) for rank in facts.ranks.values())
     mine = next(filter(None, told), ())
     return (frozenset(mine), True) if mine and not facts.alignment.records else (members, known)
 

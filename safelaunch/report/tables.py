@@ -34,7 +34,7 @@ class Paths:
     @classmethod
     def of(cls, evidence: Evidence, cwd: str, frames: Iterable[Frame | None]) -> Paths:
         """The directory in which the job runs, and those of the scripts that it runs."""
-        scripts = {str(PurePosixPath(normal(one.file)).parent) for one in frames if one is not None}
+        scripts = {str(PurePosixPath(normal(frame.file)).parent) for frame in frames if frame is not None}
         places = {place for place in (cwd, *scripts) if place.startswith("/") and len(place) > 1}
         return cls(tuple(sorted(places, key=len)))
 
@@ -71,7 +71,7 @@ class Frames:
     @property
     def rows(self) -> list[list[Any]]:
         """``[short name, line, function, is it a library's, whole name]``."""
-        return [self._row(*one) for one in self._frames]
+        return [self._row(*frame) for frame in self._frames]
 
     def _row(self, frame: Frame, library: bool) -> list[Any]:
         short = self.paths.short(frame.file)

@@ -37,10 +37,10 @@ class Mark:
         """A frame's, by its normal path and its short function."""
         if self.functions and function not in self.functions:
             return False
-        return path.endswith(self._whole) or (bool(self._folders) and any(one in path for one in self._folders))
+        return path.endswith(self._whole) or (bool(self._folders) and any(folder in path for folder in self._folders))
 
     def on(self, frames: Iterable[Frame]) -> bool:
-        return any(self.fits(normal(one.file), short(one.function)) for one in frames)
+        return any(self.fits(normal(frame.file), short(frame.function)) for frame in frames)
 
 
 _C10D_FILES = (

@@ -101,7 +101,7 @@ def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, .
         guards = [one for one in reversed(way_to(frame, read_source)) if one.asks_for_rank and not one.loop]
         if any(guard.beside for guard in guards):
             called = _called_at(frame, read_source) if into is None else into.function.rpartition(".")[2]
-            guards = [replace(one, test=None) if called and called in one.beside else one for one in guards]
+            guards = [replace(guard, test=None) if called and called in guard.beside else guard for guard in guards]
         found += guards
         if src.runs_aside(frame, read_source):
             break
@@ -293,7 +293,7 @@ def asks_for_the_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int 
 def _plain(value: ast.expr) -> ast.expr | None:
     """The expression, unless it is computed from arguments: then the function alone, whose name may have the rank."""
     calls = [one for one in ast.walk(value) if isinstance(one, ast.Call) and (one.args or one.keywords)]
-    if all(_CASTS.intersection(src.names_in(one.func)) for one in calls):
+    if all(_CASTS.intersection(src.names_in(call.func)) for call in calls):
         return value
     return value.func if isinstance(value, ast.Call) and not isinstance(value.func, ast.Call) else None
 

@@ -109,7 +109,7 @@ def _made_at(test: ast.expr, file: str, tree: ast.Module) -> tuple[Frame, ...]:
     """
     asked = [name for one in src.calls_in(test) if _kind(one.func) == "file" for name in _named(one)]
     calls = src.calls_in(src.scope_of(tree, test.lineno)) if asked else ()
-    found = {one.lineno for one in calls if _kind(one.func) != "file" and set(_named(one)) & set(asked)}
+    found = {call.lineno for call in calls if _kind(call.func) != "file" and set(_named(call)) & set(asked)}
     return tuple(Frame(file, line, "") for line in sorted(found))
 
 
@@ -184,7 +184,7 @@ def store_key_at(frame: Frame, read_source: ReadSource, values: Mapping[str, str
 def _key_in_source(text: str, file: str, line: int) -> tuple[ast.expr, tuple[Frame, ...]] | None:
     tree = src.tree_of(text)
     calls = list(src.calls_in(tree))
-    here = (one for one in calls if src.spans(one, line))
+    here = (call for call in calls if src.spans(call, line))
     bound = (one for one in ast.walk(tree) if isinstance(one, ast.Assign))
     stores = {
         target.id for one in bound if _is_store(one.value) for target in one.targets if isinstance(target, ast.Name)
@@ -193,7 +193,7 @@ def _key_in_source(text: str, file: str, line: int) -> tuple[ast.expr, tuple[Fra
     if key is None:
         return None
     shape = _shape(key)
-    set_at = (one.lineno for one in calls if any(_shape(other) == shape for other in _keys(one, _SETS, stores)))
+    set_at = (call.lineno for call in calls if any(_shape(other) == shape for other in _keys(call, _SETS, stores)))
     return key, tuple(Frame(file, at, "") for at in sorted(set_at))
 
 
@@ -377,7 +377,7 @@ def _is_of(node: ast.AST, names: Collection[str], scope: ast.AST, asked: frozens
         of_items = called in _ITEMS and isinstance(node.func, ast.Name) and len(node.args) == 1
         return called in names or (of_items and _is_of(node.args[0], names, scope, asked))
     if isinstance(node, (ast.List, ast.Tuple)):
-        return all(_is_of(one, names, scope, asked) for one in node.elts)
+        return all(_is_of(elt, names, scope, asked) for elt in node.elts)
     if isinstance(node, ast.ListComp):
         return _is_of(node.elt, names, scope, asked)
     if isinstance(node, ast.Subscript):

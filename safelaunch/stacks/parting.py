@@ -181,7 +181,7 @@ def _passed(frame: Frame, into: Frame, names: frozenset[str], read_source: ReadS
     function = src.scope_at(into, read_source)
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return
-    parameters = [one.arg for one in function.args.args]
+    parameters = [arg.arg for arg in function.args.args]
     defaults = {
         **dict(zip(parameters[::-1], function.args.defaults[::-1], strict=False)),
         **{
@@ -194,7 +194,7 @@ def _passed(frame: Frame, into: Frame, names: frozenset[str], read_source: ReadS
     for call in src.calls_at(frame, read_source):
         if src.name_called(call.func) == function.name:
             own = parameters[1:] if parameters[:1] in (["self"], ["cls"]) else parameters
-            pairs = [*zip(own, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)]
+            pairs = [*zip(own, call.args, strict=False), *((keyword.arg, keyword.value) for keyword in call.keywords)]
             given = {**defaults, **{name: value for name, value in pairs if name is not None}}
             yield from (n for n, value in given.items() if ast.unparse(value) in names or _is_alike(value, known))
 
@@ -237,7 +237,7 @@ def _of_further_attempts(scope: ast.AST, line: int) -> Iterator[ast.ExceptHandle
     """Of each ``try`` around the line that ends its loop when it succeeds: what catches its failures and goes on."""
     for one in (one for loop in src.loops_around(scope, line) for one in src.attempts_of(loop)):
         if src.holds(one.body, line):
-            yield from (each for each in one.handlers if not isinstance(each.body[-1], _ENDS))
+            yield from (handler for handler in one.handlers if not isinstance(handler.body[-1], _ENDS))
 
 
 _MOST_STEPS = 6  # of names that stand for names
@@ -350,7 +350,7 @@ def ways_around(frames: Sequence[Frame], begin: int, read_source: ReadSource) ->
     """
     scope = src.scope_at(frames[-1], read_source)
     loops = src.loops_around(scope, frames[-1].line)
-    body = next((range(one.lineno, src.end_of(one) + 1) for one in loops if one.lineno == begin), ())
+    body = next((range(loop.lineno, src.end_of(loop) + 1) for loop in loops if loop.lineno == begin), ())
     lefts = [
         left
         for left in left_by(frames, read_source)
@@ -424,7 +424,7 @@ def _skipped(last: ast.stmt, around: _Around) -> Iterator[range]:
 def _prints(statement: ast.stmt) -> tuple[str, ...]:
     """The literal parts of the text that a call has: loggers and wrappers of ``print`` have any name."""
     call = statement.value if isinstance(statement, ast.Expr) else None
-    parts = tuple(part for one in call.args for part in _literals(one)) if isinstance(call, ast.Call) else ()
+    parts = tuple(part for arg in call.args for part in _literals(arg)) if isinstance(call, ast.Call) else ()
     return parts if sum(map(str.isalpha, "".join(parts))) >= _LEAST else ()
 
 

@@ -81,7 +81,7 @@ def holds(block: Sequence[ast.stmt], line: int) -> bool:
 def begin_of(statement: ast.stmt) -> int:
     """Its first line, or that of its first decorator."""
     decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
-    return min([statement.lineno, *(one.lineno for one in decorators)])
+    return min([statement.lineno, *(decorator.lineno for decorator in decorators)])
 
 
 def calls_in(node: ast.AST) -> Iterator[ast.Call]:
@@ -100,14 +100,14 @@ def handler_of(frame: Frame, read_source: ReadSource) -> ast.ExceptHandler | Non
     """The ``except`` in whose body the line is."""
     nodes = ast.walk(tree_in(frame.file, read_source))
     handlers = (node for node in nodes if isinstance(node, ast.ExceptHandler))
-    return next((one for one in handlers if one.lineno < frame.line <= end_of(one)), None)
+    return next((handler for handler in handlers if handler.lineno < frame.line <= end_of(handler)), None)
 
 
 @lru_cache(256)
 def _signal_handlers(text: str) -> frozenset[str]:
     """The names of the functions that are given to ``signal.signal``."""
     calls = calls_in(tree_of(text if "signal" in text else ""))
-    given = (one.args[1] for one in calls if len(one.args) == 2 and "signal" in names_in(one.func))
+    given = (call.args[1] for call in calls if len(call.args) == 2 and "signal" in names_in(call.func))
     return frozenset(name for one in given for name in list(names_in(one))[:1])
 
 

@@ -53,7 +53,7 @@ def attach(job: FoundJob, bundle_dir: Path) -> Report:
     """
     _find_py_spy()
     context, timeline = _context(job, bundle_dir), Timeline().plus("first look")
-    packages = next(filter(None, (packages_of(one.process.pid) for one in job.ranks.values())), "")
+    packages = next(filter(None, (packages_of(rank.process.pid) for rank in job.ranks.values())), "")
     roots = (packages,) if packages else ()
     looks = _look(_targets(job), roots)
     moving, stood_s = movement(looks)
@@ -155,7 +155,9 @@ def _leads(look: ProcessLook | None, roots: tuple[str, ...]) -> int:
         or any(_OF_TORCH in frame.file or is_user(frame, roots) for frame in first.frames)
     ):
         return 0
-    found = [one.os_tid for one in sample.threads if any(is_user(frame, roots) for frame in python_frames(one))]
+    found = [
+        thread.os_tid for thread in sample.threads if any(is_user(frame, roots) for frame in python_frames(thread))
+    ]
     return (found[0] or 0) if len(found) == 1 else 0
 
 
@@ -167,17 +169,21 @@ def movement(looks: Looks) -> tuple[bool, float]:
     every main one waits for its peers, or sleeps while they wait. Where a rank was not seen, that it moves is not
     known.
     """
-    mains = [[look.ranks[one.rank].main for look in looks.taken if one.rank in look.ranks] for one in looks.targets]
+    mains = [
+        [look.ranks[target.rank].main for look in looks.taken if target.rank in look.ranks] for target in looks.targets
+    ]
     pairs = [[_stood(before, after) for before, after in pairwise(several)] for several in mains]
     stand = any(several and all(several) for several in pairs)
     left = any(_left(before, after) for several in mains for before, after in pairwise(several))
     all_stand = all(several and all(several) for several in pairs)
     all_seen = all(several and None not in several for several in pairs)
     spins = Peak(per_s=float("inf"))
-    last = {one.rank: looks.taken[-1].ranks.get(one.rank) for one in looks.targets}
+    last = {target.rank: looks.taken[-1].ranks.get(target.rank) for target in looks.targets}
     states = {rank: one.main.state for rank, one in last.items() if one and one.main and one.main.state}
     threads = {rank: state.leads or state.pid for rank, state in states.items()}
-    waits = Background({("cpu", one.pid, one.start_ticks, threads.get(one.rank, 0)): spins for one in looks.targets})
+    waits = Background(
+        {("cpu", target.pid, target.start_ticks, threads.get(target.rank, 0)): spins for target in looks.targets}
+    )
     alone = all_stand and wait_for_each_other([one for one in last.values() if one])
     works = looks.collectives_moved or (not alone and bool(work_in(looks, waits)))
     stood_s = looks.taken[-1].begin_s - looks.taken[0].end_s if stand else 0.0

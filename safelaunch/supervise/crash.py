@@ -303,8 +303,8 @@ def unreadable_script(ranks: Sequence[RankEvidence]) -> str:
     """The error of a script that Python could not read, the same on all ranks that raised any, before the first step;
     empty where it is another crash. The traceback says all that there is to know about it.
     """
-    raised = {f"{one.exception.type}: {one.exception.message}" for one in ranks if one.exception is not None}
-    began = any(one.progress is not None and one.progress.step for one in ranks)
+    raised = {f"{rank.exception.type}: {rank.exception.message}" for rank in ranks if rank.exception is not None}
+    began = any(rank.progress is not None and rank.progress.step for rank in ranks)
     error = min(raised, default="")
     return error if len(raised) == 1 and not began and error.startswith(_UNREADABLE) else ""
 

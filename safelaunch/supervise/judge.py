@@ -62,7 +62,7 @@ def work_in(looks: Looks, background: Background) -> tuple[Work, ...]:
         waiting |= waits
         foreground |= awaited
     found = (work.found(*window, background, foreground=foreground, waiting=waiting) for window in looks.windows)
-    mains = {one.main.pid for one in last.ranks.values() if one.main is not None}
+    mains = {rank.main.pid for rank in last.ranks.values() if rank.main is not None}
     before, after = looks.taken[-2:]
     return next(filter(None, found), ()) or tuple(_fed(before, after, (mains | foreground) - waiting))
 
@@ -85,7 +85,12 @@ def _fed(before: Look, after: Look, awaited: Collection[int]) -> Iterator[Work]:
     ``awaited``: processes whose main thread counts, because it is a rank's, or a rank's main thread waits for the
     process. Other threads count only if they rest in a receive on a Unix socket.
     """
-    states = {one.pid: one.state for rank in before.ranks.values() for one in rank.processes if one.state is not None}
+    states = {
+        process.pid: process.state
+        for rank in before.ranks.values()
+        for process in rank.processes
+        if process.state is not None
+    }
     for rank in after.ranks.values():
         for process in rank.processes:
             was, now = states.get(process.pid), process.state

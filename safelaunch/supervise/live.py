@@ -317,11 +317,11 @@ class Recordings:
     def _here(self, question: Question, stop: threading.Event) -> Recording:
         """The samples of this node's ranks, without secrets."""
         wanted = set(ranks_in(question.ranks))
-        targets = [one for one in self.job.watch.targets() if not wanted or one.rank in wanted]
+        targets = [target for target in self.job.watch.targets() if not wanted or target.rank in wanted]
         table = process_table()
-        children = {one.rank: sampling.children_of(one.pid, table) for one in targets}
+        children = {target.rank: sampling.children_of(target.pid, table) for target in targets}
         processes = _chosen(targets, children)
-        passes = sum(len(one.passes) for one in processes)
+        passes = sum(len(process.passes) for process in processes)
         rate_hz = sampling.rate_for(passes, len(os.sched_getaffinity(0)))
         numbers, at_unix_s = Numbers(), time.time()
         before, begin_s = self._steps(), time.monotonic()
@@ -334,7 +334,7 @@ class Recordings:
             stop=stop,
         )
         after, elapsed_s = self._steps(), time.monotonic() - begin_s
-        by_pid = {one.pid: one for one in records}
+        by_pid = {record.pid: record for record in records}
         made = {rank: after[rank] - step for rank, step in before.items() if rank in after and after[rank] >= step}
         recording = Recording(
             run=self.job.context.run_dir.name,
@@ -345,7 +345,7 @@ class Recordings:
             world_size=self.job.watch.world_size,
             frames=list(numbers.frames),
             stacks=list(numbers.stacks),
-            ranks=[self._rank(one, by_pid, children[one.rank], made.get(one.rank)) for one in targets],
+            ranks=[self._rank(target, by_pid, children[target.rank], made.get(target.rank)) for target in targets],
             code_roots=self._code_roots(),
             command=self.job.context.redactor.argv(self.command),
             elapsed_s=round(elapsed_s, 2),
@@ -360,7 +360,7 @@ class Recordings:
         problem = main.problem if main is not None else "it was not sampled"
         missing = problem if problem == sampling.STOPPED or not seen else ""
         missing = missing or ("" if seen else "py-spy saw no Python thread")
-        others = [by_pid[one.pid] for one in children if one.pid in by_pid and by_pid[one.pid].threads]
+        others = [by_pid[child.pid] for child in children if child.pid in by_pid and by_pid[child.pid].threads]
         return RankRecord(target.rank, self.job.context.host, main, others, steps, missing)
 
     def _steps(self) -> dict[int, int]:
@@ -375,7 +375,7 @@ class Recordings:
 
 def _chosen(targets: list[Target], children: Mapping[int, list[Sampled]]) -> list[Sampled]:
     """All ranks, then of their children as many as the node's share allows, one of each rank after the other."""
-    mains = [Sampled(one.pid, one.start_ticks) for one in targets]
+    mains = [Sampled(target.pid, target.start_ticks) for target in targets]
     rounds = [of[at] for at in range(sampling.MOST_CHILDREN) for of in children.values() if at < len(of)]
     return [*mains, *rounds[: max(0, sampling.MOST_PROCESSES - len(mains))]]
 

@@ -116,7 +116,7 @@ def look_at(
         # A rank that had not imported torch at the first look may have its worker server by now.
         newest = {target.rank: target for target in (*looks.targets, *targets)}
         looks = replace(looks, targets=tuple(newest[rank] for rank in sorted(newest)))
-    pids = [each.pid for each in looks.targets]
+    pids = [target.pid for target in looks.targets]
     begin = counters.read(pids, looks.counters[-1][1] if looks.counters else looks.quiet)
     with _one_at_a_time:  # one reader of a process at a time, as a native look stops it
         look = _rested(take(targets, deadline_s=deadline_s), looks.quiet, begin)

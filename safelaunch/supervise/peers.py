@@ -44,7 +44,7 @@ def nodes_of(
 
 
 def _evidence_of(peer: Peer, peers: Sequence[Peer], store: Lost) -> NodeEvidence:
-    hosts = peer.node.hosts and (len(peers) == 1 or sum(one.node.hosts for one in peers) == 1)
+    hosts = peer.node.hosts and (len(peers) == 1 or sum(peer.node.hosts for peer in peers) == 1)
     found = _said(peer.slot, peer.node, peer.beat)
     return replace(found, silent_s=round(peer.silent_s, 1), store=store if hosts else "")
 

@@ -219,7 +219,7 @@ def notes_on_gpus(gpus: Sequence[Gpu], ranks: Mapping[int, int], own: Collection
     found: list[Note] = []
     for gpu in gpus:
         processes = gpu.processes or ()
-        here = sorted({by_pid[one.pid] for one in processes if one.pid in by_pid})
+        here = sorted({by_pid[process.pid] for process in processes if process.pid in by_pid})
         if not here:
             continue
         name = f"GPU {gpu.index}"

@@ -73,7 +73,7 @@ def misplaced(script: Sequence[str], *, is_module: bool = False) -> list[str]:
     It searches the script and the modules in the same folder that the script imports.
     """
     words = mistakes.misplaced(script, BY_FLAG, lambda: _text_with_imports(_file_of(script[0], is_module=is_module)))
-    return [f"{one} comes after {script[0]}, so the script gets it; put safelaunch's options first" for one in words]
+    return [f"{word} comes after {script[0]}, so the script gets it; put safelaunch's options first" for word in words]
 
 
 def _file_of(word: str, *, is_module: bool) -> Path:
@@ -88,7 +88,7 @@ def _file_of(word: str, *, is_module: bool) -> Path:
 def _text_with_imports(script: Path) -> str:
     text = _text_of(script)
     folder, modules = script.parent, [Path(*name.split(".")) for name in sorted(mistakes.imported_names(text))]
-    files = [folder / name for one in modules for name in (one.with_suffix(".py"), one / "__init__.py")]
+    files = [folder / name for module in modules for name in (module.with_suffix(".py"), module / "__init__.py")]
     return "\n".join([text, *map(_text_of, islice(filter(Path.is_file, files), MOST_IMPORTED))])
 
 

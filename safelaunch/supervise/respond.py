@@ -162,7 +162,7 @@ def observe(
     advanced = advanced or (not over and job.watch.marks() != before)
     moving = advanced or bool(work_in(looks, job.watch.background))
     if stall_s is None:
-        ages = [job.watch.age_s(one.progress, time.monotonic()) for one in known.ranks.values() if one.progress]
+        ages = [job.watch.age_s(rank.progress, time.monotonic()) for rank in known.ranks.values() if rank.progress]
         stall_s = 0.0 if advanced else max(ages, default=0.0)
     if kind.outcome == "hang" and (moving or not job.is_whole):
         kind = replace(kind, outcome="dump")

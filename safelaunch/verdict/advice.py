@@ -43,7 +43,7 @@ class Scene:
 
     @cached_property
     def named(self) -> frozenset[int]:
-        return frozenset(one.rank for one in self.finding.culprits)
+        return frozenset(culprit.rank for culprit in self.finding.culprits)
 
     @property
     def surely_named(self) -> bool:
@@ -88,7 +88,7 @@ class Scene:
         if not there or not there <= self.named:
             return False
         rest = {found for rank, found in self.purposes.items() if rank not in there}
-        return rest <= _TRAINING or any(there == set(one.ranks) for one in self.finding.branches)
+        return rest <= _TRAINING or any(there == set(branch.ranks) for branch in self.finding.branches)
 
     def raised_like(self, pattern: re.Pattern[str]) -> bool:
         """An exception of a rank at fault, type included, has such words."""
@@ -99,15 +99,15 @@ class Scene:
     def failures(self) -> set[failures.Kind]:
         """What the errors of ranks at fault mean; where none is named, those of all ranks."""
         ranks = (self.facts.ranks[rank].evidence for rank in self.named or self.facts.ranks)
-        return {told.kind for one in ranks if (told := failure_of_rank(one)) is not None}
+        return {told.kind for rank in ranks if (told := failure_of_rank(rank)) is not None}
 
     @property
     def lost(self) -> bool:
-        return any(has_lost_a_peer(one.evidence) for one in self.facts.ranks.values())
+        return any(has_lost_a_peer(rank.evidence) for rank in self.facts.ranks.values())
 
     @property
     def timed_out(self) -> bool:
-        raised = (one.exception for one in self.facts.evidence.ranks)
+        raised = (rank.exception for rank in self.facts.evidence.ranks)
         return any(one is not None and is_timeout(one) for one in raised)
 
     @property
@@ -124,7 +124,7 @@ class Scene:
     @property
     def _waits(self) -> set[str]:
         """The kinds of the ranks' waits for peers."""
-        return {one.wait.kind for one in self.facts.ranks.values() if one.wait is not None}
+        return {rank.wait.kind for rank in self.facts.ranks.values() if rank.wait is not None}
 
     @property
     def all_arrived(self) -> bool:
@@ -137,7 +137,7 @@ class Scene:
     @property
     def all_in_own_code(self) -> bool:
         """No rank waits for a peer, and some rank's place is known."""
-        somewhere = any(one.condition is not None and one.condition.frame for one in self.facts.ranks.values())
+        somewhere = any(rank.condition is not None and rank.condition.frame for rank in self.facts.ranks.values())
         return self._whole and somewhere and not self._waits
 
     @property
@@ -154,7 +154,7 @@ class Scene:
     def without_stack(self) -> bool:
         """Of a rank that was there to be looked at."""
         ranks = self.facts.ranks.values()
-        living = [one.evidence for one in ranks if one.evidence.exit is None and not _has_ended(one.evidence)]
+        living = [rank.evidence for rank in ranks if rank.evidence.exit is None and not _has_ended(rank.evidence)]
         return not ranks or any(one.main is None or not one.main.stacks for one in living)
 
 

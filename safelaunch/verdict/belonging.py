@@ -26,7 +26,7 @@ def belonging(case: Case, finding: Finding) -> Iterator[Annotation]:
     """The groups and the GPUs of the ranks at fault. Where these are all ranks of one group, and no others, a sentence
     says so: what that group alone does is then where to look.
     """
-    named = sorted({one.rank for one in finding.culprits})
+    named = sorted({culprit.rank for culprit in finding.culprits})
     claims = tuple(claim for rank in named[:MOST_RANKS] for claim in _claims(case, rank))
     whole = _groups(case, named[0]).get(tuple(named)) if len(named) > 1 else None
     yield Annotation(f"These are all the ranks of group {whole}." if whole is not None else "", context=claims)
@@ -69,8 +69,8 @@ def with_group_names(case: Case, finding: Finding) -> Finding:
     return replace(
         finding,
         summary=named(finding.summary),
-        claims=tuple(msgspec.structs.replace(one, claim=named(one.claim)) for one in finding.claims),
-        culprits=tuple(msgspec.structs.replace(one, reason=named(one.reason)) for one in finding.culprits),
+        claims=tuple(msgspec.structs.replace(claim, claim=named(claim.claim)) for claim in finding.claims),
+        culprits=tuple(msgspec.structs.replace(culprit, reason=named(culprit.reason)) for culprit in finding.culprits),
         ruled_out=tuple(map(named, finding.ruled_out)),
     )
 
@@ -126,7 +126,7 @@ _SHARE = 10  # a tenth of what is in tensors
 
 def gpu_memory(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     """Where the memory of each rank's GPU is that had none left; the first one's in a sentence."""
-    ranks = [facts.ranks[one.rank].evidence for one in finding.culprits]
+    ranks = [facts.ranks[culprit.rank].evidence for culprit in finding.culprits]
     short = [(rank, told) for rank in ranks if (told := shortage_of(rank)) is not None]
     for rank, told in short[:MOST_RANKS]:
         words = [f"Rank {rank.rank} {_sizes(told)}.", *_held(rank), *_whole(rank), *_others(facts, told)]

@@ -571,7 +571,7 @@ class UnevenBatches(Cause, name="uneven-batches"):
         Advice(
             "Or wrap the loop in `with model.join():`, where ranks that have run out of batches answer DDP's"
             " collectives; other collectives in the loop still wait for them.",
-            when=lambda case: any(one in ("gradients", "ddp-forward") for one in case.purposes.values()),
+            when=lambda case: any(purpose in ("gradients", "ddp-forward") for purpose in case.purposes.values()),
         ),
         Advice("Make early-stopping decisions on one rank and broadcast them.", unless=(EXIT_CALLED, BROKEN_OFF)),
     )

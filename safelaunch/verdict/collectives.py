@@ -154,7 +154,7 @@ class Alignment:
 
     def __init__(self, ranks: Iterable[RankEvidence], world_size: int) -> None:
         self.world_size = world_size
-        self._ranks = {one.rank: one for one in ranks}
+        self._ranks = {rank.rank: rank for rank in ranks}
         self.records: dict[int, FlightRecord] = comparable(
             {rank: record for rank, one in self._ranks.items() if (record := _with_groups(one)) is not None}
         )

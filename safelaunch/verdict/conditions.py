@@ -73,7 +73,7 @@ class Condition:
     def with_holder(self, words: str) -> Condition:
         """The same, with the process that has locked the file named in these words."""
         old, new = f"locked by {self.holder}", f"locked by {words}"
-        claims = tuple(structs.replace(one, claim=one.claim.replace(old, new)) for one in self.claims)
+        claims = tuple(structs.replace(claim, claim=claim.claim.replace(old, new)) for claim in self.claims)
         return replace(self, reason=self.reason.replace(old, new), holder=words, claims=claims)
 
     def with_clause(self, words: str, *claims: Claim, advice: Iterable[Advice] = ()) -> Condition:
@@ -213,7 +213,7 @@ class View:
 
         Pools that wait for work and library threads do not.
         """
-        found = [one for one in self.threads if one is not self.thread and self.stack_of(one).user_frame]
+        found = [thread for thread in self.threads if thread is not self.thread and self.stack_of(thread).user_frame]
         return [replace(self, other=thread) for thread in sorted(found, key=lambda thread: thread.os_tid or 0)]
 
     def stack_claim(self, text: str) -> Claim:
@@ -362,7 +362,7 @@ def _io_or_sleep(view: View) -> Condition | None:
         if key is not None:
             text = f"waits at {where} for the key {key.words} of the store"
             return Condition("blocking-io", text, key=key, advice=frozenset({causes.STORE_KEY}))
-        others = tuple(one for one in wait.ends or () if one.pid != view.process.pid)
+        others = tuple(end for end in wait.ends or () if end.pid != view.process.pid)
         text = f"is blocked in I/O at {where}{call}"
         advice = frozenset() if wait.wanted_lock or wait.thread.locked_by else frozenset({causes.CONNECTION})
         if wait.thread.locked_by == view.process.pid:

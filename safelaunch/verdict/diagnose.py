@@ -80,7 +80,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
     finding, ruled_out = _conclude(case)
     for explanations in EXPLANATIONS:
         finding = with_loops_left(case, finding)
-        finding = annotated(finding, [note for one in explanations for note in one(case, finding)])
+        finding = annotated(finding, [note for explanation in explanations for note in explanation(case, finding)])
     finding = with_the_time_without_a_step(case, with_group_names(case, finding))
     if evidence.labels and (known := _of_known_ranks(evidence, finding, read_source)) is not None:
         return known

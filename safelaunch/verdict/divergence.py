@@ -202,7 +202,7 @@ def _is_by_chance(mine: History, theirs: History, parted: int, calls: int) -> bo
 
 def common_offset(offsets: Sequence[Offset | None]) -> Offset | None:
     """What is true of all of a minority; the majority is right, whatever is novel."""
-    known = [one if one.of_first else one.seen_from_there for one in offsets if one is not None]
+    known = [offset if offset.of_first else offset.seen_from_there for offset in offsets if offset is not None]
     alike = len(known) == len(offsets) and len({(one.extra, one.calls) for one in known}) == 1
     return min(known, key=lambda one: one.matched) if alike else None
 
@@ -376,7 +376,7 @@ class Aligned:
             return None
         last = min(history.last for history in self.histories.values())
         first = self._first
-        return first_difference(one.column.between(first, last) for one in self.histories.values())
+        return first_difference(history.column.between(first, last) for history in self.histories.values())
 
     @property
     def by_frames(self) -> bool:
@@ -525,7 +525,9 @@ class Aligned:
         A rank that comes to them later is one that makes such calls.
         """
         made = {self.histories[caller].at(parted + number) for number in range(found.calls)}
-        return all(made <= (one.before(parted) if found.extra else one.all()) for one in self.histories.values())
+        return all(
+            made <= (history.before(parted) if found.extra else history.all()) for history in self.histories.values()
+        )
 
 
 class Histories:

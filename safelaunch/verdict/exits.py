@@ -112,11 +112,11 @@ def with_gathered_errors(evidence: Evidence) -> Evidence:
     Their numbers are those of a group. Unless all ranks raised it, that may be any, and only the error itself is known.
     """
     told = {
-        one.rank: (one.exception, inner)
-        for one in evidence.ranks
-        if one.exception is not None and (inner := tracebacks.gathered(one.exception.message))
+        rank.rank: (rank.exception, inner)
+        for rank in evidence.ranks
+        if rank.exception is not None and (inner := tracebacks.gathered(rank.exception.message))
     }
-    own_words = {one.rank for one in evidence.ranks if one.exception is not None} - told.keys()
+    own_words = {rank.rank for rank in evidence.ranks if rank.exception is not None} - told.keys()
     if not told or any(own_words & inner.keys() for _, inner in told.values()):
         return evidence
     everybody = len(told) == evidence.world_size
@@ -449,7 +449,7 @@ def _exit_condition(rank: RankEvidence) -> Condition:
         if said:
             text += f"; it printed: {one_line(said)}"
             claims.append(Claim("the end of its output", f"ranks/{rank.rank}/log_tail.txt"))
-        refused = said or (call is not None and any(_is_of_parser(one) for one in call.frames))
+        refused = said or (call is not None and any(_is_of_parser(frame) for frame in call.frames))
         advice = frozenset({causes.OPTIONS_REFUSED}) if refused else frozenset[Advice]()
         return Condition("rank-exited", text, frame, rank.pid, claims=tuple(claims), advice=advice)
     returned = rank.progress is not None and bool(rank.progress.returned_ns)  # multiprocessing calls it then

@@ -60,12 +60,15 @@ def _explained(
     finding: Finding, found: Mapping[int, _LeftOut], cause: str, words: str, what: str, advice: frozenset[Advice]
 ) -> Annotation:
     """What these ranks did themselves as the cause, and no others at fault."""
-    culprits = (one for one in finding.culprits if one.rank in found)
+    culprits = (culprit for culprit in finding.culprits if culprit.rank in found)
     return Annotation(
         words,
         tuple(one.claim for one in found.values()),
         those({Doubt.SEVERAL_PLACES_FIT: not all(one.sure for one in found.values())}),
-        tuple(structs.replace(one, frame=found[one.rank].frame, reason=found[one.rank].reason) for one in culprits),
+        tuple(
+            structs.replace(culprit, frame=found[culprit.rank].frame, reason=found[culprit.rank].reason)
+            for culprit in culprits
+        ),
         advice,
         cause=cause,
         explains=True,
@@ -101,7 +104,11 @@ def skipped_batch(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     Of the records only a call too many contradicts that; where they show a call left out, they agree with it. Who has
     left the loop by that (``break``, ``return``) has left it, whatever it printed.
     """
-    said = _said(facts, [one.rank for one in finding.culprits]) if finding.cause in _EXPLAINED - {"rank-exited"} else {}
+    said = (
+        _said(facts, [culprit.rank for culprit in finding.culprits])
+        if finding.cause in _EXPLAINED - {"rank-exited"}
+        else {}
+    )
     if not said or (not finding.doubts and len(said) < len(finding.culprits)):
         return
     shifts = [*facts.histories.shifts_in(facts.alignment.groups())]
@@ -232,7 +239,7 @@ _OF_A_GROUP = frozenset({"group-order", "missing-from-collective", "collective-m
 def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     """The ranks that took a wrong group as those at fault, where their own group waits for them."""
     found = _outsiders(case) if finding.cause in _OF_A_GROUP else {}
-    if not found or not found.keys() <= {one.rank for one in finding.culprits}:
+    if not found or not found.keys() <= {culprit.rank for culprit in finding.culprits}:
         return
     they, their, groups = ("it is", "its", "group") if len(found) == 1 else ("they are", "their", "groups")
     ops = "/".join(sorted({one.wait.op for one in found.values()}))
@@ -257,13 +264,13 @@ def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
 def another_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     """The ranks that have left their habit as those at fault, where they are no majority of those that wait."""
     meets_none = finding.cause == "collective-mismatch" and UNUSUAL_GROUP not in finding.advice
-    named = [one.rank for one in finding.culprits if one.rank in case.waiting] if meets_none else []
+    named = [culprit.rank for culprit in finding.culprits if culprit.rank in case.waiting] if meets_none else []
     # By the call that it waits in, else by the one at which it diverged.
     diverged = {rank: stack[0] for rank, stack in finding.calls.items() if stack}
     astray = {rank: text for rank in named if (text := unusual(case, rank) or unusual(case, rank, diverged.get(rank)))}
     if not astray or 2 * len(astray) > len(case.waiting):
         return
-    others = tuple(one for one in finding.doubts if one not in (Doubt.NO_MAJORITY, Doubt.EITHER_SIDE))
+    others = tuple(doubt for doubt in finding.doubts if doubt not in (Doubt.NO_MAJORITY, Doubt.EITHER_SIDE))
     first, *more = astray
     text = f"{astray[first]}{f' The same holds for {ranks_word(more)}.' if more else ''}"
     waits = waits_words(case, case.waiting.keys() - astray.keys())

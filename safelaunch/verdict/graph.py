@@ -97,7 +97,7 @@ class Graph:
     @cached_property
     def sinks(self) -> tuple[tuple[Node, ...], ...]:
         """The strongly connected sets of nodes that wait for nobody outside their set."""
-        sets = ((one, frozenset(one)) for one in self._components())
+        sets = ((component, frozenset(component)) for component in self._components())
         edges = self.edges
         return tuple(one for one, nodes in sets if all(nodes.issuperset(e.on) for n in one for e in edges.get(n, ())))
 

@@ -39,7 +39,7 @@ def guards(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     if finding.cause not in _EXPLAINED or not finding.culprits:
         return
     stacks = finding.calls or _where_they_wait(facts, finding)
-    named = frozenset(one.rank for one in finding.culprits)
+    named = frozenset(culprit.rank for culprit in finding.culprits)
     found = branches(facts, stacks, named)
     # Nobody expects the other end of a send or receive at the same line.
     found = [one for one in found if not all(_is_in_a_transfer(facts, rank, one.call) for rank in one.ranks)]
@@ -62,7 +62,7 @@ def _advice(facts: Facts, finding: Finding, found: Sequence[Branch]) -> frozense
     """Of an ``if`` with its ``else``, each side is kept from the other's call: who made the odd one counts. Where they
     wait in several groups, each side may call the other group next.
     """
-    named = frozenset(one.rank for one in finding.culprits)
+    named = frozenset(culprit.rank for culprit in finding.culprits)
     if finding.cause == "group-order":
         found = [one for one in found if one.kept]
         if named <= {rank for one in found for rank in one.kept}:
@@ -108,12 +108,15 @@ def _drawn(facts: Facts, finding: Finding) -> tuple[Doubt, ...]:
     few ranks a draw may do so as well. Who waits in a send or receive has decided nothing: it has a peer. Nor has
     anybody where the source shows no condition that ranks have passed on one side alone.
     """
-    places = {one.rank: (one.frame.file, one.frame.line) if one.frame else ("", 0) for one in finding.culprits}
+    places = {
+        culprit.rank: (culprit.frame.file, culprit.frame.line) if culprit.frame else ("", 0)
+        for culprit in finding.culprits
+    }
     sides = by_place(places)
     if Doubt.EITHER_SIDE in finding.doubts or (Doubt.NO_MAJORITY not in finding.doubts and len(sides) > 1):
         return ()
     chances = [_chance(facts, {*side}) for _, side in sides]
-    if any(_is_in_a_transfer(facts, one.rank, one.frame) for one in finding.culprits):
+    if any(_is_in_a_transfer(facts, culprit.rank, culprit.frame) for culprit in finding.culprits):
         return (Doubt.MAY_BE_OWED,) if 1.0 in chances else ()
     if not _may_have_decided(facts, finding):
         return (Doubt.SEVERAL_PLACES,) if 1.0 in chances else ()
@@ -146,7 +149,7 @@ def _unless_drawn(facts: Facts, finding: Finding, found: Iterable[Branch]) -> An
     the decision, which all ranks make at one line. Unless a rank says itself why it is where it is, or came to its call
     by a condition that asks for the rank: then the decision is the rank's, whatever else it asks for.
     """
-    doubts, named = _drawn(facts, finding), {one.rank for one in finding.culprits}
+    doubts, named = _drawn(facts, finding), {culprit.rank for culprit in finding.culprits}
     if Doubt.NO_PATTERN not in doubts or any(says_why(facts, rank) for rank in named):
         return Annotation(doubts=doubts)
     if any(named.issuperset(one.ranks) for one in found):
@@ -170,7 +173,7 @@ def _chance(facts: Facts, ranks: Set[int]) -> float:
     sides = [set(side) for side in (ranks, facts.world - ranks)]
     if any(len(side) < 2 for side in sides) or len(facts.world) > _MOST_RANKS:
         return 0.0
-    patterns = {frozenset(one) for side in sides for one in _patterns(facts, len(side))}
+    patterns = {frozenset(pattern) for side in sides for pattern in _patterns(facts, len(side))}
     if not any(frozenset(side) in patterns for side in sides):
         return 1.0
     return len(patterns) / comb(len(facts.world), len(ranks))
@@ -188,7 +191,7 @@ def _patterns(facts: Facts, size: int) -> Iterator[Iterable[int]]:
 
 
 def _where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, ...]]:
-    named = {one.rank for one in finding.culprits}
+    named = {culprit.rank for culprit in finding.culprits}
     waiting = (rank for rank, one in facts.ranks.items() if one.wait is not None or rank in named)
     return {rank: user_stack_of(facts.ranks[rank].evidence) for rank in waiting}
 
@@ -270,7 +273,7 @@ def parted(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     """The conditions that only one of two ways has, those of the ranks at fault first. Where all of these ask for the
     round alone, who is in the later one has made fewer calls; and where there are none, a loop has ended for one side.
     """
-    is_told = any(one.kept for one in finding.branches) or Doubt.MAY_SKIP_CALLS in finding.doubts
+    is_told = any(branch.kept for branch in finding.branches) or Doubt.MAY_SKIP_CALLS in finding.doubts
     # by its own words, or by its group
     is_told |= finding.advice >= causes.DRAWN or causes.UNUSUAL_GROUP in finding.advice
     if finding.cause != "collective-mismatch" or is_told:
@@ -310,7 +313,7 @@ def _sides(facts: Facts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]
 
     Who waits where a rank at fault does is on its side, unless in a group of its own.
     """
-    named = {one.rank for one in finding.culprits}
+    named = {culprit.rank for culprit in finding.culprits}
     places = by_stack(stacks)
     if len(places) == 1 and causes.SIZES_DIFFER in finding.advice:
         return [*places.items()] * 2
@@ -389,7 +392,7 @@ def _in_a_later_round(facts: Facts, found: Parting, sides: Sequence[Side], later
     own.
     """
     waits = [facts.ranks[rank].wait for _, ranks in sides for rank in ranks]
-    numbers = {(one.group, one.seq) if one is not None else ("", None) for one in waits}
+    numbers = {(wait.group, wait.seq) if wait is not None else ("", None) for wait in waits}
     if len(numbers) != 1 or None in next(iter(numbers)):
         return
     way, stack = found.stacks[later], found.stacks[1 - later]

@@ -132,7 +132,7 @@ class Inside:
         """
         pid = view.wait.thread.child
         if pid is not None:
-            own = [one for one in self._children if one.process.pid == pid]
+            own = [child for child in self._children if child.process.pid == pid]
         else:
             own = _running_users_code(children) or [c for c in self._children if _parent(c) == view.process.pid]
         return [one for one in own if one.user_frame is not None or self._leads_on(one)]
@@ -158,13 +158,13 @@ class Inside:
         message, or a lock) has nothing to do with it, and the rank's own process is the last that comes to mind. One
         with other threads of the user's may serve it from any of these.
         """
-        pids = {one.pid for one in own.ends}
+        pids = {end.pid for end in own.ends}
         if view is self.main and any(child.wait.kind == "dead" for child in self._children):
             return None  # it may have been the one that died
         if calls.LOADER_WORKER.on(view.frames):
             return None  # whoever it waits for, it is what its rank waits for
         users = (self.main, *_running_users_code(self._children))
-        may = [one for one in users if one.process.pid in pids and not one.beside()]
+        may = [user for user in users if user.process.pid in pids and not user.beside()]
         at_work = [one for one in may if one is not self.main and not self._rests(one)]
         among = may if len(may) == 1 else at_work or [one for one in may if one is self.main]
         return self._to(view, "pipe", among, may_end=len(pids) > 1)
@@ -199,7 +199,9 @@ class Inside:
         others, among_peers = view.beside(), self._waiting_for_peers(view)
         if lock.of_pool:  # its workers are to end that, whatever the threads beside it do
             workers = _running_users_code(children)
-            return self._to(view, "work", workers[:1] if len({one.user_frame for one in workers}) == 1 else workers)
+            return self._to(
+                view, "work", workers[:1] if len({worker.user_frame for worker in workers}) == 1 else workers
+            )
         if lock.on == "work":
             may = [one for one in others if one.serves_futures == lock.of_future] or others
             at_work = [one for one in may if self._condition(one).lock is None and not one.wait.again]
@@ -272,8 +274,8 @@ class Inside:
             return None
         end = "other" if not is_pipe else "read" if wait.writes else "write"
         pid, family = view.process.pid, {one.process.pid for one in self._family}
-        others = [one for one in ends if one.pid != pid and one.pid in family]
-        if ends and all(one.pid == pid for one in ends):
+        others = [end for end in ends if end.pid != pid and end.pid in family]
+        if ends and all(end.pid == pid for end in ends):
             alone = f"process {pid} itself alone has"
             sure = alone if wait.thread.ends_closed else f"of those in sight, only process {pid} has"
             return causes.OWN_END, f"{sure} the {end} end open"
@@ -316,8 +318,8 @@ class Inside:
 
     def _of_a_pool(self, own: Condition) -> Condition:
         """A worker that was put in place of another one: what the dead one was to return will not come."""
-        workers = [one for one in self._children if _parent(one) == self.main.process.pid]
-        late = [one.process.pid for one in workers if any(calls.REPLACED.on(t.frames) for t in one.threads)]
+        workers = [child for child in self._children if _parent(child) == self.main.process.pid]
+        late = [worker.process.pid for worker in workers if any(calls.REPLACED.on(t.frames) for t in worker.threads)]
         if not late:
             return own
         words = f"process {late[0]} has replaced a worker that ended, whose task a pool never returns"

@@ -164,7 +164,7 @@ class _Process:
     @classmethod
     def of(cls, evidence: ProcessEvidence, rank: RankEvidence, read_source: ReadSource) -> _Process:
         first = View(evidence, rank, read_source=read_source)
-        threads = [one for one in _python_threads(evidence) if not _is_ours(one)]
+        threads = [thread for thread in _python_threads(evidence) if not _is_ours(thread)]
         views = {
             _Actor(rank.rank, evidence.pid, one.os_tid or 0): replace(first, other=one) if number else first
             for number, one in enumerate(threads)
@@ -194,7 +194,7 @@ class _Process:
             return ()
         if not self.runs_python:
             return self.newest.threads[1:]
-        python = {one.os_tid for one in _python_threads(self.evidence)}
+        python = {thread.os_tid for thread in _python_threads(self.evidence)}
         native = [thread for thread in self.newest.threads if thread.tid not in python]
         listening = [one for one in native if one.syscall_name.startswith("accept") and _TORCH.fullmatch(one.rests_in)]
         serves = any(thread.name.startswith(_OF_RPC) for thread in native) or len(listening) > 1
@@ -246,7 +246,7 @@ def examine(case: Case) -> Examined:
     living = [rank for rank in case.ranks if rank not in ended]
     if not living or any(exit_.returncode for exit_ in ended.values()):
         return Examined()  # a rank that failed ends the others, or has them started again
-    mains = [one.evidence.main for one in case.ranks.values() if one.evidence.main is not None]
+    mains = [rank.evidence.main for rank in case.ranks.values() if rank.evidence.main is not None]
     if any(state.leads for main in mains for state in main.states):
         return Examined()  # its first thread is a framework's, which may end any wait
     return _Prover(case, living).examined()
@@ -372,7 +372,7 @@ class _Prover:
 
     def _children_heard(self, processes: Iterable[_Process]) -> frozenset[Node]:
         """The threads of the children of whose ends a handler of these processes hears."""
-        parents = {one.evidence.pid: one.rank for one in processes if one.newest.handles_child_ends}
+        parents = {process.evidence.pid: process.rank for process in processes if process.newest.handles_child_ends}
         family = self._processes.items()
         return self._threads_of(owner for owner, one in family if parents.get(one.newest.ppid) == one.rank)
 
@@ -412,7 +412,7 @@ class _Prover:
         left_s = view.wait.left_s
         if left_s is None or not is_usual:
             return left_s is not None
-        thread = next((one for one in view.process.states[-1].threads if one.tid == view.os_tid), None)
+        thread = next((thread for thread in view.process.states[-1].threads if thread.tid == view.os_tid), None)
         rested_s = (thread.rested_s if thread is not None else None) or 0.0  # it has waited for as long at least
         if left_s + rested_s >= _OWN_S:
             return False
@@ -519,9 +519,9 @@ class _Prover:
     def _of_child(self, view: View, process: _Process) -> tuple[Need, ...]:
         pid, host = view.wait.thread.child, view.rank.host
         children = [
-            (host, one.pid)
-            for one in view.rank.children
-            if (one.pid == pid if pid is not None else one.states and one.states[-1].ppid == process.evidence.pid)
+            (host, child.pid)
+            for child in view.rank.children
+            if (child.pid == pid if pid is not None else child.states and child.states[-1].ppid == process.evidence.pid)
         ]
         if not children or any(child not in self._processes for child in children):
             return ()  # one that was not seen, or has ended and is about to be reaped
@@ -557,7 +557,7 @@ class _Prover:
     def _threads_of(self, owners: Iterable[tuple[str, int]]) -> frozenset[Node]:
         """All threads of these processes, native ones, too: they may write, close, or end their process."""
         processes = [self._processes[owner] for owner in owners]
-        return _NEVER.union(*(one.others for one in processes), *(one.views for one in processes))
+        return _NEVER.union(*(process.others for process in processes), *(process.views for process in processes))
 
     def _family(self, rank: int) -> set[tuple[str, int]]:
         """The processes of a rank: any of them can kill another one."""

@@ -78,9 +78,9 @@ class Facts:
     def of(cls: type[F], evidence: Evidence, read_source: ReadSource | None = None) -> F:
         read_source = read_source or NO_SOURCE
         gone = frozenset(
-            one.rank
-            for one in evidence.ranks
-            if evidence.outcome == "crash" or one.exit is not None or one.exception is not None
+            rank.rank
+            for rank in evidence.ranks
+            if evidence.outcome == "crash" or rank.exit is not None or rank.exception is not None
         )
         if evidence.outcome in ("hang", "suspect"):
             evidence = structs.replace(evidence, ranks=tuple(map(_before_its_end, evidence.ranks)))
@@ -117,7 +117,7 @@ class Facts:
     @cached_property
     def in_threads(self) -> list[PeerWait]:
         """The waits of background threads for which main threads wait, each once."""
-        waits = (one.wait for one in self.ranks.values() if one.wait is not None and one.wait.thread is not None)
+        waits = (rank.wait for rank in self.ranks.values() if rank.wait is not None and rank.wait.thread is not None)
         return list({(wait.key, wait.thread): wait for wait in waits}.values())
 
     @cached_property

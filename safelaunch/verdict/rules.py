@@ -77,7 +77,7 @@ class Kind:
     def _has_seen(self, case: Case) -> bool:
         if self.witness and (case.unseen or not case.ranks):
             return False
-        return all(_WAS_SEEN[self.witness](one) for one in case.ranks.values())
+        return all(_WAS_SEEN[self.witness](rank) for rank in case.ranks.values())
 
 
 @dataclass(frozen=True)

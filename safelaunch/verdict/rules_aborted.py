@@ -106,7 +106,7 @@ def wrong_size_received(facts: Facts) -> Ruling:
     same line: then who came to that on another way than most. Where one of them is in another group than in all its
     earlier calls from that line, it is.
     """
-    aborted = [one for one in facts.ranks.values() if one.condition is not None and _aborted_by_gloo(facts, one)]
+    aborted = [rank for rank in facts.ranks.values() if rank.condition is not None and _aborted_by_gloo(facts, rank)]
     others = {rank: wait for rank, wait in facts.waiting.items() if _may_meet(facts, wait, aborted)} or facts.waiting
     if not aborted or not others:
         return ""

@@ -59,7 +59,7 @@ def called_past_the_end(case: Case) -> Ruling:
         return ""
     made = {rank: call for rank in waiting if (call := _newest_call(case, rank)) is not None}
     shifts = case.histories.shifts_in({call.group for call in made.values()})
-    shift = next((one for one in shifts if one.agrees_again or one.explains_lag()), None)
+    shift = next((shift for shift in shifts if shift.agrees_again or shift.explains_lag()), None)
     if shift is not None:
         return shifted(case, shift, wait_words(case, waiting))
     words, who = apart(case, wait_words(case, waiting)), ranks_word(ended)
@@ -108,7 +108,7 @@ def _never_made(case: Case, rank: int, call: Collective, others: Sequence[int]) 
     mine, theirs = aligned.histories.get(rank), [aligned.histories.get(other) for other in others]
     if mine is None or not aligned.by_frames or (this := mine.at(call.seq)) == UNKNOWN:
         return False
-    return all(one is not None and this not in one.all() | mine.before(one.last + 1) for one in theirs)
+    return all(their is not None and this not in their.all() | mine.before(their.last + 1) for their in theirs)
 
 
 def _too_many(

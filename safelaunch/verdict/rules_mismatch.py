@@ -88,7 +88,7 @@ def compared_by_torch(case: Case) -> Ruling:
     if len(by_call) < 2:
         return ""
     shifts = case.histories.shifts_in(case.alignment.groups())
-    earlier = next((one for one in shifts if one.agrees_again), None)
+    earlier = next((shift for shift in shifts if shift.agrees_again), None)
     if earlier is not None:
         return shifted(case, earlier, wait_words(case, case.ranks))
     odd, majority = vote(by_call)
@@ -300,7 +300,7 @@ def _by_a_guard(facts: Facts, meeting: Meeting) -> Meeting | None:
     """The one side whose call stands behind a condition on the rank that keeps all the others from there, if there is
     one. No round of any loop brings these to it.
     """
-    found = [one for one in branches(facts, _user_frames(facts, meeting), frozenset(meeting.odd)) if one.kept]
+    found = [branch for branch in branches(facts, _user_frames(facts, meeting), frozenset(meeting.odd)) if branch.kept]
     sides = {one.ranks: one.kept for one in found if {*one.ranks, *one.kept} == meeting.calls.keys()}
     if len(sides) != 1 or len({one.ranks for one in found}) != 1:
         return None
@@ -478,7 +478,7 @@ def _were_past_it(facts: Facts, group: str, number: int, ends: tuple[int, int], 
     if UNKNOWN in made or made[0] != made[1]:
         return False
     entries = [facts.alignment.entry(ends[1], group, n) for n in (number - 1, number)]
-    was, now = (facts.alignment.stack(ends[1], one).user_frames if one is not None else () for one in entries)
+    was, now = (facts.alignment.stack(ends[1], entry).user_frames if entry is not None else () for entry in entries)
     return loop_left(was, now, facts.read_source) == loop
 
 

@@ -309,12 +309,12 @@ _TRIED = {
 
 def node_behind(case: Case, finding: Finding) -> Iterator[Annotation]:
     """The node, where the ranks at fault are all ranks of one node, and no others: its trouble, not theirs."""
-    named = frozenset(one.rank for one in finding.culprits)
+    named = frozenset(culprit.rank for culprit in finding.culprits)
     node = next((node for node in _nodes(case.evidence) if len(named) > 1 and named == set(node[1])), None)
     if node is None or case.unseen:
         return
     host, ranks = node
-    reasons = dict.fromkeys(one.reason.removeprefix(f"Rank {one.rank} ") for one in finding.culprits)
+    reasons = dict.fromkeys(culprit.reason.removeprefix(f"Rank {culprit.rank} ") for culprit in finding.culprits)
     reason = f"each of its ranks {next(iter(reasons)).rstrip('.')}"
     if len(reasons) > 1:
         first = next(iter(reasons)).rstrip(".")
@@ -339,7 +339,7 @@ def _nodes(evidence: Evidence) -> list[tuple[str, tuple[int, ...]]]:
     """Host and ranks of each node: as the nodes said, else by the ranks' hosts. Empty for a single one."""
     told = {node.ranks: node.host for node in evidence.nodes if node.ranks}
     if not told:
-        by_host = sides_of({one.rank: one.host for one in evidence.ranks})
+        by_host = sides_of({rank.rank: rank.host for rank in evidence.ranks})
         told = {tuple(sorted(ranks)): host for host, ranks in by_host.items()}
     return [(host, ranks) for ranks, host in told.items()] if len(told) > 1 else []
 

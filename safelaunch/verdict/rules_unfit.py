@@ -260,7 +260,7 @@ def _race_in(alignment: Alignment, group: str) -> tuple[str, int, dict[int, Coll
     if not alignment.has_threads:
         return None
     made = {rank: calls for rank in sorted(alignment.members(group)[0]) if (calls := _made(alignment, rank, group))}
-    if len(made) < 2 or not any(len({one.entry.thread for one in calls.values()}) > 1 for calls in made.values()):
+    if len(made) < 2 or not any(len({call.entry.thread for call in calls.values()}) > 1 for calls in made.values()):
         return None
     first = max(min(calls) for calls in made.values())
     late = {rank: {number: one for number, one in calls.items() if number >= first} for rank, calls in made.items()}
@@ -285,7 +285,7 @@ def _are_of_several_threads(mine: Mapping[int, _Made], everybody: Iterable[Mappi
 
 def _begin(entry: Collective) -> Frame | None:
     """Where the code of a thread begins that runs nothing of the user's: behind what starts threads."""
-    return next((one for one in reversed(entry.frames) if not fr.normal(one.file).endswith(_STARTERS)), None)
+    return next((frame for frame in reversed(entry.frames) if not fr.normal(frame.file).endswith(_STARTERS)), None)
 
 
 def _by_thread(calls: Mapping[int, _Made]) -> frozenset[tuple[Thread, tuple[Identity, ...]]]:

@@ -357,7 +357,7 @@ def _in_a_circle(case: Case, kind: Kind, waiting: Mapping[int, Holder], all_wait
     doubts = those({Doubt.MAY_BE_OWED: not locked}) + _doubts(case, () if makes else own.values())
     text = summary_of(own, case, holders)
     text += f" {capital(by.words)}." if by.words else ""
-    named, first = {one.rank for one in culprits}, next(iter(own.values()))
+    named, first = {culprit.rank for culprit in culprits}, next(iter(own.values()))
     in_init = any(rank in case.waiting and case.waiting[rank].kind == "init" for rank in holders)
     return Finding(
         "lock-deadlock" if locked else first.cause,

@@ -19,9 +19,9 @@ _MOST_NAMES, _MOST_PLACES, _MOST_CLAIMS = 2, 3, 12
 
 def without_labels(evidence: Evidence) -> Evidence:
     """The evidence on the ranks alone that are known as such."""
-    ranks = tuple(one for one in evidence.ranks if one.rank not in evidence.labels)
-    world = max((one.rank + 1 for one in ranks), default=0) if evidence.world_guessed else evidence.world_size
-    known = {one.rank for one in ranks}
+    ranks = tuple(rank for rank in evidence.ranks if rank.rank not in evidence.labels)
+    world = max((rank.rank + 1 for rank in ranks), default=0) if evidence.world_guessed else evidence.world_size
+    known = {rank.rank for rank in ranks}
     missing = tuple(rank for rank in range(world) if rank not in known)
     return msgspec.structs.replace(evidence, ranks=ranks, world_size=world, missing_ranks=missing, labels={})
 
@@ -34,28 +34,28 @@ def without_invented_ranks(facts: Facts, finding: Finding, verdict: Verdict) -> 
         verdict,
         summary=_summary(facts, finding),
         culprits=tuple(
-            msgspec.structs.replace(one, reason=_reason(facts, one.rank))
-            for one in verdict.culprits
-            if one.rank not in labels
+            msgspec.structs.replace(culprit, reason=_reason(facts, culprit.rank))
+            for culprit in verdict.culprits
+            if culprit.rank not in labels
         ),
         processes=tuple(
             ProcessAtFault(
-                label=labels[one.rank],
-                host=one.host,
-                pid=one.pid,
-                process=one.process,
-                frame=one.frame,
-                step=one.step,
-                reason=_reason(facts, one.rank),
+                label=labels[culprit.rank],
+                host=culprit.host,
+                pid=culprit.pid,
+                process=culprit.process,
+                frame=culprit.frame,
+                step=culprit.step,
+                reason=_reason(facts, culprit.rank),
             )
-            for one in verdict.culprits
-            if one.rank in labels
+            for culprit in verdict.culprits
+            if culprit.rank in labels
         ),
         victims=format_ranks(r for r in facts.ranks if r in facts.waiting and r not in named and r not in labels),
         evidence=tuple(_claims(facts, named)),
         ruled_out=(),
         missing=tuple(_missing(facts)),
-        nodes=verdict.nodes and tuple(NodeAtFault(one.host, "", one.reason) for one in verdict.nodes),
+        nodes=verdict.nodes and tuple(NodeAtFault(node.host, "", node.reason) for node in verdict.nodes),
         proof=(),
     )
 
@@ -119,7 +119,7 @@ def _summary(facts: Facts, finding: Finding) -> str:
     blocked = [f"{_wait(facts, ranks)} in {place}" for place, ranks in by_place(peers)]
     parts, blocked = list(_first(parts)), list(_first(blocked))
     text = ", while ".join(filter(None, ["; ".join(parts), " and ".join(blocked)]))
-    text = "; ".join([*(f"node {one.host}: {one.reason}" for one in finding.nodes), *([text] if text else [])])
+    text = "; ".join([*(f"node {node.host}: {node.reason}" for node in finding.nodes), *([text] if text else [])])
     return _sentence(f"{text.removesuffix('.')}. {_closing(facts, at_fault)}")
 
 
@@ -149,7 +149,9 @@ def _claims(facts: Facts, named: Collection[int]) -> Iterator[Claim]:
         **{rank: facts.waiting[rank].claims[:2] for rank in sorted(examples.values())},
     }
     found = [
-        Claim(f"{_called(facts, [rank])}: {one.claim}", one.file) for rank, claims in shown.items() for one in claims
+        Claim(f"{_called(facts, [rank])}: {claim.claim}", claim.file)
+        for rank, claims in shown.items()
+        for claim in claims
     ]
     yield from found[:_MOST_CLAIMS]
 

@@ -148,7 +148,7 @@ class Events:
     def finished(self) -> bool:
         """Returns whether the job has finished its work after all of its errors."""
         end = self._end
-        last = [one.last for one in self.errors()]
+        last = [error.last for error in self.errors()]
         return end is not None and all(one.file == end.file and one.number < end.number for one in last)
 
     def first(self, most: int) -> list[Event]:
@@ -175,7 +175,7 @@ class Events:
 
     def causes(self) -> list[Event]:
         """Returns the errors that are no effects and that their process did not survive, exceptions first."""
-        found = [one for one in self.errors() if one.kind == "thread" or not (one.survived or one.is_effect)]
+        found = [error for error in self.errors() if error.kind == "thread" or not (error.survived or error.is_effect)]
         return sorted(found, key=lambda one: one.kind not in ("traceback", "thread"))
 
     def errors(self) -> list[Event]:

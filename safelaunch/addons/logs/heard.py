@@ -210,15 +210,15 @@ class Job:
         """
         if self.events.finished:
             return False
-        ends = {(one.line.file, one.line.number) for one in self.events.errors() if not one.since}
+        ends = {(error.line.file, error.line.number) for error in self.events.errors() if not error.since}
         raisers = [
             one
             for one in self.heard.values()
             if one.raised and (one.raised[-1][0].line.file, one.raised[-1][0].line.number) in ends
             if one.raised[-1][1].frames and one.after.lines <= MOST_MESSAGE
         ]
-        for one in raisers:
-            one.after = After()
+        for raiser in raisers:
+            raiser.after = After()
         return bool(raisers)
 
     def give_up_meeting(self) -> None:

@@ -205,7 +205,7 @@ class Launchers:
             False if a rank raised it
         """
         job, kind, line = self.job, raised.type.rpartition(".")[2], opened.line
-        files = [fr.normal(one.file) for one in raised.frames]
+        files = [fr.normal(frame.file) for frame in raised.frames]
         of_launcher = any(file.endswith(_LAUNCHERS) for file in files)
         if kind.startswith("Rendezvous") or _NOT_MET.search(raised.message):
             self._note_rendezvous(raised, line)

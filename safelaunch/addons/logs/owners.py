@@ -108,7 +108,7 @@ class Owners:
         if name in self.labels.values() and name.startswith("a process"):
             name = f"another{name[1:]}"
         taken = {*self.heard, *self.ended, *self.job.absent}
-        number = next(one for one in self._numbers if one not in taken)
+        number = next(number for number in self._numbers if number not in taken)
         self.labels[number], self.heard[number] = name, heard
         return number
 

@@ -63,7 +63,7 @@ class SavedProcess:
 
     @property
     def main(self) -> SavedThread | None:
-        return next((one for one in self.threads if one.is_main), self.threads[-1] if self.threads else None)
+        return next((thread for thread in self.threads if thread.is_main), self.threads[-1] if self.threads else None)
 
 
 _SCRIPTS = frozenset({"<module>", "_run_module_as_main"})
@@ -298,7 +298,7 @@ def _frame(raw: str, style: re.Pattern[str]) -> Frame | None:
 def _apart(process: SavedProcess) -> Iterator[SavedProcess]:
     """The processes of which each has one main thread. py-spy prints that first, the others print it last."""
     groups: list[list[SavedThread]] = [[]]
-    first = any(one.name == MAIN or not one.begun for one in process.threads[:1])
+    first = any(thread.name == MAIN or not thread.begun for thread in process.threads[:1])
     for one in process.threads:
         full = any(other.is_main or not other.begun for other in groups[-1])
         if full and (one.is_main or not first):
@@ -307,7 +307,7 @@ def _apart(process: SavedProcess) -> Iterator[SavedProcess]:
     if len(groups) > 1 and all(one.frames and one.frames[-1].function.endswith(_BOOTSTRAP) for one in groups[-1]):
         groups[-2:] = [[*groups[-2], *groups[-1]]]
     for at, threads in enumerate(groups):
-        main = next((one for one in threads if one.is_main), None)
+        main = next((thread for thread in threads if thread.is_main), None)
         found = process if not at else SavedProcess(speaker=process.speaker)
         pid = found.pid or (main.tid if main is not None and main.tid < _MOST_PIDS else 0)
         yield replace(found, pid=pid, threads=threads)
@@ -346,11 +346,11 @@ def _json_at(lines: Sequence[str], at: int) -> tuple[list[_SpiedThread], int] | 
 
 def _of_json(threads: Sequence[_SpiedThread]) -> Iterator[SavedProcess]:
     by_pid: dict[int, SavedProcess] = {}
-    for one in threads:
-        name = MAIN if one.os_thread_id == one.pid else one.thread_name or "?"
-        frames = [Frame(_whole(frame.filename), frame.line, frame.name) for frame in one.frames]
-        process = by_pid.setdefault(one.pid, SavedProcess(one.pid))
-        process.threads.append(SavedThread(name, one.os_thread_id or 0, one.active, frames))
+    for thread in threads:
+        name = MAIN if thread.os_thread_id == thread.pid else thread.thread_name or "?"
+        frames = [Frame(_whole(frame.filename), frame.line, frame.name) for frame in thread.frames]
+        process = by_pid.setdefault(thread.pid, SavedProcess(thread.pid))
+        process.threads.append(SavedThread(name, thread.os_thread_id or 0, thread.active, frames))
     yield from by_pid.values()
 
 

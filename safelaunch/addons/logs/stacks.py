@@ -111,15 +111,15 @@ def _found(found: Sequence[_Saved], *, only_named: bool) -> Found | None:
     ranks, left_out = _ranks_among(found)
     world = _world(found)
     _give_ranks(ranks)
-    ranks, without = [one for one in ranks if one.rank is not None], [one for one in ranks if one.rank is None]
-    if ranks and all(one.titled for one in ranks):  # a program that gives titles to its ranks has other processes
+    ranks, without = [rank for rank in ranks if rank.rank is not None], [rank for rank in ranks if rank.rank is None]
+    if ranks and all(rank.titled for rank in ranks):  # a program that gives titles to its ranks has other processes
         left_out += without
         without = []
     if only_named:
         without = []
-    free = (number for number in count() if number not in {one.rank for one in ranks})
+    free = (number for number in count() if number not in {rank.rank for rank in ranks})
     labels = {next(free): one for one in without}
-    every = {**{one.rank: one for one in ranks if one.rank is not None}, **labels}
+    every = {**{rank.rank: rank for rank in ranks if rank.rank is not None}, **labels}
     if not every and only_named:
         return None
     evidence = evidence_of("hang", (_evidence(rank, one) for rank, one in every.items()), world)
@@ -178,16 +178,16 @@ def _sample(process: SavedProcess) -> StackSample:
     main = process.main
     threads = tuple(
         Thread(
-            tuple(one.frames),
-            MAIN if one is main else one.name,
-            os_tid=process.pid or None if one is main else one.tid or None,
-            active=one.active,
-            cut=not one.is_main or one.frames[-1].function != "<module>",
+            tuple(thread.frames),
+            MAIN if thread is main else thread.name,
+            os_tid=process.pid or None if thread is main else thread.tid or None,
+            active=thread.active,
+            cut=not thread.is_main or thread.frames[-1].function != "<module>",
         )
-        for one in process.threads
-        if one.frames
+        for thread in process.threads
+        if thread.frames
     )
-    native = any(not frame.line for one in threads for frame in one.frames)
+    native = any(not frame.line for thread in threads for frame in thread.frames)
     return StackSample(process.pid, 0.0, "a saved stack", threads, native=native)
 
 
@@ -198,7 +198,7 @@ def _kind(process: SavedProcess) -> str:
     """Returns its kind if it is no rank, else an empty string."""
     main = process.main
     frames = tuple(main.frames) if main is not None else ()
-    if calls.LOADER_WORKER.on(frames) or any(calls.LOADER_WORKER.on(one.frames) for one in process.threads):
+    if calls.LOADER_WORKER.on(frames) or any(calls.LOADER_WORKER.on(thread.frames) for thread in process.threads):
         return _WORKER
     return next((kind for kind, mark in _HELPERS if mark.on(frames)), "")
 
@@ -208,8 +208,8 @@ def _ranks_among(found: Sequence[_Saved]) -> tuple[list[_Saved], list[_Saved]]:
     process that waits for its workers; if several do, it is left out.
     """
     ranks = [one for one in found if not one.kind]
-    by_pid = {one.process.pid: one for one in ranks if one.process.pid}
-    loading = [one for one in ranks if calls.LOADER_WAIT.on(one.frames)]
+    by_pid = {rank.process.pid: rank for rank in ranks if rank.process.pid}
+    loading = [rank for rank in ranks if calls.LOADER_WAIT.on(rank.frames)]
     left_out = []
     for one in found:
         parent = by_pid.get(one.process.parent) or (loading[0] if len(loading) == 1 else None)
@@ -236,13 +236,13 @@ def _give_ranks(ranks: Iterable[_Saved]) -> None:
     A rank that two processes have is that of neither.
     """
     ranks = list(ranks)
-    apart = any(len(_dimensions(one.process)) > 1 for one in ranks)
+    apart = any(len(_dimensions(rank.process)) > 1 for rank in ranks)
     for find in (_of_title, _local_rank):
-        if all(one.rank is None for one in ranks) and not (apart and find is _of_title):
+        if all(rank.rank is None for rank in ranks) and not (apart and find is _of_title):
             for one in ranks:
                 one.rank = find(one.process)
                 one.titled = find is _of_title and one.rank is not None
-        counts = Counter(one.rank for one in ranks)
+        counts = Counter(rank.rank for rank in ranks)
         for one in ranks:
             if one.rank is not None and (counts[one.rank] > 1 or one.rank >= MOST_RANKS):
                 one.rank, one.titled = None, False
@@ -272,8 +272,8 @@ def _world(found: Iterable[_Saved]) -> int:
 
 def _labels(processes: Sequence[_Saved]) -> list[str]:
     """``process 7``, ``process 7 (engine::scheduler)``, ``process 1 of worker-2``, ``worker-2``, ``stack 3``."""
-    pids = Counter(one.process.pid for one in processes)
-    found = [_label(one, alone=pids[one.process.pid] == 1) for one in processes]
+    pids = Counter(process.process.pid for process in processes)
+    found = [_label(process, alone=pids[process.process.pid] == 1) for process in processes]
     counts = Counter(found)
     return [
         label if label and counts[label] == 1 else f"{label or 'stack'} {number}"

@@ -114,18 +114,18 @@ def merged(recordings: list[Recording]) -> Recording:
     """The recordings of several nodes as one, with the head of the first. Of a rank that several bring, the first."""
     numbers = Numbers()
     ranks: dict[int, RankRecord] = {}
-    for one in recordings:
-        new = [numbers.of(tuple(one.frames[number] for number in stack)) for stack in one.stacks]
-        for rank in one.ranks:
+    for recording in recordings:
+        new = [numbers.of(tuple(recording.frames[number] for number in stack)) for stack in recording.stacks]
+        for rank in recording.ranks:
             ranks.setdefault(rank.rank, _renumbered(rank, new))
     return msgspec.structs.replace(
         recordings[0],
         frames=list(numbers.frames),
         stacks=list(numbers.stacks),
         ranks=[ranks[rank] for rank in sorted(ranks)],
-        rate_hz=min(one.rate_hz for one in recordings),
-        notes=list(dict.fromkeys(note for one in recordings for note in one.notes)),
-        code_roots=tuple(dict.fromkeys(root for one in recordings for root in one.code_roots)),
+        rate_hz=min(recording.rate_hz for recording in recordings),
+        notes=list(dict.fromkeys(note for recording in recordings for note in recording.notes)),
+        code_roots=tuple(dict.fromkeys(root for recording in recordings for root in recording.code_roots)),
     )
 
 
@@ -138,7 +138,7 @@ def _renumbered(rank: RankRecord, new: list[int]) -> RankRecord:
             gil=[(new[stack], s) for stack, s in thread.gil],
         )
 
-    return _with_threads(rank, lambda threads: [renumbered(one) for one in threads])
+    return _with_threads(rank, lambda threads: [renumbered(thread) for thread in threads])
 
 
 def bounded(recording: Recording, fits: Callable[[Recording], bool]) -> Recording:
@@ -150,7 +150,9 @@ def bounded(recording: Recording, fits: Callable[[Recording], bool]) -> Recordin
         smaller = merged([msgspec.structs.replace(recording, ranks=ranks)])
         if fits(smaller):
             return _noted(smaller)
-    ranks = [RankRecord(one.rank, one.host, missing="its samples were too many to be sent") for one in recording.ranks]
+    ranks = [
+        RankRecord(rank.rank, rank.host, missing="its samples were too many to be sent") for rank in recording.ranks
+    ]
     return _noted(msgspec.structs.replace(recording, ranks=ranks, frames=[], stacks=[]))
 
 
@@ -163,9 +165,11 @@ def _fewer(rank: RankRecord, most: int | None) -> RankRecord:
 
     def fewer(threads: list[ThreadRecord]) -> list[ThreadRecord]:
         return [
-            msgspec.structs.replace(one, stacks=one.stacks[:most], active=one.active[:most], gil=one.gil[:most])
-            for one in threads
-            if one.main or most is None
+            msgspec.structs.replace(
+                thread, stacks=thread.stacks[:most], active=thread.active[:most], gil=thread.gil[:most]
+            )
+            for thread in threads
+            if thread.main or most is None
         ]
 
     return _with_threads(msgspec.structs.replace(rank, children=[]), fewer)
@@ -176,4 +180,4 @@ def _with_threads(rank: RankRecord, change: Callable[[list[ThreadRecord]], list[
         return msgspec.structs.replace(process, threads=change(process.threads))
 
     main = changed(rank.main) if rank.main is not None else None
-    return msgspec.structs.replace(rank, main=main, children=[changed(one) for one in rank.children])
+    return msgspec.structs.replace(rank, main=main, children=[changed(child) for child in rank.children])

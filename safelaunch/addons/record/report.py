@@ -42,7 +42,7 @@ class Recorded:
 
 def places(times: Sequence[RankTime], *, waits: bool) -> list[tuple[Place, float, Frame | None, str]]:
     """The lines by their mean share, the largest first, each with the ranks that were seen there."""
-    every = {one for time in times for one in time.places if one.waits == waits}
+    every = {place for time in times for place in time.places if place.waits == waits}
     found = [row for one in every for row in (_by_function if waits else _by_line)(times, one)]
     return sorted((row for row in found if row[1] >= 0.005), key=lambda row: (-row[1], row[0].function))
 
@@ -68,7 +68,7 @@ def _by_line(times: Sequence[RankTime], one: Place) -> list[tuple[Place, float, 
 def alike(times: Sequence[RankTime]) -> list[list[RankTime]]:
     """The ranks in rows: all on their own while they are few, then those whose shares round to the same."""
     if len(times) <= MOST_ROWS:
-        return [[one] for one in times]
+        return [[time] for time in times]
     rows: dict[tuple[int, ...], list[RankTime]] = {}
     for one in times:
         key = tuple(round(one.kinds.get(kind, 0.0) / 0.1) for kind in KINDS)
@@ -96,7 +96,7 @@ def screen(recorded: Recorded, width: int) -> str:
         lines += wrapped(clean(f"also: {finding.text}"), width, "  ", "  ")
     if recorded.compared is not None:
         lines += wrapped(clean(f"against {recorded.earlier}: {recorded.compared.text}"), width)
-        changed = [one for one in recorded.compared.changes if one.more][:MOST_LINES]
+        changed = [change for change in recorded.compared.changes if change.more][:MOST_LINES]
         lines += [cut(f"  {_signed(recorded.compared, one.more):>10}  {change_words(one)}", width) for one in changed]
     if found.times:
         lines += ["", *_table(found, width)]
@@ -119,7 +119,7 @@ def _signed(compared: Comparison, value: float) -> str:
 
 def _table(found: Slowness, width: int) -> list[str]:
     times, members = found.times, alike(found.times)
-    kinds = [kind for kind in KINDS if any(one.kinds.get(kind, 0.0) >= 0.005 for one in times)]
+    kinds = [kind for kind in KINDS if any(time.kinds.get(kind, 0.0) >= 0.005 for time in times)]
     while True:
         rows = [["rank", "waits", *kinds]]
         for these in members:
@@ -150,7 +150,7 @@ def content(recorded: Recorded) -> dict[str, Any]:
     """The page's data, for ``page.render`` with :data:`SCRIPT`."""
     recording, found = recorded.recording, recorded.slowness
     frames = Frames(Paths(projects=_projects(recording)))
-    late = next((set(one.ranks) for one in found.findings if one.kind == "late-rank"), set[int]())
+    late = next((set(finding.ranks) for finding in found.findings if finding.kind == "late-rank"), set[int]())
     slow = found.findings[0] if found.findings else None
     return {
         "schema": 1,
@@ -159,7 +159,7 @@ def content(recorded: Recorded) -> dict[str, Any]:
             "cause": slow.kind if slow is not None else "nothing stands out",
             "summary": found.headline,
             "advice": slow.advice if slow is not None else "",
-            "findings": [[one.text, one.advice] for one in found.findings[1:]],
+            "findings": [[finding.text, finding.advice] for finding in found.findings[1:]],
             "notes": list(recording.notes),
             "facts": _facts(recorded),
             "command": " ".join(recording.command)[:4000],
@@ -180,8 +180,8 @@ def content(recorded: Recorded) -> dict[str, Any]:
 
 def _facts(recorded: Recorded) -> list[list[str]]:
     recording, times = recorded.recording, recorded.slowness.times
-    hosts = list(dict.fromkeys(one.host for one in recording.ranks if one.host))
-    steps = [one.steps for one in times if one.steps is not None]
+    hosts = list(dict.fromkeys(rank.host for rank in recording.ranks if rank.host))
+    steps = [time.steps for time in times if time.steps is not None]
     elapsed_s = recording.elapsed_s or recording.duration_s
     facts = {
         "run": recording.name,
@@ -202,13 +202,13 @@ def _projects(recording: Recording) -> tuple[str, ...]:
 
 
 def _row(members: list[RankTime], late: set[int]) -> dict[str, Any]:
-    steps = [one.steps for one in members if one.steps is not None]
+    steps = [member.steps for member in members if member.steps is not None]
     return {
-        "r": format_ranks([one.rank for one in members]),
+        "r": format_ranks([member.rank for member in members]),
         "n": len(members),
-        "c": int(all(one.rank in late for one in members)),
-        "waits": mean([one.waits for one in members]),
-        "kinds": [mean([one.kinds.get(kind, 0.0) for one in members]) for kind in KINDS],
+        "c": int(all(member.rank in late for member in members)),
+        "waits": mean([member.waits for member in members]),
+        "kinds": [mean([member.kinds.get(kind, 0.0) for member in members]) for kind in KINDS],
         "steps": str(max(steps)) if steps else "",
     }
 
@@ -312,13 +312,13 @@ def document(recorded: Recorded, run: str, folder: str) -> RecordDocument:
     found, compared = recorded.slowness, recorded.compared
     ranks = [
         RankDocument(
-            one.rank,
-            round(one.waits, 4),
-            round(one.gil, 4),
-            one.steps,
-            {kind: round(share, 4) for kind, share in one.kinds.items()},
+            time.rank,
+            round(time.waits, 4),
+            round(time.gil, 4),
+            time.steps,
+            {kind: round(share, 4) for kind, share in time.kinds.items()},
         )
-        for one in found.times
+        for time in found.times
     ]
     text = compared.text if compared is not None else ""
     name = recorded.recording.name
@@ -334,7 +334,8 @@ SPEEDSCOPE_SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 def speedscope(recording: Recording) -> dict[str, Any]:
     """The main threads of all ranks, and all their threads and children; weights are seconds."""
     frames: list[dict[str, Any]] = [
-        {"name": one.function or one.file or "?", "file": one.file, "line": one.line} for one in recording.frames
+        {"name": frame.function or frame.file or "?", "file": frame.file, "line": frame.line}
+        for frame in recording.frames
     ]
     titles = Numbers[str]()
     mains: dict[tuple[int, ...], float] = {}

@@ -71,7 +71,7 @@ def rate_for(passes: int, cpus: int) -> int:
 
 def children_of(pid: int, table: Table | None = None) -> list[Sampled]:
     """The first few Python processes below ``pid``, by their role."""
-    running = (one for one in descendants([pid], table=table) if _runs_python(one.pid))
+    running = (descendant for descendant in descendants([pid], table=table) if _runs_python(descendant.pid))
     return [Sampled(one.pid, one.start_ticks, "child") for one in islice(running, MOST_CHILDREN)]
 
 
@@ -165,7 +165,7 @@ def _process(process: Sampled, data: dict[str, bytes], numbers: Numbers, ticks: 
 
 
 def _longest_s(threads: Threads) -> float:
-    return max((sum(one.seconds.values()) for one in threads.values()), default=0.0)
+    return max((sum(thread.seconds.values()) for thread in threads.values()), default=0.0)
 
 
 def _read(path: Path) -> bytes:

@@ -212,7 +212,7 @@ def _split_backward(
     active: dict[Place, float] = defaultdict(float)
     for number, seconds in main.active:
         active[_place(stacks.activity(number))] += seconds / total_s
-    for place in [one for one in places if one.kind == "backward"]:
+    for place in [place for place in places if place.kind == "backward"]:
         idle = places[place] - active[place]
         if idle <= 0.0:
             continue
@@ -238,7 +238,7 @@ def _holders(main: ProcessRecord, total_s: float, stacks: Stacks) -> tuple[Holde
 
 def workers_of(recording: Recording, stacks: Stacks) -> WorkerTime | None:
     """None where no rank has any, or none was sampled."""
-    children = [one for rank in recording.ranks for one in rank.children if one.role == WORKER]
+    children = [child for rank in recording.ranks for child in rank.children if child.role == WORKER]
     mains = [thread for child in children for thread in child.threads if thread.main]
     total_s = sum(seconds for thread in mains for _, seconds in thread.stacks)
     if not total_s:
@@ -260,18 +260,18 @@ def mean(values: Sequence[float]) -> float:
 
 
 def share_of(times: Sequence[RankTime], kind: Kind) -> float:
-    return mean([one.kinds.get(kind, 0.0) for one in times])
+    return mean([time.kinds.get(kind, 0.0) for time in times])
 
 
 def place_share(times: Sequence[RankTime], place: Place) -> float:
-    return mean([one.places.get(place, 0.0) for one in times])
+    return mean([time.places.get(place, 0.0) for time in times])
 
 
 def frame_of(times: Sequence[RankTime], place: Place) -> Frame | None:
     """The place with its most frequent line."""
     lines: dict[int, float] = defaultdict(float)
-    for one in times:
-        for line, share in one.lines.get(place, {}).items():
+    for time in times:
+        for line, share in time.lines.get(place, {}).items():
             lines[line] += share
     if not place.file or not lines:
         return None

@@ -99,7 +99,7 @@ def percent(share: float) -> str:
 
 
 def _ranks(times: Sequence[RankTime]) -> str:
-    return rank_words(one.rank for one in times)
+    return rank_words(time.rank for time in times)
 
 
 def _do(times: Sequence[RankTime], one: str, many: str) -> str:
@@ -141,7 +141,7 @@ def split(times: Sequence[RankTime]) -> tuple[list[RankTime], list[RankTime]] | 
 
 def _variance(times: Sequence[RankTime]) -> float:
     """Of the mean share of waits, if each sample were drawn on its own; never as if a share were certain."""
-    shares = [min(max(one.waits, 0.02), 0.98) for one in times]
+    shares = [min(max(time.waits, 0.02), 0.98) for time in times]
     return sum(w * (1 - w) / one.samples for w, one in zip(shares, times, strict=True)) / len(times) ** 2
 
 
@@ -154,11 +154,11 @@ def _waited_in(where: Place | None, times: Sequence[RankTime]) -> str:
 
 def _waits_most_in(times: Sequence[RankTime]) -> Place | None:
     shares: dict[Place, float] = defaultdict(float)
-    for one in times:
-        for each, share in one.places.items():
+    for time in times:
+        for each, share in time.places.items():
             if each.waits:
                 shares[each] += share
-    return max(shares, key=lambda one: shares[one]) if shares and any(one.waits > 0 for one in times) else None
+    return max(shares, key=lambda one: shares[one]) if shares and any(time.waits > 0 for time in times) else None
 
 
 def _reason(late: Sequence[RankTime], rest: Sequence[RankTime], difference: float) -> tuple[str, Frame | None, str]:
@@ -167,7 +167,10 @@ def _reason(late: Sequence[RankTime], rest: Sequence[RankTime], difference: floa
     if holder is not None and (_holder(rest) is None):
         return f": {_holds(holder)}", holder.frame, OTHER_THREAD
     excess = {
-        one: place_share(late, one) - place_share(rest, one) for time in late for one in time.places if not one.waits
+        place: place_share(late, place) - place_share(rest, place)
+        for time in late
+        for place in time.places
+        if not place.waits
     }
     most = max(excess, key=lambda one: excess[one], default=None)
     if most is not None and excess[most] >= NAMED * difference:
@@ -209,7 +212,7 @@ def _loading(times: Sequence[RankTime], workers: WorkerTime | None) -> Finding |
     if share < LOADING:
         return None
     most = max(
-        (one for time in times for one in time.places if one.kind == "data loading"),
+        (place for time in times for place in time.places if place.kind == "data loading"),
         key=lambda one: place_share(times, one),
     )
     here = [time for time in times if time.kinds.get("data loading", 0.0) >= LOADING / 2]
@@ -229,12 +232,12 @@ def _loading(times: Sequence[RankTime], workers: WorkerTime | None) -> Finding |
 
 def _holder(times: Sequence[RankTime]) -> Holder | None:
     """The thread that keeps the main threads of all these ranks from the GIL."""
-    held = [one.holders[0] for one in times if one.holders and is_scarce(one)]
+    held = [time.holders[0] for time in times if time.holders and is_scarce(time)]
     return max(held, key=lambda one: one.share) if times and len(held) == len(times) else None
 
 
 def is_scarce(time: RankTime) -> bool:
-    others = sum(one.share for one in time.holders)
+    others = sum(holder.share for holder in time.holders)
     return others >= HELD and others + time.gil >= SCARCE
 
 
@@ -245,7 +248,7 @@ def _holds(one: Holder) -> str:
 
 
 def _gil(times: Sequence[RankTime], late: Finding | None) -> Finding | None:
-    short = [one for one in times if is_scarce(one)]
+    short = [time for time in times if is_scarce(time)]
     if late is not None and late.advice == OTHER_THREAD:  # said there
         short = [one for one in short if one.rank not in late.ranks]
     if not short:
@@ -260,7 +263,7 @@ def _gil(times: Sequence[RankTime], late: Finding | None) -> Finding | None:
 
 
 def _waiting(times: Sequence[RankTime], late: Finding | None, missing: Sequence[str]) -> Finding | None:
-    share = mean([one.waits for one in times])
+    share = mean([time.waits for time in times])
     if share < WAITING or late is not None:
         return None
     where = _waits_most_in(times)
@@ -277,18 +280,20 @@ def _waiting(times: Sequence[RankTime], late: Finding | None, missing: Sequence[
         advice = "The transfers take the time, or the stages of a pipeline wait for each other: try more micro-batches."
     advice = "They may wait for those that were not seen." if missing else advice
     frame = frame_of(times, where) if where is not None else None
-    return Finding("communication", share, tuple(one.rank for one in times), f"{text}.", frame, advice)
+    return Finding("communication", share, tuple(time.rank for time in times), f"{text}.", frame, advice)
 
 
 def _saving(times: Sequence[RankTime]) -> Finding | None:
-    ranks = [one for one in times if one.kinds.get("checkpoint", 0.0) >= SAVING]
+    ranks = [time for time in times if time.kinds.get("checkpoint", 0.0) >= SAVING]
     if not ranks:
         return None
-    most = max((p for one in ranks for p in one.places if p.kind == "checkpoint"), key=lambda p: place_share(ranks, p))
+    most = max(
+        (p for rank in ranks for p in rank.places if p.kind == "checkpoint"), key=lambda p: place_share(ranks, p)
+    )
     share, frame = share_of(ranks, "checkpoint"), frame_of(ranks, most)
     text = f"Checkpoints take {percent(share)} of the time of {_ranks(ranks)}{at(frame)}."
     return Finding(
-        "checkpoint", share, tuple(one.rank for one in ranks), text, frame, "Save less often, or with async_save."
+        "checkpoint", share, tuple(rank.rank for rank in ranks), text, frame, "Save less often, or with async_save."
     )
 
 
@@ -296,7 +301,7 @@ def _own_code(times: Sequence[RankTime], late: Finding | None) -> Finding | None
     """One function of the script, outside of the model, on all ranks."""
     least = {
         one: min(time.places.get(one, 0.0) for time in times)
-        for one in {one for time in times for one in time.places if one.kind == "script" and one.file}
+        for one in {place for time in times for place in time.places if place.kind == "script" and place.file}
     }
     most = max(least, key=lambda one: least[one], default=None)
     if most is None or least[most] < OWN_CODE or late is not None:
@@ -305,7 +310,7 @@ def _own_code(times: Sequence[RankTime], late: Finding | None) -> Finding | None
     there = mean([time.lines.get(most, {}).get(frame.line, 0.0) for time in times]) if frame is not None else 0.0
     where = f"{'' if there >= MOSTLY * share else 'lines around '}{place(frame)}"
     text = f"{percent(share)} of the time goes to {where}, outside of forward, backward and optimizer."
-    return Finding("script", share, tuple(one.rank for one in times), text, frame)
+    return Finding("script", share, tuple(time.rank for time in times), text, frame)
 
 
 def _nothing(times: Sequence[RankTime]) -> str:
@@ -373,7 +378,7 @@ class Comparison:
             words = f"A step takes {self.amount(self.now_s)} (was {self.amount(self.before_s)})"
         else:
             words = "The recordings have no steps to compare by"
-        grown = [one for one in self.changes if one.more > 0]
+        grown = [change for change in self.changes if change.more > 0]
         if not grown:
             return f"{words}; no line takes noticeably longer{self.on}."
         return f"{words}; what grew most{self.on}: {where(grown[0])}, {self.amount(grown[0].more)} more."
@@ -404,7 +409,7 @@ def compare(earlier: Recording, now: Recording) -> Comparison:
     if ranks:
         times, before = _of(times, ranks), _of(before, ranks) or before
     theirs = {_key(place): place for one in before for place in one.places}
-    ours = {_key(place): place for one in times for place in one.places}
+    ours = {_key(place): place for time in times for place in time.places}
     changes = []
     for key in {**ours, **theirs}:
         mine, other = ours.get(key), theirs.get(key)
@@ -423,7 +428,7 @@ def compare(earlier: Recording, now: Recording) -> Comparison:
 
 
 def _of(times: Sequence[RankTime], ranks: tuple[int, ...]) -> list[RankTime]:
-    return [one for one in times if one.rank in ranks]
+    return [time for time in times if time.rank in ranks]
 
 
 def _key(place: Place) -> tuple[str, str, str, str, bool]:
@@ -432,10 +437,10 @@ def _key(place: Place) -> tuple[str, str, str, str, bool]:
 
 
 def _step_s(recording: Recording, times: Sequence[RankTime]) -> float:
-    steps = mean([one.steps for one in times if one.steps])
+    steps = mean([time.steps for time in times if time.steps])
     return (recording.elapsed_s or recording.duration_s) / steps if steps else 0.0
 
 
 def _error(share: float, times: Sequence[RankTime]) -> float:
-    samples = sum(one.samples for one in times)
+    samples = sum(time.samples for time in times)
     return sqrt(max(share, 0.01) * (1 - min(share, 0.99)) / samples) if samples else 1.0

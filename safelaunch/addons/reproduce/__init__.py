@@ -108,7 +108,7 @@ class Reproduction:
 
 def reproduction_of(evidence: Evidence, wish: Wish, read_source: ReadSource | None = None) -> Reproduction:
     verdict = diagnose(evidence, read_source)
-    culprits = list(dict.fromkeys(one.rank for one in verdict.culprits))
+    culprits = list(dict.fromkeys(culprit.rank for culprit in verdict.culprits))
     program = _program(Facts.of(evidence, read_source), wish.extent)
     kept = fewest_ranks(program, culprits, records_tell) if wish.fewest else list(program.ranks)
     program, culprits = of_ranks(program, kept), [kept.index(rank) for rank in culprits]
@@ -126,7 +126,7 @@ def reproduction_of(evidence: Evidence, wish: Wish, read_source: ReadSource | No
         command=written.command,
         hang=hang_of(evidence, kept, read_source),
         notes=written.notes,
-        replays=any(one.calls or one.end.kind != "stands" for one in program.ranks.values()),
+        replays=any(rank.calls or rank.end.kind != "stands" for rank in program.ranks.values()),
     )
 
 
@@ -171,13 +171,13 @@ def hang_of(evidence: Evidence, kept: Sequence[int], read_source: ReadSource | N
     verdict, facts = diagnose(evidence, read_source), Facts.of(evidence, read_source)
     number = {rank: place for place, rank in enumerate(kept)}
     ranks = {number[rank]: _standing(facts, rank, number) for rank in facts.ranks if rank in number}
-    bare, calls = all(one.main is None for one in evidence.ranks), diagnose(evidence)
+    bare, calls = all(rank.main is None for rank in evidence.ranks), diagnose(evidence)
     by_calls = frozenset(_named(calls, number)) if calls.cause == verdict.cause else None
     return Hang(verdict.outcome, verdict.cause, _named(verdict, number), ranks, bare, by_calls)
 
 
 def _named(verdict: Verdict, number: Mapping[int, int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(number[one.rank] for one in verdict.culprits if one.rank in number))
+    return tuple(dict.fromkeys(number[culprit.rank] for culprit in verdict.culprits if culprit.rank in number))
 
 
 def compared(recorded: Hang, run: Evidence, read_source: ReadSource | None = None) -> tuple[list[str], Hang]:
@@ -185,7 +185,8 @@ def compared(recorded: Hang, run: Evidence, read_source: ReadSource | None = Non
     may tell the same.
     """
     bare = tuple(
-        RankEvidence(rank=one.rank, host=one.host, pid=one.pid, flight_record=one.flight_record) for one in run.ranks
+        RankEvidence(rank=rank.rank, host=rank.host, pid=rank.pid, flight_record=rank.flight_record)
+        for rank in run.ranks
     )
     views = (run, structs.replace(run, ranks=bare)) if recorded.bare else (run,)
     hangs = [hang_of(view, range(run.world_size), read_source) for view in views]
@@ -197,7 +198,7 @@ def _standing(facts: Facts, rank: int, number: Mapping[int, int]) -> Standing:
     if wait is None or wait.kind == "init":
         return Standing("init_process_group" if wait is not None else "")
     members, known = facts.alignment.members(wait.group) if wait.group is not None else (frozenset[int](), False)
-    ranks = tuple(sorted(number[one] for one in members if one in number)) if known else None
+    ranks = tuple(sorted(number[member] for member in members if member in number)) if known else None
     return Standing(
         FUNCTIONS.get(wait.op.split(" ")[0], wait.op), ranks, number.get(wait.peer) if wait.peer is not None else None
     )

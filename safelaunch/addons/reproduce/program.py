@@ -267,7 +267,7 @@ def with_sizes_that_gloo_checks(program: Program) -> Program:
     length, and some ranks only have fewer of them, ranks come back from the call. There are two segments a rank.
     """
     for group in {call.group for call in _every(program)}:
-        last = [one.calls[-1] for one in program.ranks.values() if one.calls and one.end.kind == "waits"]
+        last = [rank.calls[-1] for rank in program.ranks.values() if rank.calls and rank.end.kind == "waits"]
         sizes = {prod(call.sizes[0]) for call in last if _is_sum(call, group)}
         if len(sizes) < 2:
             continue
@@ -299,8 +299,8 @@ def _numbers(program: Program) -> set[int]:
 
 
 def _every(program: Program) -> Iterator[Call]:
-    for one in program.ranks.values():
-        yield from one.calls
+    for rank in program.ranks.values():
+        yield from rank.calls
 
 
 def _with_calls(program: Program, change: Callable[[Call], Call]) -> Program:

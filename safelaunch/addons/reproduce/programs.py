@@ -161,7 +161,7 @@ class _Reader:
         ranks = {rank: replace(one, end=held_end) if rank in held else one for rank, one in passing.items()}
         self._say_what_is_missing()
         makers = self._makers()
-        used = {call.group for one in ranks.values() for call in one.calls} - {WORLD} | set(makers)
+        used = {call.group for rank in ranks.values() for call in rank.calls} - {WORLD} | set(makers)
         groups = {name: self._members(name) for name in sorted(used, key=lambda name: (len(name), name))}
         return Program(ranks, groups, makers, (*self._notes, *self._roots.notes()))
 
@@ -184,7 +184,7 @@ class _Reader:
     def _members(self, group: str) -> tuple[int, ...]:
         if group == WORLD:
             return tuple(range(self._world))
-        told = [one.evidence.gil.groups.get(group, ()) for one in self._facts.ranks.values()]
+        told = [rank.evidence.gil.groups.get(group, ()) for rank in self._facts.ranks.values()]
         return tuple(sorted(next((ranks for ranks in told if ranks), ()) or self._facts.alignment.ranks_of(group)))
 
     def _makers(self) -> dict[str, frozenset[int]]:
@@ -195,7 +195,7 @@ class _Reader:
             if number is None:
                 return {}
             made[rank] = number - (one.wait is not None and one.wait.op == "new_group")
-        names = {name for one in self._facts.ranks.values() for name in one.evidence.gil.groups if name.isdecimal()}
+        names = {name for rank in self._facts.ranks.values() for name in rank.evidence.gil.groups if name.isdecimal()}
         makers = {name: frozenset(rank for rank, number in made.items() if number > int(name)) for name in names}
         return {name: ranks for name, ranks in makers.items() if ranks and ranks != frozenset(made)}
 
@@ -242,7 +242,7 @@ class _Reader:
 
     @property
     def _some_in_init(self) -> bool:
-        return any(one.wait is not None and one.wait.kind == "init" for one in self._facts.ranks.values())
+        return any(rank.wait is not None and rank.wait.kind == "init" for rank in self._facts.ranks.values())
 
     def _made(self, rank: int, calls: Sequence[Recorded]) -> list[_Made]:
         """In the order of the record. A batch of sends and receives is one call."""
@@ -260,13 +260,13 @@ class _Reader:
 
     def _borrowed(self, rank: int) -> list[_Made]:
         """Of a rank without a record: what its peers cannot have completed without it, as one of them called it."""
-        over = {one.key for calls in self._calls.values() for one in calls if one.entry.completed}
+        over = {call.key for calls in self._calls.values() for call in calls if call.entry.completed}
         alignment = self._facts.alignment
         of_mine = {
             peer: [
-                one
-                for one in calls
-                if one.transfer is None and one.key in over and rank in alignment.members(one.entry.group)[0]
+                call
+                for call in calls
+                if call.transfer is None and call.key in over and rank in alignment.members(call.entry.group)[0]
             ]
             for peer, calls in self._calls.items()
         }

@@ -58,10 +58,10 @@ def recorded(facts: Facts, extent: Extent) -> dict[int, list[Recorded]]:
         for meeting, place in _first_kept(calls, begins[rank]).items():
             first[meeting] = min(place, first.get(meeting, place))
     for rank, calls in every.items():  # what one side's ring has lost, nobody can replay
-        held = {one.meeting: one.place for one in reversed(calls)}  # the first of each
+        held = {call.meeting: call.place for call in reversed(calls)}  # the first of each
         for meeting in first:
             first[meeting] = max(first[meeting], held.get(meeting) or _behind_lost(facts, rank, meeting))
-    return {rank: [one for one in calls if one.place >= first[one.meeting]] for rank, calls in every.items()}
+    return {rank: [call for call in calls if call.place >= first[call.meeting]] for rank, calls in every.items()}
 
 
 def _entries_of(facts: Facts, rank: int) -> list[Recorded]:
@@ -127,7 +127,7 @@ def _recording(facts: Facts, group: str) -> list[int]:
 
 def _rounds_before(calls: Sequence[Recorded], end: int, rounds: int) -> int:
     """Where the last few whole rounds before ``end`` begin; the last few calls, where none repeat."""
-    codes = [(signature(one.entry), one.entry.group, one.entry.frames) for one in calls[:end]]
+    codes = [(signature(call.entry), call.entry.group, call.entry.frames) for call in calls[:end]]
     for period in range(1, min(_LONGEST_ROUND, end // 2) + 1):
         if codes[end - period : end] == codes[end - 2 * period : end - period]:
             begin = end - 2 * period

@@ -96,12 +96,12 @@ def _told(program: Program, places: Mapping[int, Sequence[Hashable]]) -> Told:
             if not entry.is_p2p
         ]
         entries = [structs.replace(entry, record_id=at) for at, entry in enumerate(entries)]
-        groups = {one.group: program.groups.get(one.group, tuple(program.ranks)) for one in entries}
+        groups = {entry.group: program.groups.get(entry.group, tuple(program.ranks)) for entry in entries}
         ranks.append(
             RankEvidence(rank=rank, host="", pid=rank + 1, flight_record=FlightRecord("", tuple(entries), groups))
         )
     found = diagnose(Evidence("hang", program.world_size, tuple(ranks)))
-    return found.cause, [one.rank for one in found.culprits]
+    return found.cause, [culprit.rank for culprit in found.culprits]
 
 
 _WIDTH = 118
@@ -136,7 +136,7 @@ def script(program: Program, recorded: Sequence[str], name: str) -> Script:
     """The whole script. ``recorded``: what was recorded, a paragraph each; ``name``: how the script is called."""
     named, families = in_families(program)
     items = {rank: _items(one) for rank, one in named.ranks.items()}
-    dtypes = {dtype for one in program.ranks.values() for call in _flat(one) for dtype in call.dtypes}
+    dtypes = {dtype for rank in program.ranks.values() for call in _flat(rank) for dtype in call.dtypes}
     writer = _Writer(named, families)
     body = [*_before(named), *writer.groups()]
     nodes = fold.merged(items)
@@ -189,7 +189,7 @@ def _not_the_same(program: Program) -> Iterator[str]:
     for rank, one in program.ranks.items():
         if one.end.kind == "stands" and one.end.cause not in _STANDS:
             yield f"Rank {rank} {one.end.words} ({one.end.cause}): here it is asleep."
-    if any(entry.is_p2p for one in program.ranks.values() for left in one.entries for entry in left):
+    if any(entry.is_p2p for rank in program.ranks.values() for left in rank.entries for entry in left):
         yield NO_SENDS
 
 
@@ -244,7 +244,7 @@ class _Writer:
                 yield from _wrapped(line if makers is None else _INDENT + line)
             else:
                 yield from _wrapped(f"{name}, _ = dist.new_subgroups_by_enumeration({_lists(groups)})")
-        if any(not call.waited_for for one in self._program.ranks.values() for call in one.calls):
+        if any(not call.waited_for for rank in self._program.ranks.values() for call in rank.calls):
             yield "works = []"
         yield ""
 

@@ -173,13 +173,13 @@ def end_strays(
     """Cancels these attempts and waits until they have ended. Raises SafelaunchError if some do not end."""
     if not strays:
         return
-    jobs = ", ".join(sorted({each.job for each in strays}))
+    jobs = ", ".join(sorted({stray.job for stray in strays}))
     say(f"their jobs have changed, so {queue.name} ends them: {jobs}")
     begin_s = time.monotonic()
     for each in strays:
         paths.job(each.job).mkdir(parents=True, exist_ok=True)
         AttemptFiles(paths.job(each.job), each.number).close()  # one that has yet to start does nothing
-    names = {name for each in strays for name in each.handed}
+    names = {name for stray in strays for name in stray.handed}
     while alive := [each.number for each in queue.list() if each.name in names and each.stage != "ended"]:
         queue.cancel(alive, kill=False)
         if time.monotonic() - begin_s > GIVE_UP_AFTER_S:

@@ -102,7 +102,7 @@ class Channel:
 
         def without(saying: Saying) -> Saying:
             kept = {kind: given for kind, given in saying.submitted.items() if what not in (kind, given[0])}
-            gathers = frozenset(one for one in saying.gathers if what not in (one, _kind(one)))
+            gathers = frozenset(gather for gather in saying.gathers if what not in (gather, _kind(gather)))
             return replace(saying, submitted=kept, gathers=gathers)
 
         self._change(without)

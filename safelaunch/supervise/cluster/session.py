@@ -140,7 +140,7 @@ class Session:
             self._succeed(page, now)
             self._read_members(page)
             self._read_wrong(page)
-            wanted = frozenset(one for one in saying.gathers if "." in one)
+            wanted = frozenset(gather for gather in saying.gathers if "." in gather)
             if wanted or saying.looks_around:
                 beats = self._beats()
                 heard = {s: beat for s, beat in beats.items() if beat.doing != "ended" and s not in page.silent}

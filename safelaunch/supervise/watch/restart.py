@@ -47,15 +47,23 @@ class Kin:
 
 def kin_of(verdict: Verdict, evidence: Evidence) -> Kin | None:
     """Returns None for a failure without a line: two of those might have nothing in common."""
-    if not verdict.culprits or any(one.frame is None for one in verdict.culprits):
+    if not verdict.culprits or any(culprit.frame is None for culprit in verdict.culprits):
         return None
     culprits = frozenset(
-        (one.host, str(one.gpu or ""), one.process.partition(" (")[0], one.frame.file, one.frame.line)
-        for one in verdict.culprits
-        if one.frame is not None
+        (
+            culprit.host,
+            str(culprit.gpu or ""),
+            culprit.process.partition(" (")[0],
+            culprit.frame.file,
+            culprit.frame.line,
+        )
+        for culprit in verdict.culprits
+        if culprit.frame is not None
     )
-    named = {one.rank for one in verdict.culprits}
-    raised = frozenset(one.exception.type for one in evidence.ranks if one.exception is not None and one.rank in named)
+    named = {culprit.rank for culprit in verdict.culprits}
+    raised = frozenset(
+        rank.exception.type for rank in evidence.ranks if rank.exception is not None and rank.rank in named
+    )
     return Kin(verdict.outcome, verdict.cause, culprits, raised)
 
 
