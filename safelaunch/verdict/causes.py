@@ -58,6 +58,7 @@ class Cause:
     ``safelaunch explain`` and the documentation show both.
 
     - ``evidence``: how safelaunch knows
+    - ``unlike``: causes that look similar, each with the difference
     - ``advice``: of its sub-cases, and what fits all of them
     - ``own``: a rank may do it by itself and hold up its peers, without having failed
     - ``failure``: the rank has ended by it
@@ -67,6 +68,7 @@ class Cause:
     """
 
     evidence: str
+    unlike: tuple[tuple[str, str], ...] = ()
     advice: tuple[Advice, ...]
     own = False
     failure = False
@@ -468,6 +470,11 @@ class CollectiveMismatch(Cause, name="collective-mismatch"):
         "diverge. They come from the Flight Recorders, or from stacks and logs. The source shows the condition that "
         "sent the ranks different ways."
     )
+    unlike = (
+        ("uneven-batches", "the rank has left the loop"),
+        ("group-order", "each group's calls match, and only the order of the groups differs"),
+        ("swallowed-exception", "an exception that the script caught explains the skipped calls"),
+    )
     advice = _advice(
         UNUSUAL_GROUP,
         RACE,
@@ -517,6 +524,10 @@ class MissingFromCollective(Cause, name="missing-from-collective"):
     evidence = (
         "The stacks or records of the peers show the call that they wait in, and the rank's own record ends before it."
     )
+    unlike = (
+        ("collective-mismatch", "the rank's own pending call is known, and it is a different one"),
+        ("stuck-in-user-code", "a stack shows what the rank does instead"),
+    )
     advice = _advice(
         WRONG_GROUP,
         UNUSUAL_GROUP,
@@ -556,6 +567,10 @@ class UnevenBatches(Cause, name="uneven-batches"):
     """
 
     evidence = "The rank's stack is past the loop in which its peers wait, or the rank has exited with code 0."
+    unlike = (
+        ("collective-mismatch", "the rank is still in the loop"),
+        ("rank-exited", "the rank ended with an error code, or on purpose before the loop was over"),
+    )
     advice = _advice(
         EXIT_CALLED,
         _DRAWN_BATCHES,
@@ -589,6 +604,10 @@ class GroupOrder(Cause, name="group-order"):
     """
 
     evidence = "The pending call of each rank, and the group of that call, form a cycle of waits."
+    unlike = (
+        ("collective-mismatch", "one rank made or skipped a call, and the others agree"),
+        ("p2p-cycle", "the cycle consists of sends and receives"),
+    )
     advice = _advice(
         HELD,
         HANDLES,
@@ -616,6 +635,10 @@ class P2PCycle(Cause, name="p2p-cycle"):
     """
 
     evidence = "The pending sends and receives of the ranks form a cycle of waits."
+    unlike = (
+        ("group-order", "the cycle consists of collectives in several groups"),
+        ("collective-mismatch", "a send has no matching receive, because a rank skipped it or named another peer"),
+    )
     advice = _advice(
         Advice(
             "Post one side first: even ranks send then receive, odd ranks receive then send; or use "
@@ -642,6 +665,10 @@ class InitNotJoined(Cause, name="init-not-joined"):
     evidence = (
         "The stacks of the peers are in `init_process_group`, and the rank's stack is elsewhere or at a different "
         "store. torchrun's own store lists the nodes that joined."
+    )
+    unlike = (
+        ("rank-exception", "the missing rank has failed before it could join"),
+        ("node-unreachable", "the ranks had joined, and the node fell silent later"),
     )
     advice = _advice(
         Advice(
@@ -675,6 +702,10 @@ class DataLoading(Cause, name="data-loading"):
 
     evidence = (
         "The rank's stack waits for a batch, and the worker that owes the batch has its own stack and process state."
+    )
+    unlike = (
+        ("stuck-in-user-code", "the rank's own code blocks, not its data pipeline"),
+        ("uneven-batches", "the rank had no more batches"),
     )
     advice = _advice(
         OWN_LOCK,
@@ -713,6 +744,10 @@ class BlockingIo(Cause, name="blocking-io"):
         "The stack stays at one line. `/proc` shows the system call, the file or socket, and the processes that have "
         "its other end open."
     )
+    unlike = (
+        ("uninterruptible-io", "the process is in state D, and no signal reaches it"),
+        ("lock-deadlock", "the other side waits in turn, so that the wait can never end"),
+    )
     advice = _advice(
         *_CIRCLES,
         HELD,
@@ -742,6 +777,10 @@ class UninterruptibleIo(Cause, name="uninterruptible-io"):
     """
 
     evidence = "`/proc` shows state D in every sample, and the kernel function in which the process waits."
+    unlike = (
+        ("blocking-io", "the wait can be interrupted, as at a pipe or a socket"),
+        ("rank-stopped", "a signal stopped the process, which SIGCONT resumes"),
+    )
     advice = _advice(
         f"The kernel waits for storage, a network file system or a driver: look at {_KERNEL_LOG} "
         "and the mount that the line reads from; killing the process will not help until it answers.",
@@ -770,6 +809,10 @@ class LockDeadlock(Cause, name="lock-deadlock"):
     evidence = (
         "The stacks show which threads wait for a lock, the source shows which thread holds it, and `/proc/locks` "
         "shows which process holds a file lock."
+    )
+    unlike = (
+        ("blocking-io", "the wait can still end: the other side is alive and may respond"),
+        ("gil-held", "no Python code of the rank runs at all"),
     )
     advice = _advice(
         *_CIRCLES,
@@ -806,6 +849,10 @@ class GilHeld(Cause, name="gil-held"):
         "In the rank, code that needs the GIL doesn't answer, while code without it does. py-spy shows the thread "
         "that owns the GIL."
     )
+    unlike = (
+        ("busy-loop", "Python code runs, and other threads get their turn"),
+        ("lock-deadlock", "the thread waits for a lock of the script, not for the GIL"),
+    )
     advice = _advice(
         "Make the native call release the GIL (Py_BEGIN_ALLOW_THREADS, pybind11's gil_scoped_release, ctypes.CDLL "
         "instead of PyDLL), or return.",
@@ -824,6 +871,10 @@ class BusyLoop(Cause, name="busy-loop"):
     """
 
     evidence = "The thread uses CPU time between the samples, and its stack stays in your code."
+    unlike = (
+        ("gil-held", "native code keeps other threads from running"),
+        ("slow-not-stuck", "the job makes progress"),
+    )
     advice = _advice(
         _GROUP_TIMEOUT,
         "Bound the loop at this line, and check its exit condition on this rank.",
@@ -850,6 +901,10 @@ class StuckInUserCode(Cause, name="stuck-in-user-code"):
     """
 
     evidence = "The stack stays at one line of your code, and `/proc` shows the system call in which the thread waits."
+    unlike = (
+        ("blocking-io", "the kernel shows a file, a pipe or a socket that the rank waits for"),
+        ("busy-loop", "the rank uses a core"),
+    )
     advice = _advice(
         _GROUP_TIMEOUT,
         *_CIRCLES,
@@ -884,6 +939,10 @@ class SwallowedException(Cause, name="swallowed-exception"):
         "Inside the rank, safelaunch records the exceptions that code catches. The records of calls show that the "
         "ranks diverge at that moment."
     )
+    unlike = (
+        ("collective-mismatch", "no exception explains the skipped calls"),
+        ("rank-exception", "the exception ended the rank"),
+    )
     advice = _advice(
         "Let the exception end the rank, or let all ranks take the same branch after it: a rank that skips a batch "
         "also skips its collectives.",
@@ -900,6 +959,10 @@ class RankStopped(Cause, name="rank-stopped"):
     """
 
     evidence = "`/proc` shows state T in every sample, or the process is in a frozen cgroup."
+    unlike = (
+        ("uninterruptible-io", "the process waits for the kernel, and SIGCONT changes nothing"),
+        ("launcher-stopped", "torchrun is stopped, and the ranks run"),
+    )
     advice = _advice(
         "Something stopped the process: `kill -CONT <pid>` resumes it; look for a debugger, a job suspension by the "
         "scheduler, or a cgroup freezer.",
@@ -921,6 +984,10 @@ class GpuKernel(Cause, name="gpu-kernel"):
         "The rank's stack is in a synchronization, or its record shows a call that its GPU has not started or "
         "finished. No peer is missing from the calls that it has started."
     )
+    unlike = (
+        ("gpu-lost", "the driver has reported an error"),
+        ("no-rank-stands-out", "every rank waits in the same call"),
+    )
     advice = _advice(
         Advice("To find the kernel", preset="cuda-sync"),
         f"Look for Xid errors in {_KERNEL_LOG}.",
@@ -941,6 +1008,10 @@ class GpuLost(Cause, name="gpu-lost"):
 
     evidence = (
         "The kernel log has an Xid of the rank's GPU or of its process, and the rank waits for that GPU or for peers."
+    )
+    unlike = (
+        ("gpu-kernel", "the driver has reported no error"),
+        ("rank-exception", "a CUDA error ended the rank"),
     )
     advice = _advice(
         "Xid 13, 31 and 43 are mostly a kernel's own errors: `compute-sanitizer` finds it. Others (48, 74, 79, 94, 95, "
@@ -969,6 +1040,10 @@ class RankExited(Cause, name="rank-exited"):
     evidence = (
         "torchrun or the log reports the exit code. The times of the failures show which rank ended first; lost "
         "connections of other ranks are consequences."
+    )
+    unlike = (
+        ("rank-exception", "an uncaught exception ended the rank"),
+        ("uneven-batches", "the rank ended with code 0 after its last batch"),
     )
     advice = _advice(
         LAUNCHER,
@@ -999,6 +1074,10 @@ class RankKilled(Cause, name="rank-killed"):
         "The exit status is a signal. The kernel log, the cgroup's count of out-of-memory kills and the output of "
         "faulthandler show why."
     )
+    unlike = (
+        ("rank-exception", "Python ended the rank, with a traceback"),
+        ("node-lost", "every process of the node is gone"),
+    )
     advice = _advice(
         DETAIL_CRASH,
         *_COMMUNICATION,
@@ -1027,6 +1106,10 @@ class RankException(Cause, name="rank-exception"):
     evidence = (
         "Inside the rank, safelaunch records the exception with its time and line; a log has its traceback. Errors "
         "that only report a lost peer are consequences."
+    )
+    unlike = (
+        ("swallowed-exception", "the script caught the exception and continued"),
+        ("rank-killed", "a signal ended the rank, without a traceback"),
     )
     advice = _advice(
         _GRADIENT_MISSING,
@@ -1084,6 +1167,10 @@ class NodeLost(Cause, name="node-lost"):
         "Every failure is a lost connection to a rank of that node, and the node's safelaunch fell silent without a "
         "report."
     )
+    unlike = (
+        ("node-unreachable", "the connections to the node are still open"),
+        ("rank-killed", "the node's safelaunch is alive and reports the end of a rank"),
+    )
     advice = _advice(
         "Look at the node itself: power, kernel panic (its BMC or serial console), or a scheduler or out-of-memory "
         "killer that took every process of the job there.",
@@ -1103,6 +1190,10 @@ class NodeUnreachable(Cause, name="node-unreachable"):
     """
 
     evidence = "The messages of that node's safelaunch have stopped, and the connections to its ranks are still open."
+    unlike = (
+        ("node-lost", "the connections to the node have closed"),
+        ("launcher-stopped", "the node answers, and only its torchrun or safelaunch doesn't"),
+    )
     advice = _advice(
         "From another node: `ping HOST`, and `ip -s link` on both ends; then the switch and its ports.",
         "If the node answers, look there for the job's processes: they may still run, and hold its GPUs.",
@@ -1122,6 +1213,7 @@ class NodeBehind(Cause, name="node-behind"):
     """
 
     evidence = "The ranks that hold up their peers are all ranks of that node, and no other rank does."
+    unlike = (("node-unreachable", "the node is silent"),)
     advice = _advice(
         "Compare this node with the others: `node/<host>/` has its GPUs, kernel log, disks, memory and load; then "
         "leave it out and run again.",
@@ -1143,6 +1235,10 @@ class LauncherStopped(Cause, name="launcher-stopped"):
         "The node's safelaunch reports that torchrun is stopped or has ended. If safelaunch itself is silent, the "
         "node still answers."
     )
+    unlike = (
+        ("node-unreachable", "the node doesn't answer at all"),
+        ("rank-stopped", "a rank is stopped, and torchrun runs"),
+    )
     advice = _advice(
         "On that node: `ps -o pid,stat,cmd -C python`; `kill -CONT PID` resumes a stopped torchrun or safelaunch. "
         "Look for a debugger, a job suspension by the scheduler, or a cgroup freezer.",
@@ -1160,6 +1256,7 @@ class VersionsDiffer(Cause, name="versions-differ"):
     """
 
     evidence = "Each node's safelaunch reports its versions and a checksum of the script."
+    unlike = (("no-rank-stands-out", "all nodes run the same versions"),)
     advice = _advice(
         "Give all nodes the same environment: one image, or one shared directory, and one copy of the script.",
     )
@@ -1175,6 +1272,10 @@ class NoRankStandsOut(Cause, name="no-rank-stands-out"):
     """
 
     evidence = "All ranks wait in the same call or at the same place, and no other check has found a difference."
+    unlike = (
+        ("missing-from-collective", "a rank has not entered the call"),
+        ("gpu-kernel", "one rank's GPU holds up the others"),
+    )
     advice = _advice(
         LATE_JOIN,
         _ALL_STACKS,
@@ -1233,6 +1334,10 @@ class ReplicasDiverged(Cause, name="replicas-diverged"):
     """
 
     evidence = "`--check-every` compares checksums between the ranks that should hold the same values."
+    unlike = (
+        ("loss-diverged", "the losses differ; the replicas might still be equal"),
+        ("non-finite-gradient", "a gradient is infinite or NaN"),
+    )
     advice = _advice(
         ALL_APART,
         APART_AT_FIRST,
@@ -1255,6 +1360,7 @@ class NonFiniteGradient(Cause, name="non-finite-gradient"):
     """
 
     evidence = "`--check-every` looks at the gradients of every checked step, before they are averaged if it can."
+    unlike = (("loss-diverged", "the loss that the script reports is not finite, or too high"),)
     advice = _advice(
         "Look at that rank's batch of that step: print it, and `torch.isfinite(loss)` before `backward()`.",
         "For the operation: `torch.autograd.set_detect_anomaly(True)` for a few steps from the last good checkpoint.",
@@ -1273,6 +1379,7 @@ class LossDiverged(Cause, name="loss-diverged"):
     """
 
     evidence = "safelaunch compares the losses that the ranks report."
+    unlike = (("replicas-diverged", "the parameters of the ranks differ, bit by bit"),)
     advice = _advice(
         "Look at that rank's data: its shard, its sampler and its augmentation seed.",
         "If the losses should be equal, compare the models: `safelaunch --check-every 100 ...` finds replicas that "
@@ -1292,6 +1399,10 @@ class SlowNotStuck(Cause, name="slow-not-stuck"):
     """
 
     evidence = "Two looks a few seconds apart show different steps or calls."
+    unlike = (
+        ("no-rank-stands-out", "nothing moves"),
+        ("busy-loop", "one rank computes and the job makes no step"),
+    )
     advice = _advice(
         "The job isn't hung. To see where the time goes, look at the merged stacks in `report.md`.",
         "To watch it: `safelaunch status --watch`",
