@@ -33,14 +33,14 @@ class AbsoluteLinks(MetadataHookInterface):  # type: ignore[misc]
 
 
 class Generated(BuildHookInterface):  # type: ignore[misc]
-    """Adds the man page and the completions, by ``scripts/generate.py``.
+    """Adds the man page and the completions, by ``scripts/build/generate.py``.
 
     A wheel gets them from a temporary directory: the source tree may be read-only, such as a clone of another user.
     """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        sys.path[:0] = [self.root, str(Path(self.root, "scripts"))]
-        from generate import COMPLETIONS, MAN_PAGE, write
+        sys.path.insert(0, self.root)
+        from scripts.build.generate import COMPLETIONS, MAN_PAGE, write
 
         self._scratch = tempfile.TemporaryDirectory()
         made = Path(self.root if version == "editable" else self._scratch.name)

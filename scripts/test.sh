@@ -18,6 +18,6 @@ at_once=5
 if [ "${1:-}" = --fast ]; then
   shift
   at_once=2
-  set -- -m "quick or not (slow or torch)" tests/unit tests/integration/test_{crashes,hangs,healthy_exit}.py "$@"
+  set -- -m "quick or not (slow or torch)" tests/unit tests/e2e/test_{crashes,hangs,healthy_exit}.py "$@"
 fi
 exec "${VENV:-.venv}/bin/python" -m pytest -n "$at_once" --dist loadgroup "$@"

@@ -1,6 +1,6 @@
-"""Adds ``--whole``: every row of the fault matrix (``tests/faults``), with its table, and the tests marked ``rare``.
+"""Adds ``--whole``: every row of the fault matrix (``tests/qa/faults``), with its table, and the tests marked ``rare``.
 
-This is not in ``tests/faults``: under pytest-xdist, the process that prints loads no other conftest.
+This is not in ``tests/qa/faults``: under pytest-xdist, the process that prints loads no other conftest.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 if TYPE_CHECKING:
-    import stub
-
-for folder in ("integration", "faults", "nvml", "docs"):
-    sys.path.insert(0, str(Path(__file__).parent / folder))
+    from tests.support.nvml import stub
 
 # What the build makes, in a checkout that was installed before it had to.
 ROOT = Path(__file__).parents[1]
 if (ROOT / "safelaunch").is_dir() and not (ROOT / "safelaunch" / "cli" / "completions").is_dir():
-    subprocess.run([sys.executable, ROOT / "scripts" / "generate.py"], check=True)
+    subprocess.run([sys.executable, "-m", "scripts.build.generate"], cwd=ROOT, check=True)
 
 # A shell starts background processes with these signals ignored, and children inherit that.
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
@@ -56,7 +53,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.fixture
 def node(tmp_path: Path) -> stub.Node:
     """A simulated node of eight idle GPUs with its own leases. Its ``environ`` shows it to a process."""
-    import stub
+    from tests.support.nvml import stub
 
     if stub.library() is None:
         pytest.skip("no C compiler for the stand-in of libnvidia-ml.so.1")
@@ -80,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "fault_row" in metafunc.fixturenames:
-        import matrix
+        from tests.qa.faults import matrix
 
         names = matrix.BY_NAME if metafunc.config.getoption("--whole") else matrix.SHORT
         metafunc.parametrize("fault_row", [pytest.param(matrix.BY_NAME[name], id=name) for name in names])
@@ -88,7 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints the table of the rows, which the reports carry as properties."""
-    import row
+    from tests.qa.faults import row
 
     found = [each for reports in terminalreporter.stats.values() for each in reports]
     properties = [each for report in found for each in getattr(report, "user_properties", ())]

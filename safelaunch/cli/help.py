@@ -1,6 +1,6 @@
 """``safelaunch --help`` and ``safelaunch help [SUBCOMMAND]``: printed at once, without torch and without a parser.
 
-The man page and the shells' completions have the same source: ``scripts/generate.py``.
+The man page and the shells' completions have the same source: ``scripts/build/generate.py``.
 """
 
 from __future__ import annotations

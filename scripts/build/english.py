@@ -3,11 +3,11 @@
 It reads comments, docstrings, test names and sentences in string literals of safelaunch/, tests/ and scripts/, and the
 prose of README.md and docs/. The number of findings in each file can only fall: english.json holds what is left.
 
-python scripts/build/english.py                # findings for each package and each pattern
-python scripts/build/english.py PATH ...       # each finding in these files and folders
-python scripts/build/english.py --check        # exit code 1 if a file has more findings than recorded
-python scripts/build/english.py --record       # write english.json; refuses a larger sum
-python scripts/build/english.py --record PATH ...   # the same, for these files and folders alone
+python -m scripts.build.english                # findings for each package and each pattern
+python -m scripts.build.english PATH ...       # each finding in these files and folders
+python -m scripts.build.english --check        # exit code 1 if a file has more findings than recorded
+python -m scripts.build.english --record       # write english.json; refuses a larger sum
+python -m scripts.build.english --record PATH ...   # the same, for these files and folders alone
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from python_source import Docstring, Function, PythonSource
+from scripts.build.python_source import Docstring, Function, PythonSource
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_suffix(".json")

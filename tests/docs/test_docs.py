@@ -8,13 +8,11 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import yaml
-from pages import DOCS, PAGES, ROOT, blocks, github_anchors, links, prose, table
 
 from safelaunch.cli import COMMANDS, main
 from safelaunch.cli.help import EXIT_CODES
@@ -23,12 +21,10 @@ from safelaunch.settings.options import BY_NAME, MAX_STALL_FACTOR, OWN_OPTIONS, 
 from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.rules import KINDS, OWN
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import docs_tables
-from checks import CHECKS, Record
-from figures import render
+from scripts.build import docs_tables
+from scripts.build.checks import CHECKS, Record
+from scripts.build.figures import render
+from tests.docs.pages import DOCS, PAGES, ROOT, blocks, github_anchors, links, prose, table
 
 RUN, NOT_RUN = {"bash"}, {"console"}
 FRAGMENTS = {"text", "python", "yaml", "json", "toml", "ini", "dockerfile", "sh"}
@@ -122,7 +118,7 @@ def test_the_site_is_built_from_the_pages_alone() -> None:
 
 
 def test_figures_are_marked() -> None:
-    """``scripts/figures.py`` finds and replaces them: every marker has its end and names checks, each on one page."""
+    """Every marker has its end and names checks, each on one page."""
     record = Record("", "", "", 0.0, 0, "", ("",), (("",),))
     rendered = {page: render(path.read_text(), dict.fromkeys(CHECKS, record)) for page, path in PAGES.items()}
     assert {page: one.problems for page, one in rendered.items() if one.problems} == {}
@@ -131,7 +127,7 @@ def test_figures_are_marked() -> None:
 
 
 def test_the_picture_is_of_the_readmes_job() -> None:
-    """If this fails, run ``python scripts/picture.py``."""
+    """If this fails, run ``python -m scripts.build.picture``."""
     picture = (DOCS / "pictures" / "verdict.svg").read_text("utf-8")
     assert not re.findall(r"@import|url\((?!#)|href=", picture), "it loads nothing"
     words = " ".join(html.unescape(re.sub(r"<style>.*?</style>|<[^>]+>", " ", picture, flags=re.DOTALL)).split())
@@ -196,7 +192,7 @@ def test_a_symptom_is_named_where_its_owner_looks(symptom: str, page: str) -> No
 
 
 def test_the_advice_that_a_page_shows_is_still_given() -> None:
-    """If this fails, run ``python scripts/docs_output.py PAGE``."""
+    """If this fails, run ``python -m scripts.build.docs_output PAGE``."""
     given = {" ".join(advice.shown.split()) for cause in CAUSES.values() for advice in cause.advice}
     for block in EVERY_BLOCK:
         if block.comment == "verdict":
@@ -209,7 +205,7 @@ def test_the_advice_that_a_page_shows_is_still_given() -> None:
 
 
 def test_generated_parts_are_up_to_date() -> None:
-    """If this fails, run ``python scripts/docs_tables.py``."""
+    """If this fails, run ``python -m scripts.build.docs_tables``."""
     assert [name for name, page in PAGES.items() if docs_tables.filled(page.read_text()) != page.read_text()] == []
 
 
@@ -322,7 +318,7 @@ def test_every_subcommand_is_described() -> None:
 
 
 def test_the_versions_that_compat_installs() -> None:
-    versions = re.findall(r"\"(2\.\d+\.\d+)\"", (ROOT / "scripts" / "compat.py").read_text())
+    versions = re.findall(r"\"(2\.\d+\.\d+)\"", (ROOT / "scripts" / "qa" / "compat.py").read_text())
     assert versions
     for version in versions:
         assert version in PAGES["docs/install.md"].read_text(), version

@@ -17,12 +17,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import stub
 from _pytest.mark import ParameterSet
-from jobs import TAG, port_of_its_own
-from pages import PAGES, SETUP, Block, blocks, directive
 
 from safelaunch.leases.inventory import has_driver
+from tests.docs.pages import PAGES, SETUP, Block, blocks, directive
+from tests.support.jobs import TAG, port_of_its_own
+from tests.support.nvml import stub
 
 # One group: the last test looks at what the first has left.
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240), pytest.mark.xdist_group("docs")]

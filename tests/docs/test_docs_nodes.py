@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
-from pages import blocks
+from safelaunch.supervise.cluster.where import Meeting, meeting
 
 from safelaunch.job.argv import CommandLine, split
 from safelaunch.job.torchrun import KNOWN
 from safelaunch.settings.options import OWN_OPTIONS, options_of
 from safelaunch.supervise.cluster.store import Address
-from safelaunch.supervise.cluster.where import Meeting, meeting
+from tests.docs.pages import blocks
 
 OWN = {option.flag: option.takes_value for option in OWN_OPTIONS}
 
@@ -137,7 +137,7 @@ def test_the_component(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("title", "words"), [("train.sbatch", "safelaunch"), ("tasks.sbatch", "safelaunch exec")])
 def test_the_scripts_for_sbatch(title: str, words: str) -> None:
-    """``tests/integration/test_slurm.py`` submits the first of them."""
+    """``tests/e2e/test_slurm.py`` submits the first of them."""
     lines = titled("docs/schedulers.md", title).splitlines()
     assert lines[0] == "#!/bin/bash"
     text = " ".join(line.removesuffix("\\") for line in lines)

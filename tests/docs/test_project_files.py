@@ -17,11 +17,9 @@ from typing import Any
 
 import pytest
 import yaml
-from pages import ROOT
 
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from checks import CHECKS
+from scripts.build.checks import CHECKS
+from tests.docs.pages import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib as toml
@@ -69,19 +67,18 @@ def test_the_metadata_is_complete() -> None:
     assert not [one for one in project["classifiers"] if one.startswith("License ::")], "the licence is an SPDX name"
 
 
-def imported(script: Path) -> set[str]:
+def imported(module: str) -> set[str]:
     """Returns the packages that a script imports, also through other scripts."""
-    nodes = list(ast.walk(ast.parse(script.read_text("utf-8"))))
+    nodes = list(ast.walk(ast.parse(ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text("utf-8"))))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-    packages = {name.partition(".")[0] for name in names}
-    scripts = {name for name in packages if script.with_name(f"{name}.py").exists()}
-    return (packages - scripts).union(*(imported(script.with_name(f"{name}.py")) for name in scripts))
+    scripts = {name for name in names if name.startswith("scripts.")}
+    return {name.partition(".")[0] for name in names - scripts}.union(*map(imported, scripts))
 
 
 def test_the_docs_extra_contains_what_the_tables_of_the_docs_import() -> None:
     project = toml.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    wanted = imported(ROOT / "scripts" / "docs_tables.py") - {"safelaunch", *sys.stdlib_module_names}
+    wanted = imported("scripts.build.docs_tables") - {"safelaunch", *sys.stdlib_module_names}
     assert {"shtab", "yaml"} <= wanted
     required = [*project["dependencies"], *project["optional-dependencies"]["docs"]]
     installed = {re.split(r"[^\w-]", one)[0].lower() for one in required}

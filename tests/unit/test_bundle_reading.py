@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from evidence import C10D, at, behind, entry, in_user, job, past, rank, record, waiting
 from msgspec.structs import replace
 
 from safelaunch.beacon import layout, page
@@ -39,6 +38,7 @@ from safelaunch.model import (
     RankFile,
 )
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.evidence import C10D, at, behind, entry, in_user, job, past, rank, record, waiting
 
 SLEEPER = rank(1, in_user(7, "load"), "sleep", flight=behind())
 

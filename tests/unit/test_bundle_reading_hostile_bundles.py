@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_bundle_reading import dumps, hang, mismatching, run_directory, verdict_at, write_bundle
 
 from safelaunch.beacon import layout
 from safelaunch.bundle.reading import locate
 from safelaunch.bundle.reading.guard import Unreadable
 from safelaunch.cli import main
 from safelaunch.verdict.diagnose import diagnose
+from tests.unit.test_bundle_reading import dumps, hang, mismatching, run_directory, verdict_at, write_bundle
 
 ZEROS = gzip.compress(bytes(16 << 20))  # members of a gzip file stand one after the other
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from waiting import until
 
 from safelaunch.bundle import copier
 from safelaunch.bundle.staging import (
@@ -35,6 +34,7 @@ from safelaunch.model import Artifact, Culprit, EarlyLook, Place, Verdict
 from safelaunch.supervise.hooks import Notifier, variables, variables_of_look
 from safelaunch.supervise.hooks import run as run_command
 from safelaunch.system.redaction.redactor import Redactor
+from tests.support.waiting import until
 
 # --- assembling, publishing and keeping bundles: whole or not at all, private, and nothing else is ever touched -------
 

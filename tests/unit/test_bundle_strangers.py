@@ -12,8 +12,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-import strangers
-from test_bundle_staging import NAME, begun, mounted, published, staged
 
 from safelaunch.bundle import copier
 from safelaunch.bundle.staging import Published, check_directory, publish
@@ -21,6 +19,8 @@ from safelaunch.cli.run import check
 from safelaunch.model import Artifact
 from safelaunch.settings.options import Settings
 from safelaunch.system.errors import UsageError
+from tests.support import strangers
+from tests.unit.test_bundle_staging import NAME, begun, mounted, published, staged
 
 ROOT = pytest.mark.skipif(os.getuid() != 0, reason="takes root to be several users")
 STRANGER = 65534

@@ -12,7 +12,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from nccl_formats import FORMATS, Format, Hooked, Recorder
 
 from safelaunch.beacon import layout, server
 from safelaunch.capture import flight_dump, flight_recorder
@@ -20,6 +19,7 @@ from safelaunch.capture.flight_dump import parse_json, parse_pickle, record_of
 from safelaunch.capture.flight_recorder import Unanswered, flight_record_of, kept_at_exit
 from safelaunch.model import Collective, Frame, GroupStatus
 from safelaunch.system.errors import CaptureError
+from tests.support.nccl_formats import FORMATS, Format, Hooked, Recorder
 
 # torch 2.13 on gloo: the group is "0" in entries and "" in pg_config, the state never changes.
 GLOO_ENTRY: dict[str, Any] = {

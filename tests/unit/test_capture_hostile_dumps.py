@@ -17,8 +17,6 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_bundle_reading import dumps, mismatching
-from test_capture_flight_recorder import GLOO, GLOO_ENTRY, NCCL, as_json
 
 from safelaunch.bundle.reading import locate
 from safelaunch.bundle.reading.guard import Bounds, TooMuch, in_child
@@ -26,6 +24,8 @@ from safelaunch.capture.flight_dump import MAX_RANKS, parse_json, parse_pickle, 
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.system.errors import CaptureError
 from safelaunch.verdict.diagnose import diagnose
+from tests.unit.test_bundle_reading import dumps, mismatching
+from tests.unit.test_capture_flight_recorder import GLOO, GLOO_ENTRY, NCCL, as_json
 
 FIELDS = sorted({*GLOO_ENTRY, *NCCL["entries"][0]})
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from ras_service import Fault, Process, Service, as_json, as_text
 
 from safelaunch.capture import nccl, sockets
 from safelaunch.capture.nccl import (
@@ -28,6 +27,7 @@ from safelaunch.capture.nccl import (
 from safelaunch.capture.result import Result
 from safelaunch.model import NcclCommunicator, NcclProcess
 from safelaunch.system.errors import CaptureError
+from tests.support.ras_service import Fault, Process, Service, as_json, as_text
 
 # --- nccl's ras service is asked once, only where it is this job's and safe to ask, and may answer anything -----------
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nccl_formats import FORMATS, NEWEST, Format, Hooked, Op, Pending, Recorder, State, TorchComms, write
 
 from safelaunch.bundle.reading import locate
 from safelaunch.capture import flight_recorder
@@ -22,6 +21,7 @@ from safelaunch.verdict.collectives import Alignment
 from safelaunch.verdict.comparable import Block, settled
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.doubts import Doubt
+from tests.support.nccl_formats import FORMATS, NEWEST, Format, Hooked, Op, Pending, Recorder, State, TorchComms, write
 
 WORLD = {"0": (0, 1, 2, 3)}
 GRID = {"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}  # two tensor, two data groups

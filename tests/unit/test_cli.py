@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_bundle_reading import dumps, mismatching
 
 from safelaunch.cli import COMMANDS
+from tests.unit.test_bundle_reading import dumps, mismatching
 
 # A few hundred processes would take a minute: one that has imported everything forks for each command line.
 FORKS = """

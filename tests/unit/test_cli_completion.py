@@ -12,11 +12,8 @@ from pathlib import Path
 import pytest
 
 from safelaunch.cli import COMMANDS, completion, main
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from generate import MAN_PAGE, write  # noqa: E402
+from scripts.build.generate import MAN_PAGE, write
+from tests.support.paths import ROOT
 
 PRESETS = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
 CASES = [

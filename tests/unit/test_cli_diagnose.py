@@ -11,14 +11,14 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-import incidents
 import pytest
 from msgspec.structs import replace
-from test_bundle_reading import dumps, hang, mismatching, verdict_at, write_bundle
 
 from safelaunch.bundle.reading import locate
 from safelaunch.cli import main
 from safelaunch.cli.diagnose import FILES, HTML, PERFETTO, VERDICT
+from tests.support import incidents
+from tests.unit.test_bundle_reading import dumps, hang, mismatching, verdict_at, write_bundle
 
 Capture = pytest.CaptureFixture[str]
 

@@ -1,4 +1,4 @@
-"""The screen of ``status --watch``: golden files for three sizes (``python tests/unit/screens.py`` writes them), the
+"""The screen of ``status --watch``: golden files for three sizes (``python tests/support/screens.py`` writes them), the
 sparkline; and the terminal, which it leaves as it was.
 """
 
@@ -13,14 +13,14 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import screens
-from screens import GOLDEN, RUNS, SIZES
 
 from safelaunch.cli.status_screen import ASCII, Glyphs, course, screen, spark
 from safelaunch.model import Inconsistency
+from tests.support import screens
+from tests.support.paths import ROOT
+from tests.support.screens import GOLDEN, RUNS, SIZES
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_a_wrong_result_is_shown_whole() -> None:
 
 WATCHING = """
 from safelaunch.cli import status
-import screens
+from tests.support import screens
 status.choose = lambda runs, word: ()
 status.select = lambda runs, word: screens.healthy()
 status.main(["--watch"])
@@ -103,7 +103,7 @@ status.main(["--watch"])
 def test_the_terminal_is_as_it_was_however_it_ends(ending: str, code: int) -> None:
     master, slave = pty.openpty()
     before = termios.tcgetattr(slave)
-    path = os.fspath(Path(__file__).parent)
+    path = os.fspath(ROOT)
     env = {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "latin-1", "PYTHONPATH": path}
     with subprocess.Popen(
         [sys.executable, "-c", WATCHING], stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True

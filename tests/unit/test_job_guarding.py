@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from waiting import until
 
 from safelaunch.job import controlgroup, process
 from safelaunch.job.controlgroup import ControlGroup, locate
 from safelaunch.job.guarding import Remains, note, parse
 from safelaunch.job.paths import RunPaths, create_run
 from safelaunch.job.process import ProcessId
+from tests.support.waiting import until
 
 SUPERVISOR = """
     import os, signal, sys, time

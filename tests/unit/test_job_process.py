@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from waiting import until
 
 from safelaunch.job import process
 from safelaunch.job.process import ProcessId, descendants, end_all, identify
+from tests.support.waiting import until
 
 Run = Callable[..., "subprocess.Popen[str]"]
 

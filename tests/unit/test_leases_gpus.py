@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import stub
 
 from safelaunch.cli import gpus
 from safelaunch.leases.choose import Gpu, GpuProcess, Inventory, Wish, pool_of, wish_of
@@ -23,6 +22,7 @@ from safelaunch.leases.holder import Holder, User, look, ourselves
 from safelaunch.leases.inventory import has_driver, inventory
 from safelaunch.leases.store import Store
 from safelaunch.system.errors import InterruptedWait, ResourceError
+from tests.support.nvml import stub
 
 FOUR = Inventory(tuple(Gpu(str(n), f"GPU-{n}") for n in range(4)))
 

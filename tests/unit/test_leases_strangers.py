@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import strangers
-from strangers import MINE, STRANGER, stranger, words
 
 from safelaunch.beacon import descriptors as beacon
 from safelaunch.cli import gpus as command
@@ -24,6 +22,8 @@ from safelaunch.leases.gpus import Claim, Survey
 from safelaunch.leases.holder import Holder, look, ourselves
 from safelaunch.leases.lease import Lease, is_locked
 from safelaunch.leases.store import MOST_EACH, Store
+from tests.support import strangers
+from tests.support.strangers import MINE, STRANGER, stranger, words
 
 A, B = "GPU-aaaa", "GPU-bbbb"
 TICKET = "ticket.00000000000000000001.1"

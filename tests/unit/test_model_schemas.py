@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
-import incidents
 import msgspec
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
-from recordings import recorded
-from test_cli_status import rank, run, run_status
 
 import safelaunch
 from safelaunch import schemas
@@ -31,9 +26,10 @@ from safelaunch.report import calls
 from safelaunch.supervise.control.protocol import NodeStatus
 from safelaunch.system.console import json_text
 from safelaunch.verdict.rank_state import Facts
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import schemas as writer
+from scripts.build import schemas as writer
+from tests.support import incidents
+from tests.support.recordings import recorded
+from tests.unit.test_cli_status import rank, run, run_status
 
 
 def check(name: str, found: Any) -> None:
@@ -43,7 +39,7 @@ def check(name: str, found: Any) -> None:
 
 
 def test_the_schemas_are_those_of_the_records() -> None:
-    """If this fails, run ``python scripts/schemas.py``."""
+    """If this fails, run ``python -m scripts.build.schemas``."""
     assert writer.main(["--check"]) == 0
 
 

@@ -6,17 +6,17 @@ import re
 from pathlib import Path
 
 import pytest
-from evidence import at, behind, in_user, rank, waiting
-from evidence import job as job_of
 from msgspec.structs import replace
-from test_bundle_reading import _json, write_bundle
-from test_report import EVIL
 
 from safelaunch.bundle.reading import locate
 from safelaunch.model import EarlyLook, Evidence, Place
 from safelaunch.report import page, report
 from safelaunch.report.about import early_line, in_status
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.evidence import at, behind, in_user, rank, waiting
+from tests.support.evidence import job as job_of
+from tests.unit.test_bundle_reading import _json, write_bundle
+from tests.unit.test_report import EVIL
 
 HERE = (Place(1, at(7, "load")),)
 LOOK = EarlyLook(1_795_363_200.0, 7.4, 0.048, words="rank 1 is asleep in train.py:7 (load)", places=HERE)

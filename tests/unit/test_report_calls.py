@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import incidents
-from evidence import entry, job, rank, record
 from msgspec.structs import replace
 
 from safelaunch.model import Evidence, RankEvidence
 from safelaunch.report.calls import NOT_CALLED, Selection, document, in_order, lines, table
 from safelaunch.verdict.rank_state import Facts
+from tests.support import incidents
+from tests.support.evidence import entry, job, rank, record
 
 
 def of(number: int, *what: tuple[str, int, str], first: int = 0) -> RankEvidence:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from evidence import SCRIPT, at, entry, in_c10d, in_loader, in_user, in_worker, job, process, rank, record, waiting
 from msgspec.structs import replace
 
 from safelaunch.model import CaughtException, Culprit, Evidence, RankException, Verdict
 from safelaunch.report import code
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.rank_state import Facts
+from tests.support.evidence import (
+    SCRIPT,
+    at,
+    entry,
+    in_c10d,
+    in_loader,
+    in_user,
+    in_worker,
+    job,
+    process,
+    rank,
+    record,
+    waiting,
+)
 
 SOURCE = {
     SCRIPT: """\

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import incidents
 import pytest
-from evidence import entry, in_user, job, rank, record
 from msgspec.structs import replace
 
 from safelaunch.model import Evidence
 from safelaunch.report import exports
 from safelaunch.verdict.rank_state import Facts
+from tests.support import incidents
+from tests.support.evidence import entry, in_user, job, rank, record
 
 
 def trace_of(evidence: Evidence) -> list[dict[str, Any]]:

@@ -11,11 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import browser
-import incidents
 import pytest
-import test_capture_nccl_formats as nccl
-from evidence import behind, entry, in_c10d, in_user, job, past, progress, rank, record, waiting
 from msgspec.structs import replace
 
 from safelaunch.bundle.reading import locate
@@ -37,6 +33,9 @@ from safelaunch.report.overview import RankRow, alike
 from safelaunch.report.tables import hosts_word
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.rank_state import Facts
+from tests.support import browser, incidents
+from tests.support.evidence import behind, entry, in_c10d, in_user, job, past, progress, rank, record, waiting
+from tests.unit import test_capture_nccl_formats as nccl
 
 pytestmark = pytest.mark.xdist_group("chromium")  # one Chromium, and each page made once
 

@@ -18,8 +18,9 @@ from safelaunch.model import Claim, Culprit, Frame, NextStep, Verdict
 from safelaunch.report import report
 from safelaunch.system import console
 from safelaunch.system.console import Display, display, terminal_safe
+from tests.support.paths import DATA
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = DATA / "verdict_screens"
 BUNDLE = "/home/me/My Experiments/safelaunch-bundles/train-20261122T022137Z-hang"
 COMMAND = "safelaunch --preset nccl-debug --nproc-per-node=8 train.py --data '/data/My Corpus' --steps 1000 --lr 1e-3"
 WIDTHS = (60, 80, 120)
@@ -111,7 +112,7 @@ def shown(verdict: Verdict, width: int, *, color: bool = False) -> str:
 
 
 def golden(name: str, width: int) -> Path:
-    return GOLDEN / f"screen-{name}-{width}.txt"
+    return GOLDEN / f"{name}-{width}.txt"
 
 
 EVERY = pytest.mark.parametrize(("name", "width"), [(name, width) for name in SCREENS for width in WIDTHS])

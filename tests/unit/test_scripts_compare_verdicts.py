@@ -1,22 +1,17 @@
-"""``scripts/compare_verdicts.py``: which differences between two verdicts are decisions, and what its corpus keeps."""
+"""``compare_verdicts.py``: which differences between two verdicts are decisions, and what its corpus keeps."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from evidence import job, waiting
 
 from safelaunch.model import Evidence
 from safelaunch.verdict.diagnose import diagnose
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import compare_verdicts
-import verdict_corpus
+from scripts.research import compare_verdicts, verdict_corpus
+from tests.support.evidence import job, waiting
 
 KEY = ("synthetic", "0001: skip, 2x1x1, plain", 1)
 CULPRIT = {"rank": 1, "process": "main", "frame": {"file": "/t.py", "line": 4, "function": "f"}, "reason": "It sleeps."}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "build"))
-
-from english import Finding, check, findings_in, record  # type: ignore[import-not-found]
+from scripts.build.english import Finding, check, findings_in, record  # type: ignore[import-not-found]
+from tests.support.paths import ROOT
 
 # phrase in a comment → patterns that it matches
 COMMENTS = {
@@ -112,7 +110,6 @@ def test_finding_in_a_joined_string_names_its_line() -> None:
 # --- counts that can only fall ----------------------------------------------------------------------------------------
 
 FILE = "scripts/build/python_source.py"
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def findings(*patterns: str, file: str = "a.py") -> list[Finding]:

@@ -1,16 +1,13 @@
-"""``scripts/figures.py``: the tables between the markers of a document, and what is wrong with them."""
+"""``scripts/build/figures.py``: the tables between the markers of a document, and what is wrong with them."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import figures
-from checks import Record
+from scripts.build import figures
+from scripts.build.checks import Record
 
 ZOO = Record("abc123", "2026-11-20", "2 cores", 60.0, 0, "5 of 5", ("", "seen"), (("the zoo", "5 of 5 | right"),))
 SOAK = Record(
@@ -67,7 +64,7 @@ def test_a_table_that_nobody_has_recorded_says_so() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (document("faults"), "3: figures.json has no figures for faults; run scripts/verify.py --only faults"),
+        (document("faults"), "3: figures.json has no figures for faults; run scripts/build/verify.py --only faults"),
         (document("speed"), "3: no such check: speed"),
         (document(""), "3: no such check: none is named"),
         ("<!-- figures: zoo -->\nrest\n", "1: the marker has no <!-- /figures -->"),
@@ -85,7 +82,7 @@ def test_check_fails_where_a_document_differs_and_writes_nothing(tmp_path: Path)
     path.write_text(document("zoo", between="| the zoo | 6 of 5 |\n"))
     before = path.read_text()
     (problem,) = figures.update([path], RECORDS, write=False)
-    assert problem == "costs.md: its figures are not those of figures.json; run scripts/figures.py"
+    assert problem == "costs.md: its figures are not those of figures.json; run scripts/build/figures.py"
     assert path.read_text() == before
     assert figures.update([path], RECORDS, write=True) == []
     assert figures.update([path], RECORDS, write=False) == []

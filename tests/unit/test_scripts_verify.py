@@ -1,10 +1,9 @@
-"""``scripts/verify.py`` and ``scripts/checks.py``: what is run again and what isn't, and how results are read."""
+"""``verify.py`` and ``checks.py``: what is run again and what isn't, and how results are read."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +11,9 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import checks
-import verify
-from checks import Check, CheckError, Found, Record
-from row import HEAD
+from scripts.build import checks, verify
+from scripts.build.checks import Check, CheckError, Found, Record
+from tests.qa.faults.row import HEAD
 
 COUNT = """printf %s "$2" >> runs.txt
 printf '"%s"' "${HOW:-plain}" > "$1"

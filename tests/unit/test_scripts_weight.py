@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "build"))
-
-from python_source import PythonSource  # type: ignore[import-not-found]
-from weight import Module, read_modules, record_types, shared_names  # type: ignore[import-not-found]
+from scripts.build.python_source import PythonSource  # type: ignore[import-not-found]
+from scripts.build.weight import Module, read_modules, record_types, shared_names  # type: ignore[import-not-found]
 
 MODULE = '''"""A module.
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from evidence import (
+
+from safelaunch.model import Frame, ProcessEvidence, ProcessState, ThreadState
+from safelaunch.stacks import calls
+from safelaunch.stacks import frames as fr
+from safelaunch.stacks.kernel import kernel_wait
+from tests.support.evidence import (
     C10D,
     LOADER,
     MODULE,
@@ -20,11 +25,6 @@ from evidence import (
     in_worker,
     process,
 )
-
-from safelaunch.model import Frame, ProcessEvidence, ProcessState, ThreadState
-from safelaunch.stacks import calls
-from safelaunch.stacks import frames as fr
-from safelaunch.stacks.kernel import kernel_wait
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 
 import pytest
-from evidence import at
 
 from safelaunch.stacks.guards import Guard, Whereabouts, guards_of
+from tests.support.evidence import at
 
 CONDITIONS = {
     "if rank == 0:": True,

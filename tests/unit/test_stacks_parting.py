@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from evidence import C10D, MODULE, at
 
 from safelaunch.model import Frame
 from safelaunch.stacks.parting import Left, left_by, loop_left, loop_of_both, loop_returned_from, parting
 from safelaunch.stacks.source import Loop
+from tests.support.evidence import C10D, MODULE, at
 
 SOURCE = """\
 def train():

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from evidence import in_c10d, in_user
 
 from safelaunch.capture.counters import Counters, ProcessCounters, Used
 from safelaunch.capture.jobs import FoundJob, Process, Rank
@@ -20,6 +19,7 @@ from safelaunch.supervise.attach import attach, movement
 from safelaunch.supervise.looks import Looks
 from safelaunch.system.console import COMMAND
 from safelaunch.system.errors import SafelaunchError
+from tests.support.evidence import in_c10d, in_user
 
 SECONDS = 2.0
 CALL, SLEEP, LOOP = in_c10d("all_reduce", 50), in_user("time.sleep"), in_user("train")

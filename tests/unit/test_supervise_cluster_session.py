@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dict_store import DictStore
 from msgspec.structs import replace
 
 from safelaunch.supervise.cluster import session as sessions
 from safelaunch.supervise.cluster.election import SILENT_S
 from safelaunch.supervise.cluster.messages import Beat, Codec, Node, Saying, Seen
 from safelaunch.supervise.cluster.session import Session
+from tests.support.dict_store import DictStore
 
 PREFIX = "safelaunch/1/test"
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from evidence import progress, rank, waiting
 from msgspec.structs import replace
 
 from safelaunch.model import RankException
 from safelaunch.supervise.crash import unreadable_script
+from tests.support.evidence import progress, rank, waiting
 
 TYPO = RankException("IndentationError", "unexpected indent (train.py, line 3)", 100.0)
 

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from evidence import at, behind, in_user, looked_at, rank, with_culprit
 from msgspec.structs import replace
 
 from safelaunch.capture.flight_recorder import Questions
@@ -33,6 +32,7 @@ from safelaunch.supervise.watch.progress import Watch as RealWatch
 from safelaunch.supervise.watch.quiet import Spell
 from safelaunch.supervise.watch.stall import Policy, Stall, Status, idle_s
 from safelaunch.supervise.watch.work import Background, Work
+from tests.support.evidence import at, behind, in_user, looked_at, rank, with_culprit
 
 ASLEEP = FirstWord("rank 1 is asleep in train.py:7 (load)", "stuck-in-user-code", (Place(1, at(7, "load")),))
 COMPUTES = FirstWord("rank 0 is active at train.py:33 (evaluate)", "", (Place(0, at(33, "evaluate")),), common=True)

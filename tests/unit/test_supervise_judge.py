@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evidence import at, entry, in_c10d, in_user, job, past, record, waiting
-from evidence import rank as side
 from msgspec.structs import replace
 
 from safelaunch.capture.counters import Counters, ProcessCounters, Used
@@ -19,6 +17,8 @@ from safelaunch.model import Evidence, Frame, GilTest, ProcessState, StackSample
 from safelaunch.supervise import judge as answer
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.watch.work import Background
+from tests.support.evidence import at, entry, in_c10d, in_user, job, past, record, waiting
+from tests.support.evidence import rank as side
 
 TORN_APART = job(
     waiting(0),

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from evidence import in_c10d, in_user, looked_at, process
 from msgspec import structs
 
 from safelaunch.capture import inside, look, proc, stacks, waits
@@ -23,6 +22,7 @@ from safelaunch.job.process import ProcessId
 from safelaunch.model import Frame, ProcessState, StackSample
 from safelaunch.supervise.judge import what_was_not_seen
 from safelaunch.supervise.looks import MOST_PATIENCE, Looks, Starvation, _is_unclear, _rested, look_at, with_the_late
+from tests.support.evidence import in_c10d, in_user, looked_at, process
 
 
 @pytest.mark.parametrize(

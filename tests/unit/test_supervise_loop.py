@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from evidence import job, rank
 
 from safelaunch.capture.pages import AgentEvent
 from safelaunch.model import RankExit
 from safelaunch.supervise.loop import advice_on, is_of_rendezvous
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.evidence import job, rank
 
 
 @pytest.mark.parametrize(

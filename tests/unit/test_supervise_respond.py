@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_supervise_cluster_channel import until
 
 from safelaunch.capture.look import Target
 from safelaunch.supervise import respond
 from safelaunch.supervise.kinds import CRASH, Kind
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.respond import Incident, JobView, look
+from tests.unit.test_supervise_cluster_channel import until
 
 
 def test_an_incident_needs_the_ranks_until_it_has_seen_them() -> None:

@@ -11,9 +11,7 @@ from threading import Event
 from typing import Any
 
 import pytest
-from dict_store import DictStore
 from msgspec.structs import replace
-from test_supervise_cluster_channel import until
 
 from safelaunch.addons.record.recording import RankRecord, Recording
 from safelaunch.model import BundlePlace, Evidence, Frame, Progress, RankEvidence, RankException
@@ -27,6 +25,8 @@ from safelaunch.supervise.crash import notes_of, own_failure
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.publishing import Agreement
 from safelaunch.supervise.rounds import LARGEST_TEXT, Rounds, apart, others_of, recordings_of, small_files
+from tests.support.dict_store import DictStore
+from tests.unit.test_supervise_cluster_channel import until
 
 
 class Job:

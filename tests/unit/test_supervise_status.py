@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from evidence import in_c10d, in_user, looked_at
 
 from safelaunch.capture.gpu import gpus
 from safelaunch.capture.look import Look, RankLook, Target
@@ -15,7 +14,8 @@ from safelaunch.capture.result import Result
 from safelaunch.model import Gpu, GpuProcess, Gpus
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.status import AGAIN_S, GpuMemory, SilentRanks, memory_by_process, words_of
-from tests.nvml import stub
+from tests.support.evidence import in_c10d, in_user, looked_at
+from tests.support.nvml import stub
 
 TARGETS = tuple(Target(rank, rank, 1000 + rank, 1) for rank in range(3))
 

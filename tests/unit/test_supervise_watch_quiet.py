@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_supervise_watch_progress import BOUNDS, train, watched
 
 from safelaunch.supervise.watch import quiet
 from safelaunch.supervise.watch.quiet import (
@@ -20,6 +19,7 @@ from safelaunch.supervise.watch.quiet import (
     Stage,
 )
 from safelaunch.supervise.watch.rhythm import Bounds
+from tests.unit.test_supervise_watch_progress import BOUNDS, train, watched
 
 TICK_S = 0.25
 

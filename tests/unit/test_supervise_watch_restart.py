@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from evidence import job, rank
 
 from safelaunch.model import Culprit, Frame, RankException, Verdict
 from safelaunch.supervise.watch.restart import Failure, failure_of, kin_of, why_give_up
+from tests.support.evidence import job, rank
 
 HANG = Failure("hang", "stuck-in-user-code", 40, frozenset({("/w/train.py", 7)}))
 

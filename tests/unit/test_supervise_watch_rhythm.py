@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from histories import TICK_S, History, histories, recorded
-from test_supervise_watch_progress import POLICY, Ranks
 
 from safelaunch.supervise import pollers
 from safelaunch.supervise.pollers import PulseTaker
@@ -27,6 +25,8 @@ from safelaunch.supervise.watch.rhythm import (
     quantile_s,
     threshold,
 )
+from tests.support.histories import TICK_S, History, histories, recorded
+from tests.unit.test_supervise_watch_progress import POLICY, Ranks
 
 # One group: all of them look at the same replays.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rhythm")]

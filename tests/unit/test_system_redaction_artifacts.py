@@ -9,12 +9,12 @@ import json
 import re
 from pathlib import Path
 
-import leaks
 import pytest
 
 import safelaunch
 from safelaunch.system import console
 from safelaunch.system.redaction.redactor import Redactor
+from tests.support import leaks
 
 PACKAGE = Path(safelaunch.__file__).parent
 
@@ -22,7 +22,7 @@ PACKAGE = Path(safelaunch.__file__).parent
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_no_encoding_of_a_secret_is_in_any_artifact(part: int, tmp_path: Path) -> None:
-    """By the real writer; scripts/attack.py tries every encoding alone, too."""
+    """By the real writer; scripts/qa/attacks.py tries every encoding alone, too."""
     encodings = leaks.ENCODINGS[part::4]
     said = leaks.said(encodings)
     known = leaks.SECRETS

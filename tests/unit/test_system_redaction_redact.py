@@ -9,13 +9,13 @@ import pickle
 import time
 from urllib.parse import quote
 
-import leaks
 import pytest
 
 from safelaunch.system.redaction.job_secrets import left_out, secret_values
 from safelaunch.system.redaction.redact import NOT_SHOWN, REDACTED, redact_argv, redact_env, redact_text, shown_env
 from safelaunch.system.redaction.redactor import Redactor
 from safelaunch.system.redaction.shapes import is_secret_name
+from tests.support import leaks
 
 SECRET_NAMES = [
     "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "GITHUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY",

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from evidence import (
+from msgspec.structs import replace
+
+from safelaunch.model import Evidence, Frame, Launched, RankEvidence, RankException, RankExit, Verdict
+from safelaunch.settings.presets import find_builtin_dir, list_presets
+from safelaunch.verdict import causes
+from safelaunch.verdict.advice import Scene, again
+from safelaunch.verdict.causes import ABORTED, CAUSES, LEFT_OUT, ROOTS_DIFFER, Advice
+from safelaunch.verdict.diagnose import diagnose
+from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.findings import Finding, waiting_culprits
+from safelaunch.verdict.rank_state import Facts
+from tests.support.evidence import (
     C10D,
     SITE,
     WRAPPER,
@@ -21,17 +32,6 @@ from evidence import (
     record,
     waiting,
 )
-from msgspec.structs import replace
-
-from safelaunch.model import Evidence, Frame, Launched, RankEvidence, RankException, RankExit, Verdict
-from safelaunch.settings.presets import find_builtin_dir, list_presets
-from safelaunch.verdict import causes
-from safelaunch.verdict.advice import Scene, again
-from safelaunch.verdict.causes import ABORTED, CAUSES, LEFT_OUT, ROOTS_DIFFER, Advice
-from safelaunch.verdict.diagnose import diagnose
-from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.findings import Finding, waiting_culprits
-from safelaunch.verdict.rank_state import Facts
 
 DDP = f"{SITE}/torch/nn/parallel/distributed.py"
 TYPED = ("--nproc-per-node=4", "train.py", "--name", "my run")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from evidence import at, behind, entry, in_user, job, rank, waiting
 from msgspec import structs
 from msgspec.structs import replace
-from test_stacks_failures import FULL
 
 from safelaunch.model import (
     Allocations,
@@ -22,6 +20,8 @@ from safelaunch.model import (
 from safelaunch.verdict.belonging import mesh
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.rank_state import Facts
+from tests.support.evidence import at, behind, entry, in_user, job, rank, waiting
+from tests.unit.test_stacks_failures import FULL
 
 WORLD = tuple(range(4))
 

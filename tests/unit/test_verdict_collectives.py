@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from evidence import (
+
+from safelaunch.model import Verdict
+from safelaunch.verdict.collectives import Alignment, mismatch_at, signature
+from safelaunch.verdict.diagnose import diagnose
+from tests.support.evidence import (
     at,
     behind,
     calls,
@@ -17,10 +21,6 @@ from evidence import (
     record,
     waiting,
 )
-
-from safelaunch.model import Verdict
-from safelaunch.verdict.collectives import Alignment, mismatch_at, signature
-from safelaunch.verdict.diagnose import diagnose
 
 
 def test_the_same_number_of_elements_matches() -> None:

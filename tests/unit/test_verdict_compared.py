@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from evidence import C10D, LOGGER, MODULE, SITE, at, job, rank
 
 from safelaunch.model import FatalError, Frame, Launched, RankEvidence, RankException, RankExit
 from safelaunch.stacks.failures import fingerprints
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.evidence import C10D, LOGGER, MODULE, SITE, at, job, rank
 
 OPTIONS = (
     "TensorOptions(dtype=float (default), device=cpu, layout=Strided (default), requires_grad=false (default),"

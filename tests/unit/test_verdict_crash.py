@@ -6,21 +6,6 @@ import traceback
 from typing import Any
 
 import pytest
-from evidence import (
-    C10D,
-    SITE,
-    at,
-    calls,
-    entry,
-    in_c10d,
-    in_init,
-    job,
-    past,
-    rank,
-    record,
-    script,
-    waiting,
-)
 from msgspec.structs import replace
 
 from safelaunch.model import (
@@ -39,6 +24,21 @@ from safelaunch.model import (
 )
 from safelaunch.stacks.tracebacks import of_worker
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.evidence import (
+    C10D,
+    SITE,
+    at,
+    calls,
+    entry,
+    in_c10d,
+    in_init,
+    job,
+    past,
+    rank,
+    record,
+    script,
+    waiting,
+)
 
 OLD_TORCH = Launched(torch="2.9.1")  # in which DETAIL works with DDP
 RESET = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from evidence import behind, in_user, job, rank, waiting
 
 from safelaunch.model import RankException
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.doubts import Doubt, confidence_of
+from tests.support.evidence import behind, in_user, job, rank, waiting
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from evidence import calls, in_c10d, job, rank, record
 from msgspec.structs import replace
 
 from safelaunch.model import RankEvidence, RankExit, Verdict
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.evidence import calls, in_c10d, job, rank, record
 
 
 def stuck(number: int, text: str, line: int, step: int | None = 20) -> RankEvidence:

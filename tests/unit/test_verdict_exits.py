@@ -6,12 +6,12 @@ The messages are those that people report. What the error means is told or left 
 from __future__ import annotations
 
 import pytest
-from evidence import SITE, at, job, rank, waiting
 from msgspec.structs import replace
 
 from safelaunch.model import Frame, RankException, RankExit
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.exits import failure_of, is_consequence, is_timeout
+from tests.support.evidence import SITE, at, job, rank, waiting
 
 C10D = f"{SITE}/torch/distributed/distributed_c10d.py"
 STORE = f"{SITE}/torch/distributed/rendezvous.py"

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from evidence import SCRIPT, at, calls, entry, in_c10d, job, past, rank, record
 
 from safelaunch.model import CaughtException, Collective, Evidence, Progress, RankEvidence, RankExit, Verdict
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.doubts import Doubt
+from tests.support.evidence import SCRIPT, at, calls, entry, in_c10d, job, past, rank, record
 
 SECOND = 1_000_000_000
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from evidence import MODULE, SITE, at, in_user, job, rank
 
 from safelaunch.capture.gpu import errors_of
 from safelaunch.model import Collective, FlightRecord, Frame, RankEvidence
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.evidence import MODULE, SITE, at, in_user, job, rank
 
 SYNCHRONIZE = (Frame(f"{SITE}/torch/cuda/__init__.py", 1108, "synchronize"), at(33), MODULE)
 ITEM = (Frame("libcuda.so.1", 0, "cuStreamSynchronize"), Frame("libtorch_cuda.so", 0, "at::native::item"))

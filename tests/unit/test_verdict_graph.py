@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from evidence import (
+from msgspec import structs
+
+from safelaunch.model import Evidence, FileLock, Frame, ProcessEvidence, RankEvidence
+from safelaunch.report.overview import row_of
+from safelaunch.verdict.diagnose import diagnose
+from safelaunch.verdict.graph import Edge, Graph
+from safelaunch.verdict.rank_state import Facts
+from tests.support.evidence import (
     C10D,
     SCRIPT,
     SITE,
@@ -24,13 +31,6 @@ from evidence import (
     record,
     waiting,
 )
-from msgspec import structs
-
-from safelaunch.model import Evidence, FileLock, Frame, ProcessEvidence, RankEvidence
-from safelaunch.report.overview import row_of
-from safelaunch.verdict.diagnose import diagnose
-from safelaunch.verdict.graph import Edge, Graph
-from safelaunch.verdict.rank_state import Facts
 
 
 def graph(text: str) -> Graph:

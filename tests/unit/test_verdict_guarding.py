@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from evidence import C10D, MODULE, at, entry, in_c10d, job, past, rank, record, script, waiting
 from msgspec import structs
 
 from safelaunch.model import Collective, Frame, GilTest, HandledException, RankException, RankExit, Verdict
@@ -14,6 +13,7 @@ from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Finding, annotated, waiting_culprits
 from safelaunch.verdict.guarding import by_stack, guards
 from safelaunch.verdict.rank_state import Facts
+from tests.support.evidence import C10D, MODULE, at, entry, in_c10d, job, past, rank, record, script, waiting
 
 
 def verdict_of(source: str, *ranks: int, odd: int = 41, op: str = "all_gather", world: int = 2) -> Verdict:

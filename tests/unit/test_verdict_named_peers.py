@@ -6,10 +6,10 @@ gloo records neither. The stack reader sees them as local variables of c10d's ow
 from __future__ import annotations
 
 import pytest
-from evidence import MODULE, at, entry, in_backward, in_c10d, in_user, job, past, rank, record, waiting
 
 from safelaunch.model import CallArguments, Frame, GilTest, Posted, RankEvidence, Verdict
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.evidence import MODULE, at, entry, in_backward, in_c10d, in_user, job, past, rank, record, waiting
 
 
 def sends(number: int, to: int, *, tag: int = 0, line: int = 30) -> RankEvidence:

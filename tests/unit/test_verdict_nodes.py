@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from evidence import (
+
+from safelaunch.model import Evidence, Frame, RankEvidence, RankException
+from safelaunch.verdict.diagnose import diagnose
+from tests.support.evidence import (
     C10D,
     STDLIB,
     WRAPPER,
@@ -20,9 +23,6 @@ from evidence import (
     rank,
     waiting,
 )
-
-from safelaunch.model import Evidence, Frame, RankEvidence, RankException
-from safelaunch.verdict.diagnose import diagnose
 
 LOCK = (Frame(f"{STDLIB}/threading.py", 168, "_RLock.acquire"), *in_user(7))
 

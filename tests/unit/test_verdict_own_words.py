@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from evidence import MODULE, at, in_c10d, job, rank, waiting
 
 from safelaunch.model import Frame, GilTest, HandledException, RankEvidence
 from safelaunch.stacks.tracebacks import of_threads
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.evidence import MODULE, at, in_c10d, job, rank, waiting
 
 MAIN = 7001
 RAISED = (at(14, "batch"), at(20, "train"))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from evidence import MODULE, STDLIB, at, behind, in_user, process, rank, with_culprit
 from msgspec import structs
 
 from safelaunch.model import Frame, OtherEnd, ProcessEvidence, Verdict
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.evidence import MODULE, STDLIB, at, behind, in_user, process, rank, with_culprit
 
 QUEUES = f"{STDLIB}/multiprocessing/queues.py"
 RECV = Frame(f"{STDLIB}/multiprocessing/connection.py", 395, "Connection._recv")

@@ -15,11 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from evidence import KERNEL, STDLIB, at, behind, entry, in_c10d, in_user, job, past, process, rank, record, waiting
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from simulated import NAMED, Helper, Job, Op, Program, Sight, evidence_of, pid_of
 
 from safelaunch.model import (
     CallArguments,
@@ -37,6 +35,22 @@ from safelaunch.model import (
 from safelaunch.verdict.graph import Need, Node, stuck
 from safelaunch.verdict.proof import _Prover, examine
 from safelaunch.verdict.waits import Case
+from tests.support.evidence import (
+    KERNEL,
+    STDLIB,
+    at,
+    behind,
+    entry,
+    in_c10d,
+    in_user,
+    job,
+    past,
+    process,
+    rank,
+    record,
+    waiting,
+)
+from tests.support.simulated import NAMED, Helper, Job, Op, Program, Sight, evidence_of, pid_of
 
 EXAMPLES = int(os.environ.get("SAFELAUNCH_EXAMPLES", "0"))
 

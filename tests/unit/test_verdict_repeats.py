@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
-from evidence import MODULE, SITE, at, in_c10d, job, rank
 from msgspec import UNSET, structs
 
 from safelaunch.model import Evidence, Frame, RankException, RankExit
 from safelaunch.supervise.publishing import blamed_in
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.evidence import MODULE, SITE, at, in_c10d, job, rank
 
 SYNCHRONIZE = Frame(f"{SITE}/torch/cuda/__init__.py", 1108, "synchronize")
 

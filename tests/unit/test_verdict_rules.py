@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-from evidence import at, entry, in_c10d, in_user, job, past, rank, record, waiting
 
 from safelaunch.model import Evidence, FlightRecord, GilTest, Launched
 from safelaunch.verdict.causes import CAUSES
@@ -15,6 +14,7 @@ from safelaunch.verdict.diagnose import _conclude, diagnose
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.rules import KINDS
 from safelaunch.verdict.waits import Case
+from tests.support.evidence import at, entry, in_c10d, in_user, job, past, rank, record, waiting
 
 
 def test_the_rules_conclude_the_catalogue_and_nothing_else() -> None:

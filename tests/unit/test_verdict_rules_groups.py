@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from evidence import C10D, MODULE, WRAPPER, Frame, at, calls, in_c10d, in_user, job, past, rank, record
 
 from safelaunch.model import GilTest, HandledException, RankEvidence
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.evidence import C10D, MODULE, WRAPPER, Frame, at, calls, in_c10d, in_user, job, past, rank, record
 
 NEW_GROUP = (Frame(C10D, 5100, "_new_group_with_tag"), Frame(C10D, 5000, "new_group"), WRAPPER, at(14), MODULE)
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from evidence import behind, in_user, job, rank, waiting
 from msgspec.structs import replace
 
 from safelaunch.model import Evidence, Inconsistency, Progress, Verdict
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.rules_live import is_stalled, rhythm_of
+from tests.support.evidence import behind, in_user, job, rank, waiting
 
 APART = Inconsistency(
     "replicas-diverged",

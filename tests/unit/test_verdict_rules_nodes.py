@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from evidence import SITE, at, behind, in_c10d, in_init, in_user, job, rank, waiting
 from msgspec.structs import replace
 
 from safelaunch.model import (
@@ -26,6 +25,7 @@ from safelaunch.model.evidence import all_nodes
 from safelaunch.report.report import nccl_lines
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.rules_nodes import nccl_states
+from tests.support.evidence import SITE, at, behind, in_c10d, in_init, in_user, job, rank, waiting
 
 RESET = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 ENGINE = Frame(f"{SITE}/torch/autograd/graph.py", 979, "_engine_run_backward")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from evidence import C10D, LOGGER, MODULE, at, record
 
 from safelaunch.capture.flight_dump import parse_json, to_json
 from safelaunch.model import Collective, Frame
+from tests.support.evidence import C10D, LOGGER, MODULE, at, record
 
 MAIN, OTHER = 7001, 7002
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from textwrap import dedent
 
-from evidence import (
+from msgspec import structs
+
+from safelaunch.model import Evidence, GilTest, RankEvidence, Verdict
+from safelaunch.verdict.diagnose import diagnose
+from tests.support.evidence import (
     MODULE,
     SCRIPT,
     SITE,
@@ -20,10 +24,6 @@ from evidence import (
     record,
     waiting,
 )
-from msgspec import structs
-
-from safelaunch.model import Evidence, GilTest, RankEvidence, Verdict
-from safelaunch.verdict.diagnose import diagnose
 
 POLLS = dedent(
     """\

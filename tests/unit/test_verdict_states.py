@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from evidence import (
+from msgspec import structs
+
+from safelaunch.model import Frame, RankEvidence, RankExit, Verdict
+from safelaunch.verdict.diagnose import diagnose
+from tests.support.evidence import (
     MODULE,
     SCRIPT,
     SITE,
@@ -21,10 +25,6 @@ from evidence import (
     waiting,
     with_culprit,
 )
-from msgspec import structs
-
-from safelaunch.model import Frame, RankEvidence, RankExit, Verdict
-from safelaunch.verdict.diagnose import diagnose
 
 # --- threads and locks ------------------------------------------------------------------------------------------------
 

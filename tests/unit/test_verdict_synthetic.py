@@ -9,15 +9,15 @@ import os
 import subprocess
 import sys
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
-from synthetic import Call, Fault, Layout, evidence_of, inject, number_of, play, schedule
 
 from safelaunch.model import Verdict
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.paths import ROOT
+from tests.support.synthetic import Call, Fault, Layout, evidence_of, inject, number_of, play, schedule
 
 KINDS = ("stop", "skip", "extra", "swap", "shape", "op", "group")
 EXAMPLES = int(os.environ.get("SAFELAUNCH_EXAMPLES", "0"))
@@ -157,7 +157,7 @@ def test_the_same_evidence_has_the_same_verdict_to_the_word() -> None:
     """Also where sets and dicts are walked in another order: every node of a job reaches the same document."""
     code = (
         "import sys; sys.path[:0] = sys.argv[1:]\n"
-        "from synthetic import Fault, Layout, evidence_of, inject, play, schedule\n"
+        "from tests.support.synthetic import Fault, Layout, evidence_of, inject, play, schedule\n"
         "from safelaunch.verdict.diagnose import diagnose\n"
         "layout = Layout(4, 2, 2)\n"
         "for kind, rank, index in (('skip', 6, 9), ('group', 3, 8), ('swap', 1, 4), ('group', 9, 12)):\n"
@@ -167,7 +167,7 @@ def test_the_same_evidence_has_the_same_verdict_to_the_word() -> None:
     )
     said = {
         subprocess.run(
-            [sys.executable, "-c", code, os.fspath(Path(__file__).parent)],
+            [sys.executable, "-c", code, os.fspath(ROOT)],
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,

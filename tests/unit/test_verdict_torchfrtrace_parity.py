@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nccl_formats import Op, Recorder, write
 
 from safelaunch.bundle.reading import locate
 from safelaunch.model import Verdict
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.nccl_formats import Op, Recorder, write
 
 
 @dataclass

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from evidence import SCRIPT, at, in_c10d, job, rank, waiting
 from msgspec import UNSET, structs
 
 from safelaunch.model import Frame, RankExit
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.evidence import SCRIPT, at, in_c10d, job, rank, waiting
 
 SOURCE = """\
 {given}

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import msgspec
 import pytest
-from evidence import SCRIPT, at, in_c10d, in_loader, in_user
 from msgspec.structs import replace
 
 from safelaunch.model import (
@@ -24,6 +23,7 @@ from safelaunch.model import (
 )
 from safelaunch.report import page, report
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.evidence import SCRIPT, at, in_c10d, in_loader, in_user
 
 WAITS = in_c10d("all_reduce", 9)
 LOADS = in_loader(30)

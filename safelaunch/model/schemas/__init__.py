@@ -1,6 +1,7 @@
 """JSON Schemas (2020-12) of the documents that programs read: two files, and what each ``--json`` prints.
 
-They are files of this package, made by ``scripts/schemas.py`` from the records that the documents are written from.
+They are files of this package. ``scripts/build/schemas.py`` makes them from the records that the documents are written
+from.
 """
 
 from __future__ import annotations

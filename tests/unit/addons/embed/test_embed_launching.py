@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import incidents
 import pytest
 
 import safelaunch
@@ -18,6 +17,7 @@ from safelaunch.addons.embed.wire import Done, Ended, FromCaller, FromSupervisor
 from safelaunch.settings.config import resolve
 from safelaunch.settings.options import OWN_OPTIONS
 from safelaunch.supervise.watch.progress import policy_of
+from tests.support import incidents
 
 IMPORTS = """
 import sys

@@ -26,8 +26,9 @@ from safelaunch.cli.diagnose import main
 from safelaunch.model import Verdict
 from safelaunch.system.errors import UsageError
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.paths import DATA
 
-DATA = Path(__file__).parents[3] / "data" / "logs"
+LOGS = DATA / "logs"
 CAUSES = {
     "raise": "rank-exception",
     "worker": "rank-exception",
@@ -125,7 +126,7 @@ def frame_of(verdict: Verdict) -> int | None:
 @pytest.mark.parametrize("dress", DRESSES)
 @pytest.mark.parametrize("name", CAUSES)
 def test_who_failed_under_any_launcher(name: str, dress: str, tmp_path: Path) -> None:
-    text = DRESSES[dress]((DATA / f"{name}.log").read_text().splitlines())
+    text = DRESSES[dress]((LOGS / f"{name}.log").read_text().splitlines())
     verdict = verdict_of(text, tmp_path)
     known = {"ray": "RayTrainWorker pid=901, ip=10.0.0.1", "kubectl": "pod/train-worker-1/pytorch"}
     by_launcher = name in ("kill", "segv", "exit")  # torchrun's own lines have the rank
@@ -140,16 +141,16 @@ def test_who_failed_under_any_launcher(name: str, dress: str, tmp_path: Path) ->
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
 def test_two_bytes_a_character(encoding: str, tmp_path: Path) -> None:
     mark = "\ufeff" if encoding == "utf-16-le" else ""
-    text = mark + (DATA / "raise.log").read_text()
+    text = mark + (LOGS / "raise.log").read_text()
     assert named(verdict_of(text, tmp_path, encoding=encoding)) == ("rank-exception", [1])
 
 
 def test_packed_and_from_standard_input_and_several(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     packed = tmp_path / "job.log.gz"
-    packed.write_bytes(gzip.compress((DATA / "kill.log").read_bytes()))
+    packed.write_bytes(gzip.compress((LOGS / "kill.log").read_bytes()))
     assert main([str(packed)]) == 0
     assert "Rank 1 was killed by SIGKILL" in capfd.readouterr().out
-    lines = (DATA / "raise.log").read_text().splitlines()
+    lines = (LOGS / "raise.log").read_text().splitlines()
     for rank in range(2):
         mine = [text for who, text in map(signed, lines) if who == rank]
         (tmp_path / f"rank_{rank}.log").write_text("\n".join(mine))
@@ -343,7 +344,7 @@ def test_how_many_ranks_there_were(known: str, said: str, tmp_path: Path, capfd:
 
 
 def test_what_ended_before_a_restart_did_not_end_the_job(tmp_path: Path) -> None:
-    first, second = ((DATA / f"{name}.log").read_text() for name in ("raise", "kill"))
+    first, second = ((LOGS / f"{name}.log").read_text() for name in ("raise", "kill"))
     again = "I1126 torch/distributed/elastic/agent/server/api.py:900] [default] Worker group FAILED. "
     again += "1/2 attempts left; will restart worker group\n"
     assert named(verdict_of(first + again + second, tmp_path)) == ("rank-killed", [1])
@@ -352,7 +353,7 @@ def test_what_ended_before_a_restart_did_not_end_the_job(tmp_path: Path) -> None
 def test_a_large_log_is_read_in_pieces(tmp_path: Path) -> None:
     filler = "".join(f"step {at} loss {at / 7:.6f}\n" for at in range(60_000))
     assert len(filler) > CHUNK_BYTES
-    found = read_logs([log_of(filler + (DATA / "raise.log").read_text() + filler[:5000], tmp_path)])
+    found = read_logs([log_of(filler + (LOGS / "raise.log").read_text() + filler[:5000], tmp_path)])
     assert found.files["ranks/1/exception.json"] == "job.log:60011"
     assert named(diagnose(found.evidence)) == ("rank-exception", [1])
 
@@ -559,7 +560,7 @@ def test_a_guess_is_never_sure(tmp_path: Path) -> None:
 
 def test_any_garbage_is_read(tmp_path: Path) -> None:
     dice = random.Random(7)
-    text = (DATA / "op-detail.log").read_bytes() + "\n".join(all_of([watchdog(1, 3)]).splitlines()).encode()
+    text = (LOGS / "op-detail.log").read_bytes() + "\n".join(all_of([watchdog(1, 3)]).splitlines()).encode()
     path = tmp_path / "job.log"
     for _ in range(150):
         data = bytearray(text)
@@ -1157,7 +1158,7 @@ def test_lines_that_a_terminal_has_wrapped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quote", ["    ", "> ", "\t", "> > "])
 def test_a_pasted_log(quote: str, tmp_path: Path) -> None:
-    lines = (DATA / "raise.log").read_text().splitlines()
+    lines = (LOGS / "raise.log").read_text().splitlines()
     assert named(verdict_of("\n".join(quote + line for line in lines), tmp_path)) == ("rank-exception", [1])
 
 

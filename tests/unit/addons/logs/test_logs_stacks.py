@@ -14,6 +14,7 @@ import pytest
 from safelaunch.bundle.reading import locate
 from safelaunch.bundle.reading.guard import Found, Unreadable
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.paths import DATA
 
 LIBRARY = "/opt/venv/lib/python3.11/site-packages/torch/distributed"
 WAITS = (("all_reduce", "torch/distributed/distributed_c10d.py", 3252), ("main", "train.py", 10))
@@ -159,7 +160,7 @@ def test_a_text_that_lost_its_indentation(tmp_path: Path) -> None:
     assert named(text, tmp_path / "pasted.txt") == PID_101
 
 
-SAVED = Path(__file__).parents[3] / "data" / "stacks"
+SAVED = DATA / "stacks"
 
 
 @pytest.mark.parametrize("path", sorted(SAVED.iterdir()), ids=lambda path: path.stem)

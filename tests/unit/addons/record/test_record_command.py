@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from recordings import DATA, recorded
-from test_cli_status import RUNS
 
 from safelaunch.addons.record import command as record
 from safelaunch.addons.record.recording import RankRecord
 from safelaunch.cli import dump, main
 from safelaunch.supervise.control.protocol import RecordAnswer
+from tests.support.recordings import DATA, recorded
+from tests.unit.test_cli_status import RUNS
 
 
 @pytest.fixture

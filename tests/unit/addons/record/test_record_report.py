@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, found
 from msgspec.structs import replace
-from recordings import ALL_REDUCE, AUGMENT, BACKWARD, FORWARD, recorded, recording
 
 from safelaunch.addons.record.recording import Recording
 from safelaunch.addons.record.report import SCRIPT, Recorded, content, markdown, places, screen, speedscope
 from safelaunch.addons.record.slowness import compare, verdict_of
 from safelaunch.model import Frame
 from safelaunch.report import page
+from tests.support.browser import Browser, found
+from tests.support.recordings import ALL_REDUCE, AUGMENT, BACKWARD, FORWARD, recorded, recording
 
 NAMES = ("straggler", "loader", "gil", "healthy", "nodes")
 WAITS = {FORWARD: 0.2, BACKWARD: 0.2, ALL_REDUCE: 0.6}

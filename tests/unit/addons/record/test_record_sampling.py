@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from recordings import DATA
 
 from safelaunch.addons.record import sampling
 from safelaunch.addons.record.recording import Numbers, ProcessRecord
@@ -21,6 +20,7 @@ from safelaunch.addons.record.sampling import Sampled, from_folded, from_trace, 
 from safelaunch.capture import command
 from safelaunch.job.process import identify
 from safelaunch.system.errors import CaptureError
+from tests.support.recordings import DATA
 
 SPIN = "def spin():\n while True:\n  pass\nprint(flush=True)\nspin()"
 

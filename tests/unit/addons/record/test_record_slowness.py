@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
-from recordings import (
+
+from safelaunch.addons.record.recording import RankRecord, Recording
+from safelaunch.addons.record.slowness import compare, verdict_of
+from tests.support.recordings import (
     ALL_REDUCE,
     AUGMENT,
     BACKWARD,
@@ -17,9 +20,6 @@ from recordings import (
     recorded,
     recording,
 )
-
-from safelaunch.addons.record.recording import RankRecord, Recording
-from safelaunch.addons.record.slowness import compare, verdict_of
 
 EVEN = {FORWARD: 0.4, BACKWARD: 0.4, OPTIMIZER: 0.1, ALL_REDUCE: 0.1}
 WAITS = {FORWARD: 0.2, BACKWARD: 0.2, ALL_REDUCE: 0.6}

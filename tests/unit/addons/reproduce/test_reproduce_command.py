@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from nccl_formats import Recorder, write
-from replayed import Rank, replayed
 
 from safelaunch.addons.reproduce import command as reproduce
 from safelaunch.cli import main
+from tests.support.nccl_formats import Recorder, write
+from tests.support.replayed import Rank, replayed
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from evidence import in_c10d, job, rank, waiting
 
 from safelaunch.addons.reproduce import Hang, Standing, differences, hang_of
+from tests.support.evidence import in_c10d, job, rank, waiting
 
 WORLD = (0, 1, 2)
 JOB = Hang(

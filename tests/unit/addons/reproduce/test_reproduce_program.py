@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from nccl_formats import Recorder, write
-from replayed import replayed
-from test_reproduce_programs import KINDS, generated
 
 from safelaunch.addons.reproduce import Extent, Wish, reproduction_of
 from safelaunch.addons.reproduce.program import of_ranks
@@ -16,6 +13,9 @@ from safelaunch.bundle.reading import locate
 from safelaunch.model import Evidence
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.rank_state import Facts
+from tests.support.nccl_formats import Recorder, write
+from tests.support.replayed import replayed
+from tests.unit.addons.reproduce.test_reproduce_programs import KINDS, generated
 
 FEWEST = Wish(Extent(), fewest=True)
 

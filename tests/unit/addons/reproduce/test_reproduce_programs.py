@@ -9,13 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import synthetic
-from evidence import calls as calls_of
-from evidence import in_c10d, in_user, job, past, record, waiting
-from evidence import rank as rank_of
-from nccl_formats import Recorder, write
-from replayed import Called, replayed
-from test_verdict_rules_groups import NEW_GROUP
 
 from safelaunch.addons.reproduce import Extent, Wish, reproduction_of
 from safelaunch.addons.reproduce.program import returns
@@ -25,6 +18,13 @@ from safelaunch.model import CallArguments, Evidence, GilTest
 from safelaunch.verdict.collectives import op_name
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.rank_state import Facts
+from tests.support import synthetic
+from tests.support.evidence import calls as calls_of
+from tests.support.evidence import in_c10d, in_user, job, past, record, waiting
+from tests.support.evidence import rank as rank_of
+from tests.support.nccl_formats import Recorder, write
+from tests.support.replayed import Called, replayed
+from tests.unit.test_verdict_rules_groups import NEW_GROUP
 
 KINDS = ("stop", "skip", "extra", "swap", "shape", "op", "group")
 VARIANTS = ("plain", "no stacks", "sends", "window", "sends, no stacks", "window, no stacks")

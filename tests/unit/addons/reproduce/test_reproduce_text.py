@@ -7,14 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
-from evidence import in_c10d, job, rank
-from nccl_formats import Op, Recorder, write
-from replayed import Tensor, replayed
 
 from safelaunch.addons.reproduce import Extent, Wish, reproduction_of
 from safelaunch.addons.reproduce.text import condition, plain
 from safelaunch.bundle.reading import locate
 from safelaunch.model import Collective, Evidence, FlightRecord, Frame
+from tests.support.evidence import in_c10d, job, rank
+from tests.support.nccl_formats import Op, Recorder, write
+from tests.support.replayed import Tensor, replayed
 
 ALL = Wish(Extent(everything=True))
 WORDS = {"gloo", "RANK", "not as recorded: rank ", " came back from its last call"}

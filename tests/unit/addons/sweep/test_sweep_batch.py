@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import shell_queue
 
 from safelaunch.addons.sweep import slurm, task
 from safelaunch.addons.sweep.batch import (
@@ -38,8 +37,10 @@ from safelaunch.addons.sweep.task import AttemptFiles, Claim, End
 from safelaunch.job.process import ProcessId
 from safelaunch.settings.yamlfile import parse_yaml
 from safelaunch.system.errors import SpecError
+from tests.support import shell_queue
+from tests.support.paths import DATA, ROOT
 
-GOLDEN = Path(__file__).parents[2] / "golden"
+GOLDEN = DATA / "sbatch_scripts"
 PATHS = SweepPaths(Path("/sweeps/s"))
 PROGRAMS = Programs(
     ("/venv/bin/python", "-P", "-m", "safelaunch"), ("/venv/bin/python", "-P", "-m", "the.task", "slurm")
@@ -71,7 +72,7 @@ def test_scripts(name: str) -> None:
     one = SCRIPTS[name]
     work = Work("train.0123456789-5", one, Path("PLACE"), Path("100%"), ("12", "13") if one.needs else ())
     found = f"# {' '.join(SLURM.words(work))}\n{script_of(one)}"
-    place = GOLDEN / f"slurm-{name}.sh"
+    place = GOLDEN / f"{name}.sh"
     if os.environ.get("SAFELAUNCH_GOLDEN"):
         place.write_text(found)
     assert found == place.read_text()
@@ -473,7 +474,7 @@ def test_another_engine_is_a_queue_and_what_a_job_of_it_sees(tmp_path: Path) -> 
     """Real processes: two jobs, one that needs both, and one that fails and is tried again."""
     jobs = [replace(job(name), cwd=os.fspath(tmp_path), gpus=0) for name in "ab"]
     jobs += [replace(jobs[0], name="c", needs=("a", "b")), replace(jobs[0], name="d", retries=1)]
-    paths, environ = SweepPaths(tmp_path / "s"), {**os.environ, "PYTHONPATH": os.fspath(Path(__file__).parents[2])}
+    paths, environ = SweepPaths(tmp_path / "s"), {**os.environ, "PYTHONPATH": os.fspath(ROOT)}
     queue = shell_queue.Queue(environ)
     run = ("/bin/sh", "-c", "echo $1 >> ran; [ $1 != d ]")  # $0 is --run-name
     programs = Programs(run, (sys.executable, "-m", task.__name__, shell_queue.__name__))

@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import stub
-from waiting import until
 
 from safelaunch.addons.sweep import local
 from safelaunch.addons.sweep.engine import Snapshot
@@ -29,6 +27,8 @@ from safelaunch.job import process
 from safelaunch.job.process import ProcessId
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.store import Store
+from tests.support.nvml import stub
+from tests.support.waiting import until
 
 
 class Notes:

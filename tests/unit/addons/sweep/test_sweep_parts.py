@@ -11,7 +11,6 @@ from pathlib import Path, PurePath
 
 import msgspec
 import pytest
-import stub
 
 from safelaunch.addons.sweep import metrics, runner
 from safelaunch.addons.sweep import pool as units
@@ -41,6 +40,8 @@ from safelaunch.leases.store import Store
 from safelaunch.model import Inconsistency, Progress, format_ranks
 from safelaunch.system.console import folded
 from safelaunch.system.errors import UsageError
+from tests.support.nvml import stub
+from tests.support.paths import DATA
 
 
 def job(name: str = "a", *words: str, **more: object) -> Job:
@@ -559,7 +560,7 @@ def test_the_table_on_a_terminal(width: int) -> None:
     console = Console(file=io.StringIO(), width=width, height=24)
     console.print(picture(sweep_on_screen(), 24, width))
     shown = "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
-    golden = Path(__file__).parents[3] / "data" / "colaunch_table" / f"{width}.txt"
+    golden = DATA / "colaunch_table" / f"{width}.txt"
     if os.environ.get("WRITE_GOLDEN"):
         golden.parent.mkdir(parents=True, exist_ok=True)
         golden.write_text(shown, "utf-8")

@@ -15,6 +15,7 @@ from safelaunch.addons.sweep.paths import SweepPaths
 from safelaunch.addons.sweep.spec import Template, Text, axis, combinations, derive, expand, parse_grid, templates_of
 from safelaunch.settings.yamlfile import parse_yaml
 from safelaunch.system.errors import UsageError
+from tests.support.paths import ROOT
 
 PATHS = SweepPaths(Path("/s"))
 
@@ -256,7 +257,7 @@ def test_the_fingerprint_is_of_the_work_not_of_its_limits() -> None:
         assert of(other) != plain
 
 
-PAGE = Path(__file__).parents[4] / "docs" / "sweeps.md"
+PAGE = ROOT / "docs" / "sweeps.md"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""What ``safelaunch reproduce`` writes hangs for real, with the verdict that it was written from.
+
+``scripts/qa/reproductions.py`` does this for all classes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from safelaunch.addons.reproduce import Wish
+from tests.qa import reproducing
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param("extra", (3, 1, 1), id="a call too many"),
+        pytest.param("skip", (2, 2, 1), id="a call skipped in one of several groups", marks=pytest.mark.rare),
+    ],
+)
+def test_dumps_of_nccl_lead_to_a_script_that_hangs_alike(
+    kind: str, layout: tuple[int, int, int], tmp_path: Path
+) -> None:
+    source = tmp_path / "dumps"
+    source.mkdir()
+    evidence = reproducing.of_dumps((kind, "no stacks", "0"), source, layout)
+    found = reproducing.replay(kind, evidence, tmp_path)
+    assert not found.why_not
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("name", ["left-out", "thread-behind"])
+def test_a_bundle_leads_to_a_script_that_hangs_alike(name: str, tmp_path: Path) -> None:
+    source, replayed = tmp_path / "source", tmp_path / "replayed"
+    source.mkdir()
+    replayed.mkdir()
+    evidence = reproducing.of_zoo(name, 1, source)
+    found = reproducing.replay(name, evidence, replayed, Wish(fewest=True, shrink=True))
+    assert not found.why_not

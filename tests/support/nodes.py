@@ -1,0 +1,138 @@
+"""Simulates two nodes on one host: two safelaunch processes whose agents meet, each with its own ranks and bundles."""
+
+from __future__ import annotations
+
+import random
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from safelaunch.leases import ports
+from safelaunch.supervise.cluster.messages import Codec, Page
+from safelaunch.supervise.cluster.rendezvous import _prefix
+from safelaunch.supervise.cluster.store import Address, Store
+from tests.support.jobs import Job
+from tests.support.paths import PROGRAMS
+
+ENV = {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+class TwoNodes:
+    """``with TwoNodes(scratch, own, program, words) as nodes``. torchrun decides which node gets rank 0.
+
+    ``ranks``: ranks per node. ``own``: options of safelaunch and torchrun, the same for both nodes. ``over``: how the
+    agents meet; ``file``: in a file, so that the supervisors have no store in which to talk. ``exec``: the same, and
+    safelaunch knows nothing of torchrun. ``task``: no torchrun; each node is a task of one rank, as srun starts them.
+    ``etcd``: in the etcd at ``endpoint``.
+    ``late``: the second one is not started. ``hosts``: names for the two, in UTS namespaces (needs root).
+    ``bundle_dir``: of both, as on a shared disk.
+    """
+
+    def __init__(
+        self,
+        scratch: Path,
+        own: Sequence[str],
+        words: Sequence[str | Path],
+        *,
+        ranks: tuple[int, ...] = (2, 2),
+        nnodes: str = "2",
+        over: Literal["c10d", "static", "file", "exec", "task", "etcd"] = "c10d",
+        endpoint: str = "",
+        late: bool = False,
+        hosts: tuple[str, ...] = (),
+        bundle_dir: Path | None = None,
+    ) -> None:
+        self.scratch = scratch
+        self._hosts, self._bundle_dir = hosts, bundle_dir
+        self._nnodes, self._over, self._port, self._endpoint = nnodes, over, free_port(), endpoint
+        self._own = own
+        self._ranks, self._words = ranks, list(words)
+        self._store: Store | None = None
+        self.jobs: list[Job] = []
+        for number in (0,) if late else (0, 1):
+            self.start(number)
+
+    def start(self, number: int) -> Job:
+        place = self.scratch / f"node-{number}"
+        place.mkdir()
+        torchrun = [f"--nnodes={self._nnodes}", *self._meet(number), f"--nproc-per-node={self._ranks[number]}"]
+        script = [*self._words, f"--scratch={self.scratch}"]
+        env = dict(ENV)
+        if self._over == "exec":
+            launcher = [sys.executable, "-m", "torch.distributed.run"]
+            words = ["exec", *self._own, "--", *launcher, *torchrun, *script]
+        elif self._over == "task":
+            env |= {"SLURM_PROCID": str(number), "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": self._nnodes}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port)}
+            words = ["exec", *self._own, "--", sys.executable, *script]
+        else:
+            words = [*self._own, *torchrun, *script]
+        interpreter = named(self._hosts[number]) if self._hosts else ()
+        job = Job(words, place, env=env, bundle_dir=self._bundle_dir, interpreter=interpreter)
+        self.jobs.append(job)
+        return job
+
+    def _meet(self, number: int) -> list[str]:
+        if self._over == "static":
+            where = ["--master-addr=127.0.0.1", f"--master-port={self._port}", "--local-addr=127.0.0.1"]
+            return [f"--node-rank={number}", *where]
+        if self._over == "etcd":
+            return ["--rdzv-backend=etcd-v2", f"--rdzv-endpoint={self._endpoint}", "--local-addr=127.0.0.1"]
+        if self._over in ("file", "exec"):
+            endpoint = f"--rdzv-endpoint={self.scratch / 'meeting'}"
+            return ["--rdzv-backend=c10d", endpoint, "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1"]
+        return ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}"]
+
+    def __enter__(self) -> TwoNodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._store is not None:
+            self._store.close()
+        for job in self.jobs:
+            job.clean_up()
+
+    def page(self) -> Page:
+        """What the leader of the supervisors says at this moment."""
+        if self._store is None:
+            self._store = Store(Address("127.0.0.1", self._port))
+        prefix = _prefix("none")
+        data = self._store.get(f"{prefix}/head", deadline_s=30.0)
+        return Codec(prefix).decode("head", data, Page) if data is not None else Page(0)
+
+    def with_rank(self, rank: int) -> tuple[Job, Job]:
+        """Waits until all ranks run, then returns the node with the rank, and the other node."""
+        first, second = self.jobs
+        want = sum(self._ranks)
+        first.until(lambda: len(first.ranks()) + len(second.ranks()) == want, "all ranks")
+        return (first, second) if rank in first.ranks() else (second, first)
+
+
+def named(host: str) -> tuple[str, ...]:
+    """An interpreter with safelaunch whose host has another name."""
+    under = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host)
+    return (*under, sys.executable, "-m", "safelaunch")
+
+
+APART = PROGRAMS / "apart.py"
+TASK = PROGRAMS / "task.py"  # the same as one task of several, which sets the rank variables itself
+_RESERVED: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """Returns a port that stays reserved: the nodes take a moment to listen on it, and other tests choose ports too."""
+    found = next(filter(None, map(ports.bind, iter(lambda: random.randrange(24_000, 32_000), 0))))
+    _RESERVED.append(found)
+    return int(found.getsockname()[1])
+
+
+def free_range(count: int, first: int, last: int) -> str:
+    """Returns ``count`` ports in a row, as ``FIRST-LAST``. They stay reserved; safelaunch leases none below 20000."""
+    while True:
+        begin = random.randrange(first, last - count)
+        found = [ports.bind(port) for port in range(begin, begin + count)]
+        _RESERVED.extend(socket for socket in found if socket is not None)
+        if all(found):
+            return f"{begin}-{begin + count - 1}"

@@ -1,0 +1,7 @@
+"""Where the tests' own files are."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "tests" / "data"
+PROGRAMS = ROOT / "tests" / "qa" / "programs"
