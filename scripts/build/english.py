@@ -211,7 +211,7 @@ def findings_in(file: str, text: str) -> Iterator[Finding]:
     if file.endswith(".md"):
         found = _matches(file, [Passage(PAGE, 1, _without_code(text))])
     else:
-        source = PythonSource(text)
+        source = PythonSource(text, file)
         found = chain(_matches(file, _passages(file, source, lines)), _docstring_findings(file, source))
     yield from (finding for finding in found if ALLOWED not in lines[finding.line - 1])
 

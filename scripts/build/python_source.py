@@ -40,8 +40,8 @@ class Docstring:
 class PythonSource:
     """Source of one module."""
 
-    def __init__(self, text: str) -> None:
-        self.tree = ast.parse(text)
+    def __init__(self, text: str, file: str = "<string>") -> None:
+        self.tree = ast.parse(text, file)
         self._tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
 
     @cached_property

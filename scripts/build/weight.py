@@ -24,7 +24,6 @@ from statistics import median
 from scripts.build.python_source import PythonSource
 
 ROOT = Path(__file__).resolve().parents[2]
-
 RECORD = ROOT / "weight.json"
 PRODUCT = "safelaunch"
 GROWTH = 1.03
@@ -69,7 +68,7 @@ def main() -> int:
     for name in grown if arguments.check else ():
         print(
             f"weight: {name} has grown from {before[name]:g} to {figures[name]:g}: make it smaller, or record it "
-            "with scripts/build/weight.py --record and say why",
+            "with python -m scripts.build.weight --record and say why",
             file=sys.stderr,
         )
     return 1 if arguments.check and grown else 0
@@ -108,7 +107,7 @@ def read_modules(package: Path) -> list[Module]:
     modules = []
     for path in sorted(package.rglob("*.py")):
         name = ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
-        modules.append(Module(name, PythonSource(path.read_text())))
+        modules.append(Module(name, PythonSource(path.read_text(), str(path))))
     names = {module.name for module in modules}
     return [Module(one.name, one.source, frozenset(_imports(one.source.tree, names))) for one in modules]
 
