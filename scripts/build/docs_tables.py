@@ -1,20 +1,24 @@
 """Writes the parts of the documentation that the code defines into the pages, between two comments.
 
-python -m scripts.build.docs_tables            # writes each page whose tables are out of date
+python -m scripts.build.docs_tables [--write]  # writes each page whose tables are out of date
 python -m scripts.build.docs_tables --check    # writes nothing; exit code 1 if a page is out of date
 
 =========================== ============================================================================
 ``<!-- table: rules -->``   the decision rules, in their order
 ``<!-- table: doubts -->``  what lowers a verdict's confidence
 ``<!-- table: exit codes -->`` safelaunch's exit codes
+``<!-- table: variables -->`` the environment variable of each option
 ``<!-- options: GROUP -->`` the options of one group of ``safelaunch --help``
 ``<!-- fields: RECORD -->`` the fields of a record of ``safelaunch.model.evidence``
 ``<!-- presets -->``        the shipped presets, with a section for each
 ``<!-- commands -->``       the subcommands, with a section for each
-``<!-- causes -->``         the causes of verdicts, each with all advice that it can give
+``<!-- causes -->``         the causes of verdicts, by one template, each with all advice that it can give
 =========================== ============================================================================
 
 Each part ends with the first word of its beginning: ``<!-- /table -->``.
+
+Commands on the pages that fetch safelaunch (``git clone URL``, ``git+URL``) get the address of the repository that
+``[project.urls]`` of pyproject.toml names, so that it is set in one place.
 """
 
 from __future__ import annotations
@@ -28,11 +32,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+if sys.version_info >= (3, 11):
+    import tomllib as toml
+else:
+    import tomli as toml
+
 import yaml
 
 from safelaunch.cli import COMMANDS
 from safelaunch.cli.help import EXIT_CODES
-from safelaunch.settings.options import OPTION_GROUPS
+from safelaunch.settings.options import OPTION_GROUPS, OWN_OPTIONS
 from safelaunch.verdict.causes import CAUSES, Cause
 from safelaunch.verdict.doubts import About, Doubt
 from safelaunch.verdict.rules import OWN, RULES
@@ -45,7 +54,7 @@ CONFIGS = ROOT / "configs"
 _ABOUT: dict[About, str] = {
     "state": "what the rank does",
     "calls": "where calls diverge",
-    "others": "who else may be at fault",
+    "others": "other possible culprits",
     "rival": "another explanation",
     "proof": "the proof",
     "share": "how many are named",
@@ -55,7 +64,9 @@ _ABOUT: dict[About, str] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--write", action="store_true", help="write each page that is out of date (the default)")
+    mode.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
     check = parser.parse_args().check
     pages = {path: path.read_text("utf-8") for path in documents(ROOT)}
     stale = {path: after for path, text in pages.items() if (after := filled(text)) != text}
@@ -68,13 +79,19 @@ def main() -> int:
 
 
 def filled(markdown: str) -> str:
-    """Returns the page with each generated part replaced.
+    """Returns the page with each generated part and each address of the repository replaced.
 
     Raises ``KeyError`` for a table, group or record that does not exist, and ``ValueError`` for a part without an end.
     """
     if len(_MARK.findall(markdown)) != len(_PART.findall(markdown)):
         raise ValueError("a generated part has no end")
-    return _PART.sub(_refilled, markdown)
+    return _ADDRESS.sub(lambda command: command["fetch"] + address(), _PART.sub(_refilled, markdown))
+
+
+def address() -> str:
+    """Returns the address of the repository, as pyproject.toml names it."""
+    project = toml.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    return str(project["urls"]["Source"])
 
 
 def _refilled(part: re.Match[str]) -> str:
@@ -87,9 +104,16 @@ def _causes(_: str) -> str:
 
 
 def _cause(name: str, cause: type[Cause]) -> str:
-    advice = "\n".join(f"- {one}" for one in cause.all_advice())
-    parts = (f"### `{name}`", inspect.getdoc(cause) or "", "**How safelaunch knows**", cause.evidence)
-    return "\n\n".join((*parts, "**What to do**", advice))
+    """One section, by the template that all causes share."""
+    meaning, fence, example = (inspect.getdoc(cause) or "").partition("```text\n")
+    parts = (
+        (f"## `{name}`", meaning),
+        ("**How safelaunch knows**", cause.evidence),
+        ("**Example**", f"{fence}{example}"),
+        ("**What to do**", "\n".join(f"- {one}" for one in cause.all_advice())),
+        ("**Not to be confused with**", "\n".join(f"- [`{other}`](#{other}): {how}." for other, how in cause.unlike)),
+    )
+    return "\n\n".join(f"{title}\n\n{text.strip()}" for title, text in parts)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -116,7 +140,7 @@ def _rules() -> str:
         for rule in RULES
         for kind in rule.kinds
     )
-    return table(("rule", "kind", "finds", "needs", "causes"), rows)
+    return table(("question", "rule", "finds", "needs", "causes"), rows)
 
 
 def _doubts() -> str:
@@ -125,6 +149,11 @@ def _doubts() -> str:
 
 def _exit_codes() -> str:
     return table(("code", "meaning"), EXIT_CODES.items())
+
+
+def _variables() -> str:
+    rows = ((f"`{option.variable}`", f"`{option.usage}`") for option in OWN_OPTIONS)
+    return table(("variable", "option"), rows)
 
 
 def _options(group: str) -> str:
@@ -190,7 +219,12 @@ def _epilog(text: str) -> Iterator[str]:
         yield " ".join(text.split())
 
 
-_TABLES: dict[str, Callable[[], str]] = {"rules": _rules, "doubts": _doubts, "exit codes": _exit_codes}
+_TABLES: dict[str, Callable[[], str]] = {
+    "rules": _rules,
+    "doubts": _doubts,
+    "exit codes": _exit_codes,
+    "variables": _variables,
+}
 _MAKERS: dict[str, Callable[[str], str]] = {
     "table": lambda name: _TABLES[name](),
     "options": _options,
@@ -199,6 +233,7 @@ _MAKERS: dict[str, Callable[[str], str]] = {
     "commands": _commands,
     "causes": _causes,
 }
+_ADDRESS = re.compile(r"(?P<fetch>\bgit clone |\bgit\+)https?://[^\s`@'\"]+")
 _KIND = rf"(?P<kind>{'|'.join(_MAKERS)})"
 _MARK = re.compile(rf"^<!-- {_KIND}(?:: .+)? -->", re.MULTILINE)
 # A part contains no comments, so that one without an end doesn't extend to the end of the next.

@@ -8,8 +8,14 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib as toml
+else:
+    import tomli as toml
 
 import pytest
 import yaml
@@ -17,6 +23,7 @@ import yaml
 from safelaunch.cli import COMMANDS, main
 from safelaunch.cli.help import EXIT_CODES
 from safelaunch.model import Culprit, Verdict
+from safelaunch.settings.config import HOOK_ENV, INTERNAL_ENV, PLACES_ENV
 from safelaunch.settings.options import BY_NAME, MAX_STALL_FACTOR, OWN_OPTIONS, STARTUP_MAX_STALL_S, Option, Settings
 from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.doubts import Doubt
@@ -153,8 +160,32 @@ def test_a_reader_with_a_frozen_job_finds_the_lines_to_paste_first() -> None:
     assert block.line < 30 and "**Frozen right now?** Leave it running." in text.split("## Install")[0]
     make, install, look = (shlex.split(line, comments=True) for line in block.text.splitlines())
     assert make == ["python3", "-m", "venv", "~/.safelaunch"], "the system's own Python may refuse to install"
-    assert install == ["~/.safelaunch/bin/pip", "install", "."]
+    assert install == ["~/.safelaunch/bin/pip", "install", f"git+{docs_tables.address()}"]
     assert look == ["sudo", "~/.safelaunch/bin/safelaunch", "dump", "--all"], "sudo does not have the user's PATH"
+
+
+def test_the_readme_begins_with_its_promise_and_the_two_commands_of_a_clone() -> None:
+    first = PAGES["README.md"].read_text().split("\n\n")[1]
+    assert first.startswith("**A job is ended only if it is proved dead.**")
+    assert f"git clone {docs_tables.address()} && cd safelaunch" in TEXTS["README.md"]
+    assert all(f"bash scripts/{name}.sh" in TEXTS["README.md"] for name in ("demo", "test"))
+
+
+def test_the_address_of_the_repository_is_set_in_one_place() -> None:
+    """A page names the address that ``[project.urls]`` of pyproject.toml sets, and no other one."""
+    source = docs_tables.address()
+    project = toml.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    assert all(url == source or url.startswith(f"{source}/") for url in project.values())
+    named = {name: re.findall(r"(?:git clone |git\+)(https?://[^\s`@]+)", text) for name, text in TEXTS.items()}
+    assert {url for urls in named.values() for url in urls} == {source}
+    assert {"README.md", "docs/attach.md", "docs/install.md"} <= {name for name, urls in named.items() if urls}
+    assert not [name for name, text in TEXTS.items() if re.search(r"https://HOST|/path/to/safelaunch@", text)]
+
+
+def test_the_address_of_the_repository_is_replaced_in_commands() -> None:
+    made = docs_tables.filled("git clone https://old.example/x && cd x\npip install git+https://old.example/x@v1\n")
+    source = docs_tables.address()
+    assert made == f"git clone {source} && cd x\npip install git+{source}@v1\n"
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -178,13 +209,26 @@ def test_every_page_is_in_the_navigation() -> None:
         ("Watchdog caught collective operation timeout", "errors"),
         ("system not yet initialized", "errors"),
         ("CUDA out of memory", "errors"),
-        ("Every epoch has the same order", "results"),
-        ("loss repeats each epoch", "results"),
-        ("sampler.set_epoch(epoch)", "results"),
+        ("Every epoch has the same order", "training"),
+        ("loss repeats each epoch", "training"),
+        ("sampler.set_epoch(epoch)", "training"),
+        ("every epoch has the same order, the loss repeats each epoch", "results"),
         ("Loss is NaN", "results"),
         ("EADDRINUSE", "starting"),
         ("invalid device ordinal", "starting"),
         ("straggler", "slow"),
+        ("kubectl debug", "pods"),
+        ("PodSecurity", "pods"),
+        ("OpenShift", "pods"),
+        ("GKE Autopilot", "pods"),
+        ("gVisor", "pods"),
+        ("Apptainer", "pods"),
+        ("Rootless Podman", "pods"),
+        ("Kubeflow", "pods"),
+        ("mp.spawn", "migration"),
+        ("mpirun", "migration"),
+        ("ROCm", "install"),
+        ("macOS", "install"),
     ],
 )
 def test_a_symptom_is_named_where_its_owner_looks(symptom: str, page: str) -> None:
@@ -244,6 +288,18 @@ def test_every_option_has_its_row() -> None:
     assert [option.flag for option in OWN_OPTIONS if f"| {shown(option)} | {option.help} |" not in rows] == []
 
 
+def test_every_option_has_its_variable() -> None:
+    rows = html.unescape(re.sub(r"</?code>", "`", TEXTS["docs/environment.md"]))
+    assert [one.flag for one in OWN_OPTIONS if f"| `{one.variable}` | {shown(one)} |" not in rows] == []
+
+
+def test_every_variable_that_is_no_option_is_described() -> None:
+    """``recipes.md`` describes the variables of hooks."""
+    page = TEXTS["docs/environment.md"]
+    assert [name for name in (*INTERNAL_ENV, *PLACES_ENV) if f"`{name}`" not in page] == []
+    assert [name for name in HOOK_ENV if f"`{name}`" not in TEXTS["docs/recipes.md"]] == []
+
+
 def test_every_exit_code_has_its_row() -> None:
     assert all(f"| {code} | {text} |" in TEXTS["docs/options.md"] for code, text in EXIT_CODES.items())
 
@@ -278,11 +334,20 @@ def test_the_options_in_the_readme_are_options() -> None:
 
 
 def test_every_cause_has_its_section_with_its_advice() -> None:
-    found = re.split(r"^### `(.+)`$", TEXTS["docs/verdicts.md"], flags=re.MULTILINE)
+    found = re.split(r"^## `(.+)`$", TEXTS["docs/causes.md"], flags=re.MULTILINE)
     assert found[1::2] == list(CAUSES)
+    titles = ["How safelaunch knows", "Example", "What to do", "Not to be confused with"]
     for cause, text in zip(found[1::2], found[2::2], strict=True):
-        assert text.split("**How safelaunch knows**")[0].strip() and CAUSES[cause].evidence in text, cause
+        meaning, *parts = re.split(r"^\*\*(.+)\*\*$", text, flags=re.MULTILINE)
+        assert parts[::2] == titles and meaning.strip() and all(part.strip() for part in parts), cause
+        assert CAUSES[cause].evidence in text and "```text" not in meaning, cause
         assert all(f"- {advice.shown}" in text for advice in CAUSES[cause].advice), cause
+        assert all(f"- [`{other}`](#{other}): " in text for other, _ in CAUSES[cause].unlike), cause
+
+
+def test_every_cause_that_looks_like_another_exists() -> None:
+    for name, cause in CAUSES.items():
+        assert cause.unlike and {other for other, _ in cause.unlike} <= CAUSES.keys() - {name}, name
 
 
 def names(causes: Iterable[str]) -> str:
@@ -291,7 +356,7 @@ def names(causes: Iterable[str]) -> str:
 
 def test_the_tables_of_rules_and_doubts() -> None:
     page = TEXTS["docs/how-it-works.md"]
-    assert f"on its own while others wait for it: {names(OWN)}." in " ".join(page.split())
+    assert f"by itself and that holds up its peers: {names(OWN)}." in " ".join(page.split())
     assert all(f"| `{rule.name}` |" in page for rule in KINDS)
     assert all(doubt.why in TEXTS["docs/verdicts.md"] for doubt in Doubt)
 

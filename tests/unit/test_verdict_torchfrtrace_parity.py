@@ -215,6 +215,6 @@ def test_every_state_of_theirs_has_its_counterpart(torchfrtrace: Analyse) -> Non
     """A torch with another state shows here first, and then belongs into the table of the docs."""
     from torch.distributed.flight_recorder.components.types import MatchState
 
-    page = (Path(__file__).parents[2] / "docs" / "dumps.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "comparison.md").read_text()
     for state in MatchState:
         assert f"`{state.name}`" in page
