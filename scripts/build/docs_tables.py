@@ -42,7 +42,7 @@ import yaml
 from safelaunch.cli import COMMANDS
 from safelaunch.cli.help import EXIT_CODES
 from safelaunch.settings.options import OPTION_GROUPS, OWN_OPTIONS
-from safelaunch.verdict.causes import CAUSES, Cause
+from safelaunch.verdict.causes import CAUSES, Advice, Cause
 from safelaunch.verdict.doubts import About, Doubt
 from safelaunch.verdict.rules import OWN, RULES
 from scripts.build.figures import documents
@@ -51,6 +51,7 @@ from scripts.build.schemas import meanings
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
+_ALWAYS = Advice("").when
 _ABOUT: dict[About, str] = {
     "state": "what the rank does",
     "calls": "where calls diverge",
@@ -110,10 +111,21 @@ def _cause(name: str, cause: type[Cause]) -> str:
         (f"## `{name}`", meaning),
         ("**How safelaunch knows**", cause.evidence),
         ("**Example**", f"{fence}{example}"),
-        ("**What to do**", "\n".join(f"- {one}" for one in cause.all_advice())),
+        ("**What to do**", _what_to_do(cause)),
         ("**Not to be confused with**", "\n".join(f"- [`{other}`](#{other}): {how}." for other, how in cause.unlike)),
     )
     return "\n\n".join(f"{title}\n\n{text.strip()}" for title, text in parts)
+
+
+def _what_to_do(cause: type[Cause]) -> str:
+    """The advice that fits every case, followed by the advice for some cases."""
+    texts = cause.all_advice()
+    always = [text for text in texts if any(text.startswith(one.shown) and one.when is _ALWAYS for one in cause.advice)]
+    special = [text for text in texts if text not in always]
+    intro = f"{'In special cases' if always else 'Depending on the case'} (a verdict prints what fits):"
+    parts = [f"- {text}" for text in always]
+    parts += ["", intro, "", *(f"- {text}" for text in special)] if special else []
+    return "\n".join(parts)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
