@@ -78,7 +78,8 @@ def _marks() -> _Any:
 def step(*, loss: _Any = None) -> None:
     """Marks one step of progress, for loops without a torch optimizer. Costs well under a microsecond.
 
-    ``loss``: of this step, a number or a scalar tensor, for ``--check-every``. A tensor is not waited for.
+    ``loss``: of this step, a number or a scalar tensor, to be compared between ranks if the run asks for that. A tensor
+    is not waited for.
     """
     marks = _marks()
     if marks is not None:

@@ -14,7 +14,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from safelaunch.addons.protocols import Command, Reader, Service
+    from safelaunch.addons.protocols import Command, Monitor, Reader, Service
+    from safelaunch.settings.options import Settings
+    from safelaunch.supervise.monitors import MonitoredJob
 
 # Subcommand -> add-on whose module ``command`` has its ``main`` and ``parser`` (see ``protocols.Command``).
 COMMANDS: Mapping[str, str] = {"colaunch": "sweep", "record": "record", "reproduce": "reproduce"}
@@ -25,7 +27,12 @@ PUBLIC: Mapping[str, str] = {
     "launch": "embed.launching",
 }
 # Hook -> add-ons that implement it, in the order in which they are asked: a function of that name in their package.
-HOOKS: Mapping[str, tuple[str, ...]] = {"readers": ("logs",), "services": ("record",)}
+HOOKS: Mapping[str, tuple[str, ...]] = {
+    "monitors": ("consistency",),
+    "probe_values": ("consistency",),
+    "readers": ("logs",),
+    "services": ("record",),
+}
 
 
 def is_present(addon: str) -> bool:
@@ -64,3 +71,14 @@ def readers() -> Iterator[Reader]:
 
 def service(name: str) -> Service[Any, Any] | None:
     return next((one for services_of in hooks("services") for one in services_of() if one.name == name), None)
+
+
+def monitors(job: MonitoredJob) -> list[Monitor]:
+    return [monitor for monitors_of in hooks("monitors") for monitor in monitors_of(job)]
+
+
+def probe_values(settings: Settings) -> dict[str, Mapping[str, str]]:
+    """Returns the add-ons whose probe the ranks load (see ``protocols.Probe``), and the variables of each probe."""
+    present = [addon for addon in HOOKS["probe_values"] if is_present(addon)]
+    values = dict(zip(present, (values_of(settings) for values_of in hooks("probe_values")), strict=True))
+    return {addon: variables for addon, variables in values.items() if variables}

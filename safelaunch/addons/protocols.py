@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from safelaunch.bundle.reading.guard import Bounds, Found
+    from safelaunch.bundle.reading.guard import ReadLimits, FoundEvidence
     from safelaunch.cli.parsing import Parser
     from safelaunch.supervise.respond import JobView
 
@@ -34,14 +34,47 @@ class Reader(Protocol):
     def claims(self, path: Path) -> bool:
         """Returns whether it reads this file. Raises OSError."""
 
-    def bounds(self, paths: Sequence[Path]) -> Bounds:
+    def bounds(self, paths: Sequence[Path]) -> ReadLimits:
         """Returns the limits of the child in which ``read`` reads these files."""
 
-    def read(self, paths: Sequence[Path]) -> Found:
+    def read(self, paths: Sequence[Path]) -> FoundEvidence:
         """Reads files of one job that it claims. Raises Unreadable."""
 
-    def read_folder(self, folder: Path, dumps: Found | None) -> Found | None:
+    def read_folder(self, folder: Path, dumps: FoundEvidence | None) -> FoundEvidence | None:
         """Reads its files below a folder; ``dumps``: the evidence in the folder's dumps. None: neither is there."""
+
+
+class Monitor(Protocol):
+    """Watches a running job for something other than a stall.
+
+    The hook ``monitors`` makes monitors of a ``MonitoredJob`` (see ``supervise.monitors``), by which they request a
+    bundle, end the job, and exchange values with other nodes. What a monitor finds wrong with the job's results, it adds
+    to ``watch.wrong_results``: later bundles, verdicts and ``safelaunch status`` have it from there.
+    """
+
+    name: str  # in messages, with its article
+
+    def tick(self) -> None:
+        """Called by the supervisor's loop, several times a second. Must not block. An exception ends the monitor."""
+
+    def finish(self, *, succeeded: bool) -> None:
+        """Called once the job has ended; ``succeeded``: by itself, with exit code 0."""
+
+
+class Probe(Protocol):
+    """Runs inside each rank: the module ``probe`` of an add-on whose hook ``probe_values`` returns variables.
+
+    It imports only the standard library, its own modules and the beacon's (``from ...beacon import marks``); see
+    ``beacon.addons``. Nothing in it may raise into the script, print, or wait.
+    """
+
+    VARIABLE: str  # the environment variable whose value it gets
+
+    def install(self, base: str, value: str) -> None:
+        """Called before the user's script runs. ``base``: path of the rank's page, a prefix for files of the probe."""
+
+    def detach(self) -> None:
+        """Called in a process forked from the rank: removes what ``install`` left."""
 
 
 class Service(Protocol[Ask, Part]):

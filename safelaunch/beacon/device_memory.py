@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 
-from . import imports, layout, log, page, replicas
+from . import imports, layout, log, page, wrappers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -173,11 +173,11 @@ class _Bounded:
 
 def _parameters() -> dict[str, object]:
     """Of models that are sharded in part: how much of them each rank holds whole. Empty for other models."""
-    modules = replicas.modules()
+    modules = wrappers.modules()
     # While FSDP2 has gathered a module, the whole parameters take the place of the sharded ones.
     fsdp2 = [one for one in gc.get_objects() if type(one).__name__ == "FSDPParam" and hasattr(one, "_unsharded_param")]
     shards = {id(one._unsharded_param): one.sharded_param for one in fsdp2}
-    flat = {id(one) for module in modules if replicas.is_fsdp1(module) for one in module.parameters()}
+    flat = {id(parameter) for module in modules if wrappers.is_fsdp1(module) for parameter in module.parameters()}
     inner = {id(child) for module in modules for child in module._modules.values()}
     sharded, whole = 0, dict[str, int]()
     for root in modules:
@@ -189,7 +189,7 @@ def _parameters() -> dict[str, object]:
             here = [size for _, size in named.values() if size is not None]
             if here:
                 sharded += sum(here)
-                whole |= {name: replicas.bytes_of(one) for name, (one, size) in named.items() if size is None}
+                whole |= {name: wrappers.bytes_of(one) for name, (one, size) in named.items() if size is None}
     if not sharded:
         return {}
     top = sorted(whole.items(), key=lambda item: -item[1])[:MOST_NAMES]
@@ -199,4 +199,4 @@ def _parameters() -> dict[str, object]:
 def _shard_bytes(parameter: Any, is_flat: bool) -> int | None:
     """The bytes of this rank's shard; None for a parameter that it holds whole. ``is_flat``: of FSDP1."""
     cut = any("Shard" in type(one).__name__ for one in getattr(parameter, "placements", ()))
-    return replicas.bytes_of(parameter) if cut or is_flat else None
+    return wrappers.bytes_of(parameter) if cut or is_flat else None

@@ -11,7 +11,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from types import ModuleType
     from typing import Any
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class _Loader:
-    def __init__(self, original: Any, callback: Callback) -> None:
+    def __init__(self, original: Any, callbacks: Iterable[Callback]) -> None:
         self._original = original
-        self._callback = callback
+        self._callbacks = callbacks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
@@ -34,16 +34,17 @@ class _Loader:
             module.__spec__.loader = self._original
         module.__loader__ = self._original
         self._original.exec_module(module)
-        self._callback(module)
+        for callback in self._callbacks:
+            callback(module)
 
 
 class _Finder:
     def __init__(self) -> None:
-        self._callbacks: dict[str, Callback] = {}
+        self._callbacks: dict[str, list[Callback]] = {}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        callback = self._callbacks.pop(name, None)
-        if callback is None:
+        callbacks = self._callbacks.pop(name, None)
+        if callbacks is None:
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
@@ -51,7 +52,7 @@ class _Finder:
             spec = finder.find_spec(name, path, target)
             if spec is not None:
                 if spec.loader is not None and hasattr(spec.loader, "exec_module"):
-                    wrapped: Any = _Loader(spec.loader, callback)
+                    wrapped: Any = _Loader(spec.loader, callbacks)
                     spec.loader = wrapped
                 return spec
         return None
@@ -69,7 +70,7 @@ def after_import(name: str, callback: Callback) -> None:
     if module is not None:
         callback(module)
         return
-    _finder._callbacks[name] = callback
+    _finder._callbacks.setdefault(name, []).append(callback)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 

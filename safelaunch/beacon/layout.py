@@ -117,23 +117,5 @@ LAST_ANSWER_S = 2.0  # longest wait of an exiting rank for such a handler, in it
 HOLD_S = 3.0  # longest wait for ACK, by a failing rank
 GOODBYE_S = 1.5  # by the agent that was told to stop, before it ends
 AGENT_HOLD_S = 6.0  # by the agent before it ends the peers; on several nodes, these agree on a verdict meanwhile
-
-# --- consistency checks: one file per series, of signed 64-bit words ------------------------------------------------
-# The header: CHECK_MAGIC (stored last), the length in bytes of the JSON that follows it, the number of slots and their
-# size in words. The JSON, padded to whole words: ``key``, ``kind`` ("parameters" or "buffers"), ``every``, ``rank``,
-# ``groups`` (lists of ranks) and ``tensors``: name, number of its group of replicas. Then the slots, a ring: sequence
-# number (odd while it is written), position (steps), CLOCK_MONOTONIC, count of losses, step of the first loss, rounds
-# (the steps for which the ranks have exchanged something; position counts those since then, too), the rank's own count
-# of steps, which numbers the sentinel's; and from word CHECK_SLOT on, per tensor its fingerprint, then per tensor its
-# largest magnitude, then per tensor that of its gradient, CHECK_WINDOW largest magnitudes of the sentinel's local
-# gradient by step, and the losses. All magnitudes and losses are float64.
-CHECK_MAGIC = 0x534146434B0001
-CHECK_SUFFIX = ".check"
-CHECK_OFF = ".check-off"  # an empty file: an error has ended the checks of this rank
-CHECK_FULL = ".check-full"  # an empty file: this rank trains more than is checked
-CHECK_LENGTH, CHECK_SLOTS, CHECK_SLOT_SIZE = 1, 2, 3
-CHECK_HEADER = 4
-CHECK_SLOT = 8
-CHECK_WINDOW = 1024
 MEMORY_HISTORY = "SAFELAUNCH_ALLOCATIONS"  # 1: keep where GPU memory is allocated; set by a preset
-CHECKS = "SAFELAUNCH_CHECKS"  # every how many steps; set by the supervisor
+PROBES = "SAFELAUNCH_PROBES"  # add-ons whose probe each rank loads, separated by commas; set by the supervisor

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 run_dir = ""
-_HERE = os.path.join(os.path.dirname(__file__), "")
+_BEACON = os.path.dirname(__file__)
+_OURS = (os.path.join(_BEACON, ""), os.path.join(os.path.dirname(_BEACON), "addons", ""))  # with the probes of add-ons
 
 
 def fault(where: str) -> None:
@@ -83,4 +84,4 @@ def without_our_frames(error: BaseException) -> None:
 
 
 def _is_ours(entry: TracebackType) -> bool:
-    return entry.tb_frame.f_code.co_filename.startswith(_HERE)
+    return entry.tb_frame.f_code.co_filename.startswith(_OURS)

@@ -77,7 +77,7 @@ def _begin() -> None:
         _words[layout.FIRST_STEP_NS] = monotonic_ns()
 
 
-heard_loss: Callable[[object], None] | None = None  # set by the consistency checks
+heard_loss: Callable[[object], None] | None = None  # set by a probe that compares losses
 
 
 def user_stepped(loss: object = None) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from safelaunch.beacon import replicas
+from safelaunch.beacon import wrappers
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,9 @@ class Placement:
 
     @property
     def sharded(self) -> bool:
-        return self.shape != self.local_shape or any(one.startswith(("S(", "_S(", _FLAT)) for one in self.placements)
+        return self.shape != self.local_shape or any(
+            placement.startswith(("S(", "_S(", _FLAT)) for placement in self.placements
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +134,8 @@ def sharding(model: Any) -> Sharding:
     found = _parameters(model)
     parts = [one for one in found if one[0].sharded]
     whole = [one for one in found if not one[0].sharded]
-    size_parts, size_whole = (sum(replicas.bytes_of(one) for _, one in side) for side in (parts, whole))
-    rows = [(place.name, str(place.shape), _size(replicas.bytes_of(one))) for place, one in whole]
+    size_parts, size_whole = (sum(wrappers.bytes_of(one) for _, one in side) for side in (parts, whole))
+    rows = [(place.name, str(place.shape), _size(wrappers.bytes_of(one))) for place, one in whole]
     title = f"sharded: {len(parts)} parameters, {_size(size_parts)} here; held whole: {len(whole)}, {_size(size_whole)}"
     _table(title, ("held whole", "shape", "size"), rows)
     return Sharding(tuple(p.name for p, _ in parts), tuple(p.name for p, _ in whole), size_parts, size_whole)
@@ -191,7 +193,7 @@ def _tensors(subject: Any) -> dict[str, Any]:
     if hasattr(subject, "named_parameters"):
         return {**dict(subject.named_parameters()), **dict(subject.named_buffers())}
     tensors = dict(subject) if isinstance(subject, Mapping) else {"tensor": subject}
-    wrong = next((type(one).__name__ for one in tensors.values() if not hasattr(one, "detach")), "")
+    wrong = next((type(tensor).__name__ for tensor in tensors.values() if not hasattr(tensor, "detach")), "")
     if wrong:
         raise TypeError(f"check_consistent takes a tensor, a mapping of tensors or a module; this holds a {wrong}")
     return tensors
@@ -221,11 +223,11 @@ def _units(model: Any) -> dict[str, tuple[str, str, bool]]:
     for name, module in model.named_modules(remove_duplicate=False):
         units[name] = units[name.rpartition(".")[0]] if name else ("", "", False)
         fsdp2 = getattr(module, "_get_fsdp_state", None)
-        if fsdp2 is not None or replicas.is_fsdp1(module):
+        if fsdp2 is not None or wrappers.is_fsdp1(module):
             state = fsdp2() if fsdp2 is not None else module
             policy = getattr(state, "_mp_policy", None) or getattr(module, "mixed_precision", None)
             is_flat = fsdp2 is None and getattr(module.sharding_strategy, "name", "") != "NO_SHARD"
-            unit = replicas.clean(name) or "(root)", _precision(policy), is_flat
+            unit = wrappers.clean(name) or "(root)", _precision(policy), is_flat
             units[name] = states.setdefault(id(state), unit)
     return units
 
@@ -244,7 +246,7 @@ def _placement(name: str, tensor: Any, unit: str = "", precision: str = "", is_f
     laid = (_FLAT,) if is_flat else tuple(str(one) for one in getattr(tensor, "placements", ()))
     where = getattr(tensor, "device_mesh", None)
     dims = "" if where is None else " x ".join(map(str, where.mesh_dim_names or where.mesh.shape))
-    shape, here = tuple(tensor.shape), tuple(replicas.local(tensor).shape)
+    shape, here = tuple(tensor.shape), tuple(wrappers.local(tensor).shape)
     return Placement(name, shape, here, laid, dims, _dtype(tensor.dtype), unit, precision)
 
 
@@ -252,7 +254,7 @@ def _digest(tensor: Any) -> str:
     import ctypes
     import hashlib
 
-    here = replicas.local(tensor.detach()).cpu().contiguous()
+    here = wrappers.local(tensor.detach()).cpu().contiguous()
     data = ctypes.string_at(here.data_ptr(), here.numel() * here.element_size()) if here.numel() else b""
     return hashlib.blake2b(f"{here.dtype} {tuple(here.shape)}".encode() + data, digest_size=16).hexdigest()
 
@@ -278,11 +280,11 @@ def _exchange(value: Any, group: Any) -> list[Any]:
     size = torch.tensor([len(data)], device=device)
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
-    lengths = [int(one) for one in sizes]
+    lengths = [int(size) for size in sizes]
     mine = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8).to(device)
     parts = [torch.empty_like(mine) for _ in lengths]
     dist.all_gather(parts, mine, group=group)
-    here = [one.cpu() for one in parts]
+    here = [part.cpu() for part in parts]
     return [literal_eval(ctypes.string_at(one.data_ptr(), n).decode()) for one, n in zip(here, lengths, strict=True)]
 
 

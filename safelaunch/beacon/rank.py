@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-_CHECKS = f"{__package__}.checks"  # not imported unless asked for, nor is the next
-_DEVICE_MEMORY = f"{__package__}.device_memory"
 C10D = "torch.distributed.distributed_c10d"
 ELASTIC = "torch.distributed.elastic.multiprocessing.api"
 
 _owner = 0  # pid of the process that installed the beacon; a forked child's differs
+_on_request: list[Any] = []  # modules that only some jobs load; each has a ``detach``
 
 
 @log.guarded
@@ -88,9 +87,9 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
         lambda: timers.install(words),
         lambda: _write_meta(base),
         lambda: os.register_at_fork(after_in_child=_after_fork),
-        lambda: _check_values(base, env.get(layout.CHECKS, "")),
         lambda: _keep_allocations(base, env.get(layout.MEMORY_HISTORY, "")),
         lambda: imports.after_import("torch.optim.optimizer", _torch_optimizer),
+        lambda: _load_probes(base, env),
         lambda: _note_first_step(base),
         lambda: imports.after_import(C10D, lambda c10d: _torch_distributed(c10d, base, words, env)),
         lambda: _watch_under_exec(run_dir, env),
@@ -121,18 +120,21 @@ def _torch_optimizer(module: Any) -> None:
     register = getattr(module, "register_optimizer_step_post_hook", None)
     if register is not None:
         register(marks.optimizer_stepped)
-        checks = sys.modules.get(_CHECKS)
-        if checks is not None:
-            module.register_optimizer_step_pre_hook(checks.optimizer_steps)
-            register(checks.optimizer_stepped)
 
 
-def _check_values(base: str, every: str) -> None:
-    """Loads the consistency checks if somebody asked for them."""
-    if every.isdigit() and int(every):
-        from . import checks
+def _load_probes(base: str, env: Mapping[str, str]) -> None:
+    """Loads the probes of add-ons, if the supervisor asked for any. One that fails costs no other."""
+    names = env.get(layout.PROBES, "")
+    if names:
+        from . import addons
 
-        checks.install(base, int(every))
+        def load(name: str) -> None:
+            probe = addons.probe(name)
+            _on_request.append(probe)
+            probe.install(base, env.get(probe.VARIABLE, ""))
+
+        for name in names.split(","):
+            log.guarded(load)(name)
 
 
 def _keep_allocations(base: str, asked: str) -> None:
@@ -140,6 +142,7 @@ def _keep_allocations(base: str, asked: str) -> None:
     if asked:
         from . import device_memory
 
+        _on_request.append(device_memory)
         device_memory.install(base)
 
 
@@ -178,8 +181,7 @@ def _after_fork() -> None:
     """Removes the hooks in a forked child (a DataLoader worker, for example), which is not the rank."""
     if os.getpid() == _owner:
         return
-    loaded = [module for name in (_CHECKS, _DEVICE_MEMORY) if (module := sys.modules.get(name)) is not None]
-    for module in (marks, output, faults, caught_exceptions, descriptors, *loaded):
+    for module in (marks, output, faults, caught_exceptions, descriptors, *_on_request):
         log.guarded(module.detach)()
 
 
@@ -200,7 +202,7 @@ def _batch() -> int | None:
     module = sys.modules.get("torch.utils.data.dataloader")
     kinds = {getattr(module, name, None) for name in _LOADERS} - {None}
     iterators: list[Any] = [one for one in gc.get_objects() if type(one) in kinds] if kinds else []
-    sizes = {getattr(one._index_sampler, "batch_size", None) for one in iterators if one._num_yielded}
+    sizes = {getattr(iterator._index_sampler, "batch_size", None) for iterator in iterators if iterator._num_yielded}
     (size,) = sizes if len(sizes) == 1 else (None,)
     return size if type(size) is int else None
 

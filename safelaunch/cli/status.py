@@ -160,7 +160,7 @@ def details(status: RunStatus) -> list[str]:
         f"suspects a hang after {status.threshold_s:g} s without a step ({clean(status.threshold_why)})",
         *(f"note: {clean(note)}" for note in status.notes),
         *(f"{time.strftime('%H:%M:%S', time.localtime(one.unix_s))} {clean(in_status(one))}" for one in early[-3:]),
-        *(f"wrong result: {clean(one.words)}" for one in status.inconsistent),
+        *(f"wrong result: {clean(one.words)}" for one in status.wrong_results),
         *([f"the state of the other nodes is unknown: {clean(status.alone)}"] if status.alone else []),
     ]
 
@@ -188,7 +188,7 @@ def _watch(word: str | None) -> int:
     return code
 
 
-class _Verdict(msgspec.Struct):
+class _RunVerdict(msgspec.Struct):
     """The relevant part of a run's verdict."""
 
     outcome: str = ""
@@ -216,7 +216,7 @@ def ending(run: Run) -> list[str]:
     ]
 
 
-def _newest_bundle(status: RunStatus) -> tuple[Path, _Verdict] | None:
+def _newest_bundle(status: RunStatus) -> tuple[Path, _RunVerdict] | None:
     """The newest bundle of a run, except those that somebody asked for."""
     begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(status.started_unix_s))
     directory = Path(status.bundle_dir or "/nowhere")
@@ -231,11 +231,11 @@ def _newest_bundle(status: RunStatus) -> tuple[Path, _Verdict] | None:
     return None
 
 
-def _read(path: Path) -> _Verdict | None:
+def _read(path: Path) -> _RunVerdict | None:
     from safelaunch.bundle.reading.guard import Unreadable, read_limited
 
     try:
-        return from_json(read_limited(path, LARGEST_VERDICT), _Verdict)
+        return from_json(read_limited(path, LARGEST_VERDICT), _RunVerdict)
     except (Unreadable, OSError, msgspec.DecodeError, RecursionError):
         return None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from safelaunch.cli.table import Table
+from safelaunch.cli.table import TextTable
 from safelaunch.model import EarlyLook, duration, format_ranks, rank_words
 from safelaunch.model.words import rate, since
 from safelaunch.stacks.frames import place
@@ -30,7 +30,7 @@ BEHIND_STEPS = 2
 LATE = 0.5
 
 Mood = Literal["good", "behind", "late", "quiet"]
-Style = Literal["plain", "bold", "dim", "warn", "alarm", "title", "good"]
+CellStyle = Literal["plain", "bold", "dim", "warn", "alarm", "title", "good"]
 
 SPARK_CELLS, SPARK_CELL_S = 24, 5.0
 MANY_RANKS = 8  # from here on, ranks that are alike share a line
@@ -41,7 +41,7 @@ _RIGHT = frozenset({"step", "rate", "age", "rss", "gpu"})
 _LESS_WANTED = ("rss", "state", "rate", "gpu")
 # As rich names them; where colour is off, what is bold stays so.
 _RICH = {"plain": "", "bold": "bold", "dim": "dim", "warn": "bold yellow", "alarm": "bold red", "title": "bold cyan"}
-_STYLES: dict[Mood, Style] = {"good": "plain", "behind": "warn", "late": "alarm", "quiet": "dim"}
+_STYLES: dict[Mood, CellStyle] = {"good": "plain", "behind": "warn", "late": "alarm", "quiet": "dim"}
 _STATES = {
     "watching": ("watching", "good"),
     "confirming": ("hang suspected: looking closer", "alarm"),
@@ -51,7 +51,7 @@ _STATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StatusRow:
     """The cells of one rank, in the order of ``COLUMNS``, and whether it stands out; ``note``: by what."""
 
     cells: tuple[str, ...]
@@ -59,7 +59,7 @@ class Row:
     note: str = ""
 
 
-def rows(status: RunStatus) -> tuple[Row, ...]:
+def rows(status: RunStatus) -> tuple[StatusRow, ...]:
     """One row for each rank of this node."""
     furthest = max((rank.step for rank in status.ranks if rank.step is not None), default=None)
     return tuple(_row(rank, furthest, status.threshold_s) for rank in sorted(status.ranks, key=lambda item: item.rank))
@@ -82,7 +82,7 @@ def _about(node: NodeStatus) -> list[str]:
     return [*words, *([clean(node.trouble)] if node.trouble else [])]
 
 
-def _row(rank: RankStatus, furthest: int | None, threshold_s: float) -> Row:
+def _row(rank: RankStatus, furthest: int | None, threshold_s: float) -> StatusRow:
     mood, note = _judge(rank, furthest, threshold_s)
     cells = (
         str(rank.rank),
@@ -95,7 +95,7 @@ def _row(rank: RankStatus, furthest: int | None, threshold_s: float) -> Row:
         ", ".join(part for part in (clean(rank.doing), note) if part) or "-",
         clean(rank.signals) or "-",
     )
-    return Row(cells, mood, note)
+    return StatusRow(cells, mood, note)
 
 
 def _judge(rank: RankStatus, furthest: int | None, threshold_s: float) -> tuple[Mood, str]:
@@ -124,13 +124,15 @@ def told(status: RunStatus) -> str:
 
 def stepping(status: RunStatus) -> list[RankStatus]:
     """The ranks that make steps."""
-    return [one for one in status.ranks if one.step is not None and one.state != "exited" and one.age_s is not None]
+    return [
+        rank for rank in status.ranks if rank.step is not None and rank.state != "exited" and rank.age_s is not None
+    ]
 
 
 def standing_s(status: RunStatus) -> float:
     """Seconds since the newest step of any rank, if that is far longer than usual and no rank announced it; else 0."""
     quiet_s = min((one.age_s for one in stepping(status) if one.age_s is not None), default=0.0)
-    announced = any(one.state == "paused" or one.phase for one in status.ranks)
+    announced = any(rank.state == "paused" or rank.phase for rank in status.ranks)
     return quiet_s if not announced and is_quiet(quiet_s, status.usual_step_s) else 0.0
 
 
@@ -151,11 +153,11 @@ def stragglers(ranks: Sequence[RankStatus]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class StatusLine:
     """One line of the screen."""
 
     text: str
-    style: Style = "plain"
+    style: CellStyle = "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,21 +172,21 @@ class Glyphs:
 ASCII = Glyphs("_.:-=+*#", "~", "-")
 
 
-def screen(runs: Sequence[Run], now_unix_s: float, width: int, height: int, glyphs: Glyphs = Glyphs()) -> list[Line]:
+def screen(runs: Sequence[Run], now_unix_s: float, width: int, height: int, glyphs: Glyphs = Glyphs()) -> list[StatusLine]:
     """At most ``height`` lines of at most ``width`` characters."""
     clock = time.strftime("%H:%M:%S", time.localtime(now_unix_s))
     room = max(1, height - 1)
     if not runs:
-        body = [Line("you have no runs on this node", "dim")]
+        body = [StatusLine("you have no runs on this node", "dim")]
     elif len(runs) == 1:
         body = _whole_run(runs[0], now_unix_s, width, room, glyphs)
     else:
         body = _several(runs, width, room, glyphs)
-    lines = [*body[:room], Line(f"{clock}  Ctrl-C quit", "dim")]
-    return [Line(fit(line.text, width, glyphs), line.style) for line in lines[:height]]
+    lines = [*body[:room], StatusLine(f"{clock}  Ctrl-C quit", "dim")]
+    return [StatusLine(fit(line.text, width, glyphs), line.style) for line in lines[:height]]
 
 
-def drawn(lines: Sequence[Line], encoding: str) -> Any:
+def drawn(lines: Sequence[StatusLine], encoding: str) -> Any:
     """As rich draws it, with the characters that ``encoding`` has."""
     from rich.console import Group
     from rich.text import Text
@@ -200,7 +202,7 @@ def fit(text: str, width: int, glyphs: Glyphs) -> str:
 # --- several runs -----------------------------------------------------------------------------------------------------
 
 
-def _several(runs: Sequence[Run], width: int, room: int, glyphs: Glyphs) -> list[Line]:
+def _several(runs: Sequence[Run], width: int, room: int, glyphs: Glyphs) -> list[StatusLine]:
     """Two lines for each run, or one, or for as many as there is room for, those that need a look first."""
     short = [_short(run, width, glyphs) for run in runs]
     if sum(map(len, short)) <= room:
@@ -209,27 +211,27 @@ def _several(runs: Sequence[Run], width: int, room: int, glyphs: Glyphs) -> list
     if len(firsts) <= room:
         return firsts
     shown = sorted(firsts, key=lambda line: line.style == "title")[: room - 1]
-    return [*shown, Line(f"and {len(firsts) - len(shown)} more runs: see safelaunch status --watch RUN", "dim")]
+    return [*shown, StatusLine(f"and {len(firsts) - len(shown)} more runs: see safelaunch status --watch RUN", "dim")]
 
 
-def _short(run: Run, width: int, glyphs: Glyphs) -> list[Line]:
+def _short(run: Run, width: int, glyphs: Glyphs) -> list[StatusLine]:
     if run.status is None:
-        return [Line(f"{run.id}  {clean(run.problem)}", "warn")]
+        return [StatusLine(f"{run.id}  {clean(run.problem)}", "warn")]
     return [title(run.status, 0.0, width, glyphs, short=True), *_progress(run.status, width, glyphs)[1:2]]
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
-def _whole_run(run: Run, now_unix_s: float, width: int, room: int, glyphs: Glyphs) -> list[Line]:
+def _whole_run(run: Run, now_unix_s: float, width: int, room: int, glyphs: Glyphs) -> list[StatusLine]:
     status = run.status
     if status is None:
-        return [Line(f"{run.id}  {clean(run.problem)}", "warn")]
+        return [StatusLine(f"{run.id}  {clean(run.problem)}", "warn")]
     head = [title(status, now_unix_s, width, glyphs), *_progress(status, width, glyphs)]
     head += _words(status, width)
-    notes = [line for one in status.inconsistent for line in _wrapped(f"wrong result: {one.words}", width)]
-    notes += [Line(f"  note: {clean(note)}", "warn") for note in status.notes]
-    notes += [Line(f"  the state of the other nodes is unknown: {clean(status.alone)}", "warn")] if status.alone else []
+    notes = [line for one in status.wrong_results for line in _wrapped(f"wrong result: {one.words}", width)]
+    notes += [StatusLine(f"  note: {clean(note)}", "warn") for note in status.notes]
+    notes += [StatusLine(f"  the state of the other nodes is unknown: {clean(status.alone)}", "warn")] if status.alone else []
     about_nodes = _nodes(status.nodes, width, max(3, room // 3), glyphs) if len(status.nodes) > 1 else []
     left = room - len(head) - len(about_nodes)
     notes = notes[: max(0, left - LEAST_ROWS)]
@@ -237,7 +239,7 @@ def _whole_run(run: Run, now_unix_s: float, width: int, room: int, glyphs: Glyph
     return [*head, *notes, *_ranks(status, width, left, glyphs), *about_nodes]
 
 
-def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, short: bool = False) -> Line:
+def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, short: bool = False) -> StatusLine:
     """``r2402  pretrain  watching · 64 ranks · up 2h05m · pid 2402``."""
     there = len(status.ranks)
     words, style = _STATES.get(status.watch, (clean(status.watch), "warn"))
@@ -259,15 +261,15 @@ def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, s
     kept = parts
     while len(kept) > 1 and len(name) + len(f" {glyphs.dot} ".join(kept)) > width - 2:
         kept = kept[:-1]
-    return Line(name + f" {glyphs.dot} ".join(kept), "title" if style == "good" else style)  # type: ignore[arg-type]
+    return StatusLine(name + f" {glyphs.dot} ".join(kept), "title" if style == "good" else style)  # type: ignore[arg-type]
 
 
-def _progress(status: RunStatus, width: int, glyphs: Glyphs) -> list[Line]:
+def _progress(status: RunStatus, width: int, glyphs: Glyphs) -> list[StatusLine]:
     """The step, the rate and its course; then how long it has been quiet, against what is usual and what is allowed."""
     steps = [one.step or 0 for one in stepping(status)]
     if not steps:
         what = "no rank has started yet" if not status.ranks else "no step yet"
-        return [Line(f"  {what}; suspected after {status.threshold_s:g} s ({clean(status.threshold_why)})", "dim")]
+        return [StatusLine(f"  {what}; suspected after {status.threshold_s:g} s ({clean(status.threshold_why)})", "dim")]
     standing = standing_s(status)
     bars = spark(course(status.history), glyphs) if width >= 60 else ""
     first = f"  step {min(steps):,}  {_pace(status)}  {bars}".rstrip()
@@ -278,7 +280,7 @@ def _progress(status: RunStatus, width: int, glyphs: Glyphs) -> list[Line]:
     second = f"  {said}; suspected after {status.threshold_s:g} s"
     if len(second) + len(clean(status.threshold_why)) + 3 <= width:
         second += f" ({clean(status.threshold_why)})"
-    return [Line(first, "alarm" if standing else "bold"), Line(second, "alarm" if standing else "dim")]
+    return [StatusLine(first, "alarm" if standing else "bold"), StatusLine(second, "alarm" if standing else "dim")]
 
 
 def _pace(status: RunStatus) -> str:
@@ -319,22 +321,22 @@ def _step_at(points: Sequence[tuple[float, int]], at_s: float) -> float | None:
 
 def spark(rates: Sequence[float | None], glyphs: Glyphs) -> str:
     """A bar for each rate, the highest one full; a blank where it is not known, the lowest bar for none at all."""
-    most = max((one for one in rates if one), default=0.0)
+    most = max((rate for rate in rates if rate), default=0.0)
     top = len(glyphs.bars) - 1
     bars = [
-        " " if one is None else glyphs.bars[0 if not one or not most else max(1, round(top * one / most))]
-        for one in rates
+        " " if rate is None else glyphs.bars[0 if not rate or not most else max(1, round(top * rate / most))]
+        for rate in rates
     ]
     return "".join(bars).lstrip()
 
 
-def _wrapped(text: str, width: int, style: Style = "warn", first: str = "  ") -> list[Line]:
+def _wrapped(text: str, width: int, style: CellStyle = "warn", first: str = "  ") -> list[StatusLine]:
     """At most three lines, below a progress line."""
     lines = wrapped(clean(text), max(20, width - 4))
-    return [Line(f"{first if not number else '    '}{line}", style) for number, line in enumerate(lines[:3])]
+    return [StatusLine(f"{first if not number else '    '}{line}", style) for number, line in enumerate(lines[:3])]
 
 
-def _words(status: RunStatus, width: int) -> list[Line]:
+def _words(status: RunStatus, width: int) -> list[StatusLine]:
     """What an early look has found, while that lasts."""
     look = lasting(status.early)
     return _wrapped(look.words, width, "warn" if look.movement == "still" else "dim", "    ") if look else []
@@ -349,11 +351,11 @@ def lasting(early: Sequence[EarlyLook]) -> EarlyLook | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _AlikeRanks:
     """Ranks that are alike."""
 
     ranks: tuple[RankStatus, ...]
-    row: Row
+    row: StatusRow
     doing: str
 
     @property
@@ -361,7 +363,7 @@ class _Group:
         return self.row.mood in ("behind", "late") or bool(self.doing)
 
 
-def _ranks(status: RunStatus, width: int, room: int, glyphs: Glyphs) -> list[Line]:
+def _ranks(status: RunStatus, width: int, room: int, glyphs: Glyphs) -> list[StatusLine]:
     if not status.ranks or room < 2:
         return []
     groups = _groups(status, fold=len(status.ranks) > min(MANY_RANKS, room - 1))
@@ -369,44 +371,44 @@ def _ranks(status: RunStatus, width: int, room: int, glyphs: Glyphs) -> list[Lin
     if len(groups) > room - 1:
         shown = sorted(groups, key=lambda one: not one.stands_out)[: max(0, room - 2)]
     cells = [_cells(one, status.usual_step_s, glyphs) for one in shown]
-    table = Table(_COLUMNS, cells, _RIGHT, less_wanted=_LESS_WANTED)
+    table = TextTable(_COLUMNS, cells, _RIGHT, less_wanted=_LESS_WANTED)
     if all(row[_COLUMNS.index("gpu")] == "-" for row in cells):
         table = table.without("gpu")
     lines = table.fitted(width - 2, _LEAST_DOING).lines(indent="  ")
-    styled = [Line(lines[0], "dim")]
-    styled += [Line(text, _STYLES[one.row.mood]) for text, one in zip(lines[1:], shown, strict=True)]
-    hidden = sum(len(one.ranks) for one in groups) - sum(len(one.ranks) for one in shown)
-    return [*styled, *([Line(f"  and {hidden} more ranks", "dim")] if hidden else [])]
+    styled = [StatusLine(lines[0], "dim")]
+    styled += [StatusLine(text, _STYLES[one.row.mood]) for text, one in zip(lines[1:], shown, strict=True)]
+    hidden = sum(len(group.ranks) for group in groups) - sum(len(one.ranks) for one in shown)
+    return [*styled, *([StatusLine(f"  and {hidden} more ranks", "dim")] if hidden else [])]
 
 
-def _groups(status: RunStatus, *, fold: bool) -> list[_Group]:
+def _groups(status: RunStatus, *, fold: bool) -> list[_AlikeRanks]:
     """The ranks in their order. Ranks that meet in every step are a step apart when their pages are read."""
     look = lasting(status.early)
     places = {one.rank: place(one.frame) for one in look.places if one.frame is not None} if look is not None else {}
     ordered = sorted(status.ranks, key=lambda one: one.rank)
     furthest = max((one.step for one in ordered if one.step is not None), default=0)
-    groups: dict[object, list[tuple[RankStatus, Row, str]]] = {}
+    groups: dict[object, list[tuple[RankStatus, StatusRow, str]]] = {}
     for one, row in zip(ordered, rows(status), strict=True):
         doing = clean(one.doing) or clean(places.get(one.rank, "")) or clean(one.phase)
         behind = furthest - one.step if one.step is not None else None
         near = None if behind is None else max(0, behind - BEHIND_STEPS + 1)
         key = (one.state, doing, row.mood, near) if fold else one.rank
         groups.setdefault(key, []).append((one, row, doing))
-    return [_Group(tuple(rank for rank, _, _ in of), of[0][1], of[0][2]) for of in groups.values()]
+    return [_AlikeRanks(tuple(rank for rank, _, _ in of), of[0][1], of[0][2]) for of in groups.values()]
 
 
-def _cells(group: _Group, usual_s: float, glyphs: Glyphs) -> tuple[str, ...]:
+def _cells(group: _AlikeRanks, usual_s: float, glyphs: Glyphs) -> tuple[str, ...]:
     ranks = group.ranks
-    steps = [one.step for one in ranks if one.step is not None]
-    rates = [one.steps_per_s for one in ranks if one.steps_per_s is not None]
-    ages = [one.age_s for one in ranks if one.age_s is not None]
-    memory, of_gpus = max(one.rss_bytes for one in ranks), max(one.gpu_bytes for one in ranks)
+    steps = [rank.step for rank in ranks if rank.step is not None]
+    rates = [rank.steps_per_s for rank in ranks if rank.steps_per_s is not None]
+    ages = [rank.age_s for rank in ranks if rank.age_s is not None]
+    memory, of_gpus = max(rank.rss_bytes for rank in ranks), max(rank.gpu_bytes for rank in ranks)
     times = max(ages) / usual_s if ages and usual_s and steps else 0.0
     age = since(max(ages)) if ages else "-"
     age += f" ({times:,.0f} x)" if times and is_quiet(max(ages), usual_s) else ""
     doing = ", ".join(part for part in (group.doing, group.row.note) if part)
     return (
-        fit(format_ranks(tuple(one.rank for one in ranks)), _LONGEST_RANKS, glyphs),
+        fit(format_ranks(tuple(rank.rank for rank in ranks)), _LONGEST_RANKS, glyphs),
         group.row.cells[2],
         f"{min(steps):,}" if steps else "-",
         rate(min(rates)) if rates else "-",
@@ -426,7 +428,7 @@ def size(value: int) -> str:
 # --- its nodes --------------------------------------------------------------------------------------------------------
 
 
-def _nodes(found: Sequence[NodeStatus], width: int, room: int, glyphs: Glyphs) -> list[Line]:
+def _nodes(found: Sequence[NodeStatus], width: int, room: int, glyphs: Glyphs) -> list[StatusLine]:
     """The nodes that are not as they should be, and a line for all others."""
     strange = [one for one in found if one.state != "heard" or one.trouble or one.doing not in ("watching", "")]
     if len(found) + 1 <= room:
@@ -435,10 +437,10 @@ def _nodes(found: Sequence[NodeStatus], width: int, room: int, glyphs: Glyphs) -
     lines = []
     for one in shown:
         words = "  ".join(cell for cell in node_cells(one) if cell != "-")
-        lines.append(Line(f"  {words}", "plain" if one.state == "heard" else "warn"))
+        lines.append(StatusLine(f"  {words}", "plain" if one.state == "heard" else "warn"))
     rest = len(found) - len(shown)
     if rest:
         steps = [one.step for one in found if one.step is not None and one not in shown]
         behind = f", step {min(steps):,}" if steps else ""
-        lines.append(Line(f"  {rest} {'more ' if shown else ''}node{'s' * (rest != 1)}{behind}", "dim"))
-    return [Line(f"  {len(found)} nodes", "dim"), *lines] if lines else []
+        lines.append(StatusLine(f"  {rest} {'more ' if shown else ''}node{'s' * (rest != 1)}{behind}", "dim"))
+    return [StatusLine(f"  {len(found)} nodes", "dim"), *lines] if lines else []

@@ -15,7 +15,6 @@ from safelaunch.job.paths import RunPaths
 from safelaunch.job.plan import Plan
 from safelaunch.job.process import FORWARDED, SI_KERNEL, ProcessId
 
-EXIT_INCONSISTENT = 123
 EXIT_HUNG = 124
 EXIT_GAVE_UP = 125
 GRACE_S = 5.0

@@ -50,7 +50,7 @@ class RunPaths:
 
     @property
     def wrong(self) -> Path:
-        """The wrong results that --check-every has found: for colaunch, too."""
+        """The wrong results that monitors found: for colaunch, too."""
         return self.root / "wrong.json"
 
     @property

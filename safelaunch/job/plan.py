@@ -9,11 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from safelaunch import addons
 from safelaunch.beacon import layout
 from safelaunch.job.argv import CommandLine, is_one_node, restarts
-from safelaunch.job.torchrun import Torch, launcher
+from safelaunch.job.torchrun import TorchInstallation, launcher
 from safelaunch.settings.config import INTERNAL_ENV
-from safelaunch.settings.options import STALL_CEILING_S, STARTUP_MAX_STALL_S, EnvSetting, Settings
+from safelaunch.settings.options import (
+    STALL_CEILING_S,
+    STARTUP_MAX_STALL_S,
+    EnvSetting,
+    Option,
+    Settings,
+    addon_options,
+)
 from safelaunch.system.console import command_lines
 
 LEASES = "SAFELAUNCH_LEASES"  # the beacons' locks, by path
@@ -46,7 +54,7 @@ class Plan:
     applied: tuple[Applied, ...]
     run_name: str
     run_dir: Path
-    torch: Torch | None
+    torch: TorchInstallation | None
     settings: Settings
     watched: bool
     script: tuple[str, ...]
@@ -72,7 +80,7 @@ class Surroundings:
     typed: tuple[str, ...] = ()
 
 
-def build(command: CommandLine, settings: Settings, torch: Torch, around: Surroundings) -> Plan:
+def build(command: CommandLine, settings: Settings, torch: TorchInstallation, around: Surroundings) -> Plan:
     """The plan for one torchrun job."""
     argv = (torch.python, os.fspath(launcher(torch.python)), *command.arguments)
     begins_anew = restarts(command, around.environ) and is_one_node(command, around.environ)
@@ -81,7 +89,7 @@ def build(command: CommandLine, settings: Settings, torch: Torch, around: Surrou
 
 
 def build_exec(
-    words: tuple[str, ...], program: str, settings: Settings, torch: Torch | None, around: Surroundings
+    words: tuple[str, ...], program: str, settings: Settings, torch: TorchInstallation | None, around: Surroundings
 ) -> Plan:
     """The plan for any command that starts ranks or is one; ``program`` is the path of ``words[0]``."""
     name, own = name_of_command(words), {"SAFELAUNCH_MODE": "exec"}
@@ -89,7 +97,7 @@ def build_exec(
 
 
 def build_beside(
-    command: CommandLine, argv: tuple[str, ...], settings: Settings, torch: Torch, around: Surroundings, caller: int
+    command: CommandLine, argv: tuple[str, ...], settings: Settings, torch: TorchInstallation, around: Surroundings, caller: int
 ) -> Plan:
     """The plan for ranks that another process, of pid ``caller``, starts itself, as torchrun would for ``command``.
 
@@ -104,7 +112,7 @@ def _plan(
     argv: tuple[str, ...],
     name: str,
     settings: Settings,
-    torch: Torch | None,
+    torch: TorchInstallation | None,
     around: Surroundings,
     own: Mapping[str, str] | None = None,
     *,
@@ -143,21 +151,26 @@ def _environment(
         origin = _origin(settings, "on-stall") if settings.on_stall == "restart" else "--max-restarts"
         why = "each attempt gets its own store: in a shared one, gloo finds the ports of the last attempt"
         applied += (Applied(name, "1", origin, why, name in around.environ),)
-    env = {
-        name: value for name, value in around.environ.items() if name not in ("SAFELAUNCH_HELD", LEASES, GROUP_TIMEOUT)
-    }
+    of_another_run = ("SAFELAUNCH_HELD", LEASES, GROUP_TIMEOUT, layout.PROBES)
+    env = {name: value for name, value in around.environ.items() if name not in of_another_run}
     env.update({setting.name: setting.value for setting in applied if not setting.kept})
     if settings.watch:
         env.update(injection(around.environ, around.run_dir, around.supervisor_pid))
         env.update(own)
-        env.pop(layout.CHECKS, None)
-        if settings.check_every:
-            env[layout.CHECKS] = str(settings.check_every)
+        env.update(_probe_variables(settings))
         if settings.pg_timeout is not None:
             env[GROUP_TIMEOUT] = f"{settings.pg_timeout.seconds:g}{'!' if settings.pg_timeout.everywhere else ''}"
         if around.rank_locks:
             env[LEASES] = os.pathsep.join(around.rank_locks)
     return applied, env
+
+
+def _probe_variables(settings: Settings) -> dict[str, str]:
+    """The variables by which ranks load the probes of add-ons and by which the probes are configured."""
+    found = addons.probe_values(settings)
+    if not found:
+        return {}
+    return {layout.PROBES: ",".join(found), **{name: value for one in found.values() for name, value in one.items()}}
 
 
 def _origin(settings: Settings, option: str) -> str:
@@ -249,7 +262,7 @@ def describe(plan: Plan, width: int) -> str:
             f"  startup timeout  {settings.startup_timeout_s:g} s   ({settings.origin('startup-timeout')})",
             f"  max stall        {_max_stall(settings)}   ({settings.max_stall_origin})",
             f"  on stall         {settings.on_stall}   ({settings.origin('on-stall')})",
-            f"  check every      {settings.check_every or 'never'}   ({settings.origin('check-every')})",
+            *(_addon_line(settings, option) for option in addon_options() if option.unset),
             f"  early look       {'yes' if settings.early_look else 'no'}   ({settings.origin('no-early-look')})",
         ]
         if settings.on_suspect:
@@ -259,6 +272,11 @@ def describe(plan: Plan, width: int) -> str:
     lines += ["", "environment"]
     lines += _variables(plan) or ["  nothing except safelaunch's own variables"]
     return redactor.text("\n".join(lines))
+
+
+def _addon_line(settings: Settings, option: Option) -> str:
+    value = getattr(settings, option.attribute) or option.unset
+    return f"  {option.name.replace('-', ' '):<17}{value}   ({settings.origin(option.name)})"
 
 
 def _max_stall(settings: Settings) -> str:

@@ -7,6 +7,8 @@ check the type of every field. msgspec checks types while decoding, at the speed
 from __future__ import annotations
 
 from safelaunch.model.evidence import (
+    WRONG_RESULTS_FILE,
+    WRONG_RESULTS_KEY,
     AgentState,
     Answer,
     Artifact,
@@ -22,7 +24,6 @@ from safelaunch.model.evidence import (
     Gpus,
     GpuUse,
     GroupMembers,
-    Inconsistency,
     JobShape,
     Launched,
     Lost,
@@ -38,13 +39,14 @@ from safelaunch.model.evidence import (
     NodeFiles,
     Outcome,
     Place,
-    Probe,
+    ServerProbe,
     ProcessAtFault,
     ProofEdge,
     Rendezvous,
     Resources,
     Verdict,
     Watched,
+    WrongResult,
     node_file,
 )
 from safelaunch.model.ranks import (

@@ -21,7 +21,7 @@ AgentState = Literal["", "running", "stopped", "gone"]
 Lost = Literal["", "closed", "silent", "unreachable"]
 # A connection to a node, tried at the time of the evidence. "no route": this node itself has no address or no route to
 # try it from, which says nothing of the other one. "": not tried.
-Probe = Literal["", "answers", "no answer", "no route"]
+ServerProbe = Literal["", "answers", "no answer", "no route"]
 
 
 class NodeEvidence(Record, frozen=True):
@@ -49,7 +49,7 @@ class NodeEvidence(Record, frozen=True):
     agent_error: str = ""
     missed_s: float = 0.0
     store: Lost = ""
-    probe: Probe = ""
+    probe: ServerProbe = ""
     torch: str = ""
     safelaunch: str = ""
     script: str = ""
@@ -249,8 +249,12 @@ class EarlyLook(Record, frozen=True):
     lasted_s: float = 0.0
 
 
-class Inconsistency(Record, frozen=True):
-    """A wrong result that no collective shows, found by comparing what the ranks' beacons computed.
+WRONG_RESULTS_KEY = "inconsistent"  # in documents
+WRONG_RESULTS_FILE = f"{WRONG_RESULTS_KEY}.json"  # in a bundle
+
+
+class WrongResult(Record, frozen=True):
+    """A wrong result that no collective shows, found by a monitor of a job that otherwise runs.
 
     - ``step``: the first optimizer step at which it was seen; ``since_step``: the last one known to be right, 0: none
     - ``parameter``: the first by name that shows it (for a gradient, where the backward pass met it first); ``count``
@@ -328,13 +332,13 @@ class Evidence(Record, frozen=True):
     threshold_s: float = 0.0  # the time without a step that raised the suspicion; 0: something else did
     threshold_why: str = ""
     moving: bool = False  # some rank progressed, or computed, between the confirmation samples
-    for_finding: bool = False  # a finding of --check-every has asked for this, so it has its verdict
+    for_finding: bool = False  # requested for something that was found, so it needs no look at the steps
     notes: tuple[str, ...] = ()  # what slowed the job down: a straggler, a shared GPU
     nodes: tuple[NodeEvidence, ...] = ()
     nccl: NcclWitness | None = None
     rendezvous: Rendezvous | None = None
     early: tuple[EarlyLook, ...] = ()  # the newest ones, oldest first
-    inconsistent: tuple[Inconsistency, ...] = ()  # what --check-every found, in order of time
+    wrong_results: tuple[WrongResult, ...] = msgspec.field(default=(), name=WRONG_RESULTS_KEY)  # in order of time
     launched: Launched | None = None
     stopped: tuple[int, ...] = ()
     gpus: tuple[GpuUse, ...] = ()

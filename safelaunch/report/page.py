@@ -22,8 +22,8 @@ from typing import Any
 
 from safelaunch.model import Artifact, Evidence, RankEvidence, Verdict, format_ranks, rank_words
 from safelaunch.report import code, nodes, overview, ranks, timeline
-from safelaunch.report.about import About
-from safelaunch.report.overview import Branch, merged_stacks, range_of
+from safelaunch.report.about import ReportHeader
+from safelaunch.report.overview import StackBranch, merged_stacks, range_of
 from safelaunch.report.report import (
     OUTCOMES,
     beside_next,
@@ -43,7 +43,7 @@ from safelaunch.report.tables import Frames, Paths, hosts_word
 from safelaunch.stacks.source import ReadSource
 from safelaunch.system.printable import clean, clean_json
 from safelaunch.verdict.belonging import mesh
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.unnamed import numbered
 
 # --- The steps of all ranks over time: the rate before the stall, who is behind, and the moment it stopped ------------
@@ -60,7 +60,7 @@ def as_page(evidence: Evidence, culprits: Collection[int]) -> dict[str, Any] | N
     Times are seconds before the evidence was taken, on each host's own clock.
     """
     taken = _taken(evidence)
-    seen = {one.rank: one for one in evidence.ranks if one.progress is not None and one.progress.step is not None}
+    seen = {rank.rank: rank for rank in evidence.ranks if rank.progress is not None and rank.progress.step is not None}
     classes: dict[tuple[bool, int], list[RankEvidence]] = {}
     for rank, one in seen.items():
         assert one.progress is not None
@@ -132,19 +132,19 @@ def content(
     evidence: Evidence,
     artifacts: Sequence[Artifact] = (),
     *,
-    facts: Facts | None = None,
+    facts: CaseFacts | None = None,
     read_source: ReadSource | None = None,
     said: Callable[[str], str] = str,
-    about: About | None = None,
+    about: ReportHeader | None = None,
 ) -> dict[str, Any]:
     """The page's data, as JSON has it. ``said`` takes secrets out of a line of source.
 
     ``facts``: those of ``evidence`` with the source, where they are known already.
     """
-    about = about or About()
-    facts = facts or Facts.of(evidence, read_source)
+    about = about or ReportHeader()
+    facts = facts or CaseFacts.of(evidence, read_source)
     verdict, labels = numbered(verdict, evidence), evidence.labels
-    culprits = {one.rank for one in verdict.culprits}
+    culprits = {culprit.rank for culprit in verdict.culprits}
     paths = Paths.of(evidence, about.launch.cwd, code.all_frames(evidence, verdict))
     frames = Frames(paths)
     shown = ranks.ranks(facts, verdict, frames)
@@ -173,7 +173,7 @@ def content(
 # --- the head ---------------------------------------------------------------------------------------------------------
 
 
-def _head(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> dict[str, Any]:
+def _head(verdict: Verdict, facts: CaseFacts, evidence: Evidence, about: ReportHeader) -> dict[str, Any]:
     return {
         "outcome": verdict.outcome,
         "words": OUTCOMES[verdict.outcome],
@@ -186,7 +186,7 @@ def _head(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> d
         "healthy": int(is_healthy(verdict)),
         "doubts": verdict.doubts,
         "proof": proof_words(verdict),
-        "culprits": format_ranks([one.rank for one in verdict.culprits]),
+        "culprits": format_ranks([culprit.rank for culprit in verdict.culprits]),
         "victims": verdict.victims,
         "nodes_at_fault": [
             *(node_words(node) for node in verdict.nodes_at_fault),
@@ -195,7 +195,7 @@ def _head(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> d
         "suggestions": beside_next(verdict),
         "next": [step.why, step.command] if (step := next_step(verdict)) is not None else [],
         "notes": [*evidence.notes],
-        "wrong": [o.words for o in evidence.inconsistent if o.words[1:] not in verdict.summary],  # what it does not say
+        "wrong": [o.words for o in evidence.wrong_results if o.words[1:] not in verdict.summary],  # what it does not say
         "early": early_lines(evidence),
         "facts": [list(fact) for fact in _facts(verdict, facts, evidence, about)],
         "command": _command(about.launch.as_typed),
@@ -209,11 +209,13 @@ def _first_sentence(text: str) -> str:
     return found[0] if found is not None and len(found[0]) > 20 else text
 
 
-def _facts(verdict: Verdict, facts: Facts, evidence: Evidence, about: About) -> Iterable[tuple[str, str]]:
+def _facts(verdict: Verdict, facts: CaseFacts, evidence: Evidence, about: ReportHeader) -> Iterable[tuple[str, str]]:
     """What people ask first, as ``(label, value)``; what is not known is left out."""
     launch = about.launch
-    seen = [one.progress.step for one in evidence.ranks if one.progress is not None and one.progress.step is not None]
-    hosts = list(dict.fromkeys(one.host for one in evidence.ranks if one.host))
+    seen = [
+        rank.progress.step for rank in evidence.ranks if rank.progress is not None and rank.progress.step is not None
+    ]
+    hosts = list(dict.fromkeys(rank.host for rank in evidence.ranks if rank.host))
     found = {
         "run": launch.run_name,
         "when": _when(about.at_unix_s),
@@ -236,7 +238,7 @@ def _when(unix_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_s)) if 0 < unix_s < _YEAR_10000 else ""
 
 
-def _version(about: About, package: str) -> str:
+def _version(about: ReportHeader, package: str) -> str:
     found = {text for node in about.nodes for name, text in node.versions if name == package}
     return ", ".join(sorted(found)[:3])
 
@@ -258,7 +260,7 @@ def _claims(verdict: Verdict) -> list[list[Any]]:
 # --- code, stacks, nodes ----------------------------------------------------------------------------------------------
 
 
-def _side(side: code.Side, frames: Frames) -> dict[str, Any]:
+def _side(side: code.CallSide, frames: Frames) -> dict[str, Any]:
     return {
         "r": format_ranks(side.ranks),
         "n": len(side.ranks),
@@ -268,7 +270,7 @@ def _side(side: code.Side, frames: Frames) -> dict[str, Any]:
             {
                 "f": frames.number(place.frame),
                 "whose": place.whose,
-                "lines": [[one.number, one.text, one.mark, one.note, int(one.gap)] for one in place.lines],
+                "lines": [[line.number, line.text, line.mark, line.note, int(line.gap)] for line in place.lines],
             }
             for place in side.places
         ],
@@ -276,11 +278,11 @@ def _side(side: code.Side, frames: Frames) -> dict[str, Any]:
     }
 
 
-def _branches(branches: Sequence[Branch], frames: Frames, evidence: Evidence) -> list[dict[str, Any]]:
+def _branches(branches: Sequence[StackBranch], frames: Frames, evidence: Evidence) -> list[dict[str, Any]]:
     """The merged stacks, at most ``_MOST_BRANCHES`` of their branches, breadth first."""
-    roots = next((one.code_roots for one in evidence.ranks if one.code_roots), ())
+    roots = next((rank.code_roots for rank in evidence.ranks if rank.code_roots), ())
     made: list[dict[str, Any]] = []
-    queue: list[tuple[Branch, list[dict[str, Any]]]] = [(branch, made) for branch in branches]
+    queue: list[tuple[StackBranch, list[dict[str, Any]]]] = [(branch, made) for branch in branches]
     for number, (branch, into) in enumerate(queue):
         if number >= _MOST_BRANCHES:
             break

@@ -55,7 +55,7 @@ from safelaunch.system.console import PREFIX, cut, wrapped
 from safelaunch.system.printable import clean, clean_lines, is_clean
 from safelaunch.verdict.belonging import mesh, shortage_of
 from safelaunch.verdict.exits import has_lost_a_peer
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 
 MAX_LINES = 22
 _LOG_LINES = 15
@@ -73,16 +73,16 @@ OUTCOMES = {
 
 # --- one screen ---------------------------------------------------------------------------------------------------
 
-Style = Literal["", "title", "strong", "condition", "command"]
-_SGR: Mapping[Style, str] = {"title": "1;31", "strong": "1", "condition": "33", "command": "1;36"}
+TextStyle = Literal["", "title", "strong", "condition", "command"]
+_SGR: Mapping[TextStyle, str] = {"title": "1;31", "strong": "1", "condition": "33", "command": "1;36"}
 
 
 @dataclass(frozen=True)
-class Line:
+class ScreenLine:
     """One line of a screen. ``whole``: it may be longer than the screen is wide, as it is to be pasted."""
 
     text: str
-    style: Style = ""
+    style: TextStyle = ""
     whole: bool = False
 
     def shown(self, color: bool) -> str:
@@ -92,7 +92,7 @@ class Line:
         return f"{' ' * (len(self.text) - len(inner))}{_painted(inner, self.style)}"
 
 
-def _painted(text: str, style: Style) -> str:
+def _painted(text: str, style: TextStyle) -> str:
     return f"\x1b[{_SGR[style]}m{text}\x1b[0m"
 
 
@@ -121,23 +121,23 @@ def screen(
     room = max(width - len(PREFIX), 28)
     title = _wrap(f"{OUTCOMES[verdict.outcome]}: {verdict.cause} ({confidence_words(verdict)})", room)
     summary = _cut(_wrap(clean(verdict.summary), room), _SUMMARY_LINES, room)
-    head = list(map(Line, _quoted(summary) if color else summary))
+    head = list(map(ScreenLine, _quoted(summary) if color else summary))
     named: tuple[Culprit | ProcessAtFault, ...] = (*verdict.culprits, *verdict.processes_at_fault)
     who = [line for culprit in named[:3] for line in _who(culprit, room, read_line)]
     if len(named) > 3:
         more, words = len(named) - 3, ("process", "processes") if verdict.processes_at_fault else ("rank", "ranks")
-        who.append(Line(f"  and {more} more {words[more != 1]}"))
+        who.append(ScreenLine(f"  and {more} more {words[more != 1]}"))
     for node in verdict.nodes_at_fault[:3]:
-        who += [Line(text, "strong") for text in _wrap(node_words(node), room, "  ")[:3]]
+        who += [ScreenLine(text, "strong") for text in _wrap(node_words(node), room, "  ")[:3]]
     for text in verdict.blamed_before or ():
-        who += [Line(part) for part in _wrap(clean(text), room, "  ")]
+        who += [ScreenLine(part) for part in _wrap(clean(text), room, "  ")]
     step, where = _command(next_step(verdict)), _place(place, clean(bundle_path), room, clean(cwd))
     command = [*step, *_details(verdict.cause, page, room), *where]
     space = MAX_LINES - len(title) - len(head) - len(who) - len(command) - 1
     tail = _tail(verdict, room, space)
     space -= len(tail)
     lines = [
-        *(Line(text, "strong" if is_healthy(verdict) else "title") for text in title),
+        *(ScreenLine(text, "strong" if is_healthy(verdict) else "title") for text in title),
         *head,
         *who,
         *_claims(verdict, room, max(space, 0)),
@@ -150,7 +150,7 @@ def screen(
 def _with_lost_peers(verdict: Verdict, evidence: Evidence) -> Verdict:
     """Without the long messages of the ranks that only lost their connection to a peer."""
     named = {culprit.rank for culprit in verdict.culprits}
-    lost = [one.rank for one in evidence.ranks if one.rank not in named and has_lost_a_peer(one)]
+    lost = [rank.rank for rank in evidence.ranks if rank.rank not in named and has_lost_a_peer(rank)]
     texts = {}
     for rank in lost:
         others = set(range(evidence.world_size)) - {rank}
@@ -202,7 +202,7 @@ def _quoted(lines: Sequence[str]) -> list[str]:
     return found
 
 
-def _who(culprit: Culprit | ProcessAtFault, room: int, read_line: ReadLine | None) -> list[Line]:
+def _who(culprit: Culprit | ProcessAtFault, room: int, read_line: ReadLine | None) -> list[ScreenLine]:
     who = f"rank {culprit.rank}" if isinstance(culprit, Culprit) else clean(culprit.label)
     pid = [f"pid {culprit.pid}"] if str(culprit.pid) not in who or isinstance(culprit, Culprit) else []
     facts = pid if culprit.process == "main" else [culprit.process]
@@ -212,13 +212,13 @@ def _who(culprit: Culprit | ProcessAtFault, room: int, read_line: ReadLine | Non
     name = f"{who} ({clean(', '.join(facts))})" if facts else who
     frame = culprit.frame
     if frame is None:
-        return [Line(text, "strong") for text in _wrap(name, room, "  ")]
+        return [ScreenLine(text, "strong") for text in _wrap(name, room, "  ")]
     text = f"{name} at {_unbroken(f'{frame.file}:{frame.line}')}"
     text += f" in {clean(frame.function)}" if frame.function else ""
-    lines = [Line(text, "strong") for text in _wrap(text, room, "  ")]
+    lines = [ScreenLine(text, "strong") for text in _wrap(text, room, "  ")]
     source = read_line(frame.file, frame.line) if read_line else None
     if source:
-        lines.append(Line(cut(f"    > {clean(source).strip()}", room), "strong"))
+        lines.append(ScreenLine(cut(f"    > {clean(source).strip()}", room), "strong"))
     return lines
 
 
@@ -236,7 +236,7 @@ def _files(files: Sequence[str], most: int = 3) -> str:
 _OF_RANK = re.compile(r"rank (\d+): ")
 
 
-def _claims(verdict: Verdict, room: int, space: int) -> list[Line]:
+def _claims(verdict: Verdict, room: int, space: int) -> list[ScreenLine]:
     """At most ``space`` lines: as many of the first five claims as fit whole; the first one alone may be shortened."""
     picked = _spread(merged_claims(verdict.evidence, clean(verdict.summary)), min(5, space - 1))
     lines: list[str] = []
@@ -246,7 +246,7 @@ def _claims(verdict: Verdict, room: int, space: int) -> list[Line]:
     if picked and not lines:
         text, (file, *_) = picked[0]
         lines.append(cut(f"    {text}", room - len(file) - 4) + f"  [{file}]")
-    return [Line("  evidence:"), *map(Line, lines)] if lines else []
+    return [ScreenLine("  evidence:"), *map(ScreenLine, lines)] if lines else []
 
 
 def merged_claims(claims: Sequence[Claim], told: str = "") -> list[tuple[str, tuple[str, ...]]]:
@@ -280,7 +280,7 @@ def _spread(claims: Sequence[tuple[str, tuple[str, ...]]], count: int) -> list[t
     return [claim for _, _, claim in sorted(order, key=lambda item: item[:2])[: max(count, 0)]]
 
 
-def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
+def _tail(verdict: Verdict, room: int, space: int) -> list[ScreenLine]:
     """What is below the evidence, in ``space`` lines. What to do is never cut, and a second piece of advice is left out
     if it doesn't fit.
     """
@@ -303,7 +303,7 @@ def _tail(verdict: Verdict, room: int, space: int) -> list[Line]:
     lines += [*now, *first]
     for advice in second:
         lines += advice if len(lines) + len(advice) + _EVIDENCE_LINES <= space else []
-    return list(map(Line, lines))
+    return list(map(ScreenLine, lines))
 
 
 def confidence_words(verdict: Verdict) -> str:
@@ -376,33 +376,33 @@ def next_step(verdict: Verdict) -> NextStep | None:
     return None if is_as_typed else step
 
 
-def _command(step: NextStep | None) -> list[Line]:
+def _command(step: NextStep | None) -> list[ScreenLine]:
     """What to paste, on a line of its own."""
     if step is None:
         return []
-    return [Line(f"  {clean(step.why)}:"), Line(f"    {clean(step.command)}", "command", whole=True)]
+    return [ScreenLine(f"  {clean(step.why)}:"), ScreenLine(f"    {clean(step.command)}", "command", whole=True)]
 
 
-def _details(cause: str, page: str, room: int) -> list[Line]:
+def _details(cause: str, page: str, room: int) -> list[ScreenLine]:
     """The command that explains the cause, and the page in the bundle: on one line if they fit."""
     explain = f"safelaunch explain {clean(cause)}"
     details = f"  details: {page} in the bundle"
     together = (f"{details}; {explain}", f"  details: {page}; {explain}") if page else ()
     fitting = next((text for text in together if len(text) <= room), "")
     if fitting:
-        return [Line(fitting)]
-    return [Line(f"  more: {explain}", whole=True), *([Line(details)] if page else [])]
+        return [ScreenLine(fitting)]
+    return [ScreenLine(f"  more: {explain}", whole=True), *([ScreenLine(details)] if page else [])]
 
 
-def _place(place: str, path: str, room: int, cwd: str) -> list[Line]:
+def _place(place: str, path: str, room: int, cwd: str) -> list[ScreenLine]:
     """Where the evidence is. With ``cwd``, in a form that the terminal doesn't break: relative, or on its own line."""
     line = f"{place}: {path}"
     if cwd and len(line) > room:
         short = path.removeprefix(f"{cwd}/")
         line = f"{place}: {short}"
         if len(line) > room:
-            return [Line(f"{place}:"), Line(short, whole=True)]
-    return [Line(line, whole=True)]
+            return [ScreenLine(f"{place}:"), ScreenLine(short, whole=True)]
+    return [ScreenLine(line, whole=True)]
 
 
 # --- report.md ----------------------------------------------------------------------------------------------------
@@ -459,15 +459,15 @@ def markdown(
     evidence: Evidence,
     artifacts: Sequence[Artifact],
     *,
-    facts: Facts | None = None,
+    facts: CaseFacts | None = None,
     read_line: ReadLine | None = None,
 ) -> str:
     """``report.md``: verdict, culprits with their stacks, the ranks, merged stacks, evidence, what is missing.
 
     ``facts``: those of ``evidence``, where they are known already.
     """
-    facts = facts or Facts.of(evidence)
-    rows = alike([row_of(one) for one in facts.ranks.values()], {one.rank for one in verdict.culprits})
+    facts = facts or CaseFacts.of(evidence)
+    rows = alike([row_of(rank) for rank in facts.ranks.values()], {culprit.rank for culprit in verdict.culprits})
     tree, step = merged_stacks(facts), next_step(verdict)
     parts = [
         f"# {md(OUTCOMES[verdict.outcome].capitalize())}: {md(verdict.cause)}",
@@ -482,7 +482,7 @@ def markdown(
         md(contract_words(evidence, facts)),
         _md_list("Observed during the run", evidence.notes),
         _md_list("Early looks", early_lines(evidence)),
-        _md_list("Wrong results", [one.words for one in evidence.inconsistent]),
+        _md_list("Wrong results", [one.words for one in evidence.wrong_results]),
         _md_list("Nodes at fault", [node_words(node) for node in verdict.nodes_at_fault]),
         _md_list("Blamed before", verdict.blamed_before or ()),
         *_md_culprits(verdict.culprits, evidence, read_line),
@@ -521,7 +521,7 @@ def sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}"
 
 
-def contract_words(evidence: Evidence, facts: Facts) -> str:
+def contract_words(evidence: Evidence, facts: CaseFacts) -> str:
     """World size, mesh, batch and devices, as far as they are known."""
     found = (
         world(evidence.world_size, mesh(facts)),
@@ -552,7 +552,7 @@ def _md_culprit(culprit: Culprit, evidence: Evidence, excerpt: Sequence[str]) ->
     step = f", step {culprit.step}" if culprit.step is not None else ""
     title = f"## Rank {culprit.rank}, {md(culprit.process)}, pid {culprit.pid} on {md(culprit.host)}{step}"
     parts = [title, md(culprit.reason), *excerpt]
-    text = next((one.log_tail for one in evidence.ranks if one.rank == culprit.rank), "")
+    text = next((rank.log_tail for rank in evidence.ranks if rank.rank == culprit.rank), "")
     if log := clean_lines(text)[-_LOG_LINES:]:
         raw = f"ranks/{culprit.rank}/log_tail.txt holds its terminal sequences raw, which cat would send on"
         parts.append(f"The end of its output{'' if is_clean(text) else f' ({raw})'}:\n\n" + _fence(log))
@@ -609,7 +609,7 @@ def nccl_lines(witness: NcclWitness | None) -> list[str]:
     """What NCCL's RAS service has said, in a few lines; empty where it was not heard."""
     if witness is None:
         return []
-    everybody = (*witness.processes, *(one for comm in witness.communicators for one in comm.processes))
+    everybody = (*witness.processes, *(process for comm in witness.communicators for process in comm.processes))
     said = {(one.host, one.pid, one.gpu): one.state for one in everybody}
     numbers = {state: sum(1 for one in said.values() if one == state) for state in ("answers", "unresponsive", "dead")}
     answers = [f"answers from {numbers['answers']}"] if witness.communicators else []
@@ -620,11 +620,11 @@ def nccl_lines(witness: NcclWitness | None) -> list[str]:
     return [head, *lines, f"The raw answer: {witness.file}"]
 
 
-def _md_stacks(facts: Facts, culprits: Sequence[Culprit]) -> str:
+def _md_stacks(facts: CaseFacts, culprits: Sequence[Culprit]) -> str:
     """Each stack once, folded. Those of the ranks at fault are above."""
     groups, without = stack_groups(facts)
     sides = {rank: one.evidence for rank, one in facts.ranks.items()}
-    above = {frames_at_fault(one, sides.get(one.rank)): one.rank for one in reversed(culprits)}
+    above = {frames_at_fault(culprit, sides.get(culprit.rank)): culprit.rank for culprit in reversed(culprits)}
     if not groups:
         return ""
     parts = []

@@ -30,7 +30,7 @@ from safelaunch.settings.options import (
 )
 from safelaunch.settings.presets import Composition, Sourced, load_presets, read_env, version_matches
 from safelaunch.settings.yamlfile import (
-    Node,
+    YamlNode,
     decode,
     did_you_mean,
     known_entries,
@@ -55,6 +55,7 @@ INTERNAL_ENV = frozenset(
         "SAFELAUNCH_PYTHONPATH",
         "SAFELAUNCH_MODE",
         "SAFELAUNCH_LEASES",
+        "SAFELAUNCH_PROBES",
         "SAFELAUNCH_CHECKS",
         "SAFELAUNCH_HELD",
         "SAFELAUNCH_EXIT_FILE",
@@ -198,15 +199,15 @@ def _from_file(chosen: Sourced | None, cwd: Path) -> tuple[_Values, tuple[EnvSet
     known = [*(option.name for option in OWN_OPTIONS if option.in_file), "env"]
     for name, key, node in known_entries(root, known, "the configuration"):
         if name == "env":
-            for one in mapping_entries(node, "env"):
-                single = Node(node.where, "mapping", entries=(one,))
-                env += read_env(single, one[0].where, reasons=False)
+            for entry in mapping_entries(node, "env"):
+                single = YamlNode(node.where, "mapping", entries=(entry,))
+                env += read_env(single, entry[0].where, reasons=False)
         else:
             values[name] = Sourced(BY_NAME[name].parse_node(node), key.where)
     return values, env, path.parent
 
 
-def _config_root(chosen: Sourced | None, cwd: Path) -> tuple[Node, Path]:
+def _config_root(chosen: Sourced | None, cwd: Path) -> tuple[YamlNode, Path]:
     if chosen is not None:
         name = str(chosen.value)
         path = cwd / Path(name).expanduser()
@@ -219,10 +220,10 @@ def _config_root(chosen: Sourced | None, cwd: Path) -> tuple[Node, Path]:
     path = cwd / PYPROJECT
     if is_file(path) and (data := _found(path, b"[" + TOML_TABLE.encode())) is not None:
         return parse_toml_table(decode(data, PYPROJECT), PYPROJECT, TOML_TABLE), path
-    return Node(CONFIG_FILE, "nothing"), path
+    return YamlNode(CONFIG_FILE, "nothing"), path
 
 
-def _toml(path: Path, name: str) -> Node:
+def _toml(path: Path, name: str) -> YamlNode:
     """The table ``[tool.safelaunch]``; without one, all of the file, unless it is a ``pyproject.toml``."""
     text = decode(read_bytes(path, name), name)
     table = parse_toml_table(text, name, TOML_TABLE)

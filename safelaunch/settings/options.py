@@ -14,8 +14,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NamedTuple, TypedDict
 
+from safelaunch import addons
 from safelaunch.beacon.durations import seconds_of
-from safelaunch.settings.yamlfile import Node, did_you_mean, texts_of
+from safelaunch.settings.yamlfile import YamlNode, did_you_mean, texts_of
 from safelaunch.system.errors import PresetError, UsageError
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -36,7 +37,7 @@ def parse_seconds(text: str) -> float:
     return seconds_of(text)
 
 
-class GroupTimeout(NamedTuple):
+class GroupTimeoutSetting(NamedTuple):
     """The timeout of process groups. ``everywhere``: also of those to which the script gives one."""
 
     seconds: float
@@ -46,13 +47,13 @@ class GroupTimeout(NamedTuple):
         return f"{self.seconds:g} s{'!' if self.everywhere else ''}"
 
 
-def parse_group_timeout(text: str) -> GroupTimeout:
+def parse_group_timeout(text: str) -> GroupTimeoutSetting:
     """``30s``, or ``30s!`` for all groups."""
     text = text.strip()
     seconds = parse_seconds(text.removesuffix("!"))
     if not 1e-3 <= seconds <= 1e8:  # milliseconds, in a datetime.timedelta
         raise ValueError(text)
-    return GroupTimeout(seconds, text.endswith("!"))
+    return GroupTimeoutSetting(seconds, text.endswith("!"))
 
 
 def parse_count(text: str) -> int:
@@ -145,6 +146,8 @@ class Option:
     """One option. ``expects`` completes the sentence "X is not ..."; ``metavar`` is None for a switch.
 
     ``commands``: the subcommands that take it. ``value_is_optional``: a switch to which ``=VALUE`` may be added.
+    ``addon``: the add-on that it belongs to; without it, the option is refused. ``unset``: what ``--dry-run`` shows for
+    no value; empty if it doesn't list the option.
     """
 
     name: str
@@ -156,6 +159,8 @@ class Option:
     repeatable: bool = False
     in_file: bool = True
     value_is_optional: bool = False
+    addon: str = ""
+    unset: str = ""
 
     @property
     def flag(self) -> str:
@@ -185,6 +190,10 @@ class Option:
         """Returns whether its value can be a duration."""
         return self.parse in (parse_seconds, parse_stall_timeout, parse_group_timeout, parse_wait)
 
+    @property
+    def is_available(self) -> bool:
+        return not self.addon or addons.is_present(self.addon)
+
     def setting(self, value: object) -> object:
         """The value of that field: a switch ``no-...`` turns it off."""
         return not value if self.name.startswith("no-") else value
@@ -196,13 +205,15 @@ class Option:
 
     def parse_text(self, text: str, where: str) -> object:
         """The value of ``text``. Raises UsageError, naming ``where`` it was given, if it is not valid."""
+        if not self.is_available:
+            raise UsageError(f"{where}: {self.flag} is part of the add-on {self.addon!r}, which isn't installed")
         try:
             return self.parse(text)
         except ValueError:
             hint = did_you_mean(text, _WORDS.get(self.name, ()))
             raise UsageError(f"{where}: {text!r} is not {self.expects}{hint}") from None
 
-    def parse_node(self, node: Node) -> object:
+    def parse_node(self, node: YamlNode) -> object:
         """The value in a file. Raises PresetError, naming file and line, if it is not valid.
 
         A repeatable option takes one value or a list, and gives a tuple.
@@ -222,7 +233,7 @@ class Option:
             raise PresetError(error.message, error.fix) from error
 
 
-def _quote_hint(node: Node) -> str:
+def _quote_hint(node: YamlNode) -> str:
     return f'to mean the word {node.text}, write "{node.text}"' if node.kind == "boolean" else ""
 
 
@@ -291,6 +302,8 @@ _WATCHING = (
         parse_count,
         "a number of steps (0: never)",
         "Every N optimizer steps, compare the ranks' replicas and look for gradients that are not finite [0: never].",
+        addon="consistency",
+        unset="never",
     ),
     Option(
         "on-inconsistent",
@@ -299,6 +312,7 @@ _WATCHING = (
         "report, dump or stop",
         "What to do about a finding of --check-every: print it (report), also write a bundle (dump), also end the "
         "job (stop) [report].",
+        addon="consistency",
     ),
     Option(
         "pg-timeout",
@@ -466,7 +480,7 @@ class Settings:
     max_stall_s: float | None = None
     startup_timeout_s: float = DEFAULT_STARTUP_TIMEOUT_S
     on_stall: str = "kill"
-    pg_timeout: GroupTimeout | None = None
+    pg_timeout: GroupTimeoutSetting | None = None
     watch: bool = True
     bundle_dir: Path = Path(DEFAULT_BUNDLE_DIR)
     keep_bundles: int = 0
@@ -518,17 +532,17 @@ class Settings:
         return self.origin("max-stall")
 
 
-Text = str | os.PathLike[str]
+OptionText = str | os.PathLike[str]
 Seconds = float | str | timedelta  # 90, "90s", "10m", timedelta(minutes=10)
 
 
-class Options(TypedDict, total=False):
+class LaunchOptions(TypedDict, total=False):
     """The keywords of ``safelaunch.launch``: ``stall_timeout=90`` is ``--stall-timeout 90``.
 
     Two have other names here: ``config_file`` is ``--config``, and ``watch=False`` is ``--no-watch``.
     """
 
-    preset: Text | Sequence[Text]
+    preset: OptionText | Sequence[OptionText]
     stall_timeout: Seconds
     stall_floor: Seconds
     max_stall: Seconds
@@ -540,16 +554,16 @@ class Options(TypedDict, total=False):
     on_inconsistent: Literal["report", "dump", "stop"]
     pg_timeout: Seconds  # "10m!": of all groups
     watch: bool
-    bundle_dir: Text
+    bundle_dir: OptionText
     keep_bundles: int
     on_bundle: str
     gpus: int | str
     wait: bool | Seconds
     no_lease: bool
     run_name: str
-    cluster_key_file: Text
+    cluster_key_file: OptionText
     cluster_store: str
-    config_file: Text
+    config_file: OptionText
 
 
 # --- help -------------------------------------------------------------------------------------------------------------
@@ -561,6 +575,11 @@ def options_of(command: str) -> tuple[Option, ...]:
     A job of a colaunch sweep takes those of ``run`` or ``exec``.
     """
     return tuple(option for option in OWN_OPTIONS if command in option.commands)
+
+
+def addon_options() -> tuple[Option, ...]:
+    """Returns the options of the add-ons that are installed."""
+    return tuple(option for option in OWN_OPTIONS if option.addon and option.is_available)
 
 
 # Options that belong to no run: they print something and exit.
@@ -580,7 +599,7 @@ def help_text(command: str = "run", width: int = 100) -> str:
     """The help on the own options of a subcommand, by subject."""
     parts = []
     for title, options in OPTION_GROUPS.items():
-        rows = [(o.usage, o.help) for o in options if command in o.commands]
+        rows = [(o.usage, o.help) for o in options if command in o.commands and o.is_available]
         parts += [f"{title}:\n{entries(rows, width)}\n"] if rows else []
     return "\n".join([*parts, wrapped(ELSEWHERE, width)])
 

@@ -31,7 +31,7 @@ _FROM_SOURCE = re.compile(
     r"|/deepspeed/(?:runtime|comm|moe|pipe)/|/(?:trl|composer)/trainer/|/ignite/engine/"
 )
 _OUR_DEMOS = "safelaunch/cli/demos/"
-_OUR_BEACON = ("_safelaunch_beacon", "safelaunch/beacon/")
+_OURS_IN_RANKS = ("_safelaunch_beacon", "safelaunch/beacon/", "safelaunch/addons/")
 _BOOTSTRAP = ("/runpy.py", "/torch/distributed/run.py", "/multiprocessing/spawn.py", "/multiprocessing/process.py")
 
 
@@ -91,7 +91,7 @@ def is_pseudo(path: str) -> bool:
 
 @lru_cache(1024)
 def is_ours(path: str) -> bool:
-    return any(part in normal(path) for part in _OUR_BEACON)
+    return any(part in normal(path) for part in _OURS_IN_RANKS)
 
 
 def is_native(frame: Frame) -> bool:

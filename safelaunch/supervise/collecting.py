@@ -22,15 +22,14 @@ from safelaunch.bundle.staging import (
 )
 from safelaunch.capture import collect, gpu, inside, nccl, node
 from safelaunch.capture.cgroups import deaths_between, kill_counts, kills_of
-from safelaunch.capture.node import Subject, since
+from safelaunch.capture.node import NodeSubject, since
 from safelaunch.capture.pages import read_meta
-from safelaunch.capture.result import Gate, Result, Sink, Step, gather_into
+from safelaunch.capture.result import Gate, Result, Sink, FileGroup, gather_into
 from safelaunch.job.paths import may_be_ours
 from safelaunch.model import (
     Artifact,
     EarlyLook,
     Evidence,
-    Inconsistency,
     Launched,
     Moment,
     NodeFiles,
@@ -38,12 +37,13 @@ from safelaunch.model import (
     RankEvidence,
     RankExit,
     RankFile,
+    WrongResult,
     node_file,
     rank_words,
 )
 from safelaunch.model.evidence import software
 from safelaunch.supervise.job_context import JobContext
-from safelaunch.supervise.kinds import CRASH, Kind
+from safelaunch.supervise.kinds import CRASH, IncidentKind
 from safelaunch.supervise.looks import Looks, native_where_it_tells, with_the_late
 from safelaunch.supervise.watch.progress import Watch
 from safelaunch.system.decoding import from_builtins
@@ -63,7 +63,7 @@ class JobSnapshot:
     world_size: int
     notes: tuple[str, ...]
     early: tuple[EarlyLook, ...] = ()
-    inconsistent: tuple[Inconsistency, ...] = ()
+    wrong_results: tuple[WrongResult, ...] = ()
 
 
 def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> JobSnapshot:
@@ -84,7 +84,7 @@ def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> JobSnapshot:
             code_roots=meta.code_roots,
             gpu=meta.gpu,
         )
-    return JobSnapshot(found, watch.world_size, watch.notes, watch.early, watch.inconsistent)
+    return JobSnapshot(found, watch.world_size, watch.notes, watch.early, watch.wrong_results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Collected:
 
 
 def take_evidence(
-    kind: Kind,
+    kind: IncidentKind,
     looks: Looks,
     known: JobSnapshot,
     context: JobContext,
@@ -176,7 +176,7 @@ def take_evidence(
     def node(gate: Gate) -> None:
         pid = looks.targets[0].pid if looks.targets else None
         killed = {"at_start": asdict(context.kills_at_start), "now": asdict(kills)}
-        _collect_node(context, gate, node_found, Subject(pid, roots, looks.env, killed))
+        _collect_node(context, gate, node_found, NodeSubject(pid, roots, looks.env, killed))
 
     gather_into(staging, {"ranks": ranks, f"node/{context.host}": node}, deadline_s=EVIDENCE_DEADLINE_S * patience)
     looks = newest[0] if newest else replace(looks, taken=context.cleaned(looks.taken))
@@ -207,7 +207,7 @@ def take_evidence(
         evidence,
         notes=(*known.notes, *_read_from_inside(looks)),
         early=known.early,
-        inconsistent=known.inconsistent,
+        wrong_results=known.wrong_results,
         launched=_launched(context),
         time=_now(),
         versions=software(node_files.versions),
@@ -258,7 +258,7 @@ def local_evidence(looks: Looks, known: JobSnapshot, context: JobContext) -> Evi
 
 
 def evidence_of(
-    kind: Kind, looks: Looks, known: JobSnapshot, context: JobContext, *, patience: float = 1.0
+    kind: IncidentKind, looks: Looks, known: JobSnapshot, context: JobContext, *, patience: float = 1.0
 ) -> Evidence:
     """What the looks and the ranks themselves tell, without a bundle. ``patience``: as in ``take_evidence``."""
     nowhere, pages = Sink(context.redactor), context.run_dir / "pages"
@@ -319,15 +319,15 @@ def _evidence(outcome: Outcome, ranks: Sequence[RankEvidence], world_size: int) 
 # --- the node's part: GPUs, kernel log, versions, resources, environment, and the job's own files ---------------------
 
 
-def _collect_node(context: JobContext, sink: Gate, found: dict[str, Any], asked: Subject) -> None:
+def _collect_node(context: JobContext, sink: Gate, found: dict[str, Any], asked: NodeSubject) -> None:
     """Collects the node's files, all at once; ``found`` gets their values by the fields of ``NodeFiles``."""
     folder = f"node/{context.host}"
 
-    def ask(gate: Gate, name: str, source: Callable[[Subject], Result[Any] | None]) -> None:
+    def ask(gate: Gate, name: str, source: Callable[[NodeSubject], Result[Any] | None]) -> None:
         result = source(asked)
         if result is None:
             return
-        value, step = context.cleaned(result.value), Step(gate)
+        value, step = context.cleaned(result.value), FileGroup(gate)
         artifact = result.artifact(f"{folder}/{node_file(name)}")
         step.add(artifact, value) if isinstance(value, str) else step.add_json(artifact, value)
         step.done(lambda: found.update({name: value} if value is not None else {}))

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from safelaunch import __version__
-from safelaunch.bundle.staging import Keeping, Owner
+from safelaunch.bundle.staging import Keeping, BundleOwner
 from safelaunch.capture.cgroups import KillCounts, kill_counts
 from safelaunch.capture.redaction import without_secrets
 from safelaunch.job.argv import most_restarts
 from safelaunch.job.job import Job
 from safelaunch.job.paths import Unfinished, local_bundles, working_directory
 from safelaunch.job.plan import Plan
+from safelaunch.settings.options import addon_options
 from safelaunch.supervise.hooks import Notifier
 from safelaunch.system.console import say
 from safelaunch.system.redaction.job_secrets import left_out, secret_values
@@ -48,7 +49,8 @@ class JobContext:
     suspects: Notifier = field(default_factory=Notifier)
     unfinished: Unfinished = field(default_factory=Unfinished)
     attempts: int = 1
-    owner: Owner | None = None
+    owner: BundleOwner | None = None
+    script: tuple[str, ...] = ()
 
     def cleaned(self, value: T) -> T:
         """``value`` without the job's secrets."""
@@ -70,6 +72,7 @@ def job_context(job: Job) -> JobContext:
         keeping=Keeping(settings.keep_bundles),
         notifier=Notifier(settings.on_bundle, tell_user=lambda text: say(redactor.said(text))),
         suspects=Notifier(settings.on_suspect, option="--on-suspect", tell_user=lambda text: say(redactor.said(text))),
+        script=tuple(plan.script),
         attempts=1 + (most_restarts(plan.command, plan.env) if plan.command is not None else 0),
     )
 
@@ -109,8 +112,7 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
             "on_stall": settings.on_stall,
             "pg_timeout": str(settings.pg_timeout or ""),
             "early_look": settings.early_look,
-            "check_every": settings.check_every,
-            "on_inconsistent": settings.on_inconsistent,
+            **{option.attribute: getattr(settings, option.attribute) for option in addon_options()},
             "on_suspect": redactor.said(settings.on_suspect or ""),
             "origins": dict(settings.origins),
         },

@@ -14,14 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safelaunch.addons.consistency.monitor import Consistency
 from safelaunch.capture import command
 from safelaunch.capture.pages import AgentEvent, Roster
 from safelaunch.job import controlgroup, process
 from safelaunch.job.job import (
     EXIT_GAVE_UP,
     EXIT_HUNG,
-    EXIT_INCONSISTENT,
     GRACE_S,
     HOLD_S,
     NOW_GRACE_S,
@@ -36,20 +34,21 @@ from safelaunch.supervise.council import Council
 from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.early import EarlyLooks
 from safelaunch.supervise.job_context import job_context
-from safelaunch.supervise.live import Live
+from safelaunch.supervise.live import ControlServer
+from safelaunch.supervise.monitors import MonitorActions, Monitors
 from safelaunch.supervise.notices import Contracts, Notices
-from safelaunch.supervise.pollers import GroupTimeout, Health, Poller, PulseTaker, Tracing, WorkTaker
+from safelaunch.supervise.pollers import GroupTimeoutPoller, Health, Poller, PulseTaker, Tracing, WorkTaker
 from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.reminders import Reminders
 from safelaunch.supervise.respond import Incident, JobView, interrupted
 from safelaunch.supervise.stall import StallCase
 from safelaunch.supervise.watch.progress import Glance, Watch, bounds_of, policy_of
 from safelaunch.supervise.watch.quiet import frozen_s as frozen_s_of
-from safelaunch.supervise.watch.restart import Failure, failure_of, why_give_up
+from safelaunch.supervise.watch.restart import AttemptFailure, failure_of, why_give_up
 from safelaunch.supervise.watch.stall import Status
 from safelaunch.system.console import redact, say
 from safelaunch.system.errors import internal_error
-from safelaunch.system.task import Task
+from safelaunch.system.task import BackgroundTask
 
 TICK_S = 0.25
 BUSY_TICK_S = 0.02
@@ -83,7 +82,7 @@ def advice_on(raised: AgentEvent) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Verdict:
+class _StopReason:
     """Why safelaunch ends the job, its exit code, and whether the report is on the screen already."""
 
     report: Report | None
@@ -119,23 +118,31 @@ class Supervisor:
         self._crash = CrashCase(view)
         self._early = EarlyLooks(view) if settings.early_look else None
         self._contracts = Contracts(job.run, self._watch)
-        self._consistency = Consistency(job.run, self._watch, self._council) if settings.check_every else None
         self._interrupt: Incident[Report | None] | None = None
-        self._live = Live(job, view)
+        self._live = ControlServer(job, view)
+        actions = MonitorActions(
+            write_bundle=lambda then, ends: self._live.dump_here(then, ends=ends),
+            write_last_bundle=self._live.dump_late,
+            show=self._show,
+            end=self._end_for_monitor,
+            is_ending=lambda: self._ending is not None or self._verdict is not None,
+            has_ended=lambda: self._has_ended,
+        )
+        self._monitors = Monitors(job, view, actions)
         self._exit_events: dict[int, RankExit] = {}
-        self._verdict: _Verdict | None = None
+        self._verdict: _StopReason | None = None
         self._stop_s = 0.0  # when somebody asked the job to stop
         self._unshown: list[Report] = []  # what was found before that, for the end
         self._found_at_stop = False  # a bundle was written after somebody asked the job to stop
         self._pushed_off: Report | None = None  # shown before torchrun's last words, which are long
         self._newest = ""  # the newest bundle of a hang
-        self._failures: tuple[Failure, ...] = ()
+        self._failures: tuple[AttemptFailure, ...] = ()
         self._by_key = False  # somebody has pressed Ctrl-C, and does not know yet that a second one ends the job
         self._restarting = -1  # the attempt whose ranks we ended for a hang
         self._restarting_s = 0.0  # when
         self._outlives_stop = False  # asked to stop, and watched again
-        self._ending: Task[tuple[process.ProcessId, ...]] | None = None
-        self._pollers: list[Poller[Any]] = [GroupTimeout(self._watch, bounds.floor_s)] if bounds is not None else []
+        self._ending: BackgroundTask[tuple[process.ProcessId, ...]] | None = None
+        self._pollers: list[Poller[Any]] = [GroupTimeoutPoller(self._watch, bounds.floor_s)] if bounds is not None else []
         self._pollers.append(Health(self._watch, lambda: [one.pid for one in self._processes.all()]))
         self._pollers += PulseTaker(self._watch), WorkTaker(self._watch), Tracing(self._watch)
         self._notices = Notices(
@@ -198,7 +205,7 @@ class Supervisor:
         """Ends the job at the second Ctrl-C, which torchrun alone would survive for half a minute."""
         if self._forwarder.insists and self._ending is None:
             say("ending the job now")
-            self._ending = Task("end now", lambda: self._processes.end_all(NOW_GRACE_S))
+            self._ending = BackgroundTask("end now", lambda: self._processes.end_all(NOW_GRACE_S))
 
     def _cannot_end(self) -> bool:
         """Returns whether the job's first process has survived SIGKILL: it is stuck in the kernel."""
@@ -290,7 +297,7 @@ class Supervisor:
             self._early.advance(now, free=not (self._stall.busy or self._crash.busy or self._crash.holds(now)))
         for poller in self._pollers:
             poller.advance(now)
-        self._on_consistency()
+        self._monitors.tick()
         self._live.tick(now)
         self._notices.tick(now)
         self._reminders.tick(now)
@@ -427,7 +434,7 @@ class Supervisor:
         if not self._watching or self._ending is not None:
             return False
         if not self._forwarder.stop_requested:
-            return self._crash.busy or self._stall.writing or self._live.owes
+            return self._crash.busy or self._stall.writing or self._live.has_unshown_bundle
         crash = self._failed_before_stop and self._crash.unfinished
         writing = self._interrupt is not None or self._stall.writing or self._live.writing
         return self._forwarder.stops == 1 and (crash or writing)
@@ -495,7 +502,7 @@ class Supervisor:
         again = "torchrun starts the script from its beginning, which must load its own checkpoint"
         say(f"ending the ranks of this attempt; if --max-restarts allows it, {again}")
         self._restarting, self._restarting_s = self._watch.roster.attempt, time.monotonic()
-        Task("end ranks", self._processes.end_ranks)
+        BackgroundTask("end ranks", self._processes.end_ranks)
 
     def _on_stall_is(self, policy: str) -> bool:
         return self._job.plan.settings.on_stall == policy
@@ -515,7 +522,7 @@ class Supervisor:
 
     def _end(self, report: Report | None, code: int, *, shown: bool = False, after_s: float = 0.0) -> None:
         """Ends every process of the job; ``code`` is safelaunch's exit code. ``after_s``: for other nodes to do it."""
-        self._verdict = _Verdict(report, code, shown)
+        self._verdict = _StopReason(report, code, shown)
 
         def end() -> tuple[process.ProcessId, ...]:
             time.sleep(after_s)
@@ -523,43 +530,18 @@ class Supervisor:
                 self._watch.roster.agent_page.announce_end()
             return self._processes.end_all()
 
-        self._ending = Task("end", end)
+        self._ending = BackgroundTask("end", end)
 
     def _agent_lives(self) -> bool:
         return self._job.agent.is_alive()
 
-    def _on_consistency(self) -> None:
-        """Compares what the ranks computed, as --check-every asks for."""
-        if self._consistency is None:
-            return
-        found = self._consistency.advance()
-        action = self._job.plan.settings.on_inconsistent
-        if found and action == "dump":
-            self._live.dump_here(self._show)
-        elif found and action == "stop":
-            self._live.dump_here(self._stop_inconsistent, ends=True)
-        place = self._consistency.stopped_for
-        if place is not None and self._ending is None and self._verdict is None:
-            say(f"ending the job, as requested by another node (--on-inconsistent stop); the bundle is on {place}")
-            self._end(None, EXIT_INCONSISTENT, shown=True, after_s=OTHERS_END_S - READ_S)
-
-    def _on_last_checks(self, status: int) -> None:
-        """Compares what the ranks of a job that has ended left behind. The bundle of a crash has it anyway."""
-        if self._consistency is None:
-            return
-        found = self._consistency.advance(last=True)
-        action = self._job.plan.settings.on_inconsistent
-        if found and action != "report" and not (status or self._forwarder.stop_requested):
-            self._live.dump_late(self._stop_inconsistent if action == "stop" else self._show)
-
-    def _stop_inconsistent(self, report: Report) -> None:
-        self._show(report)
-        if self._ending is None and self._verdict is None:
-            code = f"exit code {EXIT_INCONSISTENT}, as --on-inconsistent stop asks for"
-            say(f"the job had already ended; {code}" if self._has_ended else "ending the job (--on-inconsistent stop)")
-            assert self._consistency is not None
-            self._consistency.stop_all(f"{self._context.host}: {report.published.shown}")
-            self._end(report, EXIT_INCONSISTENT, shown=True, after_s=OTHERS_END_S if self._watch.unseen else 0.0)
+    def _end_for_monitor(self, code: int, report: Report | None) -> None:
+        """Ends the job for what a monitor found. Without a report, another node decided it and ends it as well."""
+        if report is None:
+            after_s = OTHERS_END_S - READ_S
+        else:
+            after_s = OTHERS_END_S if self._watch.unseen else 0.0
+        self._end(report, code, shown=True, after_s=after_s)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -571,7 +553,7 @@ class Supervisor:
         if status == 0:
             self._stall.note_recovery(time.monotonic())
         if self._watching:
-            self._on_last_checks(status)
+            self._monitors.finish(succeeded=not (status or self._forwarder.stop_requested))
             self._contracts.finish()
         stopped = self._forwarder.stop_requested and not self._failed_before_stop
         if self._watching and not (stopped or self._ending or self._stall.agreed):
@@ -610,14 +592,14 @@ class Supervisor:
         if rendezvous is None or not is_of_rendezvous(raised):
             return
         nodes, error = self._council.nodes(probing=False), f"{raised.error}: {raised.message}"
-        writing = Task("bundle", lambda: publishing.of_rendezvous(rendezvous, error, nodes, self._context))
+        writing = BackgroundTask("bundle", lambda: publishing.of_rendezvous(rendezvous, error, nodes, self._context))
         self._wait_while(lambda: not (writing.done or self._forwarder.stop_requested), WRITE_PATIENCE_S)
         if writing.done:
             self._show(writing.result())
         else:
             self._context.unfinished.discard()
 
-    def _say_ended(self, verdict: _Verdict | None) -> None:
+    def _say_ended(self, verdict: _StopReason | None) -> None:
         assert self._ending is not None
         self._ending.wait(3 * GRACE_S)
         left = self._ending.result() if self._ending.done else self._processes.all()

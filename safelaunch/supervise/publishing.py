@@ -30,6 +30,7 @@ from safelaunch.capture import collect, user_source
 from safelaunch.capture.user_source import SOURCE_FILE, Excerpts
 from safelaunch.job.paths import working_directory
 from safelaunch.model import (
+    WRONG_RESULTS_FILE,
     Answer,
     Artifact,
     BundlePlace,
@@ -55,10 +56,10 @@ from safelaunch.supervise.looks import Looks
 from safelaunch.system.console import display, say
 from safelaunch.system.decoding import from_builtins, from_json
 from safelaunch.system.redaction.redactor import Redactor
-from safelaunch.system.task import Task
+from safelaunch.system.task import BackgroundTask
 
 if TYPE_CHECKING:
-    from safelaunch.report.about import About
+    from safelaunch.report.about import ReportHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def of_rendezvous(rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence,
     return finish(found.knowing(nodes=nodes, rendezvous=rendezvous))
 
 
-def mark_recovered(report: Report) -> Task[None]:
+def mark_recovered(report: Report) -> BackgroundTask[None]:
     """Notes in the verdict of a bundle that the job went on. In a thread: its disk may not answer."""
 
     def note() -> None:
@@ -125,7 +126,7 @@ def mark_recovered(report: Report) -> Task[None]:
         except OSError as error:
             say(f"{path} could not be marked as recovered: {error.strerror or error}")
 
-    return Task("recovered", note)
+    return BackgroundTask("recovered", note)
 
 
 def judged(evidence: Evidence, context: JobContext, source: Excerpts | None = None) -> Verdict:
@@ -261,7 +262,7 @@ def _finish(
 ) -> None:
     """Writes verdict, reports, launch and, last, the manifest that lists all other files."""
     from safelaunch.bundle.reading import bundles  # late: a run that never stalls does not pay for it
-    from safelaunch.report.about import Launch
+    from safelaunch.report.about import LaunchFacts
 
     staging.add_json(Artifact("verdict.json", OURS, 0.0), verdict)
     staging.add_json(Artifact("launch.json", OURS, 0.0), context.launch)
@@ -269,13 +270,13 @@ def _finish(
         staging.add_json(Artifact("nodes.json", OURS, 0.0), evidence.nodes)
     if evidence.early:
         staging.add_json(Artifact("early.json", OURS, 0.0), evidence.early)
-    if evidence.inconsistent:
-        staging.add_json(Artifact("inconsistent.json", OURS, 0.0), evidence.inconsistent)
+    if evidence.wrong_results:
+        staging.add_json(Artifact(WRONG_RESULTS_FILE, OURS, 0.0), evidence.wrong_results)
     if evidence.rendezvous is not None:
         staging.add_json(Artifact("rendezvous.json", OURS, 0.0), evidence.rendezvous)
 
-    def what_is_known() -> About:
-        launch = from_builtins(context.redactor.tree(dict(context.launch)), Launch)
+    def what_is_known() -> ReportHeader:
+        launch = from_builtins(context.redactor.tree(dict(context.launch)), LaunchFacts)
         known = bundles.about(staging.root, launch, {context.host: node})
         return replace(known, at_unix_s=timeline.moments[-1].unix_s)
 
@@ -315,14 +316,14 @@ class _Blamed(msgspec.Struct):
     gpu: str = ""
 
 
-class _Node(msgspec.Struct):
+class _NodeShape(msgspec.Struct):
     host: str = ""
 
 
 class _Earlier(msgspec.Struct):
     outcome: str = ""
     culprits: tuple[_Blamed, ...] = ()
-    nodes: tuple[_Node, ...] = ()
+    nodes: tuple[_NodeShape, ...] = ()
     bundle: BundlePlace | None = None
 
 
@@ -330,7 +331,7 @@ def recalled(evidence: Evidence, bundle_dir: Path) -> Evidence:
     """The evidence with what the last bundles blame; as it is, if it has that already. Never raises."""
     if evidence.earlier is not None or evidence.outcome in ("dump", "suspect"):
         return evidence
-    task = Task("earlier bundles", lambda: blamed_in(bundle_dir))
+    task = BackgroundTask("earlier bundles", lambda: blamed_in(bundle_dir))
     try:
         earlier = task.result() if task.wait(RECALL_DEADLINE_S) else ()
     except OSError:
@@ -406,7 +407,7 @@ def add_reports(
     evidence: Evidence,
     redactor: Redactor,
     run_name: str,
-    about: Callable[[], About],
+    about: Callable[[], ReportHeader],
 ) -> dict[str, int]:
     """The reports, and the files for viewers, each of which costs only itself where it fails.
 
@@ -414,7 +415,7 @@ def add_reports(
     """
     from safelaunch.report import HTML, PERFETTO, exports, page, report
     from safelaunch.verdict.belonging import mesh
-    from safelaunch.verdict.rank_state import Facts
+    from safelaunch.verdict.rank_state import CaseFacts
 
     said = redactor.said
 
@@ -423,8 +424,8 @@ def add_reports(
         return said(line) if line else line
 
     @cache  # the reports read the same; an error is not kept, and costs each of them
-    def facts() -> Facts:
-        return Facts.of(evidence, user_source.text)
+    def facts() -> CaseFacts:
+        return CaseFacts.of(evidence, user_source.text)
 
     def markdown() -> str:
         return report.markdown(verdict, evidence, staging.settle(), facts=facts(), read_line=read_line)

@@ -24,7 +24,7 @@ from safelaunch.supervise.control.protocol import Client, RankStatus, RunStatus
 from safelaunch.supervise.looks import Looks, look_at, main_thread
 from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.watch.quiet import UNKNOWN_S, is_quiet
-from safelaunch.system.task import Task
+from safelaunch.system.task import BackgroundTask
 
 AGAIN_S = 30.0  # a rank that stays silent is looked at again after that
 GPUS_EVERY_S = 10.0
@@ -49,7 +49,7 @@ class SilentRanks:
     def __init__(self, look: Callable[[Sequence[Target]], Looks] = lambda targets: look_at(targets, None)) -> None:
         self._look = look
         self._seen: dict[int, _Sight] = {}
-        self._looking: tuple[Task[Looks], Mapping[int, float]] | None = None
+        self._looking: tuple[BackgroundTask[Looks], Mapping[int, float]] | None = None
 
     @property
     def busy(self) -> bool:
@@ -67,7 +67,7 @@ class SilentRanks:
         }
         wanted = [target for target in targets if target.rank in new]
         if wanted:
-            self._looking = (Task("silent ranks", lambda: self._look(wanted)), new)
+            self._looking = (BackgroundTask("silent ranks", lambda: self._look(wanted)), new)
 
     def words(self, rank: int, mark_s: float) -> str:
         """What it does; empty where that is not known, or it has got on since."""
@@ -116,7 +116,7 @@ class GpuMemory:
     def __init__(self, ask: Callable[[], Result[Gpus]] = gpu.gpus) -> None:
         self._ask = ask
         self._bytes: dict[int, int] = {}
-        self._asking: Task[Result[Gpus]] | None = None
+        self._asking: BackgroundTask[Result[Gpus]] | None = None
         self._next_s: float | None = 0.0  # None: there is no driver to ask
 
     def ask(self, now: float) -> None:
@@ -124,7 +124,7 @@ class GpuMemory:
         self._take()
         if self._asking is None and self._next_s is not None and now >= self._next_s:
             self._next_s = now + GPUS_EVERY_S
-            self._asking = Task("GPU memory", self._ask)
+            self._asking = BackgroundTask("GPU memory", self._ask)
 
     def of(self, pid: int) -> int:
         """What the process holds of all GPUs together; 0 where that is not known."""
@@ -232,7 +232,7 @@ class Statuses:
             ],
             notes=[*self._watch.notes],
             early=[*self._watch.early],
-            inconsistent=[*self._watch.inconsistent],
+            wrong_results=[*self._watch.wrong_results],
             history=self._history(now),
             job=self._council.job,
             bundle_dir=os.fspath(self._context.bundle_dir),
@@ -250,11 +250,11 @@ class Statuses:
         """The ranks that are silent for longer than any step, and have not said so: rank → its newest progress."""
         usual_s = self._watch.usual_step_s
         pages = [one for one in self._watch.last_progress.values() if not (one.paused or one.phase)]
-        ages = {one.rank: self._watch.age_s(one, now) for one in pages}
+        ages = {page.rank: self._watch.age_s(page, now) for page in pages}
         return {
-            one.rank: self._watch.mark_s(one)
-            for one in pages
-            if is_quiet(ages[one.rank], usual_s) or (not usual_s and ages[one.rank] > UNKNOWN_S)
+            page.rank: self._watch.mark_s(page)
+            for page in pages
+            if is_quiet(ages[page.rank], usual_s) or (not usual_s and ages[page.rank] > UNKNOWN_S)
         }
 
     def _rank(self, rank: int, progress: Progress, now: float) -> RankStatus:

@@ -13,7 +13,16 @@ from itertools import takewhile
 
 import msgspec
 
-from safelaunch.model import Claim, Culprit, Evidence, Frame, HandledException, RankEvidence, Verdict
+from safelaunch.model import (
+    WRONG_RESULTS_FILE,
+    Claim,
+    Culprit,
+    Evidence,
+    Frame,
+    HandledException,
+    RankEvidence,
+    Verdict,
+)
 from safelaunch.stacks import calls, tracebacks
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks import source as src
@@ -26,7 +35,7 @@ from safelaunch.verdict.exits import kernel_claim, one_line
 from safelaunch.verdict.findings import Annotation, Finding, by_place, capital, ranks_do, ranks_word
 from safelaunch.verdict.peers import Place, begins_at
 from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
-from safelaunch.verdict.rules_live import INCONSISTENT, WRONG_RESULTS
+from safelaunch.verdict.rules_live import WRONG_RESULTS
 
 _MOST_SIDES = 3
 _APART = frozenset({"collective-mismatch", "p2p-cycle", "group-order"})
@@ -37,7 +46,7 @@ def frames_below(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     """The frames of a framework that set apart ranks which are at one line of the user's, as ``trainer.fit(model)``:
     callbacks, metrics.
     """
-    named = {one.rank for one in finding.culprits}
+    named = {culprit.rank for culprit in finding.culprits}
     ways: dict[int, tuple[Frame, ...]] = {}
     for rank in sorted(named | {rank for rank, one in facts.ranks.items() if one.wait is not None}):
         stack = _stack_of(facts, rank)
@@ -63,7 +72,9 @@ def frames_above(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     if finding.cause not in _APART or not finding.culprits:
         return
     stacks = {rank: stack for rank, one in facts.ranks.items() if (stack := user_stack_of(one.evidence))}
-    for line in dict.fromkeys(fr.spot(stacks[one.rank][0]) for one in finding.culprits if one.rank in stacks):
+    for line in dict.fromkeys(
+        fr.spot(stacks[culprit.rank][0]) for culprit in finding.culprits if culprit.rank in stacks
+    ):
         there = {rank: stack for rank, stack in stacks.items() if fr.spot(stack[0]) == line}
         helper, *levels = zip(*there.values(), strict=False)
         parted = next((level for level in levels if len({*map(fr.spot, level)}) > 1), ())
@@ -95,7 +106,7 @@ def _stack_of(facts: Facts, rank: int) -> fr.Stack | None:
 
 def own_words(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     """What its culprits say themselves of the reason, where they have not failed by it."""
-    told = [words for one in finding.culprits if (words := _words_of(facts, one.rank)) is not None]
+    told = [words for culprit in finding.culprits if (words := _words_of(facts, culprit.rank)) is not None]
     for number, one in enumerate(told):
         yield replace(one, sentence=one.sentence if number < _MOST_TOLD else "")
 
@@ -205,7 +216,7 @@ def _threads_of(rank: RankEvidence) -> dict[Place | None, Frame] | None:
 
 def debug_detail(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     """The variable under which torch 2.13 and later crash where a DDP model is built."""
-    ranks = [facts.ranks[one.rank].evidence for one in finding.culprits]
+    ranks = [facts.ranks[culprit.rank].evidence for culprit in finding.culprits]
     launched = facts.evidence.launched
     if finding.cause != "rank-killed" or launched is None or launched.distributed_debug != "DETAIL":
         return
@@ -219,7 +230,7 @@ def debug_detail(facts: Facts, finding: Finding) -> Iterator[Annotation]:
 def wrong_results_before(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     """Whatever has happened to the job, it had computed wrong results before."""
     if finding.cause not in WRONG_RESULTS:
-        yield Annotation(context=tuple(Claim(one.words, INCONSISTENT) for one in facts.evidence.inconsistent))
+        yield Annotation(context=tuple(Claim(one.words, WRONG_RESULTS_FILE) for one in facts.evidence.wrong_results))
 
 
 # --- hardware ---------------------------------------------------------------------------------------------------------
@@ -227,7 +238,7 @@ def wrong_results_before(facts: Facts, finding: Finding) -> Iterator[Annotation]
 
 def driver_errors(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     """What the driver has reported of the GPUs of ranks that failed: CUDA's own words come later and say less."""
-    for rank in (facts.ranks[one.rank].evidence for one in finding.culprits if finding.cause != "gpu-lost"):
+    for rank in (facts.ranks[culprit.rank].evidence for culprit in finding.culprits if finding.cause != "gpu-lost"):
         yield Annotation(context=tuple(kernel_claim(rank, line, f"rank {rank.rank}: ") for line in rank.gpu_errors))
 
 
@@ -241,7 +252,7 @@ _MOST_TEXT = 200
 def with_gpus(verdict: Verdict, evidence: Evidence) -> Verdict:
     """Names the GPUs of the culprits where the GPU itself may be what is broken."""
     ranks = {rank.rank: rank for rank in evidence.ranks}
-    named = tuple(_with_gpu(verdict.cause, one, ranks.get(one.rank), evidence) for one in verdict.culprits)
+    named = tuple(_with_gpu(verdict.cause, culprit, ranks.get(culprit.rank), evidence) for culprit in verdict.culprits)
     return msgspec.structs.replace(verdict, culprits=named)
 
 
@@ -252,7 +263,7 @@ def with_repeats(verdict: Verdict, evidence: Evidence) -> Verdict:
 
 
 def _lines(verdict: Verdict, earlier: tuple[tuple[str, ...], ...]) -> Iterator[str]:
-    gpus = [one.gpu for one in verdict.culprits if one.gpu]
+    gpus = [culprit.gpu for culprit in verdict.culprits if culprit.gpu]
     for name in dict.fromkeys((*gpus, *(node.host for node in verdict.nodes_at_fault))):
         times = sum(name in names for names in earlier)
         if times and verdict.outcome in ("hang", "crash"):
@@ -295,7 +306,7 @@ def steps_made(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     sides = sorted(sides_of(steps).items())
     words = ", ".join(f"{count} on {ranks_word(ranks)}" for count, ranks in sides[:4])
     words += f", and other counts on {len(sides) - 4} more ranks" if len(sides) > 4 else ""
-    loops = [one.left for one in finding.culprits if isinstance(one.left, Frame)]
+    loops = [culprit.left for culprit in finding.culprits if isinstance(culprit.left, Frame)]
     iterable = any(_is_iterable(loop, facts.read_source) for loop in loops)
     yield Annotation(
         f"Steps made: {words}." if len(sides) > 1 else "",
@@ -308,13 +319,15 @@ def with_loops_left(facts: Facts, finding: Finding) -> Finding:
     """The same, with the loop that each rank has left which is out of the script: the outermost of its peers'."""
     if finding.cause != _UNEVEN:
         return finding
-    named = {one.rank for one in finding.culprits}
+    named = {culprit.rank for culprit in finding.culprits}
     gone = {rank for rank in named if facts.ranks[rank].condition is not None}
     stacks = (user_stack_of(facts.ranks[rank].evidence) for rank in facts.waiting if rank not in named)
     loop = next((loop for stack in stacks if (loop := _outermost_loop(stack, facts.read_source)) is not None), None)
     if loop is None or not gone:
         return finding
-    culprits = (msgspec.structs.replace(one, left=loop) if one.rank in gone else one for one in finding.culprits)
+    culprits = (
+        msgspec.structs.replace(culprit, left=loop) if culprit.rank in gone else culprit for culprit in finding.culprits
+    )
     return replace(finding, culprits=tuple(culprits))
 
 
@@ -347,7 +360,9 @@ def _is_iterable(loop: Frame, read_source: ReadSource) -> bool:
         name for one in found if isinstance(one, ast.ClassDef) for base in one.bases for name in src.names_in(base)
     }
     generators = (one for one in found if isinstance(one, ast.FunctionDef))
-    yields = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for one in generators for node in ast.walk(one))
+    yields = any(
+        isinstance(node, (ast.Yield, ast.YieldFrom)) for generator in generators for node in ast.walk(generator)
+    )
     return bool(_STREAMS & (names | bases)) or yields or "streaming" in names
 
 

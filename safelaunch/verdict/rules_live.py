@@ -1,4 +1,4 @@
-"""A live job: the wrong results that ``--check-every`` found; whether it moves, and how long it has made no step."""
+"""A live job: the wrong results that a monitor found; whether it moves, and how long it has made no step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from safelaunch.model import Claim, Culprit, Evidence, Inconsistency, Progress, duration, format_ranks
+from safelaunch.model import WRONG_RESULTS_FILE, Claim, Culprit, Evidence, Progress, WrongResult, duration, format_ranks
 from safelaunch.verdict.causes import ALL_APART, APART_AT_FIRST, APART_LATER, ONE_APART, Advice
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.findings import (
@@ -23,7 +23,6 @@ from safelaunch.verdict.findings import (
 )
 from safelaunch.verdict.rank_state import Facts
 
-INCONSISTENT = "inconsistent.json"
 WRONG_RESULTS = ("replicas-diverged", "non-finite-gradient", "loss-diverged")
 
 
@@ -32,7 +31,7 @@ def wrong_results(facts: Facts) -> Ruling:
 
     The first one by step is the finding: what was wrong later may follow from it.
     """
-    found = sorted(facts.evidence.inconsistent, key=lambda one: one.step)
+    found = sorted(facts.evidence.wrong_results, key=lambda one: one.step)
     if not found:
         return ""
     first = found[0]
@@ -47,7 +46,7 @@ def wrong_results(facts: Facts) -> Ruling:
         those(doubtful),
         f"{capital(first.words)}.",
         tuple(_culprit(facts, rank, first) for rank in named),
-        (*_detail(first), *(Claim(one.words, INCONSISTENT) for one in found[1:])),
+        (*_detail(first), *(Claim(one.words, WRONG_RESULTS_FILE) for one in found[1:])),
         advice=_advice(first, named),
     )
 
@@ -55,7 +54,7 @@ def wrong_results(facts: Facts) -> Ruling:
 _PAIR = 2  # of two ranks, each differs from the other whatever happened
 
 
-def _advice(one: Inconsistency, named: Sequence[int]) -> frozenset[Advice]:
+def _advice(one: WrongResult, named: Sequence[int]) -> frozenset[Advice]:
     if one.kind != "replicas-diverged":
         return frozenset()
     advice = {APART_LATER if one.since_step else APART_AT_FIRST}
@@ -64,20 +63,21 @@ def _advice(one: Inconsistency, named: Sequence[int]) -> frozenset[Advice]:
     return frozenset(advice | {ONE_APART} if len(named) == 1 and one.since_step else advice)
 
 
-def _detail(one: Inconsistency) -> tuple[Claim, ...]:
+def _detail(one: WrongResult) -> tuple[Claim, ...]:
     """What was computed."""
     if one.kind == "loss":
-        return (Claim(one.words, INCONSISTENT),)
+        return (Claim(one.words, WRONG_RESULTS_FILE),)
     share = f"{one.count} of {one.total} tensors"
     right = "all replicas were equal" if one.sides else "all were finite"
-    before = (Claim(f"at step {one.since_step}, the check before: {right}", INCONSISTENT),) if one.since_step else ()
+    words = f"at step {one.since_step}, the check before: {right}"
+    before = (Claim(words, WRONG_RESULTS_FILE),) if one.since_step else ()
     if one.sides:
         apart = " | ".join(format_ranks(side) for side in one.sides)
-        return (Claim(f"at step {one.step}: different bits on ranks {apart}, in {share}", INCONSISTENT), *before)
-    return (Claim(f"at step {one.step}: an infinity or a NaN in the gradients of {share}", INCONSISTENT), *before)
+        return (Claim(f"at step {one.step}: different bits on ranks {apart}, in {share}", WRONG_RESULTS_FILE), *before)
+    return (Claim(f"at step {one.step}: an infinity or a NaN in the gradients of {share}", WRONG_RESULTS_FILE), *before)
 
 
-def _named(facts: Facts, one: Inconsistency) -> tuple[int, ...]:
+def _named(facts: Facts, one: WrongResult) -> tuple[int, ...]:
     """The ranks that are off, of those that were seen.
 
     Nobody where that is said of all of them, as of gradients that were averaged already.
@@ -85,13 +85,13 @@ def _named(facts: Facts, one: Inconsistency) -> tuple[int, ...]:
     return tuple(rank for rank in one.ranks if rank in facts.ranks) if set(one.ranks) < set(facts.world) else ()
 
 
-def _culprit(facts: Facts, rank: int, one: Inconsistency) -> Culprit:
+def _culprit(facts: Facts, rank: int, one: WrongResult) -> Culprit:
     """Without a frame: where the rank is now is not where it went wrong."""
     seen = facts.ranks[rank].evidence
     return Culprit(rank, seen.host, seen.pid, "main", None, one.step, f"{_reason(rank, one)}.")
 
 
-def _reason(rank: int, one: Inconsistency) -> str:
+def _reason(rank: int, one: WrongResult) -> str:
     since = f"at step {one.step}"
     if one.kind == "replicas-diverged":
         if one.since_step and one.since_step + 1 < one.step:
@@ -150,8 +150,8 @@ class Rhythm:
 def is_stalled(evidence: Evidence) -> bool:
     """Whether a job that somebody looks at has gone without a sign of progress for longer than a few usual steps.
 
-    A pause or a phase that the script has announced is its own affair; nor does it count in a look that a finding of
-    ``--check-every`` has asked for: the job may have made its last step by then.
+    A pause or a phase that the script has announced is its own affair; nor does it count in a look that was
+    requested for something found: the job may have made its last step by then.
     """
     pages = [rank.progress for rank in evidence.ranks if rank.progress is not None]
     if evidence.outcome != "dump" or evidence.for_finding or any(page.paused or page.phase for page in pages):
@@ -234,7 +234,7 @@ def with_the_time_without_a_step(facts: Facts, finding: Finding) -> Finding:
     stood = duration(evidence.stall_s)
     if has_no_steps(evidence):
         since = f"Not all ranks have moved within {stood}"
-    elif any(one.step is not None for one in facts.ranks.values()):
+    elif any(rank.step is not None for rank in facts.ranks.values()):
         since = f"No step for {stood}"
     else:
         since = f"No step yet, {stood} on"

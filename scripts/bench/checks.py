@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 ROUNDS, BLOCK = int(sys.argv[1]), 10
-checks = next(one for name, one in sys.modules.items() if name.endswith("beacon.checks"))
+checks = next(one for name, one in sys.modules.items() if name.endswith("consistency.probe"))
 optim = sys.modules["torch.optim.optimizer"]
 hooks = optim._global_optimizer_pre_hooks, optim._global_optimizer_post_hooks
 ours = [{key: hook for key, hook in one.items() if hook.__module__ == checks.__name__} for one in hooks]

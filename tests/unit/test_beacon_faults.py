@@ -57,7 +57,7 @@ def test_frames_of_the_import_system_beside_ours_are_left_out_too(tmp_path: Any,
     (tmp_path / "interrupted_import.py").write_text("raise KeyboardInterrupt\n")
     monkeypatch.syspath_prepend(tmp_path)
     finder = imports._Finder()
-    finder._callbacks["interrupted_import"] = lambda module: None
+    finder._callbacks["interrupted_import"] = [lambda module: None]
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     with pytest.raises(KeyboardInterrupt) as raised:
         import interrupted_import  # type: ignore[import-not-found] # noqa: F401

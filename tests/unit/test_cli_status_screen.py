@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import pytest
 
 from safelaunch.cli.status_screen import ASCII, Glyphs, course, screen, spark
-from safelaunch.model import Inconsistency
+from safelaunch.model import WrongResult
 from tests.support import screens
 from tests.support.paths import ROOT
 from tests.support.screens import GOLDEN, RUNS, SIZES
@@ -82,8 +82,8 @@ def test_the_course_of_the_rate(history: list[tuple[float, int]], shown: str) ->
 
 def test_a_wrong_result_is_shown_whole() -> None:
     words = "parameters diverged between steps 6 and 9: rank 2 differs from the others in 3 of 6, the first is 2.w"
-    wrong = Inconsistency("replicas-diverged", 1.0, step=9, words=words)
-    runs = (screens.run(1, [screens.rank(0)], inconsistent=[wrong]),)
+    wrong = WrongResult("replicas-diverged", 1.0, step=9, words=words)
+    runs = (screens.run(1, [screens.rank(0)], wrong_results=[wrong]),)
     text = " ".join(" ".join(line.text for line in screen(runs, 0.0, 60, 30)).split())
     assert f"wrong result: {words}" in text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,7 +79,6 @@ STILL_IMPORT_ADDONS = {
     ("supervise.control.protocol", "addons.record.recording"),
     ("supervise.live", "addons.record.recording"),
     ("supervise.live", "addons.record.sampling"),
-    ("supervise.loop", "addons.consistency.monitor"),
     ("supervise.rounds", "addons.record.recording"),
 }
 IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil"}
@@ -172,6 +172,21 @@ def top(name: str) -> str:
     return ".".join(name.split(".")[: 2 if is_addon(name) else 1])
 
 
+@cache
+def probes() -> frozenset[str]:
+    """The modules of add-ons that ranks load: each ``probe``, and what it uses of its add-on."""
+    found: set[str] = set()
+    new = {name for name in MODULES if name.startswith("addons.") and name.endswith(".probe")}
+    while new:
+        found |= new
+        new = {i.module for i in all_imports() if i.by in new and i.module.startswith("addons.")} - found
+    return frozenset(found)
+
+
+def in_ranks() -> set[str]:
+    return {"beacon.*", *probes()}
+
+
 def layer(name: str) -> int:
     return ORDER.get(top(name), -1)
 
@@ -230,17 +245,29 @@ def test_a_part_of_a_package_does_not_use_the_package_around_it() -> None:
     assert not [(by, module) for by, module in inner if part(module) not in PARTS[: PARTS.index(part(by)) + 1]]
 
 
-def test_the_beacon_imports_only_itself_and_the_standard_library() -> None:
+def test_the_code_in_the_ranks_imports_only_itself_and_the_standard_library() -> None:
     """It runs in interpreters where safelaunch is not installed; torch is asked for only once the script has it."""
+    assert probes() == {f"addons.consistency.{name}" for name in ("probe", "replicas", "layout")}
     for found in all_imports():
-        if not within(found.by, {"beacon.*"}):
+        if not within(found.by, in_ranks()):
             continue
         if found.ours:
-            assert within(found.module, {"beacon.*"}), found
+            assert within(found.module, in_ranks()), found
         elif found.module == "torch":
             assert found.late, found
         else:
             assert found.module in sys.stdlib_module_names or found.module == "sitecustomize", found
+
+
+def test_a_probe_imports_by_relative_names() -> None:
+    """A rank loads it under another name than safelaunch's (see ``beacon.addons``)."""
+    absolute = [
+        node
+        for name in probes()
+        for node in ast.walk(ast.parse(MODULES[name].read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("safelaunch")
+    ]
+    assert absolute == []
 
 
 def test_before_its_role_is_known_a_process_of_the_job_imports_nothing() -> None:
@@ -284,7 +311,7 @@ def rebound_globals(name: str) -> Iterator[str]:
 
 def test_no_module_outside_the_beacon_rebinds_a_global() -> None:
     assert len([*rebound_globals("beacon.marks"), *rebound_globals("beacon.rank")]) == 6, "it sees both kinds"
-    assert not [found for name in MODULES if not within(name, {"beacon.*"}) for found in rebound_globals(name)]
+    assert not [found for name in MODULES if not within(name, in_ranks()) for found in rebound_globals(name)]
 
 
 def test_torch_is_never_imported_by_the_supervisor() -> None:
@@ -297,6 +324,24 @@ def test_pure_modules_touch_nothing() -> None:
     pure = {name for name in MODULES if within(name, PURE)} - READS_THE_CLOCK
     assert len(pure) > 60
     assert not {(i.by, i.module) for i in all_imports() if i.by in pure and i.module in IMPURE}
+
+
+# --- what mentions an add-on ------------------------------------------------------------------------------------------
+
+# Outside their add-on: the options, what the verdict says of their findings, the exit code, the names in documents, and
+# the public ``safelaunch.probes``, in which ``check_consistent`` compares tensors at the user's request.
+MENTION_THE_CHECKS = {"beacon.probes", "cli.help", "model.evidence", "settings.options", "verdict.causes"}
+OTHER_MEANINGS = (
+    r"\(\?:inconsistent \)\?collective",  # torch's message about calls that don't match
+    r"are consistent with calls",
+)
+
+
+def test_few_modules_of_the_core_mention_the_consistency_checks() -> None:
+    words = re.compile(r"consisten|check[-_ ]every|on[-_]inconsistent", re.IGNORECASE)
+    meant = {name: re.sub("|".join(OTHER_MEANINGS), "", path.read_text("utf-8")) for name, path in MODULES.items()}
+    users = {name for name, text in meant.items() if words.search(text)} - {"addons"}  # whose table names it
+    assert {name for name in users if not name.startswith("addons.consistency")} == MENTION_THE_CHECKS
 
 
 # --- what is imported before the job has been started -----------------------------------------------------------------

@@ -123,7 +123,7 @@ def test_what_one_node_asks_all_others_for(join: Callable[..., Channel]) -> None
     until(covered(*nodes), "each other")
     for number, asks in enumerate(nodes):  # whether or not it leads
         others = [one for one in nodes if one is not asks]
-        question = Question(number, "record", 10.0, "0-2")
+        question = Question(number, "record", b"10 s")
         round_ = ask_round(asks.seen.slot, question)
         asks.tell(asks=question)
         asks.gather(round_)
@@ -149,9 +149,9 @@ def test_the_leader_has_the_newest_checks_of_all_and_all_have_what_it_finds(join
         other.submit(f"checks.{edition}", [b"checks"])
         until(lambda: [*found(leader, "checks").rounds.values()] == [f"checks.{edition}"], "the checks")  # noqa: B023
     assert [*found(leader, "checks").chunks.values()] == [[b"checks"]]
-    leader.tell_wrong(b"wrong")
-    until(lambda: other.seen.wrong == leader.seen.wrong == b"wrong", "what was found")
-    assert other.seen.page is not None and other.seen.page.compares and not other.seen.gathered
+    leader.publish("checks", b"wrong")
+    until(lambda: other.seen.published == leader.seen.published == {"checks": b"wrong"}, "what was found")
+    assert other.seen.page is not None and other.seen.page.topics == ("checks",) and not other.seen.gathered
 
 
 def test_every_node_can_be_shown_on_each(join: Callable[..., Channel]) -> None:

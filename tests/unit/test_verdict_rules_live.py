@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from safelaunch.model import Evidence, Inconsistency, Progress, Verdict
+from safelaunch.model import Evidence, Progress, Verdict, WrongResult
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.rules_live import is_stalled, rhythm_of
 from tests.support.evidence import behind, in_user, job, rank, waiting
 
-APART = Inconsistency(
+APART = WrongResult(
     "replicas-diverged",
     1.0,
     step=9,
@@ -25,7 +25,7 @@ APART = Inconsistency(
     sides=((0, 1), (2,)),
     words="parameters diverged between steps 6 and 9: rank 2 differs from the others in 2.weight",
 )
-NAN = Inconsistency(
+NAN = WrongResult(
     "non-finite-gradient",
     2.0,
     step=7,
@@ -35,12 +35,12 @@ NAN = Inconsistency(
     ranks=(1,),
     words="gradients are not finite on rank 1 since step 7, the first is that of 4.bias (6 of 6): one rank diverged",
 )
-LOSS = Inconsistency("loss", 3.0, step=20, ranks=(0,), words="loss: rank 0 diverged")
+LOSS = WrongResult("loss", 3.0, step=20, ranks=(0,), words="loss: rank 0 diverged")
 
 
-def told(*found: Inconsistency, **job: object) -> Verdict:
+def told(*found: WrongResult, **job: object) -> Verdict:
     evidence = Evidence(
-        "dump", 3, tuple(rank(number, in_user(7)) for number in range(3)), inconsistent=found, moving=True
+        "dump", 3, tuple(rank(number, in_user(7)) for number in range(3)), wrong_results=found, moving=True
     )
     return diagnose(replace(evidence, **job))
 
@@ -56,7 +56,7 @@ def told(*found: Inconsistency, **job: object) -> Verdict:
     ],
 )
 def test_each_finding_has_its_cause_ranks_and_first_step(
-    found: Inconsistency, cause: str, culprits: list[int], step: int | None
+    found: WrongResult, cause: str, culprits: list[int], step: int | None
 ) -> None:
     verdict = told(found)
     assert (verdict.outcome, verdict.cause) == ("dump", cause)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from safelaunch.beacon import layout
+from safelaunch.addons.consistency import layout
 from safelaunch.system.decoding import from_json
 
 # --- series -----------------------------------------------------------------------------------------------------------

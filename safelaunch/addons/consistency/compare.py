@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from safelaunch.addons.consistency.capture import MOST_TENSORS, About, Check
-from safelaunch.model import Inconsistency, rank_words
+from safelaunch.model import WrongResult, rank_words
 from safelaunch.supervise.cluster.messages import MOST_RANKS, BadMessage, Message, packed, parsed, unpacked
 
 KEPT = 64  # positions of a series that wait for the last rank
@@ -86,7 +86,7 @@ class Comparison:
             losses += check.losses
             del losses[:-FEWEST_LOSSES]
 
-    def found(self, here: Sequence[int], unix_s: float, *, last: bool = False) -> list[Inconsistency]:
+    def found(self, here: Sequence[int], unix_s: float, *, last: bool = False) -> list[WrongResult]:
         """What is new at the positions that all ranks have reached. ``here``: the ranks that this node sees.
 
         ``last``: the job has ended, so a position that some have reached is all there will be.
@@ -100,7 +100,7 @@ class Comparison:
         result += self._far_losses(unix_s)
         return [one for one in result if self._is_new(one)]
 
-    def _is_new(self, one: Inconsistency) -> bool:
+    def _is_new(self, one: WrongResult) -> bool:
         topic = "buffers" if one.kind == "replicas-diverged" and one.words.startswith("buffers") else one.kind
         new = topic not in self._said
         self._said.add(topic)
@@ -108,18 +108,18 @@ class Comparison:
 
     def _is_complete(self, key: str, moment: _Moment, here: Sequence[int]) -> bool:
         checks = self._waiting[key][moment]
-        replicas = {rank for one in checks.values() for group in one.about.groups for rank in group}
+        replicas = {rank for check in checks.values() for group in check.about.groups for rank in group}
         expected = (replicas or set(here)) | self._members[key]
         return set(checks) >= expected & set(here)
 
-    def _compare(self, key: str, position: int, checks: Mapping[int, Check], unix_s: float) -> list[Inconsistency]:
+    def _compare(self, key: str, position: int, checks: Mapping[int, Check], unix_s: float) -> list[WrongResult]:
         result = []
         self._checks += 1
         replicas = _replicas(checks)
         for place, prints in replicas.items():
             self._compared.setdefault(place, set()).update(prints if len(prints) > 1 else ())
         known = {name for _, name in replicas}
-        names = [name for one in checks.values() for name, _ in one.about.tensors]
+        names = [name for check in checks.values() for name, _ in check.about.tensors]
         self._others.update(dict.fromkeys(name for name in names if name not in known))
         not_finite = _not_finite(position, self._finite.get(key, 0), checks, unix_s)
         if not_finite is not None:
@@ -135,7 +135,7 @@ class Comparison:
         bad_loss = _bad_loss(checks, unix_s)
         return [*result, *([bad_loss] if bad_loss is not None else [])]
 
-    def _far_losses(self, unix_s: float) -> list[Inconsistency]:
+    def _far_losses(self, unix_s: float) -> list[WrongResult]:
         """A rank whose recent losses are all far above everything that at least two others saw."""
         known = {rank: [value for _, value in one] for rank, one in self._losses.items() if len(one) >= FEWEST_LOSSES}
         for rank, values in known.items():
@@ -151,7 +151,7 @@ class Comparison:
                     f"loss: rank {rank} diverged: {fmean(values):.4g} on average since step {step}, while the others "
                     f"are at {level:.4g}"
                 )
-                return [Inconsistency("loss", unix_s, step=step, ranks=(rank,), words=words)]
+                return [WrongResult("loss", unix_s, step=step, ranks=(rank,), words=words)]
         return []
 
 
@@ -177,7 +177,7 @@ def _replicas(checks: Mapping[int, Check]) -> _Replicas:
     return found
 
 
-def _diverged(kind: str, position: int, since: int, replicas: _Replicas, unix_s: float) -> Inconsistency | None:
+def _diverged(kind: str, position: int, since: int, replicas: _Replicas, unix_s: float) -> WrongResult | None:
     by_name = {place: prints for place, prints in replicas.items() if len(prints) > 1}
     different = [(name, prints) for (_, name), prints in by_name.items() if len(set(prints.values())) > 1]
     if not different:
@@ -190,7 +190,7 @@ def _diverged(kind: str, position: int, since: int, replicas: _Replicas, unix_s:
     who = f"{rank_words(off)} {'differs' if len(off) == 1 else 'differ'} from the others"
     if not off:
         who = " against ".join(rank_words(side) for side in sides)
-    return Inconsistency(
+    return WrongResult(
         "replicas-diverged",
         unix_s,
         step=position,
@@ -218,7 +218,7 @@ def _off(sides: tuple[Side, ...]) -> Side:
     return tuple(sorted(rank for side in sides[1:] for rank in side)) if 2 * len(sides[0]) > everybody else ()
 
 
-def _not_finite(position: int, since: int, checks: Mapping[int, Check], unix_s: float) -> Inconsistency | None:
+def _not_finite(position: int, since: int, checks: Mapping[int, Check], unix_s: float) -> WrongResult | None:
     """A step was made with gradients that are not finite. The sentinels tell on which rank they were so first."""
     bad = {rank: _bad_names(check) for rank, check in checks.items()}
     if not any(bad.values()):
@@ -232,7 +232,7 @@ def _not_finite(position: int, since: int, checks: Mapping[int, Check], unix_s: 
     total = len(next(iter(checks.values())).about.tensors)
     one = ": one rank diverged" if len(ranks) == 1 and len(checks) > 1 else ""
     when = f"since step {step}" if starts else _between(step, since)
-    return Inconsistency(
+    return WrongResult(
         "non-finite-gradient",
         unix_s,
         step=step,
@@ -256,14 +256,14 @@ def _first_bad(steps: Iterable[tuple[int, float]]) -> int | None:
     return next((step for step, value in steps if not math.isfinite(value)), None)
 
 
-def _bad_loss(checks: Mapping[int, Check], unix_s: float) -> Inconsistency | None:
+def _bad_loss(checks: Mapping[int, Check], unix_s: float) -> WrongResult | None:
     starts = {rank: step for rank, check in checks.items() if (step := _first_bad(check.losses)) is not None}
     if not starts:
         return None
     step = min(starts.values())
     ranks = tuple(sorted(rank for rank, at in starts.items() if at == step))
     words = f"loss: not finite on {rank_words(ranks)} since step {step}"
-    return Inconsistency("loss", unix_s, step=step, ranks=ranks, words=words)
+    return WrongResult("loss", unix_s, step=step, ranks=ranks, words=words)
 
 
 # --- checks as they travel --------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class _Shared(Message, frozen=True):
 class Found(Message, frozen=True):
     """What is wrong in the checks of all nodes. ``stops``: the job is ended for it; ``place``: where the bundle is."""
 
-    found: Annotated[tuple[Inconsistency, ...], Meta(max_length=MOST_FOUND)] = ()
+    found: Annotated[tuple[WrongResult, ...], Meta(max_length=MOST_FOUND)] = ()
     stops: bool = False
     place: Annotated[str, Meta(max_length=4096)] = ""
 
@@ -327,7 +327,7 @@ def encode(checks: Iterable[Check], share: int) -> bytes:
     Where tensors are too many, neighbours with the same replicas share one fingerprint, and a name that tells from
     which to which.
     """
-    mine = [one for one in checks if one.about.rank in (one.rank, -1)]
+    mine = [check for check in checks if check.about.rank in (check.rank, -1)]
     moments = sorted({one.moment for one in mine})[-MOST_POSITIONS:]
     width = 1
     while True:
@@ -347,10 +347,10 @@ def decode(data: bytes) -> list[Check]:
     """Raises BadMessage for what ``encode`` did not make."""
     found = parsed(unpacked([data]), _Shared)
     try:
-        abouts = [About(one.key, one.kind, one.every, -1, one.groups, one.tensors) for one in found.abouts]
-        if any(group >= len(one.groups) for one in abouts for _, group in one.tensors):
+        abouts = [About(about.key, about.kind, about.every, -1, about.groups, about.tensors) for about in found.abouts]
+        if any(group >= len(about.groups) for about in abouts for _, group in about.tensors):
             raise BadMessage("checks of an unknown group")
-        return [_check(one, abouts[one.about], found.prints[one.prints]) for one in found.checks]
+        return [_check(check, abouts[check.about], found.prints[check.prints]) for check in found.checks]
     except (IndexError, struct.error) as error:
         raise BadMessage(str(error)) from error
 
@@ -381,21 +381,21 @@ def _packed(checks: Sequence[Check], width: int) -> bytes:
     abouts: dict[_About, int] = {}
     prints: dict[bytes, int] = {}
     travelling = []
-    for one in checks:
-        runs = _runs(one.about, width)
-        values = [_mixed(one.prints[begin:end]) for begin, end in runs]
+    for check in checks:
+        runs = _runs(check.about, width)
+        values = [_mixed(check.prints[begin:end]) for begin, end in runs]
         data = struct.pack(f"<{len(values)}q", *values)
         travelling.append(
             _Check(
-                rank=one.rank,
-                position=one.position,
-                about=abouts.setdefault(_about(one.about, runs), len(abouts)),
+                rank=check.rank,
+                position=check.position,
+                about=abouts.setdefault(_about(check.about, runs), len(abouts)),
                 prints=prints.setdefault(data, len(prints)),
-                bad_values=_bad(one.sizes, runs),
-                bad_gradients=_bad(one.gradients, runs),
-                bad_since=next((step for step, value in one.sentinel if not math.isfinite(value)), -1),
-                losses=_telling(one.losses),
-                rounds=one.rounds,
+                bad_values=_bad(check.sizes, runs),
+                bad_gradients=_bad(check.gradients, runs),
+                bad_since=next((step for step, value in check.sentinel if not math.isfinite(value)), -1),
+                losses=_telling(check.losses),
+                rounds=check.rounds,
             )
         )
     return msgspec.msgpack.encode(_Shared(tuple(abouts), tuple(prints), tuple(travelling)))
@@ -403,7 +403,7 @@ def _packed(checks: Sequence[Check], width: int) -> bytes:
 
 def _telling(losses: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     """The newest ones, and the first that is not finite."""
-    bad = next((one for one in losses if not math.isfinite(one[1])), None)
+    bad = next((loss for loss in losses if not math.isfinite(loss[1])), None)
     newest = tuple(losses[-32:])
     return newest if bad is None or bad in newest else (bad, *newest)
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from safelaunch.addons.consistency import layout
 from safelaunch.addons.consistency.capture import Check, Series
 from safelaunch.addons.consistency.compare import (
     MOST_FOUND,
@@ -22,16 +23,15 @@ from safelaunch.addons.consistency.compare import (
     encode,
     share_of,
 )
-from safelaunch.beacon import layout
-from safelaunch.job.paths import RunPaths
-from safelaunch.model import Inconsistency, format_ranks
-from safelaunch.supervise.cluster.messages import NOTHING, BadMessage, node_count, parsed
-from safelaunch.supervise.council import Council
-from safelaunch.supervise.watch.progress import Watch
+from safelaunch.model import WrongResult, format_ranks
+from safelaunch.supervise.cluster.messages import BadMessage, parsed
+from safelaunch.supervise.monitors import MonitoredJob
+from safelaunch.supervise.publishing import Report
 from safelaunch.system.console import say
-from safelaunch.system.errors import internal_error
 from safelaunch.system.files import replace_file
 
+EXIT_INCONSISTENT = 123
+TOPIC = "checks"
 POST_EVERY_S = 0.4
 MEET_S = 60.0  # for the nodes to meet, from the first check on; then each compares its own
 KEPT = 4096  # checks of this node that wait to be submitted
@@ -40,48 +40,57 @@ NOTHING_CHECKED = "the consistency checks had nothing to compare: no optimizer s
 
 
 class Consistency:
-    """The comparison of one run. Call ``advance`` on every tick; it never raises.
+    """The comparison of one run, and what ``--on-inconsistent`` does about a finding."""
 
-    ``stopped_for``: where the bundle is, once another node, which has compared the checks of all, ends the job.
-    """
+    name = "the consistency checks"
 
-    def __init__(self, run: RunPaths, watch: Watch, council: Council) -> None:
-        self._run = run
-        self._watch = watch
-        self._council = council
-        self._channel = council.channel
-        self._attempt = watch.attempt
+    def __init__(self, job: MonitoredJob) -> None:
+        self._job = job
+        self._action = job.settings.on_inconsistent
+        self._watch = job.view.watch
+        self._topic = job.topic(TOPIC)
+        self._attempt = self._watch.attempt
         self._comparison = Comparison()
         self._series: dict[str, Series] = {}
         self._ignored: set[str] = set()
         self._full: set[int] = set()  # the ranks that train more than is checked
-        self._failed = False
         self._part: Part = "alone"
         self._joint: Part = "waits"  # the same, where there are other nodes
         self._apart_since_s: float | None = None
         self._newest: list[Check] = []
-        self._post_s, self._edition, self._posted = 0.0, 0, b""
-        self._read: dict[int, str] = {}  # by slot, which of its checks were read last
+        self._post_s, self._posted = 0.0, b""
         self._told = b""
-        self.stopped_for: str | None = None
+        self._stopped_for: str | None = None  # place of the bundle for which another node ends the job
 
-    def advance(self, *, last: bool = False) -> list[Inconsistency]:
-        """Returns what is new and this node's to act on, and has said it. ``last``: the job has ended."""
-        if self._failed:
-            return []
-        try:
-            return self._advance(last=last)
-        except Exception as error:  # noqa: BLE001 - the watch goes on without these checks
-            self._failed = True
-            say(internal_error(error, "the consistency checks", "Still watching."))
-            return []
+    def tick(self) -> None:
+        found = self._advance(last=False)
+        if found and self._action == "dump":
+            self._job.actions.write_bundle(self._job.actions.show, False)
+        elif found and self._action == "stop":
+            self._job.actions.write_bundle(self._stop, True)
+        place = self._stopped_for
+        if place is not None and not self._job.actions.is_ending():
+            say(f"ending the job, as requested by another node (--on-inconsistent stop); the bundle is on {place}")
+            self._job.actions.end(EXIT_INCONSISTENT, None)
 
-    def stop_all(self, place: str) -> None:
-        """The job is ended for what was found, on all nodes; ``place``: of the bundle."""
+    def finish(self, *, succeeded: bool) -> None:
+        """Compares what the ranks left. A job that failed or was stopped gets no further bundle."""
+        found = self._advance(last=True)
+        if found and self._action != "report" and succeeded:
+            self._job.actions.write_last_bundle(self._stop if self._action == "stop" else self._job.actions.show)
+
+    def _stop(self, report: Report) -> None:
+        actions = self._job.actions
+        actions.show(report)
+        if actions.is_ending():
+            return
+        code = f"exit code {EXIT_INCONSISTENT}, as --on-inconsistent stop asks for"
+        say(f"the job had already ended; {code}" if actions.has_ended() else "ending the job (--on-inconsistent stop)")
         if self._part == "leads":
-            self._tell(stops=True, place=place)
+            self._tell(stops=True, place=f"{self._job.view.context.host}: {report.published.shown}")
+        actions.end(EXIT_INCONSISTENT, report)
 
-    def _advance(self, *, last: bool) -> list[Inconsistency]:
+    def _advance(self, *, last: bool) -> list[WrongResult]:
         if self._watch.attempt != self._attempt:
             self._attempt, self._comparison = self._watch.attempt, Comparison()
             self._series.clear()
@@ -97,10 +106,10 @@ class Consistency:
 
     def _part_now(self, now: float) -> Part:
         """What this node does about the checks of all."""
-        if not (self._channel.is_started and self._watch.unseen):
+        if not (self._topic.has_others and self._watch.unseen):
             return "alone"
-        leads, page = self._channel.seen.leads, self._council.rounds.page
-        if self._council.is_covered and (leads or (page is not None and page.compares)):
+        leads = self._topic.leads
+        if self._topic.is_led:
             self._apart_since_s = None
             self._joint = "leads" if leads else "follows"
         else:
@@ -113,35 +122,32 @@ class Consistency:
         if now - self._post_s < POST_EVERY_S:
             return
         self._post_s = now
-        data = encode(self._newest, share_of(node_count(self._council.rounds.page)))
+        data = encode(self._newest, share_of(self._topic.nodes))
         moments = sorted({one.moment for one in self._newest})[-MOST_POSITIONS:]
         self._newest = [one for one in self._newest if one.moment in moments]
-        self._channel.gather("checks")
+        self._topic.gather()
         if data not in (b"", self._posted):
-            self._posted, self._edition = data, self._edition + 1
-            self._channel.submit(f"checks.{self._edition}", [data])
+            self._posted = data
+            self._topic.submit(data)
 
     def _gathered(self) -> list[Check]:
         """What other nodes have submitted since the last call."""
         found: list[Check] = []
-        gathered = self._channel.seen.gathered.get("checks", NOTHING)
-        for slot, round_ in gathered.rounds.items():
-            if self._read.get(slot) != round_:
-                self._read[slot] = round_
-                with suppress(BadMessage):  # a stranger's, or of another version
-                    found += decode(b"".join(gathered.chunks[slot]))
+        for data in self._topic.gathered():
+            with suppress(BadMessage):  # a stranger's, or of another version
+                found += decode(data)
         return found
 
     def _tell(self, *, stops: bool = False, place: str = "") -> None:
         """Tells all nodes what has been found in the checks of all."""
-        found = Found(tuple(self._watch.inconsistent)[:MOST_FOUND], stops, place[:4096])
-        self._channel.tell_wrong(msgspec.msgpack.encode(found))
+        found = Found(tuple(self._watch.wrong_results)[:MOST_FOUND], stops, place[:4096])
+        self._topic.publish(msgspec.msgpack.encode(found))
 
-    def _compare(self, *, last: bool) -> list[Inconsistency]:
+    def _compare(self, *, last: bool) -> list[WrongResult]:
         """What is new here: by this node's own comparison, or by that of the node which leads."""
         if self._part == "follows":
             self._follow()
-            if last and not self._watch.inconsistent:
+            if last and not self._watch.wrong_results:
                 say("nothing inconsistent, according to the leader's comparison")
             return []
         if self._part == "waits" and not last:
@@ -154,7 +160,7 @@ class Consistency:
         self._note(found)
         if found and self._part == "leads":
             self._tell()
-        if last and not self._watch.inconsistent:
+        if last and not self._watch.wrong_results:
             say(told + self._more if (told := self._comparison.told) else NOTHING_CHECKED)
         return found
 
@@ -165,31 +171,31 @@ class Consistency:
 
     def _follow(self) -> None:
         """Takes what the node that leads has found, where that is new."""
-        data = self._channel.seen.wrong
+        data = self._topic.published
         if data in (b"", self._told):
             return
         self._told = data
         with suppress(BadMessage):
             told = parsed(data, Found)
-            self._note([one for one in told.found if one not in self._watch.inconsistent])
-            self.stopped_for = told.place if told.stops else None
+            self._note([one for one in told.found if one not in self._watch.wrong_results])
+            self._stopped_for = told.place if told.stops else None
 
-    def _note(self, found: list[Inconsistency]) -> None:
+    def _note(self, found: list[WrongResult]) -> None:
         for one in found:
             say(f"wrong result: {one.words}")
-        self._watch.inconsistent += tuple(found)
+        self._watch.wrong_results += tuple(found)
         if found:
             self._keep()
 
     def _keep(self) -> None:
         """Leaves it in the run directory. A full disk costs only this."""
         with suppress(OSError):
-            replace_file(self._run.wrong, msgspec.json.encode(self._watch.inconsistent))
+            replace_file(self._job.run.wrong, msgspec.json.encode(self._watch.wrong_results))
 
     def _find(self) -> None:
         """Maps the files of the ranks of this attempt."""
         for rank, page in self._watch.roster.pages().items():
-            for path in self._run.pages.glob(f"{page.name}{layout.CHECK_SUFFIX}*"):
+            for path in self._job.run.pages.glob(f"{page.name}{layout.CHECK_SUFFIX}*"):
                 if path.name in self._series or path.name in self._ignored:
                     continue
                 if path.name.endswith(layout.CHECK_FULL):

@@ -12,7 +12,7 @@ from typing import Literal
 
 from safelaunch.job.argv import CommandLine
 
-State = Literal["waiting", "running", "succeeded", "failed", "hung", "timed-out", "skipped", "cancelled"]
+JobState = Literal["waiting", "running", "succeeded", "failed", "hung", "timed-out", "skipped", "cancelled"]
 Metric = float | str
 
 FINAL: frozenset[str] = frozenset({"succeeded", "failed", "hung", "timed-out", "skipped", "cancelled"})
@@ -35,7 +35,7 @@ def port_marks(count: int) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SweepJob:
     """One job, every placeholder filled in.
 
     ``words``: the arguments of ``safelaunch``, without the name and bundle directory that colaunch adds. ``ports``: the
@@ -68,7 +68,7 @@ class Job:
         text = json.dumps([self.words, sorted(self.env), self.cwd, *nodes])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def with_ports(self, numbers: Sequence[object]) -> Job:
+    def with_ports(self, numbers: Sequence[object]) -> SweepJob:
         """A copy with ``numbers`` in place of the marks; for display, they may also be the names."""
 
         def filled(text: str) -> str:
@@ -86,14 +86,14 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AttemptOutcome:
     """How one attempt ended. ``exit_code``: as a shell shows it; ``last_step``: the last one that the watch saw.
 
-    ``gpus``: UUIDs, or ``node:number``; ``bundle``: its path; ``cause``: by its verdict, what --check-every had found,
+    ``gpus``: UUIDs, or ``node:number``; ``bundle``: its path; ``cause``: by its verdict, its first wrong result,
     or the scheduler's word; empty if there are none.
     """
 
-    state: State
+    state: JobState
     exit_code: int | None = None
     duration_s: float = 0.0
     last_step: int | None = None
@@ -108,7 +108,7 @@ class Pace:
     """A job's step and rate; None if unknown. ``master_port``: according to its ranks.
 
     ``age_s``: since the newest step of any rank; ``quiet``: that is far longer than usual, and no rank has said that it
-    would be. ``cause``: what an early look at it suggests. ``wrong``: what --check-every has found.
+    would be. ``cause``: what an early look at it suggests. ``wrong``: its first wrong result.
     """
 
     step: int | None = None
@@ -124,11 +124,11 @@ class Pace:
 class Track:
     """One job's way through the sweep. ``attempts`` includes those of earlier invocations; ``tries`` does not."""
 
-    job: Job
-    state: State = "waiting"
+    job: SweepJob
+    state: JobState = "waiting"
     attempts: int = 0
     tries: int = 0
-    outcome: Outcome | None = None
+    outcome: AttemptOutcome | None = None
     why: str = ""
 
     @property

@@ -14,12 +14,12 @@ from pathlib import PurePath
 from statistics import median
 from typing import Any
 
-from safelaunch.addons.sweep.batch import Programs, script, work_name
-from safelaunch.addons.sweep.engine import JobView, Live, Queue, Screen, Snapshot, Work
-from safelaunch.addons.sweep.jobs import Job, Track, port_names
+from safelaunch.addons.sweep.batch import SweepPrograms, script, work_name
+from safelaunch.addons.sweep.engine import JobStatus, RunningAttempt, Scheduler, Screen, Snapshot, SubmittedWork
+from safelaunch.addons.sweep.jobs import SweepJob, Track, port_names
 from safelaunch.addons.sweep.paths import SweepPaths, summary_of
-from safelaunch.addons.sweep.pool import Pool
-from safelaunch.cli.table import Table
+from safelaunch.addons.sweep.pool import SharePool
+from safelaunch.cli.table import TextTable
 from safelaunch.job.paths import seen_from_here, working_directory
 from safelaunch.model.words import rate, since
 from safelaunch.system.console import PREFIX, command_lines, redact, say
@@ -70,18 +70,18 @@ def headline(snapshot: Snapshot) -> str:
     return ", ".join(parts) + tail
 
 
-def choose(snapshot: Snapshot, room: int) -> tuple[JobView, ...]:
+def choose(snapshot: Snapshot, room: int) -> tuple[JobStatus, ...]:
     """At most ``room`` jobs: those that matter most, in their order."""
     ranked = sorted(range(len(snapshot.jobs)), key=lambda index: (_ORDER.index(snapshot.jobs[index].state), index))
     return tuple(snapshot.jobs[index] for index in sorted(ranked[: max(0, room)]))
 
 
-def cells(job: JobView, typical_s: float | None) -> tuple[str, ...]:
+def cells(job: JobStatus, typical_s: float | None) -> tuple[str, ...]:
     """One row, in the order of ``COLUMNS``. ``typical_s``: the time that similar jobs took, in seconds.
 
     Of a job that is quiet, a rate and an estimate from before would mislead.
     """
-    live, ended = (job.live or Live(), None) if job.state == "running" else (Live(), job.outcome)
+    live, ended = (job.live or RunningAttempt(), None) if job.state == "running" else (RunningAttempt(), job.outcome)
     pace = live.pace
     step = ended.last_step if ended else pace.step
     elapsed_s = ended.duration_s if ended else live.elapsed_s or None
@@ -104,10 +104,10 @@ def cells(job: JobView, typical_s: float | None) -> tuple[str, ...]:
     )
 
 
-def cause(job: JobView) -> str:
+def cause(job: JobStatus) -> str:
     """By the verdict of an attempt that ended; with a question mark, what an early look at a running one suggests.
 
-    Without one, what --check-every has found there; of a job in a scheduler's queue, why it waits.
+    Without one, the first wrong result there; of a job in a scheduler's queue, why it waits.
     """
     if job.live is None:
         return clean(job.outcome.cause) if job.outcome is not None and job.outcome.cause else "-"
@@ -116,7 +116,7 @@ def cause(job: JobView) -> str:
     return f"{clean(job.live.pace.cause)}?" if job.live.pace.cause else clean(job.live.pace.wrong) or "-"
 
 
-def bundles(jobs: Sequence[JobView], most: int, here: PurePath) -> list[str]:
+def bundles(jobs: Sequence[JobStatus], most: int, here: PurePath) -> list[str]:
     """The paths of the newest bundles, whole, each below its job's name; from the present directory where that is less.
 
     At most ``most`` lines.
@@ -133,7 +133,7 @@ def bundles(jobs: Sequence[JobView], most: int, here: PurePath) -> list[str]:
     return [*lines, *([f"and {many(more, 'more bundle')}: see summary.csv"] if more else [])]
 
 
-def parameters(job: Job) -> str:
+def parameters(job: SweepJob) -> str:
     return clean(" ".join(f"{name}={value}" for name, value in job.params)) or "-"
 
 
@@ -167,7 +167,7 @@ def many(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def describe(jobs: Sequence[Job], paths: SweepPaths, pool: Pool, width: int) -> list[str]:
+def describe(jobs: Sequence[SweepJob], paths: SweepPaths, pool: SharePool, width: int) -> list[str]:
     """For --dry-run: every job as colaunch would start it."""
     lines = [f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}", ""]
     for one in jobs:
@@ -184,7 +184,7 @@ def describe(jobs: Sequence[Job], paths: SweepPaths, pool: Pool, width: int) -> 
     return lines
 
 
-def describe_batch(jobs: Sequence[Job], paths: SweepPaths, programs: Programs, queue: Queue) -> list[str]:
+def describe_batch(jobs: Sequence[SweepJob], paths: SweepPaths, programs: SweepPrograms, queue: Scheduler) -> list[str]:
     """For --dry-run: every script, and the command that submits it."""
     lines = [f"{many(len(jobs), 'job')} through {queue.name}, in {paths.root}"]
     lines += [
@@ -195,7 +195,7 @@ def describe_batch(jobs: Sequence[Job], paths: SweepPaths, programs: Programs, q
         name = names[job.name]
         after = tuple(f"<{names[need]}>" for need in job.needs)
         shown = replace(job, env=tuple(redact_env(dict(job.env)).items()))
-        work = Work(name, job, paths.batch_script(name), paths.batch_output(name), after)
+        work = SubmittedWork(name, job, paths.batch_script(name), paths.batch_output(name), after)
         lines += ["", f"# {' '.join(queue.words(work))}"]
         lines += script(name, shown, 1, paths, programs, queue).rstrip("\n").split("\n")
     return lines
@@ -205,7 +205,7 @@ def summary_lines(tracks: Sequence[Track], paths: SweepPaths | None = None) -> l
     """The table at the end: one line per job, why jobs failed, then the totals. ``paths``: to name their logs."""
     metrics = list(dict.fromkeys(name for track in tracks if track.outcome for name in track.outcome.metrics))
     columns = ("job", "parameters", "state", "cause", "exit", "took", "attempts", "step", *metrics)
-    table = Table(columns, [_summary_row(track, metrics) for track in tracks])
+    table = TextTable(columns, [_summary_row(track, metrics) for track in tracks])
     if not any(track.outcome and track.outcome.cause for track in tracks):
         table = table.without("cause")
     counts = Counter[str](track.state for track in tracks)
@@ -347,7 +347,7 @@ def picture(snapshot: Snapshot, height: int, width: int) -> Any:
     quiet = [job.live is not None and job.live.pace.quiet for job in shown]
     styles = ["yellow" if still else _STYLES.get(job.state, "dim") for job, still in zip(shown, quiet, strict=True)]
     rows = [cells(job, typical.get(job.job.group)) for job in shown]
-    table = Table(COLUMNS, rows, _RIGHT, styles, _LESS_WANTED).fitted(width)
+    table = TextTable(COLUMNS, rows, _RIGHT, styles, _LESS_WANTED).fitted(width)
     more = len(snapshot.jobs) - len(shown)
     rest = [Text(f"... and {more} more", style="dim")] if more else []
     paths = [Text(redact(line), overflow="fold", style="red") for line in found]

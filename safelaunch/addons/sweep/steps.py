@@ -17,7 +17,7 @@ from safelaunch.addons.sweep.jobs import Pace
 from safelaunch.capture.pages import Roster
 from safelaunch.job.paths import RunPaths
 from safelaunch.job.process import ProcessId
-from safelaunch.model import EarlyLook, Inconsistency, Progress
+from safelaunch.model import EarlyLook, Progress, WrongResult
 from safelaunch.supervise.control import discover
 from safelaunch.supervise.watch.quiet import is_quiet
 from safelaunch.system.decoding import from_json
@@ -108,7 +108,7 @@ class Steps:
         return Pace(followed.step, followed.steps_per_s, port, age_s, quiet, cause, followed.wrong)
 
     def last_of(self, supervisor: ProcessId) -> tuple[int | None, str]:
-        """The last step of a job that has ended, and what --check-every had found; forgets the job."""
+        """The last step of a job that has ended, and its first wrong result; forgets the job."""
         followed = self._followed.pop(supervisor, _Followed())
         followed.look(self._clock())
         return followed.step, followed.wrong
@@ -121,8 +121,8 @@ def early_cause(path: Path) -> str:
 
 
 def wrong_cause(path: Path) -> str:
-    """The first wrong result that --check-every has found; empty without one."""
-    found = _listed(path, Inconsistency)
+    """The first wrong result that was found; empty without one."""
+    found = _listed(path, WrongResult)
     return found[0].cause if found else ""
 
 

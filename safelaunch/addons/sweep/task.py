@@ -61,7 +61,7 @@ def port_token(index: int) -> str:
     return f"@{{port-{index}}}"
 
 
-class Inside(Protocol):
+class SchedulerJob(Protocol):
     """What a job sees of itself: the class ``Inside`` of the queue's module, made with the job's environment.
 
     ``restart``: how often the scheduler has requeued it; ``node``: its own name for the node; ``cores``: None if not
@@ -86,7 +86,7 @@ class Inside(Protocol):
 # --- the files of an attempt ------------------------------------------------------------------------------------------
 
 
-class Claim(msgspec.Struct, frozen=True):
+class AttemptClaim(msgspec.Struct, frozen=True):
     """Who runs an attempt: a submission, and how often the scheduler has requeued it."""
 
     name: str
@@ -94,15 +94,15 @@ class Claim(msgspec.Struct, frozen=True):
     host: str
     began_unix_s: float
 
-    def precedes(self, other: Claim) -> bool:
+    def precedes(self, other: AttemptClaim) -> bool:
         """Whether ``other`` is the same submission after a requeue."""
         return self.name == other.name and self.restart < other.restart
 
 
-class End(msgspec.Struct, frozen=True):
+class TaskEnd(msgspec.Struct, frozen=True):
     """How a task ended. ``word``: the scheduler's, when it sent SIGTERM (``TIMEOUT``, ``CANCELLED``), or empty.
 
-    ``over_limit``: it took longer than the job's ``timeout``. ``wrong``: what --check-every had found.
+    ``over_limit``: it took longer than the job's ``timeout``. ``wrong``: its first wrong result.
     """
 
     name: str
@@ -127,7 +127,7 @@ class AttemptFiles:
     def _path(self, kind: str) -> Path:
         return self._stem.with_name(f"{self._stem.name}.{kind}")
 
-    def claim(self, mine: Claim) -> Claim | None:
+    def claim(self, mine: AttemptClaim) -> AttemptClaim | None:
         """Claims the attempt. Returns None if it is ours now, else the claim of another. Raises OSError."""
         path, beside = self._path("claim"), self._beside("claim", mine)
         try:
@@ -143,15 +143,15 @@ class AttemptFiles:
             beside.unlink(missing_ok=True)
         return None
 
-    def claimed(self) -> Claim | None:
-        return _read(self._path("claim"), Claim)
+    def claimed(self) -> AttemptClaim | None:
+        return _read(self._path("claim"), AttemptClaim)
 
-    def leave(self, end: End) -> None:
+    def leave(self, end: TaskEnd) -> None:
         """Writes how the attempt ended, whole or not at all. Raises OSError."""
         self._beside("end", end).replace(self._path("end"))
 
-    def end(self) -> End | None:
-        return _read(self._path("end"), End)
+    def end(self) -> TaskEnd | None:
+        return _read(self._path("end"), TaskEnd)
 
     def show(self, pace: Pace) -> None:
         """Writes the newest step. Raises OSError."""
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the job's safelaunch."""
     words = _parser().parse_args(argv)
     environ = dict(os.environ)
-    return Task(words, environ, import_module(words.queue).Inside(environ)).run()
+    return SchedulerTask(words, environ, import_module(words.queue).Inside(environ)).run()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -229,10 +229,10 @@ def _parser() -> argparse.ArgumentParser:
     return found
 
 
-class Task:
+class SchedulerTask:
     """One attempt, inside its job. ``inside``: what the scheduler says of it."""
 
-    def __init__(self, words: argparse.Namespace, environ: dict[str, str], inside: Inside) -> None:
+    def __init__(self, words: argparse.Namespace, environ: dict[str, str], inside: SchedulerJob) -> None:
         self._words = words
         self._environ = environ
         self._inside = inside
@@ -249,7 +249,7 @@ class Task:
         for signum in SIGNALS:
             signal.signal(signum, self._on_signal)
         before, restart = self._files.end(), self._inside.restart
-        other = self._files.claim(Claim(self._words.name, restart, socket.gethostname(), round(time.time(), 3)))
+        other = self._files.claim(AttemptClaim(self._words.name, restart, socket.gethostname(), round(time.time(), 3)))
         if other is not None:
             say(f"this job's work is done by the submission {other.name}; this one ends")
             return EXIT_SPARE
@@ -270,7 +270,7 @@ class Task:
         self._leave(self._end(code, self._paths.bundles_of(self._words.directory.name) - known))
         return code
 
-    def _leave(self, end: End) -> None:
+    def _leave(self, end: TaskEnd) -> None:
         """Writes the end, once the disk takes it."""
         deadline_s = time.monotonic() + LEAVE_FOR_S
         while True:
@@ -388,12 +388,12 @@ class Task:
         self._steps.look([self._supervisor])
         return self._steps.of(self._supervisor)
 
-    def _end(self, code: int, bundles: Collection[str] = ()) -> End:
+    def _end(self, code: int, bundles: Collection[str] = ()) -> TaskEnd:
         host = self._inside.node or socket.gethostname()
         pace = Pace()
         with suppress(Exception):  # the end counts, not its last step
             pace = self._pace()
-        return End(
+        return TaskEnd(
             name=self._words.name,
             restart=self._inside.restart,
             exit_code=code,

@@ -12,20 +12,20 @@ from typing import Any, TypeVar
 import msgspec
 
 from safelaunch.bundle.reading.dumps import parse_some
-from safelaunch.bundle.reading.guard import LINK, Found, Unreadable, evidence_of, parse_all, read_limited, within
+from safelaunch.bundle.reading.guard import LINK, FoundEvidence, Unreadable, evidence_of, parse_all, read_limited, within
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.capture.flight_recorder import NCCL_ONLY
 from safelaunch.capture.node import since
 from safelaunch.capture.user_source import SOURCE_FILE
 from safelaunch.model import (
     OWN_RECORDS,
+    WRONG_RESULTS_FILE,
     Answer,
     BundlePlace,
     EarlyLook,
     FlightRecord,
     Gpus,
     GpuUse,
-    Inconsistency,
     Launched,
     Manifest,
     NcclWitness,
@@ -38,10 +38,11 @@ from safelaunch.model import (
     RankFile,
     Rendezvous,
     Resources,
+    WrongResult,
     node_file,
 )
 from safelaunch.model.evidence import all_nodes, software
-from safelaunch.report.about import About, Launch, Link, NodeSummary
+from safelaunch.report.about import ReportHeader, LaunchFacts, Link, NodeSummary
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import exists, is_dir, is_file
@@ -57,7 +58,7 @@ APART_S = 120.0  # the clocks of nodes differ
 _RANK = re.compile(r"0|[1-9][0-9]{0,5}")
 
 
-class _Told(msgspec.Struct):
+class _EarlierVerdict(msgspec.Struct):
     """The relevant part of an earlier verdict."""
 
     outcome: Outcome | None = None
@@ -144,19 +145,19 @@ def is_bundle(path: Path) -> bool:
 
 def whole_of(roots: Sequence[Path]) -> Path | None:
     """The one of these bundles that holds every rank, where the others are halves of it; else None."""
-    told = [_Bundle(root).json("verdict.json", _Told) for root in roots]
+    told = [_Bundle(root).json("verdict.json", _EarlierVerdict) for root in roots]
     places = [one.bundle if one is not None else None for one in told]
     whole = [root for root, place in zip(roots, places, strict=True) if place is not None and place.whole]
     same = {(place.host, place.path) if place is not None else None for place in places}
     return whole[0] if len(whole) == len(same) == 1 else None
 
 
-def read_bundle(root: Path) -> Found:
+def read_bundle(root: Path) -> FoundEvidence:
     """Everything in a bundle about its ranks. Never raises for its contents."""
     within(root, root / "ranks")
     bundle = _Bundle(root)
     manifest = bundle.json("manifest.json", Manifest) or Manifest()
-    told = bundle.json("verdict.json", _Told) or _Told()
+    told = bundle.json("verdict.json", _EarlierVerdict) or _EarlierVerdict()
     numbers = bundle.numbers()
     records = bundle.flight_records(numbers, manifest)
     ranks = tuple(_rank(bundle, number, manifest.host, records) for number in numbers)
@@ -183,7 +184,7 @@ def read_bundle(root: Path) -> Found:
         nodes=_nodes(bundle),
         nccl=_nccl(bundle),
         early=(bundle.json("early.json", tuple[EarlyLook, ...]) or ())[:MAX_EARLY],
-        inconsistent=(bundle.json("inconsistent.json", tuple[Inconsistency, ...]) or ())[:MAX_EARLY],
+        wrong_results=(bundle.json(WRONG_RESULTS_FILE, tuple[WrongResult, ...]) or ())[:MAX_EARLY],
         rendezvous=bundle.json("rendezvous.json", Rendezvous),
         launched=bundle.json("launch.json", Launched),
         time=told.time or _utc(manifest.written_unix_s),
@@ -192,7 +193,7 @@ def read_bundle(root: Path) -> Found:
         earlier=manifest.earlier,
     )
     source = bundle.json(SOURCE_FILE, dict[str, str])
-    return Found("a bundle", evidence, tuple(bundle.problems), taken=manifest.taken, source=source)
+    return FoundEvidence("a bundle", evidence, tuple(bundle.problems), taken=manifest.taken, source=source)
 
 
 def _versions(bundle: _Bundle, host: str) -> dict[str, str]:
@@ -239,7 +240,7 @@ def _gpus(bundle: _Bundle) -> tuple[GpuUse, ...]:
     return tuple(found)
 
 
-def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
+def merge(bundles: Sequence[FoundEvidence], names: Sequence[str]) -> FoundEvidence:
     """Merges the bundles of one job's nodes into one evidence; ``names`` are their directories.
 
     Raises Unreadable if they belong to different jobs: the same rank in two of them, or different world sizes; and to
@@ -251,18 +252,18 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
             if rank.rank in seen:
                 raise Unreadable(f"rank {rank.rank} is in {seen[rank.rank]} and in {name}: name one of these bundles")
             seen[rank.rank] = name
-    worlds = {found.evidence.world_size for found in bundles}
+    worlds = {bundle.evidence.world_size for bundle in bundles}
     if len(worlds) > 1:
         raise Unreadable(f"it holds jobs of {' and '.join(map(str, sorted(worlds)))} ranks: name one of the bundles")
     _check_moments(bundles, names)
     world = worlds.pop()
     first = bundles[0].evidence
-    outcomes = {found.evidence.outcome for found in bundles}
+    outcomes = {bundle.evidence.outcome for bundle in bundles}
     outcome: Outcome = next((kind for kind in _WORST if kind in outcomes), "dump")
     # One supervisor has stopped its ranks for a hang, and those of the others lost their connections to them.
     stopped = _stopped_first(bundles) if outcomes >= {"hang", "crash"} else ()
     outcome = "hang" if stopped else outcome
-    ranks = sorted((rank for found in bundles for rank in found.evidence.ranks), key=lambda rank: rank.rank)
+    ranks = sorted((rank for bundle in bundles for rank in bundle.evidence.ranks), key=lambda rank: rank.rank)
     named = list(zip(names, bundles, strict=True))
     asked, witness = next(((name, f.evidence.nccl) for name, f in named if f.evidence.nccl is not None), ("", None))
     evidence = msgspec.structs.replace(
@@ -270,29 +271,29 @@ def merge(bundles: Sequence[Found], names: Sequence[str]) -> Found:
         outcome=outcome,
         ranks=tuple(ranks),
         missing_ranks=tuple(sorted(set(range(world)) - set(seen))),
-        stall_s=max(found.evidence.stall_s for found in bundles),
-        moving=any(found.evidence.moving for found in bundles),
-        for_finding=any(found.evidence.for_finding for found in bundles),
-        nodes=all_nodes([found.evidence for found in bundles]),
+        stall_s=max(bundle.evidence.stall_s for bundle in bundles),
+        moving=any(bundle.evidence.moving for bundle in bundles),
+        for_finding=any(bundle.evidence.for_finding for bundle in bundles),
+        nodes=all_nodes([bundle.evidence for bundle in bundles]),
         nccl=witness,
         answer=next((one for one in _ANSWERS if any(f.evidence.answer == one for f in bundles)), None),
-        inconsistent=tuple(dict.fromkeys(one for found in bundles for one in found.evidence.inconsistent)),
-        launched=next((one.evidence.launched for one in bundles if one.evidence.launched is not None), None),
+        wrong_results=tuple(dict.fromkeys(one for bundle in bundles for one in bundle.evidence.wrong_results)),
+        launched=next((bundle.evidence.launched for bundle in bundles if bundle.evidence.launched is not None), None),
         stopped=stopped,
-        gpus=tuple(one for found in bundles for one in found.evidence.gpus),
+        gpus=tuple(one for bundle in bundles for one in bundle.evidence.gpus),
     )
     problems = [f"{name}/{text}" for name, found in named for text in found.problems]
     told = next((name for name, found in named if found.evidence.nodes), "")
     files = {"nodes.json": f"{told}/nodes.json"} if told else {}
     files |= {"early.json": f"{names[0]}/early.json"} if first.early else {}
-    wrong = next((name for name, found in named if found.evidence.inconsistent), "")
-    files |= {"inconsistent.json": f"{wrong}/inconsistent.json"} if wrong else {}
+    wrong = next((name for name, found in named if found.evidence.wrong_results), "")
+    files |= {WRONG_RESULTS_FILE: f"{wrong}/{WRONG_RESULTS_FILE}"} if wrong else {}
     files |= {witness.file: f"{asked}/{witness.file}"} if witness is not None else {}
     files |= {f"ranks/{number}/": f"{name}/ranks/{number}/" for number, name in seen.items()}
-    return Found(f"{len(bundles)} bundles of one job", evidence, tuple(problems), files)
+    return FoundEvidence(f"{len(bundles)} bundles of one job", evidence, tuple(problems), files)
 
 
-def _check_moments(bundles: Sequence[Found], names: Sequence[str]) -> None:
+def _check_moments(bundles: Sequence[FoundEvidence], names: Sequence[str]) -> None:
     """Of one incident, every node has its last progress before the others have written what they saw. Where nobody
     counts steps, that is not known: the nodes may be looked at one after another.
     """
@@ -314,12 +315,12 @@ _ANSWERS: tuple[Answer, ...] = ("dead", "alive", "unseen", "unknown")  # a proof
 _WORST: tuple[Outcome, ...] = ("crash", "hang", "suspect")
 
 
-def _stopped_first(bundles: Sequence[Found]) -> tuple[int, ...]:
+def _stopped_first(bundles: Sequence[FoundEvidence]) -> tuple[int, ...]:
     """The ranks of the bundles of a hang, where all that failed elsewhere is that connections to peers were lost."""
-    failed = [rank for found in bundles if found.evidence.outcome == "crash" for rank in found.evidence.ranks]
+    failed = [rank for bundle in bundles if bundle.evidence.outcome == "crash" for rank in bundle.evidence.ranks]
     if not failed or not any(map(has_lost_a_peer, failed)) or any(map(failed_by_itself, failed)):
         return ()
-    return tuple(rank.rank for found in bundles if found.evidence.outcome == "hang" for rank in found.evidence.ranks)
+    return tuple(rank.rank for bundle in bundles if bundle.evidence.outcome == "hang" for rank in bundle.evidence.ranks)
 
 
 def _rank(bundle: _Bundle, number: int, host: str, records: Mapping[int, FlightRecord]) -> RankEvidence:
@@ -353,27 +354,27 @@ _NO_COUNTS = ("state", "rate", "speed_mbit", "mtu")
 NOBODY: Mapping[str, NodeFiles] = {}
 
 
-def about(root: Path, launch: Launch | None = None, own: Mapping[str, NodeFiles] = NOBODY) -> About:
+def about(root: Path, launch: LaunchFacts | None = None, own: Mapping[str, NodeFiles] = NOBODY) -> ReportHeader:
     """What the bundle in ``root`` says. Never raises for its contents: what is damaged is left out.
 
     ``launch``, and ``own`` by host: what is known without reading it.
     """
     bundle = _Bundle(root, MOST_FOR_REPORTS)
-    launch = launch or bundle.json("launch.json", Launch) or Launch()
+    launch = launch or bundle.json("launch.json", LaunchFacts) or LaunchFacts()
     written = bundle.json("manifest.json", Manifest) or Manifest()
     files = {host: own.get(host) or _files_of(bundle, host) for host in bundle.hosts()[:MOST_NODES]}
     nodes = tuple(_summary(host, known, launch.started) for host, known in files.items())
-    return About(root.name, written.written_unix_s, launch, nodes)
+    return ReportHeader(root.name, written.written_unix_s, launch, nodes)
 
 
-def about_all(roots: Sequence[Path]) -> About:
+def about_all(roots: Sequence[Path]) -> ReportHeader:
     """What several bundles of one job say, those of its nodes: its start from the first, and all nodes."""
     each = [about(root) for root in roots]
     if not each:
-        return About()
+        return ReportHeader()
     nodes = {node.host: node for one in each for node in one.nodes}
     latest = max(one.at_unix_s for one in each)
-    return About(each[0].bundle, latest, each[0].launch, tuple(nodes[host] for host in sorted(nodes)))
+    return ReportHeader(each[0].bundle, latest, each[0].launch, tuple(nodes[host] for host in sorted(nodes)))
 
 
 def _files_of(bundle: _Bundle, host: str) -> NodeFiles:

@@ -16,10 +16,10 @@ from typing import Any
 from msgspec import structs
 
 from safelaunch.supervise.cluster.hosting import StoreHost
-from safelaunch.supervise.cluster.messages import Beat, Codec, Decision, Node, Round, Saying, Seen, node_count
-from safelaunch.supervise.cluster.rendezvous import Meeting
+from safelaunch.supervise.cluster.messages import Beat, Codec, Decision, NodeCard, Round, Saying, PeerView, node_count
+from safelaunch.supervise.cluster.rendezvous import SharedStore
 from safelaunch.supervise.cluster.session import CROWD, GOODBYE_S, Session
-from safelaunch.supervise.cluster.store import CONNECT_S, Store, StoreError, ValueTooLarge
+from safelaunch.supervise.cluster.store import CONNECT_S, StoreClient, NodeStoreError, ValueTooLarge
 
 IDLE_S, CROWD_IDLE_S = 0.6, 1.2  # at most between rounds; in a crowd
 BUSY_S, BUSY_NODE_S = 0.15, 0.0008  # in a crowd so much a node: the store, or what shares its cores, has other work
@@ -36,7 +36,7 @@ class Channel:
     of a job on one node. ``why``: why it is that of a job on several.
     """
 
-    def __init__(self, node: Node, why: str = "") -> None:
+    def __init__(self, node: NodeCard, why: str = "") -> None:
         self._host: StoreHost | None = None
         self.node = node
         self._lock = threading.Lock()
@@ -44,14 +44,14 @@ class Channel:
         self._closing = self._drains = False
         self._saying = Saying(Beat(node.incarnation, 0))
         self._session: Session | None = None
-        self.seen = Seen(why=why)
+        self.seen = PeerView(why=why)
         self._thread: threading.Thread | None = None
 
     @property
     def is_started(self) -> bool:
         return self._thread is not None
 
-    def start(self, meeting: Meeting, key: bytes = b"", host: StoreHost | None = None) -> None:
+    def start(self, meeting: SharedStore, key: bytes = b"", host: StoreHost | None = None) -> None:
         self._host = host
         self._thread = threading.Thread(target=self._run, args=(meeting, key), name="cluster", daemon=True)
         self._thread.start()
@@ -115,9 +115,9 @@ class Channel:
         """A decision about a round; the first one that is stored counts (``seen.decisions``)."""
         self._change(lambda saying: replace(saying, decisions={**saying.decisions, round_: decision}))
 
-    def tell_wrong(self, data: bytes) -> None:
-        """What this node, which leads, has found in the consistency checks of all."""
-        self._change(lambda saying: replace(saying, wrong=data))
+    def publish(self, topic: str, data: bytes) -> None:
+        """Replaces the leader's value of a topic, which all nodes read (``seen.published``)."""
+        self._change(lambda saying: replace(saying, published={**saying.published, topic: data}))
 
     def _change(self, change: Callable[[Saying], Saying]) -> None:
         with self._lock:
@@ -127,7 +127,7 @@ class Channel:
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
-    def _run(self, meeting: Meeting, key: bytes) -> None:
+    def _run(self, meeting: SharedStore, key: bytes) -> None:
         codec = Codec(meeting.prefix, key)
         tries, has_met = 0, False
         while not self._closing:
@@ -135,7 +135,7 @@ class Channel:
             try:
                 if self._host is not None and not has_met:  # one that is lost is not replaced: nobody knows it
                     self._host.start()
-                store = Store(meeting.address, deadline_s=CONNECT_S + GREETED_S * meeting.most_nodes)
+                store = StoreClient(meeting.address, deadline_s=CONNECT_S + GREETED_S * meeting.most_nodes)
                 try:
                     if self._session is None or not self._session.resume(store):
                         self._session = Session(store, meeting.prefix, codec, self.node)
@@ -144,10 +144,10 @@ class Channel:
                     self._converse(self._session)
                 finally:
                     store.close()
-            except (StoreError, ValueTooLarge) as error:
-                lost = error.lost if isinstance(error, StoreError) else ""
+            except (NodeStoreError, ValueTooLarge) as error:
+                lost = error.lost if isinstance(error, NodeStoreError) else ""
                 before = self.seen
-                self.seen = Seen(
+                self.seen = PeerView(
                     why=(self._host.problem if self._host is not None else "") or str(error),
                     nodes=before.nodes,
                     status=before.status,
@@ -158,7 +158,7 @@ class Channel:
                     decisions=before.decisions,
                 )
             except Exception as error:  # noqa: BLE001 - a fault of ours costs the channel only
-                self.seen = Seen(why=f"a fault of safelaunch's own ({type(error).__name__}: {error})")
+                self.seen = PeerView(why=f"a fault of safelaunch's own ({type(error).__name__}: {error})")
                 return
             tries = 0 if met else tries + 1
             pause_s = FIRST_TRIES_S if self._begins(has_met) else AGAIN_S[min(tries, len(AGAIN_S) - 1)]

@@ -39,12 +39,12 @@ MOST_FILES, LARGEST_FILE = 4096, 1 << 20
 _FILE = re.compile(r"node/[\w.-]{1,255}/\w[\w.-]{0,100}|ranks/\d{1,5}/flight_recorder\.pickle", re.ASCII)
 
 
-_Rank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
+_WireRank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
-Runs = tuple[tuple[_Rank, _Positive, _Positive], ...]
+Runs = tuple[tuple[_WireRank, _Positive, _Positive], ...]
 
 
-class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
+class _PackedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """A Flight Recorder by column: ``kinds`` once, and numbers for each entry; times as differences."""
 
     version: str
@@ -69,12 +69,12 @@ class _Travelling(msgspec.Struct, frozen=True):
     """
 
     rest: Evidence
-    records: dict[int, _Record]
+    records: dict[int, _PackedRecord]
     files: dict[str, bytes] = {}
     groups: tuple[Runs, ...] = ()
 
 
-class Shared:
+class SharedColumns:
     """What the evidence of all nodes has in common, and is kept once: kinds of entries, members of groups."""
 
     def __init__(self) -> None:
@@ -140,12 +140,12 @@ def _thinned(progress: Progress | None) -> Progress | None:
     return replace(progress, history=progress.history[::-1][::every][::-1])
 
 
-def received(chunks: list[bytes], shared: Shared | None = None) -> tuple[Evidence, dict[str, bytes]]:
+def received(chunks: list[bytes], shared: SharedColumns | None = None) -> tuple[Evidence, dict[str, bytes]]:
     """The evidence, and the bundle's files that came with it. Raises BadMessage for what ``condensed`` has not made.
 
     ``shared``: one for all nodes.
     """
-    shared, found = shared or Shared(), parsed(unpacked(chunks), _Travelling)
+    shared, found = shared or SharedColumns(), parsed(unpacked(chunks), _Travelling)
     try:
         groups = [shared.members(runs) for runs in found.groups[:MOST_GROUPS]]
         records = {rank: _record(columns, groups, shared.kinds) for rank, columns in found.records.items()}
@@ -182,7 +182,7 @@ def merged(own: Evidence, others: Sequence[Evidence]) -> Evidence:
         moving=any(evidence.moving for evidence in everybody),
         notes=tuple(dict.fromkeys(note for evidence in everybody for note in evidence.notes)),
         nodes=all_nodes(everybody),
-        inconsistent=tuple(dict.fromkeys(one for evidence in everybody for one in evidence.inconsistent)),
+        wrong_results=tuple(dict.fromkeys(one for evidence in everybody for one in evidence.wrong_results)),
         nccl=next((evidence.nccl for evidence in everybody if evidence.nccl is not None), None),
         gpus=tuple(one for evidence in everybody for one in evidence.gpus),
         answer=answer,
@@ -238,7 +238,7 @@ def _runs(members: tuple[int, ...]) -> Runs:
     return tuple(runs)
 
 
-def _columns(record: FlightRecord, most: int, groups: dict[tuple[int, ...], int]) -> _Record:
+def _columns(record: FlightRecord, most: int, groups: dict[tuple[int, ...], int]) -> _PackedRecord:
     """Adds the members of its groups to ``groups``, numbered."""
     entries = Entries.of(record.entries)
     begin = max(0, len(entries) - most)
@@ -246,7 +246,7 @@ def _columns(record: FlightRecord, most: int, groups: dict[tuple[int, ...], int]
     number_of = {kind: number for number, kind in enumerate(used)}
     created = list(entries.created_ns)[begin:]
     threads = {ident: number for number, ident in enumerate(dict.fromkeys(entries.threads[begin:]))}
-    return _Record(
+    return _PackedRecord(
         version=record.version,
         kinds=tuple(entries.kinds.all[kind] for kind in used),
         kind_of=[number_of[kind] for kind in entries.kind_of[begin:]],
@@ -263,7 +263,7 @@ def _columns(record: FlightRecord, most: int, groups: dict[tuple[int, ...], int]
     )
 
 
-def _record(columns: _Record, groups: Sequence[tuple[int, ...]], kinds: Kinds) -> FlightRecord:
+def _record(columns: _PackedRecord, groups: Sequence[tuple[int, ...]], kinds: Kinds) -> FlightRecord:
     numbers = [kinds.number_of(kind) for kind in columns.kinds]
     created, at = [], 0
     for difference in columns.created_ns:
@@ -273,7 +273,7 @@ def _record(columns: _Record, groups: Sequence[tuple[int, ...]], kinds: Kinds) -
     threads = threads or list(columns.thread_idents[:1]) * len(created)
     lists = (threads or created, columns.kind_of, columns.seqs, columns.p2p_seqs, columns.record_ids, created)
     if len({len(each) for each in lists}) > 1 or len(created) > MOST_ENTRIES or min(columns.kind_of, default=0) < 0:
-        raise BadMessage("a Flight Recorder with inconsistent columns")
+        raise BadMessage("a Flight Recorder with columns that do not match")
     entries = Entries(
         kinds,
         array("I", [numbers[kind] for kind in columns.kind_of]),

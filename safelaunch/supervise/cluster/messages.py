@@ -35,55 +35,60 @@ MOST_TROUBLES = 8
 MOST_ASKED = 4  # questions at once
 MOST_SUBMITTED = 8  # rounds at once
 MOST_MEMBERS = 64
+MOST_TOPICS = 8
 _MAC_BYTES = 32
 
 Vote = Literal["", "moving", "active", "still", "stopped", "paused", "unknown"]
 Doing = Literal["watching", "suspecting", "stopping", "ended"]
 Phase = Literal["idle", "looking", "collecting", "decided", "agreed"]
 Action = Literal["kill", "restart", "dump"]
-Result = Literal["", "moving", "active", "stopped", "paused", "elsewhere"]
+VoteResult = Literal["", "moving", "active", "stopped", "paused", "elsewhere"]
 
-_Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
-_Rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
-_Name = Annotated[str, Meta(max_length=255)]
+_WireCount = Annotated[int, Meta(ge=0, lt=1 << 48)]
+_WireRank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
+_WireName = Annotated[str, Meta(max_length=255)]
 Round = Annotated[str, Meta(max_length=64, pattern=r"^([a-z]+(\.[0-9]+)+)?$")]
-"""What evidence and a decision are about: ``hang.3``, ``crash.1``, ``ask.SLOT.NUMBER``, ``checks.EDITION``."""
-Kind = Literal["hang", "crash", "ask", "checks"]
-_Text = Annotated[str, Meta(max_length=LONGEST_TEXT)]
-_Slots = Annotated[tuple[_Count, ...], Meta(max_length=4096)]
+"""What evidence and a decision are about: ``hang.3``, ``crash.1``, ``ask.SLOT.NUMBER``, ``TOPIC.EDITION``."""
+QuestionKind = Literal["hang", "crash", "ask"]
+Topic = Annotated[str, Meta(max_length=32, pattern=r"^[a-z]+$")]
+"""A subject on which monitors exchange values: every node submits its own, and the leader publishes one for all."""
+_WireText = Annotated[str, Meta(max_length=LONGEST_TEXT)]
+_WireSlots = Annotated[tuple[_WireCount, ...], Meta(max_length=4096)]
 
 _T = TypeVar("_T")
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag="v2"):
+class Message(msgspec.Struct, frozen=True, array_like=True, tag="v3"):
     """Base of all of them. The tag is the version of the protocol: what has another one cannot be read."""
 
 
-class Node(Message, frozen=True):
+class NodeCard(Message, frozen=True):
     """Who a supervisor is; written once.
 
     ``script``: a digest of it. ``address``: this host's, as the store sees it. ``hosts``: the store is on this host.
     ``node_rank``: as torchrun's command line gives it.
     """
 
-    incarnation: _Name
-    host: _Name
-    pid: _Count
-    safelaunch: _Name
-    torch: _Name
-    script: _Name = ""
-    address: _Name = ""
+    incarnation: _WireName
+    host: _WireName
+    pid: _WireCount
+    safelaunch: _WireName
+    torch: _WireName
+    script: _WireName = ""
+    address: _WireName = ""
     hosts: bool = False
     node_rank: Annotated[int, Meta(ge=0, lt=1 << 20)] | None = None
 
 
-class Question(Message, frozen=True):
-    """What a node that asks all others wants: their evidence, or where their ranks' time goes. ``number``: its own."""
+class NodeQuestion(Message, frozen=True):
+    """What a node that asks all others wants: their evidence, or their part of an add-on's service (``kind``).
 
-    number: _Count = 0
-    kind: Literal["dump", "record"] = "dump"
-    duration_s: Annotated[float, Meta(ge=0.0, le=300.0)] = 0.0
-    ranks: Annotated[str, Meta(max_length=4096)] = ""
+    ``number``: the asking node's own. ``ask``: what the service is asked, in msgpack.
+    """
+
+    number: _WireCount = 0
+    kind: Annotated[str, Meta(max_length=64, pattern="^[a-z]+$")] = "dump"
+    ask: Annotated[bytes, Meta(max_length=8192)] = b""
 
 
 class Beat(Message, frozen=True):
@@ -99,19 +104,19 @@ class Beat(Message, frozen=True):
     and has not started others yet.
     """
 
-    incarnation: _Name
-    count: _Count
-    ranks: Annotated[tuple[_Rank, ...], Meta(max_length=4096)] = ()
+    incarnation: _WireName
+    count: _WireCount
+    ranks: Annotated[tuple[_WireRank, ...], Meta(max_length=4096)] = ()
     world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0
-    attempt: tuple[_Count, _Count] = (0, 0)
+    attempt: tuple[_WireCount, _WireCount] = (0, 0)
     doing: Doing = "watching"
     suspects: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1
     window_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 2.0
     at_limit: bool = False
-    incident: _Count = 0
+    incident: _WireCount = 0
     vote: Vote = ""
     agrees: bool = False
-    trouble: _Text = ""
+    trouble: _WireText = ""
     agent: AgentState = ""
     step: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1
     anew: bool = False
@@ -119,14 +124,14 @@ class Beat(Message, frozen=True):
         tuple[tuple[Round, Annotated[int, Meta(ge=0, le=MOST_CHUNKS)]], ...], Meta(max_length=MOST_SUBMITTED)
     ] = ()
     decided: Round = ""
-    asks: Question | None = None
+    asks: NodeQuestion | None = None
 
-    def round_of(self, kind: Kind) -> Round:
+    def round_of(self, kind: QuestionKind) -> Round:
         """The newest round of this kind in which its evidence is in the store; empty for none."""
         return next((round_ for round_, _ in self.submitted if round_.startswith(f"{kind}.")), "")
 
 
-class Page(Message, frozen=True):
+class LeaderPage(Message, frozen=True):
     """What the leader says to all. ``leader``: its slot; ``epoch``: how often somebody took over; ``count`` moves.
 
     ``covered``: the ranks of the nodes that are heard are all ranks of the job. ``silent``: slots that are not heard;
@@ -135,34 +140,34 @@ class Page(Message, frozen=True):
     their verdict; ``failed``: slots whose ranks are part of the next one. ``asked``: what is wanted of all, by slot.
     ``world``: how many ranks the job has, if ``covered``. ``line``: who follows, should the leader be lost.
     ``members``: the edition of ``Members``; 0: there is none yet. ``anew``: slots whose ranks torchrun starts anew.
-    ``compares``: the leader compares the consistency checks of all; ``wrong``: the edition of what that has found.
+    ``topics``: those that the leader gathers; ``published``: the edition of its newest value, by topic.
     """
 
-    leader: _Count
-    epoch: _Count = 0
-    count: _Count = 0
-    nodes: _Count = 1
+    leader: _WireCount
+    epoch: _WireCount = 0
+    count: _WireCount = 0
+    nodes: _WireCount = 1
     covered: bool = False
-    silent: _Slots = ()
-    incident: _Count = 0
+    silent: _WireSlots = ()
+    incident: _WireCount = 0
     phase: Phase = "idle"
-    result: Result = ""
+    result: VoteResult = ""
     window_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 2.0
-    quiet: _Slots = ()
-    stopping: _Slots = ()
-    troubles: Annotated[tuple[tuple[_Count, _Text], ...], Meta(max_length=MOST_TROUBLES)] = ()
-    crash: _Count = 0
-    failed: _Slots = ()
-    asked: Annotated[tuple[tuple[_Count, Question], ...], Meta(max_length=MOST_ASKED)] = ()
+    quiet: _WireSlots = ()
+    stopping: _WireSlots = ()
+    troubles: Annotated[tuple[tuple[_WireCount, _WireText], ...], Meta(max_length=MOST_TROUBLES)] = ()
+    crash: _WireCount = 0
+    failed: _WireSlots = ()
+    asked: Annotated[tuple[tuple[_WireCount, NodeQuestion], ...], Meta(max_length=MOST_ASKED)] = ()
     world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0
-    line: _Slots = ()
-    members: _Count = 0
-    anew: _Slots = ()
-    compares: bool = False
-    wrong: _Count = 0
+    line: _WireSlots = ()
+    members: _WireCount = 0
+    anew: _WireSlots = ()
+    topics: Annotated[tuple[Topic, ...], Meta(max_length=MOST_TOPICS)] = ()
+    published: Annotated[tuple[tuple[Topic, _WireCount], ...], Meta(max_length=MOST_TOPICS)] = ()
 
     @property
-    def questions(self) -> dict[Round, Question]:
+    def questions(self) -> dict[Round, NodeQuestion]:
         """What is wanted of all, by the round in which it is answered."""
         return {ask_round(slot, question): question for slot, question in self.asked}
 
@@ -173,22 +178,22 @@ class Page(Message, frozen=True):
         return round_.startswith("ask.") and round_ not in self.questions
 
 
-def ask_round(slot: int, question: Question) -> Round:
+def ask_round(slot: int, question: NodeQuestion) -> Round:
     return f"ask.{slot}.{question.number}"
 
 
-def node_count(page: Page | None) -> int:
+def node_count(page: LeaderPage | None) -> int:
     """How many nodes take part; 1 while there is nobody to talk to."""
     return page.nodes if page is not None else 1
 
 
-class Members(Message, frozen=True):
+class NodesBySlot(Message, frozen=True):
     """Nodes that the leader tells all others of, by slot: those that something is to be said of first.
 
     So nobody but the leader reads the beats of others. Of a beat only what lasts: it has no count, and no vote.
     """
 
-    nodes: Annotated[tuple[tuple[_Count, Node, Beat], ...], Meta(max_length=MOST_MEMBERS)] = ()
+    nodes: Annotated[tuple[tuple[_WireCount, NodeCard, Beat], ...], Meta(max_length=MOST_MEMBERS)] = ()
 
 
 class Decision(Message, frozen=True):
@@ -199,7 +204,7 @@ class Decision(Message, frozen=True):
 
     verdict: Verdict
     action: Action
-    host: _Name
+    host: _WireName
     path: Annotated[str, Meta(max_length=4096)]
     step: int | None = None
 
@@ -339,13 +344,13 @@ class Peer:
     """Another node, as far as it is known here. ``beat``: its last words; ``silent_s``: 0 while it is heard."""
 
     slot: int
-    node: Node
+    node: NodeCard
     beat: Beat | None = None
     silent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PeerView:
     """What is known at this moment. ``page`` None: there is nobody to talk to, and ``why``.
 
     ``silent_s``: how long the leader has not been heard. ``leads``: this node is the leader. ``gathered``: what others
@@ -354,16 +359,16 @@ class Seen:
 
     ``peers``: of the others those that lead, are not heard, fail or are stopped, as far as the leader tells of them;
     those of before the connection was ``lost``. ``around``: every node as of some time, the last at which
-    ``look_around`` asked. ``wrong``: what the leader has found in the consistency checks of all.
+    ``look_around`` asked. ``published``: the leader's values, by topic.
     """
 
-    page: Page | None = None
+    page: LeaderPage | None = None
     why: str = "no answer yet"
     leads: bool = False
     silent_s: float = 0.0
     gathered: Mapping[Round, Gathered] = field(default_factory=dict)
     decisions: Mapping[Round, Decision] = field(default_factory=dict)
-    nodes: tuple[Node, ...] = ()
+    nodes: tuple[NodeCard, ...] = ()
     status: PeerStatus = field(default_factory=PeerStatus)
     is_local: bool = False  # the store's host is this one
     address: str = ""  # this host's own, as the others know it
@@ -371,7 +376,7 @@ class Seen:
     lost: Lost = ""
     slot: int = 0
     around: tuple[float, tuple[NodeStatus, ...]] = (0.0, ())
-    wrong: bytes = b""
+    published: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,12 +384,13 @@ class Saying:
     """What this node has to say in the next round of the channel.
 
     ``submitted``: its evidence, one round of each kind. ``gathers``: the rounds, or kinds, of which it reads what the
-    others have submitted. ``decisions``: that it has reached. ``wrong``: what it has found in the checks of all.
+    others have submitted. ``decisions``: that it has reached. ``published``: its values for all nodes, by topic, if it
+    leads.
     """
 
     beat: Beat
     submitted: Mapping[str, tuple[Round, list[bytes]]] = field(default_factory=dict)
     gathers: frozenset[str] = frozenset()
     decisions: Mapping[Round, Decision] = field(default_factory=dict)
-    wrong: bytes = b""
+    published: Mapping[str, bytes] = field(default_factory=dict)
     looks_around: bool = False

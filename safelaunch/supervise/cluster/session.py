@@ -2,8 +2,8 @@
 
 ``Channel`` runs it in its thread. Keys, below the job's prefix: ``n`` counts the slots; ``m/SLOT`` is who a node is and
 ``b/SLOT`` its beat; ``head`` is the leader's page, and ``members`` what it says of single nodes; ``e/ROUND/SLOT`` is a
-node's evidence in a round, and ``d/ROUND`` the decision about it, of which the first one counts; ``wrong`` is what the
-leader has found in the consistency checks of all.
+node's evidence in a round, and ``d/ROUND`` the decision about it, of which the first one counts;
+``p/TOPIC`` is the leader's value of a topic.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from contextlib import suppress
 from msgspec import structs
 
 from safelaunch.model import format_ranks
-from safelaunch.supervise.cluster.election import QUIET_S, SILENT_S, Given, Hearing, Leader, Succession
+from safelaunch.supervise.cluster.election import QUIET_S, SILENT_S, LeaderInput, Hearing, Leader, Succession
 from safelaunch.supervise.cluster.messages import (
     MOST_MEMBERS,
+    MOST_TOPICS,
     BadMessage,
     Beat,
     Codec,
     Decision,
     Gathered,
-    Members,
-    Node,
-    Page,
+    NodesBySlot,
+    NodeCard,
+    LeaderPage,
     Peer,
     PeerStatus,
     Round,
     Saying,
-    Seen,
+    PeerView,
 )
-from safelaunch.supervise.cluster.store import LARGEST_VALUE, Store
+from safelaunch.supervise.cluster.store import LARGEST_VALUE, StoreClient
 from safelaunch.supervise.control.protocol import NodeStatus
 
 ANSWER_S = 15.0  # the store's only thread may be resolving a name
@@ -55,7 +56,7 @@ class Session:
     Raises StoreError where the store fails.
     """
 
-    def __init__(self, store: Store, prefix: str, codec: Codec, node: Node) -> None:
+    def __init__(self, store: StoreClient, prefix: str, codec: Codec, node: NodeCard) -> None:
         self._store = store
         self._prefix = prefix
         self._codec = codec
@@ -73,11 +74,11 @@ class Session:
         self._slots: set[int] = set()  # whose beats have been seen
         self._newest: dict[int, Beat] = {}
         self._asked_to = 0  # the slots up to here were asked for their first beat the last
-        self._known: dict[int, Node] = {}  # who is under which slot: it is written once
-        self._nodes: dict[int, Node] = {}
-        self._members: dict[int, tuple[Node, Beat]] = {}
+        self._known: dict[int, NodeCard] = {}  # who is under which slot: it is written once
+        self._nodes: dict[int, NodeCard] = {}
+        self._members: dict[int, tuple[NodeCard, Beat]] = {}
         self._members_bytes, self._edition = b"", 0
-        self._page: Page | None = None
+        self._page: LeaderPage | None = None
         self._page_s = 0.0
         self._around: tuple[float, tuple[NodeStatus, ...]] = (0.0, ())
         self._quiet_since: dict[int, float] = {}
@@ -85,11 +86,11 @@ class Session:
         self._gathered: dict[str, dict[int, tuple[Round, list[bytes]]]] = {}
         self._decisions: dict[Round, Decision] = {}
         self._decided: Round = ""
-        self._wrong, self._wrong_edition = b"", 0
+        self._published: dict[str, tuple[int, bytes]] = {}  # by topic, the newest edition and the value
         self._written = codec.encode(f"m/{self._slot}", self._node)
         self._write(f"m/{self._slot}", self._written)
 
-    def resume(self, store: Store) -> bool:
+    def resume(self, store: StoreClient) -> bool:
         """Goes on over another connection, under the same slot. False: it is another store, or this host has moved.
 
         A slot belongs to the one whose incarnation, which nobody else has, is written there. Counts only ever grow, so
@@ -120,7 +121,7 @@ class Session:
                 return
             time.sleep(DRAIN_EVERY_S)
 
-    def round(self, saying: Saying) -> Seen:
+    def round(self, saying: Saying) -> PeerView:
         self._count += 1
         self._submit(saying)
         self._decide(saying)
@@ -134,12 +135,12 @@ class Session:
             self._look_around(saying, page, beats, heard, now)
         elif page is None:
             if not self._page_bytes or self._is_strangers(now):
-                self._begin_to_lead(Page(leader=self._slot), now)
+                self._begin_to_lead(LeaderPage(leader=self._slot), now)
                 page = self._page
         else:
             self._succeed(page, now)
             self._read_members(page)
-            self._read_wrong(page)
+            self._read_published(page)
             wanted = frozenset(gather for gather in saying.gathers if "." in gather)
             if wanted or saying.looks_around:
                 beats = self._beats()
@@ -148,7 +149,7 @@ class Session:
                 self._look_around(saying, page, beats, heard, now)
         if page is not None:
             self._read_decisions(page)
-        return Seen(
+        return PeerView(
             page=page,
             why="they use a different key or protocol version" if self._unreadable_s is not None else "",
             leads=self._leader is not None,
@@ -162,7 +163,7 @@ class Session:
             peers=self._know(page, now) if page is not None else (),
             slot=self._slot,
             around=self._around,
-            wrong=self._wrong,
+            published={topic: data for topic, (_, data) in self._published.items()},
         )
 
     def _own(self, beat: Beat) -> Beat:
@@ -226,7 +227,7 @@ class Session:
                 self._know_decision(round_, stored, decision)
                 self._decided = round_
 
-    def _read_decisions(self, page: Page) -> None:
+    def _read_decisions(self, page: LeaderPage) -> None:
         """Those about a hang once the page says so; about a crash at once: the store may end with another node."""
         hang = f"hang.{page.incident}" if page.phase in ("decided", "agreed") else ""
         crashes = (self._submitted.get("crash", ("", 0))[0], f"crash.{page.crash}" if page.crash else "")
@@ -246,12 +247,12 @@ class Session:
     # --- a view for a person ----------------------------------------------------------------------------------------
 
     def _look_around(
-        self, saying: Saying, page: Page, beats: Mapping[int, Beat], heard: Mapping[int, Beat], now: float
+        self, saying: Saying, page: LeaderPage, beats: Mapping[int, Beat], heard: Mapping[int, Beat], now: float
     ) -> None:
         if saying.looks_around:
             self._around = now, self._all_nodes(page, beats, heard)
 
-    def _all_nodes(self, page: Page, beats: Mapping[int, Beat], heard: Mapping[int, Beat]) -> tuple[NodeStatus, ...]:
+    def _all_nodes(self, page: LeaderPage, beats: Mapping[int, Beat], heard: Mapping[int, Beat]) -> tuple[NodeStatus, ...]:
         self._learn(sorted(beats.keys() - self._known.keys()))
         heard_ranks = {rank for beat in heard.values() for rank in beat.ranks}
         return tuple(
@@ -280,14 +281,14 @@ class Session:
         self._store.set(mine, beat, deadline_s=ANSWER_S)
         return self._store.get(head, deadline_s=ANSWER_S)
 
-    def _read_page(self, data: bytes | None, now: float) -> Page | None:
+    def _read_page(self, data: bytes | None, now: float) -> LeaderPage | None:
         if data is None:
             return None
         if data == self._page_bytes:
             return self._page
         self._page_bytes = data
         try:
-            found = self._codec.decode("head", data, Page)
+            found = self._codec.decode("head", data, LeaderPage)
         except BadMessage:  # whoever leads writes over it
             self._unreadable.hear({0: (data[-200:].hex(), len(data))}, now)
             self._unreadable_s = (self._unreadable_s or (now, now))[0], now
@@ -301,7 +302,7 @@ class Session:
         self._page, self._page_s = found, now
         return self._page
 
-    def _status(self, page: Page | None) -> PeerStatus:
+    def _status(self, page: LeaderPage | None) -> PeerStatus:
         if page is None:
             return PeerStatus()
         others = [slot for slot in page.stopping if slot != self._slot]
@@ -309,27 +310,30 @@ class Session:
         anew = any(slot != self._slot for slot in page.anew)
         return PeerStatus(bool(others), troubles, sum(slot != self._slot for slot in page.quiet), anew=anew)
 
-    def _read_wrong(self, page: Page) -> None:
-        if page.wrong != self._wrong_edition:
-            self._wrong_edition = page.wrong
-            with suppress(BadMessage):
-                self._wrong = self._unseal("wrong")
+    def _read_published(self, page: LeaderPage) -> None:
+        """Reads the leader's values that changed. One that can't be read leaves the previous one."""
+        for topic, edition in page.published:
+            known, data = self._published.get(topic, (0, b""))
+            if edition != known:
+                with suppress(BadMessage):
+                    data = self._unseal(f"p/{topic}")
+                self._published[topic] = edition, data
 
-    def _read_members(self, page: Page) -> None:
+    def _read_members(self, page: LeaderPage) -> None:
         if page.members == self._edition:
             return
         data = self._store.get(f"{self._prefix}/members", deadline_s=ANSWER_S)
         self._edition = page.members
         with suppress(BadMessage):
-            self._know_members(self._codec.decode("members", data or b"", Members), page)
+            self._know_members(self._codec.decode("members", data or b"", NodesBySlot), page)
 
-    def _know_members(self, members: Members, page: Page) -> None:
+    def _know_members(self, members: NodesBySlot, page: LeaderPage) -> None:
         self._members = {slot: (node, beat) for slot, node, beat in members.nodes}
         for slot, (node, _) in sorted(self._members.items()):
             if slot not in (self._slot, *page.silent) and len(self._nodes) < MOST_NAMED:
                 self._nodes[slot] = node
 
-    def _know(self, page: Page, now: float) -> tuple[Peer, ...]:
+    def _know(self, page: LeaderPage, now: float) -> tuple[Peer, ...]:
         """Of whom there is something to say."""
         quiet = {*page.quiet, *page.silent}
         if now - self._page_s >= QUIET_S:
@@ -341,7 +345,7 @@ class Session:
             if slot != self._slot
         )
 
-    def _silent_s(self, slot: int, page: Page, now: float) -> float:
+    def _silent_s(self, slot: int, page: LeaderPage, now: float) -> float:
         if self._leader is not None:
             return self._hearing.silent_s(slot, now)
         if slot == page.leader:
@@ -355,7 +359,7 @@ class Session:
             found = self._store.get_all([f"{self._prefix}/m/{slot}" for slot in batch], deadline_s=ANSWER_S) or []
             for slot, data in zip(batch, found, strict=False):
                 with suppress(BadMessage):
-                    self._known[slot] = self._codec.decode(f"m/{slot}", data, Node)
+                    self._known[slot] = self._codec.decode(f"m/{slot}", data, NodeCard)
 
     def _decoded(self, slots: Sequence[int], found: Sequence[bytes]) -> dict[int, Beat]:
         """The newest beat of each. While one cannot be read, the last one counts, by which nobody is heard for long.
@@ -404,7 +408,7 @@ class Session:
                 break
         return False
 
-    def _begin_to_lead(self, page: Page, now: float, hearing: Hearing | None = None) -> None:
+    def _begin_to_lead(self, page: LeaderPage, now: float, hearing: Hearing | None = None) -> None:
         data = self._codec.encode("head", page)
         if self._replace_page(data) == data:
             self._page, self._page_bytes, self._page_s = page, data, now
@@ -412,7 +416,7 @@ class Session:
             self._members_bytes = b""
             self._hearing = hearing or Hearing()
 
-    def _succeed(self, page: Page, now: float) -> None:
+    def _succeed(self, page: LeaderPage, now: float) -> None:
         """Takes over from a leader that is not heard, where this node is the next."""
         if self._succession.is_orphaned(page, now) and self._succession.is_due(self._slot, page, now):
             beats = self._beats()
@@ -420,7 +424,7 @@ class Session:
                 hearing = self._succession.hearing(page.leader, now)
                 self._begin_to_lead(structs.replace(page, leader=self._slot, epoch=page.epoch + 1), now, hearing)
 
-    def _lead(self, leader: Leader, saying: Saying, now: float) -> tuple[Page, dict[int, Beat], dict[int, Beat]]:
+    def _lead(self, leader: Leader, saying: Saying, now: float) -> tuple[LeaderPage, dict[int, Beat], dict[int, Beat]]:
         """Writes the next page. Returns it, all beats, and those of the nodes that are heard."""
         beats = self._beats()
         self._hearing.hear({slot: (beat.incarnation, beat.count) for slot, beat in beats.items()}, now)
@@ -433,29 +437,32 @@ class Session:
             slot for slot in here if self._hearing.silent_s(slot, now) >= QUIET_S and (slot in silent or slot in heard)
         )
         decided = f"hang.{leader.page.incident}" in self._decisions  # it is there before the page says so
-        page = leader.next(Given(heard, silent, decided, quiet, beats), now)
-        page = leader.page = self._with_wrong(self._introduce(page, beats), saying)
+        page = leader.next(LeaderInput(heard, silent, decided, quiet, beats), now)
+        page = leader.page = self._publish(self._introduce(page, beats), saying)
         data = self._codec.encode("head", page)
         if self._overwrite_page(data, now):
             self._page, self._page_bytes, self._page_s = page, data, now
         return page, beats, heard
 
-    def _with_wrong(self, page: Page, saying: Saying) -> Page:
-        """Writes what was found in the checks where that has changed, and returns the page with its edition."""
-        if saying.wrong not in (b"", self._wrong):
-            self._seal("wrong", saying.wrong)
-            self._wrong, self._wrong_edition = saying.wrong, page.wrong + 1
-            page = structs.replace(page, wrong=self._wrong_edition)
-        return structs.replace(page, compares="checks" in saying.gathers)
+    def _publish(self, page: LeaderPage, saying: Saying) -> LeaderPage:
+        """Writes the values that changed, and returns the page with their editions and this node's topics."""
+        editions = dict(page.published)
+        for topic, data in saying.published.items():
+            if data != self._published.get(topic, (0, b""))[1]:
+                self._seal(f"p/{topic}", data)
+                editions[topic] = editions.get(topic, 0) + 1
+                self._published[topic] = editions[topic], data
+        topics = tuple(sorted(gather for gather in saying.gathers if "." not in gather))
+        return structs.replace(page, topics=topics, published=tuple(sorted(editions.items()))[:MOST_TOPICS])
 
-    def _introduce(self, page: Page, beats: Mapping[int, Beat]) -> Page:
+    def _introduce(self, page: LeaderPage, beats: Mapping[int, Beat]) -> LeaderPage:
         """Writes ``Members`` where that has changed, and returns the page with its edition."""
         says = (*page.silent, *page.stopping, *(slot for slot, _ in page.troubles), *page.failed, *page.quiet)
         named = sorted(beats.keys() - set(page.silent))[: MOST_NAMED + 1]
         most = CROWD_MEMBERS if page.nodes > CROWD else MOST_MEMBERS
         told = [slot for slot in dict.fromkeys((page.leader, *says, *named)) if slot in beats][:most]
         self._learn([slot for slot in told if slot not in self._known])
-        members = Members(tuple((s, self._known[s], _lasting(beats[s])) for s in sorted(told) if s in self._known))
+        members = NodesBySlot(tuple((s, self._known[s], _lasting(beats[s])) for s in sorted(told) if s in self._known))
         data = self._codec.encode("members", members)
         if data != self._members_bytes:
             self._write("members", data)

@@ -1,7 +1,7 @@
 """The protocol of a running supervisor: one JSON line each way over a unix socket in its private run directory.
 
-It answers ``{"command": "status"}`` at once, ``{"command": "dump", "bundle_dir": ""}`` after writing the bundle, and
-``{"command": "record", "duration_s": 10}`` after that time.
+It answers ``{"command": "status"}`` at once, and ``{"command": "dump", "bundle_dir": ""}`` after writing the bundle.
+Other commands are those of add-ons: ``{"command": "record", "ask": {"duration_s": 10}}`` is answered after that time.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 
-from safelaunch.addons.record.recording import Recording
-from safelaunch.model import EarlyLook, Inconsistency
+from safelaunch.model import WRONG_RESULTS_KEY, EarlyLook, WrongResult
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import SafelaunchError
 
@@ -27,16 +27,19 @@ ANSWER_DEADLINE_S = 5.0  # for a client to read its answer
 MOST_CLIENTS = 64
 
 
-class Request(msgspec.Struct, frozen=True):
-    """A client's request: ``status``, ``dump`` or ``record``.
+Part = TypeVar("Part")
+_NULL = msgspec.Raw(b"null")
 
-    ``bundle_dir``: absolute; empty: the run's own. ``duration_s``, ``ranks`` (``0-3,5``; empty: all): of a recording.
+
+class ControlRequest(msgspec.Struct, frozen=True):
+    """A client's request: ``status``, ``dump`` or the name of an add-on's service.
+
+    ``bundle_dir``: absolute; empty: the run's own. ``ask``: what the service is asked, in JSON.
     """
 
     command: str
     bundle_dir: str = ""
-    duration_s: float = 0.0
-    ranks: str = ""
+    ask: msgspec.Raw = _NULL
 
 
 class RankStatus(msgspec.Struct, frozen=True):
@@ -80,7 +83,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     """One run. ``threshold_s``: seconds without a step before it is suspected; ``threshold_why``: its origin.
 
     ``usual_step_s``: 0 while it is not known. ``notes``: what slows the job down. ``early``: the newest early looks,
-    oldest first. ``inconsistent``: what --check-every found. ``nodes``: all nodes of a job of several; ``alone``: why
+    oldest first. ``wrong_results``: what monitors found. ``nodes``: all nodes of a job of several; ``alone``: why
     they are not known. ``history``: how many seconds ago the slowest rank made which step, oldest first. ``job``: what
     all supervisors of a job of several nodes have in common, and those of another job on this host have not.
     ``bundle_dir``: where its bundles go.
@@ -100,7 +103,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     ranks: list[RankStatus]
     notes: list[str] = []
     early: list[EarlyLook] = []
-    inconsistent: list[Inconsistency] = []
+    wrong_results: list[WrongResult] = msgspec.field(default_factory=list, name=WRONG_RESULTS_KEY)
     nodes: list[NodeStatus] = []
     alone: str = ""
     usual_step_s: float = 0.0
@@ -117,10 +120,12 @@ class DumpAnswer(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-class RecordAnswer(msgspec.Struct, frozen=True):
-    """The samples of a live run. ``bundle_dir``: where the run keeps its bundles. ``problem``: why there are none."""
+class ServiceAnswer(msgspec.Struct, Generic[Part], frozen=True):
+    """An answer of an add-on's service. ``bundle_dir``: where the run keeps its bundles. ``problem``: why ``part`` is
+    missing.
+    """
 
-    recording: Recording | None = None
+    part: Part | None = None
     bundle_dir: str = ""
     problem: str = ""
 
@@ -144,7 +149,7 @@ class Client:
         """Whether its request has not arrived yet."""
         return self.until_s is not None and self._answer is None
 
-    def read(self) -> Request | None:
+    def read(self) -> ControlRequest | None:
         """The request once its line is complete, None before. Raises OSError or ValueError if it can't arrive."""
         try:
             chunk = self._connection.recv(4096)
@@ -155,7 +160,7 @@ class Client:
         self._data += chunk
         if b"\n" not in self._data:
             return None
-        request = from_json(self._data, Request)
+        request = from_json(self._data, ControlRequest)
         self.until_s = None
         return request
 
@@ -199,7 +204,7 @@ class Server:
         self._knocks.register(self._listener, select.POLLIN)
         self._clients: list[Client] = []
 
-    def poll(self, handle: Callable[[Request, Client], None]) -> None:
+    def poll(self, handle: Callable[[ControlRequest, Client], None]) -> None:
         """Accepts connections and passes complete requests to ``handle``, which answers now or later."""
         if self._knocks.poll(0):
             self._accept()
@@ -238,7 +243,7 @@ class Server:
                 self._clients.remove(silent)
             self._clients.append(Client(connection))
 
-    def _hear(self, client: Client, handle: Callable[[Request, Client], None]) -> None:
+    def _hear(self, client: Client, handle: Callable[[ControlRequest, Client], None]) -> None:
         try:
             request = client.read()
         except (OSError, ValueError, msgspec.DecodeError):
@@ -252,7 +257,7 @@ class Server:
             client.close()
 
 
-def ask(path: Path, request: Request, *, deadline_s: float) -> bytes:
+def ask(path: Path, request: ControlRequest, *, deadline_s: float) -> bytes:
     """Sends one request to the supervisor at ``path``; returns its answer within ``deadline_s`` seconds in all.
 
     Raises SafelaunchError.

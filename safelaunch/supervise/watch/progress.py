@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from safelaunch.beacon import layout
 from safelaunch.capture.counters import Counters
 from safelaunch.capture.look import Target
-from safelaunch.capture.pages import AgentEvent, Page, Roster, Worker
+from safelaunch.capture.pages import AgentEvent, ProgressPage, Roster, Worker
 from safelaunch.job.process import identify
-from safelaunch.model import EarlyLook, Inconsistency, Progress
+from safelaunch.model import EarlyLook, Progress, WrongResult
 from safelaunch.settings.options import STALL_CEILING_S, STARTUP_MAX_STALL_S, Settings
 from safelaunch.supervise.watch import quiet, rhythm, stall
 from safelaunch.supervise.watch.work import Background
@@ -38,13 +38,13 @@ def policy_of(settings: Settings) -> stall.Policy:
     )
 
 
-def bounds_of(settings: Settings) -> rhythm.Bounds | None:
+def bounds_of(settings: Settings) -> rhythm.ThresholdBounds | None:
     """The bounds of the learned threshold; None if the user gave a fixed one."""
     if settings.stall_timeout_s is not None:
         return None
     floor_s = settings.stall_floor_s
     ceiling_s = max(floor_s, STALL_CEILING_S)
-    return rhythm.Bounds(floor_s, ceiling_s, min(ceiling_s, max(floor_s, settings.effective_stall_timeout_s)))
+    return rhythm.ThresholdBounds(floor_s, ceiling_s, min(ceiling_s, max(floor_s, settings.effective_stall_timeout_s)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Glance:
     """
 
     agent: tuple[AgentEvent, ...]
-    event: stall.Event | None
+    event: stall.StallEvent | None
     raised: tuple[int, ...]
     damaged: tuple[int, ...] = ()
 
@@ -64,7 +64,7 @@ class Glance:
 class Watch:
     """The watch over one job. ``tick`` is cheap: it reads shared memory and stats one file."""
 
-    def __init__(self, roster: Roster, policy: stall.Policy, now: float, bounds: rhythm.Bounds | None = None) -> None:
+    def __init__(self, roster: Roster, policy: stall.Policy, now: float, bounds: rhythm.ThresholdBounds | None = None) -> None:
         """``bounds``: the threshold between steps is learned within these; None: ``policy``'s threshold is fixed."""
         self.roster = roster
         self.policy = policy
@@ -85,10 +85,10 @@ class Watch:
         self._gone: dict[int, float] = {}
         self._damaged: set[int] = set()
         self._gap = (0.0, 0.0)  # the last time that this supervisor did not run itself: until when, and how long
-        self._pages: dict[int, Page] = {}  # of the newest tick
-        self._marks: tuple[stall.Mark, ...] = ()
+        self._pages: dict[int, ProgressPage] = {}  # of the newest tick
+        self._marks: tuple[stall.ProgressMark, ...] = ()
         self.early: tuple[EarlyLook, ...] = ()  # the newest of this attempt, found by ``EarlyLooks``
-        self.inconsistent: tuple[Inconsistency, ...] = ()  # of all attempts, found by ``Consistency``
+        self.wrong_results: tuple[WrongResult, ...] = ()  # of all attempts; written by monitors
 
     def tick(self, now: float) -> Glance:
         """Reads everything once. ``now``: CLOCK_MONOTONIC in seconds."""
@@ -127,7 +127,7 @@ class Watch:
         self.state, event = stall.tick(self.state, self._marks, self.policy, now)
         return Glance(tuple(events), event, tuple(raised), damaged)
 
-    def _learn(self, marks: tuple[stall.Mark, ...], now: float) -> None:
+    def _learn(self, marks: tuple[stall.ProgressMark, ...], now: float) -> None:
         """Learns the job's rhythm: the time between marks of its slowest stepping rank."""
         live = [mark for mark in marks if not mark.exited]
         times = [mark.last_step_s for mark in live if mark.last_step_s is not None]
@@ -207,11 +207,11 @@ class Watch:
                 confirm_s=stall.confirm_after_s(threshold.seconds),
             )
 
-    def _mark(self, progress: Progress, now: float, heard_s: float) -> stall.Mark:
+    def _mark(self, progress: Progress, now: float, heard_s: float) -> stall.ProgressMark:
         # What begins or ends within a phase that has a timeout is progress, and doesn't give that phase more time.
         timed = progress.phase and progress.phase_timeout_s and not progress.paused
         marked_ns = progress.phase_since_ns if timed else progress.marked_ns
-        return stall.Mark(
+        return stall.ProgressMark(
             rank=progress.rank,
             claimed_s=max(progress.claimed_ns / 1e9, heard_s),
             last_step_s=progress.last_step_ns / 1e9 if progress.last_step_ns else None,
@@ -257,11 +257,11 @@ class Watch:
     def has_ended(self) -> bool:
         """Whether no rank of this attempt has anything more to do: the launcher is about to end, or to start others."""
         pages = self.last_progress.values()
-        return bool(pages) and all(one.state == "exited" or one.returned_ns or not _lives(one.pid) for one in pages)
+        return bool(pages) and all(page.state == "exited" or page.returned_ns or not _lives(page.pid) for page in pages)
 
     def conclude(
-        self, suspected: stall.Stall, found: stall.Found, now: float, limits: stall.Limits = stall.UNLIMITED
-    ) -> stall.Event | None:
+        self, suspected: stall.Stall, found: stall.JobCondition, now: float, limits: stall.Limits = stall.UNLIMITED
+    ) -> stall.StallEvent | None:
         """Feeds the closer look's result to the detector; see ``stall.conclude``."""
         self.state, event = stall.conclude(self.state, suspected, found, self.policy, now, limits)
         return event
@@ -274,7 +274,7 @@ class Watch:
         heard_s = self._pulse.last_s or 0.0
         marks = [self._mark(progress, now, heard_s) for progress in self.last_progress.values()]
         marks += [
-            stall.Mark(worker.rank, claimed_s=self.state.base_s, exited=not _lives(worker.pid))
+            stall.ProgressMark(worker.rank, claimed_s=self.state.base_s, exited=not _lives(worker.pid))
             for worker in self.without_beacon()
         ]
         return stall.oldest(tuple(marks), self.policy, 0.0, now)
@@ -361,7 +361,7 @@ class Watch:
         ]
         return tuple(sorted(found, key=lambda target: target.rank))
 
-    def _with_beacon(self, rank: int, page: Page) -> Target:
+    def _with_beacon(self, rank: int, page: ProgressPage) -> Target:
         progress = page.read()
         socket = self.roster.companion(page, layout.SERVER_SUFFIX) if page.server_up else None
         return Target(rank, progress.local_rank, progress.pid, progress.start_ticks, page.name, socket, page)

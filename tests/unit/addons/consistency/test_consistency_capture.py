@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from safelaunch.addons.consistency import layout
 from safelaunch.addons.consistency.capture import Series
-from safelaunch.beacon import layout
 
 # --- the files of the consistency checks, written here as the beacon writes them --------------------------------------
 

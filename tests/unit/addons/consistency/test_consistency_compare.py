@@ -19,7 +19,7 @@ from safelaunch.addons.consistency.compare import (
     encode,
     share_of,
 )
-from safelaunch.model import Inconsistency
+from safelaunch.model import WrongResult
 from safelaunch.supervise.cluster.messages import BadMessage, packed, parsed
 
 NAMES = ("0.weight", "0.bias", "2.weight")
@@ -45,7 +45,7 @@ def check(
     return Check(rank, about, position, prints, sizes, gradients, sentinel, numbered)
 
 
-def found(*checks: Check, here: tuple[int, ...] = (0, 1, 2), last: bool = False) -> list[Inconsistency]:
+def found(*checks: Check, here: tuple[int, ...] = (0, 1, 2), last: bool = False) -> list[WrongResult]:
     comparison = Comparison()
     comparison.add(checks)
     return comparison.found(here, 0.0, last=last)
@@ -251,7 +251,7 @@ def test_what_a_stranger_wrote_is_refused(data: bytes) -> None:
 
 
 def test_findings_travel_back() -> None:
-    found = Found((Inconsistency("loss", 1.0, step=3, ranks=(1,), words="loss: ..."),), True, "node1: /bundle")
+    found = Found((WrongResult("loss", 1.0, step=3, ranks=(1,), words="loss: ..."),), True, "node1: /bundle")
     assert parsed(msgspec.msgpack.encode(found), Found) == found
     with pytest.raises(BadMessage):
         parsed(b"\xc1", Found)

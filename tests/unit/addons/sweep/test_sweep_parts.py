@@ -37,7 +37,7 @@ from safelaunch.addons.sweep.steps import slowest, wrong_cause
 from safelaunch.cli.table import Table
 from safelaunch.leases.choose import Gpu, Inventory
 from safelaunch.leases.store import Store
-from safelaunch.model import Inconsistency, Progress, format_ranks
+from safelaunch.model import Progress, WrongResult, format_ranks
 from safelaunch.system.console import folded
 from safelaunch.system.errors import UsageError
 from tests.support.nvml import stub
@@ -52,7 +52,7 @@ def test_what_check_every_has_found_is_read_from_the_run_directory(tmp_path: Pat
     assert wrong_cause(tmp_path / "wrong.json") == ""
     (tmp_path / "wrong.json").write_text("[{")
     assert wrong_cause(tmp_path / "wrong.json") == ""
-    found = [Inconsistency("loss", 1.0, step=3), Inconsistency("replicas-diverged", 2.0, step=9)]
+    found = [WrongResult("loss", 1.0, step=3), WrongResult("replicas-diverged", 2.0, step=9)]
     (tmp_path / "wrong.json").write_bytes(msgspec.json.encode(found))
     assert wrong_cause(tmp_path / "wrong.json") == "loss-diverged"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from safelaunch.beacon import checks, replicas
+from safelaunch.addons.consistency import probe, replicas
 
 EVERY = 3
 
@@ -17,12 +17,12 @@ class Optimizer:
 
 
 @pytest.fixture
-def owner(monkeypatch: pytest.MonkeyPatch) -> checks._Owner:
-    monkeypatch.setattr(checks, "_every", EVERY)
-    return checks._Owner(None, "module of 0,1 0")
+def owner(monkeypatch: pytest.MonkeyPatch) -> probe._Owner:
+    monkeypatch.setattr(probe, "_every", EVERY)
+    return probe._Owner(None, "module of 0,1 0")
 
 
-def rounds(owner: checks._Owner, count: int, *optimizers: Optimizer) -> list[bool]:
+def rounds(owner: probe._Owner, count: int, *optimizers: Optimizer) -> list[bool]:
     """Steps for which gradients were to be averaged: whether each has a check."""
     due = []
     for _ in range(count):
@@ -32,11 +32,11 @@ def rounds(owner: checks._Owner, count: int, *optimizers: Optimizer) -> list[boo
     return due
 
 
-def test_the_first_round_and_every_third_is_checked(owner: checks._Owner) -> None:
+def test_the_first_round_and_every_third_is_checked(owner: probe._Owner) -> None:
     assert rounds(owner, 6, Optimizer()) == [True, False, True, False, False, True]
 
 
-def test_steps_of_one_rank_alone_do_not_move_its_rounds(owner: checks._Owner) -> None:
+def test_steps_of_one_rank_alone_do_not_move_its_rounds(owner: probe._Owner) -> None:
     warm, own = Optimizer(), Optimizer()
     for _ in range(5):
         owner.stepped(warm)
@@ -45,13 +45,13 @@ def test_steps_of_one_rank_alone_do_not_move_its_rounds(owner: checks._Owner) ->
     assert rounds(owner, 1, own) == [True]
 
 
-def test_steps_without_a_round_are_checked_as_often(owner: checks._Owner) -> None:
+def test_steps_without_a_round_are_checked_as_often(owner: probe._Owner) -> None:
     one = Optimizer()
     rounds(owner, 1, one)
     assert [owner.stepped(one) for _ in range(5)] == [False, True, False, False, True]
 
 
-def test_optimizers_that_share_a_round_make_one_step(owner: checks._Owner) -> None:
+def test_optimizers_that_share_a_round_make_one_step(owner: probe._Owner) -> None:
     one, other = Optimizer(), Optimizer()
     assert rounds(owner, 3, one, other) == [True, False, True]
     owner.ready = True
@@ -59,7 +59,7 @@ def test_optimizers_that_share_a_round_make_one_step(owner: checks._Owner) -> No
     assert rounds(owner, 2, one, other) == [False, True]
 
 
-def test_an_optimizer_takes_over_from_one_that_is_gone(owner: checks._Owner) -> None:
+def test_an_optimizer_takes_over_from_one_that_is_gone(owner: probe._Owner) -> None:
     def before() -> None:
         owner.stepped(Optimizer())
 
@@ -82,11 +82,11 @@ def test_batchnorm_buffers_that_ddp_does_not_broadcast_are_named_and_not_compare
 ) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     ddp, optimizer = DistributedDataParallel(net, broadcast), torch.optim.SGD(net.parameters())
-    owner = checks._Owner(torch, "module of 0,1 0")
+    owner = probe._Owner(torch, "module of 0,1 0")
     monkeypatch.setattr(replicas, "owned", lambda optimizer: [(ddp, [])])
     monkeypatch.setattr(replicas, "_ranks_of", lambda group: group)
-    monkeypatch.setattr(checks, "_owner_of", lambda torch, ddp: owner)
-    checks._Tracker(torch, optimizer)._find(optimizer)
+    monkeypatch.setattr(probe, "_owner_of", lambda torch, ddp: owner)
+    probe._Tracker(torch, optimizer)._find(optimizer)
     (buffers,) = owner.buffers
     found = {one.name: one.group for one in buffers._tensors(ddp)}
     assert found == dict.fromkeys(("1.running_mean", "1.running_var", "1.num_batches_tracked"), (0, 1)[: 2 * broadcast])

@@ -19,13 +19,16 @@ import weakref
 from collections import deque
 from time import monotonic_ns
 
-from . import imports, layout, log, marks, page, replicas
+from ...beacon import imports, log, marks, page, wrappers
+from . import layout, replicas
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from types import ModuleType
     from typing import Any
 
+VARIABLE = layout.VARIABLE
 MOST_SERIES, FEW_SERIES = 64, 8
 LARGEST_FILE = 4 << 20
 MOST_COPIED = 16 << 10  # bytes of a sentinel's gradient, of which a copy is kept until the next check
@@ -44,12 +47,21 @@ _loss_steps = 0
 _files = 0
 
 
-def install(base: str, every: int) -> None:
-    """Prepares the checks of this rank. ``base``: its page's path."""
+def install(base: str, value: str) -> None:
+    """Prepares the checks of this rank. ``base``: its page's path. ``value``: of ``VARIABLE``."""
     global _base, _every, _off
-    _base, _every, _off = base, every, False
+    if not (value.isdigit() and int(value)):
+        return
+    _base, _every, _off = base, int(value), False
     marks.heard_loss = heard_loss
+    imports.after_import("torch.optim.optimizer", log.guarded(_torch_optimizer))
     imports.after_import("torch.nn.parallel.distributed", _wrap_ddp)
+
+
+def _torch_optimizer(module: ModuleType) -> None:
+    if hasattr(module, "register_optimizer_step_post_hook"):
+        module.register_optimizer_step_pre_hook(optimizer_steps)
+        module.register_optimizer_step_post_hook(optimizer_stepped)
 
 
 def detach() -> None:
@@ -151,12 +163,12 @@ class _Series:
     def __init__(self, torch: Any, key: str, kind: str, tensors: list[replicas.Tensor]) -> None:
         self._torch = torch
         self.tensors = tensors
-        self._locals = [replicas.local(one.tensor.detach()) for one in tensors]
+        self._locals = [wrappers.local(tensor.tensor.detach()) for tensor in tensors]
         self._prints = replicas.Prints(torch, self._locals)
-        devices = [one.device for one in self._locals]
-        self._device = next((one for one in devices if one.type != "cpu"), devices[0])
+        devices = [local.device for local in self._locals]
+        self._device = next((device for device in devices if device.type != "cpu"), devices[0])
         self.on_cpu = self._device.type == "cpu"
-        self._sizes = [one.numel() for one in self._locals]
+        self._sizes = [local.numel() for local in self._locals]
         self.pending: deque[tuple[list[int], Any, Any]] = deque()
         self._slot = 0
         # The port tells attempts of the job apart: torchrun takes another one for each.
@@ -164,9 +176,9 @@ class _Series:
 
     def _create(self, about: dict[str, object]) -> memoryview:
         global _files
-        groups = sorted({one.group for one in self.tensors})
+        groups = sorted({tensor.group for tensor in self.tensors})
         about |= {"every": _every, "rank": self._rank(), "groups": groups}
-        about["tensors"] = [(one.name, groups.index(one.group)) for one in self.tensors]
+        about["tensors"] = [(tensor.name, groups.index(tensor.group)) for tensor in self.tensors]
         text = json.dumps(about).encode()
         self._begin = layout.CHECK_HEADER + (len(text) + 7) // 8
         self._size = layout.CHECK_SLOT + 3 * len(self.tensors) + 2 * layout.CHECK_WINDOW
@@ -197,15 +209,15 @@ class _Series:
 
     def still_fits(self) -> bool:
         """Whether the tensors still have the sizes for which the pieces were cut."""
-        return [replicas.local(one.tensor).numel() for one in self.tensors] == self._sizes
+        return [wrappers.local(tensor.tensor).numel() for tensor in self.tensors] == self._sizes
 
     def take(self, moment: _Moment, extra: Any = None, losses: Iterable[tuple[int, Any]] = ()) -> None:
         """Computes the numbers of this moment. ``extra``: of ``CHECK_WINDOW`` steps, on the device."""
         torch, device = self._torch, self._device
         with torch.no_grad():
-            now = [replicas.local(one.tensor.detach()) for one in self.tensors]
-            grads = [None if (g := one.tensor.grad) is None else replicas.local(g) for one in self.tensors]
-            grads = [None if one is not None and one.is_sparse else one for one in grads]
+            now = [wrappers.local(tensor.tensor.detach()) for tensor in self.tensors]
+            grads = [None if (g := tensor.tensor.grad) is None else wrappers.local(g) for tensor in self.tensors]
+            grads = [None if grad is not None and grad.is_sparse else grad for grad in grads]
             known = list(losses)
             parts = [
                 self._prints.of(now, device),
@@ -285,7 +297,7 @@ class _Buffers:
                 for short, one in module.named_buffers(recurse=False):
                     name = f"{prefix}.{short}" if prefix else short
                     if name not in ignored:
-                        found.append(replicas.Tensor(replicas.clean(name), one, group))
+                        found.append(replicas.Tensor(wrappers.clean(name), one, group))
         return found
 
     def take(self, moment: _Moment) -> None:
@@ -293,7 +305,9 @@ class _Buffers:
         tensors = self._tensors(ddp) if ddp is not None else []
         if not tensors:
             return
-        if self._series is None or [one.name for one in self._series.tensors] != [one.name for one in tensors]:
+        if self._series is None or [tensor.name for tensor in self._series.tensors] != [
+            tensor.name for tensor in tensors
+        ]:
             if _is_full():
                 return
             self._series = _Series(self._torch, f"buffers of {self._key}", "buffers", tensors)
@@ -389,7 +403,7 @@ def _owner_of(torch: Any, ddp: Any, *, made: bool = False) -> _Owner:
 
 def _by_names(tensors: list[replicas.Tensor]) -> str:
     """The key of what no DDP module holds; numbered, for there may be several of the same names."""
-    kind = _digest("\n".join(f"{one.name} {bool(one.group)}" for one in tensors))
+    kind = _digest("\n".join(f"{tensor.name} {bool(tensor.group)}" for tensor in tensors))
     _numbers[kind] = number = _numbers.get(kind, -1) + 1
     return f"tensors {kind} {number}"
 
@@ -441,13 +455,13 @@ class _Owner:
 
     def hold(self, tensors: list[replicas.Tensor], trained: set[int]) -> None:
         """Checks these from now on."""
-        tensors = [one for one in tensors if not one.tensor.is_meta]
+        tensors = [tensor for tensor in tensors if not tensor.tensor.is_meta]
         same = self._series is not None and self._series.holds(tensors)
         if same or not tensors or _is_full():
             return
         self._series = _Series(self._torch, self.key or _by_names(tensors), "parameters", tensors)
         if self._window is None:
-            self._watch_one([one for one in tensors if id(one.tensor) in trained])
+            self._watch_one([tensor for tensor in tensors if id(tensor.tensor) in trained])
 
     def still_fits(self) -> bool:
         return self._series is None or self._series.still_fits()
@@ -459,7 +473,7 @@ class _Owner:
         losses = list(_losses)
         _losses.clear()
         self._series.take(moment, self._filled(), losses)
-        for buffers in [one for one in self.buffers if one.is_unshared()]:
+        for buffers in [buffer for buffer in self.buffers if buffer.is_unshared()]:
             buffers.take(moment)
         for buffers in self.buffers:
             buffers.checked(moment)
@@ -476,7 +490,7 @@ class _Owner:
         if chosen is None or not chosen.leaf.dtype.is_floating_point:
             return
         self._window = torch.zeros(layout.CHECK_WINDOW, dtype=torch.float64, device=chosen.leaf.device)
-        local = replicas.local(chosen.leaf.detach())
+        local = wrappers.local(chosen.leaf.detach())
         if local.device.type == "cpu" and local.numel() * local.element_size() <= MOST_COPIED:
             self._copied = local.dtype, local.nbytes
         chosen.leaf.register_hook(_sentinel(torch, weakref.ref(self), weakref.ref(chosen.tensor)))
@@ -540,7 +554,7 @@ class _Tracker:
 
     @property
     def on_cpu(self) -> bool:
-        return bool(self._owners) and all(one.on_cpu for one in self._owners)
+        return bool(self._owners) and all(owner.on_cpu for owner in self._owners)
 
     def stepped(self) -> None:
         optimizer = self._optimizer()
@@ -548,11 +562,13 @@ class _Tracker:
             return
         if self._modules != _made:
             self._find(optimizer)
-        due = [one for one in self._owners if one.stepped(optimizer)]
-        if due and not (self._is_same(optimizer) and all(one.still_fits() for one in self._owners)):
+        due = [owner for owner in self._owners if owner.stepped(optimizer)]
+        if due and not (self._is_same(optimizer) and all(owner.still_fits() for owner in self._owners)):
             before = self._owners
             self._find(optimizer)
-            due = [one for one in self._owners if one in due or (one not in before and one.stepped(optimizer))]
+            due = [
+                owner for owner in self._owners if owner in due or (owner not in before and owner.stepped(optimizer))
+            ]
         for one in due:
             one.check()
 
@@ -574,7 +590,7 @@ class _Tracker:
 
 def _sentinel(torch: Any, owner: Any, parameter: Any) -> Callable[[Any], None]:
     is_compiling, on_cpu = torch.compiler.is_compiling, parameter().device.type == "cpu"
-    local = replicas.local if hasattr(parameter(), "placements") else None
+    local = wrappers.local if hasattr(parameter(), "placements") else None
 
     def hook(gradient: Any) -> None:
         if _off or is_compiling() or (not on_cpu and _is_capturing(torch)):

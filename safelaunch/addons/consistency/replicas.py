@@ -7,8 +7,9 @@ process.
 
 from __future__ import annotations
 
-import gc
 import sys
+
+from ...beacon import wrappers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,12 +28,6 @@ class Tensor:
         self.leaf = tensor if leaf is None else leaf
 
 
-def modules() -> list[Any]:
-    """All modules of this process."""
-    kind = sys.modules["torch"].nn.Module
-    return [one for one in gc.get_objects() if issubclass(type(one), kind) and "_modules" in one.__dict__]
-
-
 def _roots(found: list[Any]) -> list[Any]:
     """First those of DDP, wherever they are: they tell what is replicated. Then modules that are part of no other."""
     inner = {id(child) for one in found for child in one._modules.values()}
@@ -40,24 +35,8 @@ def _roots(found: list[Any]) -> list[Any]:
     return [*ddp, *(one for one in found if id(one) not in inner and not is_ddp(one))]
 
 
-def _is_a(module: Any, name: str) -> bool:
-    return any(kind.__name__ == name for kind in type(module).__mro__)
-
-
 def is_ddp(module: Any) -> bool:
-    return _is_a(module, "DistributedDataParallel")
-
-
-def is_fsdp1(module: Any) -> bool:
-    return _is_a(module, "FullyShardedDataParallel")
-
-
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-
-def clean(name: str) -> str:
-    """A name without those of wrappers."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return wrappers.is_a(module, "DistributedDataParallel")
 
 
 def ddp_group(ddp: Any) -> tuple[int, ...]:
@@ -90,22 +69,12 @@ def _ranks_of(group: Any) -> tuple[int, ...]:
     return ranks if len(ranks) > 1 else ()
 
 
-def local(tensor: Any) -> Any:
-    return tensor.to_local() if hasattr(tensor, "placements") and hasattr(tensor, "to_local") else tensor
-
-
-def bytes_of(tensor: Any) -> int:
-    """Those that this rank holds."""
-    here = local(tensor)
-    return int(here.numel() * here.element_size())
-
-
 def _dtensor_group(tensor: Any) -> tuple[int, ...]:
     """The ranks that hold the same shard: those along the mesh's replicated dimensions."""
     placements = getattr(tensor, "placements", None)
     if placements is None or not hasattr(tensor, "device_mesh"):
         return ()
-    if any(not (one.is_replicate() or one.is_shard()) for one in placements):
+    if any(not (placement.is_replicate() or placement.is_shard()) for placement in placements):
         return ()
     mesh = tensor.device_mesh
     here = mesh.get_coordinate()
@@ -133,7 +102,7 @@ def _fsdp1_group(module: Any) -> tuple[int, ...]:
 def _fsdp1_groups(found: list[Any]) -> dict[int, tuple[int, ...]]:
     """By parameter. An FSDP1 module inside another one has its own strategy, so the outer ones come first."""
     groups = {}
-    wrapped = [one for one in found if is_fsdp1(one)]
+    wrapped = [one for one in found if wrappers.is_fsdp1(one)]
     for one in sorted(wrapped, key=lambda one: -sum(1 for _ in one.modules())):
         group = _fsdp1_group(one)
         groups.update({id(parameter): group for parameter in one.parameters()})
@@ -172,13 +141,13 @@ def owned(optimizer: Any) -> list[tuple[Any, list[Tensor]]]:
     """
     trained = [one for group in optimizer.param_groups for one in group["params"]]
     wanted = {id(one) for one in trained}
-    everything = modules()
+    everything = wrappers.modules()
     fsdp1, leaves = _fsdp1_groups(everything), _leaves(everything)
     found: set[int] = set()
     rest: list[Tensor] = []
     result: list[tuple[Any, list[Tensor]]] = []
     for root in _roots(everything):
-        ddp, engine = is_ddp(root), _is_a(root, "DeepSpeedEngine")
+        ddp, engine = is_ddp(root), wrappers.is_a(root, "DeepSpeedEngine")
         inner = root.module if ddp or engine else root
         its = [(name, one) for name, one in inner.named_parameters() if one is not None]
         if not any(id(one) in wanted for _, one in its):
@@ -193,7 +162,7 @@ def owned(optimizer: Any) -> list[tuple[Any, list[Tensor]]]:
                 replicas = group if name not in ignored else ()
                 replicas = replicas or fsdp1.get(id(one)) or _dtensor_group(one)
                 found.add(id(one))
-                (its_own if ddp else rest).append(Tensor(clean(name), one, replicas, leaves.get(id(one))))
+                (its_own if ddp else rest).append(Tensor(wrappers.clean(name), one, replicas, leaves.get(id(one))))
     for number, one in enumerate(trained):
         if id(one) not in found:
             rest.append(Tensor(f"parameter {number}", one, _dtensor_group(one)))
@@ -309,7 +278,7 @@ def _on_cpu(torch: Any, tensors: list[Any]) -> Any:
     norms = torch.stack(found if alike else [one.double() for one in found]).double()
     if bool(norms.isfinite().all()):
         return norms
-    ends = [torch.stack(one.aminmax()).double() for one in tensors]
+    ends = [torch.stack(tensor.aminmax()).double() for tensor in tensors]
     return torch.stack(ends).abs_().amax(1)
 
 

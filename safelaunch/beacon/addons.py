@@ -1,0 +1,35 @@
+"""Loads the probes of add-ons: code of theirs that runs inside a rank (see ``safelaunch.addons.Probe``).
+
+A probe is the module ``addons/NAME/probe.py``. It is loaded by its path, as the beacon is, because this interpreter may
+not have safelaunch installed: as ``_safelaunch_beacon.addons.NAME.probe``. Its packages are bare, so nothing else of
+the add-on runs here, and ``from ...beacon import marks`` is the beacon of this rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_ADDONS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "addons")
+
+
+def probe(name: str) -> Any:
+    """Returns the probe of the add-on ``name``, loaded at its first use. Raises ImportError if there is none."""
+    if not name.isidentifier():
+        raise ImportError(f"{name!r} is no add-on")
+    beacon = str(__package__)
+    sys.modules[f"{beacon}.beacon"] = sys.modules[beacon]
+    _add_package(f"{beacon}.addons", _ADDONS)
+    _add_package(f"{beacon}.addons.{name}", os.path.join(_ADDONS, name))
+    return __import__(f"{beacon}.addons.{name}.probe", fromlist=["install"])
+
+
+def _add_package(name: str, path: str) -> None:
+    if name not in sys.modules:
+        package = type(sys)(name)
+        package.__path__ = [path]
+        sys.modules[name] = package

@@ -1,0 +1,136 @@
+"""The monitors of a job: add-ons that watch it for something other than a stall, and what the supervisor does for them.
+
+They can show lines, request a bundle, end the job, and exchange values with the monitors of other nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from safelaunch import addons
+from safelaunch.job.job import Job
+from safelaunch.job.paths import RunPaths
+from safelaunch.settings.options import Settings
+from safelaunch.supervise.cluster.messages import NOTHING, node_count
+from safelaunch.supervise.council import Council
+from safelaunch.supervise.publishing import Report
+from safelaunch.supervise.respond import JobView
+from safelaunch.system.console import say
+from safelaunch.system.errors import internal_error
+
+if TYPE_CHECKING:
+    from safelaunch.addons.protocols import Monitor
+
+
+@dataclass(frozen=True, slots=True)
+class MonitorActions:
+    """What the supervisor does about a job when a monitor asks for it."""
+
+    write_bundle: Callable[[Callable[[Report], None], bool], None]
+    """Writes a bundle and calls the function with it; the flag: the function ends the job."""
+    write_last_bundle: Callable[[Callable[[Report], None]], None]
+    """The same for a job that has ended."""
+    show: Callable[[Report], None]
+    end: Callable[[int, Report | None], None]
+    """Ends the job with this exit code; without a report, another node decided it."""
+    is_ending: Callable[[], bool]
+    has_ended: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class MonitoredJob:
+    """A running job, as its monitors see it."""
+
+    settings: Settings
+    run: RunPaths
+    view: JobView
+    actions: MonitorActions
+
+    def topic(self, name: str) -> Topic:
+        return Topic(name, self.view.council)
+
+
+class Topic:
+    """Exchanges values of one subject between the nodes of a job: every node submits its own, the leader publishes."""
+
+    def __init__(self, name: str, council: Council) -> None:
+        """``name``: letters only."""
+        self._name = name
+        self._council = council
+        self._channel = council.channel
+        self._edition = 0
+        self._read: dict[int, str] = {}  # by slot, the newest edition that was read
+
+    @property
+    def has_others(self) -> bool:
+        """Whether supervisors of other nodes may take part."""
+        return self._channel.is_started
+
+    @property
+    def leads(self) -> bool:
+        return self._channel.seen.leads
+
+    @property
+    def is_led(self) -> bool:
+        """Whether every rank's supervisor takes part, and the leader gathers this topic."""
+        page = self._council.rounds.page
+        return self._council.is_covered and (self.leads or (page is not None and self._name in page.topics))
+
+    @property
+    def nodes(self) -> int:
+        return node_count(self._council.rounds.page)
+
+    def gather(self) -> None:
+        """Reads what other nodes submit, should this node lead."""
+        self._channel.gather(self._name)
+
+    def submit(self, data: bytes) -> None:
+        """Replaces this node's value."""
+        self._edition += 1
+        self._channel.submit(f"{self._name}.{self._edition}", [data])
+
+    def gathered(self) -> list[bytes]:
+        """Returns what other nodes have submitted since the last call."""
+        found = []
+        gathered = self._channel.seen.gathered.get(self._name, NOTHING)
+        for slot, round_ in gathered.rounds.items():
+            if self._read.get(slot) != round_:
+                self._read[slot] = round_
+                found.append(b"".join(gathered.chunks[slot]))
+        return found
+
+    def publish(self, data: bytes) -> None:
+        """Replaces the leader's value, which all nodes read."""
+        self._channel.publish(self._name, data)
+
+    @property
+    def published(self) -> bytes:
+        """The leader's value; empty if there is none."""
+        return self._channel.seen.published.get(self._name, b"")
+
+
+class Monitors:
+    """All monitors of one job. One that fails is dropped, and the watch continues without it."""
+
+    def __init__(self, job: Job, view: JobView, actions: MonitorActions) -> None:
+        assert job.run is not None
+        self._monitors = addons.monitors(MonitoredJob(job.plan.settings, job.run, view, actions))
+
+    def tick(self) -> None:
+        for monitor in tuple(self._monitors):
+            self._guarded(monitor, monitor.tick)
+
+    def finish(self, *, succeeded: bool) -> None:
+        """``succeeded``: the job ended by itself, with exit code 0."""
+        for monitor in tuple(self._monitors):
+            self._guarded(monitor, partial(monitor.finish, succeeded=succeeded))
+
+    def _guarded(self, monitor: Monitor, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - the watch continues without this monitor
+            self._monitors.remove(monitor)
+            say(internal_error(error, monitor.name, "Still watching."))
