@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from scripts.build.checks import CHECKS
+from scripts.qa.compat import VERSIONS
 from tests.docs.pages import ROOT
 
 if sys.version_info >= (3, 11):
@@ -53,6 +54,14 @@ def test_the_nightly_workflow_runs_known_checks_on_every_supported_python() -> N
     assert jobs["python"]["strategy"]["matrix"]["python"] == supported
     named = jobs["python"]["steps"][-1]["run"].split(" --only ")[1].split(",")
     assert {*named, *jobs["checks"]["strategy"]["matrix"]["check"]} <= CHECKS.keys()
+
+
+def test_the_nightly_workflow_covers_every_version_of_torch_on_the_oldest_and_the_newest_python() -> None:
+    jobs = read(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]
+    matrix = jobs["torch"]["strategy"]["matrix"]
+    assert tuple(matrix["torch"]) == VERSIONS
+    assert matrix["python"] == [(pythons := jobs["python"]["strategy"]["matrix"]["python"])[0], pythons[-1]]
+    assert jobs["torch"]["steps"][-1]["run"] == ".venv/bin/python -m scripts.qa compat --torch ${{ matrix.torch }}"
 
 
 def test_the_metadata_is_complete() -> None:
