@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import msgspec
 
 from safelaunch.capture.look import ProcessLook, RankLook
 from safelaunch.capture.result import Result
@@ -107,6 +103,14 @@ KERNEL: dict[str, dict[str, Any]] = {
     "futex": {"wchan": "futex_do_wait", "syscall": 202, "syscall_name": "futex"},
     "timed_futex": {"wchan": "futex_do_wait", "syscall": 202, "syscall_name": "futex", "ends_in_s": 0.5},
     "pipe": {"wchan": "anon_pipe_read", "syscall": 0, "syscall_name": "read", "fd": 7, "fd_target": "pipe:[1]"},
+    "pipe-write": {"wchan": "anon_pipe_write", "syscall": 1, "syscall_name": "write", "fd": 7, "fd_target": "pipe:[1]"},
+    "socket": {
+        "wchan": "sk_wait_data",
+        "syscall": 45,
+        "syscall_name": "recvfrom",
+        "fd": 7,
+        "fd_target": "tcp 127.0.0.1:4 -> 127.0.0.1:5 (established)",
+    },
     "stdin": {"wchan": "anon_pipe_read", "syscall": 0, "syscall_name": "read", "fd": 0, "fd_target": "pipe:[1]"},
     "flock": {
         "wchan": "locks_lock_inode_wait",
@@ -248,28 +252,6 @@ def record(*entries: Collective, groups: dict[str, tuple[int, ...]] | None = Non
 def past(count: int, op: str = "all_reduce", line: int = 50) -> tuple[Collective, ...]:
     """``count`` completed collectives, numbered from 1."""
     return tuple(entry(op, n, done=True, line=line) for n in range(1, count + 1))
-
-
-_CALL = re.compile(r"(?:(?P<op>\w+):)?(?P<group>\w+)@(?P<line>\d+)(?:x(?P<times>\d+))?(?P<pending>\*?)")
-
-
-def calls(text: str, *, first: int = 1) -> tuple[Collective, ...]:
-    """A rank's calls in order: ``"1@60x3 barrier:2@61 1@60*"``.
-
-    ``[OP:]GROUP@LINE[xTIMES][*]``: all_reduce unless an operation is named, completed unless ``*`` follows. Each group
-    counts its calls from ``first``, and ``record_id`` counts all of them from 1.
-    """
-    counts: Counter[str] = Counter()
-    found: list[Collective] = []
-    for word in text.split():
-        call = _CALL.fullmatch(word)
-        assert call is not None, f"{word!r} is no call"
-        for _ in range(int(call["times"] or 1)):
-            counts[call["group"]] += 1
-            number, line = counts[call["group"]] + first - 1, int(call["line"])
-            one = entry(call["op"] or "all_reduce", number, done=not call["pending"], group=call["group"], line=line)
-            found.append(msgspec.structs.replace(one, record_id=len(found) + 1))
-    return tuple(found)
 
 
 def progress(rank: int, step: int | None = 60, state: str = "torch") -> Progress:

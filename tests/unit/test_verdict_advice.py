@@ -21,7 +21,6 @@ from tests.support.evidence import (
     WRAPPER,
     at,
     behind,
-    calls,
     entry,
     in_backward,
     in_c10d,
@@ -32,6 +31,7 @@ from tests.support.evidence import (
     record,
     waiting,
 )
+from tests.support.verdict_cases import calls_in
 
 DDP = f"{SITE}/torch/nn/parallel/distributed.py"
 TYPED = ("--nproc-per-node=4", "train.py", "--name", "my run")
@@ -95,9 +95,9 @@ def test_a_rank_that_left_a_call_out_is_not_told_to_gate_a_side_effect() -> None
     """``if rank == 1: continue`` before the call: that rank is one call behind from there on."""
     source = "def train():\n    for batch in loader:\n        if rank == 1:\n            continue\n        reduce()\n"
     steps = "1@50 1@5 " * 4
-    ranks = [rank(n, in_c10d("all_reduce", 50), flight=record(*calls(steps + "1@50*"))) for n in range(3)]
+    ranks = [rank(n, in_c10d("all_reduce", 50), flight=record(*calls_in(steps + "1@50*"))) for n in range(3)]
     ranks[1] = rank(
-        1, in_c10d("barrier", 70), flight=record(*calls("1@50 1@5 1@50 " + "1@50 1@5 " * 2 + "barrier:1@70*"))
+        1, in_c10d("barrier", 70), flight=record(*calls_in("1@50 1@5 1@50 " + "1@50 1@5 " * 2 + "barrier:1@70*"))
     )
     verdict = diagnose(job(*ranks), read_source=lambda path: source)
     assert verdict.summary.startswith("Rank 1 skipped")

@@ -8,15 +8,16 @@ from msgspec.structs import replace
 
 from safelaunch.model import RankEvidence, RankExit, Verdict
 from safelaunch.verdict.diagnose import diagnose
-from tests.support.evidence import calls, in_c10d, job, rank, record
+from tests.support.evidence import in_c10d, job, rank, record
+from tests.support.verdict_cases import calls_in
 
 
 def stuck(number: int, text: str, line: int, step: int | None = 20) -> RankEvidence:
-    return rank(number, in_c10d("all_reduce", line), flight=record(*calls(text)) if text else None, step=step)
+    return rank(number, in_c10d("all_reduce", line), flight=record(*calls_in(text)) if text else None, step=step)
 
 
 def ended(number: int, text: str, step: int | None = 20, **more: Any) -> RankEvidence:
-    flight = record(*calls(text)) if text else None
+    flight = record(*calls_in(text)) if text else None
     fields = {"exit": RankExit(0, 99.0), **more}
     return rank(number, seen=False, flight=flight, step=step, page="exited", more=fields)
 
@@ -31,7 +32,7 @@ def named(verdict: Verdict) -> tuple[str, list[int], list[int | None]]:
 
 
 def test_a_ring_that_wrapped_leaves_a_doubt() -> None:
-    mine = calls("0@14x20 barrier:0@40*", first=500)
+    mine = calls_in("0@14#500x20 barrier:0@40*")
     late = [replace(one, record_id=one.record_id + 500) for one in mine]
     ranks = [replace(ended(n, ""), flight_record=record(*late[:-1])) for n in range(1, 4)]
     verdict = verdict_of(replace(stuck(0, "", 40), flight_record=record(*late)), *ranks)

@@ -10,7 +10,8 @@ import pytest
 from safelaunch.model import CaughtException, Collective, Evidence, Progress, RankEvidence, RankExit, Verdict
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.doubts import Doubt
-from tests.support.evidence import SCRIPT, at, calls, entry, in_c10d, job, past, rank, record
+from tests.support.evidence import SCRIPT, at, entry, in_c10d, job, past, rank, record
+from tests.support.verdict_cases import calls_in
 
 SECOND = 1_000_000_000
 
@@ -266,7 +267,7 @@ def warning(number: int, op: str = "all_reduce") -> str:
 
 
 def one(number: int, text: str, line: int, log: str = "") -> RankEvidence:
-    found = rank(number, in_c10d("all_reduce", line), flight=record(*calls(text), groups=GROUPS))
+    found = rank(number, in_c10d("all_reduce", line), flight=record(*calls_in(text), groups=GROUPS))
     return msgspec.structs.replace(found, log_tail=log)
 
 
@@ -294,7 +295,7 @@ def test_who_took_the_wrong_group_is_named_with_the_call() -> None:
 def test_who_calls_from_a_line_in_another_group_than_before_has_left_its_habit() -> None:
     """Frames of stacks have the names of classes, and those of records have none."""
     waits = in_c10d("broadcast", 70), in_c10d("all_reduce", 60, "Exchange.train")
-    made = [calls("0@50x3 1@60x3 broadcast:0@70*"), calls("0@50x3 2@60x3 0@60*")]
+    made = [calls_in("0@50x3 1@60x3 broadcast:0@70*"), calls_in("0@50x3 2@60x3 0@60*")]
     ranks = [rank(n, waits[n // 2], flight=record(*made[n // 2], groups=GROUPS)) for n in range(4)]
     verdict = diagnose(job(*ranks))
     assert [c.rank for c in verdict.culprits] == [2, 3]
@@ -313,7 +314,7 @@ def test_the_call_at_which_a_rank_diverged_tells_its_habit_though_it_has_gone_on
     ranks = []
     for n, (own, rest, line) in made.items():
         tensor, replicas = own.split()
-        flight = record(*calls(f"{tensor}@50 {replicas}@60 " * 4 + rest), groups=groups)
+        flight = record(*calls_in(f"{tensor}@50 {replicas}@60 " * 4 + rest), groups=groups)
         ranks.append(rank(n, in_c10d("all_reduce", line), flight=flight))
     verdict = diagnose(job(*ranks))
     assert [one.rank for one in verdict.culprits] == [3]
@@ -325,7 +326,7 @@ def test_groups_entered_in_another_order_are_no_wrong_group() -> None:
     groups = {"1": (1, 2), "2": (1, 2)}
     made = ["0@50x3 0@70*", "0@50x3 1@60 2@61 1@60 2@61 1@60*", "0@50x3 1@60 2@61 1@60 2@61 2@60*"]
     ranks = [
-        rank(n, in_c10d("all_reduce", 70 if n == 0 else 60), flight=record(*calls(one), groups=groups))
+        rank(n, in_c10d("all_reduce", 70 if n == 0 else 60), flight=record(*calls_in(one), groups=groups))
         for n, one in enumerate(made)
     ]
     verdict = diagnose(job(*ranks))

@@ -6,7 +6,8 @@ import pytest
 
 from safelaunch.model import GilTest, HandledException, RankEvidence
 from safelaunch.verdict.diagnose import diagnose
-from tests.support.evidence import C10D, MODULE, WRAPPER, Frame, at, calls, in_c10d, in_user, job, past, rank, record
+from tests.support.evidence import C10D, MODULE, WRAPPER, Frame, at, in_c10d, in_user, job, past, rank, record
+from tests.support.verdict_cases import calls_in
 
 NEW_GROUP = (Frame(C10D, 5100, "_new_group_with_tag"), Frame(C10D, 5000, "new_group"), WRAPPER, at(14), MODULE)
 
@@ -55,7 +56,7 @@ ALONE, GATE, ORDER = "One of these ranks may use the wrong group", "Every rank m
 def test_what_to_do_about_ranks_that_wait_in_two_groups(source: str, first: str) -> None:
     two = {"0": (0, 1), "1": (0, 1)}
     ranks = [
-        rank(n, in_c10d("all_reduce", line), flight=record(*calls(f"1@30 0@30 1@30 0@30 {last}*"), groups=two))
+        rank(n, in_c10d("all_reduce", line), flight=record(*calls_in(f"1@30 0@30 1@30 0@30 {last}*"), groups=two))
         for n, (line, last) in enumerate([(41, "0@41"), (50, "1@50")])
     ]
     text = "\n" * 39 + source if source else None
@@ -86,8 +87,10 @@ def test_where_a_rank_does_not_tell() -> None:
 )
 def test_who_calls_otherwise_than_ever_is_named_alone(each: str, last: str, cause: str, says: str) -> None:
     two = {"0": (0, 1), "1": (0, 1)}
-    odd = rank(0, in_c10d("all_reduce", int(last[2:4])), flight=record(*calls(f"{f'{each} ' * 5}{last}"), groups=two))
-    usual = rank(1, in_c10d("all_reduce", 41), flight=record(*calls(f"{each} " * 5 + "0@41*"), groups=two))
+    odd = rank(
+        0, in_c10d("all_reduce", int(last[2:4])), flight=record(*calls_in(f"{f'{each} ' * 5}{last}"), groups=two)
+    )
+    usual = rank(1, in_c10d("all_reduce", 41), flight=record(*calls_in(f"{each} " * 5 + "0@41*"), groups=two))
     verdict = diagnose(job(odd, usual))
     assert (verdict.cause, [culprit.rank for culprit in verdict.culprits]) == (cause, [0])
     assert verdict.confidence != "high"
@@ -99,7 +102,7 @@ def test_the_first_call_of_a_group_that_half_of_the_ranks_make() -> None:
     groups = {"0": (0, 1, 2, 3), "1": (0, 2), "2": (1, 3)}
     usual = {rank: f"{1 + rank % 2}@41" for rank in range(4)}
     ranks = [
-        rank(n, in_c10d("all_reduce", 50 if n in (2, 3) else 41), flight=record(*calls(line), groups=groups))
+        rank(n, in_c10d("all_reduce", 50 if n in (2, 3) else 41), flight=record(*calls_in(line), groups=groups))
         for n in range(4)
         for line in [f"{f'{usual[n]} ' * 8}{'0@50*' if n in (2, 3) else f'{usual[n]}*'}"]
     ]
@@ -117,7 +120,7 @@ def test_the_fewer_have_entered_groups_of_the_same_members_in_another_order(odd:
     two = {"0": tuple(range(world)), "1": tuple(range(world))}
     first, second = (in_c10d("all_reduce", line) for line in (41, 50))
     ranks = [
-        rank(n, second if n in odd else first, flight=record(*calls("1@50*" if n in odd else "0@41*"), groups=two))
+        rank(n, second if n in odd else first, flight=record(*calls_in("1@50*" if n in odd else "0@41*"), groups=two))
         for n in range(world)
     ]
     verdict = diagnose(job(*ranks))
@@ -128,10 +131,10 @@ def test_who_waits_in_a_group_that_its_peers_have_without_it() -> None:
     """Ranks 0 and 1 made one more group by themselves, so by number rank 2's newest group is that one of theirs."""
     own = {"0": (0, 1, 2), "1": (0, 1)}
     ahead = [
-        rank(n, NEW_GROUP, flight=record(*calls("0@30x3 1@40"), groups=own), gil=GilTest(True, True, groups_made=3))
+        rank(n, NEW_GROUP, flight=record(*calls_in("0@30x3 1@40"), groups=own), gil=GilTest(True, True, groups_made=3))
         for n in (0, 1)
     ]
-    flight = record(*calls("0@30x3 1@50*"), groups={"0": (0, 1, 2)})
+    flight = record(*calls_in("0@30x3 1@50*"), groups={"0": (0, 1, 2)})
     behind = rank(2, in_c10d("all_reduce", 50), flight=flight, gil=GilTest(True, True, groups_made=2))
     verdict = diagnose(job(*ahead, behind))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", [2])
@@ -153,7 +156,7 @@ def test_a_round_without_calls_on_each_rank_in_turn_is_no_larger_shift() -> None
     groups = {"1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}
     ranks = []
     for n, text in after.items():
-        made = calls((step * 40 + text).format(1 + n // 2, 3 + n % 2))
+        made = calls_in((step * 40 + text).format(1 + n // 2, 3 + n % 2))
         frames = in_c10d("all_reduce", 64 if "64*" in text else 27)
         ranks.append(rank(n, frames, flight=record(*made, groups=groups)))
     verdict = diagnose(job(*ranks))
@@ -166,7 +169,11 @@ def test_of_two_orders_of_groups_that_of_a_rank_which_handles_an_exception_is_th
     handled = HandledException(7001, "ValueError", "label 17", (at(14, "batch"),))
     ranks = [
         rank(
-            n, in_c10d("all_reduce", line), flight=record(*calls(f"1@30 0@30 {last}*"), groups=two), ident=7001, gil=gil
+            n,
+            in_c10d("all_reduce", line),
+            flight=record(*calls_in(f"1@30 0@30 {last}*"), groups=two),
+            ident=7001,
+            gil=gil,
         )
         for n, (line, last, gil) in enumerate(
             [(41, "0@41", GilTest(True, True)), (50, "1@50", GilTest(True, True, (handled,)))]
