@@ -65,7 +65,7 @@ class Probe(Protocol):
     """Runs inside each rank: the module ``probe`` of an add-on whose hook ``probe_values`` returns variables.
 
     It imports only the standard library, its own modules and the beacon's (``from ...beacon import marks``); see
-    ``beacon.addons``. Nothing in it may raise into the script, print, or wait.
+    ``beacon.addon_probes``. Nothing in it may raise into the script, print, or wait.
     """
 
     VARIABLE: str  # the environment variable whose value it gets

@@ -126,10 +126,10 @@ def _load_probes(base: str, env: Mapping[str, str]) -> None:
     """Loads the probes of add-ons, if the supervisor asked for any. One that fails costs no other."""
     names = env.get(layout.PROBES, "")
     if names:
-        from . import addons
+        from . import addon_probes
 
         def load(name: str) -> None:
-            probe = addons.probe(name)
+            probe = addon_probes.load(name)
             _on_request.append(probe)
             probe.install(base, env.get(probe.VARIABLE, ""))
 

@@ -260,7 +260,7 @@ def test_the_code_in_the_ranks_imports_only_itself_and_the_standard_library() ->
 
 
 def test_a_probe_imports_by_relative_names() -> None:
-    """A rank loads it under another name than safelaunch's (see ``beacon.addons``)."""
+    """A rank loads it under another name than safelaunch's (see ``beacon.addon_probes``)."""
     absolute = [
         node
         for name in probes()

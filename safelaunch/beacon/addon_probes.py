@@ -1,4 +1,4 @@
-"""Loads the probes of add-ons: code of theirs that runs inside a rank (see ``safelaunch.addons.Probe``).
+"""Loads the probes of add-ons: code of theirs that runs inside a rank (see ``addons.protocols.Probe``).
 
 A probe is the module ``addons/NAME/probe.py``. It is loaded by its path, as the beacon is, because this interpreter may
 not have safelaunch installed: as ``_safelaunch_beacon.addons.NAME.probe``. Its packages are bare, so nothing else of
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _ADDONS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "addons")
 
 
-def probe(name: str) -> Any:
+def load(name: str) -> Any:
     """Returns the probe of the add-on ``name``, loaded at its first use. Raises ImportError if there is none."""
     if not name.isidentifier():
         raise ImportError(f"{name!r} is no add-on")
@@ -29,6 +29,7 @@ def probe(name: str) -> Any:
 
 
 def _add_package(name: str, path: str) -> None:
+    """Adds a package that has a path and runs no code."""
     if name not in sys.modules:
         package = type(sys)(name)
         package.__path__ = [path]
