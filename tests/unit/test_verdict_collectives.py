@@ -11,7 +11,6 @@ from safelaunch.verdict.diagnose import diagnose
 from tests.support.evidence import (
     at,
     behind,
-    calls,
     entry,
     in_c10d,
     in_user,
@@ -21,6 +20,7 @@ from tests.support.evidence import (
     record,
     waiting,
 )
+from tests.support.verdict_cases import calls_in
 
 
 def test_the_same_number_of_elements_matches() -> None:
@@ -68,7 +68,7 @@ def _two_groups(odd: int, rounds: str, usual: str, other: str) -> Verdict:
     ranks = []
     for n in range(2):
         pending = other if n == odd else usual
-        flight = record(*calls(f"{rounds} {pending}*"), groups=TWO)
+        flight = record(*calls_in(f"{rounds} {pending}*"), groups=TWO)
         ranks.append(rank(n, in_c10d("all_reduce", flight.entries[-1].frames[2].line), flight=flight))
     return diagnose(job(*ranks, *(waiting(n, seq=1) for n in (2, 3))))  # those wait for both
 

@@ -28,7 +28,6 @@ from tests.support.evidence import (
     C10D,
     SITE,
     at,
-    calls,
     entry,
     in_c10d,
     in_init,
@@ -39,6 +38,7 @@ from tests.support.evidence import (
     script,
     waiting,
 )
+from tests.support.verdict_cases import calls_in
 
 OLD_TORCH = Launched(torch="2.9.1")  # in which DETAIL works with DDP
 RESET = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
@@ -179,7 +179,7 @@ def test_what_did_not_fit_came_from_the_rank_that_took_another_group() -> None:
     groups = {"1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}
 
     def of(number: int, text: str, line: int) -> RankEvidence:
-        return rank(number, in_c10d("all_reduce", line), flight=record(*calls(text), groups=groups))
+        return rank(number, in_c10d("all_reduce", line), flight=record(*calls_in(text), groups=groups))
 
     survivors = (of(0, "3@60x5 1@50*", 50), of(1, "4@60x5 4@60*", 60), of(3, "4@60x5 2@60*", 60))
     verdict = diagnose(job(*survivors[:2], _aborted(2), survivors[2], outcome="crash"))
@@ -390,7 +390,7 @@ def test_who_was_aborted_behind_the_loop_of_its_peers_has_left_it(
 )
 def test_peers_that_end_are_innocent_of_a_call_in_another_group(mine: str, cause: str, culprits: list[int]) -> None:
     """Rank 1 has ended its program, so the connections of rank 0's call break: the record counts that as completed."""
-    flight = record(*calls(mine), groups={"0": (0, 1), "1": (0,)})
+    flight = record(*calls_in(mine), groups={"0": (0, 1), "1": (0,)})
     frames = (ALL_REDUCE, at(41), at(100, "<module>"))
     lost = raised(0, "RuntimeError", RESET, 101.0, frames=frames, flight=flight)
     verdict = diagnose(job(lost, ended(1, 0), outcome="crash"))

@@ -10,26 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.addons.reproduce import Extent, Wish, reproduction_of
+from safelaunch.addons.reproduce import Extent, ScriptWish, reproduction_of
 from safelaunch.addons.reproduce.program import returns
-from safelaunch.addons.reproduce.recorded import Recorded, recorded
+from safelaunch.addons.reproduce.recorded import RecordedEntry, recorded
 from safelaunch.bundle.reading import locate
 from safelaunch.model import CallArguments, Evidence, GilTest
 from safelaunch.verdict.collectives import op_name
 from safelaunch.verdict.diagnose import diagnose
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 from tests.support import synthetic
-from tests.support.evidence import calls as calls_of
 from tests.support.evidence import in_c10d, in_user, job, past, record, waiting
 from tests.support.evidence import rank as rank_of
 from tests.support.nccl_formats import Recorder, write
 from tests.support.replayed import Called, replayed
+from tests.support.verdict_cases import calls_in
 from tests.unit.test_verdict_rules_groups import NEW_GROUP
 
 KINDS = ("stop", "skip", "extra", "swap", "shape", "op", "group")
 VARIANTS = ("plain", "no stacks", "sends", "window", "sends, no stacks", "window, no stacks")
 LAYOUTS = ((2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 2, 2), (4, 2, 2), (8, 8, 1))
-ALL = Wish(Extent(everything=True))
+ALL = ScriptWish(Extent(everything=True))
 FEW = Extent(rounds=4)
 EXTENTS = (FEW, Extent(everything=True), Extent(last=5))
 
@@ -56,7 +56,7 @@ def generated(kind: str, variant: str, layout: tuple[int, int, int], seed: int) 
     return None
 
 
-def expected(facts: Facts, one: Recorded) -> tuple[object, ...]:
+def expected(facts: CaseFacts, one: RecordedEntry) -> tuple[object, ...]:
     entry = one.entry
     ranks = tuple(sorted(facts.alignment.members(entry.group)[0]))
     peer = ranks.index(one.transfer.peer) if one.transfer is not None else None
@@ -77,8 +77,8 @@ def test_each_rank_makes_its_recorded_calls(kind: str, variant: str) -> None:
         if evidence is None or ("sends" in variant and layout[2] == 1):
             continue
         extent = EXTENTS[seed % len(EXTENTS)]
-        facts = Facts.of(evidence)
-        text = reproduction_of(evidence, Wish(extent)).text
+        facts = CaseFacts.of(evidence)
+        text = reproduction_of(evidence, ScriptWish(extent)).text
         ranks = replayed(text, len(facts.ranks))
         sized = "times as many elements" not in text  # gloo would not notice sizes that differ
         for rank, calls in recorded(facts, extent).items():
@@ -94,8 +94,8 @@ def test_a_rank_that_stands_stands_behind_its_last_call(variant: str) -> None:
     evidence = generated("stop", variant, (4, 1, 1) if "sends" not in variant else (2, 2, 2), 1)
     assert evidence is not None
     (odd,) = {one.rank for one in diagnose(evidence).culprits}
-    facts = Facts.of(evidence)
-    ranks = replayed(reproduction_of(evidence, Wish(FEW)).text, len(facts.ranks))
+    facts = CaseFacts.of(evidence)
+    ranks = replayed(reproduction_of(evidence, ScriptWish(FEW)).text, len(facts.ranks))
     stands = {rank for rank, one in ranks.items() if one.ended}
     assert odd in stands
     assert len(ranks[odd].calls) == len(recorded(facts, FEW)[odd])
@@ -106,7 +106,7 @@ def test_what_meets_is_kept_or_left_out_on_all_members(extent: Extent) -> None:
     for seed in range(12):
         evidence = generated("stop", "window, no stacks" if seed % 2 else "no stacks", (2, 2, 2), seed)
         assert evidence is not None
-        facts = Facts.of(evidence)
+        facts = CaseFacts.of(evidence)
         kept = recorded(facts, extent)
         for rank, calls in kept.items():
             for one in calls:
@@ -217,7 +217,7 @@ def test_the_root_of_a_broadcast_is_the_rank_that_gloo_keeps() -> None:
     """Of five, the last: rank 2 has left one out. The root waits for rank 2, and rank 1 has what it needs."""
     made = ("broadcast:0@7x4 broadcast:0@7*", "broadcast:0@7x5 0@9*", "broadcast:0@7x4 0@9*")
     frames = (in_c10d("broadcast", 7), in_c10d("all_reduce", 9), in_c10d("all_reduce", 9))
-    ranks = [rank_of(n, frames[n], flight=record(*calls_of(text))) for n, text in enumerate(made)]
+    ranks = [rank_of(n, frames[n], flight=record(*calls_in(text))) for n, text in enumerate(made)]
     found = replayed(script_of(job(*ranks)), 3)
     assert [one.root for one in found[0].calls if one.op == "broadcast"] == [0, 0, 0, 0, 0]
 
@@ -240,9 +240,9 @@ def test_ranks_that_gather_to_different_ones_do_not_meet() -> None:
 def test_calls_of_a_second_thread_are_made_in_the_recorded_order() -> None:
     """The main thread waits for one that is in a call: behind calls of its own, which were made at once."""
     groups = {"0": (0, 1), "1": (0, 1)}
-    flight = record(*calls_of("0@50x2 all_gather:1@30* 0@50"), groups=groups)
+    flight = record(*calls_in("0@50x2 all_gather:1@30* 0@50"), groups=groups)
     one = rank_of(0, in_c10d("all_gather", 30), flight=flight)
-    other = rank_of(1, in_user(7), "sleep", flight=record(*calls_of("0@50x3"), groups=groups))
+    other = rank_of(1, in_user(7), "sleep", flight=record(*calls_in("0@50x3"), groups=groups))
     text = script_of(job(one, other))
     assert [(call.op, call.waited_for) for call in replayed(text, 2)[0].calls] == [
         ("all_reduce", True),
