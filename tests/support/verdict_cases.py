@@ -203,6 +203,13 @@ def _call_in(match: re.Match[str]) -> Collective:
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
+def nccl_process_in(text: str) -> dict[str, Any]:
+    """Returns a process of an answer of NCCL, written as ``HOST PID RANK GPU`` and perhaps its state."""
+    host, pid, rank, gpu, *state = text.split()
+    fields = {"host": host, "pid": int(pid), "rank": int(rank), "gpu": int(gpu)}
+    return {**fields, "state": state[0]} if state else fields
+
+
 # Fields whose values have a short form, and how to read it.
 _SHORT: dict[str, Callable[[Any], Any]] = {
     "frames": stack_in,
@@ -211,6 +218,7 @@ _SHORT: dict[str, Callable[[Any], Any]] = {
     "caught": frame_in,
     "threads": lambda stacks: [stack_in(stack) for stack in stacks],
     "ends": lambda pids: [{"pid": pid, "name": "python"} for pid in pids],
+    "processes": lambda texts: [nccl_process_in(text) for text in texts],
 }
 
 
