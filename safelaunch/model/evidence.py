@@ -499,7 +499,7 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     outcome: Outcome
     """``hang``; ``suspect`` if the job may be hung and was left running; ``crash``; ``dump``"""
     cause: str
-    """one of the causes that `safelaunch explain` lists"""
+    """one of the causes that ``safelaunch explain`` lists"""
     confidence: Confidence
     """``high``, ``medium`` or ``low``"""
     summary: str
