@@ -23,7 +23,7 @@ Parts of a rank. Its process id is 1000 + 10 * its number:
 - ``ident 7001``, ``call {src: 1}``, ``names {key: 'a'}``, ``holds gil``: of the thread before it, in its stacks.
 - ``native STACK``: C frames of the main thread. ``state {...}``, ``then {...}``: fields of all its states, or of the
   last one. ``unseen``: the process has neither states nor stacks.
-- ``child PID ROLE: PART | PART``, on a line of its own: a child process, with parts of the kinds above.
+- ``child PID ROLE: PART | PART``, on a separate line: a child process, with parts of the kinds above.
 - ``calls CALL CALL``: its Flight Recorder, see :func:`calls_in`. ``groups 1=0-1 2=0,2``. ``called every 1 s``: times.
 - ``step 60`` or ``step none``, ``page exited``, ``no page``: its progress page. ``steps every 0.1 s``: with a history.
 - ``raised TYPE "MESSAGE" at SECONDS in STACK``. ``exit CODE at SECONDS``, with ``closing`` if torchrun ended it.
@@ -48,7 +48,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 import yaml
@@ -78,6 +78,7 @@ HEADER = """\
 # To add a case, write its evidence into any of these files, and run `python -m tests.support.verdict_cases --update`:
 # it adds the line of the decision, which you check before you commit it.
 """
+R = TypeVar("R", bound=msgspec.Struct)
 # Fields that the product has renamed: the name in these files, and the one that the record has now.
 RENAMED: dict[str, str] = {}
 
@@ -241,7 +242,7 @@ def _written_out(key: Any, value: Any) -> Any:
     return msgspec.to_builtins(_SHORT[key](value)) if is_short else value
 
 
-def changed(record: Any, fields: Mapping[str, Any]) -> Any:
+def changed(record: R, fields: Mapping[str, Any]) -> R:
     """Returns the record with these fields, each as YAML gives it. A mapping changes a record field by field."""
     values = {}
     for key, value in plain(fields).items():
@@ -266,7 +267,6 @@ def _check_names(value: Any, record: Any) -> None:
 
 
 def _field_of(record: type, key: str) -> tuple[str, Any]:
-    """Returns the name and the type of the field that is called ``key`` in documents."""
     fields = _fields_of(record)
     if key not in fields:
         raise ValueError(f"{record.__name__} has no field {key!r}")
@@ -358,8 +358,9 @@ class ProcessParts:
         states[-1] = changed(states[-1], self.last_state)
         stacks = []
         for stack in process.stacks:
-            pairs = zip(stack.threads, self.threads, strict=True)
-            shown = tuple(changed(thread, parts.stack) for thread, parts in pairs)
+            shown = tuple(
+                changed(thread, parts.stack) for thread, parts in zip(stack.threads, self.threads, strict=True)
+            )
             stacks.append(msgspec.structs.replace(stack, threads=shown))
         return msgspec.structs.replace(process, states=tuple(states), stacks=tuple(stacks))
 
@@ -495,24 +496,24 @@ def _seconds(text: str) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """The evidence of one case, and the source files that its verdict may read: path → text, or None."""
+    """The evidence of one case, and the source files that are found, or not, when its verdict asks for them."""
 
     evidence: Evidence
-    sources: Mapping[str, str | None]
+    sources: Mapping[str, str | None]  # by path
 
     @property
     def verdict(self) -> Verdict:
-        # By the module, which a script may have changed.
+        # Scripts replace the function in its module.
         return diagnosing.diagnose(self.evidence, self.sources.get if self.sources else None)
 
 
 @dataclass(frozen=True)
 class CaseText:
-    """A case as it is written. ``line``: that of its name. ``lines``: all of them, without blank ones at the end."""
+    """A case as it is written."""
 
     path: Path
-    line: int
-    lines: tuple[str, ...]
+    line: int  # number of the line with its name
+    lines: tuple[str, ...]  # from its name to its last line that is not blank
 
     def __str__(self) -> str:
         return f"{self.path.name}:{self.line} {self.name}"
@@ -523,7 +524,7 @@ class CaseText:
 
     @property
     def decision(self) -> str:
-        """The line of the decision, without its arrow. Empty: it has none yet."""
+        """Returns the line of the decision without its arrow, or an empty text if there is none yet."""
         return next((line[len(_ARROW) :] for line in self.lines if line.startswith(_ARROW)), "")
 
     def decided(self, decision: str) -> CaseText:
@@ -600,8 +601,7 @@ class _CaseReader:
 
 
 def _source_in(numbered: Iterable[str]) -> str:
-    """Returns a file's text. Lines that are left out are empty."""
-    lines: dict[int, str] = {}
+    lines: dict[int, str] = {}  # those that are left out are empty
     for text in numbered:
         number, _, line = text.partition("|")
         lines[int(number)] = line.removeprefix(" ")
@@ -670,7 +670,7 @@ def all_cases(folder: Path = FOLDER) -> list[CaseText]:
 
 
 def update(folder: Path = FOLDER) -> int:
-    """Writes today's decision on each case, into the file of its cause. Returns the number of those that changed."""
+    """Writes today's decision on each case into the file of its cause, and returns how many decisions changed."""
     files: dict[str, list[CaseText]] = {}
     count = 0
     for case in all_cases(folder):

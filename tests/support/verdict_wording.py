@@ -47,7 +47,7 @@ def sentences(verdict: Verdict) -> Iterator[tuple[str, str]]:
     """Yields each sentence of a verdict, after the part that it belongs to."""
     texts = {
         "summary": [verdict.summary],
-        "reasons": [one.reason for one in (*verdict.culprits, *verdict.nodes_at_fault)],
+        "reasons": [*(one.reason for one in verdict.culprits), *(one.reason for one in verdict.nodes_at_fault)],
         "evidence": [one.claim for one in verdict.evidence],
         "proof": [one.why for one in verdict.proof],
         "ruled out": verdict.ruled_out,
