@@ -11,13 +11,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.docs import test_docs_commands as commands
+from tests.docs import shell as shells
 from tests.docs.pages import PAGES, Block
 
 ROOT = Path(__file__).parents[2]
 
 
-class Pasting(commands.Shell):
+class Pasting(shells.Shell):
     """Keeps what the last block printed."""
 
     screen = ""
@@ -50,7 +50,7 @@ def shorten(output: str) -> str:
 
 def paste(page: str, shell: Pasting) -> None:
     found: list[tuple[Block, str]] = []
-    commands.check_shown = lambda block, said: found.append((block, shell.screen))
+    shells.check_shown = lambda block, said: found.append((block, shell.screen))
     shell.page(page)
     for block, screen in reversed(found):  # a block that grows moves those below it
         if block.comment == "verdict" and block.page == page:

@@ -21,7 +21,7 @@ from statistics import median
 
 from safelaunch.supervise.watch.rhythm import quantile_s, threshold
 from tests.support import histories
-from tests.unit.test_supervise_watch_rhythm import BOUNDS, replay
+from tests.support.histories import BOUNDS, replay
 
 
 def main() -> int:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from safelaunch.leases.store import Store
-from tests.e2e.test_leases import safelaunch, until
+from tests.support.leasing import safelaunch
+from tests.support.waiting import until
 
 RUN = """
 import argparse, os, socket, sys, time

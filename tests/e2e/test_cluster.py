@@ -12,26 +12,12 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.support.jobs import Bundle, Job, Result
+from tests.support.clusters import QUICK, TOGETHER, said_the_same, training, whole_and_half
 from tests.support.nodes import APART, TwoNodes
 from tests.support.paths import PROGRAMS
 
 pytestmark = pytest.mark.torch
-QUICK = ["--stall-timeout=3", "--max-stall=120"]
 TRAINING = [APART, "--how=evaluates", "--seconds=0"]
-TOGETHER = "together with 1 other node"
-
-
-def whole_and_half(results: list[Result]) -> tuple[Bundle, Bundle]:
-    bundles = sorted((result.bundle for result in results), key=lambda bundle: not bundle.verdict["bundle"]["whole"])
-    return bundles[0], bundles[1]
-
-
-def said_the_same(bundles: tuple[Bundle, Bundle]) -> dict[str, Any]:
-    """The verdict, without the place of the bundle, which is each one's own."""
-    first, second = ({k: v for k, v in one.verdict.items() if k != "bundle"} for one in bundles)
-    assert first == second
-    return first
 
 
 def test_one_node_computes_and_the_other_waits_for_it(tmp_path: Path) -> None:
@@ -86,15 +72,6 @@ def test_a_supervisor_that_is_killed_is_told_of(tmp_path: Path) -> None:
     assert result.code not in (0, 124), result.stderr
     assert "gone without a word" in result.said or "no longer be reached" in result.said, result.said
     assert (result.verdict["outcome"], result.verdict["culprits"]) == ("crash", []), result.said
-
-
-def training(nodes: TwoNodes) -> tuple[Job, Job]:
-    """The nodes with the ranks 0 and 2, once they train and have met."""
-    first, second = nodes.with_rank(0)
-    for job in (first, second):
-        job.until(lambda job=job: TOGETHER in job.stderr, "the nodes to meet")  # type: ignore[misc]
-    first.until(lambda: (nodes.scratch / "evaluated").exists(), "the first steps")
-    return first, second
 
 
 @pytest.mark.rare

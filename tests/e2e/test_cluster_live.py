@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_cluster import QUICK
-from tests.e2e.test_live import asked, asking
+from tests.support.asking import asked, asking
+from tests.support.clusters import QUICK
 from tests.support.jobs import Bundle, Job
 from tests.support.nodes import APART, TwoNodes
 

@@ -13,18 +13,13 @@ from pathlib import Path
 import pytest
 
 from safelaunch.system.decoding import load_pickle
-from tests.support.jobs import Job, Result
+from tests.support.jobs import Job, Result, line_of
 from tests.support.nvml import stub
 from tests.support.paths import PROGRAMS
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 
 CRASHING = PROGRAMS / "crashing.py"
-
-
-def line_of(script: Path, mark: str) -> int:
-    """The number of the line that ends in the comment ``mark``."""
-    return next(n for n, text in enumerate(script.read_text().splitlines(), 1) if text.endswith(f"# {mark}"))
 
 
 def run(tmp_path: Path, *words: str | Path, env: Mapping[str, str] | None = None) -> Result:

@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import port_of_its_own
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.torch
 
@@ -291,13 +292,6 @@ def differences(theirs: Any, ours: Any, path: str = "") -> list[str]:
         keys = sorted({*theirs, *ours}, key=str)
         return [x for key in keys for x in differences(theirs.get(key), ours.get(key), f"{path}/{key}")]
     return [] if theirs == ours else [f"{path}: torchrun {theirs!r}, safelaunch {ours!r}"]
-
-
-def until(reached: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + patience_s
-    while not reached():
-        assert time.monotonic() < deadline, f"waited {patience_s:g} s for {what}"
-        time.sleep(0.02)
 
 
 @pytest.fixture

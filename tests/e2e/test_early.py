@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_live import asked, status
+from tests.support.asking import asked, status
 from tests.support.jobs import Job
 from tests.support.paths import PROGRAMS
 

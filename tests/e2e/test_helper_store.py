@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 
 from safelaunch.supervise.cluster.hosting import PROGRAM
-from tests.e2e.test_cluster import TOGETHER, said_the_same, training, whole_and_half
+from tests.support.clusters import TOGETHER, said_the_same, training, whole_and_half
 from tests.support.nodes import APART, TASK, TwoNodes, free_port
 
 pytestmark = pytest.mark.torch

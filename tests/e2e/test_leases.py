@@ -7,9 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,10 +15,11 @@ from safelaunch.addons.sweep.jobs import Job
 from safelaunch.addons.sweep.pool import Gpus
 from safelaunch.leases.store import Store
 from tests.qa.crowd import PROGRAM, Crowd, may_be_two_users
+from tests.support.leasing import AS_A_RANK, log_of, safelaunch
 from tests.support.nvml import stub
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.torch
-AS_A_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 @pytest.mark.parametrize("seed", [1])
@@ -37,39 +35,6 @@ def test_a_crowd(node: stub.Node, tmp_path: Path, seed: int) -> None:
     assert not outcome.problems
     assert outcome.served >= 12 - sum(outcome.killed.values())
     assert outcome.most_at_once >= 2
-
-
-@contextmanager
-def safelaunch(
-    *words: str | Path, env: Mapping[str, str], pass_fds: tuple[int, ...] = ()
-) -> Iterator[subprocess.Popen[str]]:
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("SAFELAUNCH_", "PET_", "SLURM_", "CUDA_"))}
-    with subprocess.Popen(
-        [sys.executable, "-m", "safelaunch", *map(os.fspath, words)],
-        env={**environ, "OMP_NUM_THREADS": "1", **env},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        pass_fds=pass_fds,
-    ) as process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
-
-
-def until(reached: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 120
-    while not reached():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.02)
-
-
-def log_of(place: Path) -> list[str]:
-    return (place / "log").read_text().splitlines() if (place / "log").exists() else []
 
 
 def test_torchrun_ranks_hold_their_gpus_and_their_port(node: stub.Node, tmp_path: Path) -> None:

@@ -6,12 +6,9 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,6 +17,7 @@ from safelaunch.job.paths import RunPaths
 from safelaunch.supervise import pollers
 from safelaunch.supervise.watch.progress import Watch
 from safelaunch.supervise.watch.stall import Policy
+from tests.support.asking import asked, asking, status
 from tests.support.jobs import Bundle, Job
 from tests.support.nvml import stub
 from tests.support.nvml.stub import GIB
@@ -27,38 +25,6 @@ from tests.support.paths import PROGRAMS
 
 pytestmark = pytest.mark.torch
 TWO = ["--nproc-per-node=2"]
-
-
-def asked(job: Job, *words: str, patience_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """``safelaunch WORDS`` by the same user, who has the job's XDG_RUNTIME_DIR."""
-    with asking(job, *words) as process:
-        out, err = process.communicate(timeout=patience_s)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-@contextmanager
-def asking(job: Job, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """The same, while it runs; it is ended with the block."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("SAFELAUNCH_")}
-    with subprocess.Popen(
-        [sys.executable, "-m", "safelaunch", *words],
-        env={**environ, "XDG_RUNTIME_DIR": os.fspath(job.runtime)},
-        cwd=job.scratch,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def status(job: Job) -> dict[str, Any] | None:
-    """The job as ``status --json`` tells it; None while it is not there."""
-    done = asked(job, "status", "--json")
-    assert done.returncode == 0, done.stderr
-    return next((run for run in json.loads(done.stdout) if run["supervisor_pid"] == job.process.pid), None)
 
 
 def steps(job: Job) -> list[int]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.support.jobs import Job
-from tests.support.nodes import APART, TwoNodes
+from tests.support.nodes import APART, TwoNodes, feed
 
 pytestmark = pytest.mark.torch
 QUICK = ["--stall-timeout=3", "--max-stall=120"]
@@ -49,17 +46,6 @@ def test_a_node_that_sees_its_own_ranks_alone_ends_a_hang_at_max_stall(tmp_path:
 
 
 # --- runnable is alive ------------------------------------------------------------------------------------------------
-
-
-def feed(job: Job, scratch: Path, *, after_s: float = 0.0) -> None:
-    """Ends what keeps rank 0 of ``apart.py --how=starved`` from its core, once it has been noticed, or ``after_s``."""
-    starving = scratch / "starving"
-    job.until(lambda: starving.exists() and starving.read_text(), "a rank that would compute")
-    enough_s = job.seconds + after_s
-    job.until(lambda: job.seconds > enough_s if after_s else "no step for" in job.stderr, "some time")
-    for pid in starving.read_text().split():
-        with suppress(ProcessLookupError):  # the job was ended
-            os.kill(int(pid), signal.SIGKILL)
 
 
 @pytest.mark.rare

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_crashes import line_of
-from tests.support.jobs import Job
+from tests.support.jobs import Job, line_of
 from tests.support.paths import PROGRAMS
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]

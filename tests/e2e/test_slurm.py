@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +17,7 @@ import pytest
 from tests.docs.pages import blocks
 from tests.qa import slurm
 from tests.support.nodes import APART, TASK
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.torch,
@@ -70,7 +70,11 @@ def submitted(cluster: slurm.Cluster, place: Path, env: Mapping[str, str], nodes
     out = place.parent / "out.txt"
     job = cluster.begin(["sbatch", "--wait", f"--output={out}", place], env=env)
     try:
-        until(lambda: out.exists() and out.read_text().count("one verdict for all") == nodes, "all to meet", out)
+        until(
+            lambda: out.exists() and out.read_text().count("one verdict for all") == nodes,
+            "all to meet",
+            more=lambda: output(out),
+        )
         (place.parent / "met").touch()
         return job.wait(150.0), out.read_text()
     finally:
@@ -116,10 +120,18 @@ def test_scancel_of_a_healthy_job_accuses_nobody(cluster: slurm.Cluster, env: di
     place, out = tmp_path / "train.sbatch", tmp_path / "out.txt"
     place.write_text(script("train.sbatch", APART, "--how=evaluates", "--seconds=0", f"--scratch={tmp_path}"))
     job = cluster.run(["sbatch", "--parsable", f"--output={out}", place], env=env).stdout.strip()
-    until(lambda: (tmp_path / "evaluated").exists() and out.read_text().count("together with") == 2, "training", out)
+    until(
+        lambda: (tmp_path / "evaluated").exists() and out.read_text().count("together with") == 2,
+        "training",
+        more=lambda: output(out),
+    )
     cluster.run(["scancel", job])
-    until(lambda: not cluster.run(["squeue", "--noheader", "-j", job]).stdout.strip(), "its end", out)
-    until(lambda: not running(tmp_path), "its processes to end", out)
+    until(
+        lambda: not cluster.run(["squeue", "--noheader", "-j", job]).stdout.strip(),
+        "its end",
+        more=lambda: output(out),
+    )
+    until(lambda: not running(tmp_path), "its processes to end", more=lambda: output(out))
     assert verdicts(tmp_path / "bundles") == []
     assert "crashed" not in out.read_text() and "hangs" not in out.read_text()
 
@@ -128,8 +140,5 @@ def running(scratch: Path) -> str:
     return subprocess.run(["pgrep", "-f", f"--scratch={scratch}"], capture_output=True, text=True).stdout
 
 
-def until(reached: Any, what: str, out: Path) -> None:
-    deadline = time.monotonic() + 120.0
-    while not reached():
-        assert time.monotonic() < deadline, f"waited for {what}\n{out.read_text() if out.exists() else 'no output'}"
-        time.sleep(0.2)
+def output(out: Path) -> str:
+    return out.read_text() if out.exists() else "no output"

@@ -313,3 +313,17 @@ def decided(verdict: Verdict) -> tuple[str, list[tuple[int, int]], str]:
     """Cause, (rank, line) of the culprits, confidence."""
     culprits = [(one.rank, one.frame.line if one.frame else 0) for one in verdict.culprits]
     return verdict.cause, culprits, verdict.confidence
+
+
+NEW_GROUP = (Frame(C10D, 5100, "_new_group_with_tag"), Frame(C10D, 5000, "new_group"), WRAPPER, at(14), MODULE)
+
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.00 GiB of which 512.00 "
+    "MiB is free. Process 4711 has 5.00 GiB memory in use. Including non-PyTorch memory, this process has "
+    "73.50 GiB memory in use. Of the allocated memory 66.00 GiB is allocated by PyTorch, with 46.00 MiB "
+    "allocated in private pools (e.g., CUDA Graphs), and 6.00 GiB is reserved by PyTorch but unallocated. If "
+    "reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to "
+    "avoid fragmentation."
+)
+
+EVIL = "\x1b]0;owned\x07\x1b[2J<script>alert(1)</script>|`*x*\r\n# no\u202e"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
+from safelaunch.supervise.watch.rhythm import Bounds, Learned, learn, threshold
 from tests.support.paths import DATA
 
 TICK_S = 0.25
@@ -126,3 +127,33 @@ def histories(each: int, length: int = 700) -> Iterator[History]:
 def recorded() -> Iterator[History]:
     for number, path in enumerate(sorted((DATA / "histories").glob("*.json"))):
         yield History(f"recorded {path.stem}", number, tuple(json.loads(path.read_text())["gaps"]))
+
+
+BOUNDS = Bounds(floor_s=5.0)
+
+
+@dataclass
+class Replay:
+    """What a watch with this rhythm does to one history. ``suspected``: (step, pause) that exceeded the threshold."""
+
+    history: History
+    known: Learned
+    suspected: list[tuple[int, float]]
+
+
+def replay(history: History, until: int | None = None) -> Replay:
+    """Sees what the supervisor sees: the newest mark at each tick, and each long pause as it grows."""
+    known, suspected = Learned(), []
+    tick_s, times = 0.0, history.times[:until]
+    for step, mark_s in enumerate(times, 1):
+        upcoming_s = times[step] if step < len(times) else mark_s
+        if upcoming_s // TICK_S == mark_s // TICK_S and step < len(times):
+            continue  # the next step comes before the next look
+        tick_s = (mark_s // TICK_S + 1) * TICK_S
+        known = learn(known, step, mark_s, tick_s)
+        last_look_s = upcoming_s // TICK_S * TICK_S
+        if last_look_s > tick_s:
+            known = learn(known, step, mark_s, last_look_s)
+            if last_look_s - mark_s > threshold(known, BOUNDS).seconds:
+                suspected.append((step, upcoming_s - mark_s))
+    return Replay(history, known, suspected)

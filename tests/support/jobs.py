@@ -280,3 +280,8 @@ def _command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return "?"
+
+
+def line_of(script: Path, mark: str) -> int:
+    """The number of the line that ends in the comment ``mark``."""
+    return next(n for n, text in enumerate(script.read_text().splitlines(), 1) if text.endswith(f"# {mark}"))

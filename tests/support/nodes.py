@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -136,3 +139,14 @@ def free_range(count: int, first: int, last: int) -> str:
         _RESERVED.extend(socket for socket in found if socket is not None)
         if all(found):
             return f"{begin}-{begin + count - 1}"
+
+
+def feed(job: Job, scratch: Path, *, after_s: float = 0.0) -> None:
+    """Ends what keeps rank 0 of ``apart.py --how=starved`` from its core, once it has been noticed, or ``after_s``."""
+    starving = scratch / "starving"
+    job.until(lambda: starving.exists() and starving.read_text(), "a rank that would compute")
+    enough_s = job.seconds + after_s
+    job.until(lambda: job.seconds > enough_s if after_s else "no step for" in job.stderr, "some time")
+    for pid in starving.read_text().split():
+        with suppress(ProcessLookupError):  # the job was ended
+            os.kill(int(pid), signal.SIGKILL)

@@ -11,7 +11,6 @@ from safelaunch.job.process import ProcessId
 from safelaunch.model import EarlyLook, Frame, Place
 from safelaunch.supervise.control.discover import Run
 from safelaunch.supervise.control.protocol import NodeStatus, RankStatus, RunStatus
-from tests.support.paths import DATA
 
 NOW = 1_800_000_000.0
 GIB = 1 << 30
@@ -86,7 +85,6 @@ RUNS = {
     "none": (),
 }
 SIZES = ((60, 16), (80, 24), (120, 30))
-GOLDEN = DATA / "status_screens"
 
 
 def drawn(name: str, width: int, height: int) -> str:
@@ -95,10 +93,3 @@ def drawn(name: str, width: int, height: int) -> str:
     return "".join(
         f"{line.text.ljust(width)} | {line.style}".removesuffix(" | plain").rstrip() + "\n" for line in lines
     )
-
-
-if __name__ == "__main__":  # writes what the screens are now; look at the difference
-    GOLDEN.mkdir(parents=True, exist_ok=True)
-    for name in RUNS:
-        for width, height in SIZES:
-            (GOLDEN / f"{name}-{width}.txt").write_text(drawn(name, width, height), "utf-8")

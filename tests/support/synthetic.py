@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from msgspec import structs
 
@@ -380,3 +380,26 @@ def evidence_of(
         else:
             ranks.append(rank(number, in_user(7), "sleep", flight=flight, step=None, seen=stacks))
     return job(*ranks)
+
+
+KINDS = ("stop", "skip", "extra", "swap", "shape", "op", "group")
+
+
+def window_of(least: int, rank: int) -> int:
+    return least + rank % 3
+
+
+def generated(kind: str, variant: str, layout: tuple[int, int, int], seed: int) -> Evidence | None:
+    dice, grid = random.Random(f"{kind} {variant} {layout} {seed}"), Layout(*layout)
+    for _ in range(20):
+        programs = schedule(grid, dice.randint(4, 9), dice.randint(1, 3), sends="sends" in variant)
+        rank = dice.randrange(grid.world)
+        fault = Fault(kind, rank, dice.randrange(len(programs[rank]) - 1))
+        planted = inject(programs, fault)
+        rest = play(grid, planted) if planted else {}
+        if planted and any(waits for _, waits in rest.values()):
+            least = dice.randint(3, 12) if "window" in variant else 2000
+            window = partial(window_of, least)
+            found: Evidence = evidence_of(grid, planted, rest, window=window, stacks="no stacks" not in variant)
+            return found
+    return None

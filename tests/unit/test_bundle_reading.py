@@ -16,17 +16,13 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from safelaunch.beacon import layout, page
+from safelaunch.beacon import layout
 from safelaunch.bundle.reading import locate
 from safelaunch.bundle.reading.guard import Unreadable
 from safelaunch.capture.flight_recorder import NCCL_ONLY
 from safelaunch.cli import main
-from safelaunch.job.paths import RunPaths, create_run
 from safelaunch.model import (
-    Collective,
-    Evidence,
     FatalError,
-    FlightRecord,
     Frame,
     GilTest,
     Launched,
@@ -38,69 +34,18 @@ from safelaunch.model import (
     RankFile,
 )
 from safelaunch.verdict.diagnose import diagnose
+from tests.support.bundles import (
+    NAMES,
+    SLEEPER,
+    dumps,
+    hang,
+    mismatching,
+    run_directory,
+    verdict_at,
+    write_bundle,
+    write_json,
+)
 from tests.support.evidence import C10D, at, behind, entry, in_user, job, past, rank, record, waiting
-
-SLEEPER = rank(1, in_user(7, "load"), "sleep", flight=behind())
-
-
-def dump_of(flight: FlightRecord, *, groups: dict[str, list[int]] | None = None) -> dict[str, Any]:
-    """As c10d writes it."""
-    return {
-        "version": "2.10",
-        "entries": [_entry(item) for item in flight.entries],
-        "pg_config": {n: {"name": n, "desc": "", "ranks": json.dumps(r)} for n, r in (groups or {}).items()},
-        "pg_status": {},
-    }
-
-
-def _entry(item: Collective) -> dict[str, Any]:
-    return {
-        "frames": [{"filename": f.file, "line": f.line, "name": f.function} for f in item.frames],
-        "record_id": item.record_id,
-        "pg_id": 0,
-        "process_group": (item.group, item.description),
-        "collective_seq_id": item.seq,
-        "p2p_seq_id": item.p2p_seq,
-        "profiling_name": item.op,
-        "input_sizes": [list(size) for size in item.input_sizes],
-        "input_dtypes": list(item.input_dtypes),
-        "state": item.state,
-        "retired": item.completed,
-        "is_p2p": item.is_p2p,
-    }
-
-
-def write_bundle(root: Path, evidence: Evidence, host: str = "node1") -> Path:
-    """The files that the reading relies on."""
-    for one in evidence.ranks:
-        folder = root / "ranks" / str(one.rank)
-        folder.mkdir(parents=True)
-        _json(folder / "rank.json", RankFile.of(one))
-        _json(folder / "progress.json", one.progress)
-        _json(folder / "proc.json", {"main": one.main, "children": one.children})
-        if one.flight_record is not None:
-            (folder / "flight_recorder.pickle").write_bytes(pickle.dumps(dump_of(one.flight_record)))
-        if one.exception is not None:
-            _json(folder / "exception.json", one.exception)
-    if evidence.launched is not None:
-        _json(root / "launch.json", evidence.launched)
-    described = {"outcome": evidence.outcome, "world_size": evidence.world_size, "moving": evidence.moving}
-    _json(root / "manifest.json", {"schema": 1, "host": host, "watch": {"stalled_s": 30.0}, "job": described})
-    return root
-
-
-def _json(path: Path, value: object) -> None:
-    path.write_bytes(msgspec.json.encode(value))
-
-
-def hang(world: int = 4) -> Evidence:
-    return job(*(SLEEPER if n == 1 else waiting(n) for n in range(world)))
-
-
-def verdict_at(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
-    code = main(["diagnose", str(path), "--json"])
-    return code, json.loads(capsys.readouterr().out)
-
 
 # --- bundles ----------------------------------------------------------------------------------------------------------
 
@@ -118,7 +63,7 @@ def test_a_bundle_diagnosed_again_has_the_same_record_of_the_job(
     evidence = msgspec.structs.replace(hang(), launched=launched, time="2026-11-28T16:05:15Z", versions=versions)
     written = diagnose(evidence)
     root = write_bundle(tmp_path / "b", evidence)
-    _json(root / "verdict.json", written)
+    write_json(root / "verdict.json", written)
     again = verdict_at(root, capsys)[1]
     for field in ("run", "host", "time", "world_size", "versions", "command"):
         assert again[field] == json.loads(msgspec.json.encode(written))[field] and again[field], field
@@ -259,7 +204,7 @@ def test_a_recorder_that_does_not_record_the_jobs_backend_is_no_record(tmp_path:
     manifest["artifacts"] = [
         {"path": "ranks/2/flight_recorder.pickle", "how": "worker server", "duration_s": 0.0, "note": NCCL_ONLY}
     ]
-    _json(root / "manifest.json", manifest)
+    write_json(root / "manifest.json", manifest)
     records = {one.rank: one.flight_record for one in locate.read(root).evidence.ranks}
     assert [rank for rank, record in records.items() if record is None] == [2]
 
@@ -418,28 +363,6 @@ def test_how_the_job_was_started_comes_back(tmp_path: Path) -> None:
 
 
 # --- plain dumps ------------------------------------------------------------------------------------------------------
-
-NAMES = {
-    "nccl_trace_rank_{}": "pickle",
-    "comm_lib_trace_rank_{}": "pickle",
-    "nccl_trace_rank_{}.json": "json",
-    "my-job_2026.rank{}.json": "json",
-    "dump.{}.pkl": "pickle",
-}
-
-
-def dumps(folder: Path, flights: dict[int, FlightRecord], name: str = "nccl_trace_rank_{}", **fields: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    for number, flight in flights.items():
-        dump = dump_of(flight, **fields)
-        data = pickle.dumps(dump, protocol=2) if NAMES[name] == "pickle" else json.dumps(dump).encode()
-        (folder / name.format(number)).write_bytes(data)
-    return folder
-
-
-def mismatching(world: int = 4, odd: int = 2) -> dict[int, FlightRecord]:
-    usual = record(*past(3), entry("all_reduce", 4, line=50))
-    return {n: record(*past(3), entry("all_gather", 4, line=41)) if n == odd else usual for n in range(world)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -652,22 +575,11 @@ def test_how_a_rank_ended_is_kept(tmp_path: Path) -> None:
 # --- a run directory that nobody removed ------------------------------------------------------------------------------
 
 
-def run_directory(tmp_path: Path, ranks: int) -> RunPaths:
-    """Pages as the beacons of this process's ranks would have left them."""
-    run = create_run(tmp_path, os.getpid(), os.getuid())
-    for number in range(ranks):
-        _, words = page.create(str(run.pages / f"0-{number}-{os.getpid()}"))
-        words[layout.RANK], words[layout.WORLD_SIZE], words[layout.PID] = number, ranks, os.getpid()
-        words[layout.KIND], words[layout.STATE] = layout.EXPLICIT, layout.TORCH
-        words[layout.USER_STEPS], words[layout.READY] = 40 + number, layout.MAGIC
-    return run
-
-
 def test_a_run_directory_with_an_exception(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_directory(tmp_path, 2)
     raised = {"type": "ValueError", "message": "a bad batch", "time_unix_s": 5.0, "text": "Traceback",
               "frames": [{"file": "/home/me/train.py", "line": 7, "function": "load"}]}  # fmt: skip
-    _json(run.of_page(f"0-1-{os.getpid()}", layout.EXCEPTION_SUFFIX), raised)
+    write_json(run.of_page(f"0-1-{os.getpid()}", layout.EXCEPTION_SUFFIX), raised)
     line = {"event": "failing", "time_unix_s": 6.0, "attempt": 0, "exits": {"1": 1}}
     run.agent_events.write_text(json.dumps(line) + "\n")
     code, verdict = verdict_at(run.root, capsys)

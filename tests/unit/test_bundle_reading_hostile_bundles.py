@@ -21,7 +21,7 @@ from safelaunch.bundle.reading import locate
 from safelaunch.bundle.reading.guard import Unreadable
 from safelaunch.cli import main
 from safelaunch.verdict.diagnose import diagnose
-from tests.unit.test_bundle_reading import dumps, hang, mismatching, run_directory, verdict_at, write_bundle
+from tests.support.bundles import dumps, hang, mismatching, run_directory, verdict_at, write_bundle
 
 ZEROS = gzip.compress(bytes(16 << 20))  # members of a gzip file stand one after the other
 

@@ -10,9 +10,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -34,33 +32,13 @@ from safelaunch.model import Artifact, Culprit, EarlyLook, Place, Verdict
 from safelaunch.supervise.hooks import Notifier, variables, variables_of_look
 from safelaunch.supervise.hooks import run as run_command
 from safelaunch.system.redaction.redactor import Redactor
+from tests.support.staging import NAME, mounted, published, staged
 from tests.support.waiting import until
 
 # --- assembling, publishing and keeping bundles: whole or not at all, private, and nothing else is ever touched -------
 
-NAME = "train-20260101T000000Z-hang"
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 AS_USER = pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
-
-
-def begun(root: Path) -> Staging:
-    """A small bundle as an incident leaves it."""
-    staging = Staging(root)
-    staging.add_json(Artifact("verdict.json", "safelaunch", 0.0), {"outcome": "hang"})
-    staging.add(Artifact("ranks/0/stack.txt", "py-spy dump", 0.1), "Thread 1\n")
-    staging.finish({})
-    return staging
-
-
-def staged(root: Path) -> Path:
-    return begun(root).root
-
-
-def published(directory: Path, name: str = NAME, keeping: Keeping | None = None) -> Published:
-    source = staged(directory.parent / f"staged-{time.monotonic_ns()}")
-    result = publish(source, directory, name, directory.parent / "fallback", keeping, deadline_s=30.0)
-    assert not source.exists() or result.path == source
-    return result
 
 
 def names(directory: Path) -> list[str]:
@@ -338,18 +316,6 @@ def test_a_directory_that_nobody_may_write(tmp_path: Path) -> None:
         result = published(tmp_path / "bundles")
     assert result.path == tmp_path / "fallback" / NAME
     assert "Read-only file system" in result.problem
-
-
-@contextmanager
-def mounted(directory: Path, options: str) -> Iterator[None]:
-    directory.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", directory], capture_output=True)
-    if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.decode().strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", directory], check=True)
 
 
 def test_neither_directory_nor_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from safelaunch.model import Artifact
 from safelaunch.settings.options import Settings
 from safelaunch.system.errors import UsageError
 from tests.support import strangers
-from tests.unit.test_bundle_staging import NAME, begun, mounted, published, staged
+from tests.support.staging import NAME, begun, mounted, published, staged
 
 ROOT = pytest.mark.skipif(os.getuid() != 0, reason="takes root to be several users")
 STRANGER = 65534

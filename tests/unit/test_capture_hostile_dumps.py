@@ -24,8 +24,8 @@ from safelaunch.capture.flight_dump import MAX_RANKS, parse_json, parse_pickle, 
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.system.errors import CaptureError
 from safelaunch.verdict.diagnose import diagnose
-from tests.unit.test_bundle_reading import dumps, mismatching
-from tests.unit.test_capture_flight_recorder import GLOO, GLOO_ENTRY, NCCL, as_json
+from tests.support.bundles import dumps, mismatching
+from tests.support.sample_dumps import GLOO, GLOO_ENTRY, NCCL, as_json
 
 FIELDS = sorted({*GLOO_ENTRY, *NCCL["entries"][0]})
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.cli import COMMANDS
-from tests.unit.test_bundle_reading import dumps, mismatching
+from tests.support.bundles import dumps, mismatching
 
 # A few hundred processes would take a minute: one that has imported everything forks for each command line.
 FORKS = """

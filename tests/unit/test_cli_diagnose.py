@@ -18,7 +18,7 @@ from safelaunch.bundle.reading import locate
 from safelaunch.cli import main
 from safelaunch.cli.diagnose import FILES, HTML, PERFETTO, VERDICT
 from tests.support import incidents
-from tests.unit.test_bundle_reading import dumps, hang, mismatching, verdict_at, write_bundle
+from tests.support.bundles import dumps, hang, mismatching, verdict_at, write_bundle
 
 Capture = pytest.CaptureFixture[str]
 

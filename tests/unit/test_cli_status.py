@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,7 @@ from safelaunch.supervise.control.discover import Run, select
 from safelaunch.supervise.control.protocol import DumpAnswer, NodeStatus, RankStatus, RunStatus
 from safelaunch.supervise.status import state_of
 from safelaunch.system.errors import SafelaunchError, UsageError
-
-
-def rank(number: int, **known: object) -> RankStatus:
-    plain = RankStatus(number, 100 + number, "running", step=60, steps_per_s=2.0, age_s=0.3, signals="beacon")
-    return msgspec.structs.replace(plain, **known)
+from tests.support.runs import RUNS, rank, run, run_status
 
 
 def test_the_nodes_of_a_job() -> None:
@@ -50,28 +45,6 @@ def test_the_nodes_of_a_job() -> None:
 def test_why_the_nodes_of_a_job_are_not_known() -> None:
     said = status.details(run_status(rank(0), alone="no store at n1:29700: refused"))
     assert said[-1] == "the state of the other nodes is unknown: no store at n1:29700: refused"
-
-
-def run_status(*ranks: RankStatus, **known: object) -> RunStatus:
-    plain = RunStatus(
-        run="r10",
-        name="train",
-        supervisor_pid=10,
-        cwd="/work",
-        command=["train.py", "--lr", "3"],
-        started_unix_s=1000.0,
-        attempt=0,
-        world_size=max(len(ranks), 1),
-        watch="watching",
-        threshold_s=600.0,
-        threshold_why="auto",
-        ranks=list(ranks),
-    )
-    return msgspec.structs.replace(plain, **known)
-
-
-def run(pid: int, said: RunStatus | None = None, **known: object) -> Run:
-    return replace(Run(Path(f"/tmp/s/r{pid}"), ProcessId(pid, 5), said), **known)  # type: ignore[arg-type]
 
 
 def cell(found: RunStatus, number: int, column: str) -> str:
@@ -223,13 +196,6 @@ def test_json_has_every_run_with_the_fields_of_its_status() -> None:
 
 
 # --- which run --------------------------------------------------------------------------------------------------------
-
-RUNS = (
-    run(10, run_status(name="train")),
-    run(11, run_status(name="eval")),
-    run(12, run_status(name="train")),
-    run(13, run_status(name="11")),
-)
 
 
 @pytest.mark.parametrize(

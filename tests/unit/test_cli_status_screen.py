@@ -1,5 +1,5 @@
-"""The screen of ``status --watch``: golden files for three sizes (``python tests/support/screens.py`` writes them), the
-sparkline; and the terminal, which it leaves as it was.
+"""The screen of ``status --watch``: golden files for three sizes, the sparkline; and the terminal, which it
+leaves as it was.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import pytest
 
 from safelaunch.cli.status_screen import ASCII, Glyphs, course, screen, spark
 from safelaunch.model import WrongResult
-from tests.support import screens
+from tests.support import golden, screens
 from tests.support.paths import ROOT
-from tests.support.screens import GOLDEN, RUNS, SIZES
+from tests.support.screens import RUNS, SIZES
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(("width", "height"), SIZES)
 @pytest.mark.parametrize("name", RUNS)
 def test_the_screen(name: str, width: int, height: int) -> None:
-    assert screens.drawn(name, width, height) == (GOLDEN / f"{name}-{width}.txt").read_text("utf-8")
+    golden.compare(f"status_screens/{name}-{width}.txt", screens.drawn(name, width, height))
 
 
 @pytest.mark.parametrize("name", RUNS)

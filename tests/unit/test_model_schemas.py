@@ -29,7 +29,7 @@ from safelaunch.verdict.rank_state import Facts
 from scripts.build import schemas as writer
 from tests.support import incidents
 from tests.support.recordings import recorded
-from tests.unit.test_cli_status import rank, run, run_status
+from tests.support.runs import rank, run, run_status
 
 
 def check(name: str, found: Any) -> None:

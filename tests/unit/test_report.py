@@ -25,10 +25,21 @@ from safelaunch.report import page, report
 from safelaunch.report.overview import culprit_lines
 from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.diagnose import diagnose
-from tests.support.evidence import WORKER_IDLE, at, behind, in_loader, in_user, in_worker, job, process, rank, waiting
+from tests.support.evidence import (
+    EVIL,
+    WORKER_IDLE,
+    at,
+    behind,
+    in_loader,
+    in_user,
+    in_worker,
+    job,
+    process,
+    rank,
+    waiting,
+)
 
 BUNDLE = "/home/me/safelaunch-bundles/train-20261120T102233Z-hang"
-EVIL = "\x1b]0;owned\x07\x1b[2J<script>alert(1)</script>|`*x*\r\n# no\u202e"
 
 
 def sleeping(world: int = 4) -> Evidence:

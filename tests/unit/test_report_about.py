@@ -13,10 +13,9 @@ from safelaunch.model import EarlyLook, Evidence, Place
 from safelaunch.report import page, report
 from safelaunch.report.about import early_line, in_status
 from safelaunch.verdict.diagnose import diagnose
-from tests.support.evidence import at, behind, in_user, rank, waiting
+from tests.support.bundles import write_bundle, write_json
+from tests.support.evidence import EVIL, at, behind, in_user, rank, waiting
 from tests.support.evidence import job as job_of
-from tests.unit.test_bundle_reading import _json, write_bundle
-from tests.unit.test_report import EVIL
 
 HERE = (Place(1, at(7, "load")),)
 LOOK = EarlyLook(1_795_363_200.0, 7.4, 0.048, words="rank 1 is asleep in train.py:7 (load)", places=HERE)
@@ -61,7 +60,7 @@ def test_in_the_reports() -> None:
 def test_it_comes_back_from_a_bundle(tmp_path: Path) -> None:
     evidence = quiet(LOOK, replace(LOOK, quiet_s=21.0, movement="active", lasted_s=30.0, said=True))
     root = write_bundle(tmp_path / "b", evidence)
-    _json(root / "early.json", evidence.early)
+    write_json(root / "early.json", evidence.early)
     assert locate.read(root).evidence == evidence
     (root / "early.json").write_text("{}")
     damaged = locate.read(root)

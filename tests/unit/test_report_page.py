@@ -33,9 +33,8 @@ from safelaunch.report.overview import RankRow, alike
 from safelaunch.report.tables import hosts_word
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.rank_state import Facts
-from tests.support import browser, incidents
+from tests.support import browser, incidents, nccl_cases, nccl_formats
 from tests.support.evidence import behind, entry, in_c10d, in_user, job, past, progress, rank, record, waiting
-from tests.unit import test_capture_nccl_formats as nccl
 
 pytestmark = pytest.mark.xdist_group("chromium")  # one Chromium, and each page made once
 
@@ -309,11 +308,11 @@ def test_an_exception_whose_traceback_is_lost_still_shows_a_page() -> None:
 
 
 @pytest.mark.parametrize("timing", [True, False])
-@pytest.mark.parametrize("name", nccl.CASES)
+@pytest.mark.parametrize("name", nccl_cases.CASES)
 def test_the_groups_say_what_the_title_says(name: str, timing: bool, tmp_path: Path) -> None:
-    recorders = nccl.ranks(nccl.NEWEST, timing=timing)
-    nccl.CASES[name].play(recorders)
-    evidence = locate.read(nccl.write(tmp_path / "dumps", recorders)).evidence
+    recorders = nccl_cases.ranks(nccl_formats.NEWEST, timing=timing)
+    nccl_cases.CASES[name].play(recorders)
+    evidence = locate.read(nccl_formats.write(tmp_path / "dumps", recorders)).evidence
     facts = Facts.of(evidence)
     (group,) = page.content(diagnose(evidence), evidence, facts=facts)["groups"]["rows"]
     assert all(completed <= entered for _, _, entered, completed, _ in group["at"])

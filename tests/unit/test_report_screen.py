@@ -1,4 +1,4 @@
-"""The screen of a verdict, as golden files: ``python tests/unit/test_report_screen.py`` writes them anew.
+"""The screen of a verdict, as golden files.
 
 A screen may not break a line within a word or a path, and its last lines can be copied whole.
 """
@@ -9,7 +9,6 @@ import os
 import pty
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -18,9 +17,8 @@ from safelaunch.model import Claim, Culprit, Frame, NextStep, Verdict
 from safelaunch.report import report
 from safelaunch.system import console
 from safelaunch.system.console import Display, display, terminal_safe
-from tests.support.paths import DATA
+from tests.support import golden
 
-GOLDEN = DATA / "verdict_screens"
 BUNDLE = "/home/me/My Experiments/safelaunch-bundles/train-20261122T022137Z-hang"
 COMMAND = "safelaunch --preset nccl-debug --nproc-per-node=8 train.py --data '/data/My Corpus' --steps 1000 --lr 1e-3"
 WIDTHS = (60, 80, 120)
@@ -111,16 +109,12 @@ def shown(verdict: Verdict, width: int, *, color: bool = False) -> str:
     return report.screen(verdict, bundle_path=BUNDLE, page="report.html", width=width, color=color, read_line=line_of)
 
 
-def golden(name: str, width: int) -> Path:
-    return GOLDEN / f"{name}-{width}.txt"
-
-
 EVERY = pytest.mark.parametrize(("name", "width"), [(name, width) for name in SCREENS for width in WIDTHS])
 
 
 @EVERY
 def test_the_screen_is_as_it_was(name: str, width: int) -> None:
-    assert shown(SCREENS[name], width) == golden(name, width).read_text()
+    golden.compare(f"verdict_screens/{name}-{width}.txt", shown(SCREENS[name], width))
 
 
 @EVERY
@@ -275,13 +269,6 @@ def test_a_message_on_a_terminal_breaks_between_words(width: int) -> None:
 
 def test_a_closed_descriptor_is_no_terminal() -> None:
     assert display(987, {}) == Display(100, False)
-
-
-if __name__ == "__main__":
-    GOLDEN.mkdir(exist_ok=True)
-    for name in SCREENS:
-        for width in WIDTHS:
-            golden(name, width).write_text(shown(SCREENS[name], width))
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from safelaunch.stacks.failures import failure, first_failure, last_abort, shortage
+from tests.support.evidence import OUT_OF_MEMORY
 
 COMPLETION = "NET/IB : Got completion from peer 10.5.0.34<33956> with "
 
@@ -121,18 +122,10 @@ def test_of_many_warnings_the_first_of_its_own_began_it() -> None:
 # --- the memory of a GPU, used up -------------------------------------------------------------------------------------
 
 GIB, MIB = 1 << 30, 1 << 20
-FULL = (
-    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.00 GiB of which 512.00 "
-    "MiB is free. Process 4711 has 5.00 GiB memory in use. Including non-PyTorch memory, this process has "
-    "73.50 GiB memory in use. Of the allocated memory 66.00 GiB is allocated by PyTorch, with 46.00 MiB "
-    "allocated in private pools (e.g., CUDA Graphs), and 6.00 GiB is reserved by PyTorch but unallocated. If "
-    "reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to "
-    "avoid fragmentation."
-)
 
 
 def test_all_sizes_are_read() -> None:
-    found = shortage(FULL)
+    found = shortage(OUT_OF_MEMORY)
     assert found is not None
     assert (found.device, found.asked, found.total, found.free) == (1, 2 * GIB, 79 * GIB, 512 * MIB)
     assert (found.own, found.allocated, found.unused) == (73 * GIB + 512 * MIB, 66 * GIB, 6 * GIB)
@@ -148,7 +141,7 @@ def test_what_is_not_told_is_not_known() -> None:
 
 
 def test_nothing_free_is_a_size_too() -> None:
-    found = shortage(FULL.replace("512.00 MiB is free", "0 bytes is free").replace("capacity", "capacty"))
+    found = shortage(OUT_OF_MEMORY.replace("512.00 MiB is free", "0 bytes is free").replace("capacity", "capacty"))
     assert found is not None and (found.free, found.total) == (0, 79 * GIB)
 
 

@@ -23,6 +23,7 @@ from safelaunch.supervise.cluster.messages import NOTHING, Decision, Gathered, N
 from safelaunch.supervise.cluster.rendezvous import Meeting
 from safelaunch.supervise.cluster.store import Address, Store
 from safelaunch.supervise.control.protocol import NodeStatus
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.torch
 VERDICT = Verdict(1, "hang", "busy-loop", "low", "It spins.", (), "", (), (), (), ())
@@ -73,13 +74,6 @@ def join(address: Address, prefix: str) -> Iterator[Callable[..., Channel]]:
     yield start
     for one in made:
         one.close()
-
-
-def until(reached: Callable[[], object], what: str = "it", patience_s: float = 90.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not reached():
-        assert time.monotonic() < deadline, f"waited for {what}"
-        time.sleep(0.02)
 
 
 def covered(*nodes: Channel) -> Callable[[], bool]:

@@ -15,7 +15,7 @@ from safelaunch.job import process
 from safelaunch.leases.ports import listening
 from safelaunch.supervise.cluster.hosting import StoreHost, is_this_host
 from safelaunch.supervise.cluster.store import Address, Store
-from tests.unit.test_supervise_cluster_channel import until
+from tests.support.waiting import until
 
 STARTS_S = 100.0  # torch is imported
 PARENT = """

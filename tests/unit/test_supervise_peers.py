@@ -19,7 +19,7 @@ from safelaunch.model import Lost, NodeEvidence
 from safelaunch.supervise.cluster.messages import Beat, Node, Page, Peer, Seen
 from safelaunch.supervise.cluster.store import probe
 from safelaunch.supervise.peers import agent_state, digest_of, nodes_of
-from tests.unit.test_supervise_cluster_channel import until
+from tests.support.waiting import until
 
 HERE, THERE = Node("", "here", 1, "0.1", "2.13"), Node("", "there", 2, "0.1", "2.9", "abc", "127.0.0.1", hosts=True)
 BEAT = Beat("a", 1, ranks=(2, 3), world=4)

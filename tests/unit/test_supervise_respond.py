@@ -13,7 +13,7 @@ from safelaunch.supervise import respond
 from safelaunch.supervise.kinds import CRASH, Kind
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.respond import Incident, JobView, look
-from tests.unit.test_supervise_cluster_channel import until
+from tests.support.waiting import until
 
 
 def test_an_incident_needs_the_ranks_until_it_has_seen_them() -> None:

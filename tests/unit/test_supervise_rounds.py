@@ -26,7 +26,7 @@ from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.publishing import Agreement
 from safelaunch.supervise.rounds import LARGEST_TEXT, Rounds, apart, others_of, recordings_of, small_files
 from tests.support.dict_store import DictStore
-from tests.unit.test_supervise_cluster_channel import until
+from tests.support.waiting import until
 
 
 class Job:

@@ -19,7 +19,7 @@ from safelaunch.supervise.watch.quiet import (
     Stage,
 )
 from safelaunch.supervise.watch.rhythm import Bounds
-from tests.unit.test_supervise_watch_progress import BOUNDS, train, watched
+from tests.support.watched import BOUNDS, train, watched
 
 TICK_S = 0.25
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -25,40 +24,12 @@ from safelaunch.supervise.watch.rhythm import (
     quantile_s,
     threshold,
 )
-from tests.support.histories import TICK_S, History, histories, recorded
-from tests.unit.test_supervise_watch_progress import POLICY, Ranks
+from tests.support.histories import BOUNDS, History, Replay, histories, recorded, replay
+from tests.support.watched import POLICY, Ranks
 
 # One group: all of them look at the same replays.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rhythm")]
-BOUNDS = Bounds(floor_s=5.0)
 EVERY = tuple(histories(20))
-
-
-@dataclass
-class Replay:
-    """What a watch with this rhythm does to one history. ``suspected``: (step, pause) that exceeded the threshold."""
-
-    history: History
-    known: Learned
-    suspected: list[tuple[int, float]]
-
-
-def replay(history: History, until: int | None = None) -> Replay:
-    """Sees what the supervisor sees: the newest mark at each tick, and each long pause as it grows."""
-    known, suspected = Learned(), []
-    tick_s, times = 0.0, history.times[:until]
-    for step, mark_s in enumerate(times, 1):
-        upcoming_s = times[step] if step < len(times) else mark_s
-        if upcoming_s // TICK_S == mark_s // TICK_S and step < len(times):
-            continue  # the next step comes before the next look
-        tick_s = (mark_s // TICK_S + 1) * TICK_S
-        known = learn(known, step, mark_s, tick_s)
-        last_look_s = upcoming_s // TICK_S * TICK_S
-        if last_look_s > tick_s:
-            known = learn(known, step, mark_s, last_look_s)
-            if last_look_s - mark_s > threshold(known, BOUNDS).seconds:
-                suspected.append((step, upcoming_s - mark_s))
-    return Replay(history, known, suspected)
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,7 @@ from safelaunch.model import (
 from safelaunch.verdict.belonging import mesh
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.rank_state import Facts
-from tests.support.evidence import at, behind, entry, in_user, job, rank, waiting
-from tests.unit.test_stacks_failures import FULL
+from tests.support.evidence import OUT_OF_MEMORY, at, behind, entry, in_user, job, rank, waiting
 
 WORLD = tuple(range(4))
 
@@ -80,7 +79,7 @@ def test_groups_that_the_rank_tells_itself_belong_to_it_without_a_record() -> No
 
 GIB = 1 << 30
 
-SMALL = FULL.replace("6.00 GiB is reserved", "0.50 GiB is reserved")
+SMALL = OUT_OF_MEMORY.replace("6.00 GiB is reserved", "0.50 GiB is reserved")
 
 
 def out_of_memory(
@@ -97,7 +96,7 @@ def terminated(pid: int) -> RankEvidence:
 
 
 def test_another_process_on_the_gpu_is_named() -> None:
-    stranger, peer = out_of_memory(FULL), out_of_memory(FULL, peer=4711)
+    stranger, peer = out_of_memory(OUT_OF_MEMORY), out_of_memory(OUT_OF_MEMORY, peer=4711)
     assert "Process 4711, which does not belong to this job, uses 5.0 GiB of the same GPU." in stranger.summary
     assert "Rank 1 uses 5.0 GiB of the same GPU." in peer.summary
     assert any("`safelaunch gpus`" in one for one in stranger.suggestions)

@@ -6,10 +6,17 @@ import pytest
 
 from safelaunch.model import GilTest, HandledException, RankEvidence
 from safelaunch.verdict.diagnose import diagnose
-from tests.support.evidence import C10D, MODULE, WRAPPER, Frame, at, in_c10d, in_user, job, past, rank, record
+from tests.support.evidence import (
+    NEW_GROUP,
+    at,
+    in_c10d,
+    in_user,
+    job,
+    past,
+    rank,
+    record,
+)
 from tests.support.verdict_cases import calls_in
-
-NEW_GROUP = (Frame(C10D, 5100, "_new_group_with_tag"), Frame(C10D, 5000, "new_group"), WRAPPER, at(14), MODULE)
 
 
 def making(number: int, made: int | None) -> RankEvidence:

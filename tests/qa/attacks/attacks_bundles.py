@@ -26,7 +26,7 @@ from safelaunch.beacon import layout
 from tests.qa.attacks.attack import Attack
 from tests.qa.attacks.attacks_dumps import OPCODES, TEXTS, VALUES
 from tests.qa.attacks.reader import diagnosed
-from tests.unit.test_bundle_reading import dumps, hang, mismatching, run_directory, write_bundle
+from tests.support.bundles import dumps, hang, mismatching, run_directory, write_bundle
 
 SECRET = "FROM-OUTSIDE"
 _MB = 1 << 20

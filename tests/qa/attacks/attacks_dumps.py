@@ -19,7 +19,7 @@ from typing import Any
 from tests.qa.attacks.attack import Attack
 from tests.qa.attacks.reader import diagnosed
 from tests.support.nccl_formats import FORMATS, Op, Recorder
-from tests.unit.test_capture_flight_recorder import GLOO, as_json
+from tests.support.sample_dumps import GLOO, as_json
 
 MARKER = "@@ here @@"
 RANKS = 3

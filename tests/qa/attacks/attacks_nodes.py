@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from tests.e2e.test_nodes import feed
 from tests.qa.attacks.attack import Attack
 from tests.support.jobs import Job
-from tests.support.nodes import APART, TwoNodes
+from tests.support.nodes import APART, TwoNodes, feed
 
 PATIENCE_S = 400.0
 EXPLICIT = ("--stall-timeout=3", "--max-stall=300")

@@ -15,10 +15,11 @@ import pytest
 
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.store import Store
-from tests.component.addons.sweep.test_colaunch import SWEPT, Sweep, several
-from tests.e2e.test_leases import AS_A_RANK, log_of, safelaunch, until
+from tests.support.leasing import AS_A_RANK, log_of, safelaunch
 from tests.support.nvml import stub
 from tests.support.paths import PROGRAMS
+from tests.support.sweeps import SWEPT, Sweep, several
+from tests.support.waiting import until
 
 USER = PROGRAMS / "gpu_user.py"
 EVERYTHING = [stub.uuid(number) for number in range(8)]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.component.addons.sweep.test_colaunch import Sweep
 from tests.support.paths import PROGRAMS
+from tests.support.sweeps import Sweep
 
 pytestmark = [pytest.mark.torch, pytest.mark.rare, pytest.mark.timeout(900)]  # test_colaunch is about other programs
 

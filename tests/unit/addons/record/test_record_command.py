@@ -13,7 +13,7 @@ from safelaunch.addons.record.recording import RankRecord
 from safelaunch.cli import dump, main
 from safelaunch.supervise.control.protocol import RecordAnswer
 from tests.support.recordings import DATA, recorded
-from tests.unit.test_cli_status import RUNS
+from tests.support.runs import RUNS
 
 
 @pytest.fixture

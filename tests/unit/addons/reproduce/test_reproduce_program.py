@@ -15,7 +15,7 @@ from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.rank_state import Facts
 from tests.support.nccl_formats import Recorder, write
 from tests.support.replayed import replayed
-from tests.unit.addons.reproduce.test_reproduce_programs import KINDS, generated
+from tests.support.synthetic import KINDS, generated
 
 FEWEST = Wish(Extent(), fewest=True)
 

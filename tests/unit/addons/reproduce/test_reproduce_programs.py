@@ -4,8 +4,6 @@ wait for each other are made without waiting for them; and each rank stands wher
 
 from __future__ import annotations
 
-import random
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,42 +16,18 @@ from safelaunch.model import CallArguments, Evidence, GilTest
 from safelaunch.verdict.collectives import op_name
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.rank_state import CaseFacts
-from tests.support import synthetic
-from tests.support.evidence import in_c10d, in_user, job, past, record, waiting
+from tests.support.evidence import NEW_GROUP, in_c10d, in_user, job, past, record, waiting
 from tests.support.evidence import rank as rank_of
 from tests.support.nccl_formats import Recorder, write
 from tests.support.replayed import Called, replayed
+from tests.support.synthetic import KINDS, generated
 from tests.support.verdict_cases import calls_in
-from tests.unit.test_verdict_rules_groups import NEW_GROUP
 
-KINDS = ("stop", "skip", "extra", "swap", "shape", "op", "group")
 VARIANTS = ("plain", "no stacks", "sends", "window", "sends, no stacks", "window, no stacks")
 LAYOUTS = ((2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 2, 2), (4, 2, 2), (8, 8, 1))
 ALL = ScriptWish(Extent(everything=True))
 FEW = Extent(rounds=4)
 EXTENTS = (FEW, Extent(everything=True), Extent(last=5))
-
-
-def window_of(least: int, rank: int) -> int:
-    return least + rank % 3
-
-
-def generated(kind: str, variant: str, layout: tuple[int, int, int], seed: int) -> Evidence | None:
-    dice, grid = random.Random(f"{kind} {variant} {layout} {seed}"), synthetic.Layout(*layout)
-    for _ in range(20):
-        programs = synthetic.schedule(grid, dice.randint(4, 9), dice.randint(1, 3), sends="sends" in variant)
-        rank = dice.randrange(grid.world)
-        fault = synthetic.Fault(kind, rank, dice.randrange(len(programs[rank]) - 1))
-        planted = synthetic.inject(programs, fault)
-        rest = synthetic.play(grid, planted) if planted else {}
-        if planted and any(waits for _, waits in rest.values()):
-            least = dice.randint(3, 12) if "window" in variant else 2000
-            window = partial(window_of, least)
-            found: Evidence = synthetic.evidence_of(
-                grid, planted, rest, window=window, stacks="no stacks" not in variant
-            )
-            return found
-    return None
 
 
 def expected(facts: CaseFacts, one: RecordedEntry) -> tuple[object, ...]:

@@ -37,10 +37,9 @@ from safelaunch.addons.sweep.task import AttemptFiles, Claim, End
 from safelaunch.job.process import ProcessId
 from safelaunch.settings.yamlfile import parse_yaml
 from safelaunch.system.errors import SpecError
-from tests.support import shell_queue
-from tests.support.paths import DATA, ROOT
+from tests.support import golden, shell_queue
+from tests.support.paths import ROOT
 
-GOLDEN = DATA / "sbatch_scripts"
 PATHS = SweepPaths(Path("/sweeps/s"))
 PROGRAMS = Programs(
     ("/venv/bin/python", "-P", "-m", "safelaunch"), ("/venv/bin/python", "-P", "-m", "the.task", "slurm")
@@ -68,14 +67,9 @@ def script_of(one: Job, programs: Programs = PROGRAMS) -> str:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts(name: str) -> None:
-    """SAFELAUNCH_GOLDEN=1 writes the files anew; read their diff."""
     one = SCRIPTS[name]
     work = Work("train.0123456789-5", one, Path("PLACE"), Path("100%"), ("12", "13") if one.needs else ())
-    found = f"# {' '.join(SLURM.words(work))}\n{script_of(one)}"
-    place = GOLDEN / f"{name}.sh"
-    if os.environ.get("SAFELAUNCH_GOLDEN"):
-        place.write_text(found)
-    assert found == place.read_text()
+    golden.compare(f"sbatch_scripts/{name}.sh", f"# {' '.join(SLURM.words(work))}\n{script_of(one)}")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

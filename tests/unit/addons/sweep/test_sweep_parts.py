@@ -40,8 +40,8 @@ from safelaunch.leases.store import Store
 from safelaunch.model import Progress, WrongResult, format_ranks
 from safelaunch.system.console import folded
 from safelaunch.system.errors import UsageError
+from tests.support import golden
 from tests.support.nvml import stub
-from tests.support.paths import DATA
 
 
 def job(name: str = "a", *words: str, **more: object) -> Job:
@@ -552,7 +552,6 @@ def sweep_on_screen() -> Snapshot:
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_table_on_a_terminal(width: int) -> None:
-    """Written anew with ``WRITE_GOLDEN=1`` in the environment; look at the difference."""
     import io
 
     from rich.console import Console
@@ -560,11 +559,7 @@ def test_the_table_on_a_terminal(width: int) -> None:
     console = Console(file=io.StringIO(), width=width, height=24)
     console.print(picture(sweep_on_screen(), 24, width))
     shown = "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
-    golden = DATA / "colaunch_table" / f"{width}.txt"
-    if os.environ.get("WRITE_GOLDEN"):
-        golden.parent.mkdir(parents=True, exist_ok=True)
-        golden.write_text(shown, "utf-8")
-    assert shown == golden.read_text("utf-8")
+    golden.compare(f"colaunch_table/{width}.txt", shown)
 
 
 def test_a_dry_run_shows_every_job_whole(tmp_path: Path) -> None:
