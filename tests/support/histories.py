@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from safelaunch.supervise.watch.rhythm import Bounds, Learned, learn, threshold
+from safelaunch.supervise.watch.rhythm import Learned, ThresholdBounds, learn, threshold
 from tests.support.paths import DATA
 
 TICK_S = 0.25
@@ -129,7 +129,7 @@ def recorded() -> Iterator[History]:
         yield History(f"recorded {path.stem}", number, tuple(json.loads(path.read_text())["gaps"]))
 
 
-BOUNDS = Bounds(floor_s=5.0)
+BOUNDS = ThresholdBounds(floor_s=5.0)
 
 
 @dataclass

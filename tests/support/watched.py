@@ -12,7 +12,7 @@ from safelaunch.job.process import identify
 from safelaunch.model import Progress
 from safelaunch.supervise.watch import stall
 from safelaunch.supervise.watch.progress import Watch
-from safelaunch.supervise.watch.rhythm import Bounds
+from safelaunch.supervise.watch.rhythm import ThresholdBounds
 from safelaunch.supervise.watch.stall import Policy
 
 POLICY = Policy(stall_s=600.0, startup_s=1800.0, max_stall_s=1800.0)
@@ -43,17 +43,17 @@ class Ranks:
         self.progress[rank] = msgspec.structs.replace(self.progress[rank], **changed)
 
 
-BOUNDS = Bounds(floor_s=5.0)
+BOUNDS = ThresholdBounds(floor_s=5.0)
 
 
-def watched(bounds: Bounds | None = BOUNDS) -> tuple[Watch, Ranks]:
+def watched(bounds: ThresholdBounds | None = BOUNDS) -> tuple[Watch, Ranks]:
     ranks = Ranks(2)
     return Watch(ranks, POLICY, 10.0, bounds), ranks  # type: ignore[arg-type]
 
 
 def train(
     watch: Watch, ranks: Ranks, steps: int, length_s: float = 1.0, behind: int = 0
-) -> tuple[float, list[stall.Event]]:
+) -> tuple[float, list[stall.StallEvent]]:
     """Steps of both ranks, a tick for each; rank 1 lags ``behind`` steps in count, not in time."""
     now, events = 10.0, []
     for step in range(1, steps + 1):
