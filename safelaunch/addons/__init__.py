@@ -18,14 +18,21 @@ if TYPE_CHECKING:
     from safelaunch.settings.options import Settings
     from safelaunch.supervise.monitors import MonitoredJob
 
-# Subcommand -> add-on whose module ``command`` has its ``main`` and ``parser`` (see ``protocols.Command``).
-COMMANDS: Mapping[str, str] = {"colaunch": "sweep", "record": "record", "reproduce": "reproduce"}
+# Subcommand -> its add-on, whose module ``command`` is a ``protocols.Command``; its line in the help, and the subcommand
+# before it there.
+COMMANDS: Mapping[str, tuple[str, str, str]] = {
+    "colaunch": ("sweep", "run many jobs, each on its own GPUs or CPU cores", "exec"),
+    "record": ("record", "report where a running job spends its time, by rank and line", "dump"),
+    "reproduce": ("reproduce", "write a small script that hangs in the same way", "explain"),
+}
 # Name of the public package -> module that defines it.
 PUBLIC: Mapping[str, str] = {
     "HangError": "embed.launching",
     "Launch": "embed.launching",
     "launch": "embed.launching",
 }
+# Document that programs read -> add-on whose folder has its schema.
+SCHEMAS: Mapping[str, str] = {"summary.json": "sweep", "record.json": "record"}
 # Hook -> add-ons that implement it, in the order in which they are asked: a function of that name in their package.
 HOOKS: Mapping[str, tuple[str, ...]] = {
     "monitors": ("consistency",),
@@ -35,17 +42,36 @@ HOOKS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+def folder(addon: str) -> str:
+    return os.path.join(os.path.dirname(__file__), addon)  # noqa: PTH118, PTH120 - at every start, without pathlib
+
+
 def is_present(addon: str) -> bool:
-    return os.path.isdir(os.path.join(os.path.dirname(__file__), addon))  # noqa: PTH112, PTH118, PTH120
+    return os.path.isdir(folder(addon))  # noqa: PTH112
 
 
 def missing(hook: str) -> list[str]:
     return [addon for addon in HOOKS[hook] if not is_present(addon)]
 
 
+def has_command(name: str) -> bool:
+    return name in COMMANDS and is_present(COMMANDS[name][0])
+
+
+def with_commands(core: Mapping[str, str]) -> dict[str, str]:
+    """Returns subcommands with their lines in the help: those of the core, and those of present add-ons."""
+    lines = dict(core)
+    for name, (_, line, before) in COMMANDS.items():
+        if has_command(name):
+            entries = list(lines.items())
+            place = list(lines).index(before) + 1
+            lines = dict([*entries[:place], (name, line), *entries[place:]])
+    return lines
+
+
 def command(name: str) -> Command:
     """Returns the subcommand ``name``, which must be in ``COMMANDS``."""
-    return cast("Command", import_module(f"{__name__}.{COMMANDS[name]}.command"))
+    return cast("Command", import_module(f"{__name__}.{COMMANDS[name][0]}.command"))
 
 
 def public(name: str) -> Any:

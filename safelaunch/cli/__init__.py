@@ -17,27 +17,21 @@ if TYPE_CHECKING:
     from safelaunch.addons.protocols import Command
 
 # The first word selects a subcommand only if it is exactly one of these; anything else is torchrun's.
-_ALL_COMMANDS = {
-    "demo": "run a bundled script that hangs, and check its verdict",
-    "exec": "watch another launcher, a script or a single rank",
-    "colaunch": "run many jobs, each on its own GPUs or CPU cores",
-    "presets": "list the shipped presets, or show one with its reasons",
-    "status": "show the runs on this node and their ranks",
-    "dump": "write a bundle of a running job without stopping it",
-    "record": "report where a running job spends its time, by rank and line",
-    "diagnose": "give a verdict from a bundle, dumps or logs",
-    "explain": "explain a cause that a verdict names, and how to fix it",
-    "reproduce": "write a small script that hangs in the same way",
-    "doctor": "check whether safelaunch can watch jobs here",
-    "gpus": "show this node's GPUs, and who leases or uses them",
-    "completion": "print the completion script of a shell: bash, zsh or fish",
-    "help": "show this help, or a subcommand's",
-}
-COMMANDS = {
-    name: text
-    for name, text in _ALL_COMMANDS.items()
-    if name not in addons.COMMANDS or addons.is_present(addons.COMMANDS[name])
-}
+COMMANDS = addons.with_commands(
+    {
+        "demo": "run a bundled script that hangs, and check its verdict",
+        "exec": "watch another launcher, a script or a single rank",
+        "presets": "list the shipped presets, or show one with its reasons",
+        "status": "show the runs on this node and their ranks",
+        "dump": "write a bundle of a running job without stopping it",
+        "diagnose": "give a verdict from a bundle, dumps or logs",
+        "explain": "explain a cause that a verdict names, and how to fix it",
+        "doctor": "check whether safelaunch can watch jobs here",
+        "gpus": "show this node's GPUs, and who leases or uses them",
+        "completion": "print the completion script of a shell: bash, zsh or fish",
+        "help": "show this help, or a subcommand's",
+    }
+)
 
 
 def module_of(command: str) -> Command:
@@ -123,7 +117,7 @@ def _open_standard_streams() -> None:
 
 
 def _leave_word(code: int) -> None:
-    """Writes the exit code to the file that colaunch named, so that it survives a kill of colaunch.
+    """Writes the exit code to the file that a parent such as a sweep named, so that it survives a kill of the parent.
 
     The variable also names the process it is for, because a run inside the job inherits the variable.
     """
@@ -134,7 +128,7 @@ def _leave_word(code: int) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.write(descriptor, f"{code}\n".encode())
     except OSError:
-        return  # colaunch gets it from the process itself, or runs the job again
+        return  # the parent gets it from the process itself, or runs the job again
 
 
 def _dispatch(words: list[str]) -> int:

@@ -45,12 +45,12 @@ class RunPaths:
 
     @property
     def early(self) -> Path:
-        """What early looks have found, while that lasts: for colaunch, which asks nobody."""
+        """What early looks have found, while that lasts: for readers that ask no supervisor."""
         return self.root / "early.json"
 
     @property
     def wrong(self) -> Path:
-        """The wrong results that monitors found: for colaunch, too."""
+        """The wrong results that monitors found: for the same readers."""
         return self.root / "wrong.json"
 
     @property

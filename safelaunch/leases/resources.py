@@ -18,10 +18,10 @@ from safelaunch.system.console import say
 from safelaunch.system.errors import ResourceError, StoreError, UsageError
 
 if TYPE_CHECKING:
-    from safelaunch.job.torchrun import Torch
-    from safelaunch.leases.choose import Gpu, Inventory, Ranks, Wish
-    from safelaunch.leases.gpus import Claim
-    from safelaunch.leases.holder import Holder
+    from safelaunch.job.torchrun import TorchInstallation
+    from safelaunch.leases.choose import GpuRanking, GpuRequest, Inventory, LeasableGpu
+    from safelaunch.leases.gpus import LeaseRequest
+    from safelaunch.leases.holder import LeaseHolder
     from safelaunch.leases.lease import Lease
     from safelaunch.settings.options import Settings
 
@@ -30,7 +30,7 @@ MASTER_PORT = "--master-port"
 
 
 @dataclass(frozen=True)
-class Resources:
+class JobResources:
     """What a job holds. ``visible_gpus``: the value of CUDA_VISIBLE_DEVICES, None leaves it as it is.
 
     ``lease`` and ``ports`` are held until ``release``, and so is what our parent has ``handed`` over. ``rank_locks``:
@@ -79,11 +79,13 @@ class Resources:
             lease.release()
 
 
-def gather(command: CommandLine, settings: Settings, environ: Mapping[str, str], torch: Torch | None) -> Resources:
+def gather(
+    command: CommandLine, settings: Settings, environ: Mapping[str, str], torch: TorchInstallation | None
+) -> JobResources:
     """Leases what the job needs; with ``--dry-run`` only looks. Raises ResourceError if it is not available."""
     handed = _handed_over(command, settings, environ)
     if handed is not None and set(handed.keys) - handed.sockets.keys():
-        found = Resources(command, handed=handed, rank_locks=handed.rank_files)
+        found = JobResources(command, handed=handed, rank_locks=handed.rank_files)
     else:
         found = replace(_gpus(command, settings, environ), handed=handed)
     if torch is None:
@@ -98,8 +100,8 @@ def gather(command: CommandLine, settings: Settings, environ: Mapping[str, str],
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
-def _gpus(command: CommandLine, settings: Settings, environ: Mapping[str, str]) -> Resources:
-    plain = Resources(command)
+def _gpus(command: CommandLine, settings: Settings, environ: Mapping[str, str]) -> JobResources:
+    plain = JobResources(command)
     if settings.gpus == "none":
         return replace(plain, visible_gpus="")
     ranks = ranks_of(command, environ)
@@ -117,7 +119,7 @@ def _gpus(command: CommandLine, settings: Settings, environ: Mapping[str, str]) 
 
 
 def _handed_over(command: CommandLine, settings: Settings, environ: Mapping[str, str]) -> Lease | None:
-    """What our parent (colaunch) leased for us; it has already set CUDA_VISIBLE_DEVICES."""
+    """What our parent, such as a sweep, leased for us; it has already set CUDA_VISIBLE_DEVICES."""
     if not environ.get(HELD):
         return None
     from safelaunch.leases.lease import inherited
@@ -129,7 +131,7 @@ def _handed_over(command: CommandLine, settings: Settings, environ: Mapping[str,
     return lease
 
 
-def ranks_of(command: CommandLine, environ: Mapping[str, str]) -> Ranks:
+def ranks_of(command: CommandLine, environ: Mapping[str, str]) -> GpuRanking:
     """How many ranks torchrun will start here; ``all``: one per visible GPU; 0: unknown, or not on GPUs.
 
     Source: ``determine_local_world_size`` of ``torch/distributed/run.py``.
@@ -143,7 +145,7 @@ def ranks_of(command: CommandLine, environ: Mapping[str, str]) -> Ranks:
     return int(text) if text.isascii() and text.isdigit() else 0
 
 
-def _may_want_some(ranks: Ranks, environ: Mapping[str, str]) -> bool:
+def _may_want_some(ranks: GpuRanking, environ: Mapping[str, str]) -> bool:
     """Whether a job without --gpus may get any; if not, the driver need not be asked."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     return ranks != 0 and (bool(visible.strip()) if visible is not None else ranks is not None)
@@ -165,7 +167,7 @@ def _is_inside_a_run(environ: Mapping[str, str]) -> bool:
     return False
 
 
-def _unleased(plain: Resources, settings: Settings, environ: Mapping[str, str]) -> Resources:
+def _unleased(plain: JobResources, settings: Settings, environ: Mapping[str, str]) -> JobResources:
     """The GPUs that --gpus names, shared with everybody else who uses them."""
     found, wish = _wish(settings, environ, None)
     if wish is None:
@@ -174,10 +176,10 @@ def _unleased(plain: Resources, settings: Settings, environ: Mapping[str, str]) 
     return replace(plain, visible_gpus=_visible(gpus, wish), note=f"{_words(gpus, found)}, not leased")
 
 
-def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ranks: Ranks) -> Resources:
+def _leased(plain: JobResources, settings: Settings, environ: Mapping[str, str], ranks: GpuRanking) -> JobResources:
     from time import monotonic
 
-    from safelaunch.leases.gpus import Claim, Patience, Survey, take
+    from safelaunch.leases.gpus import LeaseRequest, Patience, Survey, take
     from safelaunch.leases.inventory import inventory
     from safelaunch.leases.store import store_of
 
@@ -189,7 +191,7 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
     for note in _about_one_process(plain.command, settings, wish, environ):
         say(note)
     survey = Survey(found, lambda: inventory(environ), monotonic)
-    claim = Claim(store_of(environ), wish, _about(plain.command, settings), survey)
+    claim = LeaseRequest(store_of(environ), wish, _about(plain.command, settings), survey)
     try:
         if settings.dry_run:
             return _foreseen(plain, claim)
@@ -212,7 +214,9 @@ def _leased(plain: Resources, settings: Settings, environ: Mapping[str, str], ra
     )
 
 
-def _about_one_process(command: CommandLine, settings: Settings, wish: Wish, environ: Mapping[str, str]) -> list[str]:
+def _about_one_process(
+    command: CommandLine, settings: Settings, wish: GpuRequest, environ: Mapping[str, str]
+) -> list[str]:
     """What becomes of several GPUs where nobody has said how many processes to start."""
     count = wish.count if settings.gpus is not None else len(wish.candidates)
     if count < 2 or not has_no_number_of_processes(command, environ):
@@ -220,7 +224,7 @@ def _about_one_process(command: CommandLine, settings: Settings, wish: Wish, env
     return [f"1 process for {count} GPUs: --nproc-per-node={count} starts one for each"]
 
 
-def _foreseen(plain: Resources, claim: Claim) -> Resources:
+def _foreseen(plain: JobResources, claim: LeaseRequest) -> JobResources:
     """For --dry-run: the GPUs that a start would lease now."""
     wish = claim.wish
     chosen = claim.foresee()
@@ -230,7 +234,7 @@ def _foreseen(plain: Resources, claim: Claim) -> Resources:
     return replace(plain, visible_gpus=_visible(chosen, wish), note=note)
 
 
-def _wish(settings: Settings, environ: Mapping[str, str], ranks: Ranks) -> tuple[Inventory, Wish | None]:
+def _wish(settings: Settings, environ: Mapping[str, str], ranks: GpuRanking) -> tuple[Inventory, GpuRequest | None]:
     from safelaunch.leases.choose import pool_of, wish_of
     from safelaunch.leases.inventory import inventory
 
@@ -240,15 +244,15 @@ def _wish(settings: Settings, environ: Mapping[str, str], ranks: Ranks) -> tuple
     return found, wish_of(settings.gpus, ranks, pool_of(environ, found.gpus), found)
 
 
-def _visible(gpus: tuple[Gpu, ...], wish: Wish) -> str | None:
+def _visible(gpus: tuple[LeasableGpu, ...], wish: GpuRequest) -> str | None:
     return None if wish.keep else ",".join(gpu.uuid for gpu in gpus)
 
 
-def _words(gpus: tuple[Gpu, ...], found: Inventory) -> str:
+def _words(gpus: tuple[LeasableGpu, ...], found: Inventory) -> str:
     return f"{', '.join(gpu.label for gpu in gpus)} of {len(found.gpus)} GPUs of this node"
 
 
-def _about(command: CommandLine, settings: Settings) -> Holder:
+def _about(command: CommandLine, settings: Settings) -> LeaseHolder:
     """Describes us in the lease file. Every user can read it, like /proc/<pid>/cmdline, so secrets are left out."""
     import shlex
 
@@ -262,7 +266,9 @@ def _about(command: CommandLine, settings: Settings) -> Holder:
 # --- ports ------------------------------------------------------------------------------------------------------------
 
 
-def _with_port(found: Resources, settings: Settings, environ: Mapping[str, str], torch: Torch) -> Resources:
+def _with_port(
+    found: JobResources, settings: Settings, environ: Mapping[str, str], torch: TorchInstallation
+) -> JobResources:
     """Replaces ``--master-port auto`` by a port, and adds one if this torchrun would use 29500 for every job."""
     command = found.command
     asked = command.value_of(MASTER_PORT, shortest="--master-p")
@@ -287,7 +293,7 @@ def _with_port(found: Resources, settings: Settings, environ: Mapping[str, str],
     return replace(found, command=own, ports=ports)
 
 
-def with_another_port(given: Resources, settings: Settings, environ: Mapping[str, str]) -> Resources:
+def with_another_port(given: JobResources, settings: Settings, environ: Mapping[str, str]) -> JobResources:
     """``given`` with a different master port. Raises ResourceError if none is free."""
     ports = _take_any_port(given, settings, environ)
     command = _with_number(given.command, str(given.port), ports)
@@ -300,14 +306,14 @@ def _with_number(command: CommandLine, old: str, ports: Lease) -> CommandLine:
     return command.with_value(MASTER_PORT, old, str(ports.ports[0]), shortest="--master-p")
 
 
-def _take_port(found: Resources, settings: Settings, environ: Mapping[str, str]) -> Lease:
+def _take_port(found: JobResources, settings: Settings, environ: Mapping[str, str]) -> Lease:
     from safelaunch.leases import ports
     from safelaunch.leases.store import store_of
 
     return ports.take(store_of(environ), 1, _about(found.command, settings))
 
 
-def _take_any_port(found: Resources, settings: Settings, environ: Mapping[str, str]) -> Lease:
+def _take_any_port(found: JobResources, settings: Settings, environ: Mapping[str, str]) -> Lease:
     """A leased port; without a usable lease directory, one that is free now. Raises ResourceError if none is free."""
     from safelaunch.leases import ports
 
@@ -319,7 +325,7 @@ def _take_any_port(found: Resources, settings: Settings, environ: Mapping[str, s
         return free
 
 
-def _takes_the_common_port(command: CommandLine, environ: Mapping[str, str], torch: Torch) -> bool:
+def _takes_the_common_port(command: CommandLine, environ: Mapping[str, str], torch: TorchInstallation) -> bool:
     """Whether torchrun would bind 29500 because no option names a port; newer versions bind port 0."""
     from safelaunch.job.torchrun import binds_any_port
 

@@ -195,7 +195,9 @@ def _head(verdict: Verdict, facts: CaseFacts, evidence: Evidence, about: ReportH
         "suggestions": beside_next(verdict),
         "next": [step.why, step.command] if (step := next_step(verdict)) is not None else [],
         "notes": [*evidence.notes],
-        "wrong": [o.words for o in evidence.wrong_results if o.words[1:] not in verdict.summary],  # what it does not say
+        "wrong": [
+            o.words for o in evidence.wrong_results if o.words[1:] not in verdict.summary
+        ],  # what it does not say
         "early": early_lines(evidence),
         "facts": [list(fact) for fact in _facts(verdict, facts, evidence, about)],
         "command": _command(about.launch.as_typed),
@@ -314,12 +316,12 @@ def prepare() -> None:
         _part(name)
 
 
-def render(page: dict[str, Any], script: str = _SCRIPT) -> str:
+def render(page: dict[str, Any], script: str | None = None) -> str:
     """The page with ``page`` as its data. Nothing in it can end the block that it stands in, or be taken for markup.
 
-    ``script``: the template that draws it, after what all pages have in common.
+    ``script``: the program that draws it, after what all pages have in common; None: that of an incident.
     """
-    code = _part(_COMMON) + _part(script)
+    code = _part(_COMMON) + (script if script is not None else _part(_SCRIPT))
     data = clean_json(json.dumps(_cleaned(page), ensure_ascii=False, separators=(",", ":")))
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     head = page["head"]

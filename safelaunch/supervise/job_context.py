@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from safelaunch import __version__
-from safelaunch.bundle.staging import Keeping, BundleOwner
+from safelaunch.bundle.staging import BundleOwner, Keeping
 from safelaunch.capture.cgroups import KillCounts, kill_counts
 from safelaunch.capture.redaction import without_secrets
 from safelaunch.job.argv import most_restarts

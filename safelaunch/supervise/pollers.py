@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
+from safelaunch import addons
 from safelaunch.capture import counters, stacks
 from safelaunch.capture.counters import Counters
 from safelaunch.capture.flight_recorder import arrivals_of, default_timeout_s
@@ -25,7 +26,7 @@ from safelaunch.supervise.watch import rhythm, work
 from safelaunch.supervise.watch.progress import Watch
 from safelaunch.supervise.watch.work import Background
 from safelaunch.system.console import say
-from safelaunch.system.task import Task
+from safelaunch.system.task import BackgroundTask
 
 Answer = TypeVar("Answer")
 
@@ -45,7 +46,7 @@ class Poller(Generic[Answer]):
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._asking: Task[Answer] | None = None
+        self._asking: BackgroundTask[Answer] | None = None
         self._asked_of = self._attempt = -1
         self._next_s = 0.0
 
@@ -66,7 +67,7 @@ class Poller(Generic[Answer]):
         self._asked_of = self._attempt
         question = self.question()
         if question is not None:
-            self._asking = Task(self.name, question)
+            self._asking = BackgroundTask(self.name, question)
 
     def reset(self) -> None:
         """A new attempt has begun."""
@@ -86,7 +87,7 @@ class Poller(Generic[Answer]):
         return bool(first_s) and now >= first_s + seconds
 
 
-class GroupTimeout(Poller["float | None"]):
+class GroupTimeoutPoller(Poller["float | None"]):
     """Keeps ``watch.cap_s`` as the timeout of the default process group, seen in a rank's Flight Recorder, wants it.
 
     ``floor_s``: of the thresholds; see ``rhythm.cap_of``.
@@ -202,7 +203,7 @@ def look(targets: Collection[Target], own: Collection[int]) -> tuple[Note, ...]:
     found: list[Note] = []
     straggler = find_straggler(ask_each(targets, lambda target: arrivals_of(str(target.socket)), deadline_s=5.0))
     if straggler is not None:
-        step = f"To see where its time goes: safelaunch record {os.getpid()}"
+        step = f"To see where its time goes: safelaunch record {os.getpid()}" if addons.has_command("record") else ""
         found.append(Note(("straggler", straggler.rank), straggler.words, step))
     driver = gpus().value if has_driver(os.environ) else None  # without one, finding that out starts nothing
     if driver is not None:
@@ -295,7 +296,9 @@ LEAST_WINDOW_S = 5.0
 LAST_SHARE = 0.8
 WAITED_SHARE = 0.1
 
-Arrivals = Mapping[int, Mapping[tuple[str, int], int]]  # rank → (group, number) → CLOCK_REALTIME in nanoseconds
+CollectiveArrivals = Mapping[
+    int, Mapping[tuple[str, int], int]
+]  # rank → (group, number) → CLOCK_REALTIME in nanoseconds
 
 
 @dataclass(frozen=True)
@@ -319,7 +322,7 @@ class Straggler:
         )
 
 
-def find_straggler(arrivals: Arrivals) -> Straggler | None:
+def find_straggler(arrivals: CollectiveArrivals) -> Straggler | None:
     """The straggler that costs its peers most, over all groups; None where nobody is late all the time.
 
     In a synchronous job all ranks step together, at the pace of the slowest, so step counts do not show it. Who comes
@@ -330,7 +333,7 @@ def find_straggler(arrivals: Arrivals) -> Straggler | None:
     return max(found, key=lambda straggler: straggler.waited, default=None)
 
 
-def _in_group(arrivals: Arrivals, group: str) -> Straggler | None:
+def _in_group(arrivals: CollectiveArrivals, group: str) -> Straggler | None:
     members = {
         rank: {number: at for (name, number), at in numbers.items() if name == group}
         for rank, numbers in arrivals.items()

@@ -14,29 +14,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
-from safelaunch.addons.record.recording import Recording, bounded, check
 from safelaunch.bundle.staging import name_of
 from safelaunch.model import BundlePlace, Evidence, NodeEvidence, NodeFiles, node_file
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.election import SILENT_S
-from safelaunch.supervise.cluster.evidence import Others, Shared, aged, condensed, received
+from safelaunch.supervise.cluster.evidence import Others, SharedColumns, aged, condensed, received
 from safelaunch.supervise.cluster.messages import (
     LONGEST_TEXT,
-    MOST_RANKS,
     NOTHING,
     Action,
     BadMessage,
     Decision,
     Gathered,
-    Page,
+    LeaderPage,
+    NodeQuestion,
     PeerStatus,
-    Question,
+    PeerView,
     Round,
-    Seen,
     ask_round,
     node_count,
     packed,
@@ -48,6 +47,10 @@ from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.judge import proves
 from safelaunch.supervise.publishing import Agreement, judged
 
+if TYPE_CHECKING:
+    from safelaunch.addons.protocols import Service
+
+Part = TypeVar("Part")
 SETTLE_S = 75.0  # from a node's evidence of a hang to the leader's decision
 EVIDENCE_S = 25.0  # for that of the others
 AGREE_S = 9.0  # for all to know it
@@ -70,15 +73,15 @@ class _Course:
     """
 
     patience_s: float
-    over: Callable[[Seen], bool]
-    judges: Callable[[Seen, Page, float], bool]
-    complete: Callable[[Seen, Page, Gathered, float], bool]
+    over: Callable[[PeerView], bool]
+    judges: Callable[[PeerView, LeaderPage, float], bool]
+    complete: Callable[[PeerView, LeaderPage, Gathered, float], bool]
     with_answer: Callable[[Evidence], Evidence]
     action: Action
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
+class _SharedVerdict:
     """What this node has made of the evidence of all, and writes itself; ``is_whole``: no rank is missing."""
 
     decision: Decision
@@ -106,7 +109,7 @@ class Rounds:
         self._one_at_a_time = threading.Lock()
 
     @property
-    def page(self) -> Page | None:
+    def page(self) -> LeaderPage | None:
         """What the leader says, if it is heard."""
         seen = self._channel.seen
         return seen.page if seen.silent_s < SILENT_S else None
@@ -132,7 +135,7 @@ class Rounds:
         files = small_files(root, records=1 < nodes <= FEW) if root is not None else {}
         own = self._context.cleaned(evidence)
 
-        def over(seen: Seen) -> bool:
+        def over(seen: PeerView) -> bool:
             page = seen.page
             if moves():
                 self._channel.tell(vote="moving")
@@ -177,7 +180,7 @@ class Rounds:
 
     # --- a crash ----------------------------------------------------------------------------------------------------
 
-    def note(self, page: Page | None) -> None:
+    def note(self, page: LeaderPage | None) -> None:
         """What the leader says, on each tick."""
         if self._past is None and page is not None:
             self._past = page.crash
@@ -217,7 +220,7 @@ class Rounds:
         def own() -> Evidence:
             return replace(local, nodes=self._context.cleaned(self._nodes()))
 
-        def over(seen: Seen) -> bool:
+        def over(seen: PeerView) -> bool:
             status = seen.status
             excused = status.anew and not status.troubles and not self.has_trouble
             return status.stopping or excused or seen.page is None
@@ -239,7 +242,7 @@ class Rounds:
         here = tuple(aged(one, -now) for one in agreed.others.evidence)  # by this node's clock, like the bundle's own
         return dataclasses.replace(agreed, others=dataclasses.replace(agreed.others, evidence=here))
 
-    def _may_judge(self, seen: Seen, page: Page, past_s: float) -> bool:
+    def _may_judge(self, seen: PeerView, page: LeaderPage, past_s: float) -> bool:
         """Of those with a failure of their own the first in the order of the nodes, later the leader, last anybody."""
         failing = [slot for slot, _ in page.troubles if slot in page.failed]
         if failing and past_s < EFFECTS_S:
@@ -247,7 +250,7 @@ class Rounds:
         crowd = page.nodes > CROWD and seen.slot != page.leader
         return past_s >= HEAR_S and not crowd
 
-    def _has_heard(self, seen: Seen, page: Page, found: Gathered, past_s: float) -> bool:
+    def _has_heard(self, seen: PeerView, page: LeaderPage, found: Gathered, past_s: float) -> bool:
         """Whether the evidence is complete, or need not be waited for any longer."""
         if self.has_trouble or any(slot in page.failed for slot, _ in page.troubles):
             complete = len(page.failed) >= page.nodes and found.is_complete
@@ -265,7 +268,7 @@ class Rounds:
         None: there is no decision, and nobody waits for one any longer.
         """
         channel, begin_s = self._channel, time.monotonic()
-        mine: _Judged | None = None
+        mine: _SharedVerdict | None = None
         channel.submit(round_, chunks)
         while (past_s := time.monotonic() - begin_s) < course.patience_s:
             seen = channel.seen
@@ -283,7 +286,7 @@ class Rounds:
             time.sleep(0.02)
         return None
 
-    def _judge(self, own: Evidence, found: Gathered, course: _Course) -> _Judged:
+    def _judge(self, own: Evidence, found: Gathered, course: _Course) -> _SharedVerdict:
         """Everything that any node has seen, and the verdict over it."""
         others = others_of(found, self._context.host)
         whole = course.with_answer(others.with_own(own))
@@ -293,9 +296,11 @@ class Rounds:
         steps = [rank.progress.step for rank in whole.ranks if rank.progress and rank.progress.step]
         action: Action = course.action if verdict.outcome == "hang" else "dump"
         decision = Decision(verdict, action, self._context.host[:255], path[:4096], min(steps, default=None))
-        return _Judged(decision, Agreement(name=name, others=others, answer=whole.answer), not whole.missing_ranks)
+        return _SharedVerdict(
+            decision, Agreement(name=name, others=others, answer=whole.answer), not whole.missing_ranks
+        )
 
-    def _agreement(self, decision: Decision, mine: _Judged | None, status: PeerStatus) -> Agreement:
+    def _agreement(self, decision: Decision, mine: _SharedVerdict | None, status: PeerStatus) -> Agreement:
         outcome, whole = decision.verdict.outcome, False
         if mine is not None and (decision.host, decision.path) == (mine.decision.host, mine.decision.path):
             agreed, whole = mine.agreed, mine.is_whole
@@ -313,7 +318,7 @@ class Rounds:
     # --- what somebody asks for -------------------------------------------------------------------------------------
 
     @contextmanager
-    def asking(self, question: Question) -> Iterator[Callable[[threading.Event], Gathered]]:
+    def asking(self, question: NodeQuestion) -> Iterator[Callable[[threading.Event], Gathered]]:
         """Asks all nodes, now; what it gives waits for their answers, ``ANSWER_S`` at most, or until a stop."""
         if not self.of_several:
             yield lambda stop: Gathered(missing=0)
@@ -349,7 +354,7 @@ class Rounds:
         """Whether another node asks for a dump that this one has not taken part in yet."""
         return any(question.kind == "dump" for question in self._new().values())
 
-    def wanted(self, now: float) -> tuple[Round, Question] | None:
+    def wanted(self, now: float) -> tuple[Round, NodeQuestion] | None:
         """What another node asks for, and this one has not taken part in. Dumps come first."""
         new = self._new() if now >= self._next_s else {}
         if not new:
@@ -359,7 +364,7 @@ class Rounds:
         self._next_s = now + ASKED_EVERY_S
         return round_, new[round_]
 
-    def _new(self) -> dict[Round, Question]:
+    def _new(self) -> dict[Round, NodeQuestion]:
         page = self.page
         return {one: what for one, what in page.questions.items() if one not in self._answered} if page else {}
 
@@ -368,11 +373,14 @@ class Rounds:
         own = self._context.cleaned(evidence)
         self._channel.submit(round_, condensed(own, share=share_of(node_count(self.page))))
 
-    def answer_recording(self, round_: Round, recording: Recording) -> None:
-        """``recording`` is without secrets."""
+    def answer_part(self, round_: Round, service: Service[Any, Part], part: Part) -> None:
+        """``part``: what an add-on's service answers for this node, without secrets."""
         share = share_of(node_count(self.page))
-        small = bounded(recording, lambda one: packed(msgspec.msgpack.encode(one), share) is not None)
+        small = service.bounded(part, lambda smaller: packed(msgspec.msgpack.encode(smaller), share) is not None)
         self._channel.submit(round_, packed(msgspec.msgpack.encode(small)) or [])
+
+    def answer_nothing(self, round_: Round) -> None:
+        self._channel.submit(round_, [])
 
 
 def others_of(found: Gathered, host: str) -> Others:
@@ -380,7 +388,7 @@ def others_of(found: Gathered, host: str) -> Others:
     evidence: list[Evidence] = []
     notes: list[str] = []
     files: dict[str, bytes] = {}
-    hosts, shared = {host}, Shared()
+    hosts, shared = {host}, SharedColumns()
     for slot, chunks in sorted(found.chunks.items()):
         try:
             other, its = received(chunks, shared)
@@ -392,27 +400,18 @@ def others_of(found: Gathered, host: str) -> Others:
     return Others(tuple(evidence), files, tuple(notes))
 
 
-def recordings_of(found: Gathered) -> tuple[list[Recording], list[str]]:
-    """What the others have sampled, and what could not be read of it."""
-    recordings: list[Recording] = []
+def parts_of(found: Gathered, service: Service[Any, Part]) -> tuple[list[Part], list[str]]:
+    """Returns what the service of the other nodes has answered, and what could not be read of it."""
+    parts: list[Part] = []
     notes: list[str] = []
     for slot, chunks in sorted(found.chunks.items()):
         try:
-            recordings.append(_recording(chunks))
-        except BadMessage as error:
-            notes.append(f"a node's samples could not be read (slot {slot}: {error})")
-    return recordings, notes
-
-
-def _recording(chunks: list[bytes]) -> Recording:
-    found = parsed(unpacked(chunks), Recording)
-    try:
-        check(found)
-    except msgspec.ValidationError as error:
-        raise BadMessage(str(error)) from error
-    if not all(0 <= rank.rank < MOST_RANKS for rank in found.ranks):
-        raise BadMessage("samples of impossible ranks")
-    return found
+            part = parsed(unpacked(chunks), service.part)
+            service.check(part)
+            parts.append(part)
+        except (BadMessage, msgspec.ValidationError) as error:
+            notes.append(f"a node's {service.noun} could not be read (slot {slot}: {error})")
+    return parts, notes
 
 
 def with_answer(evidence: Evidence, *, overdue: bool) -> Evidence:

@@ -5,7 +5,6 @@ SafelaunchError                 base class; the command line prints it and exits
  ├── UsageError                 safelaunch's options, presets, configuration, resources, bundle directory (exit 2)
  │    ├── PresetError           a preset or configuration file: unknown name or key, wrong type
  │    ├── DurationError         a keyword of ``safelaunch.launch`` that is no duration (a ValueError, too)
- │    ├── SpecError             a sweep of colaunch: its file, grid, placeholders, names or needs
  │    └── ResourceError         GPUs or ports are not available
  │         └── StoreError       the lease directory cannot be used
  ├── AccessDenied               the kernel lets this user read neither a job's stacks nor its variables
@@ -60,10 +59,6 @@ class PresetError(UsageError):
 
 class DurationError(UsageError, ValueError):
     """A value that is no duration. It is raised at the call that gives it."""
-
-
-class SpecError(UsageError):
-    """A sweep is invalid. The message names file and line, or the word."""
 
 
 class ResourceError(UsageError):

@@ -28,10 +28,11 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
+from safelaunch.addons.record.recording import Recording, Sampling
 from safelaunch.capture.pages import Roster
 from safelaunch.job.paths import RunPaths
 from safelaunch.supervise.control.discover import find, our_roots
-from safelaunch.supervise.control.protocol import RecordAnswer, Request, ask
+from safelaunch.supervise.control.protocol import ControlRequest, ServiceAnswer, ask
 from scripts.bench.lib import (
     BenchError,
     Figure,
@@ -133,11 +134,11 @@ class Job:
         )
 
     def _record(self, seconds: float) -> None:
-        request = Request("record", duration_s=seconds)
+        request = ControlRequest("record", ask=msgspec.Raw(msgspec.json.encode(Sampling(seconds))))
         answer = msgspec.json.decode(
-            ask(self.run.control, request, deadline_s=seconds + ANSWER_S), type=RecordAnswer, strict=False
+            ask(self.run.control, request, deadline_s=seconds + ANSWER_S), type=ServiceAnswer[Recording], strict=False
         )
-        if answer.recording is None:
+        if answer.part is None:
             raise BenchError(f"no samples: {answer.problem}")
 
 

@@ -1,4 +1,4 @@
-"""Writes the JSON Schemas in ``safelaunch/model/schemas`` from the records that the documents are written from.
+"""Writes the JSON Schemas in ``safelaunch/model/schemas`` and in add-ons, from the records of the documents.
 
 ``--check``: writes nothing, and exits with 1 where a file differs.
 """
@@ -10,14 +10,13 @@ import ast
 import inspect
 import json
 import sys
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 
 from safelaunch import schemas
-from safelaunch.addons.record.report import RecordDocument
-from safelaunch.addons.sweep.runner import Summary
 from safelaunch.cli import doctor, dump, gpus, presets
 from safelaunch.cli.status import AnsweringRun, SilentRun
 from safelaunch.model import Verdict, evidence
@@ -27,16 +26,22 @@ from safelaunch.verdict.causes import CAUSES
 # The records of a document; ``list``: it is a list of them.
 DOCUMENTS: dict[str, tuple[tuple[type, ...], str]] = {
     "verdict.json": ((Verdict,), "A verdict of safelaunch"),
-    "summary.json": ((Summary,), "The summary of a sweep of safelaunch colaunch"),
     "status.json": ((list, AnsweringRun, SilentRun), "What safelaunch status --json prints"),
     "dump.json": ((dump.Document,), "What safelaunch dump --json prints"),
-    "record.json": ((RecordDocument,), "What safelaunch record --json prints"),
     "gpus.json": ((gpus.Document,), "What safelaunch gpus --json prints"),
     "doctor.json": ((doctor.Document,), "What safelaunch doctor --json prints"),
     "presets.json": ((list, presets.SummaryDocument), "What safelaunch presets --json prints"),
     "preset.json": ((presets.PresetDocument,), "What safelaunch presets show NAME --json prints"),
     "calls.json": ((list, CallDocument), "What safelaunch diagnose --calls --json prints"),
 }
+
+OF_ADDONS = {
+    "summary.json": ("sweep.runner", "Summary", "The summary of a sweep of safelaunch colaunch"),
+    "record.json": ("record.report", "RecordDocument", "What safelaunch record --json prints"),
+}
+for document, (module, record, title) in OF_ADDONS.items():
+    if document in schemas.NAMES:
+        DOCUMENTS[document] = (getattr(import_module(f"safelaunch.addons.{module}"), record),), title
 
 
 def schema_of(document: str) -> dict[str, Any]:

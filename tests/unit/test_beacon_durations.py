@@ -1,4 +1,4 @@
-"""Durations wherever safelaunch takes one: in a phase of a script, a keyword of ``launch``, an option, a file."""
+"""Durations wherever the core takes one: in a phase of a script, an option, a variable, a file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 
 import safelaunch
-from safelaunch.addons.embed.launching import words_of
-from safelaunch.addons.record import command as record
-from safelaunch.addons.sweep import command as colaunch
 from safelaunch.beacon import marks
 from safelaunch.beacon.durations import seconds_of
 from safelaunch.settings.config import resolve
@@ -58,7 +55,6 @@ PLACES: dict[str, Callable[[Any, Path], Settings]] = {
     "option": lambda value, place: resolve((("--stall-timeout", str(value)),), {}, place, lambda: None),
     "variable": lambda value, place: resolve((), {"SAFELAUNCH_STALL_TIMEOUT": str(value)}, place, lambda: None),
     "file": _from_file,
-    "keyword": lambda value, place: resolve(words_of({"stall_timeout": value}), {}, place, lambda: None),
 }
 
 
@@ -66,11 +62,6 @@ PLACES: dict[str, Callable[[Any, Path], Settings]] = {
 @pytest.mark.parametrize("given", [300, 300.0, "300", "5m"], ids=repr)
 def test_options_take_durations_alike(where: str, given: Any, tmp_path: Path) -> None:
     assert PLACES[where](given, tmp_path).stall_timeout_s == 300.0
-
-
-def test_the_commands_take_them_alike() -> None:
-    assert [record.parser().parse_args(["--duration", text]).duration for text in ("90", "90s", "1.5m")] == [90.0] * 3
-    assert colaunch.parser().parse_args(["--timeout", "2h", "spec.yaml"]).timeout == 7200.0
 
 
 @pytest.fixture(params=["outside a run", "inside a run"])
@@ -114,27 +105,3 @@ def test_the_longest_phase_fits_its_word() -> None:
     before = marks.enter_phase("eval", 1e300)
     assert marks.get_phase()[1] == marks.LONGEST_S
     marks.leave_phase(before)
-
-
-@pytest.mark.parametrize("name", ["stall_timeout", "stall_floor", "max_stall", "startup_timeout", "pg_timeout", "wait"])
-def test_a_keyword_of_launch_raises_at_the_call(name: str) -> None:
-    for given in ("soon", -1, float("nan"), timedelta(0)):
-        with pytest.raises(ValueError, match=f"{name}: .* is not .*, or a timedelta") as raised:
-            safelaunch.launch(None, "train.py", **{name: given})  # type: ignore[call-overload]
-        assert isinstance(raised.value, safelaunch.UsageError)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"stall_timeout": timedelta(minutes=5)}, [("--stall-timeout", "300")]),
-        ({"stall_timeout": "auto", "max_stall": "2h"}, [("--stall-timeout", "auto"), ("--max-stall", "2h")]),
-        ({"pg_timeout": "10m!"}, [("--pg-timeout", "10m!")]),
-        ({"pg_timeout": timedelta(hours=1)}, [("--pg-timeout", "3600")]),
-        ({"wait": True}, [("--wait", None)]),
-        ({"wait": False, "stall_floor": None}, []),
-        ({"wait": timedelta(seconds=1.5)}, [("--wait", "1.5")]),
-    ],
-)
-def test_keywords_of_launch_become_words(options: dict[str, Any], words: list[tuple[str, str | None]]) -> None:
-    assert list(words_of(options)) == words

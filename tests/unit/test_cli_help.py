@@ -96,7 +96,7 @@ def test_a_command_in_several_lines_is_one_for_a_shell() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80])
-@pytest.mark.parametrize("words", [["presets"], ["colaunch", "--help"], ["demo", "--help"], ["--dry-run", __file__]])
+@pytest.mark.parametrize("words", [["presets"], ["diagnose", "--help"], ["demo", "--help"], ["--dry-run", __file__]])
 def test_no_word_is_broken_on_a_terminal(words: list[str], width: int) -> None:
     ours, theirs = pty.openpty()
     try:

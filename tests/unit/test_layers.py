@@ -74,13 +74,8 @@ PURE |= {f"addons.record.{name}" for name in ("recording", "report", "shares", "
 PURE |= {"addons.consistency.compare"}
 PURE |= {"cli.doctor_rules"}
 READS_THE_CLOCK = {"report.page", "addons.record.report", "report.report"}
-# Imports of add-ons by the core that are left; nothing may be added.
-STILL_IMPORT_ADDONS = {
-    ("supervise.control.protocol", "addons.record.recording"),
-    ("supervise.live", "addons.record.recording"),
-    ("supervise.live", "addons.record.sampling"),
-    ("supervise.rounds", "addons.record.recording"),
-}
+# Add-ons that import another one, which can't be deleted without them.
+ADDONS_THAT_USE_OTHERS: set[tuple[str, str]] = set()
 IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil"}
 # Scripts that hang on purpose, run as jobs; what torchrun runs; what runs in the job's interpreter.
 NOT_OURS = ("cli/demos/", "job/launcher/", "supervise/cluster/host_store.py")
@@ -209,7 +204,8 @@ def test_the_parser_of_imports_sees_them() -> None:
 
 
 def test_every_package_has_its_layer() -> None:
-    assert {top(name) for name in MODULES} == ORDER.keys()
+    missing = {name for name in ORDER if is_addon(name) and not PACKAGE.joinpath(*name.split(".")).is_dir()}
+    assert {top(name) for name in MODULES} == ORDER.keys() - missing
 
 
 def is_addon(name: str) -> bool:
@@ -223,12 +219,36 @@ def is_typing(found: Import) -> bool:
 
 def test_the_arrows_point_down() -> None:
     upward = {(i.by, i.module) for i in all_imports() if i.ours and layer(i.module) > layer(i.by) and not is_typing(i)}
-    assert not upward - STILL_IMPORT_ADDONS
+    assert not upward
 
 
 def test_the_core_imports_no_add_on() -> None:
-    users = {(i.by, i.module) for i in all_imports() if is_addon(i.module) and not is_addon(i.by) and not is_typing(i)}
-    assert users == STILL_IMPORT_ADDONS
+    assert not [i for i in all_imports() if is_addon(i.module) and not is_addon(i.by) and not is_typing(i)]
+
+
+def test_the_core_names_no_module_of_an_add_on() -> None:
+    names = "|".join(name.removeprefix("addons.") for name in ORDER if is_addon(name))
+    path = re.compile(rf"\baddons[./](?:{names})\b")
+    naming = {
+        name
+        for name in MODULES
+        if not is_addon(name) and name != "addons"
+        for node in ast.walk(ast.parse(MODULES[name].read_text("utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and path.search(node.value)
+    }
+    assert not naming - {"addons.protocols"}, "the last names a protocol within an add-on"
+
+
+def test_add_ons_import_one_another_only_as_declared() -> None:
+    pairs = {(top(i.by), top(i.module)) for i in all_imports() if is_addon(i.by) and is_addon(i.module)}
+    assert {pair for pair in pairs if pair[0] != pair[1]} == ADDONS_THAT_USE_OTHERS
+
+
+def test_tests_of_the_core_import_no_add_on() -> None:
+    """So that they also pass without it (``scripts/build/without_addons.py``)."""
+    here, importing = Path(__file__).parent, re.compile(r"^\s*(?:from|import) safelaunch\.addons\.(?!protocols)", re.M)
+    tests = [*here.glob("*.py"), *here.parent.glob("support/*.py")]
+    assert not [path.name for path in tests if importing.search(path.read_text("utf-8"))]
 
 
 def test_nobody_imports_the_command_line() -> None:

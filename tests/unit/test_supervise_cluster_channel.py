@@ -19,9 +19,9 @@ from safelaunch.supervise.cluster import channel as channels
 from safelaunch.supervise.cluster import election
 from safelaunch.supervise.cluster import session as sessions
 from safelaunch.supervise.cluster.channel import Channel
-from safelaunch.supervise.cluster.messages import NOTHING, Decision, Gathered, Node, Question, ask_round
-from safelaunch.supervise.cluster.rendezvous import Meeting
-from safelaunch.supervise.cluster.store import Address, Store
+from safelaunch.supervise.cluster.messages import NOTHING, Decision, Gathered, NodeCard, NodeQuestion, ask_round
+from safelaunch.supervise.cluster.rendezvous import SharedStore
+from safelaunch.supervise.cluster.store import Address, StoreClient
 from safelaunch.supervise.control.protocol import NodeStatus
 from tests.support.waiting import until
 
@@ -65,9 +65,9 @@ def join(address: Address, prefix: str) -> Iterator[Callable[..., Channel]]:
     made: list[Channel] = []
 
     def start(*ranks: int, key: bytes = b"", world: int = 4, at: Address = address) -> Channel:
-        one = Channel(Node("", f"host{ranks[0]}", 1, "0.1", "2.13"))
+        one = Channel(NodeCard("", f"host{ranks[0]}", 1, "0.1", "2.13"))
         one.tell(ranks=ranks, world=world)
-        one.start(Meeting(at, prefix), key)
+        one.start(SharedStore(at, prefix), key)
         made.append(one)
         return one
 
@@ -117,7 +117,7 @@ def test_what_one_node_asks_all_others_for(join: Callable[..., Channel]) -> None
     until(covered(*nodes), "each other")
     for number, asks in enumerate(nodes):  # whether or not it leads
         others = [one for one in nodes if one is not asks]
-        question = Question(number, "record", b"10 s")
+        question = NodeQuestion(number, "record", b"10 s")
         round_ = ask_round(asks.seen.slot, question)
         asks.tell(asks=question)
         asks.gather(round_)
@@ -240,7 +240,7 @@ def test_garbage_in_the_store_costs_nothing_but_the_channel(
     for module in (election, sessions):
         monkeypatch.setattr(module, "SILENT_S", 4.0)
     monkeypatch.setattr(election, "PROVING_S", 1.0)
-    hostile = Store(address)
+    hostile = StoreClient(address)
     for name in ("head", "m/1", "b/1", "b/3", "m/3"):
         hostile.set(f"{prefix}/{name}", b"\xff" * 5000, deadline_s=15.0)
     one, other = join(0, 1), join(2, 3)
@@ -259,7 +259,7 @@ def scribbling(address: Address, prefix: str, value: Callable[[int], bytes]) -> 
     ended = threading.Event()
 
     def scribble() -> None:
-        hostile, number = Store(address), 0
+        hostile, number = StoreClient(address), 0
         while not ended.wait(0.02):
             if hostile.get(f"{prefix}/head", deadline_s=60.0) not in (None, value(number)) and not ended.wait(0.1):
                 number += 1
@@ -327,7 +327,7 @@ def test_in_another_store_a_slot_is_nobodys(
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
     before = other.seen.slot
-    store = Store(address)
+    store = StoreClient(address)
     store.set(f"{prefix}/m/{before}", b"somebody else's", deadline_s=15.0)
     store.close()
     break_connection(other)
@@ -347,7 +347,7 @@ def test_what_an_old_connection_still_brings_is_known_to_be_old(join: Callable[.
 
 
 def test_slots_that_nobody_has_hide_no_other(join: Callable[..., Channel], address: Address, prefix: str) -> None:
-    store = Store(address)
+    store = StoreClient(address)
     store.add(f"{prefix}/n", 150, deadline_s=15.0)
     one = join(0, 1)
     store.add(f"{prefix}/n", 400, deadline_s=15.0)

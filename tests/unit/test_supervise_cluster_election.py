@@ -14,16 +14,16 @@ from safelaunch.supervise.cluster.election import (
     LINE_S,
     LOOKS_S,
     SILENT_S,
-    Given,
     Hearing,
     Leader,
+    LeaderInput,
     Succession,
     covers,
 )
-from safelaunch.supervise.cluster.messages import Beat, Page, Question, Vote
+from safelaunch.supervise.cluster.messages import Beat, LeaderPage, NodeQuestion, Vote
 
 
-def end_of(page: Page) -> tuple[str, str]:
+def end_of(page: LeaderPage) -> tuple[str, str]:
     return page.phase, page.result
 
 
@@ -35,16 +35,16 @@ class Job:
         self.beats = {
             slot: Beat(f"i{slot}", 1, (2 * slot - 2, 2 * slot - 1), 2 * nodes) for slot in range(1, nodes + 1)
         }
-        self.leader = Leader(Page(leader=1), self.now)
+        self.leader = Leader(LeaderPage(leader=1), self.now)
         self.decided = False
 
     def say(self, slot: int, **changes: Any) -> Job:
         self.beats[slot] = replace(self.beats[slot], **changes)
         return self
 
-    def page(self, after_s: float = 0.5) -> Page:
+    def page(self, after_s: float = 0.5) -> LeaderPage:
         self.now += after_s
-        return self.leader.next(Given(dict(self.beats), (), self.decided, last=dict(self.beats)), self.now)
+        return self.leader.next(LeaderInput(dict(self.beats), (), self.decided, last=dict(self.beats)), self.now)
 
     def open(self, by: int = 1, **more: Any) -> Job:
         self.say(by, doing="suspecting", suspects=self.leader.page.incident, **more)
@@ -53,7 +53,7 @@ class Job:
             self.say(slot, incident=self.leader.page.incident, vote="", agrees=False)
         return self
 
-    def vote(self, *votes: Vote) -> Page:
+    def vote(self, *votes: Vote) -> LeaderPage:
         for slot, vote in zip(sorted(self.beats), votes, strict=True):
             self.say(slot, vote=vote)
         return self.page()
@@ -241,7 +241,7 @@ def after_the_leaders_death(slot: int, living: set[int]) -> float | None:
     succession = Succession()
     for half in range(120):
         now = half / 2
-        page = Page(leader=1, count=min(half, 4))
+        page = LeaderPage(leader=1, count=min(half, 4))
         if succession.is_orphaned(page, now):
             beats = {other: Beat(f"i{other}", half if other in living else 9) for other in (1, 2, 3, 4)}
             if succession.takes_over(slot, beats, now):
@@ -262,7 +262,9 @@ def test_who_takes_over_knows_that_the_one_before_is_silent() -> None:
     for half in range(60):
         now = half / 2
         beats = {slot: Beat(f"i{slot}", 5 if slot == 1 else half) for slot in (1, 2, 3)}
-        if succession.is_orphaned(Page(leader=1, count=min(half, 4)), now) and succession.takes_over(2, beats, now):
+        if succession.is_orphaned(LeaderPage(leader=1, count=min(half, 4)), now) and succession.takes_over(
+            2, beats, now
+        ):
             break
     hearing = succession.hearing(1, now)
     assert [hearing.silent_s(slot, now) >= SILENT_S for slot in (1, 2, 3)] == [True, False, False]
@@ -272,7 +274,7 @@ def test_who_takes_over_knows_that_the_one_before_is_silent() -> None:
 
 def test_nobody_takes_over_from_a_leader_that_is_heard() -> None:
     succession = Succession()
-    assert not any(succession.is_orphaned(Page(leader=1, count=half), half / 2) for half in range(200))
+    assert not any(succession.is_orphaned(LeaderPage(leader=1, count=half), half / 2) for half in range(200))
 
 
 def test_who_is_next_in_line_is_due_at_once_and_everybody_else_later() -> None:
@@ -329,8 +331,8 @@ def test_a_number_out_of_order_is_no_verdict(decided: str) -> None:
 
 
 def test_the_page_has_what_is_asked_of_all() -> None:
-    job = Job(nodes=3).say(2, asks=Question(5)).say(3, asks=Question(1, "record", 10.0))
-    assert job.page().questions == {"ask.2.5": Question(5), "ask.3.1": Question(1, "record", 10.0)}
+    job = Job(nodes=3).say(2, asks=NodeQuestion(5)).say(3, asks=NodeQuestion(1, "record", b"10 s"))
+    assert job.page().questions == {"ask.2.5": NodeQuestion(5), "ask.3.1": NodeQuestion(1, "record", b"10 s")}
     job.say(2, asks=None)
     page = job.page()
     assert page.is_over("ask.2.5") and not page.is_over("ask.3.1")

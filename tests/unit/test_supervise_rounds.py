@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
+from msgspec import ValidationError
 from msgspec.structs import replace
 
-from safelaunch.addons.record.recording import RankRecord, Recording
 from safelaunch.model import BundlePlace, Evidence, Frame, Progress, RankEvidence, RankException
 from safelaunch.supervise import rounds as module
 from safelaunch.supervise.cluster import channel as channels
 from safelaunch.supervise.cluster.channel import Channel
-from safelaunch.supervise.cluster.messages import Node, PeerStatus, Question
-from safelaunch.supervise.cluster.rendezvous import Meeting
-from safelaunch.supervise.cluster.store import Address, StoreError
+from safelaunch.supervise.cluster.messages import NodeCard, NodeQuestion, PeerStatus
+from safelaunch.supervise.cluster.rendezvous import SharedStore
+from safelaunch.supervise.cluster.store import Address, NodeStoreError
 from safelaunch.supervise.crash import notes_of, own_failure
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.publishing import Agreement
-from safelaunch.supervise.rounds import LARGEST_TEXT, Rounds, apart, others_of, recordings_of, small_files
+from safelaunch.supervise.respond import JobView
+from safelaunch.supervise.rounds import LARGEST_TEXT, Rounds, apart, others_of, parts_of, small_files
 from tests.support.dict_store import DictStore
 from tests.support.waiting import until
 
@@ -36,7 +37,7 @@ class Job:
         self.place, self.store, self.is_lost = place, DictStore(), False
         self.nodes: list[Rounds] = []
         self.channels: list[Channel] = []
-        monkeypatch.setattr(channels, "Store", self._connect)
+        monkeypatch.setattr(channels, "StoreClient", self._connect)
         for name, seconds in {"IDLE_S": 0.02, "BUSY_S": 0.02}.items():
             monkeypatch.setattr(channels, name, seconds)
         for name, seconds in {"CRASH_S": 3.0, "EFFECTS_S": 0.6, "HEAR_S": 0.5, "HOSTS_S": 0.0}.items():
@@ -44,15 +45,15 @@ class Job:
 
     def _connect(self, address: Address, **_: object) -> DictStore:
         if self.is_lost:
-            raise StoreError("no store")
+            raise NodeStoreError("no store")
         return self.store
 
     def meet(self, number: int = 2) -> tuple[Rounds, ...]:
         """So many nodes, the one that leads first."""
         for one in range(number):
-            channel = Channel(Node("", f"host{one}", 1, "0.1", "2.13"))
+            channel = Channel(NodeCard("", f"host{one}", 1, "0.1", "2.13"))
             channel.tell(ranks=(2 * one, 2 * one + 1), world=2 * number)
-            channel.start(Meeting(Address("h", 1), "safelaunch/1/test"))
+            channel.start(SharedStore(Address("h", 1), "safelaunch/1/test"))
             about = JobContext("train", self.place, self.place / "bundles", self.place, {}, host=f"host{one}")
             self.channels.append(channel)
             self.nodes.append(Rounds(channel, about, lambda: (), "kill"))
@@ -75,7 +76,7 @@ class Job:
         self.is_lost = True
 
         def closed(*_: object, **__: object) -> Any:
-            raise StoreError("closed", "closed")
+            raise NodeStoreError("closed", "closed")
 
         self.store.exchange = closed  # type: ignore[method-assign]
         until(lambda: not any(one.seen.page for one in self.channels), "the loss")
@@ -245,7 +246,7 @@ def test_a_node_that_is_stopped_ends_the_search(job: Job) -> None:
 
 def test_who_has_met_nobody_or_lost_them_judges_alone(job: Job) -> None:
     about = JobContext("train", job.place, job.place, job.place, {}, host="here")
-    alone = Rounds(Channel(Node("", "here", 1, "0.1", "2.13")), about, lambda: (), "kill")
+    alone = Rounds(Channel(NodeCard("", "here", 1, "0.1", "2.13")), about, lambda: (), "kill")
     assert alone.crash(crashed(0, 1)) == Agreement()
     leader, _ = job.meet()
     job.lose()
@@ -314,7 +315,7 @@ def test_what_one_node_asks_for_all_answer_once(job: Job) -> None:
     leader, other, third = job.meet(3)
     for asks in (leader, other):  # each question is a new one
         others = [one for one in job.nodes if one is not asks]
-        with asks.asking(Question()) as answers:
+        with asks.asking(NodeQuestion()) as answers:
             for number, node in enumerate(others):
                 until(lambda node=node: node._new(), "the question")  # type: ignore[misc]
                 now = time.monotonic() + 1000.0 * (job.nodes.index(asks) + 1)
@@ -330,8 +331,8 @@ def test_what_one_node_asks_for_all_answer_once(job: Job) -> None:
 
 def test_a_dump_comes_before_a_recording_and_not_too_soon_after_another_question(job: Job) -> None:
     leader, other, third = job.meet(3)
-    recording = Question(0, "record", 10.0, "0-3")
-    with leader.asking(recording), other.asking(Question()):
+    recording = NodeQuestion(0, "record", b"10 s")
+    with leader.asking(recording), other.asking(NodeQuestion()):
         until(lambda: len(third._new()) == 2, "the questions")
         assert third.presses
         first, soon, then = (third.wanted(now) for now in (100.0, 102.0, 110.0))
@@ -339,17 +340,37 @@ def test_a_dump_comes_before_a_recording_and_not_too_soon_after_another_question
     assert soon is None and then is not None and then[1] == replace(recording, number=1)
 
 
-def test_a_recording_has_what_all_have_sampled(job: Job) -> None:
-    leader, other, _ = job.meet(3)
-    theirs = Recording(frames=[Frame("/x/train.py", 7, "step")], stacks=[(0,)], ranks=[RankRecord(2, "there")])
-    with leader.asking(Question(0, "record", 10.0)) as answers:
+class OpenFiles:
+    """A service that counts the open files of each rank."""
+
+    name, noun, ask, part = "files", "count", int, dict[int, int]
+
+    def here(self, ask: int, job: JobView, stop: Event) -> dict[int, int]:
+        return {}
+
+    def check(self, part: dict[int, int]) -> None:
+        if min(part, default=0) < 0:
+            raise ValidationError("no such rank")
+
+    def merged(self, ask: int, parts: Sequence[dict[int, int]], notes: Sequence[str]) -> dict[int, int]:
+        return {}
+
+    def bounded(self, part: dict[int, int], fits: Callable[[dict[int, int]], bool]) -> dict[int, int]:
+        return part if fits(part) else {}
+
+
+def test_parts_of_a_service_are_read_and_unusable_ones_are_noted(job: Job) -> None:
+    leader, *others = job.meet(5)
+    with leader.asking(NodeQuestion(0, "files", b"1")) as answers:
         until(lambda: all(one.page and one.page.asked for one in job.nodes), "the question")
         (round_,) = leader.page.questions if leader.page else ()
-        other.answer_recording(round_, theirs)
-        job.channels[2].submit(round_, [b"garbage"])
-        found, notes = recordings_of(answers(Event()))
-    assert found == [theirs]
-    assert len(notes) == 1 and "could not be read" in notes[0]
+        others[0].answer_part(round_, OpenFiles(), {2: 40})
+        others[1].answer_part(round_, OpenFiles(), {-2: 40})
+        others[2].answer_nothing(round_)
+        job.channels[4].submit(round_, [b"garbage"])
+        found, notes = parts_of(answers(Event()), OpenFiles())
+    assert found == [{2: 40}]
+    assert len(notes) == 3 and all(note.startswith("a node's count could not be read (slot ") for note in notes)
 
 
 def test_who_stops_waits_for_nobody_and_one_question_of_a_node_waits_for_the_other(job: Job) -> None:
@@ -358,11 +379,11 @@ def test_who_stops_waits_for_nobody_and_one_question_of_a_node_waits_for_the_oth
     stop.set()
 
     def ask() -> None:
-        with leader.asking(Question()):
+        with leader.asking(NodeQuestion()):
             second.set()
 
     thread = threading.Thread(target=ask)
-    with leader.asking(Question(0, "record", 10.0)) as answers:
+    with leader.asking(NodeQuestion(0, "record")) as answers:
         assert answers(stop).chunks == {}
         thread.start()
         assert not second.wait(0.1)
@@ -372,7 +393,7 @@ def test_who_stops_waits_for_nobody_and_one_question_of_a_node_waits_for_the_oth
 
 def test_where_nobody_is_heard_nobody_is_asked(job: Job) -> None:
     (alone,) = job.meet(1)
-    with alone.asking(Question()) as answers:
+    with alone.asking(NodeQuestion()) as answers:
         assert answers(Event()).is_complete and job.channels[0].beat.asks is None
     job.lose()
     assert not alone.of_several

@@ -14,19 +14,18 @@ from typing import Any
 
 import msgspec
 
-from safelaunch.addons.record.recording import Recording, decode
+from safelaunch.addons.record.recording import LONGEST_S, Recording, Sampling, decode
 from safelaunch.cli.dump import answer_of, choose
 from safelaunch.cli.parsing import Parser
 from safelaunch.job.paths import working_directory
 from safelaunch.model.words import ranks_in
 from safelaunch.settings.options import parse_seconds
 from safelaunch.supervise.control.discover import Run, look, our_roots
-from safelaunch.supervise.control.protocol import RecordAnswer, Request
+from safelaunch.supervise.control.protocol import ControlRequest, ServiceAnswer
 from safelaunch.system.console import display, say, show, show_json
 from safelaunch.system.errors import SafelaunchError, UsageError
 from safelaunch.system.printable import clean
 
-LONGEST_S = 300.0
 ANSWER_S = 60.0  # beyond the duration: py-spy's end on a busy node, and the other nodes' answers
 LARGEST_RECORDING = 64 << 20
 
@@ -37,10 +36,10 @@ def main(argv: list[str]) -> int:
     earlier = _earlier(words.compare) if words.compare else None
     run = choose(look(our_roots()), words.run, "record")
     answer = _record(run, words.duration, words.ranks)
-    if answer.recording is None:
+    if answer.part is None:
         raise SafelaunchError(f"record: no samples of {run.id}: {answer.problem or 'its supervisor gave no reason'}.")
     directory = working_directory() / (words.bundle_dir or answer.bundle_dir)
-    return _report(run, answer.recording, earlier, words.compare or "", directory, as_json=words.json)
+    return _report(run, answer.part, earlier, words.compare or "", directory, as_json=words.json)
 
 
 def parser() -> Parser:
@@ -94,22 +93,22 @@ def _earlier(path: str) -> Recording:
         raise UsageError(f"record: {clean(path)} is not a recording: {clean(str(error))}.") from error
 
 
-def _record(run: Run, duration_s: float, ranks: str) -> RecordAnswer:
+def _record(run: Run, duration_s: float, ranks: str) -> ServiceAnswer[Recording]:
     say(f"sampling {run.label} for {duration_s:g} s; the job continues")
-    request = Request("record", duration_s=duration_s, ranks=ranks)
-    return answer_of(run, request, RecordAnswer, duration_s + ANSWER_S, "the samples are dropped")
+    request = ControlRequest("record", ask=msgspec.Raw(msgspec.json.encode(Sampling(duration_s, ranks))))
+    return answer_of(run, request, ServiceAnswer[Recording], duration_s + ANSWER_S, "the samples are dropped")
 
 
 def _report(
     run: Run, recording: Recording, earlier: Recording | None, called: str, place: Path, *, as_json: bool
 ) -> int:
     # Imported while nobody waits for the samples any more.
-    from safelaunch.addons.record.report import Recorded, document, screen
+    from safelaunch.addons.record.report import RecordingReport, document, screen
     from safelaunch.addons.record.slowness import compare, verdict_of
 
     slowness = verdict_of(recording)
     compared = compare(earlier, recording) if earlier is not None else None
-    recorded = Recorded(recording, slowness, compared, called)
+    recorded = RecordingReport(recording, slowness, compared, called)
     if not slowness.times:
         why = "; ".join(slowness.missing) or "it has no ranks yet"
         raise SafelaunchError(f"record: no rank of {run.id} could be sampled: {clean(why)}.")
@@ -126,12 +125,12 @@ def _report(
 
 
 def _files(recorded: Any) -> dict[str, str]:
-    from safelaunch.addons.record.report import SCRIPT, content, markdown, speedscope
+    from safelaunch.addons.record.report import content, markdown, script, speedscope
     from safelaunch.report import SPEEDSCOPE, page
     from safelaunch.report.exports import as_json
 
     return {
-        "record.html": page.render(content(recorded), SCRIPT),
+        "record.html": page.render(content(recorded), script()),
         "report.md": markdown(recorded),
         SPEEDSCOPE: as_json(speedscope(recorded.recording)),
         "recording.json": msgspec.json.encode(recorded.recording).decode(),

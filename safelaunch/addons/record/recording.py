@@ -6,11 +6,22 @@ Stacks and frames are numbered once for a whole recording. Seconds are those of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from safelaunch.model.ranks import Frame
 from safelaunch.system.decoding import from_json
+
+LONGEST_S = 300.0
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """A request for samples. ``ranks``: ``0-3,5``; empty: all."""
+
+    duration_s: Annotated[float, Meta(ge=1.0, le=LONGEST_S)]
+    ranks: Annotated[str, Meta(max_length=4096)] = ""
 
 
 class ThreadRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -98,7 +109,7 @@ def threads_of(recording: Recording) -> list[ThreadRecord]:
     return [thread for process in processes for thread in process.threads]
 
 
-class Numbers:
+class StackNumbering:
     """Numbers frames and stacks as they come, for one recording. ``of``: a stack, outermost first."""
 
     def __init__(self) -> None:
@@ -112,7 +123,7 @@ class Numbers:
 
 def merged(recordings: list[Recording]) -> Recording:
     """The recordings of several nodes as one, with the head of the first. Of a rank that several bring, the first."""
-    numbers = Numbers()
+    numbers = StackNumbering()
     ranks: dict[int, RankRecord] = {}
     for recording in recordings:
         new = [numbers.of(tuple(recording.frames[number] for number in stack)) for stack in recording.stacks]

@@ -6,53 +6,62 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 import msgspec
 
 from safelaunch import __version__
 from safelaunch.addons.record.recording import Recording
-from safelaunch.addons.record.shares import KINDS, Place, RankTime, Stacks, frame_of, mean, place_share, share_of
-from safelaunch.addons.record.slowness import Comparison, Finding, Slowness, percent
+from safelaunch.addons.record.shares import (
+    KINDS,
+    CodeLocation,
+    RankTime,
+    StackIndex,
+    frame_of,
+    mean,
+    place_share,
+    share_of,
+)
+from safelaunch.addons.record.slowness import Slowness, StepTimeChange, TimeFinding, percent
 from safelaunch.addons.record.slowness import where as change_words
 from safelaunch.model import Frame, format_ranks
 from safelaunch.report.overview import ranges
-from safelaunch.report.tables import Frames, Numbers, Paths
+from safelaunch.report.tables import Frames, ItemNumbers, Paths
 from safelaunch.stacks.frames import place
 from safelaunch.system.console import cut, wrapped
 from safelaunch.system.printable import clean
 
 MOST_LINES, MOST_ROWS, MOST_BRANCHES = 8, 60, 3000
 LEAST_SHARE = 0.001  # of the time, for a box
-SCRIPT = "record.js"
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordingReport:
     """A recording with what it tells. ``compared``: with an earlier one, which is called ``earlier``."""
 
     recording: Recording
     slowness: Slowness
-    compared: Comparison | None = None
+    compared: StepTimeChange | None = None
     earlier: str = ""
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def places(times: Sequence[RankTime], *, waits: bool) -> list[tuple[Place, float, Frame | None, str]]:
+def places(times: Sequence[RankTime], *, waits: bool) -> list[tuple[CodeLocation, float, Frame | None, str]]:
     """The lines by their mean share, the largest first, each with the ranks that were seen there."""
     every = {place for time in times for place in time.places if place.waits == waits}
     found = [row for one in every for row in (_by_function if waits else _by_line)(times, one)]
     return sorted((row for row in found if row[1] >= 0.005), key=lambda row: (-row[1], row[0].function))
 
 
-def _by_function(times: Sequence[RankTime], one: Place) -> list[tuple[Place, float, Frame | None, str]]:
+def _by_function(times: Sequence[RankTime], one: CodeLocation) -> list[tuple[CodeLocation, float, Frame | None, str]]:
     ranks = format_ranks([time.rank for time in times if time.places.get(one, 0.0) > 0])
     return [(one, place_share(times, one), frame_of(times, one), ranks)]
 
 
-def _by_line(times: Sequence[RankTime], one: Place) -> list[tuple[Place, float, Frame | None, str]]:
+def _by_line(times: Sequence[RankTime], one: CodeLocation) -> list[tuple[CodeLocation, float, Frame | None, str]]:
     """What is not waiting, of the lines of a function: of a backward's samples at a line, some may be waits."""
     seen = [time.lines.get(one, {}) for time in times]
     lines = {line: mean([here.get(line, 0.0) for here in seen]) for line in {line for here in seen for line in here}}
@@ -76,7 +85,7 @@ def alike(times: Sequence[RankTime]) -> list[list[RankTime]]:
     return list(rows.values())
 
 
-def what_of(one: Place) -> str:
+def what_of(one: CodeLocation) -> str:
     """What a line is about, in words."""
     if one.kind == "backward" and one.waits:
         return "waiting in backward"
@@ -86,7 +95,7 @@ def what_of(one: Place) -> str:
 # --- the screen -------------------------------------------------------------------------------------------------------
 
 
-def screen(recorded: Recorded, width: int) -> str:
+def screen(recorded: RecordingReport, width: int) -> str:
     """The verdict first, then the ranks, the lines, and what was not seen; no line is longer than ``width``."""
     found, lines = recorded.slowness, list[str]()
     lines += wrapped(clean(found.headline), width)
@@ -109,11 +118,11 @@ def screen(recorded: Recorded, width: int) -> str:
     return "\n".join(clean(line).rstrip() for line in lines)
 
 
-def _at(one: Place, frame: Frame | None) -> str:
+def _at(one: CodeLocation, frame: Frame | None) -> str:
     return f"{what_of(one)}{f' at {place(frame)}' if frame is not None else ''}"
 
 
-def _signed(compared: Comparison, value: float) -> str:
+def _signed(compared: StepTimeChange, value: float) -> str:
     return f"{'+' if value > 0 else '-'}{compared.amount(abs(value))}"
 
 
@@ -132,7 +141,7 @@ def _table(found: Slowness, width: int) -> list[str]:
     return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows[: MOST_ROWS + 1]]
 
 
-def markdown(recorded: Recorded) -> str:
+def markdown(recorded: RecordingReport) -> str:
     """``report.md``: the screen, as it is."""
     title = f"# Where the time goes: {_safe(recorded.recording.name)}"
     body = screen(recorded, 120).replace("```", "'''")
@@ -146,8 +155,13 @@ def _safe(name: str) -> str:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def content(recorded: Recorded) -> dict[str, Any]:
-    """The page's data, for ``page.render`` with :data:`SCRIPT`."""
+def script() -> str:
+    """Returns the program that draws the page of a recording."""
+    return resources.files("safelaunch.addons.record").joinpath("record.js").read_text(encoding="utf-8")
+
+
+def content(recorded: RecordingReport) -> dict[str, Any]:
+    """The page's data, for ``page.render`` with :func:`script`."""
     recording, found = recorded.recording, recorded.slowness
     frames = Frames(Paths(projects=_projects(recording)))
     late = next((set(finding.ranks) for finding in found.findings if finding.kind == "late-rank"), set[int]())
@@ -178,7 +192,7 @@ def content(recorded: Recorded) -> dict[str, Any]:
     }
 
 
-def _facts(recorded: Recorded) -> list[list[str]]:
+def _facts(recorded: RecordingReport) -> list[list[str]]:
     recording, times = recorded.recording, recorded.slowness.times
     hosts = list(dict.fromkeys(rank.host for rank in recording.ranks if rank.host))
     steps = [time.steps for time in times if time.steps is not None]
@@ -220,7 +234,7 @@ def _lines(times: Sequence[RankTime], frames: Frames, *, waits: bool) -> list[di
     ]
 
 
-def _changes(compared: Comparison | None, frames: Frames) -> list[dict[str, Any]]:
+def _changes(compared: StepTimeChange | None, frames: Frames) -> list[dict[str, Any]]:
     return [
         {
             "f": frames.number(one.frame),
@@ -235,16 +249,16 @@ def _changes(compared: Comparison | None, frames: Frames) -> list[dict[str, Any]
 
 
 @dataclass
-class _Node:
+class _TreeNode:
     frame: int
     share: float
     ranks: int  # as bits
-    below: dict[int, _Node]
+    below: dict[int, _TreeNode]
 
 
 def tree(recording: Recording, frames: Frames) -> list[dict[str, Any]]:
     """The main threads of all ranks as one tree, as the page draws it: runs of frames that the same ranks share."""
-    stacks, root = Stacks(recording), _Node(-1, 0.0, 0, {})
+    stacks, root = StackIndex(recording), _TreeNode(-1, 0.0, 0, {})
     mains = [
         (rank.rank, thread)
         for rank in recording.ranks
@@ -257,7 +271,7 @@ def tree(recording: Recording, frames: Frames) -> list[dict[str, Any]]:
             at, share = root, seconds / total_s / len(mains)
             for frame in reversed(stacks.frames(number)):
                 key = frames.number(frame, recording.code_roots)
-                at = at.below.setdefault(key, _Node(key, 0.0, 0, {}))
+                at = at.below.setdefault(key, _TreeNode(key, 0.0, 0, {}))
                 at.share += share
                 at.ranks |= 1 << rank
     made: list[dict[str, Any]] = []
@@ -265,7 +279,7 @@ def tree(recording: Recording, frames: Frames) -> list[dict[str, Any]]:
     return made
 
 
-def _branches(node: _Node, into: list[dict[str, Any]], left: list[int], many: int) -> None:
+def _branches(node: _TreeNode, into: list[dict[str, Any]], left: list[int], many: int) -> None:
     """``left``: how many more branches there may be; the widest come first."""
     for below in sorted(node.below.values(), key=lambda one: -one.share):
         if left[0] <= 0 or below.share < LEAST_SHARE:
@@ -301,13 +315,13 @@ class RecordDocument(msgspec.Struct, frozen=True):
     name: str
     folder: str
     summary: str
-    findings: list[Finding]
+    findings: list[TimeFinding]
     ranks: list[RankDocument]
     missing: list[str]
     compared: str
 
 
-def document(recorded: Recorded, run: str, folder: str) -> RecordDocument:
+def document(recorded: RecordingReport, run: str, folder: str) -> RecordDocument:
     """The --json document of a recording of ``run``, whose files are in ``folder``."""
     found, compared = recorded.slowness, recorded.compared
     ranks = [
@@ -337,7 +351,7 @@ def speedscope(recording: Recording) -> dict[str, Any]:
         {"name": frame.function or frame.file or "?", "file": frame.file, "line": frame.line}
         for frame in recording.frames
     ]
-    titles = Numbers[str]()
+    titles = ItemNumbers[str]()
     mains: dict[tuple[int, ...], float] = {}
     everything: dict[tuple[int, ...], float] = {}
     for rank in recording.ranks:

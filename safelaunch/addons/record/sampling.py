@@ -19,10 +19,10 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from safelaunch.addons.record.recording import Numbers, ProcessRecord, ThreadRecord
+from safelaunch.addons.record.recording import ProcessRecord, StackNumbering, ThreadRecord
 from safelaunch.capture import command, proc, stacks
 from safelaunch.capture.result import why
-from safelaunch.job.process import Table, descendants, identify
+from safelaunch.job.process import ProcessTable, descendants, identify
 from safelaunch.model import Frame
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
@@ -69,7 +69,7 @@ def rate_for(passes: int, cpus: int) -> int:
     return round(min(FASTEST_HZ, max(SLOWEST_HZ, affordable)))
 
 
-def children_of(pid: int, table: Table | None = None) -> list[Sampled]:
+def children_of(pid: int, table: ProcessTable | None = None) -> list[Sampled]:
     """The first few Python processes below ``pid``, by their role."""
     running = (descendant for descendant in descendants([pid], table=table) if _runs_python(descendant.pid))
     return [Sampled(one.pid, one.start_ticks, "child") for one in islice(running, MOST_CHILDREN)]
@@ -81,7 +81,7 @@ def _runs_python(pid: int) -> bool:
 
 def sample(
     processes: Sequence[Sampled],
-    numbers: Numbers,
+    numbers: StackNumbering,
     folder: Path,
     *,
     duration_s: float,
@@ -146,7 +146,9 @@ def _problem(pid: int, output: command.Output, data: bytes, duration_s: float) -
     return STOPPED if proc.state_letter(pid) in ("T", "t") else ""
 
 
-def _process(process: Sampled, data: dict[str, bytes], numbers: Numbers, ticks: int, problem: str) -> ProcessRecord:
+def _process(
+    process: Sampled, data: dict[str, bytes], numbers: StackNumbering, ticks: int, problem: str
+) -> ProcessRecord:
     found: dict[str, Threads] = {}
     for name, content in data.items():
         try:
@@ -196,7 +198,7 @@ class _Arguments(msgspec.Struct, frozen=True):
     line: int = 0
 
 
-class _Event(msgspec.Struct, frozen=True):
+class _SamplerEvent(msgspec.Struct, frozen=True):
     name: str
     ph: str
     ts: int
@@ -209,7 +211,7 @@ def from_trace(data: bytes) -> Threads:
     found: Threads = {}
     open_stacks: dict[int, list[tuple[str, Frame]]] = {}
     since: dict[int, int] = {}
-    events = from_json(data, list[_Event])
+    events = from_json(data, list[_SamplerEvent])
     by_time = sorted(range(len(events)), key=lambda at: events[at].ts)  # stable: those of one sample keep their order
     for at in by_time:
         event = events[at]
@@ -263,7 +265,7 @@ def _folded_frame(part: str) -> Frame:
     return Frame(match["file"], int(match["line"]), match["function"]) if match is not None else Frame("", 0, part)
 
 
-def records_of(pid: int, passes: dict[str, Threads], numbers: Numbers) -> list[ThreadRecord]:
+def records_of(pid: int, passes: dict[str, Threads], numbers: StackNumbering) -> list[ThreadRecord]:
     """The threads of a process, its main thread first."""
     everything, active, gil = (passes.get(name, {}) for name in ("all", "active", "gil"))
     main = pid if pid in everything else next((tid for tid, one in everything.items() if one.name == "MainThread"), pid)
@@ -285,7 +287,7 @@ def records_of(pid: int, passes: dict[str, Threads], numbers: Numbers) -> list[T
     return made
 
 
-def _numbered(thread: OneThread, numbers: Numbers) -> list[tuple[int, float]]:
+def _numbered(thread: OneThread, numbers: StackNumbering) -> list[tuple[int, float]]:
     most = sorted(thread.seconds.items(), key=lambda item: -item[1])[:MOST_STACKS]
     return [(numbers.of(frames), round(seconds, 3)) for frames, seconds in most]
 

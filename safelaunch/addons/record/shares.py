@@ -16,7 +16,7 @@ from safelaunch.stacks.frames import Stack, normal, short
 # --- What a sampled main thread is about: it computes, waits for its peers, waits for data ----------------------------
 
 
-Kind = Literal[
+TimeKind = Literal[
     "collective",
     "send or receive",
     "data loading",
@@ -27,15 +27,15 @@ Kind = Literal[
     "device",
     "script",
 ]
-KINDS: tuple[Kind, ...] = (
+KINDS: tuple[TimeKind, ...] = (
     "forward", "backward", "optimizer", "collective", "send or receive", "data loading", "checkpoint", "device",
     "script",
 )  # fmt: skip
-WAITS: tuple[Kind, ...] = ("collective", "send or receive")
+WAITS: tuple[TimeKind, ...] = ("collective", "send or receive")
 
 # By the file (its end, or a directory in its path) and the functions of a frame; no functions: any. The first row that
 # fits a frame of the stack counts: a checkpointed forward in a backward is part of the backward.
-_BY_FRAME: tuple[tuple[Kind, str, frozenset[str]], ...] = (
+_BY_FRAME: tuple[tuple[TimeKind, str, frozenset[str]], ...] = (
     ("checkpoint", "torch/serialization.py", frozenset({"save", "load"})),
     ("checkpoint", "torch/distributed/checkpoint/", frozenset()),
     ("backward", "torch/autograd/graph.py", frozenset({"_engine_run_backward"})),
@@ -52,7 +52,7 @@ _BY_FRAME: tuple[tuple[Kind, str, frozenset[str]], ...] = (
 class Activity:
     """``what``: the collective's name, say; ``frame``: the innermost of the user's own code."""
 
-    kind: Kind
+    kind: TimeKind
     what: str
     frame: Frame | None
 
@@ -64,7 +64,7 @@ def activity_of(frames: Sequence[Frame], code_roots: tuple[str, ...] = ()) -> Ac
     return Activity(kind, what, stack.user_frame)
 
 
-def _kind(stack: Stack) -> tuple[Kind, str]:
+def _kind(stack: Stack) -> tuple[TimeKind, str]:
     wait = torch_wait(stack)
     if wait is not None:
         return ("send or receive" if wait.kind == "p2p" else "collective"), wait.op
@@ -80,7 +80,7 @@ def _kind(stack: Stack) -> tuple[Kind, str]:
     return (found, "") if found is not None else ("script", "")
 
 
-def _by_frame(frames: Sequence[Frame]) -> Kind | None:
+def _by_frame(frames: Sequence[Frame]) -> TimeKind | None:
     inner = [(normal(frame.file), short(frame.function)) for frame in frames if "/torch/" in normal(frame.file)]
     for kind, part, functions in _BY_FRAME:
         for file, function in inner:
@@ -94,10 +94,10 @@ WORKER = "dataloader worker"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CodeLocation:
     """A function of the user's code and what it is about there. ``waits``: inside a backward, what is no computing."""
 
-    kind: Kind
+    kind: TimeKind
     what: str
     file: str
     function: str
@@ -105,7 +105,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class GilHolder:
     """Another thread of a rank that holds the GIL for this share of the time. ``frame``: where, for the most part."""
 
     thread: str
@@ -122,12 +122,12 @@ class RankTime:
 
     rank: int
     samples: int
-    kinds: Mapping[Kind, float]
-    places: Mapping[Place, float]
-    lines: Mapping[Place, Mapping[int, float]]
+    kinds: Mapping[TimeKind, float]
+    places: Mapping[CodeLocation, float]
+    lines: Mapping[CodeLocation, Mapping[int, float]]
     waits: float
     gil: float
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[GilHolder, ...] = ()
     steps: int | None = None
     margin: float = field(default=0.0)  # two standard errors of a share of one half
 
@@ -141,7 +141,7 @@ class WorkerTime:
     frame: Frame | None
 
 
-class Stacks:
+class StackIndex:
     """The stacks of a recording, each looked at once."""
 
     def __init__(self, recording: Recording) -> None:
@@ -161,21 +161,21 @@ class Stacks:
         return Stack(self.frames(number), self._recording.code_roots).user_frame
 
 
-def times_of(recording: Recording, stacks: Stacks | None = None) -> list[RankTime]:
+def times_of(recording: Recording, stacks: StackIndex | None = None) -> list[RankTime]:
     """Of each rank that has samples."""
-    stacks = stacks or Stacks(recording)
+    stacks = stacks or StackIndex(recording)
     found = [_rank(rank, recording, stacks) for rank in recording.ranks if not rank.missing]
     return [one for one in found if one is not None]
 
 
-def _rank(rank: RankRecord, recording: Recording, stacks: Stacks) -> RankTime | None:
+def _rank(rank: RankRecord, recording: Recording, stacks: StackIndex) -> RankTime | None:
     main = next((one for one in (rank.main.threads if rank.main else ()) if one.main), None)
     total_s = sum(seconds for _, seconds in main.stacks) if main is not None else 0.0
     if main is None or rank.main is None or total_s <= 0.0:
         return None
-    kinds: dict[Kind, float] = defaultdict(float)
-    places: dict[Place, float] = defaultdict(float)
-    lines: dict[Place, dict[int, float]] = {}
+    kinds: dict[TimeKind, float] = defaultdict(float)
+    places: dict[CodeLocation, float] = defaultdict(float)
+    lines: dict[CodeLocation, dict[int, float]] = {}
     for number, seconds in main.stacks:
         one = stacks.activity(number)
         place = _place(one)
@@ -200,43 +200,47 @@ def _rank(rank: RankRecord, recording: Recording, stacks: Stacks) -> RankTime | 
     )
 
 
-def _place(one: Activity) -> Place:
+def _place(one: Activity) -> CodeLocation:
     file, function = (one.frame.file, one.frame.function) if one.frame is not None else ("", "")
-    return Place(one.kind, one.what, file, function, waits=one.kind in WAITS)
+    return CodeLocation(one.kind, one.what, file, function, waits=one.kind in WAITS)
 
 
 def _split_backward(
-    main: ThreadRecord, stacks: Stacks, total_s: float, places: dict[Place, float], lines: dict[Place, dict[int, float]]
+    main: ThreadRecord,
+    stacks: StackIndex,
+    total_s: float,
+    places: dict[CodeLocation, float],
+    lines: dict[CodeLocation, dict[int, float]],
 ) -> None:
     """Of a backward, what its thread was not on a CPU for is a wait: for the gradients of its peers, or a device."""
-    active: dict[Place, float] = defaultdict(float)
+    active: dict[CodeLocation, float] = defaultdict(float)
     for number, seconds in main.active:
         active[_place(stacks.activity(number))] += seconds / total_s
     for place in [place for place in places if place.kind == "backward"]:
         idle = places[place] - active[place]
         if idle <= 0.0:
             continue
-        waiting = Place("backward", "", place.file, place.function, waits=True)
+        waiting = CodeLocation("backward", "", place.file, place.function, waits=True)
         places[place] -= idle
         places[waiting] += idle
         lines[waiting] = lines[place]
 
 
-def _holders(main: ProcessRecord, total_s: float, stacks: Stacks) -> tuple[Holder, ...]:
+def _holders(main: ProcessRecord, total_s: float, stacks: StackIndex) -> tuple[GilHolder, ...]:
     """The other threads by how long they hold the GIL, those of one name together."""
     found: dict[str, list[tuple[int, float]]] = {}
     for thread in main.threads:
         if not thread.main:
             found.setdefault(thread.name, []).extend(thread.gil)
     holders = [
-        Holder(name, sum(s for _, s in held) / total_s, stacks.user_frame(max(held, key=lambda item: item[1])[0]))
+        GilHolder(name, sum(s for _, s in held) / total_s, stacks.user_frame(max(held, key=lambda item: item[1])[0]))
         for name, held in found.items()
         if held
     ]
     return tuple(sorted(holders, key=lambda one: -one.share))
 
 
-def workers_of(recording: Recording, stacks: Stacks) -> WorkerTime | None:
+def workers_of(recording: Recording, stacks: StackIndex) -> WorkerTime | None:
     """None where no rank has any, or none was sampled."""
     children = [child for rank in recording.ranks for child in rank.children if child.role == WORKER]
     mains = [thread for child in children for thread in child.threads if thread.main]
@@ -259,15 +263,15 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def share_of(times: Sequence[RankTime], kind: Kind) -> float:
+def share_of(times: Sequence[RankTime], kind: TimeKind) -> float:
     return mean([time.kinds.get(kind, 0.0) for time in times])
 
 
-def place_share(times: Sequence[RankTime], place: Place) -> float:
+def place_share(times: Sequence[RankTime], place: CodeLocation) -> float:
     return mean([time.places.get(place, 0.0) for time in times])
 
 
-def frame_of(times: Sequence[RankTime], place: Place) -> Frame | None:
+def frame_of(times: Sequence[RankTime], place: CodeLocation) -> Frame | None:
     """The place with its most frequent line."""
     lines: dict[int, float] = defaultdict(float)
     for time in times:

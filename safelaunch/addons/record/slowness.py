@@ -15,11 +15,11 @@ from typing import Literal
 from safelaunch.addons.record.recording import Recording
 from safelaunch.addons.record.shares import (
     KINDS,
-    Holder,
-    Kind,
-    Place,
+    CodeLocation,
+    GilHolder,
     RankTime,
-    Stacks,
+    StackIndex,
+    TimeKind,
     WorkerTime,
     frame_of,
     mean,
@@ -44,7 +44,7 @@ MOSTLY = 0.9  # of a function's time, in one of its lines
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class TimeFinding:
     """``share``: of the time of ``ranks``, 0 to 1. ``text``: a sentence. ``advice``: what to do; may be empty."""
 
     kind: Slow
@@ -60,14 +60,14 @@ class Slowness:
     """``headline``: the verdict in one sentence. ``findings``: the largest first; empty: nothing stands out."""
 
     headline: str
-    findings: tuple[Finding, ...]
+    findings: tuple[TimeFinding, ...]
     times: tuple[RankTime, ...]
     workers: WorkerTime | None
     missing: tuple[str, ...]
 
 
 def verdict_of(recording: Recording) -> Slowness:
-    stacks = Stacks(recording)
+    stacks = StackIndex(recording)
     times = times_of(recording, stacks)
     workers = workers_of(recording, stacks)
     missing = tuple(_missing(recording))
@@ -76,7 +76,7 @@ def verdict_of(recording: Recording) -> Slowness:
     return Slowness(headline, findings, tuple(times), workers, missing)
 
 
-def _findings(times: Sequence[RankTime], workers: WorkerTime | None, missing: Sequence[str]) -> list[Finding]:
+def _findings(times: Sequence[RankTime], workers: WorkerTime | None, missing: Sequence[str]) -> list[TimeFinding]:
     late = _late(times)
     found = [
         late,
@@ -89,7 +89,7 @@ def _findings(times: Sequence[RankTime], workers: WorkerTime | None, missing: Se
     return sorted(filter(None, found), key=lambda one: -_of_the_job(one, times))
 
 
-def _of_the_job(finding: Finding, times: Sequence[RankTime]) -> float:
+def _of_the_job(finding: TimeFinding, times: Sequence[RankTime]) -> float:
     """Its share of the job's time. All others wait for a late rank, so its delay is theirs."""
     return finding.share if finding.kind == "late-rank" else finding.share * len(finding.ranks) / len(times)
 
@@ -109,7 +109,7 @@ def _do(times: Sequence[RankTime], one: str, many: str) -> str:
 # --- who arrives last -------------------------------------------------------------------------------------------------
 
 
-def _late(times: Sequence[RankTime]) -> Finding | None:
+def _late(times: Sequence[RankTime]) -> TimeFinding | None:
     groups = split(times)
     if groups is None:
         return None
@@ -120,7 +120,7 @@ def _late(times: Sequence[RankTime]) -> Finding | None:
     waiting = f"{capital(held)}{_waited_in(where, rest)} for {_ranks(late)}"
     own = f"which {_do(late, 'waits', 'wait')} {percent(mean([one.waits for one in late]))}"
     reason, frame, advice = _reason(late, rest, difference)
-    return Finding(
+    return TimeFinding(
         "late-rank", difference, tuple(one.rank for one in late), f"{waiting}, {own}{reason}.", frame, advice
     )
 
@@ -145,15 +145,15 @@ def _variance(times: Sequence[RankTime]) -> float:
     return sum(w * (1 - w) / one.samples for w, one in zip(shares, times, strict=True)) / len(times) ** 2
 
 
-def _waited_in(where: Place | None, times: Sequence[RankTime]) -> str:
+def _waited_in(where: CodeLocation | None, times: Sequence[RankTime]) -> str:
     if where is None:
         return ""
     call = where.what or ("backward" if where.kind == "backward" else "a collective")
     return f", mostly in {call}{at(frame_of(times, where))},"
 
 
-def _waits_most_in(times: Sequence[RankTime]) -> Place | None:
-    shares: dict[Place, float] = defaultdict(float)
+def _waits_most_in(times: Sequence[RankTime]) -> CodeLocation | None:
+    shares: dict[CodeLocation, float] = defaultdict(float)
     for time in times:
         for each, share in time.places.items():
             if each.waits:
@@ -183,7 +183,7 @@ def _reason(late: Sequence[RankTime], rest: Sequence[RankTime], difference: floa
     return f": {_do(late, 'it spends', 'they spend')} more in {KIND_WORDS[kind]}, spread over many lines", None, ""
 
 
-KIND_WORDS: dict[Kind, str] = {
+KIND_WORDS: dict[TimeKind, str] = {
     "collective": "collectives",
     "send or receive": "sends and receives",
     "data loading": "data loading",
@@ -196,7 +196,7 @@ KIND_WORDS: dict[Kind, str] = {
 }
 
 
-def _in(one: Place, frame: Frame | None) -> str:
+def _in(one: CodeLocation, frame: Frame | None) -> str:
     if one.kind == "data loading":
         return f"waiting for data{at(frame)}" if one.what == "DataLoader" else f"loading data{at(frame)}"
     if one.kind == "script":
@@ -207,7 +207,7 @@ def _in(one: Place, frame: Frame | None) -> str:
 # --- what all ranks do ------------------------------------------------------------------------------------------------
 
 
-def _loading(times: Sequence[RankTime], workers: WorkerTime | None) -> Finding | None:
+def _loading(times: Sequence[RankTime], workers: WorkerTime | None) -> TimeFinding | None:
     share = share_of(times, "data loading")
     if share < LOADING:
         return None
@@ -227,10 +227,10 @@ def _loading(times: Sequence[RankTime], workers: WorkerTime | None) -> Finding |
             if busy > 0.5
             else "The workers are mostly idle: look at collate_fn, at the size of what they send, and at pin_memory."
         )
-    return Finding("data-loading", share, tuple(one.rank for one in here), f"{text}.", frame, advice)
+    return TimeFinding("data-loading", share, tuple(one.rank for one in here), f"{text}.", frame, advice)
 
 
-def _holder(times: Sequence[RankTime]) -> Holder | None:
+def _holder(times: Sequence[RankTime]) -> GilHolder | None:
     """The thread that keeps the main threads of all these ranks from the GIL."""
     held = [time.holders[0] for time in times if time.holders and is_scarce(time)]
     return max(held, key=lambda one: one.share) if times and len(held) == len(times) else None
@@ -241,13 +241,13 @@ def is_scarce(time: RankTime) -> bool:
     return others >= HELD and others + time.gil >= SCARCE
 
 
-def _holds(one: Holder) -> str:
+def _holds(one: GilHolder) -> str:
     return (
         f"its thread {one.thread or 'without a name'!r} holds the GIL {percent(one.share)} of the time{at(one.frame)}"
     )
 
 
-def _gil(times: Sequence[RankTime], late: Finding | None) -> Finding | None:
+def _gil(times: Sequence[RankTime], late: TimeFinding | None) -> TimeFinding | None:
     short = [time for time in times if is_scarce(time)]
     if late is not None and late.advice == OTHER_THREAD:  # said there
         short = [one for one in short if one.rank not in late.ranks]
@@ -259,10 +259,10 @@ def _gil(times: Sequence[RankTime], late: Finding | None) -> Finding | None:
         f"On {_ranks(short)}, the thread {holder.thread!r} holds the GIL {percent(holder.share)} of the "
         f"time{at(holder.frame)}; the main thread has it {percent(main)}."
     )
-    return Finding("gil", holder.share, tuple(one.rank for one in short), text, holder.frame, OTHER_THREAD)
+    return TimeFinding("gil", holder.share, tuple(one.rank for one in short), text, holder.frame, OTHER_THREAD)
 
 
-def _waiting(times: Sequence[RankTime], late: Finding | None, missing: Sequence[str]) -> Finding | None:
+def _waiting(times: Sequence[RankTime], late: TimeFinding | None, missing: Sequence[str]) -> TimeFinding | None:
     share = mean([time.waits for time in times])
     if share < WAITING or late is not None:
         return None
@@ -280,10 +280,10 @@ def _waiting(times: Sequence[RankTime], late: Finding | None, missing: Sequence[
         advice = "The transfers take the time, or the stages of a pipeline wait for each other: try more micro-batches."
     advice = "They may wait for those that were not seen." if missing else advice
     frame = frame_of(times, where) if where is not None else None
-    return Finding("communication", share, tuple(time.rank for time in times), f"{text}.", frame, advice)
+    return TimeFinding("communication", share, tuple(time.rank for time in times), f"{text}.", frame, advice)
 
 
-def _saving(times: Sequence[RankTime]) -> Finding | None:
+def _saving(times: Sequence[RankTime]) -> TimeFinding | None:
     ranks = [time for time in times if time.kinds.get("checkpoint", 0.0) >= SAVING]
     if not ranks:
         return None
@@ -292,12 +292,12 @@ def _saving(times: Sequence[RankTime]) -> Finding | None:
     )
     share, frame = share_of(ranks, "checkpoint"), frame_of(ranks, most)
     text = f"Checkpoints take {percent(share)} of the time of {_ranks(ranks)}{at(frame)}."
-    return Finding(
+    return TimeFinding(
         "checkpoint", share, tuple(rank.rank for rank in ranks), text, frame, "Save less often, or with async_save."
     )
 
 
-def _own_code(times: Sequence[RankTime], late: Finding | None) -> Finding | None:
+def _own_code(times: Sequence[RankTime], late: TimeFinding | None) -> TimeFinding | None:
     """One function of the script, outside of the model, on all ranks."""
     least = {
         one: min(time.places.get(one, 0.0) for time in times)
@@ -310,7 +310,7 @@ def _own_code(times: Sequence[RankTime], late: Finding | None) -> Finding | None
     there = mean([time.lines.get(most, {}).get(frame.line, 0.0) for time in times]) if frame is not None else 0.0
     where = f"{'' if there >= MOSTLY * share else 'lines around '}{place(frame)}"
     text = f"{percent(share)} of the time goes to {where}, outside of forward, backward and optimizer."
-    return Finding("script", share, tuple(time.rank for time in times), text, frame)
+    return TimeFinding("script", share, tuple(time.rank for time in times), text, frame)
 
 
 def _nothing(times: Sequence[RankTime]) -> str:
@@ -342,7 +342,7 @@ GROWTH_SIGMAS = 3.0
 class Change:
     """``before``, ``now``: seconds of a step, or shares of the time if a recording has no steps."""
 
-    place: Place
+    place: CodeLocation
     frame: Frame | None
     before: float
     now: float
@@ -353,7 +353,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class StepTimeChange:
     """``before_s``, ``now_s``: a step's seconds; 0.0 if not known, then changes are of shares. The largest first.
 
     ``ranks``: those that arrive last, of which the changes are; empty: of all.
@@ -399,7 +399,7 @@ def where(change: Change) -> str:
     return f"{'waiting in ' if one.waits else ''}{what}{line}{f' ({one.function})' if one.function else ''}"
 
 
-def compare(earlier: Recording, now: Recording) -> Comparison:
+def compare(earlier: Recording, now: Recording) -> StepTimeChange:
     times, before = times_of(now), times_of(earlier)
     step_s, was_s = _step_s(now, times), _step_s(earlier, before)
     if not (step_s and was_s):
@@ -424,14 +424,14 @@ def compare(earlier: Recording, now: Recording) -> Comparison:
             frame = frame_of(times if mine is not None else before, place)
             changes.append(Change(place, frame, was * was_scale, share * scale))
     changes.sort(key=lambda one: -one.more)
-    return Comparison(was_s, step_s, tuple(changes), ranks)
+    return StepTimeChange(was_s, step_s, tuple(changes), ranks)
 
 
 def _of(times: Sequence[RankTime], ranks: tuple[int, ...]) -> list[RankTime]:
     return [time for time in times if time.rank in ranks]
 
 
-def _key(place: Place) -> tuple[str, str, str, str, bool]:
+def _key(place: CodeLocation) -> tuple[str, str, str, str, bool]:
     """The same place in another checkout."""
     return place.kind, place.what, basename(place.file) if place.file else "", place.function, place.waits
 

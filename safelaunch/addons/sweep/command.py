@@ -12,17 +12,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from safelaunch.addons.sweep.batch import BatchEngine, Programs, Site, adopted, end_strays
-from safelaunch.addons.sweep.engine import Engine, Queue, QueueError
-from safelaunch.addons.sweep.jobs import Job
-from safelaunch.addons.sweep.journal import Attempt, History, Journal, attempts, history
-from safelaunch.addons.sweep.local import Local, Place, recovered, wait_for_remains
+from safelaunch.addons.sweep.batch import BatchEngine, Site, SweepPrograms, adopted, end_strays
+from safelaunch.addons.sweep.engine import Engine, QueueError, Scheduler
+from safelaunch.addons.sweep.errors import SpecError
+from safelaunch.addons.sweep.jobs import SweepJob
+from safelaunch.addons.sweep.journal import Attempt, Journal, JournalHistory, attempts, history
+from safelaunch.addons.sweep.local import Local, SweepPlace, recovered, wait_for_remains
 from safelaunch.addons.sweep.metrics import check_pattern
 from safelaunch.addons.sweep.paths import DEFAULT_PARENT, SweepPaths
-from safelaunch.addons.sweep.pool import Gpus, Pool, Slots, check_fits, default_slots
+from safelaunch.addons.sweep.pool import CpuSlots, GpuPool, SharePool, check_fits, default_slots
 from safelaunch.addons.sweep.runner import Runner, Signals, write_summary
 from safelaunch.addons.sweep.screen import describe, describe_batch, many, open_screen, summary_lines
-from safelaunch.addons.sweep.spec import Axis, Template, Text, expand, parse_grid, templates_of
+from safelaunch.addons.sweep.spec import Axis, Template, TemplateText, expand, parse_grid, templates_of
 from safelaunch.addons.sweep.sweep import Rules, Sweep
 from safelaunch.cli import program
 from safelaunch.cli.parsing import Parser
@@ -35,7 +36,7 @@ from safelaunch.settings.config import resolve
 from safelaunch.settings.options import BY_FLAG, options_of, parse_count, parse_seconds
 from safelaunch.settings.yamlfile import read_yaml
 from safelaunch.system.console import redact, room, say, show
-from safelaunch.system.errors import PresetError, SpecError, UsageError
+from safelaunch.system.errors import PresetError, UsageError
 from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redactor import Redactor
 
@@ -89,7 +90,7 @@ every job succeeded, 1 if not, 2 for an error in the sweep (nothing started), 12
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class SweepOptions:
     """Either ``spec``, or ``grid`` (which may be empty) and ``command``."""
 
     grid: tuple[Axis, ...]
@@ -132,11 +133,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _programs(queue: Queue) -> Programs:
-    return Programs(program(), [*program(TASK, f"from {TASK} import main; sys.exit(main())"), type(queue).__module__])
+def _programs(queue: Scheduler) -> SweepPrograms:
+    return SweepPrograms(
+        program(), [*program(TASK, f"from {TASK} import main; sys.exit(main())"), type(queue).__module__]
+    )
 
 
-def _on_this_node(options: Options, jobs: Sequence[Job], pool: Pool, paths: SweepPaths, environ: dict[str, str]) -> int:
+def _on_this_node(
+    options: SweepOptions, jobs: Sequence[SweepJob], pool: SharePool, paths: SweepPaths, environ: dict[str, str]
+) -> int:
     pool.free()  # raises if nothing can be leased, before the sweep writes anything
     journal = Journal(paths.journal)
     known = _history(options, journal, jobs, paths)
@@ -145,11 +150,11 @@ def _on_this_node(options: Options, jobs: Sequence[Job], pool: Pool, paths: Swee
     units = {job.name: pool.units(job.gpus) for job in jobs}
     sweep = Sweep(jobs, Rules(pool.capacity, at_most, options.fail_fast, units), known.before)
     say(f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}")
-    place = Place(paths, pool, store_of(environ), journal, environ, program())
+    place = SweepPlace(paths, pool, store_of(environ), journal, environ, program())
     return _run(sweep, lambda note: Local(sweep, place, note), journal, paths)
 
 
-def _through(queue: Queue, options: Options, jobs: Sequence[Job], paths: SweepPaths) -> int:
+def _through(queue: Scheduler, options: SweepOptions, jobs: Sequence[SweepJob], paths: SweepPaths) -> int:
     """Runs the sweep through a scheduler, and what is still there from before."""
     try:
         queue.list()  # before the sweep writes anything
@@ -171,7 +176,7 @@ def _through(queue: Queue, options: Options, jobs: Sequence[Job], paths: SweepPa
     return _run(sweep, lambda note: BatchEngine(sweep, queue, site, note, going_on), journal, paths)
 
 
-def _begin(journal: Journal, jobs: Sequence[Job], sweep_id: str = "") -> None:
+def _begin(journal: Journal, jobs: Sequence[SweepJob], sweep_id: str = "") -> None:
     try:
         journal.begun(len(jobs), sweep_id)
     except OSError as error:
@@ -187,7 +192,7 @@ def _run(sweep: Sweep, engine: Callable[[Callable[[str], None]], Engine], journa
     return _finish(sweep, paths, problem, runner.stopped_by)
 
 
-def _templates(options: Options, cwd: Path) -> tuple[Template, ...]:
+def _templates(options: SweepOptions, cwd: Path) -> tuple[Template, ...]:
     if options.spec is not None:
         try:
             root = read_yaml(cwd / Path(options.spec).expanduser(), options.spec)
@@ -198,7 +203,7 @@ def _templates(options: Options, cwd: Path) -> tuple[Template, ...]:
             raise SpecError(error.message, error.fix or hint) from error
         return templates_of(root, options.metrics)
     where = "the command line"
-    job = Job(
+    job = SweepJob(
         name="",
         words=(),
         where=where,
@@ -208,10 +213,10 @@ def _templates(options: Options, cwd: Path) -> tuple[Template, ...]:
         retries=options.retries,
         metrics=options.metrics,
     )
-    return (Template(job, tuple(Text(word, where) for word in options.command), options.grid),)
+    return (Template(job, tuple(TemplateText(word, where) for word in options.command), options.grid),)
 
 
-def _sweep_name(options: Options) -> str:
+def _sweep_name(options: SweepOptions) -> str:
     """The file's name; for a grid, a name derived from its command line, so the same line finds its sweep again."""
     if options.spec is not None:
         return Path(options.spec).stem
@@ -219,7 +224,7 @@ def _sweep_name(options: Options) -> str:
     return f"grid-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
 
 
-def _history(options: Options, journal: Journal, jobs: Sequence[Job], paths: SweepPaths) -> History:
+def _history(options: SweepOptions, journal: Journal, jobs: Sequence[SweepJob], paths: SweepPaths) -> JournalHistory:
     """The earlier attempts, once all their processes have ended. Without --resume, raises UsageError if any exist."""
     found = attempts(journal.records)
     known = history(found, jobs)
@@ -246,7 +251,7 @@ def _history(options: Options, journal: Journal, jobs: Sequence[Job], paths: Swe
     return known
 
 
-def _with_word(attempt: Attempt, journal: Journal, jobs: Sequence[Job], paths: SweepPaths) -> Attempt:
+def _with_word(attempt: Attempt, journal: Journal, jobs: Sequence[SweepJob], paths: SweepPaths) -> Attempt:
     """The attempt with the outcome that its own safelaunch wrote down; adds it to the journal."""
     ended = recovered(attempt, jobs, paths) if attempt.outcome is None and not attempt.handed else None
     if ended is None:
@@ -292,29 +297,31 @@ OURS = {
 # --- before anything starts -------------------------------------------------------------------------------------------
 
 
-def make_pool(jobs: Sequence[Job], slots: int | None, at_most: int | None, environ: Mapping[str, str]) -> Pool:
+def make_pool(
+    jobs: Sequence[SweepJob], slots: int | None, at_most: int | None, environ: Mapping[str, str]
+) -> SharePool:
     """The node's GPUs (those in CUDA_VISIBLE_DEVICES if that is set), else slots. Raises ResourceError."""
-    pool: Pool | None = None
+    pool: SharePool | None = None
     if slots is None:
-        gpus = Gpus(environ)
+        gpus = GpuPool(environ)
         pool = gpus if gpus.capacity else None
         if pool is None:
             say(f"no GPUs to assign ({gpus.missing}): each job gets a share of the CPU cores")
     if pool is None:
         cores = len(os.sched_getaffinity(0))
         units = [max(1, job.gpus) for job in jobs]
-        pool = Slots(slots or default_slots(cores, units, at_most), cores)
+        pool = CpuSlots(slots or default_slots(cores, units, at_most), cores)
     check_fits({job.name: pool.units(job.gpus) for job in jobs}, pool)
     return pool
 
 
-def check_jobs(jobs: Sequence[Job], on: str | Queue, environ: Mapping[str, str]) -> None:
+def check_jobs(jobs: Sequence[SweepJob], on: str | Scheduler, environ: Mapping[str, str]) -> None:
     """Raises SpecError for a job that safelaunch would reject, or whose working directory does not exist.
 
     ``on``: what the jobs run on: the pool's kind, or a scheduler.
     """
     try:
-        torch: torchrun.Torch | None = torchrun.find(environ)
+        torch: torchrun.TorchInstallation | None = torchrun.find(environ)
     except UsageError:
         if not all(job.words[:1] == ("exec",) for job in jobs):
             raise
@@ -329,10 +336,10 @@ def check_jobs(jobs: Sequence[Job], on: str | Queue, environ: Mapping[str, str])
 
 
 def _check(
-    job: Job,
-    on: str | Queue,
+    job: SweepJob,
+    on: str | Scheduler,
     table: Mapping[str, bool],
-    torch: torchrun.Torch | None,
+    torch: torchrun.TorchInstallation | None,
     environ: Mapping[str, str],
     seen: set[object],
 ) -> None:
@@ -365,7 +372,7 @@ def _check(
 OF_SEVERAL_NODES = ("--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-id", "--rdzv-backend", "--master-addr")
 
 
-def _check_nodes(job: Job, on: str | Queue, command: CommandLine) -> None:
+def _check_nodes(job: SweepJob, on: str | Scheduler, command: CommandLine) -> None:
     if job.nodes == 1:
         return
     if isinstance(on, str) or on.across(job.nodes) is None:
@@ -379,7 +386,7 @@ def _check_nodes(job: Job, on: str | Queue, command: CommandLine) -> None:
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-def parse(argv: list[str]) -> Options:
+def parse(argv: list[str]) -> SweepOptions:
     """Parses the command line. Raises UsageError; argparse itself exits for ``--help`` and its own errors (code 2)."""
     split = argv.index("--") if "--" in argv else len(argv)
     command = tuple(argv[split + 1 :])
@@ -399,7 +406,7 @@ def parse(argv: list[str]) -> Options:
         check_pattern(pattern)
     given = {name: value for name, value in vars(words).items() if value is not None}
     given |= {"grid": axes, "metrics": tuple(given.pop("metric")), "timeout_s": given.pop("timeout", None)}
-    return Options(command=command, **given)
+    return SweepOptions(command=command, **given)
 
 
 def _check_kind(words: argparse.Namespace, command: tuple[str, ...], *, has_command: bool) -> None:

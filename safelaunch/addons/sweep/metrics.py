@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from safelaunch.addons.sweep.errors import SpecError
 from safelaunch.addons.sweep.jobs import Metric
-from safelaunch.system.errors import SpecError
 from safelaunch.system.task import CPU, at_most
 
 # The part at the end of a job's output that is searched; the last value of a metric counts.

@@ -9,9 +9,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from safelaunch.addons.sweep.engine import Listed, Meaning, QueueError, Work
-from safelaunch.settings.yamlfile import Node, known_entries, scalar, texts_of
-from safelaunch.system.errors import SpecError
+from safelaunch.addons.sweep.engine import Listed, Meaning, QueueError, SubmittedWork
+from safelaunch.addons.sweep.errors import SpecError
+from safelaunch.settings.yamlfile import YamlNode, known_entries, scalar, texts_of
 
 PATIENCE_S, ASK_S = 120.0, 5.0
 FORMAT = "%i|%T|%N|%r|%j"
@@ -58,7 +58,7 @@ OURS = {
 }
 
 
-class Queue:
+class Slurm:
     """Slurm's commands. ``environ``: of colaunch."""
 
     name = "Slurm"
@@ -81,7 +81,7 @@ class Queue:
         """One node's end must not stop the others: they write their half of the evidence."""
         return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
 
-    def words(self, work: Work) -> list[str]:
+    def words(self, work: SubmittedWork) -> list[str]:
         """As options of the command: they beat the variables of sbatch, and the script's are none of Slurm's."""
         job, out = work.job, os.fspath(work.output).replace("%", "%%")
         words = ["sbatch", "--parsable", f"--job-name={work.name}", "--open-mode=append", f"--output={out}"]
@@ -93,7 +93,7 @@ class Queue:
             words.append(f"--time={math.ceil((job.timeout_s + TIME_TO_END_S) / 60)}")
         return [*words, *job.batch, os.fspath(work.script)]
 
-    def submit(self, work: Work) -> str:
+    def submit(self, work: SubmittedWork) -> str:
         return self._run(*self.words(work)).strip().partition(";")[0]
 
     def list(self) -> list[Listed]:
@@ -129,7 +129,7 @@ class Queue:
         return done.stdout
 
 
-class Inside:
+class SlurmJob:
     """What a job of Slurm knows of itself. ``environ``: with the variables that Slurm sets."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -199,7 +199,7 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def words_of(node: Node) -> tuple[str, ...]:
+def words_of(node: YamlNode) -> tuple[str, ...]:
     """The options of sbatch in a job's ``slurm``. sbatch itself rejects what it does not know. Raises SpecError."""
     found: list[str] = []
     for key, _, value in known_entries(node, KEYS, "slurm"):
@@ -210,7 +210,7 @@ def words_of(node: Node) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _checked(word: Node) -> str:
+def _checked(word: YamlNode) -> str:
     name = re.match(r"--([a-z][a-z-]*)(=|$)", word.text)
     if name is None:
         raise SpecError(

@@ -30,12 +30,13 @@ from graphlib import CycleError, TopologicalSorter
 from typing import TypeVar
 
 from safelaunch.addons.sweep import slurm
-from safelaunch.addons.sweep.jobs import Job, port_marks, port_names
+from safelaunch.addons.sweep.errors import SpecError
+from safelaunch.addons.sweep.jobs import SweepJob, port_marks, port_names
 from safelaunch.addons.sweep.metrics import check_pattern
 from safelaunch.addons.sweep.paths import SweepPaths
 from safelaunch.settings.options import BY_NAME, WATCHDOG_KEYS, parse_count, parse_run_name, parse_seconds
 from safelaunch.settings.yamlfile import (
-    Node,
+    YamlNode,
     did_you_mean,
     known_entries,
     mapping_entries,
@@ -45,7 +46,7 @@ from safelaunch.settings.yamlfile import (
     texts_of,
     variables_of,
 )
-from safelaunch.system.errors import SpecError, UsageError
+from safelaunch.system.errors import UsageError
 from safelaunch.system.redaction.shapes import is_secret_name
 
 T = TypeVar("T")
@@ -80,7 +81,7 @@ _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TemplateText:
     """Text that may hold placeholders, and where it was written (``sweep.yaml:7``). In it, ``{{`` is a brace."""
 
     text: str
@@ -135,16 +136,16 @@ class Template:
     safelaunch's options before ``command``. ``needs``: names of groups or jobs.
     """
 
-    job: Job
-    command: tuple[Text, ...]
+    job: SweepJob
+    command: tuple[TemplateText, ...]
     axes: tuple[Axis, ...] = ()
-    name: Text | None = None
-    options: tuple[Text, ...] = ()
-    env: tuple[tuple[str, Text], ...] = ()
-    cwd: Text | None = None
-    needs: tuple[Text, ...] = ()
+    name: TemplateText | None = None
+    options: tuple[TemplateText, ...] = ()
+    env: tuple[tuple[str, TemplateText], ...] = ()
+    cwd: TemplateText | None = None
+    needs: tuple[TemplateText, ...] = ()
 
-    def working_texts(self) -> tuple[Text, ...]:
+    def working_texts(self) -> tuple[TemplateText, ...]:
         """The texts in which a parameter makes a difference."""
         cwd = () if self.cwd is None else (self.cwd,)
         return (*self.command, *self.options, *(text for _, text in self.env), *cwd)
@@ -201,7 +202,7 @@ def combinations(axes: Sequence[Axis]) -> list[Params]:
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def templates_of(root: Node, metrics: tuple[str, ...] = ()) -> tuple[Template, ...]:
+def templates_of(root: YamlNode, metrics: tuple[str, ...] = ()) -> tuple[Template, ...]:
     """The templates in a parsed file. Raises SpecError or PresetError, naming file and line.
 
     ``metrics``: more of them, for every job.
@@ -230,7 +231,7 @@ def templates_of(root: Node, metrics: tuple[str, ...] = ()) -> tuple[Template, .
     return tuple(found)
 
 
-def _entries(node: Node, known: tuple[str, ...], what: str) -> dict[str, Node]:
+def _entries(node: YamlNode, known: tuple[str, ...], what: str) -> dict[str, YamlNode]:
     return {key: value for key, _, value in known_entries(node, known, what)}
 
 
@@ -244,26 +245,26 @@ def _check_name(name: str, where: str) -> None:
         ) from None
 
 
-def _merged(defaults: Mapping[str, Node], own: Mapping[str, Node]) -> dict[str, Node]:
+def _merged(defaults: Mapping[str, YamlNode], own: Mapping[str, YamlNode]) -> dict[str, YamlNode]:
     """The job's keys merged over the defaults; ``env`` and ``slurm`` are merged key by key."""
     merged = {**defaults, **own}
     for name in ("env", "slurm"):
         if name in defaults and name in own:
             mapping_entries(own[name], name)
             words = {key.text: (key, value) for each in (defaults, own) for key, value in each[name].entries}
-            merged[name] = Node(own[name].where, "mapping", entries=tuple(words.values()))
+            merged[name] = YamlNode(own[name].where, "mapping", entries=tuple(words.values()))
     return merged
 
 
 def _template(
-    group: str, where: str, keys: Mapping[str, Node], axes: tuple[Axis, ...], more: tuple[str, ...]
+    group: str, where: str, keys: Mapping[str, YamlNode], axes: tuple[Axis, ...], more: tuple[str, ...]
 ) -> Template:
     if "command" not in keys:
         raise SpecError(f"{where}: the job {group!r} has no 'command'", "write what you would pass to safelaunch")
     nodes = _number(keys, "nodes", parse_count, 1)
     if nodes < 1:
         raise SpecError(f"{keys['nodes'].where}: nodes: a job needs at least 1 node")
-    job = Job(
+    job = SweepJob(
         name="",
         words=(),
         where=where,
@@ -288,12 +289,12 @@ def _template(
     )
 
 
-def command_of(node: Node) -> tuple[Text, ...]:
+def command_of(node: YamlNode) -> tuple[TemplateText, ...]:
     """The command as words, from a list or from one text that is split as in a shell."""
     if node.kind == "list":
-        words = tuple(Text(scalar(item, "command"), item.where) for item in node.items)
+        words = tuple(TemplateText(scalar(item, "command"), item.where) for item in node.items)
     else:
-        words = tuple(Text(word, node.where) for word in _split(text_of(node, "command"), node.where))
+        words = tuple(TemplateText(word, node.where) for word in _split(text_of(node, "command"), node.where))
     if not words:
         raise SpecError(f"{node.where}: command is empty", "write what you would pass to safelaunch")
     return words
@@ -306,11 +307,11 @@ def _split(text: str, where: str) -> list[str]:
         raise SpecError(f"{where}: command: {error}", "check the quotes, or write a list of words") from error
 
 
-def _text(keys: Mapping[str, Node], name: str) -> Text | None:
-    return Text(scalar(keys[name], name), keys[name].where) if name in keys else None
+def _text(keys: Mapping[str, YamlNode], name: str) -> TemplateText | None:
+    return TemplateText(scalar(keys[name], name), keys[name].where) if name in keys else None
 
 
-def _number(keys: Mapping[str, Node], name: str, parse: Callable[[str], T], default: D) -> T | D:
+def _number(keys: Mapping[str, YamlNode], name: str, parse: Callable[[str], T], default: D) -> T | D:
     if name not in keys:
         return default
     try:
@@ -320,34 +321,34 @@ def _number(keys: Mapping[str, Node], name: str, parse: Callable[[str], T], defa
         raise SpecError(f"{keys[name].where}: {name}: {keys[name].text!r} is not {kind}") from None
 
 
-def _options(keys: Mapping[str, Node]) -> tuple[Text, ...]:
+def _options(keys: Mapping[str, YamlNode]) -> tuple[TemplateText, ...]:
     """safelaunch's options of the job, as words."""
-    words: list[Text] = []
+    words: list[TemplateText] = []
     if "preset" in keys:
         for node in texts_of(keys["preset"], "preset"):
-            words += [Text("--preset", node.where), Text(node.text, node.where)]
+            words += [TemplateText("--preset", node.where), TemplateText(node.text, node.where)]
     for name in WATCHDOG_KEYS:
         if name in keys:
             node = keys[name]
             BY_NAME[name].parse_node(node)
-            words += [Text(f"--{name}", node.where), Text(node.text, node.where)]
+            words += [TemplateText(f"--{name}", node.where), TemplateText(node.text, node.where)]
     return tuple(words)
 
 
-def _env(node: Node) -> tuple[tuple[str, Text], ...]:
+def _env(node: YamlNode) -> tuple[tuple[str, TemplateText], ...]:
     return tuple(
-        (key.text, Text(scalar(not_boolean(value, key.text), key.text), value.where))
+        (key.text, TemplateText(scalar(not_boolean(value, key.text), key.text), value.where))
         for key, value in variables_of(node, "give the option in 'command'")
     )
 
 
-def _needs(keys: Mapping[str, Node]) -> tuple[Text, ...]:
+def _needs(keys: Mapping[str, YamlNode]) -> tuple[TemplateText, ...]:
     if "needs" not in keys or (keys["needs"].kind == "list" and not keys["needs"].items):
         return ()
-    return tuple(Text(node.text, node.where) for node in texts_of(keys["needs"], "needs"))
+    return tuple(TemplateText(node.text, node.where) for node in texts_of(keys["needs"], "needs"))
 
 
-def _metrics(node: Node) -> tuple[str, ...]:
+def _metrics(node: YamlNode) -> tuple[str, ...]:
     found = []
     for item in texts_of(node, "metric"):
         try:
@@ -358,7 +359,7 @@ def _metrics(node: Node) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _matrix(node: Node) -> tuple[Axis, ...]:
+def _matrix(node: YamlNode) -> tuple[Axis, ...]:
     axes: list[Axis] = []
     for key, value in mapping_entries(node, "matrix"):
         nodes = value.items if value.kind == "list" else (value,)
@@ -369,9 +370,9 @@ def _matrix(node: Node) -> tuple[Axis, ...]:
 # --- the jobs: combinations, names, placeholders, needs; all of it is checked before anything starts. Pure. -----------
 
 
-def expand(templates: Sequence[Template], paths: SweepPaths, cwd: str) -> tuple[Job, ...]:
+def expand(templates: Sequence[Template], paths: SweepPaths, cwd: str) -> tuple[SweepJob, ...]:
     """Every job of the sweep, in written order. ``cwd``: the working directory, absolute. Raises SpecError."""
-    found: list[tuple[Job, tuple[Text, ...]]] = []
+    found: list[tuple[SweepJob, tuple[TemplateText, ...]]] = []
     for template in templates:
         found += _jobs(template, paths, cwd)
         if len(found) > MAX_JOBS:
@@ -388,7 +389,7 @@ def expand(templates: Sequence[Template], paths: SweepPaths, cwd: str) -> tuple[
     return jobs
 
 
-def _jobs(template: Template, paths: SweepPaths, cwd: str) -> list[tuple[Job, tuple[Text, ...]]]:
+def _jobs(template: Template, paths: SweepPaths, cwd: str) -> list[tuple[SweepJob, tuple[TemplateText, ...]]]:
     """The jobs of one template, with unresolved needs: one for each combination of the parameters that it uses."""
     known = [*(axis.name for axis in template.axes), *BUILTIN]
     ports = _ports(template)
@@ -413,7 +414,7 @@ def _jobs(template: Template, paths: SweepPaths, cwd: str) -> list[tuple[Job, tu
     return [_job(template, *one, paths, cwd) for one in zip(found, _names(template, found), strict=True)]
 
 
-def _check_used(templates: Sequence[Template], jobs: Sequence[Job]) -> None:
+def _check_used(templates: Sequence[Template], jobs: Sequence[SweepJob]) -> None:
     used = {name for job in jobs for name, _ in job.params}
     for axis in templates[0].axes:
         if axis.name not in used:
@@ -434,7 +435,9 @@ def _ports(template: Template) -> tuple[str, ...]:
     return names
 
 
-def _job(template: Template, params: Params, name: str, paths: SweepPaths, cwd: str) -> tuple[Job, tuple[Text, ...]]:
+def _job(
+    template: Template, params: Params, name: str, paths: SweepPaths, cwd: str
+) -> tuple[SweepJob, tuple[TemplateText, ...]]:
     own = {"name": name, "sweep_dir": str(paths.root), "job_dir": str(paths.job(name))}
     values = {**dict(params), **own}
     with_ports = {**values, **port_marks(template.job.ports)}
@@ -446,10 +449,10 @@ def _job(template: Template, params: Params, name: str, paths: SweepPaths, cwd: 
         env=tuple((variable, text.fill(with_ports)) for variable, text in template.env),
         cwd=posixpath.join(cwd, template.cwd.fill(values)) if template.cwd is not None else cwd,
     )
-    return job, tuple(Text(text.fill(values), text.where) for text in template.needs)
+    return job, tuple(TemplateText(text.fill(values), text.where) for text in template.needs)
 
 
-def _words(template: Template) -> tuple[Text, ...]:
+def _words(template: Template) -> tuple[TemplateText, ...]:
     """The options before the command, but after a leading ``exec``."""
     first = 1 if template.command and template.command[0].text == "exec" else 0
     return (*template.command[:first], *template.options, *template.command[first:])
@@ -482,8 +485,8 @@ def _with_hash(name: str, params: Params) -> str:
     return f"{name[: LONGEST_NAME - _HASH - 1]}-{digest}"
 
 
-def _check_names(jobs: Sequence[Job]) -> None:
-    first: dict[str, Job] = {}
+def _check_names(jobs: Sequence[SweepJob]) -> None:
+    first: dict[str, SweepJob] = {}
     for job in jobs:
         other = first.setdefault(job.name.lower(), job)  # one directory each, also on a disk that ignores case
         if other is not job:
@@ -493,7 +496,7 @@ def _check_names(jobs: Sequence[Job]) -> None:
             )
 
 
-def _names_needed(texts: Sequence[Text], groups: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def _names_needed(texts: Sequence[TemplateText], groups: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """The names of the jobs that a job waits for; a group means all of its jobs."""
     names = {name for group in groups.values() for name in group}
     found: dict[str, None] = {}
@@ -511,7 +514,7 @@ def _names_needed(texts: Sequence[Text], groups: Mapping[str, Sequence[str]]) ->
     return tuple(found)
 
 
-def _check_order(jobs: Sequence[Job]) -> None:
+def _check_order(jobs: Sequence[SweepJob]) -> None:
     """Raises SpecError if jobs need each other in a circle."""
     try:
         TopologicalSorter({job.name: job.needs for job in jobs}).prepare()

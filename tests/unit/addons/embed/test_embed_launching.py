@@ -13,7 +13,7 @@ import pytest
 import safelaunch
 from safelaunch.addons.embed.launching import Launch, Options, words_of
 from safelaunch.addons.embed.supervisor import from_the_start
-from safelaunch.addons.embed.wire import Done, Ended, FromCaller, FromSupervisor, Line, Ready, Stop, Stopping
+from safelaunch.addons.embed.wire import Connection, Done, FromCaller, FromSupervisor, RanksEnded, Ready, Stop, Stopping
 from safelaunch.settings.config import resolve
 from safelaunch.settings.options import OWN_OPTIONS
 from safelaunch.supervise.watch.progress import policy_of
@@ -118,15 +118,15 @@ def test_a_path_without_evidence_is_an_error(tmp_path: Path) -> None:
 
 def test_the_two_sides_understand_each_other() -> None:
     ours, theirs = socket.socketpair()
-    caller, supervisor = Line(ours, FromSupervisor), Line(theirs, FromCaller)
+    caller, supervisor = Connection(ours, FromSupervisor), Connection(theirs, FromCaller)
     assert caller.heard() == []
     supervisor.say(Ready({"A": "1"}, "/run"))
     supervisor.say(Stop())
     assert caller.wait() == Ready({"A": "1"}, "/run")
     assert caller.heard() == [Stop()]
     caller.say(Stopping())
-    caller.say(Ended(failed=True))
-    assert supervisor.heard() == [Stopping(), Ended(True)]
+    caller.say(RanksEnded(failed=True))
+    assert supervisor.heard() == [Stopping(), RanksEnded(True)]
     supervisor.say(Done(hung=True))
     supervisor.close()
     assert caller.heard() == [Done(hung=True)], "the last words of one that is gone"

@@ -9,17 +9,17 @@ import pytest
 from msgspec.structs import replace
 
 from safelaunch.addons.record import command as record
-from safelaunch.addons.record.recording import RankRecord
+from safelaunch.addons.record.recording import RankRecord, Recording
 from safelaunch.cli import dump, main
-from safelaunch.supervise.control.protocol import RecordAnswer
-from tests.support.recordings import DATA, recorded
+from safelaunch.supervise.control.protocol import ServiceAnswer
 from tests.support.runs import RUNS
+from tests.unit.addons.record.recordings import DATA, recorded
 
 
 @pytest.fixture
-def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RecordAnswer]:
+def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[ServiceAnswer[Recording]]:
     """The answer of the only live run."""
-    given = [RecordAnswer(recorded("straggler"), str(tmp_path / "bundles"))]
+    given = [ServiceAnswer(recorded("straggler"), str(tmp_path / "bundles"))]
     monkeypatch.setattr(record, "look", lambda _: RUNS[:1])
     monkeypatch.setattr(dump, "working_directory", lambda: Path("/work"))  # where that run was started
     monkeypatch.setattr(record, "_record", lambda *_: given[0])
@@ -28,7 +28,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RecordAnswer
 
 
 def test_the_verdict_is_shown_and_the_folder_is_private(
-    answer: list[RecordAnswer], capfd: pytest.CaptureFixture[str], tmp_path: Path
+    answer: list[ServiceAnswer[Recording]], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["record", "--compare", str(DATA / "healthy.json")]) == 0
     out, err = capfd.readouterr()
@@ -46,7 +46,12 @@ def test_the_verdict_is_shown_and_the_folder_is_private(
     assert "no line takes noticeably longer" in capfd.readouterr().err.replace("\nsafelaunch: ", " ")
 
 
-def test_programs_read_the_verdict(answer: list[RecordAnswer], capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("text", ["90", "90s", "1.5m"])
+def test_the_duration_may_have_a_unit(text: str) -> None:
+    assert record.parser().parse_args(["--duration", text]).duration == 90.0
+
+
+def test_programs_read_the_verdict(answer: list[ServiceAnswer[Recording]], capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["record", "--json"]) == 0
     document = json.loads(capfd.readouterr().out)
     assert document["findings"][0]["kind"] == "late-rank" and document["findings"][0]["ranks"] == [1]
@@ -54,7 +59,7 @@ def test_programs_read_the_verdict(answer: list[RecordAnswer], capfd: pytest.Cap
 
 
 def test_two_who_ask_at_once_each_get_a_folder(
-    answer: list[RecordAnswer], capfd: pytest.CaptureFixture[str], tmp_path: Path
+    answer: list[ServiceAnswer[Recording]], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert [main(["record"]), main(["record"])] == [0, 0]
     first, second = capfd.readouterr().out.split()
@@ -63,13 +68,13 @@ def test_two_who_ask_at_once_each_get_a_folder(
 
 
 def test_where_no_rank_could_be_sampled_nothing_is_written(
-    answer: list[RecordAnswer], capfd: pytest.CaptureFixture[str], tmp_path: Path
+    answer: list[ServiceAnswer[Recording]], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     whole = recorded("straggler")
-    answer[0] = RecordAnswer(replace(whole, ranks=[RankRecord(0, missing="py-spy is not installed")]), str(tmp_path))
+    answer[0] = ServiceAnswer(replace(whole, ranks=[RankRecord(0, missing="py-spy is not installed")]), str(tmp_path))
     assert main(["record"]) == 1
     assert "py-spy is not installed" in capfd.readouterr().err
-    answer[0] = RecordAnswer(problem="another recording of this run is in progress")
+    answer[0] = ServiceAnswer(problem="another recording of this run is in progress")
     assert main(["record"]) == 1
     assert "another recording of this run is in progress" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -80,7 +85,7 @@ def test_where_no_rank_could_be_sampled_nothing_is_written(
     [["nope"], ["--duration", "0"], ["--duration", "1e9"], ["--ranks", "3-1"], ["--compare", "none"], ["--rat"]],
 )
 def test_what_cannot_be_recorded_is_a_mistake_of_the_command_line(
-    answer: list[RecordAnswer], words: list[str], capfd: pytest.CaptureFixture[str]
+    answer: list[ServiceAnswer[Recording]], words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["record", *words]) == 2
     assert capfd.readouterr().err.startswith("safelaunch: record: ")

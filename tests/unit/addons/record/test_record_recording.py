@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from safelaunch.addons.record.recording import Recording, bounded, decode, merged
 from safelaunch.addons.record.slowness import verdict_of
 from safelaunch.model.words import ranks_in
-from tests.support.recordings import AUGMENT, BACKWARD, FORWARD, recorded, recording
+from tests.unit.addons.record.recordings import AUGMENT, BACKWARD, FORWARD, recorded, recording
 
 
 def test_recordings_of_several_nodes_are_one() -> None:

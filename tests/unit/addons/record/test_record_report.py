@@ -10,19 +10,19 @@ import pytest
 from msgspec.structs import replace
 
 from safelaunch.addons.record.recording import Recording
-from safelaunch.addons.record.report import SCRIPT, Recorded, content, markdown, places, screen, speedscope
+from safelaunch.addons.record.report import RecordingReport, content, markdown, places, screen, script, speedscope
 from safelaunch.addons.record.slowness import compare, verdict_of
 from safelaunch.model import Frame
 from safelaunch.report import page
 from tests.support.browser import Browser, found
-from tests.support.recordings import ALL_REDUCE, AUGMENT, BACKWARD, FORWARD, recorded, recording
+from tests.unit.addons.record.recordings import ALL_REDUCE, AUGMENT, BACKWARD, FORWARD, recorded, recording
 
 NAMES = ("straggler", "loader", "gil", "healthy", "nodes")
 WAITS = {FORWARD: 0.2, BACKWARD: 0.2, ALL_REDUCE: 0.6}
 
 
-def of(one: Recording, earlier: Recording | None = None) -> Recorded:
-    return Recorded(one, verdict_of(one), compare(earlier, one) if earlier is not None else None, "earlier")
+def of(one: Recording, earlier: Recording | None = None) -> RecordingReport:
+    return RecordingReport(one, verdict_of(one), compare(earlier, one) if earlier is not None else None, "earlier")
 
 
 def weight(branches: list[dict[str, Any]]) -> int:
@@ -73,7 +73,7 @@ def test_names_that_are_hostile_are_text() -> None:
     bad = "</script><img src=x onerror=alert(1)>\x1b[31m```"
     one = recording({(Frame(f"/x/{bad}.py", 3, bad),): 1.0})
     one = replace(one, name=bad, command=[bad], notes=[bad])
-    html = page.render(content(of(one)), SCRIPT)
+    html = page.render(content(of(one)), script())
     assert "<img" not in html and "\x1b" not in html
     assert "\x1b" not in screen(of(one), 100)
     assert markdown(of(one)).count("```") == 2
@@ -82,7 +82,7 @@ def test_names_that_are_hostile_are_text() -> None:
 @pytest.mark.skipif(found() is None, reason="no Chromium on this machine")
 def test_the_page_draws_itself_without_errors(tmp_path: Path) -> None:
     path = tmp_path / "record.html"
-    path.write_text(page.render(content(of(recorded("straggler"), recorded("healthy"))), SCRIPT))
+    path.write_text(page.render(content(of(recorded("straggler"), recorded("healthy"))), script()))
     program = found()
     assert program is not None
     with Browser(program) as browser:

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from safelaunch.addons.record import sampling
-from safelaunch.addons.record.recording import Numbers, ProcessRecord
+from safelaunch.addons.record.recording import ProcessRecord, StackNumbering
 from safelaunch.addons.record.sampling import Sampled, from_folded, from_trace, rate_for, records_of, sample
 from safelaunch.capture import command
 from safelaunch.job.process import identify
 from safelaunch.system.errors import CaptureError
-from tests.support.recordings import DATA
+from tests.unit.addons.record.recordings import DATA
 
 SPIN = "def spin():\n while True:\n  pass\nprint(flush=True)\nspin()"
 
@@ -37,7 +37,7 @@ def spinning() -> Iterator[subprocess.Popen[bytes]]:
 def taken(*processes: subprocess.Popen[bytes], folder: Path, py_spy: str | None = None) -> list[ProcessRecord]:
     begun = [(one.pid, identify(one.pid)) for one in processes]
     asked = [Sampled(pid, known.start_ticks if known is not None else 1) for pid, known in begun]
-    return sample(asked, Numbers(), folder, duration_s=1.0, rate_hz=20, py_spy=py_spy)
+    return sample(asked, StackNumbering(), folder, duration_s=1.0, rate_hz=20, py_spy=py_spy)
 
 
 def test_a_trace_is_read_with_its_times_and_threads() -> None:
@@ -64,7 +64,7 @@ def test_folded_stacks_are_read_whatever_stands_in_a_name() -> None:
 
 def test_a_thread_is_the_main_one_by_its_number_or_by_its_name() -> None:
     found = from_folded(b"thread (0x7): MainThread;f (/x/a.py:3) 2\nthread (0x9): t;f (/x/a.py:3) 2\n", 0.1)
-    assert [(one.name, one.main) for one in records_of(4711, {"all": found}, Numbers())] == [
+    assert [(one.name, one.main) for one in records_of(4711, {"all": found}, StackNumbering())] == [
         ("MainThread", True),
         ("t", False),
     ]

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from safelaunch.addons.record.recording import RankRecord, Recording
 from safelaunch.addons.record.slowness import compare, verdict_of
-from tests.support.recordings import (
+from tests.unit.addons.record.recordings import (
     ALL_REDUCE,
     AUGMENT,
     BACKWARD,

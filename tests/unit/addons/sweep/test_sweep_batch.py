@@ -17,38 +17,39 @@ import pytest
 
 from safelaunch.addons.sweep import slurm, task
 from safelaunch.addons.sweep.batch import (
+    AttemptPosition,
     BatchEngine,
-    Programs,
     Site,
-    Standing,
+    SweepPrograms,
     adopted,
     judge,
     meaning,
     script,
     work_name,
 )
-from safelaunch.addons.sweep.engine import Listed, Live, QueueError, Work
-from safelaunch.addons.sweep.jobs import Job, port_marks
+from safelaunch.addons.sweep.engine import Listed, QueueError, RunningAttempt, SubmittedWork
+from safelaunch.addons.sweep.errors import SpecError
+from safelaunch.addons.sweep.jobs import SweepJob, port_marks
 from safelaunch.addons.sweep.journal import Attempt as Past
 from safelaunch.addons.sweep.journal import Journal, attempts, history, parse
 from safelaunch.addons.sweep.paths import SweepPaths
 from safelaunch.addons.sweep.sweep import Rules, Sweep
-from safelaunch.addons.sweep.task import AttemptFiles, Claim, End
+from safelaunch.addons.sweep.task import AttemptClaim, AttemptFiles, TaskEnd
 from safelaunch.job.process import ProcessId
 from safelaunch.settings.yamlfile import parse_yaml
-from safelaunch.system.errors import SpecError
-from tests.support import golden, shell_queue
+from tests.support import golden
 from tests.support.paths import ROOT
+from tests.unit.addons.sweep import shell_queue
 
 PATHS = SweepPaths(Path("/sweeps/s"))
-PROGRAMS = Programs(
+PROGRAMS = SweepPrograms(
     ("/venv/bin/python", "-P", "-m", "safelaunch"), ("/venv/bin/python", "-P", "-m", "the.task", "slurm")
 )
-SLURM = slurm.Queue({})
+SLURM = slurm.Slurm({})
 
 
-def job(name: str = "a", *command: str, **more: Any) -> Job:
-    return Job(name, command or ("--nproc-per-node=2", "train.py"), "s.yaml:1", cwd="/srv/it's", **more)
+def job(name: str = "a", *command: str, **more: Any) -> SweepJob:
+    return SweepJob(name, command or ("--nproc-per-node=2", "train.py"), "s.yaml:1", cwd="/srv/it's", **more)
 
 
 # --- the scripts ------------------------------------------------------------------------------------------------------
@@ -61,14 +62,14 @@ SCRIPTS = {
 }
 
 
-def script_of(one: Job, programs: Programs = PROGRAMS) -> str:
+def script_of(one: SweepJob, programs: SweepPrograms = PROGRAMS) -> str:
     return script("train.0123456789-5", one, 1, PATHS, programs, SLURM)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts(name: str) -> None:
     one = SCRIPTS[name]
-    work = Work("train.0123456789-5", one, Path("PLACE"), Path("100%"), ("12", "13") if one.needs else ())
+    work = SubmittedWork("train.0123456789-5", one, Path("PLACE"), Path("100%"), ("12", "13") if one.needs else ())
     golden.compare(f"sbatch_scripts/{name}.sh", f"# {' '.join(SLURM.words(work))}\n{script_of(one)}")
 
 
@@ -161,10 +162,10 @@ def test_what_an_error_of_slurms_means(text: str, passing: int, full: int) -> No
 
 def test_one_claim_wins_and_the_same_job_comes_back(tmp_path: Path) -> None:
     files = AttemptFiles(tmp_path, 1)
-    first, other = Claim("x-1", 0, "n1", 1.0), Claim("x-2", 0, "n2", 2.0)
+    first, other = AttemptClaim("x-1", 0, "n1", 1.0), AttemptClaim("x-2", 0, "n2", 2.0)
     assert files.claim(first) is None
     assert files.claim(other) == first
-    assert files.claim(replaced := Claim("x-1", 1, "n3", 3.0)) is None, "requeued"
+    assert files.claim(replaced := AttemptClaim("x-1", 1, "n3", 3.0)) is None, "requeued"
     assert files.claim(first) == replaced, "a requeued job's first run, on a node that was lost"
     assert files.claimed() == replaced
     assert [each.name for each in tmp_path.iterdir()] == ["attempt-1.claim"]
@@ -212,12 +213,12 @@ def test_a_task_over_its_time_and_one_that_cannot_start(tmp_path: Path) -> None:
 
 # --- how a job stands -------------------------------------------------------------------------------------------------
 
-CLAIM = Claim("a", 0, "n1", 1.0)
-END = End("a", 0, 0, 1.0)
+CLAIM = AttemptClaim("a", 0, "n1", 1.0)
+END = TaskEnd("a", 0, 0, 1.0)
 
 
-def replace_end(**more: Any) -> End:
-    return End(**{"name": "a", "restart": 0, "duration_s": 1.0, **more})
+def replace_end(**more: Any) -> TaskEnd:
+    return TaskEnd(**{"name": "a", "restart": 0, "duration_s": 1.0, **more})
 
 
 SIGNALLED = replace_end(exit_code=143, signalled=True)
@@ -243,8 +244,8 @@ def listed(state: str, name: str = "a", reason: str = "None", number: str = "12"
         ([], CLAIM, END, "ended"),  # Slurm has forgotten it
         ([], CLAIM, None, "unsettled"),
         ([listed("NODE_FAIL")], CLAIM, None, "unsettled"),
-        ([listed("RUNNING")], Claim("a", 1, "n1", 1.0), END, "running"),
-        ([], Claim("a", 1, "n1", 1.0), END, "unsettled"),  # the end is of the run before
+        ([listed("RUNNING")], AttemptClaim("a", 1, "n1", 1.0), END, "running"),
+        ([], AttemptClaim("a", 1, "n1", 1.0), END, "unsettled"),  # the end is of the run before
         ([], None, None, "absent"),
         ([listed("CANCELLED", reason="DependencyNeverSatisfied")], None, None, "hopeless"),
         ([listed("CANCELLED")], None, None, "ended"),
@@ -253,13 +254,13 @@ def listed(state: str, name: str = "a", reason: str = "None", number: str = "12"
         ([listed("PENDING", "b")], CLAIM, END, "ended"),
     ],
 )
-def test_how_a_job_stands(jobs: list[Listed], claim: Claim | None, end: End | None, stands: str) -> None:
+def test_how_a_job_stands(jobs: list[Listed], claim: AttemptClaim | None, end: TaskEnd | None, stands: str) -> None:
     assert judge(jobs, claim, end).stands == stands
 
 
-def ended(code: int | None, state: str = "", **more: Any) -> Standing:
+def ended(code: int | None, state: str = "", **more: Any) -> AttemptPosition:
     end = None if code is None else replace_end(exit_code=code, **more)
-    return Standing("ended", listed(state) if state else None, end)
+    return AttemptPosition("ended", listed(state) if state else None, end)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,7 @@ def ended(code: int | None, state: str = "", **more: Any) -> Standing:
         (ended(None), "", ("failed", "lost")),
     ],
 )
-def test_what_an_end_means(standing: Standing, verdict: str, expected: tuple[str, str]) -> None:
+def test_what_an_end_means(standing: AttemptPosition, verdict: str, expected: tuple[str, str]) -> None:
     assert meaning(standing, verdict, SLURM, asked_by_us=False, claimed=True) == expected
 
 
@@ -326,7 +327,7 @@ def test_a_local_attempt_is_none_of_slurms() -> None:
 # --- the engine, with answers in place of Slurm ----------------------------------------------------------------------
 
 
-class Answers(slurm.Queue):
+class Answers(slurm.Slurm):
     """Slurm, but what it is asked is kept, and what it lists is ``jobs``."""
 
     def __init__(self) -> None:
@@ -339,7 +340,7 @@ class Answers(slurm.Queue):
         if self.errors:
             raise slurm.slurm_error(self.errors.pop(0))
 
-    def submit(self, work: Work) -> str:
+    def submit(self, work: SubmittedWork) -> str:
         self.asked.append((work.name, *work.after))
         self._answer()
         return str(100 + len(self.asked))
@@ -362,7 +363,7 @@ def at_once(work: Callable[[], Any]) -> Future[Any]:
 
 
 class Scene:
-    def __init__(self, tmp_path: Path, *jobs: Job) -> None:
+    def __init__(self, tmp_path: Path, *jobs: SweepJob) -> None:
         self.slurm, self.said, self.now = Answers(), list[str](), 0.0
         self.paths = SweepPaths(tmp_path / "s")
         self.journal = Journal(self.paths.journal)
@@ -442,7 +443,7 @@ def test_a_submission_that_waits_for_an_attempt_that_another_runs_is_withdrawn(t
     scene.turn()
     given = scene.engine._given["a"]
     given.names.append("again")
-    given.files.claim(Claim("colaunch.1f-1", 0, "n1", 1.0))
+    given.files.claim(AttemptClaim("colaunch.1f-1", 0, "n1", 1.0))
     scene.slurm.jobs = [Listed("colaunch.1f-1", "101", "running"), Listed("again", "102", "queued")]
     scene.turn(30.0)
     assert set(scene.slurm.asked[1:]) == {("scancel", "102")}
@@ -453,7 +454,7 @@ def test_a_stop_cancels_what_is_there_once(tmp_path: Path) -> None:
     scene.turn()
     scene.slurm.jobs = [Listed("colaunch.1f-1", "101", "queued", reason="Priority")]
     scene.turn(5.0)
-    assert scene.engine.look() == {"a": Live(queued_for="Priority")}
+    assert scene.engine.look() == {"a": RunningAttempt(queued_for="Priority")}
     scene.sweep.stop("stopped by SIGINT")
     scene.engine.cancel(kill=False)
     scene.turn(5.0)
@@ -471,7 +472,7 @@ def test_another_engine_is_a_queue_and_what_a_job_of_it_sees(tmp_path: Path) -> 
     paths, environ = SweepPaths(tmp_path / "s"), {**os.environ, "PYTHONPATH": os.fspath(ROOT)}
     queue = shell_queue.Queue(environ)
     run = ("/bin/sh", "-c", "echo $1 >> ran; [ $1 != d ]")  # $0 is --run-name
-    programs = Programs(run, (sys.executable, "-m", task.__name__, shell_queue.__name__))
+    programs = SweepPrograms(run, (sys.executable, "-m", task.__name__, shell_queue.__name__))
     journal = Journal(paths.journal)
     sweep = Sweep(jobs, Rules(1 << 30, 1 << 30, ahead=queue.keeps_order))
     engine = BatchEngine(sweep, queue, Site(paths, journal, programs, "1f"), lambda text: None, {})

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.addons.sweep import journal as module
-from safelaunch.addons.sweep.jobs import Job, Outcome
+from safelaunch.addons.sweep.jobs import AttemptOutcome, SweepJob
 from safelaunch.addons.sweep.journal import Attempt, Journal, attempts, history, parse
 from safelaunch.addons.sweep.local import recovered, wait_for_remains
 from safelaunch.addons.sweep.paths import SweepPaths
@@ -21,8 +21,8 @@ from safelaunch.job.process import ProcessId, identify
 from safelaunch.system.errors import SafelaunchError, UsageError
 
 GONE = ProcessId(2**22 - 7, 1)
-DONE = Outcome("succeeded", 0, 1.5, 40, ("GPU-1",), "", {"loss": 0.5, "tag": "é"})
-JOBS = [Job(name, ("t.py", name), "") for name in ("a", "b", "c")]
+DONE = AttemptOutcome("succeeded", 0, 1.5, 40, ("GPU-1",), "", {"loss": 0.5, "tag": "é"})
+JOBS = [SweepJob(name, ("t.py", name), "") for name in ("a", "b", "c")]
 
 
 def journal_of_three(path: Path) -> None:
@@ -31,7 +31,7 @@ def journal_of_three(path: Path) -> None:
     journal.begun(3)
     for job, number, outcome in [
         (JOBS[0], 1, DONE),
-        (JOBS[1], 1, Outcome("failed", 1, 0.1, bundle="/b")),
+        (JOBS[1], 1, AttemptOutcome("failed", 1, 0.1, bundle="/b")),
         (JOBS[1], 2, DONE),
         (JOBS[2], 1, None),
     ]:
@@ -219,7 +219,7 @@ def test_a_job_that_succeeded_while_colaunch_was_killed_left_word(
 
 def attempt(name: str, number: int, state: str | None, fingerprint: str = "") -> Attempt:
     job = next(job for job in JOBS if job.name == name)
-    ended = None if state is None else Outcome(state, 0)  # type: ignore[arg-type]
+    ended = None if state is None else AttemptOutcome(state, 0)  # type: ignore[arg-type]
     return Attempt(name, number, fingerprint or job.fingerprint, GONE, ended)
 
 

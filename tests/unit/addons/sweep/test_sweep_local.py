@@ -16,17 +16,17 @@ import pytest
 
 from safelaunch.addons.sweep import local
 from safelaunch.addons.sweep.engine import Snapshot
-from safelaunch.addons.sweep.jobs import Job, port_marks
+from safelaunch.addons.sweep.jobs import SweepJob, port_marks
 from safelaunch.addons.sweep.journal import Journal, attempts, parse
-from safelaunch.addons.sweep.local import Command, Local, Place, is_held, spawn
+from safelaunch.addons.sweep.local import JobCommand, Local, SweepPlace, is_held, spawn
 from safelaunch.addons.sweep.paths import SweepPaths
-from safelaunch.addons.sweep.pool import Gpus, Share, Slots
+from safelaunch.addons.sweep.pool import CpuSlots, GpuPool, Share
 from safelaunch.addons.sweep.runner import Runner, Signals
 from safelaunch.addons.sweep.sweep import Rules, Sweep
 from safelaunch.job import process
 from safelaunch.job.process import ProcessId
 from safelaunch.leases.holder import ourselves
-from safelaunch.leases.store import Store
+from safelaunch.leases.store import LeaseStore
 from tests.support.nvml import stub
 from tests.support.waiting import until
 
@@ -51,14 +51,14 @@ class Scene:
 
     def __init__(self, tmp_path: Path, *names: str, script: str = "exit 0", slots: int = 2) -> None:
         self.paths = SweepPaths(tmp_path / "s")
-        jobs = [Job(name, ("t.py",), "", cwd=os.fspath(tmp_path)) for name in names]
+        jobs = [SweepJob(name, ("t.py",), "", cwd=os.fspath(tmp_path)) for name in names]
         self.sweep = Sweep(jobs, Rules(slots, 99))
-        self.pool = Slots(slots, len(os.sched_getaffinity(0)))
+        self.pool = CpuSlots(slots, len(os.sched_getaffinity(0)))
         self.journal = Journal(self.paths.journal)
         self.screen = Notes()
-        self.store = Store(os.fspath(tmp_path / "leases"))
+        self.store = LeaseStore(os.fspath(tmp_path / "leases"))
         environ, program = dict(os.environ), ("/bin/sh", "-c", script)
-        self.place = Place(self.paths, self.pool, self.store, self.journal, environ, program)
+        self.place = SweepPlace(self.paths, self.pool, self.store, self.journal, environ, program)
 
     def runner(self, clock: Callable[[], float] = time.monotonic) -> Runner:
         engine = Local(self.sweep, self.place, self.screen.note, clock)
@@ -100,7 +100,7 @@ def test_a_journal_on_a_full_disk_holds_jobs_back_and_loses_none(
     scene = Scene(tmp_path, "a", "b", "c", script="echo $$ >> ran", slots=1)
     real, refused = Journal.started, []
 
-    def started(self: Journal, job: Job, attempt: int, process: ProcessId, gpus: Sequence[str]) -> None:
+    def started(self: Journal, job: SweepJob, attempt: int, process: ProcessId, gpus: Sequence[str]) -> None:
         if len(refused) < 2:
             refused.append(job.name)
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -121,7 +121,7 @@ def test_no_process_to_be_had_is_nobodys_fault(tmp_path: Path, monkeypatch: pyte
     scene = Scene(tmp_path, "a", "b")
     real, refused = local.spawn, []
 
-    def start(command: Command, tell: Callable[[ProcessId], None]) -> ProcessId:
+    def start(command: JobCommand, tell: Callable[[ProcessId], None]) -> ProcessId:
         if len(refused) < 3:
             refused.append(command.log)
             raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
@@ -137,7 +137,7 @@ def test_a_share_that_is_gone_when_it_is_taken_is_waited_for(tmp_path: Path, mon
     scene = Scene(tmp_path, "a", "b")
     real, refused = scene.pool.take, []
 
-    def take(job: Job) -> Share | None:
+    def take(job: SweepJob) -> Share | None:
         if len(refused) < 3:
             refused.append(job.name)
             return None
@@ -164,7 +164,7 @@ def test_a_fault_of_the_screen_costs_no_job(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_process_that_is_not_told_to_go_never_runs(tmp_path: Path) -> None:
-    command = Command(("/bin/sh", "-c", "touch ran"), {}, os.fspath(tmp_path), tmp_path / "log")
+    command = JobCommand(("/bin/sh", "-c", "touch ran"), {}, os.fspath(tmp_path), tmp_path / "log")
 
     def refuse(process: ProcessId) -> None:
         assert process.is_alive()
@@ -181,7 +181,7 @@ def test_a_log_is_held_while_anything_of_the_job_lives(tmp_path: Path) -> None:
     script = "read x < gate & exit 0"
     os.mkfifo(tmp_path / "gate")
     told: list[ProcessId] = []
-    process = spawn(Command(("/bin/sh", "-c", script), {}, os.fspath(tmp_path), tmp_path / "log"), told.append)
+    process = spawn(JobCommand(("/bin/sh", "-c", script), {}, os.fspath(tmp_path), tmp_path / "log"), told.append)
     assert told == [process]
     os.waitpid(process.pid, 0)
     assert is_held(tmp_path / "log")
@@ -198,7 +198,7 @@ def test_a_child_starts_with_default_signals(tmp_path: Path) -> None:
     script = "grep -E 'SigIgn|SigBlk' /proc/self/status"
     with Signals():
         process = spawn(
-            Command(("/bin/sh", "-c", script), {"PATH": "/bin:/usr/bin"}, "/", tmp_path / "log"),
+            JobCommand(("/bin/sh", "-c", script), {"PATH": "/bin:/usr/bin"}, "/", tmp_path / "log"),
             lambda process: None,
         )
         os.waitpid(process.pid, 0)
@@ -210,14 +210,14 @@ def test_a_child_starts_with_default_signals(tmp_path: Path) -> None:
 # --- GPUs and ports ---------------------------------------------------------------------------------------------------
 
 
-def on_gpus(scene: Scene, node: stub.Node, *sizes: int) -> Store:
+def on_gpus(scene: Scene, node: stub.Node, *sizes: int) -> LeaseStore:
     """Gives the jobs of ``scene`` so many GPUs of ``node``; returns the node's leases."""
     for name, size in zip(scene.sweep.tracks, sizes, strict=True):
         scene.sweep.tracks[name].job = replace(scene.sweep.tracks[name].job, gpus=size)
-    pool = Gpus({**os.environ, **node.environ})
+    pool = GpuPool({**os.environ, **node.environ})
     jobs = [track.job for track in scene.sweep.tracks.values()]
     scene.sweep = Sweep(jobs, Rules(pool.capacity, 99, units={job.name: job.gpus for job in jobs}))
-    scene.store = Store(os.fspath(node.lease_dir))
+    scene.store = LeaseStore(os.fspath(node.lease_dir))
     scene.place = replace(scene.place, pool=pool, store=scene.store)
     return scene.store
 
@@ -316,24 +316,26 @@ def test_gpus_of_a_job_that_is_killed_at_its_start_go_to_the_next(tmp_path: Path
 @pytest.mark.parametrize("moment", ["taken", "forked", "started"])
 def test_killed_at_any_moment_it_leaves_no_lease_and_no_job(tmp_path: Path, node: stub.Node, moment: str) -> None:
     """``kill -9`` of colaunch between taking GPUs for a job and seeing it run."""
-    job = Job("a", ("t.py",), "", gpus=2, cwd=os.fspath(tmp_path))
+    job = SweepJob("a", ("t.py",), "", gpus=2, cwd=os.fspath(tmp_path))
     keys = [stub.uuid(n) for n in range(8)]
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def colaunch() -> None:
-        share = Gpus({**os.environ, **node.environ}).take(job)
+        share = GpuPool({**os.environ, **node.environ}).take(job)
         assert share is not None
         if moment == "taken":
             die()
         script = "echo $$ > pid; mv pid ran; while :; do sleep 0.05; done"
         keep = share.lease.hand_over()[1]
-        command = Command(("/bin/sh", "-c", script), dict(os.environ), os.fspath(tmp_path), tmp_path / "log", keep=keep)
+        command = JobCommand(
+            ("/bin/sh", "-c", script), dict(os.environ), os.fspath(tmp_path), tmp_path / "log", keep=keep
+        )
         spawn(command, lambda process: die() if moment == "forked" else None)
         share.lease.forget()
         until((tmp_path / "ran").exists)
-        assert len(Store(os.fspath(node.lease_dir)).look(keys)) == 2, "the job alone holds them now"
+        assert len(LeaseStore(os.fspath(node.lease_dir)).look(keys)) == 2, "the job alone holds them now"
         die()
 
     pid = os.fork()
@@ -343,7 +345,7 @@ def test_killed_at_any_moment_it_leaves_no_lease_and_no_job(tmp_path: Path, node
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    store = Store(os.fspath(node.lease_dir))
+    store = LeaseStore(os.fspath(node.lease_dir))
     until(lambda: store.look(keys) == {})
     assert (tmp_path / "ran").exists() == (moment == "started")
 

@@ -15,11 +15,11 @@ import pytest
 from safelaunch.addons.sweep import metrics, runner
 from safelaunch.addons.sweep import pool as units
 from safelaunch.addons.sweep.command import OURS, check_jobs, make_pool, parse
-from safelaunch.addons.sweep.engine import JobView, Live, Snapshot, state_of
-from safelaunch.addons.sweep.jobs import Job, Outcome, Pace, Track, ranks, threads
+from safelaunch.addons.sweep.engine import JobStatus, RunningAttempt, Snapshot, state_of
+from safelaunch.addons.sweep.jobs import AttemptOutcome, Pace, SweepJob, Track, ranks, threads
 from safelaunch.addons.sweep.local import exit_code
 from safelaunch.addons.sweep.paths import SweepPaths, newest, verdict_of
-from safelaunch.addons.sweep.pool import Gpus, Share, Slots, check_fits, default_slots
+from safelaunch.addons.sweep.pool import CpuSlots, GpuPool, Share, check_fits, default_slots
 from safelaunch.addons.sweep.screen import (
     _LESS_WANTED,
     COLUMNS,
@@ -34,9 +34,9 @@ from safelaunch.addons.sweep.screen import (
     time_left_s,
 )
 from safelaunch.addons.sweep.steps import slowest, wrong_cause
-from safelaunch.cli.table import Table
-from safelaunch.leases.choose import Gpu, Inventory
-from safelaunch.leases.store import Store
+from safelaunch.cli.table import TextTable
+from safelaunch.leases.choose import Inventory, LeasableGpu
+from safelaunch.leases.store import LeaseStore
 from safelaunch.model import Progress, WrongResult, format_ranks
 from safelaunch.system.console import folded
 from safelaunch.system.errors import UsageError
@@ -44,8 +44,8 @@ from tests.support import golden
 from tests.support.nvml import stub
 
 
-def job(name: str = "a", *words: str, **more: object) -> Job:
-    return Job(name, words or ("t.py",), "sweep.yaml:3", **more)  # type: ignore[arg-type]
+def job(name: str = "a", *words: str, **more: object) -> SweepJob:
+    return SweepJob(name, words or ("t.py",), "sweep.yaml:3", **more)  # type: ignore[arg-type]
 
 
 def test_what_check_every_has_found_is_read_from_the_run_directory(tmp_path: Path) -> None:
@@ -123,19 +123,19 @@ def test_the_default_number_of_slots(cores: int, units: list[int], at_most: int 
 
 
 def test_slots_are_given_once_and_come_back() -> None:
-    pool = Slots(3, 6)
+    pool = CpuSlots(3, 6)
     first, second = pool.take(job(gpus=2)), pool.take(job(gpus=0))
     assert first == Share((0, 1), "0-1", cores=4)
     assert second == Share((2,), "2", cores=2)
     assert (pool.free(), pool.take(job())) == (0, None)
     pool.release(first)
     assert (pool.free(), pool.units(0), pool.units(3)) == (2, 1, 3)
-    shared = Slots(4, 2).take(job())
+    shared = CpuSlots(4, 2).take(job())
     assert shared is not None and shared.cores == 1, "more slots than cores share them"
 
 
 def test_gpus_are_given_once_and_a_job_sees_only_its_own(node: stub.Node) -> None:
-    pool = Gpus({**os.environ, **node.environ, "CUDA_VISIBLE_DEVICES": "1,2,5"})
+    pool = GpuPool({**os.environ, **node.environ, "CUDA_VISIBLE_DEVICES": "1,2,5"})
     assert (pool.kind, pool.capacity, pool.units(2), pool.free()) == ("GPU", 3, 2, 3)
     first, none = pool.take(job(gpus=2)), pool.take(job(gpus=0))
     assert first is not None and (first.label, first.gpus) == ("1-2", (stub.uuid(1), stub.uuid(2)))
@@ -143,12 +143,12 @@ def test_gpus_are_given_once_and_a_job_sees_only_its_own(node: stub.Node) -> Non
     assert none == Share(label="none", env={"CUDA_VISIBLE_DEVICES": ""})
     assert (pool.free(), pool.take(job(gpus=2))) == (1, None)
     pool.release(first)
-    assert Store(os.fspath(node.lease_dir)).look(first.gpus) == {}
+    assert LeaseStore(os.fspath(node.lease_dir)).look(first.gpus) == {}
 
 
 def test_gpus_that_others_have_are_waited_for_at_one_place(node: stub.Node) -> None:
     node.write(used=[5])
-    here = Gpus({**os.environ, **node.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    here = GpuPool({**os.environ, **node.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     assert (here.capacity, here.free()) == (4, 3)
     taken = here.take(job("job-1", gpus=2))
     assert taken is not None and taken.label == "4,6"
@@ -156,10 +156,10 @@ def test_gpus_that_others_have_are_waited_for_at_one_place(node: stub.Node) -> N
     assert here.wait(job("job-2", gpus=2), []) == (
         "  GPU 5    used without a lease by an invisible process (10240 MiB in use)"
     ), "what others have, not what its own jobs have"
-    held = Store(os.fspath(node.lease_dir))
+    held = LeaseStore(os.fspath(node.lease_dir))
     assert [one.name for one in held.waiting()] == ["job-2"]
     assert here.wait(job("job-3"), []) and len(held.waiting()) == 1, "one place for all of its jobs"
-    other = Gpus({**os.environ, **node.environ})
+    other = GpuPool({**os.environ, **node.environ})
     assert (other.free(), other.take(job("of somebody else"))) == (0, None)
     assert here.free() == 1
     small = here.take(job("job-3"))
@@ -174,7 +174,7 @@ def test_gpus_that_others_have_are_waited_for_at_one_place(node: stub.Node) -> N
 def test_the_pool_does_not_wait_for_the_driver(node: stub.Node) -> None:
     """It is asked again when a job has ended; until it has answered nobody knows what is free."""
     node.write(used=[0], gpus=2)
-    here = Gpus({**os.environ, **node.environ})
+    here = GpuPool({**os.environ, **node.environ})
     assert here.free() == 1
     node.write(gpus=2)
     here.release(Share())
@@ -191,7 +191,7 @@ def test_the_pool_does_not_wait_for_the_driver(node: stub.Node) -> None:
 
 def test_a_job_that_never_fits_is_refused_before_anything_starts() -> None:
     with pytest.raises(UsageError, match="the job big needs 4 slots, but this node has 2"):
-        check_fits({"big": 4}, Slots(2, 2))
+        check_fits({"big": 4}, CpuSlots(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_numbers_are_shown_as_ranges(numbers: list[int], text: str) -> None:
 def test_the_pool_is_what_cuda_visible_devices_leaves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, chosen: list[str]
 ) -> None:
-    found = Inventory(tuple(Gpu(str(number), f"GPU-{number}") for number in range(3)))
+    found = Inventory(tuple(LeasableGpu(str(number), f"GPU-{number}") for number in range(3)))
     monkeypatch.setattr(units, "inventory", lambda environ: found)
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     environ["SAFELAUNCH_LEASE_DIR"] = os.fspath(tmp_path / "leases")
@@ -224,7 +224,7 @@ def test_without_gpus_or_with_slots_the_pool_is_the_cores(monkeypatch: pytest.Mo
     monkeypatch.setattr(units, "inventory", lambda environ: Inventory(missing="no NVIDIA driver on this node"))
     assert make_pool([job()], None, None, {}).kind == "slot"
     assert make_pool([job()], 3, None, {}).capacity == 3
-    monkeypatch.setattr(units, "inventory", lambda environ: Inventory((Gpu("0", "GPU-0"),)))
+    monkeypatch.setattr(units, "inventory", lambda environ: Inventory((LeasableGpu("0", "GPU-0"),)))
     assert make_pool([job()], 3, None, {}).kind == "slot"
     assert make_pool([job()], None, None, {"CUDA_VISIBLE_DEVICES": ""}).kind == "slot"
 
@@ -407,19 +407,21 @@ def test_a_working_directory_that_is_not_there_and_gpus_set_by_hand(tmp_path: Pa
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
-DONE = Outcome("succeeded", 0, 60.0, 100, metrics={"loss": 0.25})
+DONE = AttemptOutcome("succeeded", 0, 60.0, 100, metrics={"loss": 0.25})
 
 
-def view(state: str, name: str = "a", live: Live | None = None, **more: object) -> JobView:
+def view(state: str, name: str = "a", live: RunningAttempt | None = None, **more: object) -> JobStatus:
     track = Track(job(name, params=(("lr", "1e-3"),)), state, 1, outcome=more.pop("outcome", None))  # type: ignore[arg-type]
     track.attempts = int(str(more.pop("attempts", 1)))
-    known = live or (Live() if state == "running" else None)
-    return JobView.of(track, known)
+    known = live or (RunningAttempt() if state == "running" else None)
+    return JobStatus.of(track, known)
 
 
-def live(step: int | None = None, steps_per_s: float | None = None, elapsed_s: float = 0.0, **more: object) -> Live:
+def live(
+    step: int | None = None, steps_per_s: float | None = None, elapsed_s: float = 0.0, **more: object
+) -> RunningAttempt:
     own = {name: more.pop(name) for name in ("on", "ports", "queued_for", "stopping") if name in more}
-    return Live(elapsed_s=elapsed_s, pace=Pace(step, steps_per_s, **more), **own)  # type: ignore[arg-type]
+    return RunningAttempt(elapsed_s=elapsed_s, pace=Pace(step, steps_per_s, **more), **own)  # type: ignore[arg-type]
 
 
 def test_the_row_of_a_running_job() -> None:
@@ -454,7 +456,7 @@ def test_a_job_that_is_quiet_has_no_rate_and_no_estimate_from_before() -> None:
 
 
 def test_the_row_of_a_job_that_has_ended_and_of_one_that_has_not_begun() -> None:
-    hung = view("hung", outcome=Outcome("hung", 124, 90.0, 7, bundle="/b/a-hang", cause="busy-loop"))
+    hung = view("hung", outcome=AttemptOutcome("hung", 124, 90.0, 7, bundle="/b/a-hang", cause="busy-loop"))
     assert cells(hung, 60.0)[2:] == ("hung", "-", "-", "busy-loop", "7", "-", "-", "-", "1m30s", "-")
     wrong = {"wrong": "replicas-diverged"}
     assert cells(view("running", live=live(**wrong)), 60.0)[5] == "replicas-diverged"  # type: ignore[arg-type]
@@ -498,11 +500,13 @@ def test_the_table_for_a_terminal_fits_and_says_what_it_leaves_out() -> None:
     assert lines[-1].strip() == "0 of 40 done, 40 waiting"
 
 
-HUNG = Outcome("hung", 124, 90.0, 7, bundle=f"/w/s/jobs/lr/bundles/lr-{'x' * 30}-hang", cause="collective-mismatch")
+HUNG = AttemptOutcome(
+    "hung", 124, 90.0, 7, bundle=f"/w/s/jobs/lr/bundles/lr-{'x' * 30}-hang", cause="collective-mismatch"
+)
 
 
 def columns(rows: list[tuple[str, ...]], width: int) -> tuple[str, ...]:
-    return Table(COLUMNS, rows, less_wanted=_LESS_WANTED).fitted(width).columns
+    return TextTable(COLUMNS, rows, less_wanted=_LESS_WANTED).fitted(width).columns
 
 
 def test_a_narrow_terminal_has_fewer_columns_not_shorter_words() -> None:
@@ -518,7 +522,7 @@ def test_a_narrow_terminal_has_fewer_columns_not_shorter_words() -> None:
 def test_a_waiting_job_shows_why_the_scheduler_lets_it_wait() -> None:
     queued = view("running", "j", live(queued_for="Resources"))
     assert (queued.state, queued.why, cause(queued)) == ("waiting", "queued", "Resources")
-    assert queued.so_far == Outcome("waiting")
+    assert queued.so_far == AttemptOutcome("waiting")
     assert cause(view("waiting", "j")) == "-"
 
 
@@ -537,7 +541,7 @@ def sweep_on_screen() -> Snapshot:
     """One of each kind, as a screen may find them."""
     names = [f"lr-{lr}_seed-{seed}" for lr, seed in (("1e-3", 0), ("1e-3", 1), ("3e-4", 0), ("3e-4", 1), ("1e-4", 0))]
     bundle = f"{Path.cwd()}/safelaunch-sweeps/sweep/jobs/{names[2]}/bundles/{names[2]}-20261122T191239Z-hang"
-    hung = Outcome("hung", 124, 90.0, 7, bundle=bundle, cause="collective-mismatch", metrics={"loss": 3.5})
+    hung = AttemptOutcome("hung", 124, 90.0, 7, bundle=bundle, cause="collective-mismatch", metrics={"loss": 3.5})
     pace = {"ports": "29401", "step": 1047, "steps_per_s": 37.7, "elapsed_s": 31.0}
     return Snapshot(
         (
@@ -566,7 +570,7 @@ def test_a_dry_run_shows_every_job_whole(tmp_path: Path) -> None:
     shown = describe(
         [job("a", "t.py", "a b", env=(("X", "1 2"),), needs=("b",), timeout_s=60.0, retries=2)],
         SweepPaths(tmp_path),
-        Slots(1, 1),
+        CpuSlots(1, 1),
         80,
     )
     assert shown[0] == f"1 job on 1 slot, in {tmp_path}"
@@ -578,7 +582,7 @@ def test_a_dry_run_shows_every_job_whole(tmp_path: Path) -> None:
 
 
 def tracks() -> list[Track]:
-    failed = Outcome("failed", 1, 3.25, None, ("GPU-1", "GPU-2"), "/b/x", {"state": "odd"})
+    failed = AttemptOutcome("failed", 1, 3.25, None, ("GPU-1", "GPU-2"), "/b/x", {"state": "odd"})
     return [
         Track(job("a", params=(("lr", "1e-3"), ("state", "x"))), "succeeded", 1, 1, DONE),
         Track(job("b", params=(("lr", "3e-4"),)), "failed", 2, 2, failed),
@@ -625,7 +629,7 @@ def test_the_csv_has_a_column_for_each_parameter_and_metric(tmp_path: Path) -> N
 
 def test_while_it_runs_the_csv_has_what_is_known_so_far(tmp_path: Path) -> None:
     begun = Track(job("d"), "running", 1, 1)
-    known = Outcome("running", None, 12.5, 40, ("GPU-3",), metrics={"loss": 0.75})
+    known = AttemptOutcome("running", None, 12.5, 40, ("GPU-3",), metrics={"loss": 0.75})
     runner.write_csv([*tracks(), begun], SweepPaths(tmp_path), {"d": known})
     with (tmp_path / "summary.csv").open(newline="") as file:
         row = list(csv.DictReader(file))[-1]
@@ -647,8 +651,8 @@ def test_the_table_at_the_end_gives_one_line_of_reason_for_each_failed_job(tmp_p
     (bundle / "verdict.json").write_text(json.dumps({"outcome": "crash", "summary": summary}))
     found = [
         Track(job("a"), "succeeded", 1, 1, DONE),
-        Track(job("b"), "failed", 2, 2, Outcome("failed", 1, 3.25, None, bundle=str(bundle))),
-        Track(job("c"), "failed", 3, 1, Outcome("failed", 7, 3.25)),
+        Track(job("b"), "failed", 2, 2, AttemptOutcome("failed", 1, 3.25, None, bundle=str(bundle))),
+        Track(job("c"), "failed", 3, 1, AttemptOutcome("failed", 7, 3.25)),
         Track(job("d"), "skipped", why="needs b, which failed"),
     ]
     lines = summary_lines(found, SweepPaths(tmp_path))

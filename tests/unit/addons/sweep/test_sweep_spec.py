@@ -10,9 +10,18 @@ import pytest
 
 from safelaunch.addons.sweep import spec
 from safelaunch.addons.sweep.command import EPILOG
-from safelaunch.addons.sweep.jobs import Job
+from safelaunch.addons.sweep.jobs import SweepJob
 from safelaunch.addons.sweep.paths import SweepPaths
-from safelaunch.addons.sweep.spec import Template, Text, axis, combinations, derive, expand, parse_grid, templates_of
+from safelaunch.addons.sweep.spec import (
+    Template,
+    TemplateText,
+    axis,
+    combinations,
+    derive,
+    expand,
+    parse_grid,
+    templates_of,
+)
 from safelaunch.settings.yamlfile import parse_yaml
 from safelaunch.system.errors import UsageError
 from tests.support.paths import ROOT
@@ -20,7 +29,7 @@ from tests.support.paths import ROOT
 PATHS = SweepPaths(Path("/s"))
 
 
-def jobs(text: str, metrics: tuple[str, ...] = ()) -> dict[str, Job]:
+def jobs(text: str, metrics: tuple[str, ...] = ()) -> dict[str, SweepJob]:
     return {job.name: job for job in expand(templates_of(parse_yaml(text, "sweep.yaml"), metrics), PATHS, "/w")}
 
 
@@ -30,10 +39,10 @@ def error_of(text: str) -> UsageError:
     return caught.value
 
 
-def grid(*words: str, command: str = "train.py") -> tuple[Job, ...]:
+def grid(*words: str, command: str = "train.py") -> tuple[SweepJob, ...]:
     axes = tuple(parse_grid(word) for word in words)
-    texts = tuple(Text(word, "the command line") for word in command.split())
-    return expand([Template(Job("", (), "the command line"), texts, axes)], PATHS, "/w")
+    texts = tuple(TemplateText(word, "the command line") for word in command.split())
+    return expand([Template(SweepJob("", (), "the command line"), texts, axes)], PATHS, "/w")
 
 
 # --- placeholders -----------------------------------------------------------------------------------------------------
@@ -55,7 +64,7 @@ def grid(*words: str, command: str = "train.py") -> tuple[Job, ...]:
 )
 def test_placeholders_are_found_and_filled_in_once(text: str, fields: set[str], filled: str) -> None:
     """The value of seed is itself spelled like a placeholder: values are never looked into."""
-    found = Text(text, "here")
+    found = TemplateText(text, "here")
     assert found.fields() == fields
     assert found.fill({"lr": "1e-3", "seed": "{lr}", "warm-up": "3"}) == filled
 
@@ -63,7 +72,7 @@ def test_placeholders_are_found_and_filled_in_once(text: str, fields: set[str], 
 @pytest.mark.parametrize("text", ["{", "}", "{lr", "lr}", "{1}", "{}", "{lr:3}", '{"a": 1}', "{{}", "{l r}"])
 def test_a_single_brace_is_an_error_that_says_how_to_write_one(text: str) -> None:
     with pytest.raises(UsageError, match=r"a single '[{}]' in") as caught:
-        Text(text, "sweep.yaml:3").fields()
+        TemplateText(text, "sweep.yaml:3").fields()
     assert str(caught.value).startswith("sweep.yaml:3: ")
     assert "{{ and }}" in caught.value.fix
 

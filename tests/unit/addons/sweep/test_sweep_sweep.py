@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safelaunch.addons.sweep.jobs import Job, Outcome, State
-from safelaunch.addons.sweep.sweep import Before, Queue, Rules, Sweep
+from safelaunch.addons.sweep.jobs import AttemptOutcome, JobState, SweepJob
+from safelaunch.addons.sweep.sweep import Before, Lineup, Rules, Sweep
 
 
-def queue(capacity: int, *units: int, at_most: int = 100) -> Queue:
+def queue(capacity: int, *units: int, at_most: int = 100) -> Lineup:
     """Jobs called a, b, c, ... of these sizes."""
-    found = Queue(capacity, at_most)
+    found = Lineup(capacity, at_most)
     for name, size in zip("abcdefghijklmnop", units, strict=False):
         found.add(name, size)
     return found
 
 
-def started(found: Queue, free: int | None = None) -> str:
+def started(found: Lineup, free: int | None = None) -> str:
     """Starts all that fits, one after the other."""
     names = ""
     while (name := found.next(free)) is not None:
@@ -31,12 +31,12 @@ def started(found: Queue, free: int | None = None) -> str:
     return names
 
 
-def ended(found: Queue, name: str) -> Queue:
+def ended(found: Lineup, name: str) -> Lineup:
     found.end(name)
     return found
 
 
-def choose(sweep: Sweep) -> list[Job]:
+def choose(sweep: Sweep) -> list[SweepJob]:
     """Starts all that may start now."""
     chosen = []
     while (one := sweep.next()) is not None:
@@ -64,7 +64,7 @@ def choose(sweep: Sweep) -> list[Job]:
         (queue(4, 2, 2), 9, "ab"),
     ],
 )
-def test_what_fits_starts_in_its_order(found: Queue, free: int | None, names: str) -> None:
+def test_what_fits_starts_in_its_order(found: Lineup, free: int | None, names: str) -> None:
     assert started(found, free) == names
 
 
@@ -121,7 +121,7 @@ class Plan:
     seconds: int
     needs: tuple[int, ...]
     retries: int
-    ends: tuple[State, ...]
+    ends: tuple[JobState, ...]
 
 
 @st.composite
@@ -152,7 +152,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         jobs = [
-            Job(f"j{n}", ("t.py",), "", gpus=p.units, needs=tuple(f"j{m}" for m in p.needs), retries=p.retries)
+            SweepJob(f"j{n}", ("t.py",), "", gpus=p.units, needs=tuple(f"j{m}" for m in p.needs), retries=p.retries)
             for n, p in enumerate(self.plans)
         ]
         self.sweep = Sweep(jobs, Rules(self.capacity, self.at_most, self.fail_fast))
@@ -179,7 +179,7 @@ class Simulation:
             del self.running[name]
             plan = self.plans[int(name[1:])]
             states = plan.ends
-            self.sweep.ended(name, Outcome(states[min(len(self.started_s[name]), len(states)) - 1], 0))
+            self.sweep.ended(name, AttemptOutcome(states[min(len(self.started_s[name]), len(states)) - 1], 0))
         raise AssertionError("it never ends")
 
 
@@ -207,7 +207,7 @@ def test_every_job_comes_to_an_end_within_the_capacity(planned: tuple[int, list[
 @given(st.integers(1, 6), st.data())
 def test_nobody_is_starved(capacity: int, data: st.DataObject) -> None:
     """Small jobs come for ever; a large one is overtaken a bounded number of times, and all before it are, too."""
-    found = Queue(capacity, 99)
+    found = Lineup(capacity, 99)
     size = data.draw(st.integers(1, capacity))
     for number in range(data.draw(st.integers(0, capacity))):
         found.add(f"before{number}", data.draw(st.integers(1, capacity)))
@@ -236,11 +236,11 @@ def test_after_a_stop_nothing_starts_and_all_ends(planned: tuple[int, list[Plan]
         begun |= {job.name for job in choose(simulation.sweep)}
         if not simulation.sweep.running:
             break
-        simulation.sweep.ended(simulation.sweep.running[0], Outcome("succeeded", 0))
+        simulation.sweep.ended(simulation.sweep.running[0], AttemptOutcome("succeeded", 0))
     simulation.sweep.stop("stopped by SIGINT")
     assert choose(simulation.sweep) == []
     for name in simulation.sweep.running:
-        simulation.sweep.ended(name, Outcome("cancelled", 143))
+        simulation.sweep.ended(name, AttemptOutcome("cancelled", 143))
     assert simulation.sweep.finished
     assert choose(simulation.sweep) == []
 
@@ -259,8 +259,8 @@ def test_with_fail_fast_nothing_starts_after_a_failure(planned: tuple[int, list[
 # --- the sweep's own rules --------------------------------------------------------------------------------------------
 
 
-def job(name: str, *needs: str, retries: int = 0) -> Job:
-    return Job(name, ("t.py",), "", needs=needs, retries=retries)
+def job(name: str, *needs: str, retries: int = 0) -> SweepJob:
+    return SweepJob(name, ("t.py",), "", needs=needs, retries=retries)
 
 
 def states(sweep: Sweep) -> dict[str, str]:
@@ -270,14 +270,14 @@ def states(sweep: Sweep) -> dict[str, str]:
 def test_a_failed_need_skips_all_that_depends_on_it() -> None:
     sweep = Sweep([job("c", "b"), job("b", "a"), job("a"), job("d")], Rules(2, 9))
     assert [each.name for each in choose(sweep)] == ["a", "d"]
-    sweep.ended("a", Outcome("hung", 124))
+    sweep.ended("a", AttemptOutcome("hung", 124))
     assert states(sweep) == {"a": "hung", "b": "skipped", "c": "skipped", "d": "running"}
     assert sweep.tracks["b"].why == "needs a, which hung"
     assert sweep.tracks["c"].why == "needs b, which was skipped"
 
 
 def test_what_succeeded_before_is_not_run_again_and_counts_for_its_dependents() -> None:
-    done = Outcome("succeeded", 0)
+    done = AttemptOutcome("succeeded", 0)
     sweep = Sweep([job("a"), job("b", "a"), job("c")], Rules(4, 9), {"a": Before(2, done), "c": Before(1)})
     assert [each.name for each in choose(sweep)] == ["b", "c"]
     assert {name: track.attempts for name, track in sweep.tracks.items()} == {"a": 2, "b": 1, "c": 2}
@@ -288,7 +288,7 @@ def test_earlier_invocations_do_not_use_up_the_retries() -> None:
     sweep = Sweep([job("a", retries=1)], Rules(1, 9), {"a": Before(5)})
     for expected in ("waiting", "failed"):
         choose(sweep)
-        sweep.ended("a", Outcome("failed", 1))
+        sweep.ended("a", AttemptOutcome("failed", 1))
         assert sweep.tracks["a"].state == expected
     assert sweep.tracks["a"].attempts == 7
 
@@ -304,5 +304,5 @@ def test_a_stop_reaches_a_job_that_waits_and_one_that_would_be_tried_again() -> 
     sweep = Sweep([replace(job("a"), retries=3), job("b")], Rules(1, 9))
     choose(sweep)
     sweep.stop("stopped by SIGINT")
-    sweep.ended("a", Outcome("failed", 1))
+    sweep.ended("a", AttemptOutcome("failed", 1))
     assert states(sweep) == {"a": "failed", "b": "cancelled"}

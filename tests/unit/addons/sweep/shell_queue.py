@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from safelaunch.addons.sweep.engine import Listed, Meaning, Work
+from safelaunch.addons.sweep.engine import Listed, Meaning, SubmittedWork
 
 
 class Queue:
@@ -24,10 +24,10 @@ class Queue:
     def across(self, nodes: int) -> None:
         return None
 
-    def words(self, work: Work) -> list[str]:
+    def words(self, work: SubmittedWork) -> list[str]:
         return ["/bin/bash", os.fspath(work.script)]
 
-    def submit(self, work: Work) -> str:
+    def submit(self, work: SubmittedWork) -> str:
         self.jobs[work.name] = subprocess.Popen(self.words(work), env=self._environ, start_new_session=True)
         return str(self.jobs[work.name].pid)
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from safelaunch.addons.record.recording import Numbers, ProcessRecord, RankRecord, Recording, ThreadRecord, decode
+from safelaunch.addons.record.recording import (
+    ProcessRecord,
+    RankRecord,
+    Recording,
+    StackNumbering,
+    ThreadRecord,
+    decode,
+)
 from safelaunch.model import Frame
 from tests.support import paths
 
@@ -46,7 +53,7 @@ def recording(
     ``active``: what part of a stack's time is spent on a CPU, all of it if not given. ``gil``, ``holders``: for each
     rank, the shares in which its main thread, and another one, holds the GIL.
     """
-    numbers = Numbers()
+    numbers = StackNumbering()
 
     def pairs(shares: Mapping[Stack, float]) -> list[tuple[int, float]]:
         return [(numbers.of(stack), 10.0 * share) for stack, share in shares.items()]

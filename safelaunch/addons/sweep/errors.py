@@ -1,0 +1,9 @@
+"""What is wrong with a sweep."""
+
+from __future__ import annotations
+
+from safelaunch.system.errors import UsageError
+
+
+class SpecError(UsageError):
+    """A sweep is invalid. The message names file and line, or the word."""

@@ -1,0 +1,126 @@
+"""Serves what add-ons let clients and other nodes ask of a live run (see ``addons.protocols.Service``)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from safelaunch import addons
+from safelaunch.supervise.cluster.messages import NodeQuestion, Round
+from safelaunch.supervise.control.protocol import LARGEST_ANSWER, Client, ControlRequest, ServiceAnswer
+from safelaunch.supervise.respond import Incident, JobView
+from safelaunch.supervise.rounds import parts_of
+from safelaunch.system.decoding import from_json, from_msgpack
+
+if TYPE_CHECKING:
+    from safelaunch.addons.protocols import Service
+
+
+@dataclass
+class _Served:
+    """A request that is being served. ``clients``: those that made it."""
+
+    service: Service[Any, Any]
+    ask: Any
+    clients: list[Client]
+    working: Incident[Any]
+
+
+class Services:
+    """Serves one request at a time. On several nodes, each supervisor serves its own ranks at the same time.
+
+    ``ask`` and ``tick`` never block.
+    """
+
+    def __init__(self, job: JobView) -> None:
+        self._job = job
+        self._served: _Served | None = None
+        self._for_another: Incident[None] | None = None
+
+    def ask(self, request: ControlRequest, client: Client) -> None:
+        """Begins to serve a request, or joins the one that is the same; refuses it while another one is served."""
+        service = addons.service(request.command)
+        if service is None:
+            client.answer(ServiceAnswer(problem=f"this run has nothing that answers {request.command[:40]!r}"))
+            return
+        try:
+            ask = from_json(bytes(request.ask), service.ask)
+        except (msgspec.DecodeError, RecursionError) as error:
+            client.answer(ServiceAnswer(problem=str(error)))
+            return
+        if self._served is None:
+            working = Incident(service.name, lambda at: self._everywhere(service, ask, at))
+            self._served = _Served(service, ask, [], working)
+        elif (self._served.service.name, self._served.ask) != (service.name, ask):
+            client.answer(ServiceAnswer(problem=f"another {self._served.service.noun} of this run is in progress"))
+            return
+        self._served.clients.append(client)
+
+    @property
+    def busy(self) -> bool:
+        return self._served is not None and self._served.working.done
+
+    def tick(self) -> None:
+        """Answers the clients as soon as the answer is there."""
+        if self._served is None or not self._served.working.done:
+            return
+        served, self._served = self._served, None
+        try:
+            part = served.working.result
+            gave_way = f"a bundle of this run was requested; {served.service.name} again once it is written"
+            place = os.fspath(self._job.context.bundle_dir)
+            answer = ServiceAnswer(problem=gave_way) if part is None else ServiceAnswer(part, place)
+        except Exception as error:  # noqa: BLE001 - the client gets the reason, and the job continues
+            answer = ServiceAnswer(problem=self._job.context.redactor.text(f"{type(error).__name__}: {error}"))
+        for client in served.clients:
+            client.answer(answer)
+
+    def finish(self) -> None:
+        """Gives up what needs the job's ranks, as the job is being stopped."""
+        self.yield_to_dump()
+        if self._served is not None:
+            for client in self._served.clients:
+                client.answer(ServiceAnswer(problem="the job is being stopped"))
+            self._served = None
+
+    def yield_to_dump(self) -> None:
+        """Gives up what is being served, here and for other nodes, because all nodes are asked for a dump."""
+        for incident in (self._served.working if self._served is not None else None, self._for_another):
+            if incident is not None:
+                incident.cancel()
+
+    def for_another(self, round_: Round, question: NodeQuestion) -> Incident[None]:
+        """Serves another node that asks for this node's part."""
+        name = f"{question.kind} for another node"
+        self._for_another = Incident(name, lambda at: self._answer_node(round_, question, at))
+        return self._for_another
+
+    def _answer_node(self, round_: Round, question: NodeQuestion, at: Incident[None]) -> None:
+        """Answers with nothing if this node lacks the add-on, or has another version of it."""
+        rounds, service = self._job.council.rounds, addons.service(question.kind)
+        try:
+            ask = from_msgpack(question.ask, service.ask) if service is not None else None
+        except (msgspec.DecodeError, RecursionError, OverflowError):
+            service = None
+        if service is None:
+            rounds.answer_nothing(round_)
+            return
+        part = service.here(ask, self._job, at.cancelled)
+        at.pause(0.0)
+        rounds.answer_part(round_, service, part)
+
+    def _everywhere(self, service: Service[Any, Any], ask: Any, at: Incident[Any]) -> Any:
+        """Returns what all nodes answer, as much of it as fits in an answer to a client."""
+        question = NodeQuestion(0, service.name, msgspec.msgpack.encode(ask))
+        with self._job.council.rounds.asking(question) as answers:
+            own = service.here(ask, self._job, at.cancelled)
+            others, notes = parts_of(answers(at.cancelled), service)
+        at.pause(0.0)
+        return service.bounded(service.merged(ask, [own, *others], notes), _fits)
+
+
+def _fits(part: Any) -> bool:
+    return len(msgspec.json.encode(part)) < LARGEST_ANSWER - (1 << 16)

@@ -1,0 +1,25 @@
+"""What ``safelaunch record --json`` prints is what its JSON Schema says."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from jsonschema import ValidationError
+
+from safelaunch.addons.record.report import RecordingReport, document
+from safelaunch.addons.record.slowness import verdict_of
+from safelaunch.system.console import json_text
+from tests.support.documents import check
+from tests.unit.addons.record.recordings import recorded
+
+
+def test_the_document_of_a_recording_is_valid() -> None:
+    straggler = recorded("straggler")
+    found = document(RecordingReport(straggler, verdict_of(straggler)), "r1", "/folder")
+    printed = json.loads(json_text(msgspec.to_builtins(found)))
+    check("record.json", printed)
+    del printed["findings"]
+    with pytest.raises(ValidationError):
+        check("record.json", printed)
