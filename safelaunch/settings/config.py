@@ -27,6 +27,7 @@ from safelaunch.settings.options import (
     OWN_OPTIONS,
     EnvSetting,
     Settings,
+    addon_options,
 )
 from safelaunch.settings.presets import Composition, Sourced, load_presets, read_env, version_matches
 from safelaunch.settings.yamlfile import (
@@ -135,7 +136,14 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
 
 
 def _check(values: _Values) -> None:
-    """Raises UsageError for a --max-stall below the stall timeout: it would end the job before any suspicion."""
+    """Raises UsageError for an option of an add-on that is missing.
+
+    And for a --max-stall below the stall timeout: it would end the job before any suspicion.
+    """
+    for option in addon_options(present=False):
+        if option.name in values:
+            origin = values[option.name].origin
+            raise UsageError(f"{option.flag} ({origin}) is part of the add-on {option.addon!r}, which isn't installed")
     stall, limit = values.get("stall-timeout"), values.get("max-stall")
     if stall is None or limit is None or stall.value is None:
         return

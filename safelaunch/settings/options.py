@@ -205,8 +205,6 @@ class Option:
 
     def parse_text(self, text: str, where: str) -> object:
         """The value of ``text``. Raises UsageError, naming ``where`` it was given, if it is not valid."""
-        if not self.is_available:
-            raise UsageError(f"{where}: {self.flag} is part of the add-on {self.addon!r}, which isn't installed")
         try:
             return self.parse(text)
         except ValueError:
@@ -577,9 +575,9 @@ def options_of(command: str) -> tuple[Option, ...]:
     return tuple(option for option in OWN_OPTIONS if command in option.commands)
 
 
-def addon_options() -> tuple[Option, ...]:
-    """Returns the options of the add-ons that are installed."""
-    return tuple(option for option in OWN_OPTIONS if option.addon and option.is_available)
+def addon_options(*, present: bool = True) -> tuple[Option, ...]:
+    """Returns the options of the add-ons that are ``present``, or of those that are not."""
+    return tuple(option for option in OWN_OPTIONS if option.addon and option.is_available == present)
 
 
 # Options that belong to no run: they print something and exit.
